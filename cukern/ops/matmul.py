@@ -1,0 +1,279 @@
+"""matmul and linear in strict float32 (no TF32) and float64, with their gradients, all by one ladder of kernels.
+
+Every product is out (M x N) = A (M x K) . B (K x N), where A and B are views of any strides: a transposed matrix is never copied.
+    y = x W^T + bias          A = x,    B = W^T
+    dx = dy W                 A = dy,   B = W
+    dW = dy^T x               A = dy^T, B = x
+    dbias = column sums of dy
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cukern.runtime import backend, checks, interop
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Cost, Op, Version, apply_of, choose, raw_op, register
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
+    """a @ b, in a's dtype all the way (float32 is never TF32), differentiable any number of times.
+
+    Args:
+        a: (..., M, K), float32 or float64: a tensor, or an array that speaks DLPack.
+        b: (K, N), of a's dtype and device. Transposed views of a and b are read as they are; a view without a stride of 1, and leading
+            dimensions of a that cannot be flattened to one, are copied first.
+        version: "v1" to "v5"; by default the fastest that the GPU has. Tensors that are not on a GPU go to torch.matmul.
+
+    Returns (..., M, N), contiguous. Autocast does not change the dtype.
+
+    Raises TypeError for another dtype or two dtypes, ValueError for shapes that do not fit, two devices, or an unknown version.
+    """
+    a, b = _inputs("matmul", version, a=a, b=b)
+    if a.ndim < 2 or b.ndim != 2:
+        raise ValueError(f"a must be (..., M, K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(f"the last dimension of a, {a.shape[-1]}, must equal the first of b, {b.shape[0]}")
+    if not a.is_cuda:
+        return reference_matmul(a, b)
+    out = _product(a if a.ndim == 2 else a.reshape(-1, a.shape[-1]), b, None, version or "")
+    return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
+
+
+def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None) -> torch.Tensor:
+    """x @ weight.T + bias, as torch.nn.functional.linear, in x's dtype all the way (float32 is never TF32).
+
+    Args:
+        x: (..., K), float32 or float64: a tensor, or an array that speaks DLPack.
+        weight: (N, K); bias: (N,) or None. Of x's dtype and device.
+        version: see `matmul`.
+
+    Returns (..., N), contiguous. Raises as `matmul` does.
+    """
+    x, weight, bias = _inputs("linear", version, x=x, weight=weight, bias=bias)
+    if x.ndim < 1 or weight.ndim != 2:
+        raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the last of weight, {weight.shape[1]}")
+    if bias is not None:
+        checks.shape("bias", bias, (weight.shape[0],), "one value for each row of weight")
+    if not x.is_cuda:
+        return reference_linear(x, weight, bias)
+    out = _product(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), weight.t(), bias, version or "")
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def reference_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(a, b)
+
+
+def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _inputs(op: str, version: str | None, **values: Any) -> list[Any]:
+    tensors = {name: None if v is None else interop.to_torch(name, v) for name, v in values.items()}
+    for name, t in tensors.items():
+        if t is not None:
+            checks.dtype(name, t, DTYPES)
+    checks.same(**tensors)
+    first = next(t for t in tensors.values() if t is not None)
+    if version is not None:
+        if version not in VERSIONS:
+            checks.unknown_version(op, version, VERSIONS)
+        if not first.is_cuda:
+            checks.needs_gpu(op, version, first.device)
+    return list(tensors.values())
+
+
+# ---- autograd: the gradients of a product are products, so every higher derivative is this Function again
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, bias, version):
+        ctx.save_for_backward(a, b)
+        ctx.version = version
+        return _matmul(a, b, bias, version)
+
+    @staticmethod
+    def backward(ctx, dout):
+        a, b = ctx.saved_tensors
+        da = _product(dout, b.t(), None, ctx.version) if ctx.needs_input_grad[0] else None
+        db = _product(a.t(), dout, None, ctx.version) if ctx.needs_input_grad[1] else None
+        dbias = _ColumnSum.apply(dout) if ctx.needs_input_grad[2] else None
+        return da, db, dbias, None
+
+
+class _ColumnSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.rows = x.shape[0]
+        return _column_sum(x)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout.expand(ctx.rows, -1)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return _apply(a, b, bias, version)
+    return _matmul(a, b, bias, version)
+
+
+_apply = apply_of(_Product)
+
+
+def _launch_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
+    out = _fake_matmul(a, b, bias, version)
+    if out.numel():
+        bias = None if bias is None else bias.contiguous()
+        choose("matmul", version, a.get_device()).forward(out, a, b, bias)
+    return out
+
+
+def _fake_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
+    return torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+
+
+_matmul = raw_op("_matmul(Tensor a, Tensor b, Tensor? bias, str version) -> Tensor", 3, _launch_matmul, _fake_matmul)
+
+# ---- the gradient of the bias: column sums of pieces of the rows, then of those sums, always in the same order
+
+PIECES = 64
+_BIAS_GRAD = Template("matmul.cu", "matmul_bias_grad")
+
+
+def _launch_column_sum(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = x.shape
+    if not x.numel():
+        return torch.zeros(columns, dtype=x.dtype, device=x.device)
+    if rows > PIECES:
+        x = _sum_pieces(x, -(-rows // PIECES))
+    return _sum_pieces(x, x.shape[0])[0]
+
+
+def _sum_pieces(x: torch.Tensor, height: int) -> torch.Tensor:
+    rows, columns = x.shape
+    pieces = -(-rows // height)
+    out = torch.empty((pieces, columns), dtype=x.dtype, device=x.device)
+    grid = (-(-columns // 32) * pieces, 1, 1)
+    _BIAS_GRAD[x.dtype].launch(x.get_device(), grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
+    return out
+
+
+_column_sum = raw_op("_column_sum(Tensor x) -> Tensor", 1, _launch_column_sum, lambda x: x.new_empty(x.shape[1]))
+
+# ---- the ladder: forward(out, a, b, bias) of each version, bias contiguous or None
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+_V1, _V2, _V3, _V4, _V5 = (Template("matmul.cu", f"matmul_v{i}") for i in range(1, 6))
+
+
+def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Forward:
+    """v1 to v3, whose kernels take any two strides of A and of B."""
+
+    def forward(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+        (M, N), K = out.shape, a.shape[1]
+        arguments = (*_pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
+        template[a.dtype].launch(a.get_device(), (blocks(M, N), 1, 1), block, 0, *arguments)
+
+    return forward
+
+
+def _v4(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    (M, N), K = out.shape, a.shape[1]
+    a, a_k, lda = _with_unit_stride(a)
+    b, b_k, ldb = _with_unit_stride(b.t())
+    grid = (-(-M // 128) * -(-N // 128), 1, 1)
+    _V4[a.dtype, a_k, not b_k].launch(a.get_device(), grid, (256, 1, 1), 0, *_pointers(out, a, b, bias), M, N, K, lda, ldb)
+
+
+def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
+    """x (rows x K), copied if it must be; whether it is contiguous along K; and its other stride."""
+    rows, k = x.shape
+    if x.stride(1) == 1 or (k <= 1 and x.stride(0) != 1):
+        return x, True, x.stride(0)
+    if x.stride(0) == 1 or rows <= 1:
+        return x, False, x.stride(1)
+    return x.contiguous(), True, k
+
+
+def _pointers(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+
+def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:
+    return lambda dtype: [template[dtype], _BIAS_GRAD[dtype]]
+
+
+def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [_BIAS_GRAD[dtype], *(_V4[dtype, a_k, b_n] for a_k in (True, False) for b_n in (True, False))]
+
+
+VERSIONS = {
+    "v1": Version("one thread an output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), instances=_instance(_V1)),
+    "v2": Version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), instances=_instance(_V2)),
+    "v3": Version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), instances=_instance(_V3)),
+    "v4": Version("register tiles", _v4, instances=_v4_instances),
+}
+
+# ---- what the tools know
+
+
+def _make_matmul(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    M, N, K = dims
+    return torch.randn(M, K, dtype=dtype, device=device), torch.randn(K, N, dtype=dtype, device=device)
+
+
+def _make_linear(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    M, N, K = dims
+    x, bias = torch.randn(M, K, dtype=dtype, device=device), torch.randn(N, dtype=dtype, device=device)
+    return x, torch.randn(N, K, dtype=dtype, device=device) * K**-0.5, bias
+
+
+def _cost(left: str, right: str) -> Callable[[Sequence[int], int], dict[str, Cost]]:
+    def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+        M, N, K = dims
+        one = Cost((M * K + K * N + M * N) * itemsize, 2 * M * N * K)
+        return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), f"bwd:{left}": one, f"bwd:{right}": one}
+
+    return cost
+
+
+_SHARED = {
+    "stem": "matmul",
+    "versions": VERSIONS,
+    "dtypes": DTYPES,
+    "dims": "M N K",
+    "check_dims": ((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
+    "bound": "compute",
+}
+register(
+    Op(
+        name="matmul",
+        function=matmul,
+        reference=reference_matmul,
+        make=_make_matmul,
+        inputs=("a", "b"),
+        cost=_cost("a", "b"),
+        bench_dims=((4096, 4096, 4096), (8192, 8192, 8192)),
+        **_SHARED,  # type: ignore[arg-type]
+    )
+)
+register(
+    Op(
+        name="linear",
+        function=linear,
+        reference=reference_linear,
+        make=_make_linear,
+        inputs=("x", "weight", "bias"),
+        cost=_cost("x", "weight"),
+        bench_dims=((4096, 3072, 768),),
+        **_SHARED,  # type: ignore[arg-type]
+    )
+)

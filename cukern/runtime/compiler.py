@@ -1,0 +1,227 @@
+"""NVRTC: from one kernel of a .cu file to a cubin and a report of what it uses, kept in a cache on disk.
+
+It needs no GPU and no driver. CuPy's `RawModule(code=...)` is not used to compile: it cannot target sm_90a before NVRTC 12.9, forces
+-ftz=true, and does not see an edit of an included header.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import tempfile
+import threading
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cukern.runtime.sources import Source, kernels_dir
+
+OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message holds its log, which names the file and the line."""
+
+
+class SetupError(RuntimeError):
+    """CuPy, NVRTC, the CUDA headers or the driver are missing; the message says what to install."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas says that one kernel uses: registers a thread, bytes of spills and stack a thread, bytes of static shared memory."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel: machine code for one architecture, the symbol to look up in it, and its report."""
+
+    code: bytes
+    symbol: str
+    arch: str
+    report: Report
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """NVRTC's name of a GPU's architecture. From 9.0 on the "a" variant, which alone has wgmma."""
+    number = capability[0] * 10 + capability[1]
+    return f"sm_{number}a" if number >= 90 else f"sm_{number}"
+
+
+def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
+    """Compile the kernel `name`, such as `square_v2<float, 4>`, for `arch`, or take it from the cache.
+
+    Raises CompileError with the compiler's own words, SetupError where NVRTC cannot be had.
+    """
+    key = hashlib.sha256("\0".join((arch, nvrtc_version(), *OPTIONS, name, source.digest())).encode()).hexdigest()
+    cached = _read_cache(key)
+    if cached:
+        return cached
+    with _compile_lock(key):
+        cubin = _read_cache(key) or _compile(source, name, arch)
+    _write_cache(key, cubin)
+    return cubin
+
+
+@functools.cache
+def _compile_lock(key: str) -> threading.Lock:
+    return threading.Lock()
+
+
+# ---- NVRTC
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC in use. Read from its wheel's metadata, because to load NVRTC is to import all of CuPy."""
+    found = []
+    for wheel in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):
+        try:
+            found.append(importlib.metadata.version(wheel))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "+".join(found) or ".".join(map(str, nvrtc().getVersion()))
+
+
+@functools.cache
+def nvrtc():
+    """CuPy's binding of NVRTC. Raises SetupError with the command that mends it."""
+    try:
+        from cupy.cuda import nvrtc as binding
+    except ImportError as error:
+        raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
+    try:
+        binding.getVersion()
+    except Exception as error:
+        raise SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12") from error
+    return binding
+
+
+@functools.cache
+def cuda_include() -> Path:
+    """The folder of cuda_fp16.h: from pip's wheels for NVRTC's CUDA version, else from a toolkit."""
+    major = nvrtc().getVersion()[0]
+    wheels = importlib.util.find_spec("nvidia")
+    roots = [Path(p) for p in (wheels.submodule_search_locations or ())] if wheels else []
+    folders = [root / sub / "include" for root in roots for sub in (f"cu{major}", "cuda_runtime")]
+    folders += [Path(os.environ[v]) / "include" for v in ("CUDA_PATH", "CUDA_HOME") if v in os.environ]
+    folders.append(Path("/usr/local/cuda/include"))
+    for folder in folders:
+        if (folder / "cuda_fp16.h").is_file():
+            return folder
+    raise SetupError(f"no cuda_fp16.h in {', '.join(map(str, folders))}. Run: pip install nvidia-cuda-runtime-cu{major}")
+
+
+def _compile(source: Source, name: str, arch: str) -> Cubin:
+    binding = nvrtc()
+    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{kernels_dir()}", f"-I{cuda_include()}")
+    if source.path.is_absolute():
+        options += (f"-I{source.path.parent}",)
+    program = binding.createProgram(source.text, str(source.path), (), ())
+    try:
+        binding.addNameExpression(program, name)
+        try:
+            binding.compileProgram(program, options)
+        except binding.NVRTCError as error:
+            log = binding.getProgramLog(program).strip() or str(error)
+            raise CompileError(f"{name} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
+        symbol = binding.getLoweredName(program, name)
+        symbol = symbol.decode() if isinstance(symbol, bytes) else symbol
+        # CuPy drops the last byte, which is zero; disassemblers want it back.
+        code = binding.getCUBIN(program) + b"\0"
+        return Cubin(code, symbol, arch, _parse_report(binding.getProgramLog(program), symbol))
+    finally:
+        binding.destroyProgram(program)
+
+
+def _parse_report(log: str, symbol: str) -> Report:
+    """Read `ptxas -v`: the block of lines that follows the symbol's "Compiling entry function"."""
+    block = log.split(f"Compiling entry function '{symbol}'", 1)[-1].split("Compiling entry function", 1)[0]
+
+    def number(pattern: str) -> int:
+        match = re.search(pattern, block)
+        return int(match[1]) if match else 0
+
+    return Report(
+        registers=number(r"Used (\d+) registers"),
+        spill_stores=number(r"(\d+) bytes spill stores"),
+        spill_loads=number(r"(\d+) bytes spill loads"),
+        stack=number(r"(\d+) bytes stack frame"),
+        shared=number(r"(\d+) bytes smem"),
+    )
+
+
+# ---- the cache: <key>.json names <hash of the machine code>.cubin; both are written whole or not at all
+
+
+@functools.cache
+def cache_dir() -> Path | None:
+    """Where cubins are kept: $CUKERN_CACHE_DIR, else the user's cache folder. None, with one warning, where it cannot be written."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    folder = Path(os.environ.get("CUKERN_CACHE_DIR") or Path(home) / "cukern").absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        warnings.warn(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels anew", stacklevel=2)
+        return None
+
+
+def _read_cache(key: str) -> Cubin | None:
+    folder = cache_dir()
+    if folder is None:
+        return None
+    try:
+        entry = json.loads((folder / f"{key}.json").read_bytes())
+        code = (folder / f"{entry['sha256']}.cubin").read_bytes()
+        if hashlib.sha256(code).hexdigest() != entry["sha256"]:
+            raise ValueError("the machine code is not the one that was written")
+        return Cubin(code, entry["symbol"], entry["arch"], Report(**entry["report"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _warn_corrupt(folder, error)
+        return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+def _warn_corrupt(folder: Path, error: Exception) -> None:
+    _warn_once(f"cukern found a corrupt entry in its cache {folder} and compiles it anew ({type(error).__name__}: {error})")
+
+
+def _write_cache(key: str, cubin: Cubin) -> None:
+    folder = cache_dir()
+    if folder is None:
+        return
+    sha256 = hashlib.sha256(cubin.code).hexdigest()
+    entry = {"sha256": sha256, "symbol": cubin.symbol, "arch": cubin.arch, "report": asdict(cubin.report)}
+    try:
+        _write_atomically(folder / f"{sha256}.cubin", cubin.code)
+        _write_atomically(folder / f"{key}.json", json.dumps(entry).encode())
+    except OSError as error:
+        _warn_once(f"cukern could not write to its cache {folder} ({error.strerror})")
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,164 @@
+"""A kernel: one __global__ function of a .cu file, or one instance of a template, ready to be launched on torch's memory and stream."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cukern.runtime import backend, interop, signature
+from cukern.runtime.compiler import Cubin, arch_of, compile_kernel
+from cukern.runtime.sources import Source, kernels_dir
+
+SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronise after each launch, so that a fault names its kernel
+NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX range of the kernel's name
+
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
+
+
+class Kernel:
+    """One kernel. Compiled and loaded on first use, for each GPU apart.
+
+    `launch` is for cukern's own ops: pointers as integers, no checks. Calling the object is for everyone: tensors and DLPack arrays,
+    checked against the kernel's own parameter list.
+    """
+
+    def __init__(self, source: Source, name: str):
+        self.source, self.name = source, name
+        self.params = signature.parse(source, name)
+        self._loaded: dict[int, backend.Launch] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<cukern kernel {self.name}({', '.join(map(str, self.params))}) of {self.source.path}>"
+
+    def compile(self, arch: str) -> Cubin:
+        """The machine code and resource report for an architecture such as "sm_90a". Needs no GPU."""
+        return compile_kernel(self.source, self.name, arch)
+
+    def load(self, device: int) -> backend.Launch:
+        """Compile and load the kernel on a GPU, if it is not. Raises RuntimeError inside a CUDA graph capture."""
+        with self._lock:
+            if device not in self._loaded:
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
+                cubin = self.compile(arch_of(torch.cuda.get_device_capability(device)))
+                self._loaded[device] = backend.load(self.name, cubin, self.params, device)
+            return self._loaded[device]
+
+    def launch(self, device: int, grid: backend.Dim, block: backend.Dim, shared: int, *args: int | float) -> None:
+        """Launch on torch's current stream of the GPU number `device`. `shared` is in bytes, pointers are integers."""
+        run = self._loaded.get(device) or self.load(device)
+        if SYNC or NVTX or device != _current_device():
+            with torch.cuda.device(device), _nvtx(self.name):
+                run(grid, block, shared, _current_stream(device), args)
+                if SYNC:
+                    _synchronize(self.name, grid, block)
+        else:
+            run(grid, block, shared, _current_stream(device), args)
+
+    def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:
+        """Launch with one's own geometry.
+
+        Args:
+            args: one for each parameter of the kernel: a CUDA tensor or DLPack array of the pointee's dtype for a pointer (None for a null
+                pointer), a number for a scalar. Nothing is copied; the kernel sees the memory from the first element on.
+            grid, block: one to three ints: blocks, and threads of a block, along x, y, z.
+            shared: bytes of dynamic shared memory.
+
+        Raises TypeError or ValueError for an argument that does not fit, LaunchError for a geometry that the GPU refuses.
+        """
+        if len(args) != len(self.params):
+            raise signature.explain_misfit(self.name, self.params, args)
+        devices: dict[int, str] = {}
+        values = [_pointer(p, a, self.name, devices) if p.pointer else a for p, a in zip(self.params, args, strict=True)]
+        if len(devices) > 1:
+            raise ValueError(f"{self.name}: arguments on several GPUs: {', '.join(f'{n} on cuda:{d}' for d, n in devices.items())}")
+        device = next(iter(devices), None)
+        self.launch(_current_device() if device is None else device, _dim("grid", grid), _dim("block", block), shared, *values)
+
+
+class Template(dict):
+    """The instances of one template of kernels_cu, made when first asked for: `Template("square.cu", "square_v2")[torch.float32, 4]`."""
+
+    def __init__(self, file: str, name: str):
+        super().__init__()
+        self.file, self.name = file, name
+
+    def __missing__(self, key: Any) -> Kernel:
+        arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
+        kernel = self[key] = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>")
+        return kernel
+
+
+def load(path: str | Path, name: str | None = None) -> Kernel:
+    """The kernel `name` of a .cu file, as a callable.
+
+    Args:
+        path: the file. Its `#include "..."` are looked for beside it and in cukern's own kernels_cu.
+        name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". May be left out if there is one.
+
+    Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
+    Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError for a parameter type that cannot be passed;
+    CompileError comes with the first launch.
+    """
+    return _kernel(Source.read(path), name)
+
+
+def compile(source: str, name: str | None = None) -> Kernel:
+    """The kernel `name` of CUDA C++ source text, as a callable; see `load`.
+
+    Functions that launch with <<<...>>> or use torch:: are skipped, so a `torch.utils.cpp_extension.load_inline` source works as it stands.
+    """
+    if not isinstance(source, str):
+        raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
+    return _kernel(Source.from_text(source), name)
+
+
+def _kernel(source: Source, name: str | None) -> Kernel:
+    if name is None:
+        names = signature.kernel_names(source)
+        if len(names) != 1:
+            raise ValueError(f"{source.path} has {len(names)} kernels ({', '.join(names)}): name one")
+        name = names[0]
+    return Kernel(source, name)
+
+
+def _pointer(param: signature.Param, value: Any, kernel: str, devices: dict[int, str]) -> int:
+    if value is None:
+        return 0
+    tensor = interop.to_torch(param.name, value)
+    if not tensor.is_cuda:
+        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}")
+    if param.dtypes and tensor.dtype not in param.dtypes:
+        raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
+    devices.setdefault(tensor.get_device(), param.name)
+    return tensor.data_ptr()
+
+
+def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:
+    dims = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(dims) <= 3 or any(not isinstance(d, int) or d < 1 for d in dims):
+        raise ValueError(f"{name} must be one to three positive ints, got {value!r}")
+    return (*dims, 1, 1)[:3]  # type: ignore[return-value]
+
+
+def _cpp(argument: Any) -> str:
+    if isinstance(argument, torch.dtype):
+        return signature.CTYPES[argument]
+    return str(argument).lower()
+
+
+def _nvtx(name: str) -> contextlib.AbstractContextManager:
+    return torch.cuda.nvtx.range(name) if NVTX else contextlib.nullcontext()
+
+
+def _synchronize(name: str, grid: backend.Dim, block: backend.Dim) -> None:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise backend.LaunchError(f"{name} <<<grid {grid}, block {block}>>> failed while it ran: {error}") from error

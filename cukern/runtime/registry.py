@@ -1,0 +1,139 @@
+"""The table of ops and of their versions, which check, bench, profile, compile and the tests iterate; and the raw ops that torch sees."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cukern.runtime import checks
+from cukern.runtime.kernel import Kernel
+
+_library = torch.library.Library("cukern", "DEF")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_tracing = torch.compiler.is_dynamo_compiling
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_jit = torch._C._get_tracing_state
+
+
+def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a launch as `torch.ops.cukern.<name>`, and return the fastest way to call it.
+
+    Args:
+        schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor". A raw op is not differentiable; the autograd Function
+            outside it is.
+        tensors: how many of the leading arguments are tensors.
+        impl, fake: the launch, and the same for shapes alone.
+
+    The result skips torch's dispatcher (1.7 us) where nothing listens to it: no torch.compile or export, no dispatch mode such as
+    FakeTensorMode, no functorch transform, no tensor subclass.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, impl, "CUDA")
+    torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
+    op = getattr(torch.ops.cukern, name).default
+
+    def call_one(x: torch.Tensor, *args: Any) -> Any:
+        if _tracing() or type(x) not in _PLAIN or _modes() or _transforms() or _jit() is not None:
+            return op(x, *args)
+        return impl(x, *args)
+
+    def call(*args: Any) -> Any:
+        if _tracing() or not _PLAIN.issuperset(map(type, args[:tensors])) or _modes() or _transforms() or _jit() is not None:
+            return op(*args)
+        return impl(*args)
+
+    return call_one if tensors == 1 else call
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the part of it that serves torch.compile and torch.func, where neither is at work (1.5 us)."""
+    fast = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args) if _tracing() or _transforms() else fast(*args)
+
+    return apply
+
+
+def _made_of_forward(*_: Any) -> None:
+    raise NotImplementedError("the gradients of this op are made of its forward")
+
+
+@dataclass(frozen=True)
+class Version:
+    """One rung of an op's ladder of kernels.
+
+    `forward` and `backward` launch it on the outputs and inputs that the op's raw ops hand to it; an op whose gradients are made of its
+    forward has no backward. `instances` names the kernels of a dtype, for `cukern compile` and `warmup`; `requires` is the least compute
+    capability, as 80 for 8.0.
+    """
+
+    idea: str
+    forward: Callable[..., None]
+    backward: Callable[..., None] = _made_of_forward
+    instances: Callable[[torch.dtype], Iterable[Kernel]] = lambda dtype: ()
+    requires: int = 75
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least work of one pass: bytes that must cross device memory, each input read and each output written once; and operations."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the tools and the tests know of an op.
+
+    `dims` names the command line's DIMS; `make` draws the inputs for them; `function(*inputs, version=)` is the public function,
+    `reference(*inputs)` the same maths in plain torch; `cost(dims, itemsize)` gives Cost for "fwd" and "bwd"; `peers` are other
+    implementations to time beside it, each a function of the same inputs.
+    """
+
+    name: str
+    stem: str
+    function: Callable[..., torch.Tensor]
+    reference: Callable[..., torch.Tensor]
+    versions: dict[str, Version]
+    dtypes: tuple[torch.dtype, ...]
+    dims: str
+    check_dims: tuple[tuple[int, ...], ...]
+    bench_dims: tuple[tuple[int, ...], ...]
+    make: Callable[[Sequence[int], torch.dtype, torch.device | str], tuple[torch.Tensor, ...]]
+    inputs: tuple[str, ...]
+    cost: Callable[[Sequence[int], int], dict[str, Cost]]
+    bound: str  # "memory" or "compute": which limit the bench quotes
+
+    def kernels(self, capability: int = 1 << 30, dtypes: Collection[torch.dtype] | None = None) -> dict[str, Kernel]:
+        """Every kernel instance, by name, of the dtypes (None: all) and of the versions that a GPU of this capability (90 for 9.0) runs."""
+        versions = [v for v in self.versions.values() if v.requires <= capability]
+        return {k.name: k for v in versions for d in self.dtypes if dtypes is None or d in dtypes for k in v.instances(d)}
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    OPS[op.name] = op
+    return op
+
+
+@functools.cache
+def choose(op: str, version: str, device: int) -> Version:
+    """The version that runs on a GPU: the one asked for, or for "" the last of the op's table that the GPU can run. Raises ValueError."""
+    versions = OPS[op].versions
+    capability = torch.cuda.get_device_capability(device)
+    number = capability[0] * 10 + capability[1]
+    if not version:
+        return [v for v in versions.values() if v.requires <= number][-1]
+    if version not in versions:
+        checks.unknown_version(op, version, versions)
+    if versions[version].requires > number:
+        checks.unsupported_version(op, version, versions[version].requires, number)
+    return versions[version]

@@ -1,0 +1,430 @@
+// C = A . B (+ bias): a ladder from one thread an output to cuBLAS's speed, on the plain FMA units.
+//
+// C is (M x N), row-major and contiguous; A is (M x K), B is (K x N), bias is (N) or a null pointer. A and B are
+// views: a_m is the distance in elements between A's rows, a_k between its columns, and so on, so that a transposed
+// matrix needs no copy. T is float or double; float means float: no TF32. K = 0 gives zeros (plus bias).
+//
+//  version  idea                                                                        TFLOP/s, H200, 4096^3, float
+//  v1       one thread an output; neighbours in a warp walk different rows              -
+//  v2       neighbours in a warp are neighbours in a row of C: loads coalesce           -
+//  v3       32x32 tiles of A and B go through shared memory: each is read 32 times less -
+//  v4       8x8 outputs a thread in registers: each value read from shared memory is used 8 times  -
+//  v5       8x16 outputs a thread; cp.async fills a ring of tiles in the background; the k loop of the last, partly
+//           filled wave of tiles is shared out evenly among all blocks (stream-K). Needs sm_80.  -
+//
+// Every grid is 1-D (y and z stop at 65535 blocks). Offsets are 64-bit: a matrix may have more than 2^31 elements.
+
+#include "common/ptx.cuh"
+
+template <typename T>
+__device__ __forceinline__ T bias_or_zero(const T* bias, int n) {
+    return bias ? bias[n] : T(0);
+}
+
+// v1: grid ceil(M * N / 256), block 256.
+template <typename T>
+__global__ void matmul_v1(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
+                          long long a_m, long long a_k, long long b_k, long long b_n) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= (long long)M * N) return;
+    int m = i % M, n = i / M;  // a warp's 32 threads write 32 rows: 32 separate pieces of memory
+    T sum = bias_or_zero(bias, n);
+    for (int k = 0; k < K; ++k) sum += a[m * a_m + k * a_k] * b[k * b_k + n * b_n];
+    out[m * (long long)N + n] = sum;
+}
+
+// v2: grid ceil(M / 16) * ceil(N / 16), block (16, 16).
+template <typename T>
+__global__ void matmul_v2(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
+                          long long a_m, long long a_k, long long b_k, long long b_n) {
+    int tiles_n = (N + 15) / 16;
+    int m = blockIdx.x / tiles_n * 16 + threadIdx.y;
+    int n = blockIdx.x % tiles_n * 16 + threadIdx.x;  // x is the fastest index in a warp, and n in a row of C
+    if (m >= M || n >= N) return;
+    T sum = bias_or_zero(bias, n);
+    for (int k = 0; k < K; ++k) sum += a[m * a_m + k * a_k] * b[k * b_k + n * b_n];
+    out[m * (long long)N + n] = sum;
+}
+
+// v3: grid ceil(M / 32) * ceil(N / 32), block (32, 32).
+template <typename T>
+__global__ void __launch_bounds__(1024) matmul_v3(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
+                                                  long long a_m, long long a_k, long long b_k, long long b_n) {
+    __shared__ T as[32][33], bs[32][33];  // as[m][k], bs[k][n]; the 33rd column keeps a column's words in 32 banks
+    int tiles_n = (N + 31) / 32;
+    int m0 = blockIdx.x / tiles_n * 32, n0 = blockIdx.x % tiles_n * 32;
+    int x = threadIdx.x, y = threadIdx.y;
+    // A warp is one y and 32 values of x: x must run along whichever dimension is contiguous in memory.
+    int am = a_k == 1 ? y : x, ak = a_k == 1 ? x : y;
+    int bk = b_n == 1 ? y : x, bn = b_n == 1 ? x : y;
+    T sum = 0;
+    for (int k0 = 0; k0 < K; k0 += 32) {
+        bool in_a = m0 + am < M && k0 + ak < K, in_b = k0 + bk < K && n0 + bn < N;
+        as[am][ak] = in_a ? a[(m0 + am) * a_m + (k0 + ak) * a_k] : T(0);
+        bs[bk][bn] = in_b ? b[(k0 + bk) * b_k + (n0 + bn) * b_n] : T(0);
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < 32; ++k) sum += as[y][k] * bs[k][x];
+        __syncthreads();  // nobody may overwrite the tiles while somebody still reads them
+    }
+    int m = m0 + y, n = n0 + x;
+    if (m < M && n < N) out[m * (long long)N + n] = sum + bias_or_zero(bias, n);
+}
+
+// 16 bytes: the widest load and store there is. 4 floats or 2 doubles.
+template <typename T>
+struct alignas(16) Vec16 {
+    static constexpr int SIZE = 16 / sizeof(T);
+    T v[SIZE];
+};
+
+// Read COUNT vectors, `stride` elements apart, into consecutive registers.
+template <typename T, int COUNT>
+__device__ __forceinline__ void load_fragment(T* fragment, const T* shared, int stride) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        Vec16<T> w = *reinterpret_cast<const Vec16<T>*>(shared + i * stride);
+#pragma unroll
+        for (int j = 0; j < Vec16<T>::SIZE; ++j) fragment[i * Vec16<T>::SIZE + j] = w.v[j];
+    }
+}
+
+// acc += column . row, the outer product: ROWS + COLS values from shared memory feed ROWS * COLS multiply-adds.
+template <typename T, int ROWS, int COLS>
+__device__ __forceinline__ void outer_product(T (&acc)[ROWS][COLS], const T* column, const T* row) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLS; ++j) acc[i][j] += column[i] * row[j];
+}
+
+// v4 copies 128 rows (of m or n) x 8 k of an operand into tile[k][row]. `ld` is the stride that is not 1.
+// `ALONG_K`: the operand is contiguous along k, so neighbouring threads read neighbouring k.
+template <typename T, bool ALONG_K>
+__device__ __forceinline__ void load_tile_v4(T (*tile)[132], const T* x, int row0, int rows, int k0, int K, long long ld) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int e = threadIdx.x + i * 256;
+        int r = ALONG_K ? e / 8 : e % 128, k = ALONG_K ? e % 8 : e / 128;
+        bool in = row0 + r < rows && k0 + k < K;
+        tile[k][r] = in ? (ALONG_K ? x[(row0 + r) * ld + k0 + k] : x[(k0 + k) * ld + row0 + r]) : T(0);
+    }
+}
+
+// v4: A_K: A is contiguous along k (else along m); B_N: B is contiguous along n (else along k). lda and ldb are the
+// other stride of each. Grid ceil(M / 128) * ceil(N / 128), block 256.
+template <typename T, bool A_K, bool B_N>
+__global__ void __launch_bounds__(256) matmul_v4(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
+                                                 long long lda, long long ldb) {
+    __shared__ alignas(16) T as[8][132], bs[8][132];  // 132: the transposing stores then hit 32 different banks
+    constexpr int V = Vec16<T>::SIZE;
+    int tiles_n = (N + 127) / 128;
+    int m0 = blockIdx.x / tiles_n * 128, n0 = blockIdx.x % tiles_n * 128;
+    // The thread's rows are ty * V + {0..V-1} + 16 V * {0, 1, ..}: in pieces, so that a warp's loads stay contiguous.
+    int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    T acc[8][8] = {}, column[8], row[8];
+    for (int k0 = 0; k0 < K; k0 += 8) {
+        load_tile_v4<T, A_K>(as, a, m0, M, k0, K, lda);
+        load_tile_v4<T, !B_N>(bs, b, n0, N, k0, K, ldb);
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            load_fragment<T, 8 / V>(column, &as[k][ty * V], 16 * V);
+            load_fragment<T, 8 / V>(row, &bs[k][tx * V], 16 * V);
+            outer_product(acc, column, row);
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            int m = m0 + ty * V + i / V * 16 * V + i % V, n = n0 + tx * V + j / V * 16 * V + j % V;
+            if (m < M && n < N) out[m * (long long)N + n] = acc[i][j] + bias_or_zero(bias, n);
+        }
+}
+
+// Column sums of x (M x N): out[chunk][n] = the sum of x[m][n] over the chunk's rows. Launched twice for the bias
+// gradient: once over dY into a (chunks x N) workspace, once over that with a single chunk. Always the same order
+// of additions, so always the same bits. Grid ceil(N / 32) * ceil(M / rows_per_chunk), block (32, 8).
+template <typename T>
+__global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
+    __shared__ T sums[8][32];
+    int tiles_n = (N + 31) / 32;
+    int chunk = blockIdx.x / tiles_n, n = blockIdx.x % tiles_n * 32 + threadIdx.x;
+    long long first = (long long)chunk * rows_per_chunk;
+    int end = first + rows_per_chunk < M ? int(first + rows_per_chunk) : M;
+    T sum = 0;
+    if (n < N)
+        for (int m = int(first) + threadIdx.y; m < end; m += 8) sum += x[m * x_m + n * x_n];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && n < N) {
+#pragma unroll
+        for (int i = 1; i < 8; ++i) sum += sums[i][threadIdx.x];
+        out[chunk * (long long)N + n] = sum;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// v5. A block is 4 warps, arranged WARPS_M x (4 / WARPS_M); a warp is 8 x 4 threads; a thread holds TM x TN outputs.
+// So a block's tile of C is (8 TM WARPS_M) x (4 TN 4 / WARPS_M).
+
+#ifndef BK_
+#define BK_ 8
+#endif
+#ifndef STAGES_
+#define STAGES_ 4
+#endif
+#ifndef GROUP_
+#define GROUP_ 8
+#endif
+constexpr int THREADS = 128;
+constexpr int BK = BK_;          // k's in a tile of shared memory
+constexpr int STAGES = STAGES_;  // tiles in the ring: one is being used while the others are being filled
+
+// How an operand is copied to shared memory. "mn" is m for A and n for B.
+constexpr int ALONG_K = 0;       // contiguous along k: element by element, transposed on the way
+constexpr int ALONG_MN = 1;      // contiguous along mn: element by element (any alignment)
+constexpr int ALONG_MN_16B = 2;  // contiguous along mn, 16 bytes at a time: base, ld and extent must be multiples
+
+// One thread's share of copying an operand's tiles, (BK x EXTENT), tile after tile along k.
+template <typename T, int COPY, int EXTENT>
+struct TileCopy {
+    static constexpr int WIDTH = COPY == ALONG_MN_16B ? Vec16<T>::SIZE : 1;
+    // ALONG_K, 8 neighbouring threads take 8 k's (one 32-byte sector of floats) and a warp 4 rows. Rows of the tile
+    // are 4 elements longer than needed: then bank(k, mn) = 4 k + mn, and the warp's 32 stores hit 32 banks.
+    static constexpr int LD = EXTENT + (COPY == ALONG_K ? 4 : 0);
+    static constexpr int LANES = COPY == ALONG_K ? 8 : EXTENT / WIDTH;
+    static constexpr int STEP = THREADS / LANES;
+    static constexpr int COUNT = (COPY == ALONG_K ? EXTENT : BK) / STEP;
+    static constexpr int BYTES = BK * LD * sizeof(T);  // of a tile
+
+    const char* source;      // this thread's first element of the next tile
+    unsigned offset[COUNT];  // from there to its other elements, in bytes
+    unsigned target;         // the same first element in stage 0
+    int k;                   // its k in the tile
+    long long advance;       // bytes from one tile to the next
+
+    __device__ __forceinline__ TileCopy(const T* x, long long ld, int mn0, int extent, long long k0, unsigned shared) {
+        int fast = threadIdx.x % LANES, slow = threadIdx.x / LANES;
+        // Past the matrix's edge, copy its last row again: the results are never stored, and no test is needed.
+        int last = extent - mn0 - WIDTH;
+        if (COPY == ALONG_K) {
+            k = fast;
+            int row = min(slow, last);
+            source = reinterpret_cast<const char*>(x + (mn0 + row) * ld + k0 + k);
+            target = shared + (k * LD + slow) * sizeof(T);
+            advance = BK * sizeof(T);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) offset[i] = (min(slow + i * STEP, last) - row) * (unsigned)(ld * sizeof(T));
+        } else {
+            k = slow;
+            int mn = fast * WIDTH;
+            source = reinterpret_cast<const char*>(x + (k0 + k) * ld + mn0 + min(mn, last));
+            target = shared + (k * LD + mn) * sizeof(T);
+            advance = BK * ld * sizeof(T);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) offset[i] = i * STEP * (unsigned)(ld * sizeof(T));
+        }
+    }
+
+    // Start copying the next tile into the ring at byte `stage`. From its k_left-th k on it is filled with zeros.
+    __device__ __forceinline__ void start(unsigned stage, int k_left) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (COPY == ALONG_K) {
+#pragma unroll
+                for (int j = 0; j < BK; j += 8)
+                    cp_async<sizeof(T)>(target + stage + (j * LD + i * STEP) * sizeof(T), source + offset[i] + j * sizeof(T),
+                                        k + j < k_left);
+            } else {
+                cp_async<WIDTH * sizeof(T)>(target + stage + i * STEP * LD * sizeof(T), source + offset[i],
+                                            k + i * STEP < k_left);
+            }
+        }
+        source += advance;
+    }
+};
+
+// Where a thread's outputs lie: tile row m + i / V * 8 V + i % V, tile column n + j / V * 4 V + j % V, where V elements
+// make 16 bytes: in pieces, so that a warp's loads from shared memory are contiguous.
+// A 16-byte load takes a half-warp at a time if lanes i and i ^ 1, or i and i ^ 2, want the same address: hence bit 0
+// of the lane goes to m and bit 1 to n, and both operands' loads take two steps, not four.
+template <typename T, int TM, int TN, int WARPS_M>
+struct Shape {
+    static constexpr int V = Vec16<T>::SIZE;
+    static constexpr int BM = 8 * TM * WARPS_M, BN = 4 * TN * (4 / WARPS_M);
+    int m, n;
+    __device__ __forceinline__ Shape() {
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        int lane_m = (lane & 1) | (lane >> 1 & 6), lane_n = (lane >> 1 & 1) | (lane >> 3 & 2);
+        m = warp % WARPS_M * 8 * TM + lane_m * V;
+        n = warp / WARPS_M * 4 * TN + lane_n * V;
+    }
+    __device__ __forceinline__ static int row(int i) { return i / V * 8 * V + i % V; }
+    __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
+};
+
+// The tile of C with number t: down 8 tiles, then one to the right, and so on, so that the tiles under way at one
+// time form a compact patch of C and share their rows of A and columns of B in the L2 cache.
+template <int BM, int BN>
+__device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n0) {
+    int tiles_m = (M + BM - 1) / BM, tiles_n = (N + BN - 1) / BN;
+    int band = t / (GROUP_ * tiles_n), in_band = t % (GROUP_ * tiles_n);
+    int height = min(GROUP_, tiles_m - band * GROUP_);
+    m0 = (band * GROUP_ + in_band % height) * BM;
+    n0 = in_band / height * BN;
+}
+
+// acc += the product over `tiles` tiles of BK k's, fewer in the last where K ends. `as`, `bs`: this thread's first
+// values in stage 0 of the ring. While the tile in one stage is used, those of the next STAGES - 1 are on their way,
+// and while the FMAs of one k run, the fragments of the next are read from shared memory.
+template <typename T, int TM, int TN, typename CopyA, typename CopyB>
+__device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs,
+                                         int tiles, int k_left) {
+    constexpr int V = Vec16<T>::SIZE, STAGE_BYTES = CopyA::BYTES + CopyB::BYTES, STAGE = STAGE_BYTES / sizeof(T);
+    T column[2][TM], row[2][TN];
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) {
+        copy_a.start(s * STAGE_BYTES, k_left);
+        copy_b.start(s * STAGE_BYTES, k_left);
+        cp_async_commit();
+        k_left -= BK;
+    }
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    load_fragment<T, TM / V>(column[0], as, 8 * V);
+    load_fragment<T, TN / V>(row[0], bs, 4 * V);
+    int use = 0, fill = STAGES - 1;
+    for (int t = 0; t < tiles; ++t) {
+#pragma unroll
+        for (int k = 0; k < BK; ++k) {
+            if (k == BK - 1) {  // the next fragment comes from the next tile: wait for it
+                cp_async_wait<STAGES - 2>();
+                __syncthreads();
+                use = use + 1 == STAGES ? 0 : use + 1;
+            }
+            const T* next_a = as + use * STAGE + (k + 1) % BK * CopyA::LD;
+            const T* next_b = bs + use * STAGE + (k + 1) % BK * CopyB::LD;
+            load_fragment<T, TM / V>(column[(k + 1) % 2], next_a, 8 * V);
+            load_fragment<T, TN / V>(row[(k + 1) % 2], next_b, 4 * V);
+            if (k == 0) {  // the stage that everybody left at the last barrier is free. Past the end: zeros, unused.
+                copy_a.start(fill * STAGE_BYTES, k_left);
+                copy_b.start(fill * STAGE_BYTES, k_left);
+                cp_async_commit();
+                k_left -= BK;
+                fill = fill + 1 == STAGES ? 0 : fill + 1;
+            }
+            outer_product(acc, column[k % 2], row[k % 2]);
+        }
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // the ring is free again
+}
+
+// Row i of a thread's outputs, plus bias, to C.
+template <typename T, int TN>
+__device__ __forceinline__ void store_row(T* out, const T* bias, const T (&values)[TN], int m, int n, int M, int N) {
+    constexpr int V = Vec16<T>::SIZE;
+    if (m >= M) return;
+    bool wide = N % V == 0 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
+    out += m * (long long)N;
+#pragma unroll
+    for (int j = 0; j < TN; j += V) {
+        int first = n + j * 4;  // = n + Shape::column(j)
+        Vec16<T> w;
+#pragma unroll
+        for (int v = 0; v < V; ++v) w.v[v] = values[j + v] + (first + v < N ? bias_or_zero(bias, first + v) : T(0));
+        if (wide && first < N) *reinterpret_cast<Vec16<T>*>(out + first) = w;
+        else {
+#pragma unroll
+            for (int v = 0; v < V; ++v) if (first + v < N) out[first + v] = w.v[v];
+        }
+    }
+}
+
+// Blocks [0, shared_blocks) share equally the k tiles of the first `shared_tiles` tiles of C: block b takes numbers
+// [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ..
+// Where that is not a whole tile of C it writes its sum to `partials`, place 2 b, or 2 b + 1 if it began at k = 0;
+// matmul_v5_fixup adds these up. Every later block computes one whole tile.
+template <typename T, int A_COPY, int B_COPY, int TM, int TN, int WARPS_M, int BLOCKS_PER_SM>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
+          int shared_blocks, int shared_tiles) {
+    using S = Shape<T, TM, TN, WARPS_M>;
+    using CopyA = TileCopy<T, A_COPY, S::BM>;
+    using CopyB = TileCopy<T, B_COPY, S::BN>;
+#ifdef DYN
+    extern __shared__ __align__(16) char ring[];
+#else
+    __shared__ alignas(16) char ring[STAGES * (CopyA::BYTES + CopyB::BYTES)];
+#endif
+    S place;
+    const T* as = reinterpret_cast<const T*>(ring) + place.m;
+    const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
+
+    int k_tiles = max(1, (K + BK - 1) / BK);
+    long long work, end;
+    int block = blockIdx.x;
+    if (block < shared_blocks) {
+        long long total = (long long)shared_tiles * k_tiles;
+        work = block * total / shared_blocks;
+        end = (block + 1) * total / shared_blocks;
+    } else {
+        work = (long long)(shared_tiles + block - shared_blocks) * k_tiles;
+        end = work + k_tiles;
+    }
+    while (work < end) {
+        int tile = int(work / k_tiles), k_first = int(work % k_tiles);
+        int count = int(min((long long)(k_tiles - k_first), end - work));
+        int m0, n0;
+        tile_origin<S::BM, S::BN>(tile, M, N, m0, n0);
+        int k0 = k_first * BK;
+        CopyA copy_a(a, lda, m0, M, k0, shared_address(ring));
+        CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
+        T acc[TM][TN] = {};
+        multiply(acc, copy_a, copy_b, as, bs, count, min(K - k0, count * BK));
+        if (count == k_tiles) {
+#pragma unroll
+            for (int i = 0; i < TM; ++i) store_row(out, bias, acc[i], m0 + place.m + S::row(i), n0 + place.n, M, N);
+        } else {
+            // As the registers lie: vector q of thread t at q * THREADS + t, so that a warp writes 512 bytes in a row.
+            Vec16<T>* p = reinterpret_cast<Vec16<T>*>(partials) +
+                          (2ll * block + (k_first == 0)) * (TM * TN / S::V * THREADS) + threadIdx.x;
+#pragma unroll
+            for (int q = 0; q < TM * TN / S::V; ++q) p[q * THREADS] = *reinterpret_cast<Vec16<T>*>(&acc[q * S::V / TN][q * S::V % TN]);
+        }
+        work += count;
+    }
+}
+
+// C's tiles that several blocks of matmul_v5 shared: add the partial sums in the order of k. Always the same order,
+// so always the same bits. Grid shared_tiles * TM, block 128; a block takes row i of every thread's outputs.
+template <typename T, int TM, int TN, int WARPS_M>
+__global__ void __launch_bounds__(THREADS)
+matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
+    using S = Shape<T, TM, TN, WARPS_M>;
+    int tile = blockIdx.x / TM, i = blockIdx.x % TM;
+    int k_tiles = max(1, (K + BK - 1) / BK);
+    long long total = (long long)shared_tiles * k_tiles, begin = (long long)tile * k_tiles;
+    // Block b's share begins at b * total / shared_blocks: solve for the blocks that hold the first and last k tile.
+    int first = int(((begin + 1) * shared_blocks - 1) / total);
+    int last = int(((begin + k_tiles) * shared_blocks - 1) / total);
+    if (first == last) return;  // one block did it all, and stored it
+    T sum[TN] = {};
+    for (int b = first; b <= last; ++b) {
+        const Vec16<T>* p = reinterpret_cast<const Vec16<T>*>(partials) +
+                            (2ll * b + (b == first)) * (TM * TN / S::V * THREADS) + i * (TN / S::V) * THREADS + threadIdx.x;
+#pragma unroll
+        for (int q = 0; q < TN / S::V; ++q) {
+            Vec16<T> w = p[q * THREADS];
+#pragma unroll
+            for (int v = 0; v < S::V; ++v) sum[q * S::V + v] += w.v[v];
+        }
+    }
+    S place;
+    int m0, n0;
+    tile_origin<S::BM, S::BN>(tile, M, N, m0, n0);
+    store_row(out, bias, sum, m0 + place.m + S::row(i), n0 + place.n, M, N);
+}

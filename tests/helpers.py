@@ -1,0 +1,146 @@
+"""What several tests share: the rule of "right", memory that shows a stray write, fresh processes, a count of compilations."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import cukern
+from cukern.runtime import compiler
+from cukern.runtime.registry import OPS
+
+gpu = pytest.mark.gpu
+ROOT = Path(cukern.__file__).resolve().parents[1]  # of the source tree, or site-packages
+TREE = Path(__file__).resolve().parents[1]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# The kernel of PyTorch's load_inline tutorial, https://docs.pytorch.org/docs/stable/cpp_extension.html, wrapped as users paste it.
+SQUARE_MATRIX = r"""
+__global__ void square_matrix_kernel(const float* matrix, float* result, int width, int height) {
+    int row = blockIdx.y * blockDim.y + threadIdx.y;
+    int col = blockIdx.x * blockDim.x + threadIdx.x;
+
+    if (row < height && col < width) {
+        int idx = row * width + col;
+        result[idx] = matrix[idx] * matrix[idx];
+    }
+}
+
+torch::Tensor square_matrix(torch::Tensor matrix) {
+    const auto height = matrix.size(0);
+    const auto width = matrix.size(1);
+
+    auto result = torch::empty_like(matrix);
+
+    dim3 threads_per_block(16, 16);
+    dim3 number_of_blocks((width + threads_per_block.x - 1) / threads_per_block.x,
+                          (height + threads_per_block.y - 1) / threads_per_block.y);
+
+    square_matrix_kernel<<<number_of_blocks, threads_per_block>>>(
+        matrix.data_ptr<float>(), result.data_ptr<float>(), width, height);
+
+    return result;
+}
+"""
+
+
+def places(op: str) -> list:
+    """(device, version) of an op: the reference on the CPU, and every version on a GPU."""
+    on_gpu = [pytest.param("cuda", v, marks=gpu, id=f"cuda-{v}") for v in OPS[op].versions]
+    return [pytest.param("cpu", None, id="cpu"), *on_gpu]
+
+
+def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "") -> None:
+    """Each element errs by at most twice the error of torch's own op of the same dtype, plus one rounding.
+
+    `exact` is in float64. Where torch's result is NaN or infinite, ours is the same.
+    """
+    assert actual.shape == peer.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, torch's is {tuple(peer.shape)}"
+    assert actual.dtype == peer.dtype, f"{what}: dtype {actual.dtype}, torch's is {peer.dtype}"
+    info = torch.finfo(peer.dtype)
+    ours, theirs = actual.detach().double(), peer.detach().double()
+    finite = theirs.isfinite()
+    error = (ours - exact).abs()
+    allowed = 2 * (theirs - exact).abs() + info.eps * exact.abs() + info.smallest_normal * info.eps
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    wrong = torch.where(finite, ~(error <= allowed), ~same)  # "not within", so that a NaN of ours is wrong
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {at}: "
+            f"{actual[at].item()!r}, torch has {peer[at].item()!r}, exact is {exact[at].item()!r}"
+        )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit: the sign of zeros counts, NaN equals NaN."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+
+
+class Guarded:
+    """A contiguous tensor of NaN between two margins of a known value, which a kernel must leave alone."""
+
+    MARGIN = 64  # elements: a multiple of every vector, so that `tensor` is aligned as torch's own allocations are to 128 bytes
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: str):
+        n = torch.Size(shape).numel()
+        self.memory = torch.full((n + 2 * self.MARGIN,), 7.0, dtype=dtype, device=device)
+        self.tensor = self.memory[self.MARGIN : self.MARGIN + n].view(*shape)
+        self.tensor.fill_(float("nan"))
+
+    def check(self, what: str) -> None:
+        margins = torch.cat((self.memory[: self.MARGIN], self.memory[-self.MARGIN :]))
+        assert bool((margins == 7).all()), f"{what}: wrote outside of its output"
+
+
+def forget_cache() -> None:
+    """Make this process look at CUKERN_CACHE_DIR, and warn, as a fresh one would."""
+    for function in vars(compiler).values():
+        if hasattr(function, "cache_clear") and function.__name__ in ("cache_dir", "_warn_once", "_compile_lock"):
+            function.cache_clear()
+
+
+def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A list that grows by one with each program that NVRTC compiles."""
+    binding, calls = compiler.nvrtc(), []
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(binding, name)
+
+        def compileProgram(self, program: object, options: object) -> None:
+            calls.append(options)
+            binding.compileProgram(program, options)
+
+    counting = Counting()
+    monkeypatch.setattr(compiler, "nvrtc", lambda: counting)
+    return calls
+
+
+def run_python(code: str, *args: str, timeout: float = 180, ok: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh Python that finds cukern, with a limit on its time; with `ok`, it must end with status 0."""
+    return run([sys.executable, "-c", code, *args], timeout=timeout, ok=ok, env=env)
+
+
+def run(
+    command: Sequence[str], *, timeout: float = 180, ok: bool = True, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env={**os.environ, "PYTHONPATH": path, **(env or {})}
+    )
+    if ok:
+        assert result.returncode == 0, f"status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def exact_gradients(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """function's result and its gradients for `grad`, all in the inputs' own dtype, each a fresh tensor."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
