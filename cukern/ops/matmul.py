@@ -75,7 +75,7 @@ def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def _inputs(op: str, version: str | None, **values: Any) -> list[Any]:
-    tensors = {name: None if v is None else interop.to_torch(name, v) for name, v in values.items()}
+    tensors = {n: v if v is None and n == "bias" else interop.to_torch(n, v) for n, v in values.items()}
     for name, t in tensors.items():
         if t is not None:
             checks.dtype(name, t, DTYPES)
@@ -104,19 +104,19 @@ class _Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         da = _product(dout, b.t(), None, ctx.version) if ctx.needs_input_grad[0] else None
         db = _product(a.t(), dout, None, ctx.version) if ctx.needs_input_grad[1] else None
-        dbias = _ColumnSum.apply(dout) if ctx.needs_input_grad[2] else None
+        dbias = _ColumnSum.apply(dout, ctx.version) if ctx.needs_input_grad[2] else None
         return da, db, dbias, None
 
 
 class _ColumnSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, version):
         ctx.rows = x.shape[0]
-        return _column_sum(x)
+        return _column_sum(x, version)
 
     @staticmethod
     def backward(ctx, dout):
-        return dout.expand(ctx.rows, -1)
+        return dout.expand(ctx.rows, -1), None
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
@@ -131,7 +131,7 @@ _apply = apply_of(_Product)
 def _launch_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
     out = _fake_matmul(a, b, bias, version)
     if out.numel():
-        bias = None if bias is None else bias.contiguous()
+        a, b, bias = a.resolve_neg(), b.resolve_neg(), None if bias is None else bias.resolve_neg().contiguous()
         choose("matmul", version, a.get_device()).forward(out, a, b, bias)
     return out
 
@@ -148,8 +148,8 @@ PIECES = 64
 _BIAS_GRAD = Template("matmul.cu", "matmul_bias_grad")
 
 
-def _launch_column_sum(x: torch.Tensor) -> torch.Tensor:
-    rows, columns = x.shape
+def _launch_column_sum(x: torch.Tensor, version: str) -> torch.Tensor:
+    x, (rows, columns) = x.resolve_neg(), x.shape
     if not x.numel():
         return torch.zeros(columns, dtype=x.dtype, device=x.device)
     if rows > PIECES:
@@ -162,11 +162,11 @@ def _sum_pieces(x: torch.Tensor, height: int) -> torch.Tensor:
     pieces = -(-rows // height)
     out = torch.empty((pieces, columns), dtype=x.dtype, device=x.device)
     grid = (-(-columns // 32) * pieces, 1, 1)
-    _BIAS_GRAD[x.dtype].launch(x.get_device(), grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
+    _BIAS_GRAD[x.dtype].on(x.get_device())(grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
     return out
 
 
-_column_sum = raw_op("_column_sum(Tensor x) -> Tensor", 1, _launch_column_sum, lambda x: x.new_empty(x.shape[1]))
+_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, version: x.new_empty(x.shape[1]))
 
 # ---- the ladder: forward(out, a, b, bias) of each version, bias contiguous or None
 
@@ -180,7 +180,7 @@ def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int]
     def forward(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
         (M, N), K = out.shape, a.shape[1]
         arguments = (*_pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
-        template[a.dtype].launch(a.get_device(), (blocks(M, N), 1, 1), block, 0, *arguments)
+        template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
 
     return forward
 
@@ -190,7 +190,7 @@ def _v4(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     a, a_k, lda = _with_unit_stride(a)
     b, b_k, ldb = _with_unit_stride(b.t())
     grid = (-(-M // 128) * -(-N // 128), 1, 1)
-    _V4[a.dtype, a_k, not b_k].launch(a.get_device(), grid, (256, 1, 1), 0, *_pointers(out, a, b, bias), M, N, K, lda, ldb)
+    _V4[a.dtype, a_k, not b_k].on(a.get_device())(grid, (256, 1, 1), 0, *_pointers(out, a, b, bias), M, N, K, lda, ldb)
 
 
 def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import checks, interop
+from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Op, Version, apply_of, choose, raw_op, register
 
@@ -26,15 +26,16 @@ def square(x: Any, *, version: str | None = None) -> torch.Tensor:
 
     Raises TypeError for another dtype, ValueError for a version that there is not, or a tensor with the negative bit.
     """
-    if not isinstance(x, torch.Tensor):
+    if type(x) is not torch.Tensor:
         x = interop.to_torch("x", x)
-    if x.dtype not in _DTYPES or x.is_neg():
+    if x.dtype not in _DTYPES:
         checks.dtype("x", x, checks.FLOATS)
     if version is not None and version not in VERSIONS:
         checks.unknown_version("square", version, VERSIONS)
     if not x.is_cuda:
         if version is not None:
             checks.needs_gpu("square", version, x.device)
+        checks.dtype("x", x, checks.FLOATS)
         return reference(x)
     if x.requires_grad and torch.is_grad_enabled():
         return _apply(x, version or "")
@@ -76,12 +77,15 @@ class _SquareBackward(torch.autograd.Function):
 
 
 def _launch_square(x: torch.Tensor, version: str) -> torch.Tensor:
+    if x.is_neg():
+        checks.negative_bit("x")
     out = torch.empty_like(x)
     n = x.numel()
     if n:
         if not x.is_contiguous():
             x = _laid_out_as(out, x)
-        choose("square", version, x.get_device()).forward(out, x, n)
+        device = x.get_device()
+        choose("square", version, device).forward(out, x, n, device)
     return out
 
 
@@ -89,13 +93,14 @@ def _launch_square_backward(x: torch.Tensor, dout: torch.Tensor, version: str) -
     dx = torch.empty_like(x)
     n = x.numel()
     if n:
-        choose("square", version, x.get_device()).backward(dx, _laid_out_as(dx, x), _laid_out_as(dx, dout), n)
+        device = x.get_device()
+        choose("square", version, device).backward(dx, _laid_out_as(dx, x), _laid_out_as(dx, dout), n, device)
     return dx
 
 
 def _laid_out_as(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x, copied if its elements do not lie in memory in the order of out's."""
-    if x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous()):
+    """x, copied if its elements do not lie in memory in the order of out's, or if they lie there negated."""
+    if (x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous())) and not x.is_neg():
         return x
     return torch.empty_like(out).copy_(x)
 
@@ -118,36 +123,43 @@ _DTYPES = frozenset(checks.FLOATS)
 
 _V1, _V1_BWD = Template("square.cu", "square_v1"), Template("square.cu", "square_v1_bwd")
 _V2, _V2_BWD = Template("square.cu", "square_v2"), Template("square.cu", "square_v2_bwd")
+_BLOCK = (THREADS, 1, 1)
 
 
-def _v1(out: torch.Tensor, x: torch.Tensor, n: int) -> None:
-    _V1[x.dtype].launch(x.get_device(), (-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, out.data_ptr(), x.data_ptr(), n)
+class _Plans(dict[tuple[torch.dtype, int, int], tuple[backend.Launch, int]]):
+    """By dtype, device and misalignment (bytes past a multiple of 16): the instance with the widest vectors, and elements a block."""
+
+    def __init__(self, template: Template):
+        self.template = template
+
+    def __missing__(self, key: tuple[torch.dtype, int, int]) -> tuple[backend.Launch, int]:
+        dtype, device, misalignment = key
+        width = (misalignment & -misalignment or VECTOR_BYTES) // dtype.itemsize
+        self[key] = self.template[dtype, width].on(device), THREADS * width
+        return self[key]
 
 
-def _v1_backward(dx: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, n: int) -> None:
-    _V1_BWD[x.dtype].launch(x.get_device(), (-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, dx.data_ptr(), x.data_ptr(), dout.data_ptr(), n)
+_V2_PLANS, _V2_BWD_PLANS = _Plans(_V2), _Plans(_V2_BWD)
 
 
-def _v2(out: torch.Tensor, x: torch.Tensor, n: int) -> None:
+def _v1(out: torch.Tensor, x: torch.Tensor, n: int, device: int) -> None:
+    _V1[x.dtype].on(device)((-(-n // THREADS), 1, 1), _BLOCK, 0, out.data_ptr(), x.data_ptr(), n)
+
+
+def _v1_backward(dx: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, n: int, device: int) -> None:
+    _V1_BWD[x.dtype].on(device)((-(-n // THREADS), 1, 1), _BLOCK, 0, dx.data_ptr(), x.data_ptr(), dout.data_ptr(), n)
+
+
+def _v2(out: torch.Tensor, x: torch.Tensor, n: int, device: int) -> None:
     q, p = out.data_ptr(), x.data_ptr()
-    width = _width(p | q, x.dtype)
-    _V2[x.dtype, width].launch(x.get_device(), (-(-n // (THREADS * width)), 1, 1), (THREADS, 1, 1), 0, q, p, n)
+    launch, elements = _V2_PLANS[x.dtype, device, (p | q) % VECTOR_BYTES]
+    launch((-(-n // elements), 1, 1), _BLOCK, 0, q, p, n)
 
 
-def _v2_backward(dx: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, n: int) -> None:
+def _v2_backward(dx: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, n: int, device: int) -> None:
     r, p, q = dx.data_ptr(), x.data_ptr(), dout.data_ptr()
-    width = _width(p | q | r, x.dtype)
-    _V2_BWD[x.dtype, width].launch(x.get_device(), (-(-n // (THREADS * width)), 1, 1), (THREADS, 1, 1), 0, r, p, q, n)
-
-
-def _width(addresses: int, dtype: torch.dtype) -> int:
-    """Elements of the widest vector that all addresses (or-ed together) are aligned to."""
-    misaligned = addresses % VECTOR_BYTES
-    return (misaligned & -misaligned or VECTOR_BYTES) // dtype.itemsize
-
-
-def _widths(dtype: torch.dtype) -> list[int]:
-    return [w for w in (1, 2, 4, 8) if w * dtype.itemsize <= VECTOR_BYTES]
+    launch, elements = _V2_BWD_PLANS[x.dtype, device, (p | q | r) % VECTOR_BYTES]
+    launch((-(-n // elements), 1, 1), _BLOCK, 0, r, p, q, n)
 
 
 def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -155,7 +167,8 @@ def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    return [t[dtype, w] for w in _widths(dtype) for t in (_V2, _V2_BWD)]
+    widths = [w for w in (1, 2, 4, 8) if w * dtype.itemsize <= VECTOR_BYTES]
+    return [template[dtype, width] for width in widths for template in (_V2, _V2_BWD)]
 
 
 VERSIONS = {

@@ -9,13 +9,17 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def dtype(name: str, tensor: torch.Tensor, allowed: Collection[torch.dtype]) -> None:
-    """`tensor` has one of the dtypes, is strided, and holds the values that it shows (no lazy negation or conjugation)."""
+    """`tensor` has one of the dtypes, is strided, and lies in memory as it reads."""
     if tensor.dtype not in allowed:
         raise TypeError(f"{name} must be {_or(allowed)}, got {tensor.dtype}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
-    if tensor.is_neg():
-        raise ValueError(f"{name} has the negative bit set (a lazy view such as x.conj().imag): pass {name}.resolve_neg()")
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled graph resolves the bit before it calls us
+        negative_bit(name)
+
+
+def negative_bit(name: str) -> NoReturn:
+    raise ValueError(f"{name} has the negative bit set (a lazy view such as x.conj().imag): pass {name}.resolve_neg()")
 
 
 def same(**tensors: torch.Tensor | None) -> None:

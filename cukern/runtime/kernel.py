@@ -1,7 +1,5 @@
 """A kernel: one __global__ function of a .cu file, or one instance of a template, ready to be launched on torch's memory and stream."""
 
-import contextlib
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,17 +11,11 @@ from cukern.runtime import backend, interop, signature
 from cukern.runtime.compiler import Cubin, arch_of, compile_kernel
 from cukern.runtime.sources import Source, kernels_dir
 
-SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronise after each launch, so that a fault names its kernel
-NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX range of the kernel's name
-
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
-
 
 class Kernel:
     """One kernel. Compiled and loaded on first use, for each GPU apart.
 
-    `launch` is for cukern's own ops: pointers as integers, no checks. Calling the object is for everyone: tensors and DLPack arrays,
+    `on(device)` is for cukern's own ops: pointers as integers, no checks. Calling the object is for everyone: tensors and DLPack arrays,
     checked against the kernel's own parameter list.
     """
 
@@ -40,26 +32,23 @@ class Kernel:
         """The machine code and resource report for an architecture such as "sm_90a". Needs no GPU."""
         return compile_kernel(self.source, self.name, arch)
 
-    def load(self, device: int) -> backend.Launch:
-        """Compile and load the kernel on a GPU, if it is not. Raises RuntimeError inside a CUDA graph capture."""
-        with self._lock:
-            if device not in self._loaded:
-                if torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
-                cubin = self.compile(arch_of(torch.cuda.get_device_capability(device)))
-                self._loaded[device] = backend.load(self.name, cubin, self.params, device)
-            return self._loaded[device]
+    def on(self, device: int) -> backend.Launch:
+        """The kernel on the GPU number `device`: `launch(grid, block, shared_bytes, *args)`, pointers as integers.
 
-    def launch(self, device: int, grid: backend.Dim, block: backend.Dim, shared: int, *args: int | float) -> None:
-        """Launch on torch's current stream of the GPU number `device`. `shared` is in bytes, pointers are integers."""
-        run = self._loaded.get(device) or self.load(device)
-        if SYNC or NVTX or device != _current_device():
-            with torch.cuda.device(device), _nvtx(self.name):
-                run(grid, block, shared, _current_stream(device), args)
-                if SYNC:
-                    _synchronize(self.name, grid, block)
-        else:
-            run(grid, block, shared, _current_stream(device), args)
+        Compiles and loads it, if that is not done. Raises RuntimeError for an unloaded kernel inside a CUDA graph capture.
+        """
+        loaded = self._loaded.get(device)
+        if loaded is None:
+            with self._lock:
+                loaded = self._loaded.get(device) or self._load(device)
+        return loaded
+
+    def _load(self, device: int) -> backend.Launch:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
+        cubin = self.compile(arch_of(torch.cuda.get_device_capability(device)))
+        self._loaded[device] = backend.load(self.name, cubin, self.params, device)
+        return self._loaded[device]
 
     def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:
         """Launch with one's own geometry.
@@ -78,20 +67,23 @@ class Kernel:
         values = [_pointer(p, a, self.name, devices) if p.pointer else a for p, a in zip(self.params, args, strict=True)]
         if len(devices) > 1:
             raise ValueError(f"{self.name}: arguments on several GPUs: {', '.join(f'{n} on cuda:{d}' for d, n in devices.items())}")
-        device = next(iter(devices), None)
-        self.launch(_current_device() if device is None else device, _dim("grid", grid), _dim("block", block), shared, *values)
+        device = next(iter(devices)) if devices else backend.current_device()
+        self.on(device)(_dim("grid", grid), _dim("block", block), shared, *values)
 
 
-class Template(dict):
+class Template:
     """The instances of one template of kernels_cu, made when first asked for: `Template("square.cu", "square_v2")[torch.float32, 4]`."""
 
     def __init__(self, file: str, name: str):
-        super().__init__()
         self.file, self.name = file, name
+        self._instances: dict[Any, Kernel] = {}
 
-    def __missing__(self, key: Any) -> Kernel:
-        arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
-        kernel = self[key] = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>")
+    def __getitem__(self, key: Any) -> Kernel:
+        kernel = self._instances.get(key)
+        if kernel is None:
+            arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
+            kernel = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>")
+            kernel = self._instances.setdefault(key, kernel)
         return kernel
 
 
@@ -151,14 +143,3 @@ def _cpp(argument: Any) -> str:
     if isinstance(argument, torch.dtype):
         return signature.CTYPES[argument]
     return str(argument).lower()
-
-
-def _nvtx(name: str) -> contextlib.AbstractContextManager:
-    return torch.cuda.nvtx.range(name) if NVTX else contextlib.nullcontext()
-
-
-def _synchronize(name: str, grid: backend.Dim, block: backend.Dim) -> None:
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise backend.LaunchError(f"{name} <<<grid {grid}, block {block}>>> failed while it ran: {error}") from error

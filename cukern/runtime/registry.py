@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cukern.runtime import checks
+from cukern.runtime.backend import LaunchError
 from cukern.runtime.kernel import Kernel
 
 _library = torch.library.Library("cukern", "DEF")
@@ -15,16 +16,15 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
-_jit = torch._C._get_tracing_state
 
 
 def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register a launch as `torch.ops.cukern.<name>`, and return the fastest way to call it.
 
     Args:
-        schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor". A raw op is not differentiable; the autograd Function
-            outside it is.
-        tensors: how many of the leading arguments are tensors.
+        schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor": tensors, then the version. A raw op is not
+            differentiable; the autograd Function outside it is.
+        tensors: how many tensors.
         impl, fake: the launch, and the same for shapes alone.
 
     The result skips torch's dispatcher (1.7 us) where nothing listens to it: no torch.compile or export, no dispatch mode such as
@@ -36,17 +36,32 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
     torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
     op = getattr(torch.ops.cukern, name).default
 
-    def call_one(x: torch.Tensor, *args: Any) -> Any:
-        if _tracing() or type(x) not in _PLAIN or _modes() or _transforms() or _jit() is not None:
-            return op(x, *args)
-        return impl(x, *args)
+    def call_one(x: torch.Tensor, version: str) -> Any:
+        if _tracing() or type(x) not in _PLAIN or _modes():
+            return op(x, version)
+        try:
+            return impl(x, version)
+        except RuntimeError as error:
+            _refuse_fork(name, error)
+            if not _transforms():
+                raise
+        return op(x, version)  # a functorch wrapper has no memory: its data_ptr() raised before anything was launched
 
     def call(*args: Any) -> Any:
-        if _tracing() or not _PLAIN.issuperset(map(type, args[:tensors])) or _modes() or _transforms() or _jit() is not None:
+        if _tracing() or _modes() or _transforms() or not _PLAIN.issuperset(map(type, args[:tensors])):
             return op(*args)
-        return impl(*args)
+        try:
+            return impl(*args)
+        except RuntimeError as error:
+            _refuse_fork(name, error)
+            raise
 
     return call_one if tensors == 1 else call
+
+
+def _refuse_fork(name: str, error: RuntimeError) -> None:
+    if torch.cuda._is_in_bad_fork():
+        raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -131,7 +146,7 @@ def choose(op: str, version: str, device: int) -> Version:
     capability = torch.cuda.get_device_capability(device)
     number = capability[0] * 10 + capability[1]
     if not version:
-        return [v for v in versions.values() if v.requires <= number][-1]
+        version = ([name for name, v in versions.items() if v.requires <= number] or list(versions))[-1]
     if version not in versions:
         checks.unknown_version(op, version, versions)
     if versions[version].requires > number:

@@ -11,8 +11,6 @@ import torch
 
 from cukern.runtime.sources import Source
 
-SLOT = 8  # bytes: every argument gets a slot of this size, and the launch gets the slots' addresses
-
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.float64: "double"}
 
 _POINTEES = {name: (dtype,) for dtype, name in CTYPES.items()} | {
@@ -68,9 +66,8 @@ class Param:
 
     @property
     def format(self) -> str:
-        """The `struct` format of the value in its slot."""
-        code = "Q" if self.pointer else _SCALARS[self.ctype]
-        return f"{code}{SLOT - struct.calcsize('=' + code)}x"
+        """The `struct` format of the value."""
+        return "Q" if self.pointer else _SCALARS[self.ctype]
 
     def __str__(self) -> str:
         return f"{self.ctype}{'*' if self.pointer else ''} {self.name}"
@@ -99,8 +96,8 @@ def parse(source: Source, name: str) -> tuple[Param, ...]:
 
 
 def packer(params: tuple[Param, ...]) -> struct.Struct:
-    """Packs a call's arguments, one slot each."""
-    return struct.Struct("=" + "".join(p.format for p in params))
+    """Packs a call's arguments as the kernel reads them: each at the next multiple of its size, which is `struct`'s native order too."""
+    return struct.Struct("@" + "".join(p.format for p in params))
 
 
 def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Exception:
@@ -109,7 +106,7 @@ def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Excep
         return TypeError(f"{kernel} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
     for param, value in zip(params, args, strict=True):
         try:
-            struct.pack("=" + param.format, value)
+            struct.pack(param.format, value)
         except OverflowError:
             return ValueError(f"{kernel}: {value!r} does not fit the parameter {param}")
         except struct.error:

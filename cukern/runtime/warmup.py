@@ -33,4 +33,4 @@ def warmup(*ops: str, dtypes: Collection[torch.dtype] | None = None, device: tor
         for name in ops or OPS:
             kernels |= OPS[name].kernels(capability[0] * 10 + capability[1], dtypes)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
-            list(pool.map(lambda kernel: kernel.load(index), kernels.values()))
+            list(pool.map(lambda kernel: kernel.on(index), kernels.values()))

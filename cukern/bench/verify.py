@@ -1,0 +1,165 @@
+"""Is every version of an op right? Forward and gradients of all of them, on the same inputs, against float64.
+
+The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64; scale is the reference and its
+gradients in float64 on the absolute values of the inputs, which is |a| @ |b| for a product: what the rounding of each term is relative to.
+A result may err twice as much as torch's own op of that dtype, plus one rounding.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from cukern.runtime import checks
+from cukern.runtime.registry import Op
+
+Function = Callable[..., torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+
+REFERENCE = "reference"  # what the public function runs where there is no GPU
+
+
+@dataclass(frozen=True)
+class Result:
+    """One output or gradient of one version. `norm` is the 2-norm; `error` and `allowed` are relative to the scale."""
+
+    version: str
+    what: str
+    norm: float
+    error: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.allowed and math.isfinite(self.error)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two versions, compared in one output or gradient. `difference` and `allowed` are relative to the scale."""
+
+    first: str
+    second: str
+    what: str
+    difference: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.allowed and math.isfinite(self.difference)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All results of one op, shape and dtype."""
+
+    dims: tuple[int, ...]
+    dtype: torch.dtype
+    results: tuple[Result, ...]
+    pairs: tuple[Pair, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(r.ok for r in self.results) and all(p.ok for p in self.pairs)
+
+
+def candidates(op: Op, device: torch.device, version: str | None = None) -> tuple[dict[str, Function], dict[str, str]]:
+    """The versions of `op` (or the one) that this device runs, as functions of the inputs, and why each of the others does not.
+
+    Without a GPU the only one is the public function itself. Raises ValueError for a version that there is not.
+    """
+    if version is not None and version not in op.versions:
+        checks.unknown_version(op.name, version, op.versions)
+    names = [version] if version else list(op.versions)
+    if device.type != "cuda":
+        return {REFERENCE: op.function}, dict.fromkeys(names, "there is no GPU")
+    has = capability(device)
+    refused = {
+        n: f"needs compute capability {op.versions[n].requires / 10}, this GPU has {has / 10}"
+        for n in names
+        if op.versions[n].requires > has
+    }
+    return {n: partial(op.function, version=n) for n in names if n not in refused}, refused
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability of a GPU as one number: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:
+    """Run the functions, all of `op`'s inputs, forward and backward on the same fresh random inputs, and compare them."""
+    inputs = op.make(dims, dtype, device)
+    with torch.no_grad():
+        dout = torch.randn_like(op.reference(*inputs))
+    names = ("out", *(f"d{name}" for name, x in zip(op.inputs, inputs, strict=True) if x.is_floating_point()))
+    truth = _run(op.reference, _double(inputs), dout.double())
+    scale = [s.abs() for s in _run(op.reference, tuple(x.abs() for x in _double(inputs)), dout.double().abs())]
+    torchs = _run(op.reference, inputs, dout)
+    allowed = [2 * _error(y, t, s) + torch.finfo(dtype).eps for y, t, s in zip(torchs, truth, scale, strict=True)]
+    ours = {}
+    for version, function in functions.items():
+        with poisoned():
+            ours[version] = _run(function, inputs, dout)
+        _same_form(version, names, ours[version], torchs)
+    results = [
+        Result(version, what, float(y.double().norm()), _error(y, t, s), a)
+        for version, tensors in ours.items()
+        for what, y, t, s, a in zip(names, tensors, truth, scale, allowed, strict=True)
+    ]
+    pairs = [
+        Pair(first, second, what, _error(x, y, s), 2 * a)
+        for first, second in itertools.combinations(ours, 2)
+        for what, x, y, s, a in zip(names, ours[first], ours[second], scale, allowed, strict=True)
+    ]
+    return Verdict(tuple(dims), dtype, tuple(results), tuple(pairs))
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN, so that an element which a kernel does not write is seen."""
+    settings = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        settings.fill_uninitialized_memory,
+    )
+    # warn_only: cuBLAS, should an op use it, would refuse to work without an environment variable set before CUDA starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = before[2]
+
+
+def _run(function: Function, inputs: Tensors, dout: torch.Tensor) -> Tensors:
+    """The output and the gradient of each floating-point input."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    out = function(*leaves)
+    return (out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout))
+
+
+def _double(inputs: Tensors) -> Tensors:
+    return tuple(x.double() if x.is_floating_point() else x for x in inputs)
+
+
+def _error(y: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor) -> float:
+    """Largest |y - truth| / scale; where the scale is 0, y must be exact; a NaN is infinitely wrong."""
+    if not y.numel():
+        return 0.0
+    difference = (y.double() - truth.double()).abs()
+    relative = torch.where(difference == 0, 0.0, difference / scale)
+    return float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max())
+
+
+def _same_form(version: str, names: Collection[str], ours: Tensors, torchs: Tensors) -> None:
+    for what, y, t in zip(names, ours, torchs, strict=True):
+        if y.shape != t.shape or y.dtype != t.dtype:
+            raise ValueError(f"{version}: {what} is {tuple(y.shape)} of {y.dtype}, torch's is {tuple(t.shape)} of {t.dtype}")

@@ -1,0 +1,208 @@
+"""matmul and linear: what test_ops.py does not try: every layout, edges, batches, no copies, higher derivatives, refusals."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import assert_accurate, exact_gradients, gpu, places, same_bits
+
+import cukern
+
+SIZES = (1, 3, 8, 33, 130)
+
+
+def matrix(rows: int, columns: int, layout: str, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """A random matrix whose memory is laid out as the name says."""
+    if layout == "rows":
+        return torch.randn(rows, columns, device=device, dtype=dtype)
+    if layout == "columns":
+        return torch.randn(columns, rows, device=device, dtype=dtype).t()
+    if layout == "misaligned":
+        return torch.randn(rows * (columns + 3) + 1, device=device, dtype=dtype)[1:].view(rows, columns + 3)[:, 1 : columns + 1]
+    if layout == "strided":
+        return torch.randn(2 * rows, 3 * columns, device=device, dtype=dtype)[::2, ::3]
+    assert layout == "expanded"
+    return torch.randn(1, columns, device=device, dtype=dtype).expand(rows, columns)
+
+
+def check(a: torch.Tensor, b: torch.Tensor, version: str | None, what: str) -> None:
+    ours = cukern.matmul(a, b, version=version)
+    scale = 2 * (a.double().abs() @ b.double().abs())
+    assert_accurate(ours, a @ b, a.double() @ b.double(), what, scale)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_every_pair_of_layouts(device, version, dtype):
+    layouts = ("rows", "columns", "misaligned", "strided", "expanded")
+    for left, right in itertools.product(layouts, layouts):
+        for m, n, k in ((37, 70, 45), (128, 256, 64), (1, 5, 9), (9, 1, 5), (7, 3, 1)):
+            a, b = matrix(m, k, left, device, dtype), matrix(k, n, right, device, dtype)
+            check(a, b, version, f"{left} x {right}, {m} {n} {k}")
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_every_small_size(device, version):
+    for m, n, k in itertools.product(SIZES, SIZES, SIZES):
+        check(matrix(m, k, "rows", device, torch.float32), matrix(k, n, "rows", device, torch.float32), version, f"{m} {n} {k}")
+
+
+@gpu
+def test_shapes_that_split_the_last_wave_of_tiles():
+    for m, n, k in (
+        (257, 129, 5000),
+        (3000, 1000, 777),
+        (4097, 769, 300),
+        (64, 64, 30011),
+        (16, 20000, 40),
+        (20000, 16, 40),
+        (1, 1, 100003),
+    ):
+        check(matrix(m, k, "rows", "cuda", torch.float32), matrix(k, n, "columns", "cuda", torch.float32), None, f"{m} {n} {k}")
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_zero_sizes(device, version):
+    for m, n, k in ((0, 4, 5), (4, 0, 5), (4, 5, 0), (0, 0, 0)):
+        a = torch.randn(m, k, device=device, requires_grad=True)
+        weight = torch.randn(n, k, device=device, requires_grad=True)
+        bias = torch.randn(n, device=device, requires_grad=True)
+        out = cukern.linear(a, weight, bias, version=version)
+        assert same_bits(out, bias.expand(m, n))
+        gradients = torch.autograd.grad(out, (a, weight, bias), torch.ones_like(out))
+        assert [g.shape for g in gradients] == [a.shape, weight.shape, bias.shape]
+        assert bool((gradients[0] == weight.sum(0)).all()) or n > 0
+        assert bool((gradients[2] == m).all()) and (m > 0 or bool((gradients[1] == 0).all()))
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_leading_dimensions(device, version):
+    a, b = torch.randn(2, 3, 4, 5, device=device), torch.randn(5, 6, device=device)
+    weight, bias = b.t().contiguous(), torch.randn(6, device=device)
+    for x in (a, a.transpose(0, 1), a.transpose(1, 2), a[:, :0], a[0], a[:, 1]):
+        assert torch.allclose(cukern.matmul(x, b, version=version), x @ b, atol=1e-5)
+        assert cukern.linear(x, weight, bias, version=version).shape == (*x.shape[:-1], 6)
+    one = a[0, 0, 0]
+    assert torch.allclose(cukern.linear(one, weight, bias, version=version), one @ b + bias, atol=1e-5)
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_gradients_of_every_input_alone(device, version):
+    x, weight, bias = (torch.randn(s, device=device, dtype=torch.float64) for s in ((19, 33), (21, 33), (21,)))
+    dout = torch.randn(19, 21, device=device, dtype=torch.float64)
+    expected = exact_gradients(torch.nn.functional.linear, (x, weight, bias), dout)[1:]
+    for wanted in range(3):
+        inputs = [t.clone().requires_grad_(i == wanted) for i, t in enumerate((x, weight, bias))]
+        (ours,) = torch.autograd.grad(cukern.linear(*inputs, version=version), inputs[wanted], dout)
+        assert torch.allclose(ours, expected[wanted], atol=1e-12)
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_derivatives_of_every_order(device, version):
+    inputs = [torch.randn(s, device=device, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 4), (5, 4), (5,))]
+    assert torch.autograd.gradcheck(lambda *i: cukern.linear(*i, version=version), inputs)
+    assert torch.autograd.gradgradcheck(lambda *i: cukern.linear(*i, version=version), inputs)
+    inputs[1] = inputs[1].detach().t().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda a, b: cukern.matmul(a, b, version=version), inputs[:2])
+
+
+@gpu
+def test_a_gradient_that_is_one_number_for_all():
+    """sum() hands back an expanded scalar: strides of zero."""
+    x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((300, 40), (50, 40), (50,)))
+    ours = torch.autograd.grad(cukern.linear(x, weight, bias).sum(), (x, weight, bias))
+    theirs = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).sum(), (x, weight, bias))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
+
+
+@gpu
+def test_transposes_are_not_copied():
+    x, weight = torch.randn(1024, 512, device="cuda", requires_grad=True), torch.randn(768, 512, device="cuda", requires_grad=True)
+    dout = torch.randn(1024, 768, device="cuda")
+
+    def peak(function) -> int:
+        function()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+
+    out = cukern.linear(x, weight, version="v4")
+    assert peak(lambda: cukern.linear(x.detach(), weight.detach(), version="v4")) <= 4 * 1024 * 768
+    assert peak(lambda: torch.autograd.grad(out, x, dout, retain_graph=True)) <= 4 * 1024 * 512
+    assert peak(lambda: torch.autograd.grad(out, weight, dout, retain_graph=True)) <= 4 * 768 * 512
+
+
+@gpu
+def test_tf32_switches_change_nothing():
+    a, b = torch.randn(256, 512, device="cuda"), torch.randn(512, 256, device="cuda")
+    strict = cukern.matmul(a, b)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert same_bits(cukern.matmul(a, b), strict)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert same_bits(cukern.matmul(a, b), strict)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@gpu
+def test_nan_and_infinity_stay_in_their_rows():
+    a, b = torch.randn(200, 60, device="cuda"), torch.randn(60, 300, device="cuda")
+    a[7, 3], a[150, 59] = float("nan"), float("inf")
+    for version in (*cukern.ops.matmul.VERSIONS, None):
+        out = cukern.matmul(a, b, version=version)
+        assert bool(out[7].isnan().all()) and not bool(out[150].isfinite().any())
+        rest = torch.ones(200, dtype=torch.bool, device="cuda")
+        rest[[7, 150]] = False
+        assert bool(out[rest].isfinite().all())
+
+
+@gpu
+@pytest.mark.parametrize("m, n, k", ((2**25 + 3, 70, 65), (65, 2**25 + 3, 70)))
+def test_more_than_2_to_the_31_elements(m, n, k):
+    if torch.cuda.mem_get_info()[0] < 3 * 4 * (m * k + k * n + m * n) // 2:
+        pytest.skip("needs more free memory on the GPU")
+    a, b = torch.randn(m, k, device="cuda"), torch.randn(k, n, device="cuda")
+    out = cukern.matmul(a, b)
+    assert out.numel() > 2**31
+    rows = torch.tensor([0, m // 2, m - 1], device="cuda")
+    columns = torch.tensor([0, n // 2, n - 1], device="cuda")
+    exact = a[rows].double() @ b[:, columns].double()
+    assert torch.allclose(out[rows][:, columns].double(), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ((torch.ones(2, 3), torch.ones(4, 5)), ValueError, "3.*4"),
+        ((torch.ones(3), torch.ones(3, 5)), ValueError, r"\(3,\)"),
+        ((torch.ones(2, 3), torch.ones(2, 3, 5)), ValueError, r"\(2, 3, 5\)"),
+        ((torch.ones(2, 3).half(), torch.ones(3, 5).half()), TypeError, "float16"),
+        ((torch.ones(2, 3), torch.ones(3, 5).double()), TypeError, "float64.*float32"),
+        ((torch.ones(2, 3), torch.ones(3, 5, device="meta")), ValueError, "meta.*cpu"),
+        ((torch.ones(2, 3), [[1.0]]), TypeError, "list"),
+        ((torch._neg_view(torch.ones(2, 3)), torch.ones(3, 5)), ValueError, "negative bit"),
+        ((torch.ones(2, 3), torch.ones(3, 5).to_sparse()), TypeError, "sparse"),
+        ((torch.ones(2, 3, dtype=torch.complex64), torch.ones(3, 5)), TypeError, "complex64"),
+    ],
+)
+def test_matmul_refuses(arguments, error, words):
+    with pytest.raises(error, match=words):
+        cukern.matmul(*arguments)
+
+
+def test_linear_refuses():
+    x, weight = torch.ones(2, 3), torch.ones(5, 3)
+    with pytest.raises(ValueError, match=r"bias has shape \(4,\), it must be \(5,\)"):
+        cukern.linear(x, weight, torch.ones(4))
+    with pytest.raises(ValueError, match=r"3.*must equal the last of weight, 5"):
+        cukern.linear(x, weight.t())
+    with pytest.raises(ValueError, match="no version 'v9'; it has v1"):
+        cukern.linear(x, weight, version="v9")
+    with pytest.raises(ValueError, match=r"'v1'.*cpu"):
+        cukern.linear(x, weight, version="v1")
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor"):
+        cukern.linear(None, weight)

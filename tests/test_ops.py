@@ -1,0 +1,197 @@
+"""What holds for every op and every version in the registry, so that a new one is tested by its row in the table."""
+
+import shutil
+import threading
+
+import pytest
+import torch
+from helpers import assert_accurate, exact_gradients, gpu, places, same_bits
+
+from cukern.runtime.registry import OPS, Op
+
+PLACES = [pytest.param(name, *p.values, marks=p.marks, id=f"{name}-{p.id}") for name in OPS for p in places(name)]
+VERSIONS = [pytest.param(name, v, id=f"{name}-{v}") for name, op in OPS.items() for v in op.versions]
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor", marks=pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler")
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def fits(request):
+    """Skip a version that this GPU is too old for."""
+    values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    version = OPS[values["name"]].versions.get(values.get("version")) if "name" in values else None
+    if version is not None and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if version.requires > major * 10 + minor:
+            pytest.skip(f"needs compute capability {version.requires / 10}, this GPU has {major}.{minor}")
+
+
+def draw(op: Op, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Fresh inputs and a gradient of the output."""
+    inputs = list(op.make(dims, dtype, device))
+    return inputs, torch.randn_like(op.reference(*inputs))
+
+
+@pytest.mark.parametrize("name, device, version", PLACES)
+def test_output_and_gradients_against_float64(name, device, version):
+    op = OPS[name]
+    for dtype in op.dtypes:
+        for dims in op.check_dims:
+            inputs, dout = draw(op, dims, dtype, device)
+            before = [x.clone() for x in inputs]
+            ours = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
+            theirs = exact_gradients(op.reference, inputs, dout)
+            exact = exact_gradients(op.reference, [x.double() for x in inputs], dout.double())
+            scale = exact_gradients(op.reference, [x.double().abs() for x in inputs], dout.double().abs())
+            for what, a, b, e, s in zip(("out", *op.inputs), ours, theirs, exact, scale, strict=True):
+                # A sum in another order than torch's may err by some roundings of its largest term where torch is right by luck.
+                assert_accurate(a, b, e, f"{what} of {dims} {dtype}", 2 * s)
+            assert all(same_bits(x, y) for x, y in zip(inputs, before, strict=True)), "an input was changed"
+
+
+@gpu
+@pytest.mark.parametrize("name, version", VERSIONS)
+def test_runs_on_the_current_stream(name, version):
+    op = OPS[name]
+    inputs, dout = draw(op, op.check_dims[-1], op.dtypes[-1], "cuda")
+    changed = [x + 1 for x in inputs]
+    expected = exact_gradients(lambda *x: op.function(*x, version=version), changed, dout)  # also loads the kernels
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s: a launch on any other stream would read the old inputs
+        for x, new in zip(inputs, changed, strict=True):
+            x.copy_(new)
+        out = op.function(*inputs, version=version)
+        results = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
+    side.synchronize()
+    assert same_bits(out, expected[0])
+    assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("name, version", VERSIONS)
+def test_cuda_graph_replays_with_changed_inputs(name, version):
+    op = OPS[name]
+    for dtype in op.dtypes:
+        inputs, dout = draw(op, op.check_dims[-1], dtype, "cuda")
+        leaves = [x.requires_grad_() for x in inputs]
+
+        def step(leaves=leaves, dout=dout):
+            out = op.function(*leaves, version=version)
+            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for _ in range(2):
+            fresh, fresh_dout = draw(op, op.check_dims[-1], dtype, "cuda")
+            with torch.no_grad():
+                for leaf, new in zip(leaves, fresh, strict=True):
+                    leaf.copy_(new)
+                dout.copy_(fresh_dout)
+            graph.replay()
+            expected = step()
+            assert all(same_bits(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("name, version", VERSIONS)
+def test_threads_may_call_at_once(name, version):
+    op = OPS[name]
+    errors = []
+
+    def work(number: int) -> None:
+        try:
+            torch.manual_seed(number)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                inputs, dout = draw(op, op.check_dims[-1], op.dtypes[-1], "cuda")
+                first = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
+                for _ in range(20):
+                    again = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
+                    assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+                theirs = exact_gradients(op.reference, inputs, dout)
+                assert all(torch.allclose(a, b) for a, b in zip(first, theirs, strict=True)), "another thread's arguments"
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name, device, version", PLACES)
+def test_torch_compile_without_a_graph_break(name, device, version, backend):
+    op = OPS[name]
+    dtype = op.dtypes[0]
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *x: op.function(*x, version=version) + 1, fullgraph=True, dynamic=dynamic, backend=backend)
+        for dims in (op.check_dims[-1], tuple(d + 2 for d in op.check_dims[-1])):
+            inputs, dout = draw(op, dims, dtype, device)
+            with torch.no_grad():
+                assert_same(compiled(*inputs), op.function(*inputs, version=version) + 1)
+            ours = exact_gradients(compiled, inputs, dout)
+            theirs = exact_gradients(lambda *x: op.function(*x, version=version) + 1, inputs, dout)
+            for a, b in zip(ours, theirs, strict=True):
+                assert_same(a, b)
+
+
+def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
+    """The same within a rounding: a compiler may fuse the reference's operations."""
+    assert a.shape == b.shape and a.dtype == b.dtype
+    assert torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=4 * torch.finfo(a.dtype).eps)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name, device, version", PLACES)
+def test_torch_export(name, device, version):
+    op = OPS[name]
+    inputs, _ = draw(op, op.check_dims[-1], op.dtypes[0], device)
+
+    class Module(torch.nn.Module):
+        def forward(self, *x):
+            return op.function(*x, version=version)
+
+    exported = torch.export.export(Module(), tuple(inputs)).module()
+    assert same_bits(exported(*inputs), op.function(*inputs, version=version))
+
+
+@gpu
+@pytest.mark.parametrize("name, version", VERSIONS)
+def test_on_a_gpu_that_is_not_the_current_one(name, version):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    op = OPS[name]
+    inputs, dout = draw(op, op.check_dims[-1], op.dtypes[-1], "cuda:1")
+    assert torch.cuda.current_device() == 0
+    ours = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
+    with torch.cuda.device(1):
+        there = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
+    assert all(x.device.index == 1 for x in ours) and all(same_bits(a, b) for a, b in zip(ours, there, strict=True))
+    assert torch.cuda.current_device() == 0
+
+
+@gpu
+@pytest.mark.parametrize("name, version", VERSIONS)
+def test_equal_inputs_give_equal_bits(name, version):
+    op = OPS[name]
+    for dtype in op.dtypes:
+        inputs, dout = draw(op, op.check_dims[-1], dtype, "cuda")
+        first, *rest = [exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout) for _ in range(4)]
+        assert all(same_bits(a, b) for other in rest for a, b in zip(first, other, strict=True))
