@@ -89,15 +89,6 @@ __device__ __forceinline__ void load_fragment(T* fragment, const T* shared, int 
     }
 }
 
-// acc += column . row, the outer product: ROWS + COLS values from shared memory feed ROWS * COLS multiply-adds.
-template <typename T, int ROWS, int COLS>
-__device__ __forceinline__ void outer_product(T (&acc)[ROWS][COLS], const T* column, const T* row) {
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-        for (int j = 0; j < COLS; ++j) acc[i][j] += column[i] * row[j];
-}
-
 // v4 copies 128 rows (of m or n) x 8 k of an operand into tile[k][row]. `ld` is the stride that is not 1.
 // `ALONG_K`: the operand is contiguous along k, so neighbouring threads read neighbouring k.
 template <typename T, bool ALONG_K>
@@ -131,7 +122,10 @@ __global__ void __launch_bounds__(256) matmul_v4(T* out, const T* a, const T* b,
         for (int k = 0; k < 8; ++k) {
             load_fragment<T, 8 / V>(column, &as[k][ty * V], 16 * V);
             load_fragment<T, 8 / V>(row, &bs[k][tx * V], 16 * V);
-            outer_product(acc, column, row);
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) acc[i][j] += column[i] * row[j];  // 64 FMAs for 16 values read
         }
         __syncthreads();
     }
@@ -170,18 +164,8 @@ __global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_
 // v5. A block is 4 warps, arranged WARPS_M x (4 / WARPS_M); a warp is 8 x 4 threads; a thread holds TM x TN outputs.
 // So a block's tile of C is (8 TM WARPS_M) x (4 TN 4 / WARPS_M).
 
-#ifndef BK_
-#define BK_ 8
-#endif
-#ifndef STAGES_
-#define STAGES_ 4
-#endif
-#ifndef GROUP_
-#define GROUP_ 8
-#endif
-constexpr int THREADS = 128;
-constexpr int BK = BK_;          // k's in a tile of shared memory
-constexpr int STAGES = STAGES_;  // tiles in the ring: one is being used while the others are being filled
+constexpr int BK = 8;     // k's in a tile of shared memory: more, and the unrolled loop outgrows the instruction cache
+constexpr int BAND = 8;   // tiles of C in a column of a band, see tile_origin
 
 // How an operand is copied to shared memory. "mn" is m for A and n for B.
 constexpr int ALONG_K = 0;       // contiguous along k: element by element, transposed on the way
@@ -189,7 +173,7 @@ constexpr int ALONG_MN = 1;      // contiguous along mn: element by element (any
 constexpr int ALONG_MN_16B = 2;  // contiguous along mn, 16 bytes at a time: base, ld and extent must be multiples
 
 // One thread's share of copying an operand's tiles, (BK x EXTENT), tile after tile along k.
-template <typename T, int COPY, int EXTENT>
+template <typename T, int COPY, int EXTENT, int THREADS>
 struct TileCopy {
     static constexpr int WIDTH = COPY == ALONG_MN_16B ? Vec16<T>::SIZE : 1;
     // ALONG_K, 8 neighbouring threads take 8 k's (one 32-byte sector of floats) and a warp 4 rows. Rows of the tile
@@ -197,7 +181,7 @@ struct TileCopy {
     static constexpr int LD = EXTENT + (COPY == ALONG_K ? 4 : 0);
     static constexpr int LANES = COPY == ALONG_K ? 8 : EXTENT / WIDTH;
     static constexpr int STEP = THREADS / LANES;
-    static constexpr int COUNT = (COPY == ALONG_K ? EXTENT : BK) / STEP;
+    static constexpr int COUNT = ((COPY == ALONG_K ? EXTENT : BK) + STEP - 1) / STEP;
     static constexpr int BYTES = BK * LD * sizeof(T);  // of a tile
 
     const char* source;      // this thread's first element of the next tile
@@ -231,6 +215,7 @@ struct TileCopy {
 
     // Start copying the next tile into the ring at byte `stage`. From its k_left-th k on it is filled with zeros.
     __device__ __forceinline__ void start(unsigned stage, int k_left) {
+        if (LANES * BK < THREADS && COPY != ALONG_K && k >= BK) return;  // a narrow tile: fewer copies than threads
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             if (COPY == ALONG_K) {
@@ -247,20 +232,33 @@ struct TileCopy {
     }
 };
 
-// Where a thread's outputs lie: tile row m + i / V * 8 V + i % V, tile column n + j / V * 4 V + j % V, where V elements
-// make 16 bytes: in pieces, so that a warp's loads from shared memory are contiguous.
-// A 16-byte load takes a half-warp at a time if lanes i and i ^ 1, or i and i ^ 2, want the same address: hence bit 0
-// of the lane goes to m and bit 1 to n, and both operands' loads take two steps, not four.
-template <typename T, int TM, int TN, int WARPS_M>
-struct Shape {
+// The tile of C that a block computes: WARPS_M x WARPS_N warps, each of 8 x 4 threads, each with TM x TN outputs.
+template <int TM_, int TN_, int WARPS_M, int WARPS_N_, int BLOCKS_PER_SM>
+struct Tile {
+    static constexpr int TM = TM_, TN = TN_, WARPS_N = WARPS_N_, BM = 8 * TM * WARPS_M, BN = 4 * TN * WARPS_N;
+    static constexpr int THREADS = 32 * WARPS_M * WARPS_N, BLOCKS = BLOCKS_PER_SM;
+};
+using Tile256x128 = Tile<8, 16, 4, 2, 1>;
+using Tile128x128 = Tile<8, 16, 2, 2, 2>;
+using Tile128x64 = Tile<8, 8, 2, 2, 3>;
+using Tile64x128 = Tile<4, 16, 2, 2, 3>;
+using Tile64x64 = Tile<4, 8, 2, 2, 4>;
+using Tile128x32 = Tile<4, 8, 4, 1, 4>;
+using Tile32x128 = Tile<4, 8, 1, 4, 4>;
+
+// Where a thread's outputs lie in the tile: rows m + row(i), columns n + column(j). 16 bytes (V elements) go
+// together and the next 16 bytes lie 8 or 4 threads further, so that a warp's loads from shared memory are contiguous.
+// The hardware serves a 16-byte load a half-warp at a time if lanes i and i ^ 1, or i and i ^ 2, want the same address:
+// hence bit 0 of the lane goes to m and bit 1 to n, and a load takes two steps, not four.
+template <typename T, typename S>
+struct Place {
     static constexpr int V = Vec16<T>::SIZE;
-    static constexpr int BM = 8 * TM * WARPS_M, BN = 4 * TN * (4 / WARPS_M);
     int m, n;
-    __device__ __forceinline__ Shape() {
+    __device__ __forceinline__ Place() {
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         int lane_m = (lane & 1) | (lane >> 1 & 6), lane_n = (lane >> 1 & 1) | (lane >> 3 & 2);
-        m = warp % WARPS_M * 8 * TM + lane_m * V;
-        n = warp / WARPS_M * 4 * TN + lane_n * V;
+        m = warp / S::WARPS_N * 8 * S::TM + lane_m * V;
+        n = warp % S::WARPS_N * 4 * S::TN + lane_n * V;
     }
     __device__ __forceinline__ static int row(int i) { return i / V * 8 * V + i % V; }
     __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
@@ -268,19 +266,31 @@ struct Shape {
 
 // The tile of C with number t: down 8 tiles, then one to the right, and so on, so that the tiles under way at one
 // time form a compact patch of C and share their rows of A and columns of B in the L2 cache.
-template <int BM, int BN>
+template <typename S>
 __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n0) {
-    int tiles_m = (M + BM - 1) / BM, tiles_n = (N + BN - 1) / BN;
-    int band = t / (GROUP_ * tiles_n), in_band = t % (GROUP_ * tiles_n);
-    int height = min(GROUP_, tiles_m - band * GROUP_);
-    m0 = (band * GROUP_ + in_band % height) * BM;
-    n0 = in_band / height * BN;
+    int tiles_m = (M + S::BM - 1) / S::BM, tiles_n = (N + S::BN - 1) / S::BN;
+    int band = t / (BAND * tiles_n), in_band = t % (BAND * tiles_n);
+    int height = min(BAND, tiles_m - band * BAND);
+    m0 = (band * BAND + in_band % height) * S::BM;
+    n0 = in_band / height * S::BN;
+}
+
+// acc += column . row, the outer product: ROWS + COLS values from shared memory feed ROWS * COLS multiply-adds.
+template <typename T, int ROWS, int COLS>
+__device__ __forceinline__ void outer_product(T (&acc)[ROWS][COLS], const T* column, const T* row) {
+#pragma unroll
+    for (int j = 0; j < COLS; ++j)
+#pragma unroll
+        for (int s = 0; s < ROWS; ++s) {
+            int i = j % 2 ? ROWS - 1 - s : s;  // down one column of acc and up the next: one operand always stays
+            acc[i][j] += column[i] * row[j];
+        }
 }
 
 // acc += the product over `tiles` tiles of BK k's, fewer in the last where K ends. `as`, `bs`: this thread's first
 // values in stage 0 of the ring. While the tile in one stage is used, those of the next STAGES - 1 are on their way,
 // and while the FMAs of one k run, the fragments of the next are read from shared memory.
-template <typename T, int TM, int TN, typename CopyA, typename CopyB>
+template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
 __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs,
                                          int tiles, int k_left) {
     constexpr int V = Vec16<T>::SIZE, STAGE_BYTES = CopyA::BYTES + CopyB::BYTES, STAGE = STAGE_BYTES / sizeof(T);
@@ -323,24 +333,67 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB&
     __syncthreads();  // the ring is free again
 }
 
-// Row i of a thread's outputs, plus bias, to C.
-template <typename T, int TN>
-__device__ __forceinline__ void store_row(T* out, const T* bias, const T (&values)[TN], int m, int n, int M, int N) {
+// V neighbouring outputs of row m, from column n on, to C.
+template <typename T>
+__device__ __forceinline__ void store_vector(T* out, Vec16<T> w, int m, int n, int M, int N, bool wide) {
     constexpr int V = Vec16<T>::SIZE;
+    T* p = out + m * (long long)N + n;
     if (m >= M) return;
-    bool wide = N % V == 0 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
-    out += m * (long long)N;
+    if (wide) {
+        if (n < N) *reinterpret_cast<Vec16<T>*>(p) = w;
+    } else {
 #pragma unroll
-    for (int j = 0; j < TN; j += V) {
-        int first = n + j * 4;  // = n + Shape::column(j)
+        for (int v = 0; v < V; ++v) if (n + v < N) p[v] = w.v[v];
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ bool can_store_wide(const T* out, int N) {
+    return N % Vec16<T>::SIZE == 0 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
+}
+
+// All outputs of a thread, plus bias, to C. m and n: its first row and column of C.
+template <typename T, typename S>
+__device__ __forceinline__ void store_tile(T* out, const T* bias, const T (&acc)[S::TM][S::TN], int m, int n, int M, int N) {
+    using P = Place<T, S>;
+    bool wide = can_store_wide(out, N);
+#pragma unroll
+    for (int j = 0; j < S::TN; j += P::V) {
+        int column = n + P::column(j);
+        Vec16<T> b = {};
+        if (bias) {
+#pragma unroll
+            for (int v = 0; v < P::V; ++v) if (column + v < N) b.v[v] = bias[column + v];
+        }
+#pragma unroll
+        for (int i = 0; i < S::TM; ++i) {
+            Vec16<T> w;
+#pragma unroll
+            for (int v = 0; v < P::V; ++v) w.v[v] = acc[i][j + v] + b.v[v];
+            store_vector(out, w, m + P::row(i), column, M, N, wide);
+        }
+    }
+}
+
+// A thread's vector number q in place `p` of the workspace: vector q of thread t lies at q * THREADS + t, so that a
+// warp writes 512 bytes in a row.
+template <typename T, typename S>
+__device__ __forceinline__ Vec16<T>* partial_vector(T* partials, long long p, int q) {
+    return reinterpret_cast<Vec16<T>*>(partials) + (p * (S::TM * S::TN / Vec16<T>::SIZE) + q) * S::THREADS + threadIdx.x;
+}
+
+// A thread's partial sums to the workspace. A vector holds V rows, in the order 1 0 3 2. That is for the sake of
+// `multiply`: the registers of a vector are consecutive, and the FMA that adds column[i] * row[j] to acc[i][j] runs at
+// full speed only if column[i] and acc[i][j] lie in different banks of the register file, one odd, one even.
+template <typename T, typename S>
+__device__ __forceinline__ void store_partial(T* partials, long long p, const T (&acc)[S::TM][S::TN]) {
+    constexpr int V = Vec16<T>::SIZE;
+#pragma unroll
+    for (int q = 0; q < S::TM * S::TN / V; ++q) {
         Vec16<T> w;
 #pragma unroll
-        for (int v = 0; v < V; ++v) w.v[v] = values[j + v] + (first + v < N ? bias_or_zero(bias, first + v) : T(0));
-        if (wide && first < N) *reinterpret_cast<Vec16<T>*>(out + first) = w;
-        else {
-#pragma unroll
-            for (int v = 0; v < V; ++v) if (first + v < N) out[first + v] = w.v[v];
-        }
+        for (int v = 0; v < V; ++v) w.v[v] = acc[q / S::TN * V + (v ^ 1)][q % S::TN];
+        *partial_vector<T, S>(partials, p, q) = w;
     }
 }
 
@@ -348,83 +401,75 @@ __device__ __forceinline__ void store_row(T* out, const T* bias, const T (&value
 // [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ..
 // Where that is not a whole tile of C it writes its sum to `partials`, place 2 b, or 2 b + 1 if it began at k = 0;
 // matmul_v5_fixup adds these up. Every later block computes one whole tile.
-template <typename T, int A_COPY, int B_COPY, int TM, int TN, int WARPS_M, int BLOCKS_PER_SM>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+template <typename T, int A_COPY, int B_COPY, typename S>
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS * 4 / sizeof(T) > 0 ? S::BLOCKS * 4 / sizeof(T) : 1)
 matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
           int shared_blocks, int shared_tiles) {
-    using S = Shape<T, TM, TN, WARPS_M>;
-    using CopyA = TileCopy<T, A_COPY, S::BM>;
-    using CopyB = TileCopy<T, B_COPY, S::BN>;
-#ifdef DYN
-    extern __shared__ __align__(16) char ring[];
-#else
+    using CopyA = TileCopy<T, A_COPY, S::BM, S::THREADS>;
+    using CopyB = TileCopy<T, B_COPY, S::BN, S::THREADS>;
+    // Tiles in the ring: one is used while the others are filled. 48 KB need no permission.
+    constexpr int STAGES = 4 * (CopyA::BYTES + CopyB::BYTES) <= 48 * 1024 ? 4 : 3;
     __shared__ alignas(16) char ring[STAGES * (CopyA::BYTES + CopyB::BYTES)];
-#endif
-    S place;
+    Place<T, S> place;
     const T* as = reinterpret_cast<const T*>(ring) + place.m;
     const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
 
-    int k_tiles = max(1, (K + BK - 1) / BK);
-    long long work, end;
-    int block = blockIdx.x;
+    int block = blockIdx.x, k_tiles = max(1, (K + BK - 1) / BK);
+    long long total = (long long)shared_tiles * k_tiles, work, end;
     if (block < shared_blocks) {
-        long long total = (long long)shared_tiles * k_tiles;
         work = block * total / shared_blocks;
         end = (block + 1) * total / shared_blocks;
     } else {
-        work = (long long)(shared_tiles + block - shared_blocks) * k_tiles;
+        work = total + (long long)(block - shared_blocks) * k_tiles;
         end = work + k_tiles;
     }
     while (work < end) {
-        int tile = int(work / k_tiles), k_first = int(work % k_tiles);
-        int count = int(min((long long)(k_tiles - k_first), end - work));
-        int m0, n0;
-        tile_origin<S::BM, S::BN>(tile, M, N, m0, n0);
-        int k0 = k_first * BK;
+        int tile = int(work / k_tiles), first = int(work % k_tiles), k0 = first * BK, m0, n0;
+        int count = int(min((long long)(k_tiles - first), end - work));
+        tile_origin<S>(tile, M, N, m0, n0);
         CopyA copy_a(a, lda, m0, M, k0, shared_address(ring));
         CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
-        T acc[TM][TN] = {};
-        multiply(acc, copy_a, copy_b, as, bs, count, min(K - k0, count * BK));
-        if (count == k_tiles) {
-#pragma unroll
-            for (int i = 0; i < TM; ++i) store_row(out, bias, acc[i], m0 + place.m + S::row(i), n0 + place.n, M, N);
-        } else {
-            // As the registers lie: vector q of thread t at q * THREADS + t, so that a warp writes 512 bytes in a row.
-            Vec16<T>* p = reinterpret_cast<Vec16<T>*>(partials) +
-                          (2ll * block + (k_first == 0)) * (TM * TN / S::V * THREADS) + threadIdx.x;
-#pragma unroll
-            for (int q = 0; q < TM * TN / S::V; ++q) p[q * THREADS] = *reinterpret_cast<Vec16<T>*>(&acc[q * S::V / TN][q * S::V % TN]);
-        }
+        T acc[S::TM][S::TN] = {};
+        multiply<STAGES>(acc, copy_a, copy_b, as, bs, count, min(K - k0, count * BK));
+        if (count == k_tiles) store_tile<T, S>(out, bias, acc, m0 + place.m, n0 + place.n, M, N);
+        else store_partial<T, S>(partials, 2ll * block + (first == 0), acc);
         work += count;
     }
 }
 
 // C's tiles that several blocks of matmul_v5 shared: add the partial sums in the order of k. Always the same order,
-// so always the same bits. Grid shared_tiles * TM, block 128; a block takes row i of every thread's outputs.
-template <typename T, int TM, int TN, int WARPS_M>
-__global__ void __launch_bounds__(THREADS)
-matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
-    using S = Shape<T, TM, TN, WARPS_M>;
-    int tile = blockIdx.x / TM, i = blockIdx.x % TM;
+// so always the same bits. A block takes V x V outputs of every thread of matmul_v5.
+// Grid shared_tiles * (TM / V) * (TN / V), block THREADS.
+template <typename T, typename S>
+__global__ void __launch_bounds__(S::THREADS)
+matmul_v5_fixup(T* out, T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
+    using P = Place<T, S>;
+    constexpr int V = P::V, ACROSS = S::TN / V, PARTS = S::TM / V * ACROSS;
+    int tile = blockIdx.x / PARTS, i = blockIdx.x % PARTS / ACROSS * V, j = blockIdx.x % ACROSS * V;
     int k_tiles = max(1, (K + BK - 1) / BK);
     long long total = (long long)shared_tiles * k_tiles, begin = (long long)tile * k_tiles;
     // Block b's share begins at b * total / shared_blocks: solve for the blocks that hold the first and last k tile.
     int first = int(((begin + 1) * shared_blocks - 1) / total);
     int last = int(((begin + k_tiles) * shared_blocks - 1) / total);
     if (first == last) return;  // one block did it all, and stored it
-    T sum[TN] = {};
+    Vec16<T> sum[V] = {};
     for (int b = first; b <= last; ++b) {
-        const Vec16<T>* p = reinterpret_cast<const Vec16<T>*>(partials) +
-                            (2ll * b + (b == first)) * (TM * TN / S::V * THREADS) + i * (TN / S::V) * THREADS + threadIdx.x;
+        const Vec16<T>* p = partial_vector<T, S>(partials, 2ll * b + (b == first), i / V * S::TN + j);
 #pragma unroll
-        for (int q = 0; q < TN / S::V; ++q) {
-            Vec16<T> w = p[q * THREADS];
+        for (int c = 0; c < V; ++c) {
+            Vec16<T> w = p[c * S::THREADS];
 #pragma unroll
-            for (int v = 0; v < S::V; ++v) sum[q * S::V + v] += w.v[v];
+            for (int v = 0; v < V; ++v) sum[v ^ 1].v[c] += w.v[v];
         }
     }
-    S place;
+    P place;
     int m0, n0;
-    tile_origin<S::BM, S::BN>(tile, M, N, m0, n0);
-    store_row(out, bias, sum, m0 + place.m + S::row(i), n0 + place.n, M, N);
+    tile_origin<S>(tile, M, N, m0, n0);
+    int m = m0 + place.m + P::row(i), n = n0 + place.n + P::column(j);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+        for (int c = 0; c < V; ++c) if (bias && n + c < N) sum[v].v[c] += bias[n + c];
+        store_vector(out, sum[v], m + v, n, M, N, can_store_wide(out, N));
+    }
 }

@@ -5,6 +5,7 @@ there. Providers take turns, round by round, in random order, so that drift of c
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -51,9 +52,16 @@ def side_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.synchronize(device)
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
         yield
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Always the same one, because torch keeps freed memory for each stream apart."""
+    return torch.cuda.Stream(device)
 
 
 def device_times(
@@ -77,7 +85,7 @@ def device_times(
 
 
 def host_times(calls: Mapping[str, Call], device: torch.device, rounds: int = 60, count: int = 200) -> dict[str, Timing]:
-    """Host time of one call, which only enqueues work: `count` of them, fewer than the driver's queue holds, without waiting for the GPU."""
+    """Host time of one call, which only enqueues work: `count` of them, fewer than the driver's queue holds, with no wait for the GPU."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -161,11 +169,13 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     run = _in_turns(calls)
     run(len(calls))  # the first calls compile, load and allocate
     torch.cuda.synchronize()
-    few = _Batch(lambda: run(3), 3, 0.0)
-    call_us = min(_gpu_round([few])[0] for _ in range(2))
-    count = _calls_in_batch(call_us, len(calls), BATCH_US)
+    (call_us,) = _gpu_round([_Batch(lambda: run(1), 1, 0.0)])
+    if call_us < BATCH_US:
+        (call_us,) = _gpu_round([_Batch(lambda: run(10), 10, 0.0)])
     if call_us >= GRAPH_BELOW_US:
-        return _Batch(lambda: run(count), count, call_us)
+        few = math.ceil(BATCH_US / call_us)
+        return _Batch(lambda: run(few), few, call_us)
+    count = _calls_in_batch(call_us, len(calls), BATCH_US)  # a replay begins anew, so all input sets must be in the graph
     try:
         graph = _capture(run, count)
     except RuntimeError as error:

@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,11 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 
 
 class LaunchError(RuntimeError):
     """The driver refused a launch, or the kernel failed; the message names the kernel, the geometry and the limit that was broken."""
+
+
+def require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
 
 
 def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int) -> Launch:
@@ -112,6 +118,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         except struct.error:
             raise explain_misfit(name, params, args) from None
         except driver.CUDADriverError as error:
+            refuse_fork(name, error)
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
             raise launch_error(name, grid, block, shared, device, threads, error) from None
 
@@ -135,13 +142,19 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
             if shared > _FREE_SHARED:
                 raw.max_dynamic_shared_size_bytes = shared
             values = tuple(a if scalar is None else scalar(a) for scalar, a in zip(scalars, args, strict=True))
-            kernel(grid, block, values, shared, cupy.cuda.ExternalStream(_current_stream(device), device))
+            kernel(grid, block, values, shared, types.SimpleNamespace(ptr=_current_stream(device)))
         except struct.error:
             raise explain_misfit(name, params, args) from None
         except cupy.cuda.driver.CUDADriverError as error:
             raise launch_error(name, grid, block, shared, device, raw.max_threads_per_block, error) from None
 
     return run
+
+
+def refuse_fork(name: str, error: Exception) -> None:
+    """Raise the LaunchError that explains `error`, if this process was forked after CUDA was initialised."""
+    if torch.cuda._is_in_bad_fork():
+        raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error
 
 
 def launch_error(name: str, grid: Dim, block: Dim, shared: int, device: int, threads: int, error: Exception) -> LaunchError:

@@ -12,10 +12,14 @@ def dtype(name: str, tensor: torch.Tensor, allowed: Collection[torch.dtype]) -> 
     """`tensor` has one of the dtypes, is strided, and lies in memory as it reads."""
     if tensor.dtype not in allowed:
         raise TypeError(f"{name} must be {_or(allowed)}, got {tensor.dtype}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+    strided(name, tensor)
     if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled graph resolves the bit before it calls us
         negative_bit(name)
+
+
+def strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
 
 
 def negative_bit(name: str) -> NoReturn:

@@ -67,8 +67,10 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     if cached:
         return cached
     with _compile_lock(key):
-        cubin = _read_cache(key) or _compile(source, name, arch)
-    _write_cache(key, cubin)
+        cubin = _read_cache(key)
+        if cubin is None:
+            cubin = _compile(source, name, arch)
+            _write_cache(key, cubin)
     return cubin
 
 
@@ -126,6 +128,8 @@ def _compile(source: Source, name: str, arch: str) -> Cubin:
     options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{kernels_dir()}", f"-I{cuda_include()}")
     if source.path.is_absolute():
         options += (f"-I{source.path.parent}",)
+    if binding.getVersion() >= (12, 9):
+        options += ("--no-cache",)  # NVRTC's own cache, new in 12.9, gives no report
     program = binding.createProgram(source.text, str(source.path), (), ())
     try:
         binding.addNameExpression(program, name)
@@ -164,33 +168,24 @@ def _parse_report(log: str, symbol: str) -> Report:
 
 
 @functools.cache
-def cache_dir() -> Path | None:
-    """Where cubins are kept: $CUKERN_CACHE_DIR, else the user's cache folder. None, with one warning, where it cannot be written."""
+def cache_dir() -> Path:
+    """Where cubins are kept: $CUKERN_CACHE_DIR, else the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    folder = Path(os.environ.get("CUKERN_CACHE_DIR") or Path(home) / "cukern").absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        warnings.warn(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels anew", stacklevel=2)
-        return None
+    return Path(os.environ.get("CUKERN_CACHE_DIR") or Path(home) / "cukern").absolute()
 
 
 def _read_cache(key: str) -> Cubin | None:
     folder = cache_dir()
-    if folder is None:
-        return None
     try:
         entry = json.loads((folder / f"{key}.json").read_bytes())
         code = (folder / f"{entry['sha256']}.cubin").read_bytes()
         if hashlib.sha256(code).hexdigest() != entry["sha256"]:
             raise ValueError("the machine code is not the one that was written")
         return Cubin(code, entry["symbol"], entry["arch"], Report(**entry["report"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _warn_corrupt(folder, error)
+    except OSError:
+        return None  # not there; where the folder cannot be used at all, writing will say so
+    except (ValueError, KeyError, TypeError, AttributeError):
+        _warn_once(f"cukern found corrupt entries in its cache {folder} and compiles their kernels anew")
         return None
 
 
@@ -199,21 +194,16 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _warn_corrupt(folder: Path, error: Exception) -> None:
-    _warn_once(f"cukern found a corrupt entry in its cache {folder} and compiles it anew ({type(error).__name__}: {error})")
-
-
 def _write_cache(key: str, cubin: Cubin) -> None:
     folder = cache_dir()
-    if folder is None:
-        return
     sha256 = hashlib.sha256(cubin.code).hexdigest()
     entry = {"sha256": sha256, "symbol": cubin.symbol, "arch": cubin.arch, "report": asdict(cubin.report)}
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         _write_atomically(folder / f"{sha256}.cubin", cubin.code)
         _write_atomically(folder / f"{key}.json", json.dumps(entry).encode())
     except OSError as error:
-        _warn_once(f"cukern could not write to its cache {folder} ({error.strerror})")
+        _warn_once(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels anew")
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

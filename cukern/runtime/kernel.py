@@ -67,6 +67,7 @@ class Kernel:
         values = [_pointer(p, a, self.name, devices) if p.pointer else a for p, a in zip(self.params, args, strict=True)]
         if len(devices) > 1:
             raise ValueError(f"{self.name}: arguments on several GPUs: {', '.join(f'{n} on cuda:{d}' for d, n in devices.items())}")
+        backend.require_gpu()
         device = next(iter(devices)) if devices else backend.current_device()
         self.on(device)(_dim("grid", grid), _dim("block", block), shared, *values)
 
@@ -126,6 +127,8 @@ def _pointer(param: signature.Param, value: Any, kernel: str, devices: dict[int,
     tensor = interop.to_torch(param.name, value)
     if not tensor.is_cuda:
         raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
     if param.dtypes and tensor.dtype not in param.dtypes:
         raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
     devices.setdefault(tensor.get_device(), param.name)
@@ -133,7 +136,7 @@ def _pointer(param: signature.Param, value: Any, kernel: str, devices: dict[int,
 
 
 def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:
-    dims = (value,) if isinstance(value, int) else tuple(value)
+    dims = tuple(value) if isinstance(value, Iterable) else (value,)
     if not 1 <= len(dims) <= 3 or any(not isinstance(d, int) or d < 1 for d in dims):
         raise ValueError(f"{name} must be one to three positive ints, got {value!r}")
     return (*dims, 1, 1)[:3]  # type: ignore[return-value]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cukern.runtime import checks
-from cukern.runtime.backend import LaunchError
+from cukern.runtime.backend import refuse_fork
 from cukern.runtime.kernel import Kernel
 
 _library = torch.library.Library("cukern", "DEF")
@@ -42,8 +42,9 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
         try:
             return impl(x, version)
         except RuntimeError as error:
-            _refuse_fork(name, error)
+            refuse_fork(name, error)
             if not _transforms():
+                checks.strided("x", x)
                 raise
         return op(x, version)  # a functorch wrapper has no memory: its data_ptr() raised before anything was launched
 
@@ -53,15 +54,10 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
         try:
             return impl(*args)
         except RuntimeError as error:
-            _refuse_fork(name, error)
+            refuse_fork(name, error)
             raise
 
     return call_one if tensors == 1 else call
-
-
-def _refuse_fork(name: str, error: RuntimeError) -> None:
-    if torch.cuda._is_in_bad_fork():
-        raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -90,7 +90,10 @@ def parse(source: Source, name: str) -> tuple[Param, ...]:
     formals = [_template_parameter(t) for t in split_list(match["template"] or "")]
     if sum(default is None for _, default in formals) > len(values) or len(values) > len(formals):
         raise ValueError(f"kernel {base!r} has {len(formals)} template parameters, {name!r} gives {len(values)}")
-    types = {formal: (values[i] if i < len(values) else default) for i, (formal, default) in enumerate(formals)}
+    types: dict[str, str] = {}
+    for i, (formal, default) in enumerate(formals):
+        value = values[i] if i < len(values) else default or ""
+        types[formal] = types.get(value, value)
     end = _closing(source.code, match.end() - 1)
     return tuple(_param(text, types, name) for text in split_list(source.code[match.end() : end]))
 
@@ -117,7 +120,7 @@ def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Excep
 
 # Qualifiers and attributes, such as __launch_bounds__(256), may stand between __global__ and the name.
 _GLOBAL = re.compile(
-    r"(?:template\s*<(?P<template>[^;{}()]*)>\s*)?"
+    r"(?:template\s*<(?P<template>[^;{}]*?)>\s*)?"
     r'(?:extern\s*"C"\s*)?(?:static\s+)?__global__\s+'
     r"(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*(?:static\s+)?void\s+(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*"
     r"(?P<name>\w+)\s*\("
@@ -151,13 +154,13 @@ def _closing(text: str, start: int) -> int:
     raise ValueError("a parameter list that does not end")
 
 
-def _param(text: str, types: dict[str, str | None], kernel: str) -> Param:
-    words = re.sub(r"\b(?:const|volatile|struct|typename|__restrict__|__restrict|__grid_constant__)\b", " ", text)
+def _param(text: str, types: dict[str, str], kernel: str) -> Param:
+    words = re.sub(r"\s+|\b(?:const|volatile|struct|typename|__restrict__|__restrict|__grid_constant__)\b", " ", text)
     match = re.fullmatch(r"\s*(?P<type>[\w:<>, ]*[\w>])\s*(?P<pointer>[*\s]*?)\s*\b(?P<name>\w+)\s*(?P<array>\[\w*\])?\s*", words)
     if not match or match["pointer"].count("*") > 1:
         raise TypeError(f"cukern cannot read the parameter {text.strip()!r} of kernel {kernel!r}")
     ctype = " ".join(match["type"].split())
-    ctype = types.get(ctype) or ctype
+    ctype = types.get(ctype, ctype)
     param = Param(match["name"], ctype, "*" in match["pointer"] or match["array"] is not None)
     if not param.pointer and ctype not in _SCALARS:
         raise TypeError(f"{text.strip()!r} of kernel {kernel!r} cannot be passed by value; the types that can are {', '.join(_SCALARS)}")

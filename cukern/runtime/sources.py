@@ -2,11 +2,12 @@
 
 import functools
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\])*")', re.DOTALL)
 _HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::")
 _HOST_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(?:torch|ATen|c10|cuda_runtime)[^>]*>", re.M)
@@ -38,7 +39,7 @@ class Source:
         return Source(Path(f"<cukern.compile {digest}>"), without_host_code(text))
 
     def digest(self) -> str:
-        """SHA-256 of the text and of every file that its `#include "..."` lines reach, by relative name and content."""
+        """SHA-256 of the text and of every file of ours that its #include lines reach, by relative name and content."""
         sha = hashlib.sha256(self.text.encode())
         for name, content in sorted(self._closure().items()):
             sha.update(f"\0{name}\0".encode() + content)
@@ -49,28 +50,23 @@ class Source:
         todo = [(self.path.parent, self.text.encode())]
         while todo:
             folder, text = todo.pop()
-            for name in (m.decode() for m in _INCLUDE.findall(text)):
-                for candidate in (folder / name, kernels_dir() / name):
-                    if candidate.is_file():
-                        key = str(candidate.resolve())
-                        if key not in found:
-                            found[key] = candidate.read_bytes()
-                            todo.append((candidate.resolve().parent, found[key]))
-                        break
-        # An absolute path would make the key differ between two machines that hold the same files.
-        return {_relative(Path(key), self.path.parent): content for key, content in found.items()}
+            for include in (m.decode() for m in _INCLUDE.findall(text)):
+                places = (place / include for place in (folder, self.path.parent, kernels_dir()))
+                path = next((p.resolve() for p in places if p.is_file()), None)
+                if path and (name := self._name(path)) not in found:
+                    found[name] = path.read_bytes()
+                    todo.append((path.parent, found[name]))
+        return found
+
+    def _name(self, path: Path) -> str:
+        """A name that is the same on two machines that hold the same files."""
+        shipped = path.is_relative_to(kernels_dir())
+        return os.path.relpath(path, kernels_dir() if shipped else self.path.parent)
 
     @functools.cached_property
     def code(self) -> str:
         """The text without comments, of the same number of lines."""
         return without_comments(self.text)
-
-
-def _relative(path: Path, folder: Path) -> str:
-    for base in (kernels_dir(), folder):
-        if path.is_relative_to(base):
-            return str(path.relative_to(base))
-    return path.name
 
 
 def without_comments(text: str) -> str:

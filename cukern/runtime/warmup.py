@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS
 
@@ -18,7 +19,7 @@ def warmup(*ops: str, dtypes: Collection[torch.dtype] | None = None, device: tor
         dtypes: only the kernels of these; all that an op has if None.
         device: the GPU; torch's current one if None.
 
-    Raises ValueError for an op that there is not, or a device that is no GPU.
+    Raises ValueError for an op that there is not, or a device that is no GPU; SetupError where there is no GPU.
     """
     for name in ops:
         if name not in OPS:
@@ -26,6 +27,7 @@ def warmup(*ops: str, dtypes: Collection[torch.dtype] | None = None, device: tor
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
     if place.type != "cuda":
         raise ValueError(f"device must be a GPU, got {place}")
+    backend.require_gpu()
     index = torch.cuda.current_device() if place.index is None else place.index
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability()

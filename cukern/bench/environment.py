@@ -1,0 +1,126 @@
+"""What a measurement was made on: the GPU and its limits, the driver, versions of the libraries, the commit."""
+
+import contextlib
+import datetime
+import functools
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cukern.runtime.compiler import SetupError, nvrtc_version
+
+_FEW_FLOAT32_LANES = ((7, 5), (8, 0))  # 64 a multiprocessor, 128 elsewhere
+_FLOAT64_LANES = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 elsewhere
+
+
+def device() -> torch.device:
+    """The current GPU, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def short_name() -> str:
+    """The GPU's name as a file name: "h200" for "NVIDIA H200"; "cpu" where there is none."""
+    words = re.findall(r"[a-z0-9]+", (gpu_name() or "cpu").lower())
+    return "-".join(w for w in words if w != "nvidia")
+
+
+@contextlib.contextmanager
+def strict_float32() -> Iterator[None]:
+    """cuBLAS without TF32: the peer of a float32 op."""
+    before = torch.get_float32_matmul_precision()
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
+
+
+def l2_bytes(place: torch.device) -> int:
+    return torch.cuda.get_device_properties(place).L2_cache_size if place.type == "cuda" else 0
+
+
+def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
+    """Floating-point operations a second of the GPU's ordinary units (no tensor cores), a fused multiply-add counted as two, at its
+    highest clock. None where that says nothing: 16-bit types, the CPU, or an unknown clock."""
+    if place.type != "cuda" or dtype not in (torch.float32, torch.float64):
+        return None
+    properties = torch.cuda.get_device_properties(place)
+    capability = (properties.major, properties.minor)
+    lanes = _FLOAT64_LANES.get(capability, 2) if dtype == torch.float64 else 64 if capability in _FEW_FLOAT32_LANES else 128
+    clock = _max_clock_hz(properties)
+    return None if clock is None else properties.multi_processor_count * lanes * 2 * clock
+
+
+def _max_clock_hz(properties: Any) -> float | None:
+    khz = getattr(properties, "clock_rate", 0)
+    if khz:
+        return khz * 1e3
+    mhz = smi("clocks.max.sm")
+    return float(mhz) * 1e6 if mhz and mhz.replace(".", "").isdigit() else None
+
+
+@functools.cache
+def smi(query: str) -> str | None:
+    """One value of `nvidia-smi --query-gpu`, of the first GPU; None where it cannot be had."""
+    program = shutil.which("nvidia-smi")
+    out = output(program, f"--query-gpu={query}", "--format=csv,noheader,nounits") if program else None
+    return out.splitlines()[0].strip() if out else None
+
+
+def output(*command: str, cwd: Path | None = None) -> str | None:
+    """What a program prints, stripped; None if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cupy_wheels() -> dict[str, str]:
+    """The installed distributions that bring a `cupy` package, and their versions. Does not import CuPy."""
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower()
+        if re.fullmatch(r"cupy(-cuda\d+x|-cuda\d+|-rocm-[\d-]+)?", name):
+            found[name] = distribution.version
+    return found
+
+
+def facts() -> dict[str, str | bool | None]:
+    """The last columns of a record: commit, dirty, gpu, driver, torch, cupy, nvrtc, date (UTC)."""
+    commit, dirty = _commit(Path(__file__).resolve().parents[2])
+    try:
+        nvrtc: str | None = nvrtc_version()
+    except SetupError:
+        nvrtc = None
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "gpu": gpu_name(),
+        "driver": smi("driver_version"),
+        "torch": torch.__version__,
+        "cupy": "+".join(cupy_wheels().values()) or None,
+        "nvrtc": nvrtc,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _commit(tree: Path) -> tuple[str | None, bool | None]:
+    """The commit of the source tree that cukern runs from, and whether files differ from it, the results themselves aside."""
+    if not (tree / ".git").exists():
+        return None, None  # installed, or a copy; a repository further up would be another project's
+    commit = output("git", "rev-parse", "HEAD", cwd=tree)
+    status = output("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results", cwd=tree)
+    return commit, None if status is None else bool(status)

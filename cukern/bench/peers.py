@@ -1,0 +1,111 @@
+"""What else computes an op: torch's own ways, torch.compile, Triton, load_inline. The one place of the tools that knows ops by name."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from cukern.bench.verify import Function
+from cukern.runtime.registry import Op
+
+STARTUP_OP = "square"  # whose first call `cukern bench startup` times
+
+Missing = str  # why a peer cannot run here
+Maker = Callable[[Op, torch.device], "Function | Missing"]
+
+_EAGER: dict[str, dict[str, Function]] = {
+    "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
+    "matmul": {"torch": torch.matmul},
+    "linear": {"torch": torch.nn.functional.linear},
+}
+
+_LOAD_INLINE = r"""
+#include <torch/extension.h>
+#include <c10/cuda/CUDAStream.h>
+
+template <typename T>
+__global__ void square_kernel(const T* x, T* out, long n) {
+    long i = blockIdx.x * static_cast<long>(blockDim.x) + threadIdx.x;
+    if (i < n) out[i] = x[i] * x[i];
+}
+
+torch::Tensor square(torch::Tensor x) {
+    auto out = torch::empty_like(x);
+    long n = x.numel();
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "square", [&] {
+        square_kernel<<<(n + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(x.data_ptr<scalar_t>(), out.data_ptr<scalar_t>(), n);
+    });
+    return out;
+}
+"""
+
+
+def peers(op: Op, device: torch.device, only: Collection[str] | None = None) -> tuple[dict[str, Function], dict[str, Missing]]:
+    """The peers of `op` that run on this device, by name, each a function of the op's inputs; and why each of the others does not.
+
+    Args:
+        only: make just these; None: all but those that take a minute to build.
+    """
+    found: dict[str, Function] = dict(_EAGER.get(op.name, {"torch": op.reference}))
+    missing: dict[str, Missing] = {}
+    slow = ("load_inline", "torch.compile") if device.type != "cuda" else ("load_inline",)
+    for name, make in _makers(op).items():
+        if only is None or name in only:
+            made = f"takes long to build, so only when asked for: --only {name}" if only is None and name in slow else make(op, device)
+            if isinstance(made, str):
+                missing[name] = made
+            else:
+                found[name] = made
+    return {name: f for name, f in found.items() if only is None or name in only}, missing
+
+
+def names(op: Op) -> list[str]:
+    """The names of all peers of `op`, whether they run here or not."""
+    return [*_EAGER.get(op.name, ("torch",)), *_makers(op)]
+
+
+def _torch_compile(op: Op, device: torch.device) -> Function | Missing:
+    if device.type != "cuda" and shutil.which("c++") is None:
+        return "no C++ compiler for torch.compile"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # the bench runs a kept graph's backward many times
+    torch._dynamo.reset()  # else the eighth shape is not compiled any more
+    return torch.compile(op.reference, dynamic=False)
+
+
+def _triton_square(op: Op, device: torch.device) -> Function | Missing:
+    if device.type != "cuda":
+        return "there is no GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    from cukern.bench import triton_square
+
+    return triton_square.square
+
+
+def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
+    if device.type != "cuda":
+        return "there is no GPU"
+    lacking = [program for program in ("nvcc", "ninja", "c++") if shutil.which(program) is None]
+    if lacking:
+        return f"load_inline needs {', '.join(lacking)}"
+    from torch.utils import cpp_extension
+
+    try:
+        module: Any = cpp_extension.load_inline("cukern_peer_square", cpp_sources="torch::Tensor square(torch::Tensor x);",
+                                                cuda_sources=_LOAD_INLINE, functions=["square"])  # fmt: skip
+    except (RuntimeError, OSError, ImportError) as error:
+        return f"load_inline failed: {str(error).strip().splitlines()[0]}"
+    return module.square
+
+
+_MAKERS: dict[str, dict[str, Maker]] = {"square": {"triton": _triton_square, "load_inline": _load_inline_square}}
+
+
+def _makers(op: Op) -> dict[str, Maker]:
+    return {**_MAKERS.get(op.name, {}), "torch.compile": _torch_compile}

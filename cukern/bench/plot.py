@@ -1,0 +1,45 @@
+"""Draw tables of measurements as bars, one panel a table."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cukern.bench.measure import Row, Table
+from cukern.runtime.compiler import SetupError
+
+
+def plot(tables: Sequence[Table], file: Path) -> None:
+    """Write a picture, of the kind that the file's ending says. Raises SetupError without matplotlib, ValueError for an unknown ending."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SetupError(f"--plot needs matplotlib ({error}). Run: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tables = [t for t in tables if t.rows]
+    heights = [0.8 + 0.35 * len(t.rows) for t in tables]
+    figure, panels = pyplot.subplots(len(tables), 1, figsize=(8, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained")
+    for table, panel in zip(tables, panels[:, 0], strict=True):
+        values, unit = _values(table.rows)
+        bars = panel.barh([f"{r.provider} {r.version}" for r in table.rows], values, color=[_color(r) for r in table.rows])
+        panel.bar_label(bars, fmt="%.3g", padding=3)
+        panel.margins(x=0.12)
+        panel.invert_yaxis()
+        panel.set_xlabel(unit)
+        first = table.rows[0]
+        panel.set_title(f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype}", loc="left", fontsize=10)
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _values(rows: Sequence[Row]) -> tuple[list[float], str]:
+    """The bars' lengths: TFLOP/s or TB/s where every row has it, the more telling one; else microseconds."""
+    if all(r.tflops for r in rows) and rows[0].flops > 8 * rows[0].bytes:
+        return [r.tflops or 0.0 for r in rows], "TFLOP/s"
+    if all(r.tbps for r in rows):
+        return [r.tbps or 0.0 for r in rows], "TB/s"
+    return [r.median_us for r in rows], "us"
+
+
+def _color(row: Row) -> str:
+    return {"cukern": "tab:green", "copy": "tab:gray"}.get(row.provider, "tab:blue")

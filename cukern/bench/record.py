@@ -1,0 +1,47 @@
+"""Append measurements to benchmarks/results/<gpu>.jsonl: one JSON object a line, with all that it takes to judge it later."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from cukern.bench import environment
+from cukern.bench.measure import Row
+
+
+def default_file() -> Path:
+    """benchmarks/results/<gpu>.jsonl of the source tree that the current folder lies in; where it lies in none, ./<gpu>.jsonl."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "benchmarks" / "results").is_dir():
+            return folder / "benchmarks" / "results" / f"{environment.short_name()}.jsonl"
+    return here / f"{environment.short_name()}.jsonl"
+
+
+def append(rows: Iterable[Row], file: Path) -> None:
+    """Append the rows; what the file holds stays."""
+    facts = environment.facts()
+    lines = [json.dumps({**_measured(row), **facts}) + "\n" for row in rows]
+    with open(file, "a", encoding="utf-8") as out:
+        out.write("".join(lines))
+
+
+def _measured(row: Row) -> dict[str, object]:
+    return {
+        "op": row.op,
+        "version": row.version,
+        "pass": row.pass_,
+        "shape": list(row.shape),
+        "dtype": row.dtype,
+        "provider": row.provider,
+        "median_us": _digits(row.median_us),
+        "iqr_us": _digits(row.iqr_us),
+        "bytes": row.bytes,
+        "flops": row.flops,
+        "tbps": _digits(row.tbps),
+        "tflops": _digits(row.tflops),
+        "of_limit": _digits(row.of_limit),
+    }
+
+
+def _digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")

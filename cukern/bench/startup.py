@@ -1,0 +1,127 @@
+"""What a fresh process pays: the import, the first call with an empty and a full cache, and eight processes that start at once."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import cukern
+from cukern.bench.measure import Row, Table
+from cukern.bench.peers import STARTUP_OP
+from cukern.bench.timing import summary
+
+REPEATS = 7
+AT_ONCE = 8
+
+_IMPORT = """
+import sys, time, torch
+start = time.perf_counter()
+import cukern
+print(time.perf_counter() - start)
+assert "cupy" not in sys.modules, "import cukern imports CuPy"
+"""
+
+# torch's own start comes first: its import, the CUDA context, one of its ops, and the reading of the clock's first use
+_FIRST_CALL = """
+import time, torch
+from cukern.runtime.registry import OPS
+op = OPS[{op!r}]
+x = op.make((1024,), torch.float32, "cuda")
+op.reference(*x)
+torch.cuda.synchronize()
+start = time.perf_counter()
+op.function(*x)
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+
+_COMPILE = """
+import time, torch
+from cukern.runtime.registry import OPS
+kernels = OPS[{op!r}].kernels(90, (torch.float32,))
+start = time.perf_counter()
+for kernel in kernels.values():
+    kernel.compile("sm_90a")
+print(time.perf_counter() - start)
+"""
+
+
+def measure_startup(tick: Callable[[], None] = lambda: None) -> Table:
+    """Medians over fresh processes, as rows of the op "startup". Without a GPU, compiling one op's kernels stands in for its first call.
+
+    Raises RuntimeError where a process fails, `import cukern` imports CuPy, or eight processes at once corrupt the cache.
+    """
+    gpu = torch.cuda.is_available()
+    what, code = ("first call", _FIRST_CALL) if gpu else ("compile sm_90a", _COMPILE)
+    code = code.format(op=STARTUP_OP)
+    rows = [_row("import", [_seconds(_IMPORT, tick=tick) for _ in range(REPEATS)])]
+    with tempfile.TemporaryDirectory() as folder:
+        empty = [_seconds(code, Path(folder) / str(i), tick) for i in range(REPEATS)]
+        full = [_seconds(code, Path(folder) / "0", tick) for _ in range(REPEATS)]
+        together = _at_once(code, Path(folder) / "together")
+        tick()
+        entries = verify_cache(Path(folder) / "together")
+    rows += [_row(f"{what}, empty cache", empty), _row(f"{what}, full cache", full)]
+    rows.append(_row(f"{what}, empty cache, {AT_ONCE} processes at once", together))
+    notes = {f"{AT_ONCE} processes at once": f"all ended with status 0; {entries} entries in the cache, none corrupt"}
+    missing = {} if gpu else {"first call": "there is no GPU; what its compiling costs is shown instead"}
+    return Table(rows, missing, notes)
+
+
+def steps() -> int:
+    """How many times `measure_startup` calls its `tick`."""
+    return 3 * REPEATS + 1
+
+
+def verify_cache(folder: Path) -> int:
+    """How many entries a cache folder has. Raises RuntimeError for a corrupt, missing or left-over file."""
+    entries = list(folder.glob("*.json"))
+    for entry in entries:
+        try:
+            sha256 = json.loads(entry.read_bytes())["sha256"]
+            code = (folder / f"{sha256}.cubin").read_bytes()
+        except (OSError, ValueError, KeyError) as error:
+            raise RuntimeError(f"corrupt cache entry {entry}: {error}") from None
+        if hashlib.sha256(code).hexdigest() != sha256:
+            raise RuntimeError(f"corrupt machine code in the cache: {folder / sha256}.cubin")
+    left = [p.name for p in folder.iterdir() if p.suffix not in (".json", ".cubin")]
+    if not entries or left:
+        raise RuntimeError(f"the cache {folder} has {len(entries)} entries and {len(left)} left-over files {left}")
+    return len(entries)
+
+
+def _row(pass_: str, seconds: list[float]) -> Row:
+    timing = summary([s * 1e6 for s in seconds])
+    return Row("startup", "", pass_, (), "", "cukern", timing.median_us, timing.iqr_us)
+
+
+def _start(code: str, cache: Path | None) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, (str(Path(cukern.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, **({"CUKERN_CACHE_DIR": str(cache)} if cache else {})}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen[str]) -> float:
+    out, err = process.communicate(timeout=300)
+    if process.returncode != 0:
+        raise RuntimeError(f"a fresh process ended with status {process.returncode}:\n{err.strip()}")
+    if "cukern" in err:
+        raise RuntimeError(f"a fresh process warned:\n{err.strip()}")
+    return float(out)
+
+
+def _seconds(code: str, cache: Path | None = None, tick: Callable[[], None] = lambda: None) -> float:
+    seconds = _finish(_start(code, cache))
+    tick()
+    return seconds
+
+
+def _at_once(code: str, cache: Path) -> list[float]:
+    processes = [_start(code, cache) for _ in range(AT_ONCE)]
+    return [_finish(p) for p in processes]

@@ -1,0 +1,87 @@
+"""What the verbs share: reading OP, DIMS and --dtype, the two consoles, the progress bar."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import cukern.ops  # noqa: F401  fills the registry
+from cukern.runtime.registry import OPS, Op
+
+_WIDTH = 130  # columns at least, so that no number of a table is cut; a narrow terminal folds the line
+
+
+def _console(stderr: bool) -> Console:
+    made = Console(stderr=stderr)
+    return made if made.width >= _WIDTH else Console(stderr=stderr, width=_WIDTH)
+
+
+console, errors = _console(stderr=False), _console(stderr=True)
+
+DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.float16, "b": torch.bfloat16}
+
+OpName = Annotated[str, typer.Argument(metavar="OP", help="An op, such as square.")]
+Dims = Annotated[list[int] | None, typer.Argument(metavar="DIMS", help="Its sizes; the op's own list if left out.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", metavar="d|f|h|b", help="float64, float32, float16 or bfloat16.")]
+
+
+def find_op(name: str) -> Op:
+    """Raises ValueError for an op that there is not."""
+    if name not in OPS:
+        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(OPS)}")
+    return OPS[name]
+
+
+def find_dtype(op: Op, letter: str) -> torch.dtype:
+    """The dtype of a letter, which the op must have. Raises ValueError."""
+    if letter not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(f'{k} ({_short(v)})' for k, v in DTYPES.items())}, got {letter!r}")
+    if DTYPES[letter] not in op.dtypes:
+        raise ValueError(f"{op.name} has no {_short(DTYPES[letter])}; it has {', '.join(map(_short, op.dtypes))}")
+    return DTYPES[letter]
+
+
+def find_dims(op: Op, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The DIMS given, as the one element of a list, or the default. Raises ValueError for a wrong number of them, or a negative one."""
+    if not dims:
+        return list(default)
+    words = op.dims.split()
+    if not op.dims.endswith("...") and len(dims) != len(words):
+        raise ValueError(f"{op.name} takes {len(words)} sizes, {op.dims}, got {' '.join(map(str, dims))}")
+    if min(dims) < 0:
+        raise ValueError(f"a size cannot be negative, got {min(dims)}")
+    return [tuple(dims)]
+
+
+def describe(op: Op, dims: Sequence[int], dtype: torch.dtype) -> str:
+    """A table's title, such as "square 64 x 1000 float32"."""
+    return f"{op.name} {' x '.join(map(str, dims))} {_short(dtype)}"
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers, flush right."""
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return made
+
+
+def progress() -> Progress:
+    """A bar on stderr, which vanishes when done, so that stdout is the result alone."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+
+
+def listed(title: str, reasons: dict[str, str]) -> None:
+    """Print each name and its reason, under a title."""
+    for name, reason in reasons.items():
+        console.print(f"  {title} {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,143 @@
+"""`cukern profile`: where the time of one version goes, by torch's profiler or by Nsight Compute."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import cukern
+from cukern.bench import environment
+from cukern.bench.verify import candidates
+from cukern.cli.common import DTYPES, Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, progress
+from cukern.runtime.compiler import SetupError
+from cukern.runtime.registry import Op
+
+_REFUSED = """\
+The driver lets only administrators read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it to all:
+    echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf
+and reload the driver (reboot). Or run this command as root; in a container, start that with --cap-add SYS_ADMIN.
+See https://developer.nvidia.com/ERR_NVGPUCTRPERM"""
+
+_NOT_INSTALLED = """\
+Nsight Compute (ncu) is not on the PATH. It comes with the CUDA toolkit, or alone from
+https://developer.nvidia.com/nsight-compute; with conda: conda install -c nvidia nsight-compute"""
+
+
+def profile(
+    op: OpName,
+    dims: Dims = None,
+    dtype: Dtype = "f",
+    version: Annotated[str | None, typer.Option(help="The version; by default the fastest.")] = None,
+    wait: Annotated[int, typer.Option(min=0, help="Steps to let pass.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps to trace and throw away.")] = 3,
+    active: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 10,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The trace; if it is there, a numbered name is taken.")] = None,
+    ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels alone.")] = False,
+) -> None:
+    """Run forward and backward, print the profiler's table by device time, and write a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+    found, place = find_op(op), environment.device()
+    kind = find_dtype(found, dtype or "f")
+    (shape,) = find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
+    functions, refused = candidates(found, place, version)
+    if not functions:
+        raise ValueError(f"{op} {version}: {refused[str(version)]}")
+    name = list(functions)[-1]
+    if ncu:
+        raise typer.Exit(_nsight(found, name, shape, kind))
+    if place.type != "cuda":
+        console.print("There is no GPU: this is the torch path of CPU tensors, not a kernel.", style="yellow")
+    step = stepper(found, shape, kind, name, place)
+    profiler = _trace(step, wait, warmup, active, place)
+    order = "self_device_time_total" if place.type == "cuda" else "self_cpu_time_total"
+    console.print(profiler.key_averages().table(sort_by=order, row_limit=20), markup=False, highlight=False, soft_wrap=True)
+    file = unused(out or Path(f"{op}_{name}.trace.json"))
+    profiler.export_chrome_trace(str(file))
+    console.print(f"trace: {file}", highlight=False, soft_wrap=True)
+
+
+def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], None]:
+    """One step: forward and backward of a version on inputs of its own."""
+    function = candidates(op, device)[0][version]
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in op.make(dims, dtype, device)]
+    leaves = [x for x in inputs if x.requires_grad]
+    dout = torch.randn_like(function(*inputs))
+
+    def step() -> None:
+        torch.autograd.grad(function(*inputs), leaves, dout)
+
+    return step
+
+
+def unused(file: Path) -> Path:
+    """The file, or, if it is there, the first of name-2, name-3, ... that is not."""
+    stem, dot, ending = file.name.partition(".")
+    number, free = 1, file
+    while free.exists():
+        number += 1
+        free = file.with_name(f"{stem}-{number}{dot}{ending}")
+    return free
+
+
+def _trace(step: Callable[[], None], wait: int, warmup: int, active: int, place: torch.device) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if place.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    step()  # compiling is not what one wants to see
+    total = wait + warmup + active
+    schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+    with progress() as bar, torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
+        task = bar.add_task("profiling", total=total)
+        for _ in range(total):
+            step()
+            if place.type == "cuda":
+                torch.cuda.synchronize()
+            profiler.step()
+            bar.advance(task)
+    return profiler
+
+
+# ---- Nsight Compute
+
+_LAUNCHES = 4  # of the version's kernels: each is run dozens of times over to read all counters
+_CHILD = """
+import sys
+from cukern.bench import environment
+from cukern.cli.common import DTYPES, find_op
+from cukern.cli.profile import stepper
+op, version, letter, *dims = sys.argv[1:]
+step = stepper(find_op(op), [int(d) for d in dims], DTYPES[letter], version, environment.device())
+for _ in range(3):
+    step()
+"""
+
+
+def kernel_names(op: Op, version: str, dtype: torch.dtype) -> list[str]:
+    """The names, without template arguments, of the kernels of a version."""
+    return sorted({re.split(r"<", k.name)[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
+
+
+def _nsight(op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
+    program = shutil.which("ncu")
+    if program is None:
+        raise SetupError(_NOT_INSTALLED)
+    if not torch.cuda.is_available():
+        raise SetupError("--ncu needs a GPU, and torch.cuda sees none")
+    letter = next(k for k, v in DTYPES.items() if v == dtype)
+    names = f"regex:^({'|'.join(kernel_names(op, version, dtype))})$"
+    options = ["--clock-control", "none", "--kernel-name", names, "--launch-count", str(_LAUNCHES)]
+    path = os.pathsep.join(filter(None, (str(Path(cukern.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
+    command = [program, *options, sys.executable, "-c", _CHILD, op.name, version, letter, *map(str, dims)]
+    with errors.status("Nsight Compute is at work"):
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    console.print(done.stdout, markup=False, highlight=False, soft_wrap=True)
+    refused = "ERR_NVGPUCTRPERM" in done.stdout
+    if refused:
+        errors.print(_REFUSED, style="red", markup=False, highlight=False, soft_wrap=True)
+    return 1 if refused or done.returncode else 0

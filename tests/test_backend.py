@@ -1,0 +1,224 @@
+"""Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
+
+import pytest
+import torch
+from helpers import gpu, run_python
+
+import cukern
+
+NOTHING = 'extern "C" __global__ void nothing() {}'
+TILE = """
+extern "C" __global__ void reverse(float* x) {
+    extern __shared__ float tile[];
+    for (int i = threadIdx.x; i < 25600; i += blockDim.x) tile[i] = x[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < 25600; i += blockDim.x) x[i] = tile[25599 - i];
+}
+"""
+
+
+@gpu
+@pytest.mark.parametrize(
+    "grid, block, shared, words",
+    [
+        ((1, 70_000, 1), 1, 0, ("grid y = 70000", "65535")),
+        ((1, 1, 70_000), 1, 0, ("grid z = 70000", "65535")),
+        (1, 2000, 0, ("block x = 2000", "1024")),
+        (1, (64, 64), 0, ("4096 threads", "1024")),
+        (1, (1, 1, 65), 0, ("block z = 65", "64")),
+        (1, 1, 1 << 20, ("1048576 bytes", "shared")),
+    ],
+    ids=str,
+)
+def test_a_launch_that_is_too_large_names_kernel_geometry_and_limit(grid, block, shared, words):
+    kernel = cukern.compile(NOTHING)
+    with pytest.raises(cukern.LaunchError) as caught:
+        kernel(grid=grid, block=block, shared=shared)
+    assert all(word in str(caught.value) for word in ("nothing", *words)), caught.value
+    kernel(grid=1, block=1)
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_a_block_larger_than_the_kernels_own_bound_is_named():
+    kernel = cukern.compile('extern "C" __global__ void __launch_bounds__(64) narrow() {}')
+    kernel(grid=1, block=64)
+    with pytest.raises(cukern.LaunchError, match=r"narrow .*128 threads a block are more than the 64"):
+        kernel(grid=1, block=128)
+
+
+@pytest.mark.parametrize("what", ["grid", "block"])
+@pytest.mark.parametrize("value", [0, -1, (1, 0), (), (1, 1, 1, 1), 1.5, (1.0,)], ids=str)
+@gpu
+def test_a_geometry_that_is_none_is_refused(what, value):
+    geometry = {"grid": 1, "block": 1, what: value}
+    with pytest.raises((ValueError, TypeError, cukern.LaunchError), match=what):
+        cukern.compile(NOTHING)(**geometry)
+
+
+@gpu
+def test_dynamic_shared_memory_over_48_kib():
+    x = torch.randn(25_600, device="cuda")
+    expected = x.flip(0)
+    kernel = cukern.compile(TILE)
+    for _ in range(2):
+        kernel(x, grid=1, block=256, shared=4 * 25_600)
+        assert torch.equal(x, expected)
+        expected = x.flip(0)
+
+
+@gpu
+def test_static_clusters():
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("clusters need compute capability 9.0")
+    kernel = cukern.compile("""
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) rank(int* out) {
+        unsigned rank, size;
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+        asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+        out[blockIdx.x] = rank + 10 * size;
+    }
+    """)
+    out = torch.zeros(6, dtype=torch.int32, device="cuda")
+    kernel(out, grid=6, block=1)
+    assert out.tolist() == [20, 21] * 3
+    with pytest.raises(cukern.LaunchError, match="rank"):
+        kernel(out, grid=5, block=1)
+
+
+def test_a_cluster_kernel_compiles():
+    kernel = cukern.compile("__global__ void __cluster_dims__(2, 1, 1) k(int* x) { x[0] = 1; }")
+    assert kernel.compile("sm_90a").code
+
+
+@gpu
+def test_an_unloaded_kernel_in_a_graph_capture_says_warmup():
+    kernel, x = cukern.compile('extern "C" __global__ void add_one(float* x) { *x += 1; }'), torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.mul_(1)  # a graph of nothing makes torch warn
+        with pytest.raises(RuntimeError, match=r"add_one is not loaded.*cukern\.warmup"):
+            kernel(x, grid=1, block=1)
+    kernel(x, grid=1, block=1)
+    assert x.item() == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(x, grid=1, block=1)
+    for _ in range(3):
+        graph.replay()
+    assert x.item() == 4
+
+
+@gpu
+def test_warmup_makes_an_op_ready_for_capture():
+    out = run_python(
+        """
+import torch, cukern
+x = torch.arange(6., device="cuda", requires_grad=True)
+def capture():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x * 1
+        y = cukern.square(x)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    return graph, y, dx
+try:
+    capture()
+except RuntimeError as error:
+    print("refused:", error)
+cukern.warmup("square", dtypes=[torch.float32])
+graph, y, dx = capture()
+x.data += 1
+graph.replay()
+print(y.tolist(), dx.tolist())
+"""
+    ).stdout
+    assert "refused:" in out and "cukern.warmup" in out
+    assert out.splitlines()[-1] == "[1.0, 4.0, 9.0, 16.0, 25.0, 36.0] [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]"
+
+
+@pytest.mark.parametrize(
+    "ops, options, words",
+    [(("cube",), {}, "no op 'cube'; the ops are .*square"), (("square",), {"device": "cpu"}, "must be a GPU, got cpu")],
+)
+def test_warmup_refuses_what_there_is_not(ops, options, words):
+    with pytest.raises(ValueError, match=words):
+        cukern.warmup(*ops, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_warmup_without_a_gpu_says_so():
+    with pytest.raises(cukern.SetupError, match="GPU"):
+        cukern.warmup("square")
+
+
+@gpu
+def test_an_illegal_access_names_the_kernel_when_synchronous():
+    out = run_python(
+        """
+import os, torch, cukern
+kernel = cukern.compile('extern "C" __global__ void stray(float* out) { out[1ll << 40] = 1; }')
+try:
+    kernel(torch.zeros(1, device="cuda"), grid=1, block=1)
+except cukern.LaunchError as error:
+    print("caught:", error, flush=True)
+os._exit(0)  # CUDA is unusable from here on
+""",
+        CUKERN_SYNC="1",
+    ).stdout
+    assert "caught: stray" in out and "illegal memory access" in out
+
+
+@gpu
+def test_synchronous_mode_and_nvtx_give_the_same_numbers():
+    code = """
+import torch, cukern
+x = torch.arange(5., device="cuda", requires_grad=True)
+cukern.square(x).sum().backward()
+print(x.grad.tolist())
+"""
+    assert run_python(code, CUKERN_SYNC="1", CUKERN_NVTX="1").stdout.strip() == "[0.0, 2.0, 4.0, 6.0, 8.0]"
+
+
+@gpu
+def test_a_child_that_was_forked_after_cuda_started_gets_a_clear_error():
+    out = run_python(
+        """
+import multiprocessing, torch, cukern
+x = torch.ones(5, device="cuda")
+kernel = cukern.compile('extern "C" __global__ void nothing(float* x) {}')
+kernel(x, grid=1, block=1)
+assert cukern.square(x).sum().item() == 5
+
+def attempt(pipe):
+    for work in (lambda: cukern.square(x), lambda: kernel(x, grid=1, block=1), lambda: cukern.square(torch.ones(2, device="cuda"))):
+        try:
+            work()
+            pipe.send("no error")
+        except BaseException as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+
+context = multiprocessing.get_context("fork")
+receive, send = context.Pipe(duplex=False)
+child = context.Process(target=attempt, args=(send,), daemon=True)
+child.start()
+for _ in range(3):
+    assert receive.poll(60), "the child hangs"
+    print(receive.recv().replace("\\n", " "))
+child.join(60)
+print("exit", child.exitcode)
+""",
+        timeout=240,
+    ).stdout.splitlines()
+    assert len(out) == 4 and out[-1] == "exit 0"
+    for line in out[:3]:
+        assert "fork" in line and "spawn" in line, line
+
+
+@gpu
+def test_python_compiler_and_driver_agree_on_this_gpu():
+    """The architecture that kernels are compiled for is the one that runs: cubins do not run on another."""
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    cukern.compile("__global__ void arch(int* out) { *out = __CUDA_ARCH__; }")(out, grid=1, block=1)
+    major, minor = torch.cuda.get_device_capability()
+    assert out.item() == major * 100 + minor * 10

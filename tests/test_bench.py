@@ -1,0 +1,357 @@
+"""cukern.bench: verify must catch what is wrong, timing must be sane, records must stay, tables must not change by themselves."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import TREE, gpu
+
+from cukern.bench import environment, peers, record, startup, timing, verify
+from cukern.bench.measure import Row, measure, measure_host, passes, providers
+from cukern.runtime.registry import OPS
+
+CPU = torch.device("cpu")
+SQUARE, LINEAR = OPS["square"], OPS["linear"]
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dout):
+        dx = 2 * ctx.saved_tensors[0] * dout
+        dx.view(-1)[-1] *= 1.001
+        return dx
+
+
+def one_nan(x):
+    out = x * x
+    return torch.where(torch.arange(x.numel()) == 7, math.nan, out)
+
+
+def half_written(x):
+    out = torch.empty_like(x)
+    out[: x.numel() // 2] = 0
+    return out.detach() + x * x - out.detach()  # wrong only where `out` is not 0
+
+
+def check(functions, dims=(100,), dtype=torch.float32, op=SQUARE):
+    return verify.verify(op, dims, dtype, functions, CPU)
+
+
+# ---- verify
+
+
+@pytest.mark.parametrize("dtype", SQUARE.dtypes)
+def test_verify_passes_what_is_right(dtype):
+    verdict = check({"a": lambda x: x * x, "b": torch.square}, dtype=dtype)
+    assert verdict.wrong == 0
+    assert [r.what for r in verdict.results] == ["out", "dx"] * 2
+    assert [(p.first, p.second, p.what) for p in verdict.pairs] == [("a", "b", "out"), ("a", "b", "dx")]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: x * x * 1.001, lambda x: x * x * (1 + 1e-6), one_nan, half_written, torch.zeros_like],
+    ids=["1e-3", "1e-6", "a NaN", "unwritten", "zeros"],
+)
+def test_verify_catches_a_wrong_output(wrong):
+    verdict = check({"good": lambda x: x * x, "bad": lambda x: wrong(x.detach()) + 0 * x})
+    bad = {(r.version, r.what) for r in verdict.results if not r.ok}
+    assert ("bad", "out") in bad
+    assert not any(version == "good" for version, _ in bad)
+    assert not verdict.pairs[0].ok
+
+
+def test_verify_catches_a_gradient_alone():
+    verdict = check({"good": torch.square, "bad": WrongGradient.apply})
+    assert [(r.version, r.what) for r in verdict.results if not r.ok] == [("bad", "dx")]
+    assert [p.what for p in verdict.pairs if not p.ok] == ["dx"]
+
+
+def test_verify_norm_and_error_are_those_of_the_result(monkeypatch):
+    op = dataclasses.replace(SQUARE, make=lambda dims, dtype, device: (torch.tensor([3.0, 4.0], dtype=dtype),))
+    verdict = check({"off": lambda x: x * x * torch.tensor([1.0, 1.125])}, op=op)
+    assert verdict.results[0].norm == pytest.approx(math.hypot(9, 18), rel=1e-6)
+    assert verdict.results[0].error == pytest.approx(0.125, rel=1e-6)
+
+
+def test_verify_is_not_blinded_by_underflow():
+    """In float16 the square of 1e-4 is 0: a relative error of 1 of torch's own, which must not excuse others."""
+    x = torch.randn(1000).half()
+    x[0] = 1e-4
+    op = dataclasses.replace(SQUARE, make=lambda dims, dtype, device: (x.clone(),))
+    assert check({"right": lambda x: x * x}, dtype=torch.float16, op=op).wrong == 0
+    assert check({"zeros": lambda x: 0 * x}, dtype=torch.float16, op=op).wrong == 2
+
+
+def test_verify_wants_exact_zeros():
+    op = dataclasses.replace(SQUARE, make=lambda dims, dtype, device: (torch.tensor([0.0, 1.0]),))
+    assert check({"right": lambda x: x * x}, op=op).wrong == 0
+    verdict = check({"tiny": lambda x: x * x + torch.tensor([1e-30, 0.0])}, op=op)
+    assert [r.error for r in verdict.results if not r.ok] == [math.inf]
+
+
+def test_verify_measures_a_product_against_its_terms():
+    assert check({"right": torch.nn.functional.linear}, (33, 17, 65), op=LINEAR).wrong == 0
+    wrong = check({"no bias": lambda x, w, b: torch.nn.functional.linear(x, w) + 0 * b}, (33, 17, 65), op=LINEAR)
+    assert [r.what for r in wrong.results if not r.ok] == ["out", "dbias"]
+
+
+def test_verify_refuses_another_shape_or_dtype():
+    with pytest.raises(ValueError, match=r"the output is \(10, 10\)"):
+        check({"bad": lambda x: (x * x).view(10, 10)})
+    with pytest.raises(ValueError, match=r"of torch\.float64, torch"):
+        check({"bad": lambda x: (x * x).double()})
+
+
+def test_poison_is_taken_away_again():
+    with verify.poisoned():
+        assert torch.empty(10).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_candidates_without_a_gpu():
+    functions, refused = verify.candidates(SQUARE, CPU)
+    assert list(functions) == [verify.REFERENCE] and list(refused) == list(SQUARE.versions)
+    with pytest.raises(ValueError, match="no version 'v99'"):
+        verify.candidates(SQUARE, CPU, "v99")
+
+
+# ---- timing
+
+
+def test_device_times_on_the_cpu():
+    calls = {"one": [lambda: time.sleep(0.001)] * 2, "four": [lambda: time.sleep(0.004)], "bad": [lambda: 1 / 0]}
+    times, failed = timing.device_times(calls, CPU, budget_s=0.2)
+    assert 1000 <= times["one"].median_us < times["four"].median_us and 4000 <= times["four"].median_us < 40_000
+    assert isinstance(failed.pop("bad"), ZeroDivisionError) and not failed
+
+
+def test_each_call_goes_to_the_next_set():
+    seen = []
+    timing.device_times({"a": [lambda i=i: seen.append(i) for i in range(3)]}, CPU, budget_s=0.01)
+    assert len(seen) > 30 and seen[:30] == [0, 1, 2] * 10
+
+
+def test_providers_take_turns():
+    order = []
+    timing.host_times({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=20, count=5)
+    rounds = "".join(order)[10:]  # the first ten warm up
+    assert rounds.count("a") == rounds.count("b") == 100
+    assert all(rounds[i : i + 5] in ("aaaaa", "bbbbb") for i in range(0, 200, 5))
+    assert "bbbbbaaaaa" in rounds and "aaaaabbbbb" in rounds
+
+
+def test_host_time_is_of_one_call():
+    times = timing.host_times({"sleep": lambda: time.sleep(0.0005)}, CPU, rounds=3, count=10)
+    assert 500 <= times["sleep"].median_us < 4000
+
+
+def test_summary_is_median_and_quartiles():
+    assert timing.summary([1, 2, 3, 4, 100], "why") == timing.Timing(3, 2, "why")
+    assert timing.summary([5.0]) == timing.Timing(5, 0)
+
+
+# ---- measure and peers
+
+
+def test_measure_all_passes_on_the_cpu():
+    assert passes(LINEAR, (8, 8, 8), torch.float32, None) == ["fwd", "bwd", "bwd:x", "bwd:weight"]
+    for name in ("fwd", "bwd", "bwd:x", "bwd:weight"):
+        table = measure(LINEAR, (8, 16, 4), torch.float32, name, CPU, ["cukern", "torch"], budget_s=0.02)
+        assert [(r.provider, r.version, r.pass_) for r in table.rows] == [("cukern", "reference", name), ("torch", "", name)]
+        assert all(0 < r.median_us < 1e5 and r.of_limit is None for r in table.rows)
+    with pytest.raises(ValueError, match="no pass 'bwd:y'"):
+        passes(LINEAR, (8, 8, 8), torch.float32, ["bwd:y"])
+
+
+def test_measure_differentiates_only_what_is_wanted(monkeypatch):
+    wanted = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda y, leaves, *a, **k: wanted.append([tuple(x.shape) for x in leaves]) or grad(y, leaves, *a, **k)
+    )
+    for name, shapes in {"bwd:weight": [(16, 4)], "bwd": [(8, 4), (16, 4), (16,)]}.items():
+        wanted.clear()
+        measure(LINEAR, (8, 16, 4), torch.float32, name, CPU, ["torch"], budget_s=0.01)
+        assert wanted and all(w == shapes for w in wanted)
+
+
+def test_a_peer_without_backward_is_missing_and_ours_is_an_error(monkeypatch):
+    monkeypatch.setitem(peers._EAGER, "square", {"torch": torch.square, "a*a": lambda x: x.detach() * 2})
+    table = measure(SQUARE, (10,), torch.float32, "bwd", CPU, ["torch", "a*a"], budget_s=0.01)
+    assert [r.provider for r in table.rows] == ["torch"] and "no backward" in table.missing["a*a"]
+    broken = dataclasses.replace(SQUARE, function=lambda x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure(broken, (10,), torch.float32, "fwd", CPU, ["cukern"], budget_s=0.01)
+
+
+def test_measure_host_has_both_rows():
+    without, with_grad = measure_host(SQUARE, (8,), torch.float32, CPU, ["cukern", "torch"])
+    assert [t.rows[0].pass_ for t in (without, with_grad)] == ["host fwd", "host fwd grad"]
+    assert all(0 < r.median_us < 1000 and not r.bytes and r.tbps is None for t in (without, with_grad) for r in t.rows)
+
+
+def test_only_names_what_there_is():
+    with pytest.raises(ValueError, match="no 'cublas' to measure"):
+        providers(SQUARE, CPU, ["cublas"])
+    assert list(providers(SQUARE, CPU, ["a*a"])[0]) == [("a*a", "")]
+    _, missing = providers(SQUARE, CPU, None)
+    assert {"v1", "v2", "triton", "load_inline"} <= set(missing)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_peers_compute_the_op(op):
+    inputs = op.make(op.check_dims[-1], torch.float64, CPU)
+    for name, function in peers.peers(op, CPU)[0].items():
+        torch.testing.assert_close(function(*inputs), op.reference(*inputs), msg=name)
+
+
+def test_rates():
+    row = Row("op", "v1", "fwd", (1,), "float32", "cukern", median_us=100.0, iqr_us=1.0, bytes=4 * 10**8, flops=10**9)
+    assert row.tbps == pytest.approx(4.0) and row.tflops == pytest.approx(10.0)
+
+
+def test_peak_of_an_h200(monkeypatch):
+    h200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132, clock_rate=1980000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    cuda = torch.device("cuda", 0)
+    assert environment.peak_flops(cuda, torch.float32) == pytest.approx(66.9e12, rel=1e-3)
+    assert environment.peak_flops(cuda, torch.float64) == pytest.approx(33.45e12, rel=1e-3)
+    assert environment.peak_flops(cuda, torch.bfloat16) is None and environment.peak_flops(CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize(("full", "short"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), (None, "cpu")])
+def test_short_name(monkeypatch, full, short):
+    monkeypatch.setattr(environment, "gpu_name", lambda: full)
+    assert environment.short_name() == short
+
+
+# ---- on a GPU
+
+CUDA = torch.device("cuda", 0)
+
+
+@gpu
+@pytest.mark.parametrize("dims", [(1 << 14,), (1 << 20,), (1 << 26,)], ids=str)
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_measure_a_memory_bound_op(name, dims):
+    table = measure(SQUARE, dims, torch.float32, name, CUDA, ["cukern", "torch", "copy"], budget_s=0.2)
+    assert [r.version or r.provider for r in table.rows] == [*SQUARE.versions, "torch", "copy"]
+    assert all(r.of_limit is not None and 0 < r.of_limit < 2 for r in table.rows)
+    assert all(r.tbps < 30 for r in table.rows)
+    assert not [note for key, note in table.notes.items() if key != "all"], "every provider can be captured in a graph"
+
+
+@gpu
+@pytest.mark.parametrize("name", ["fwd", "bwd", "bwd:x", "bwd:weight"])
+def test_measure_a_compute_bound_op(name):
+    table = measure(LINEAR, (256, 128, 64), torch.float32, name, CUDA, ["cukern", "torch"], budget_s=0.2)
+    assert [r.version or r.provider for r in table.rows] == [*LINEAR.versions, "torch"]
+    assert all(0 < r.of_limit < 1 for r in table.rows) and not [k for k in table.notes if k != "all"]
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_verify_on_the_gpu(op):
+    functions, _ = verify.candidates(op, CUDA)
+    assert list(functions) == list(op.versions)
+    assert verify.verify(op, op.check_dims[-1], torch.float32, functions, CUDA).wrong == 0
+
+
+# ---- record and tables
+
+COLUMNS = (
+    "op version pass shape dtype provider median_us iqr_us bytes flops tbps tflops of_limit commit dirty gpu driver torch cupy nvrtc date"
+)
+
+
+def row(**changes):
+    return dataclasses.replace(Row("square", "v1", "fwd", (4, 5), "float32", "cukern", 10.0, 0.5, 160, 20, 0.9), **changes)
+
+
+def test_record_appends_and_never_overwrites(tmp_path):
+    file = tmp_path / "gpu.jsonl"
+    file.write_text('{"kept": 1}\n')
+    record.append([row(), row(provider="copy", version="")], file)
+    record.append([row(median_us=20.0)], file)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[0] == {"kept": 1} and len(lines) == 4
+    assert all(" ".join(line) == COLUMNS for line in lines[1:])
+    assert [line["median_us"] for line in lines[1:]] == [10, 10, 20]
+    assert lines[1]["shape"] == [4, 5] and lines[1]["tbps"] == pytest.approx(1.6e-5) and lines[1]["torch"] == torch.__version__
+
+
+def test_record_goes_to_the_source_tree(tmp_path, monkeypatch):
+    (tmp_path / "tree/benchmarks/results").mkdir(parents=True)
+    (tmp_path / "tree/a/b").mkdir(parents=True)
+    name = f"{environment.short_name()}.jsonl"
+    monkeypatch.chdir(tmp_path / "tree/a/b")
+    assert record.default_file() == tmp_path / "tree/benchmarks/results" / name
+    monkeypatch.chdir(tmp_path)
+    assert record.default_file() == tmp_path / name
+
+
+@pytest.fixture
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", TREE / "benchmarks/tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_show_the_newest_and_are_idempotent(tmp_path, tables):
+    record.append([row(median_us=11.0), row(median_us=22.0), row(provider="torch", version="", median_us=33.0)], tmp_path / "h200.jsonl")
+    found = tables.read(tmp_path)
+    assert list(found) == ["h200/square"]
+    text = "before\n<!-- results:h200/square -->\nold\n<!-- /results -->\nafter\n<!-- results:h200/square --><!-- /results -->\n"
+    once = tables.update(text, found)
+    assert once.startswith("before\n<!--") and "<!-- /results -->\nafter\n" in once and "old" not in once
+    assert "| 22 |" in once and "| 33 |" in once and "| 11 |" not in once
+    assert tables.update(once, found) == once
+    with pytest.raises(SystemExit, match="no results 'h200/rope'"):
+        tables.update("<!-- results:h200/rope -->\n<!-- /results -->", found)
+
+
+# ---- startup
+
+
+def test_a_corrupt_cache_is_seen(empty_cache):
+    kernel = next(iter(SQUARE.kernels(90, (torch.float32,)).values()))
+    kernel.compile("sm_90a")
+    assert startup.verify_cache(empty_cache) == 1
+    cubin = next(empty_cache.glob("*.cubin"))
+    code = cubin.read_bytes()
+    cubin.write_bytes(code[:-1])
+    with pytest.raises(RuntimeError, match="corrupt machine code"):
+        startup.verify_cache(empty_cache)
+    cubin.write_bytes(code)
+    (empty_cache / ".tmp1").touch()
+    with pytest.raises(RuntimeError, match="left-over"):
+        startup.verify_cache(empty_cache)
+
+
+def test_startup_rows(monkeypatch):
+    monkeypatch.setattr(startup, "REPEATS", 1)
+    monkeypatch.setattr(startup, "AT_ONCE", 2)
+    ticks = []
+    table = startup.measure_startup(lambda: ticks.append(1))
+    assert len(ticks) == startup.steps() and len(table.rows) == 4
+    assert table.rows[0].pass_ == "import" and all(r.op == "startup" and r.median_us > 0 for r in table.rows)
+    assert table.rows[2].median_us < table.rows[1].median_us, "a full cache is faster than an empty one"
+
+
+def test_startup_reports_a_process_that_fails():
+    with pytest.raises(RuntimeError, match="status 1"):
+        startup._seconds("raise SystemExit(1)")
+    with pytest.raises(RuntimeError, match="warned"):
+        startup._seconds("import sys; sys.stderr.write('cukern could not'); print(1)")

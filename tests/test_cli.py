@@ -1,0 +1,251 @@
+"""The command line: what each verb prints, its status, and that an error of the user is one clear line."""
+
+import dataclasses
+import json
+import os
+import sys
+
+import pytest
+import torch
+from helpers import run, run_python
+from typer.testing import CliRunner
+
+import cukern
+from cukern.bench import environment
+from cukern.cli import app, doctor, profile
+from cukern.runtime import compiler
+from cukern.runtime.compiler import SetupError
+from cukern.runtime.registry import OPS, Version
+
+SQUARE = OPS["square"]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is said where there is no GPU")
+
+
+def call(*args, status=0):
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exit_code == status, f"{result.stdout}\n{result.stderr}\n{result.exception!r}"
+    return result
+
+
+def refused(*args):
+    """The one line on stderr of an error of the user."""
+    result = call(*args, status=2)
+    assert result.stderr.startswith("error: ") and "Traceback" not in result.output
+    return result.stderr
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """An op "broken" whose one kernel does not compile."""
+    kernel = cukern.compile("__global__ void broken(float* x) { x[0] = nonsense; }")
+    versions = {"v1": Version("", lambda: None, instances=lambda dtype: [kernel])}
+    monkeypatch.setitem(OPS, "broken", dataclasses.replace(SQUARE, name="broken", versions=versions))
+
+
+# ---- the command itself
+
+
+def test_as_a_module():
+    done = run([sys.executable, "-m", "cukern", "check", "square", "10", "--dtype", "f"])
+    assert "square 10 float32" in done.stdout and "nothing wrong" in done.stdout
+    done = run([sys.executable, "-m", "cukern", "bench", "nothing"], ok=False)
+    assert done.returncode == 2 and done.stderr == f"error: there is no op 'nothing'; the ops are {', '.join(OPS)}\n"
+
+
+def test_version_and_help():
+    assert call("--version").stdout.startswith("cukern ")
+    for verb in ("check", "bench", "profile", "compile", "doctor"):
+        assert verb in call("--help").stdout and call(verb, "--help")
+
+
+def test_importing_it_is_light():
+    code = "import sys, cukern.cli; print(sorted({'cupy', 'triton', 'matplotlib'} & set(sys.modules)))"
+    assert run_python(code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("check", "nothing"), "no op 'nothing'"),
+        (("check", "matmul", 1, 2), "matmul takes 3 sizes, M N K, got 1 2"),
+        (("check", "square", "--", -4), "a size cannot be negative, got -4"),
+        (("check", "square", "--dtype", "x"), "got 'x'"),
+        (("check", "matmul", "--dtype", "h"), "matmul has no float16"),
+        (("check", "square", "--version", "v99"), "no version 'v99'"),
+        (("bench", "square", 8, "--pass", "bwd:q"), "no pass 'bwd:q'"),
+        (("bench", "square", 8, "--only", "q"), "no 'q' to measure"),
+        (("profile", "square", 8, "--version", "v99"), "no version 'v99'"),
+        (("compile", "square", "--arch", "hopper"), "got 'hopper'"),
+    ],
+    ids=lambda v: "-".join(map(str, v)) if isinstance(v, tuple) else "",
+)
+def test_errors_of_the_user(args, says):
+    error = refused(*args)
+    assert says in error and error.count("\n") == 1
+
+
+# ---- check
+
+
+def test_check_every_shape_and_dtype():
+    out = call("check", "square").stdout
+    for dims in SQUARE.check_dims:
+        for dtype in ("float16", "bfloat16", "float32", "float64"):
+            assert f"square {' x '.join(map(str, dims))} {dtype}\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
+    assert "wrong" in out and "WRONG" not in out
+
+
+@no_gpu
+def test_check_without_a_gpu_says_so_and_compiles():
+    out = call("check", "square", 33, "--dtype", "f").stdout
+    assert "kernels were NOT run" in out and "not run: v2: there is no GPU" in out
+    assert "square_v2_bwd<float, 4>" in out and "double" not in out
+    assert "square_v2" not in call("check", "square", 33, "--version", "v1").stdout
+
+
+@no_gpu
+def test_check_without_a_compiler_says_why(monkeypatch, empty_cache):
+    def no_nvrtc():
+        raise SetupError("NVRTC is away. Run: pip install it")
+
+    monkeypatch.setattr(compiler, "nvrtc", no_nvrtc)
+    assert "were not compiled either: NVRTC is away. Run: pip install it" in call("check", "square", 33).stdout
+
+
+@pytest.mark.parametrize("fault", [lambda x: x * x * 1.001, lambda x: x * x + torch.where(x == x[0], torch.nan, 0.0)], ids=["1e-3", "NaN"])
+def test_check_exits_with_1_if_wrong(monkeypatch, fault):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(OPS, "wrong", dataclasses.replace(SQUARE, name="wrong", function=fault))
+    out = call("check", "wrong", 50, "--dtype", "f", status=1).stdout
+    assert "WRONG" in out and "nothing wrong" not in out
+
+
+@no_gpu
+def test_check_exits_with_1_if_a_kernel_does_not_compile(broken):
+    result = call("check", "broken", 5, "--dtype", "f", status=1)
+    assert 'identifier "nonsense" is undefined' in result.stderr
+
+
+# ---- compile
+
+
+def test_compile_prints_resources_and_fills_the_cache(empty_cache):
+    out = call("compile", "square", "--arch", "sm_80,sm_90a").stdout
+    assert f"{len(SQUARE.kernels())} kernels for sm_80" in out and "kernels for sm_90a" in out and "square_v2<__half, 8>" in out
+    assert len(list(empty_cache.glob("*.json"))) == 2 * len(SQUARE.kernels())
+    line = next(line for line in out.splitlines() if "square_v1<float>" in line).split()
+    report = SQUARE.kernels()["square_v1<float>"].compile("sm_80").report
+    assert line[1:] == [str(v) for v in (report.registers, report.spill_stores, report.spill_loads, report.stack, report.shared)]
+
+
+def test_compile_exits_with_1_in_the_compilers_words(broken):
+    result = call("compile", "broken", "--arch", "sm_80", status=1)
+    assert 'identifier "nonsense" is undefined' in result.stderr and "does not compile" in result.stdout
+
+
+def test_compile_lists_what_an_architecture_is_too_old_for(monkeypatch):
+    new = dataclasses.replace(SQUARE.versions["v2"], requires=90)
+    monkeypatch.setitem(OPS, "square", dataclasses.replace(SQUARE, versions={"v1": SQUARE.versions["v1"], "v2": new}))
+    out = call("compile", "square", "--arch", "sm_80").stdout
+    assert "square_v2" not in out and "not for sm_80: square v2: needs compute capability 9.0" in out
+    assert "square_v2" in call("compile", "square", "--arch", "sm_90").stdout
+
+
+# ---- bench
+
+
+def test_bench_records_and_draws(tmp_path):
+    file, picture = tmp_path / "it.jsonl", tmp_path / "it.png"
+    for _ in range(2):
+        call("bench", "square", 64, "--pass", "fwd", "--only", "cukern,torch", "--record-to", file, "--plot", picture)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["provider"] for r in rows].count("torch") == 2 and rows[0]["shape"] == [64]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_prints_the_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = call("bench", "matmul", 8, 8, 8, "--pass", "fwd,bwd:b", "--only", "cukern,torch").stdout
+    assert "matmul fwd 8 x 8 x 8 float32" in out and "matmul bwd:b 8 x 8 x 8" in out and "flop/byte" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_host():
+    out = call("bench", "square", 16, "--host", "--only", "cukern,torch").stdout
+    assert "square host fwd 16 float32" in out and "square host fwd grad 16 float32" in out and "TB/s" not in out
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in refused("bench", "square", 8, "--pass", "fwd", "--only", "torch", "--plot", tmp_path / "x.png")
+
+
+# ---- profile
+
+
+def test_profile_writes_a_trace_and_overwrites_none(tmp_path):
+    file = tmp_path / "x.trace.json"
+    for name in ("x.trace.json", "x-2.trace.json", "x-3.trace.json"):
+        out = call("profile", "square", 8, "--wait", 0, "--warmup", 1, "--active", 2, "--out", file).stdout
+        assert "aten::" in out and f"trace: {tmp_path / name}" in out
+        assert json.loads((tmp_path / name).read_text())["traceEvents"]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_ncu_runs_on_the_kernels_of_one_version_alone():
+    assert profile.kernel_names(SQUARE, "v2", torch.float32) == ["square_v2", "square_v2_bwd"]
+
+
+@pytest.mark.parametrize(("says", "status"), [("ERR_NVGPUCTRPERM - no permission", 1), ("all is well", 0)])
+def test_ncu_refused_is_explained(tmp_path, monkeypatch, capsys, says, status):
+    ncu = tmp_path / "ncu"
+    ncu.write_text(f'#!/bin/sh\necho "{says}"\nfor a in "$@"; do echo "$a"; done\n')
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert profile._nsight(SQUARE, "v2", (64,), torch.float32) == status
+    out, err = capsys.readouterr()
+    assert says in out and "regex:^(square_v2|square_v2_bwd)$" in out and "\nnone\n" in out
+    assert ("NVreg_RestrictProfilingToAdminUsers=0" in err) == bool(status)
+
+
+def test_ncu_missing_says_how_to_install(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "nsight-compute" in refused("profile", "square", 8, "--ncu") if torch.cuda.is_available() else True
+    with pytest.raises(SetupError, match="nsight-compute"):
+        profile._nsight(SQUARE, "v2", (64,), torch.float32)
+
+
+# ---- doctor
+
+
+def test_doctor_is_content():
+    out = call("doctor").stdout
+    for word in ("Python", "torch", "CuPy", "NVRTC", "CUDA headers", "GPU", "cache", "Triton", "nvcc", "ncu", "compute-sanitizer"):
+        assert word in out
+
+
+def test_doctor_warns_of_two_cupy_wheels(monkeypatch):
+    monkeypatch.setattr(environment, "cupy_wheels", lambda: {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"})
+    assert "pip uninstall cupy-cuda12x cupy-cuda13x" in call("doctor").stdout
+
+
+def test_doctor_exits_with_1_if_something_needed_is_missing(monkeypatch):
+    def no_nvrtc():
+        raise SetupError("NVRTC cannot be loaded. Run: pip install nvidia-cuda-nvrtc-cu12")
+
+    monkeypatch.setattr(compiler, "nvrtc", no_nvrtc)
+    out = call("doctor", status=1).stdout
+    assert "NVRTC cannot be loaded" in out and "pip install nvidia-cuda-nvrtc-cu12" in out
+
+
+def test_doctor_says_what_to_do_about_a_cache_that_cannot_be_written(monkeypatch, empty_cache):
+    empty_cache.touch()  # a file where the folder should be
+    finding = doctor._cache()
+    assert finding.state == "warning" and str(empty_cache) in finding.found and "CUKERN_CACHE_DIR" in finding.mend
+
+
+def test_cupy_wheels_are_those_of_this_environment():
+    import cupy
+
+    assert cupy.__version__ in environment.cupy_wheels().values()

@@ -1,0 +1,115 @@
+"""The rules of the house: where things stand, what may import what, what `import cukern` may cost, and that every kernel compiles."""
+
+import ast
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers import TREE, run_python
+
+import cukern
+from cukern.runtime import compiler
+from cukern.runtime.registry import OPS
+
+STEMS = sorted({op.stem for op in OPS.values()})
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+MAY_IMPORT = {
+    "runtime": {"runtime"},
+    "ops": {"ops", "runtime"},
+    "bench": {"bench", "ops", "runtime"},
+    "cli": {"cli", "bench", "ops", "runtime"},
+}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_an_op_stands_in_four_rooms(stem):
+    rooms = (f"kernels_cu/{stem}.cu", f"cukern/ops/{stem}.py", f"tests/test_{stem}.py", f"benchmarks/bench_{stem}.py")
+    assert [room for room in rooms if not (TREE / room).is_file()] == []
+
+
+def test_every_source_belongs_to_an_op():
+    assert sorted(p.stem for p in (TREE / "kernels_cu").glob("*.cu")) == STEMS
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_is_public(name):
+    assert getattr(cukern, name) is OPS[name].function
+    names = {
+        alias.asname
+        for node in ast.parse((TREE / "cukern/__init__.py").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert name in names, "`from ... import x as x`: re-exported by name"
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of cukern that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "cukern"}
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_arrows_run_one_way(room):
+    for path in (TREE / "cukern" / room).rglob("*.py"):
+        rooms = {name.split(".")[1] if "." in name else "ops" for name in imported(path)}  # the package itself imports the ops
+        wrong = (rooms & set(MAY_IMPORT)) - MAY_IMPORT[room]
+        assert not wrong, f"{path.relative_to(TREE)} imports of {', '.join(sorted(wrong))}"
+
+
+def test_kernels_do_not_include_what_pip_does_not_bring():
+    allowed = {"cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"}
+    for path in (TREE / "kernels_cu").rglob("*.cu*"):
+        angled = set(re.findall(r"^\s*#\s*include\s*<([^>]+)>", path.read_text(), re.MULTILINE))
+        assert angled <= allowed, f"{path.name} includes {', '.join(sorted(angled - allowed))}"
+
+
+def test_import_touches_no_device_and_costs_little():
+    """Beyond torch: at most 0.1 s, the best of a few, as a busy machine may be slow at any one."""
+    code = """
+import sys, time, torch
+start = time.perf_counter()
+import cukern
+took = time.perf_counter() - start
+heavy = {"cupy", "cupy_backends", "triton", "typer", "rich", "matplotlib", "torch._dynamo", "torch._inductor"}
+print(took, torch.cuda.is_initialized(), *heavy.intersection(sys.modules))
+"""
+    runs = [run_python(code).stdout.split() for _ in range(3)]
+    assert all(run[1:] == ["False"] for run in runs), runs
+    assert min(float(run[0]) for run in runs) <= 0.1
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_kernel_compiles_without_spills(stem, arch):
+    """For each architecture that it claims and that this NVRTC knows. Two threads: NVRTC lets go of Python's lock."""
+    number = int(re.sub(r"\D", "", arch))
+    if number not in compiler.nvrtc().getSupportedArchs():
+        pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not know {arch}")
+    kernels = {}
+    for op in OPS.values():
+        if op.stem == stem:
+            kernels |= op.kernels(number)
+    assert kernels
+    with ThreadPoolExecutor(2) as pool:
+        reports = dict(zip(kernels, pool.map(lambda kernel: kernel.compile(arch).report, kernels.values()), strict=True))
+    spilling = {name: report for name, report in reports.items() if report.spill_stores or report.spill_loads}
+    assert not spilling
+    assert all(report.registers for report in reports.values()), "the report was read"
+
+
+def test_no_file_knows_a_machine():
+    words = re.compile("|".join(("/" + "work/", "/" + "home/", "/" + "root/", "/tmp/" + "venv", "site-" + "packages/torch")))
+    suffixes = (".py", ".cu", ".cuh", ".md", ".toml", ".yaml", ".yml", ".jsonl")
+    for path in TREE.rglob("*"):
+        parts = path.relative_to(TREE).parts
+        if path.suffix in suffixes and not any(part.startswith(".") or part in ("build", "shared") for part in parts[:-1]):
+            found = words.search(path.read_text())
+            assert not found, f"{path.relative_to(TREE)}: {found[0] if found else ''}"

@@ -1,0 +1,240 @@
+"""cukern.load and cukern.compile: a kernel as a callable on tensors, its arguments checked against its own parameter list."""
+
+import ctypes
+
+import numpy
+import pytest
+import torch
+from helpers import SQUARE_MATRIX, gpu
+
+import cukern
+from cukern.runtime.kernel import Template
+
+ARCH = "sm_90a"
+FILL = """
+extern "C" __global__ void fill(float* out, int n, float value) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = value;
+}
+"""
+TWO = """
+template <typename T, int N = 2>
+__global__ void __launch_bounds__(128) scale(T* __restrict__ out, const T* __restrict__ x, long long n) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < n) out[i] = T(N) * x[i];
+}
+extern "C" __global__ void one(float* out) { *out = 1; }
+"""
+
+
+# ---- finding the kernel
+
+
+def test_the_only_kernel_needs_no_name(tmp_path):
+    (tmp_path / "fill.cu").write_text(FILL)
+    kernel = cukern.load(tmp_path / "fill.cu")
+    assert kernel.name == "fill" and [str(p) for p in kernel.params] == ["float* out", "int n", "float value"]
+    assert "fill(float* out, int n, float value)" in repr(kernel) and "fill.cu" in repr(kernel)
+    assert kernel.compile(ARCH).symbol == "fill"
+
+
+def test_several_kernels_must_be_named(tmp_path):
+    (tmp_path / "two.cu").write_text(TWO)
+    with pytest.raises(ValueError, match=r"two\.cu has 2 kernels \(scale, one\): name one"):
+        cukern.load(str(tmp_path / "two.cu"))
+    with pytest.raises(ValueError, match=r"no __global__ function 'three'; it has scale, one"):
+        cukern.load(tmp_path / "two.cu", "three")
+    assert cukern.load(tmp_path / "two.cu", "one").compile(ARCH).symbol == "one"
+    kernel = cukern.load(tmp_path / "two.cu", "scale<double, 3>")
+    assert [p.ctype for p in kernel.params] == ["double", "double", "long long"]
+    assert "scale" in kernel.compile(ARCH).symbol
+
+
+def test_a_file_without_a_kernel_or_no_file_at_all(tmp_path):
+    (tmp_path / "none.cu").write_text("__device__ int x;")
+    with pytest.raises(ValueError, match=r"none\.cu has 0 kernels"):
+        cukern.load(tmp_path / "none.cu")
+    with pytest.raises(FileNotFoundError, match=r"missing\.cu"):
+        cukern.load(tmp_path / "missing.cu")
+    with pytest.raises(TypeError, match=r"source must be a str .*, got bytes"):
+        cukern.compile(FILL.encode())  # type: ignore[arg-type]
+
+
+def test_an_edit_takes_effect_at_the_next_load(tmp_path):
+    path = tmp_path / "k.cu"
+    path.write_text("__global__ void k(float* x) { *x = 1; }")
+    before = cukern.load(path).compile(ARCH)
+    path.write_text("__global__ void k(float* x, int n) { *x = n; }")
+    after = cukern.load(path)
+    assert len(after.params) == 2 and after.compile(ARCH).code != before.code
+
+
+def test_shipped_headers_are_found_from_anywhere(tmp_path):
+    (tmp_path / "k.cu").write_text(
+        '#include "common/vec.cuh"\n__global__ void k(float4* x) { store_vec(&x[0].x, load_vec<float, 4>(&x[1].x)); }'
+    )
+    assert cukern.load(tmp_path / "k.cu").compile(ARCH).code
+
+
+def test_the_load_inline_tutorial_compiles_as_it_stands():
+    kernel = cukern.compile("#include <torch/extension.h>\n#include <cuda_runtime.h>\n" + SQUARE_MATRIX)
+    assert kernel.name == "square_matrix_kernel" and kernel.compile(ARCH).code
+
+
+def test_template_makes_each_instance_once():
+    template = Template("square.cu", "square_v2")
+    assert template[torch.float32, 4] is template[torch.float32, 4]
+    assert template[torch.float32, 4].name == "square_v2<float, 4>"
+    assert template[torch.bfloat16, 8].name == "square_v2<__nv_bfloat16, 8>"
+
+
+# ---- what is refused before any launch
+
+
+def test_wrong_number_of_arguments():
+    with pytest.raises(TypeError, match=r"fill takes 3 arguments \(float\* out, int n, float value\), got 1"):
+        cukern.compile(FILL)(torch.zeros(3), grid=1, block=1)
+
+
+def test_cpu_tensors_are_refused():
+    for value in (torch.zeros(3), numpy.zeros(3, dtype=numpy.float32)):
+        with pytest.raises(ValueError, match=r"fill: the argument for float\* out must be on a GPU, it is on cpu"):
+            cukern.compile(FILL)(value, 3, 1.0, grid=1, block=1)
+
+
+@pytest.mark.parametrize("value", [3, 1.5, "x", [1.0]], ids=repr)
+def test_what_is_no_array_is_refused_for_a_pointer(value):
+    with pytest.raises(TypeError, match=f"out must be a torch.Tensor or an array with __dlpack__, got {type(value).__name__}"):
+        cukern.compile(FILL)(value, 3, 1.0, grid=1, block=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_launch_without_a_gpu_says_so():
+    with pytest.raises(cukern.SetupError, match="GPU"):
+        cukern.compile(FILL)(None, 0, 1.0, grid=1, block=1)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32], ids=str)
+def test_another_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match=rf"fill: the argument for float\* out must be torch\.float32, it is {dtype}"):
+        cukern.compile(FILL)(torch.zeros(3, device="cuda").to(dtype), 3, 1.0, grid=1, block=32)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "n, value, kind, words",
+    [
+        (2**31, 1.0, ValueError, ("2147483648", "int n")),
+        (-(2**31) - 1, 1.0, ValueError, ("-2147483649", "int n")),
+        (2.0, 1.0, TypeError, ("2.0", "float", "int n")),
+        ("2", 1.0, TypeError, ("'2'", "str", "int n")),
+        (2, "1", TypeError, ("'1'", "str", "float value")),
+        (2, None, TypeError, ("None", "float value")),
+    ],
+    ids=str,
+)
+def test_scalars_that_do_not_fit_are_refused(n, value, kind, words):
+    x = torch.zeros(3, device="cuda")
+    with pytest.raises(kind) as caught:
+        cukern.compile(FILL)(x, n, value, grid=1, block=32)
+    assert all(word in str(caught.value) for word in ("fill", *words))
+    assert not x.any(), "nothing was launched"
+
+
+@gpu
+def test_lazy_negation_and_conjugation_are_refused():
+    kernel = cukern.compile("__global__ void k(float2* x) {}")
+    with pytest.raises(ValueError, match="conj"):
+        kernel(torch.zeros(3, dtype=torch.complex64, device="cuda").conj(), grid=1, block=1)
+    with pytest.raises(ValueError, match="negative bit"):
+        cukern.compile(FILL)(torch._neg_view(torch.zeros(3, device="cuda")), 3, 1.0, grid=1, block=32)
+
+
+@gpu
+def test_arguments_on_two_gpus_are_refused():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    kernel = cukern.compile("__global__ void k(float* x, float* y) {}")
+    with pytest.raises(ValueError, match="x on cuda:0, y on cuda:1"):
+        kernel(torch.zeros(3, device="cuda:0"), torch.zeros(3, device="cuda:1"), grid=1, block=1)
+
+
+# ---- launches
+
+
+@gpu
+def test_load_inline_tutorial_against_torch():
+    kernel = cukern.compile(SQUARE_MATRIX)
+    x = torch.randn(129, 67, device="cuda")
+    result = torch.empty_like(x)
+    kernel(x, result, x.shape[1], x.shape[0], grid=(-(-x.shape[1] // 16), -(-x.shape[0] // 16)), block=(16, 16))
+    assert torch.equal(result, x * x)
+
+
+@gpu
+def test_every_argument_arrives():
+    """Types of every size, in an order that needs padding between them."""
+    kernel = cukern.compile("""
+    __global__ void echo(double* out, char a, double b, short c, long long d, bool e, float f, unsigned char g, const int* h,
+                         unsigned i, size_t j, int k, long long* none) {
+        double values[] = {(double)a, b, (double)c, (double)d, (double)e, (double)f, (double)g, (double)*h, (double)i, (double)j,
+                           (double)k};
+        for (int n = 0; n < 11; n++) out[n] = values[n];
+        out[11] = none == nullptr;
+    }
+    """)
+    out = torch.empty(12, dtype=torch.float64, device="cuda")
+    h = torch.tensor([7, -42], dtype=torch.int32, device="cuda")[1:]
+    kernel(out, -5, 1e300, -300, -(2**40), True, 0.5, 200, h, 2**32 - 1, 2**50, -(2**31), None, grid=1, block=1)
+    assert out.tolist() == [-5, 1e300, -300, -(2**40), 1, 0.5, 200, -42, 2**32 - 1, 2**50, -(2**31), 1]
+
+
+@gpu
+def test_numbers_of_numpy_are_numbers_and_those_of_ctypes_are_not():
+    x = torch.empty(4, device="cuda")
+    cukern.compile(FILL)(x, numpy.int64(4), numpy.float32(0.25), grid=1, block=32)
+    assert x.tolist() == [0.25] * 4
+    with pytest.raises(TypeError):
+        cukern.compile(FILL)(x, ctypes.c_int(4), 0.5, grid=1, block=32)
+
+
+@gpu
+def test_template_instances_and_dtypes(tmp_path):
+    (tmp_path / "two.cu").write_text(TWO)
+    for dtype, name, factor in (
+        (torch.float64, "scale<double, 3>", 3),
+        (torch.float32, "scale<float>", 2),
+        (torch.int64, "scale<long long, 5>", 5),
+    ):
+        x = torch.arange(1000, device="cuda").to(dtype)
+        out = torch.empty_like(x)
+        cukern.load(tmp_path / "two.cu", name)(out, x, x.numel(), grid=8, block=128)
+        assert torch.equal(out, factor * x)
+
+
+@gpu
+def test_dlpack_arrays_and_parameters_are_arguments():
+    cupy = pytest.importorskip("cupy")
+    array = cupy.asarray(numpy.zeros(5, dtype=numpy.float32))
+    kernel = cukern.compile(FILL)
+    kernel(array, 5, 3.0, grid=1, block=32)
+    torch.cuda.synchronize()
+    assert array.get().tolist() == [3.0] * 5
+    parameter = torch.nn.Parameter(torch.zeros(5, device="cuda"))
+    kernel(parameter, 5, 2.0, grid=(1,), block=(32, 1, 1))
+    assert parameter.tolist() == [2.0] * 5
+
+
+@gpu
+def test_launches_on_the_current_stream():
+    kernel, x, y = cukern.compile(TWO, "scale<float>"), torch.ones(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    kernel(y, x, 1, grid=1, block=128)  # loads it
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        x.fill_(4)
+        kernel(y, x, x.numel(), grid=1 << 13, block=128)
+    side.synchronize()
+    assert (y == 8).all()

@@ -1,0 +1,83 @@
+"""The wheel holds the kernels, fits every machine, and works from anywhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from helpers import TREE, run
+
+
+def can_build() -> str:
+    """Why a wheel cannot be built here, or nothing."""
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+        return "pip is not installed"
+    found = subprocess.run(
+        [sys.executable, "-c", "import setuptools; print(setuptools.__version__)"], capture_output=True, text=True
+    ).stdout
+    if not found or int(found.split(".")[0]) < 77:
+        return f"building needs setuptools 77 or newer, found {found.strip() or 'none'}"
+    return "" if (TREE / "pyproject.toml").is_file() else "the tests do not stand in a source tree"
+
+
+REASON = can_build()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "can build")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, because setuptools writes beside the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(TREE, folder / "tree", ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info", "__pycache__", "shared"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
+    run([*pip, "wheel", str(folder / "tree"), "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)], timeout=300)
+    (built,) = folder.glob("*.whl")
+    run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(built)], timeout=300)
+    return built
+
+
+def test_one_wheel_for_every_python_and_machine(wheel):
+    assert wheel.name.startswith("cukern-") and wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_wheel_holds_every_source_and_nothing_else(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    code = {str(p.relative_to(TREE)) for p in (TREE / "cukern").rglob("*.py")} | {"cukern/py.typed"}
+    kernels = {f"cukern/{p.relative_to(TREE)}" for p in (TREE / "kernels_cu").rglob("*.cu*")}
+    assert "cukern/kernels_cu/square.cu" in kernels and "cukern/kernels_cu/common/vec.cuh" in kernels
+    assert names == code | kernels
+
+
+def test_wheel_holds_the_licence_and_no_compiled_code(wheel):
+    archive = zipfile.ZipFile(wheel)
+    assert any(name.endswith("LICENSE") for name in archive.namelist())
+    (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+    assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.10" in metadata
+
+
+def test_installed_package_works_from_another_folder(wheel, tmp_path):
+    site = wheel.parent / "site"
+    env = {**os.environ, "PYTHONPATH": str(site), "CUKERN_CACHE_DIR": str(tmp_path / "cache")}
+    code = f"""
+import torch, cukern
+from cukern.runtime.registry import OPS
+assert cukern.__file__.startswith({str(site)!r}), cukern.__file__
+for name, kernel in OPS["square"].kernels(90, [torch.float32]).items():
+    assert kernel.source.path.is_relative_to({str(site)!r}) and kernel.compile("sm_90a").code
+x = torch.arange(4.0)
+if torch.cuda.is_available():
+    x = x.cuda()
+print(cukern.square(x).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0 and done.stdout.strip() == "[0.0, 1.0, 4.0, 9.0]", done.stderr
+
+
+def test_installed_command_line_answers_from_another_folder(wheel, tmp_path):
+    site = wheel.parent / "site"
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    for command in ([sys.executable, "-m", "cukern"], [str(site / "bin" / "cukern")]):
+        done = subprocess.run([*command, "--version"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0 and wheel.name.split("-")[1] in done.stdout, done.stderr

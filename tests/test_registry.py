@@ -1,0 +1,108 @@
+"""The table of ops is whole and true, a version is chosen by what the GPU can run, and a raw op is seen by those who listen."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from helpers import exact_gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cukern
+from cukern.runtime import registry
+from cukern.runtime.registry import OPS, apply_of, choose
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_row_of_an_op_is_whole(name):
+    op = OPS[name]
+    assert op.name == name and op.bound in ("memory", "compute") and op.dims and op.bench_dims
+    for dims, dtype in itertools.product(op.check_dims, op.dtypes):
+        inputs = op.make(dims, dtype, "cpu")
+        assert len(inputs) == len(op.inputs) and all(x.dtype == dtype and x.device.type == "cpu" for x in inputs)
+        assert not torch.equal(inputs[0], op.make(dims, dtype, "cpu")[0]), "drawn afresh"
+        out, *gradients = exact_gradients(op.function, inputs, torch.ones_like(op.reference(*inputs)))
+        assert out.dtype == dtype and [g.shape for g in gradients] == [x.shape for x in inputs]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_cost_is_at_least_reading_the_inputs_and_writing_the_output(name):
+    op = OPS[name]
+    for dims, dtype in itertools.product(op.check_dims, op.dtypes):
+        inputs = op.make(dims, dtype, "cpu")
+        size = sum(x.numel() for x in inputs) + op.reference(*inputs).numel()
+        cost = op.cost(dims, dtype.itemsize)
+        assert {"fwd", "bwd"} <= set(cost)
+        assert cost["fwd"].bytes <= size * dtype.itemsize and cost["bwd"].bytes > cost["fwd"].bytes
+        assert 0 < cost["fwd"].flops < cost["bwd"].flops
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_rows_of_versions(name):
+    versions = OPS[name].versions
+    assert list(versions) == [f"v{i}" for i in range(1, len(versions) + 1)], "numbered from the simplest on"
+    assert versions["v1"].requires <= 75, "the first rung stands on every GPU"
+    for version in versions.values():
+        assert version.idea
+        for dtype in OPS[name].dtypes:
+            kernels = list(version.instances(dtype))
+            assert kernels and len({k.name for k in kernels}) == len(kernels)
+
+
+def test_kernels_are_those_of_the_capability_and_dtypes(monkeypatch):
+    op = OPS["square"]
+    new = dataclasses.replace(op.versions["v2"], requires=200)
+    op = dataclasses.replace(op, versions={**op.versions, "v2": new})
+    assert not any("v2" in name for name in op.kernels(90)) and any("v2" in name for name in op.kernels(200))
+    halves = op.kernels(90, [torch.float16])
+    assert halves and all("__half" in name for name in halves)
+
+
+def test_choice_of_a_version(monkeypatch):
+    square = OPS["square"]
+    versions = {**square.versions, "v3": dataclasses.replace(square.versions["v2"], requires=200)}
+    monkeypatch.setitem(registry.OPS, "square", dataclasses.replace(square, versions=versions))
+    capability = {0: (9, 0), 1: (20, 0), 2: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device])
+    choose.cache_clear()
+    try:
+        assert choose("square", "", 0) is versions["v2"], "the newest that this GPU can run"
+        assert choose("square", "", 1) is versions["v3"]
+        assert choose("square", "v1", 2) is versions["v1"]
+        with pytest.raises(ValueError, match=r"version 'v3' of cukern\.square needs compute capability 20\.0, this GPU has 9\.0"):
+            choose("square", "v3", 0)
+        with pytest.raises(ValueError, match="no version 'v7'; it has v1, v2, v3"):
+            choose("square", "v7", 0)
+    finally:
+        choose.cache_clear()
+
+
+def test_a_dispatch_mode_sees_the_raw_op():
+    seen = []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        x = torch.empty(3, device="cuda")
+        with Listen():
+            cukern.square(x, version="v1")
+    assert torch.ops.cukern._square.default in seen
+
+
+def test_apply_of_is_apply():
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 3 * x
+
+        @staticmethod
+        def backward(ctx, d):
+            return 3 * d
+
+    x = torch.randn(4, requires_grad=True)
+    a, b = apply_of(Triple)(x), Triple.apply(x)
+    assert torch.equal(a, b) and torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (a, b)))
