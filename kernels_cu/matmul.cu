@@ -4,17 +4,18 @@
 // views: a_m is the distance in elements between A's rows, a_k between its columns, and so on, so that a transposed
 // matrix needs no copy. T is float or double; float means float: no TF32. K = 0 gives zeros (plus bias).
 //
-//  version  idea                                                                        TFLOP/s, H200, 4096^3, float
-//  v1       one thread an output; neighbours in a warp walk different rows              -
-//  v2       neighbours in a warp are neighbours in a row of C: loads coalesce           -
-//  v3       32x32 tiles of A and B go through shared memory: each is read 32 times less -
-//  v4       8x8 outputs a thread in registers: each value read from shared memory is used 8 times  -
-//  v5       8x16 outputs a thread; cp.async fills a ring of tiles in the background; the k loop of the last, partly
-//           filled wave of tiles is shared out evenly among all blocks (stream-K). Needs sm_80.  -
+//  version  idea                                                           TFLOP/s (float, 4096^3, one H200; cuBLAS 51)
+//  v1       one thread an output; neighbours in a warp compute different rows                                      0.5
+//  v2       neighbours in a warp are neighbours in a row of C, so loads coalesce                                   5.4
+//  v3       32x32 tiles of A and B go through shared memory: each is read 32 times less                            6.5
+//  v4       8x8 outputs a thread: a value read from shared memory serves 8 FMAs                                   32
+//  v5       8x16 outputs a thread; cp.async fills a ring of tiles in the background; registers placed for the
+//           two register banks; the last, partly filled wave of tiles is shared out evenly (stream-K). sm_80     52.5
 //
 // Every grid is 1-D (y and z stop at 65535 blocks). Offsets are 64-bit: a matrix may have more than 2^31 elements.
 
 #include "common/ptx.cuh"
+#include "common/vec.cuh"
 
 template <typename T>
 __device__ __forceinline__ T bias_or_zero(const T* bias, int n) {
@@ -73,26 +74,26 @@ __global__ void __launch_bounds__(1024) matmul_v3(T* out, const T* a, const T* b
 
 // 16 bytes: the widest load and store there is. 4 floats or 2 doubles.
 template <typename T>
-struct alignas(16) Vec16 {
-    static constexpr int SIZE = 16 / sizeof(T);
-    T v[SIZE];
-};
+constexpr int WIDE = 16 / sizeof(T);
+template <typename T>
+using Vec16 = Vec<T, WIDE<T>>;
 
 // Read COUNT vectors, `stride` elements apart, into consecutive registers.
 template <typename T, int COUNT>
 __device__ __forceinline__ void load_fragment(T* fragment, const T* shared, int stride) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        Vec16<T> w = *reinterpret_cast<const Vec16<T>*>(shared + i * stride);
+        Vec16<T> x = load_vec<T, WIDE<T>>(shared + i * stride);
 #pragma unroll
-        for (int j = 0; j < Vec16<T>::SIZE; ++j) fragment[i * Vec16<T>::SIZE + j] = w.v[j];
+        for (int j = 0; j < WIDE<T>; ++j) fragment[i * WIDE<T> + j] = x.v[j];
     }
 }
 
 // v4 copies 128 rows (of m or n) x 8 k of an operand into tile[k][row]. `ld` is the stride that is not 1.
 // `ALONG_K`: the operand is contiguous along k, so neighbouring threads read neighbouring k.
 template <typename T, bool ALONG_K>
-__device__ __forceinline__ void load_tile_v4(T (*tile)[132], const T* x, int row0, int rows, int k0, int K, long long ld) {
+__device__ __forceinline__ void load_tile_v4(T (*tile)[132], const T* x, int row0, int rows, int k0, int K,
+                                             long long ld) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         int e = threadIdx.x + i * 256;
@@ -108,7 +109,7 @@ template <typename T, bool A_K, bool B_N>
 __global__ void __launch_bounds__(256) matmul_v4(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
                                                  long long lda, long long ldb) {
     __shared__ alignas(16) T as[8][132], bs[8][132];  // 132: the transposing stores then hit 32 different banks
-    constexpr int V = Vec16<T>::SIZE;
+    constexpr int V = WIDE<T>;
     int tiles_n = (N + 127) / 128;
     int m0 = blockIdx.x / tiles_n * 128, n0 = blockIdx.x % tiles_n * 128;
     // The thread's rows are ty * V + {0..V-1} + 16 V * {0, 1, ..}: in pieces, so that a warp's loads stay contiguous.
@@ -160,99 +161,87 @@ __global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------
-// v5. A block is 4 warps, arranged WARPS_M x (4 / WARPS_M); a warp is 8 x 4 threads; a thread holds TM x TN outputs.
-// So a block's tile of C is (8 TM WARPS_M) x (4 TN 4 / WARPS_M).
-
-constexpr int BK = 8;     // k's in a tile of shared memory: more, and the unrolled loop outgrows the instruction cache
-constexpr int BAND = 8;   // tiles of C in a column of a band, see tile_origin
-
-// How an operand is copied to shared memory. "mn" is m for A and n for B.
-constexpr int ALONG_K = 0;       // contiguous along k: element by element, transposed on the way
-constexpr int ALONG_MN = 1;      // contiguous along mn: element by element (any alignment)
-constexpr int ALONG_MN_16B = 2;  // contiguous along mn, 16 bytes at a time: base, ld and extent must be multiples
-
-// One thread's share of copying an operand's tiles, (BK x EXTENT), tile after tile along k.
-template <typename T, int COPY, int EXTENT, int THREADS>
-struct TileCopy {
-    static constexpr int WIDTH = COPY == ALONG_MN_16B ? Vec16<T>::SIZE : 1;
-    // ALONG_K, 8 neighbouring threads take 8 k's (one 32-byte sector of floats) and a warp 4 rows. Rows of the tile
-    // are 4 elements longer than needed: then bank(k, mn) = 4 k + mn, and the warp's 32 stores hit 32 banks.
-    static constexpr int LD = EXTENT + (COPY == ALONG_K ? 4 : 0);
-    static constexpr int LANES = COPY == ALONG_K ? 8 : EXTENT / WIDTH;
-    static constexpr int STEP = THREADS / LANES;
-    static constexpr int COUNT = ((COPY == ALONG_K ? EXTENT : BK) + STEP - 1) / STEP;
-    static constexpr int BYTES = BK * LD * sizeof(T);  // of a tile
-
-    const char* source;      // this thread's first element of the next tile
-    unsigned offset[COUNT];  // from there to its other elements, in bytes
-    unsigned target;         // the same first element in stage 0
-    int k;                   // its k in the tile
-    long long advance;       // bytes from one tile to the next
-
-    __device__ __forceinline__ TileCopy(const T* x, long long ld, int mn0, int extent, long long k0, unsigned shared) {
-        int fast = threadIdx.x % LANES, slow = threadIdx.x / LANES;
-        // Past the matrix's edge, copy its last row again: the results are never stored, and no test is needed.
-        int last = extent - mn0 - WIDTH;
-        if (COPY == ALONG_K) {
-            k = fast;
-            int row = min(slow, last);
-            source = reinterpret_cast<const char*>(x + (mn0 + row) * ld + k0 + k);
-            target = shared + (k * LD + slow) * sizeof(T);
-            advance = BK * sizeof(T);
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) offset[i] = (min(slow + i * STEP, last) - row) * (unsigned)(ld * sizeof(T));
-        } else {
-            k = slow;
-            int mn = fast * WIDTH;
-            source = reinterpret_cast<const char*>(x + (k0 + k) * ld + mn0 + min(mn, last));
-            target = shared + (k * LD + mn) * sizeof(T);
-            advance = BK * ld * sizeof(T);
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) offset[i] = i * STEP * (unsigned)(ld * sizeof(T));
-        }
-    }
-
-    // Start copying the next tile into the ring at byte `stage`. From its k_left-th k on it is filled with zeros.
-    __device__ __forceinline__ void start(unsigned stage, int k_left) {
-        if (LANES * BK < THREADS && COPY != ALONG_K && k >= BK) return;  // a narrow tile: fewer copies than threads
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            if (COPY == ALONG_K) {
-#pragma unroll
-                for (int j = 0; j < BK; j += 8)
-                    cp_async<sizeof(T)>(target + stage + (j * LD + i * STEP) * sizeof(T), source + offset[i] + j * sizeof(T),
-                                        k + j < k_left);
-            } else {
-                cp_async<WIDTH * sizeof(T)>(target + stage + i * STEP * LD * sizeof(T), source + offset[i],
-                                            k + i * STEP < k_left);
-            }
-        }
-        source += advance;
-    }
-};
-
-// The tile of C that a block computes: WARPS_M x WARPS_N warps, each of 8 x 4 threads, each with TM x TN outputs.
+// ------------------------------------------------------------------------------------------------------------ v5
+//
+// Which tile of C is best depends on the shape; ops/matmul.py chooses. WARPS_M x WARPS_N warps compute a tile, a warp
+// is 8 x 4 threads, a thread computes TM x TN outputs. For double only Tile64x64 and the two narrow ones fit.
 template <int TM_, int TN_, int WARPS_M, int WARPS_N_, int BLOCKS_PER_SM>
 struct Tile {
-    static constexpr int TM = TM_, TN = TN_, WARPS_N = WARPS_N_, BM = 8 * TM * WARPS_M, BN = 4 * TN * WARPS_N;
-    static constexpr int THREADS = 32 * WARPS_M * WARPS_N, BLOCKS = BLOCKS_PER_SM;
+    static constexpr int TM = TM_, TN = TN_, WARPS_N = WARPS_N_, BLOCKS = BLOCKS_PER_SM;
+    static constexpr int BM = 8 * TM * WARPS_M, BN = 4 * TN * WARPS_N;
 };
-using Tile256x128 = Tile<8, 16, 4, 2, 1>;
 using Tile128x128 = Tile<8, 16, 2, 2, 2>;
 using Tile128x64 = Tile<8, 8, 2, 2, 3>;
 using Tile64x128 = Tile<4, 16, 2, 2, 3>;
 using Tile64x64 = Tile<4, 8, 2, 2, 4>;
 using Tile128x32 = Tile<4, 8, 4, 1, 4>;
 using Tile32x128 = Tile<4, 8, 1, 4, 4>;
+constexpr int THREADS = 128;
+constexpr int BK = 8;    // k's in a tile of shared memory. With 16 the unrolled loop outgrows the instruction cache
+constexpr int BAND = 8;  // see tile_origin
 
-// Where a thread's outputs lie in the tile: rows m + row(i), columns n + column(j). 16 bytes (V elements) go
-// together and the next 16 bytes lie 8 or 4 threads further, so that a warp's loads from shared memory are contiguous.
-// The hardware serves a 16-byte load a half-warp at a time if lanes i and i ^ 1, or i and i ^ 2, want the same address:
-// hence bit 0 of the lane goes to m and bit 1 to n, and a load takes two steps, not four.
+// How an operand is copied to shared memory. "mn" is m for A and n for B.
+constexpr int ALONG_K = 0;       // contiguous along k: element by element, transposed on the way
+constexpr int ALONG_MN = 1;      // contiguous along mn: element by element
+constexpr int ALONG_MN_16B = 2;  // contiguous along mn: 16 bytes at a time. Base, ld and extent must be multiples of 16
+
+// One thread's share of copying an operand's tiles to shared memory as [k][mn], tile after tile along k.
+template <typename T, int COPY, int EXTENT>
+struct TileCopy {
+    static constexpr int WIDTH = COPY == ALONG_MN_16B ? WIDE<T> : 1;
+    // ALONG_K, 8 neighbouring threads take 8 k's, a 32-byte sector of floats, and a warp takes 4 rows. In shared memory
+    // rows are 4 elements longer than needed: then bank(k, mn) = 4 k + mn, and the warp's 32 words hit 32 banks.
+    static constexpr int LD = EXTENT + (COPY == ALONG_K ? 4 : 0);
+    static constexpr int LANES = COPY == ALONG_K ? 8 : EXTENT / WIDTH;
+    static constexpr int STEP = THREADS / LANES;  // a thread's copies are this far apart in the other dimension
+    static constexpr int COUNT = ((COPY == ALONG_K ? EXTENT : BK) + STEP - 1) / STEP;
+    static constexpr int BYTES = BK * LD * sizeof(T);
+    static constexpr int OUTSIDE = 0x7ffffff0;  // a k that no matrix has
+
+    const char* source;      // this thread's first element of the next tile
+    unsigned offset[COUNT];  // from there to its others, in bytes
+    unsigned target;         // where the first goes in stage 0 of the ring
+    int k;                   // its k in the tile
+    long long advance;       // bytes from one tile to the next
+
+    __device__ __forceinline__ TileCopy(const T* x, long long ld, int mn0, int extent, int k0, unsigned ring) {
+        int fast = threadIdx.x % LANES, slow = threadIdx.x / LANES;
+        int last = extent - mn0 - WIDTH;  // the last place in the tile that is inside the matrix
+        unsigned pitch = ld * sizeof(T);
+        k = COPY == ALONG_K ? fast : slow;
+        int mn = COPY == ALONG_K ? slow : fast * WIDTH;
+        target = ring + (k * LD + mn) * sizeof(T);
+        int inside = min(mn, last);
+        const T* first = COPY == ALONG_K ? x + (mn0 + inside) * ld + k0 + k : x + (k0 + k) * ld + mn0 + inside;
+        source = reinterpret_cast<const char*>(first);
+        advance = BK * sizeof(T) * (COPY == ALONG_K ? 1 : ld);
+        // Past the matrix's edge copy its last row again, which takes no test in the loop: nobody stores the results.
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            offset[i] = (COPY == ALONG_K ? min(mn + i * STEP, last) - inside : i * STEP) * pitch;
+        if (mn > last) k = OUTSIDE;  // nothing inside at all: zeros. (Lanes that copy one address take turns: slow.)
+    }
+
+    // Start copying the next tile into the ring at byte `stage`. From its k_left-th k on it is filled with zeros.
+    __device__ __forceinline__ void start(unsigned stage, int k_left) {
+        if (COPY != ALONG_K && LANES * BK < THREADS && threadIdx.x >= LANES * BK) return;  // a narrow tile
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            unsigned step = COPY == ALONG_K ? i * STEP : i * STEP * LD;
+            bool valid = (COPY == ALONG_K ? k : k + i * STEP) < k_left;
+            cp_async<WIDTH * sizeof(T)>(target + stage + step * sizeof(T), source + offset[i], valid);
+        }
+        source += advance;
+    }
+};
+
+// Where a thread's outputs lie in the tile: rows m + row(i), columns n + column(j). 16 bytes go together and the next
+// 16 lie 8 or 4 threads further, so that a warp's loads from shared memory are contiguous. The hardware serves a
+// 16-byte load a half-warp at a time if lanes i and i ^ 1, or i and i ^ 2, want the same address: hence bit 0 of the
+// lane goes to m and bit 1 to n, and a load takes two steps, not four.
 template <typename T, typename S>
 struct Place {
-    static constexpr int V = Vec16<T>::SIZE;
+    static constexpr int V = WIDE<T>;
     int m, n;
     __device__ __forceinline__ Place() {
         int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -264,8 +253,8 @@ struct Place {
     __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
 };
 
-// The tile of C with number t: down 8 tiles, then one to the right, and so on, so that the tiles under way at one
-// time form a compact patch of C and share their rows of A and columns of B in the L2 cache.
+// The tile of C with number t: BAND tiles down, then one to the right, and so on, so that the tiles under way at one
+// time form a compact patch of C and find their rows of A and columns of B in the L2 cache.
 template <typename S>
 __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n0) {
     int tiles_m = (M + S::BM - 1) / S::BM, tiles_n = (N + S::BN - 1) / S::BN;
@@ -275,25 +264,26 @@ __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n
     n0 = in_band / height * S::BN;
 }
 
-// acc += column . row, the outer product: ROWS + COLS values from shared memory feed ROWS * COLS multiply-adds.
-template <typename T, int ROWS, int COLS>
-__device__ __forceinline__ void outer_product(T (&acc)[ROWS][COLS], const T* column, const T* row) {
+// acc += column . row, down one column of acc and up the next, so that one operand always stays and can be read from
+// the FMA unit's operand cache. See store_partial for the other half of the trick.
+template <typename T, int TM, int TN>
+__device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column, const T* row) {
 #pragma unroll
-    for (int j = 0; j < COLS; ++j)
+    for (int j = 0; j < TN; ++j)
 #pragma unroll
-        for (int s = 0; s < ROWS; ++s) {
-            int i = j % 2 ? ROWS - 1 - s : s;  // down one column of acc and up the next: one operand always stays
+        for (int s = 0; s < TM; ++s) {
+            int i = j % 2 ? TM - 1 - s : s;
             acc[i][j] += column[i] * row[j];
         }
 }
 
-// acc += the product over `tiles` tiles of BK k's, fewer in the last where K ends. `as`, `bs`: this thread's first
+// acc += the product over `tiles` tiles of BK k's, where only k_left k's are left. `as`, `bs`: this thread's first
 // values in stage 0 of the ring. While the tile in one stage is used, those of the next STAGES - 1 are on their way,
 // and while the FMAs of one k run, the fragments of the next are read from shared memory.
 template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
 __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs,
                                          int tiles, int k_left) {
-    constexpr int V = Vec16<T>::SIZE, STAGE_BYTES = CopyA::BYTES + CopyB::BYTES, STAGE = STAGE_BYTES / sizeof(T);
+    constexpr int V = WIDE<T>, STAGE_BYTES = CopyA::BYTES + CopyB::BYTES, STAGE = STAGE_BYTES / sizeof(T);
     T column[2][TM], row[2][TN];
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -310,17 +300,17 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB&
     for (int t = 0; t < tiles; ++t) {
 #pragma unroll
         for (int k = 0; k < BK; ++k) {
-            if (k == BK - 1) {  // the next fragment comes from the next tile: wait for it
+            if (k == BK - 1) {  // the next fragment is in the next tile: wait for it
                 cp_async_wait<STAGES - 2>();
                 __syncthreads();
                 use = use + 1 == STAGES ? 0 : use + 1;
             }
-            const T* next_a = as + use * STAGE + (k + 1) % BK * CopyA::LD;
-            const T* next_b = bs + use * STAGE + (k + 1) % BK * CopyB::LD;
-            load_fragment<T, TM / V>(column[(k + 1) % 2], next_a, 8 * V);
-            load_fragment<T, TN / V>(row[(k + 1) % 2], next_b, 4 * V);
-            if (k == 0) {  // the stage that everybody left at the last barrier is free. Past the end: zeros, unused.
-                copy_a.start(fill * STAGE_BYTES, k_left);
+            load_fragment<T, TM / V>(column[(k + 1) % 2], as + use * STAGE + (k + 1) % BK * CopyA::LD, 8 * V);
+            load_fragment<T, TN / V>(row[(k + 1) % 2], bs + use * STAGE + (k + 1) % BK * CopyB::LD, 4 * V);
+            // The stage that all threads left at the last barrier is free. Past the end it gets zeros, never used. The
+            // two copies are apart so as not to queue up.
+            if (k == 1) copy_a.start(fill * STAGE_BYTES, k_left);
+            if (k == 4) {
                 copy_b.start(fill * STAGE_BYTES, k_left);
                 cp_async_commit();
                 k_left -= BK;
@@ -333,96 +323,96 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB&
     __syncthreads();  // the ring is free again
 }
 
-// V neighbouring outputs of row m, from column n on, to C.
+// Neighbouring outputs of row m, from column n on, to C. `wide`: rows of C are 16-byte aligned.
 template <typename T>
-__device__ __forceinline__ void store_vector(T* out, Vec16<T> w, int m, int n, int M, int N, bool wide) {
-    constexpr int V = Vec16<T>::SIZE;
-    T* p = out + m * (long long)N + n;
+__device__ __forceinline__ void store_outputs(T* out, const Vec16<T>& x, int m, int n, int M, int N, bool wide) {
     if (m >= M) return;
+    T* p = out + m * (long long)N + n;
     if (wide) {
-        if (n < N) *reinterpret_cast<Vec16<T>*>(p) = w;
+        if (n < N) store_vec(p, x);
     } else {
 #pragma unroll
-        for (int v = 0; v < V; ++v) if (n + v < N) p[v] = w.v[v];
+        for (int v = 0; v < WIDE<T>; ++v)
+            if (n + v < N) p[v] = x.v[v];
     }
 }
 
 template <typename T>
-__device__ __forceinline__ bool can_store_wide(const T* out, int N) {
-    return N % Vec16<T>::SIZE == 0 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
+__device__ __forceinline__ bool rows_are_aligned(const T* out, int N) {
+    return N % WIDE<T> == 0 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
 }
 
-// All outputs of a thread, plus bias, to C. m and n: its first row and column of C.
+// All outputs of a thread, plus bias, to C. (m, n): its first output.
 template <typename T, typename S>
-__device__ __forceinline__ void store_tile(T* out, const T* bias, const T (&acc)[S::TM][S::TN], int m, int n, int M, int N) {
+__device__ __forceinline__ void store_tile(T* out, const T* bias, const T (&acc)[S::TM][S::TN], int m, int n, int M,
+                                           int N) {
     using P = Place<T, S>;
-    bool wide = can_store_wide(out, N);
+    bool wide = rows_are_aligned(out, N);
 #pragma unroll
     for (int j = 0; j < S::TN; j += P::V) {
         int column = n + P::column(j);
         Vec16<T> b = {};
         if (bias) {
 #pragma unroll
-            for (int v = 0; v < P::V; ++v) if (column + v < N) b.v[v] = bias[column + v];
+            for (int v = 0; v < P::V; ++v)
+                if (column + v < N) b.v[v] = bias[column + v];
         }
 #pragma unroll
         for (int i = 0; i < S::TM; ++i) {
-            Vec16<T> w;
+            Vec16<T> x;
 #pragma unroll
-            for (int v = 0; v < P::V; ++v) w.v[v] = acc[i][j + v] + b.v[v];
-            store_vector(out, w, m + P::row(i), column, M, N, wide);
+            for (int v = 0; v < P::V; ++v) x.v[v] = acc[i][j + v] + b.v[v];
+            store_outputs(out, x, m + P::row(i), column, M, N, wide);
         }
     }
 }
 
-// A thread's vector number q in place `p` of the workspace: vector q of thread t lies at q * THREADS + t, so that a
-// warp writes 512 bytes in a row.
+// The workspace has room for 2 * shared_blocks tiles. Where this thread's vector number q of the tile in place `p` lies
+// in it: vector by vector, so that a warp writes and reads 512 bytes in a row.
 template <typename T, typename S>
-__device__ __forceinline__ Vec16<T>* partial_vector(T* partials, long long p, int q) {
-    return reinterpret_cast<Vec16<T>*>(partials) + (p * (S::TM * S::TN / Vec16<T>::SIZE) + q) * S::THREADS + threadIdx.x;
+__device__ __forceinline__ long long partial_offset(long long p, int q) {
+    return ((p * (S::TM * S::TN / WIDE<T>) + q) * THREADS + threadIdx.x) * WIDE<T>;
 }
 
-// A thread's partial sums to the workspace. A vector holds V rows, in the order 1 0 3 2. That is for the sake of
-// `multiply`: the registers of a vector are consecutive, and the FMA that adds column[i] * row[j] to acc[i][j] runs at
-// full speed only if column[i] and acc[i][j] lie in different banks of the register file, one odd, one even.
+// A thread's sums to the workspace. A vector holds 4 rows of one column, in the order 1 0 3 2, for the sake of the loop
+// in `multiply`: the compiler keeps the four in consecutive registers there. column[0..3] are consecutive too, so
+// acc[i][j] and column[i] then have one odd and one even number. The register file has two banks, odd and even, which
+// deliver one value each a cycle: an FMA that wants two values from one bank waits. (8 % faster than 0 1 2 3.)
 template <typename T, typename S>
 __device__ __forceinline__ void store_partial(T* partials, long long p, const T (&acc)[S::TM][S::TN]) {
-    constexpr int V = Vec16<T>::SIZE;
+    constexpr int V = WIDE<T>;
 #pragma unroll
     for (int q = 0; q < S::TM * S::TN / V; ++q) {
-        Vec16<T> w;
+        Vec16<T> x;
 #pragma unroll
-        for (int v = 0; v < V; ++v) w.v[v] = acc[q / S::TN * V + (v ^ 1)][q % S::TN];
-        *partial_vector<T, S>(partials, p, q) = w;
+        for (int v = 0; v < V; ++v) x.v[v] = acc[q / S::TN * V + (v ^ 1)][q % S::TN];
+        store_vec(partials + partial_offset<T, S>(p, q), x);
     }
 }
 
-// Blocks [0, shared_blocks) share equally the k tiles of the first `shared_tiles` tiles of C: block b takes numbers
-// [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ..
-// Where that is not a whole tile of C it writes its sum to `partials`, place 2 b, or 2 b + 1 if it began at k = 0;
+// v5. Blocks [0, shared_blocks) share equally the k tiles of the first `shared_tiles` tiles of C: block b takes numbers
+// [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
+// What is not a whole tile of C it writes to `partials`, place 2 b, or 2 b + 1 if it begins at k = 0, and
 // matmul_v5_fixup adds these up. Every later block computes one whole tile.
+// Grid shared_blocks + tiles of C - shared_tiles, block 128. lda and ldb: the stride that is not 1, below 2^32 bytes
+// for the BM or BN rows of a tile.
 template <typename T, int A_COPY, int B_COPY, typename S>
-__global__ void __launch_bounds__(S::THREADS, S::BLOCKS * 4 / sizeof(T) > 0 ? S::BLOCKS * 4 / sizeof(T) : 1)
+__global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
 matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
           int shared_blocks, int shared_tiles) {
-    using CopyA = TileCopy<T, A_COPY, S::BM, S::THREADS>;
-    using CopyB = TileCopy<T, B_COPY, S::BN, S::THREADS>;
-    // Tiles in the ring: one is used while the others are filled. 48 KB need no permission.
-    constexpr int STAGES = 4 * (CopyA::BYTES + CopyB::BYTES) <= 48 * 1024 ? 4 : 3;
+    using CopyA = TileCopy<T, A_COPY, S::BM>;
+    using CopyB = TileCopy<T, B_COPY, S::BN>;
+    constexpr int STAGES = 4;
     __shared__ alignas(16) char ring[STAGES * (CopyA::BYTES + CopyB::BYTES)];
     Place<T, S> place;
     const T* as = reinterpret_cast<const T*>(ring) + place.m;
     const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
 
     int block = blockIdx.x, k_tiles = max(1, (K + BK - 1) / BK);
-    long long total = (long long)shared_tiles * k_tiles, work, end;
-    if (block < shared_blocks) {
-        work = block * total / shared_blocks;
-        end = (block + 1) * total / shared_blocks;
-    } else {
-        work = total + (long long)(block - shared_blocks) * k_tiles;
-        end = work + k_tiles;
-    }
+    long long total = (long long)shared_tiles * k_tiles;
+    bool shares = block < shared_blocks;
+    long long work = shares ? block * total / shared_blocks : total + (long long)(block - shared_blocks) * k_tiles;
+    long long end = shares ? (block + 1) * total / shared_blocks : work + k_tiles;
     while (work < end) {
         int tile = int(work / k_tiles), first = int(work % k_tiles), k0 = first * BK, m0, n0;
         int count = int(min((long long)(k_tiles - first), end - work));
@@ -437,31 +427,31 @@ matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int
     }
 }
 
-// C's tiles that several blocks of matmul_v5 shared: add the partial sums in the order of k. Always the same order,
-// so always the same bits. A block takes V x V outputs of every thread of matmul_v5.
-// Grid shared_tiles * (TM / V) * (TN / V), block THREADS.
+// Those tiles of C that several blocks of matmul_v5 shared: the partial sums are added in the order of k, always the
+// same, so that the bits are always the same. A thread takes V x V of its outputs in matmul_v5.
+// Grid shared_tiles * (TM / V) * (TN / V), where V elements make 16 bytes; block 128.
 template <typename T, typename S>
-__global__ void __launch_bounds__(S::THREADS)
-matmul_v5_fixup(T* out, T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
+__global__ void __launch_bounds__(THREADS)
+matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
     using P = Place<T, S>;
     constexpr int V = P::V, ACROSS = S::TN / V, PARTS = S::TM / V * ACROSS;
     int tile = blockIdx.x / PARTS, i = blockIdx.x % PARTS / ACROSS * V, j = blockIdx.x % ACROSS * V;
     int k_tiles = max(1, (K + BK - 1) / BK);
     long long total = (long long)shared_tiles * k_tiles, begin = (long long)tile * k_tiles;
-    // Block b's share begins at b * total / shared_blocks: solve for the blocks that hold the first and last k tile.
+    // Block b begins at number b * total / shared_blocks: solved for the blocks with this tile's first and last number.
     int first = int(((begin + 1) * shared_blocks - 1) / total);
     int last = int(((begin + k_tiles) * shared_blocks - 1) / total);
     if (first == last) return;  // one block did it all, and stored it
     Vec16<T> sum[V] = {};
-    for (int b = first; b <= last; ++b) {
-        const Vec16<T>* p = partial_vector<T, S>(partials, 2ll * b + (b == first), i / V * S::TN + j);
+#pragma unroll 4
+    for (int b = first; b <= last; ++b)
 #pragma unroll
         for (int c = 0; c < V; ++c) {
-            Vec16<T> w = p[c * S::THREADS];
+            long long p = partial_offset<T, S>(2ll * b + (b == first), i / V * S::TN + j + c);
+            Vec16<T> x = load_vec<T, V>(partials + p);
 #pragma unroll
-            for (int v = 0; v < V; ++v) sum[v ^ 1].v[c] += w.v[v];
+            for (int v = 0; v < V; ++v) sum[v ^ 1].v[c] += x.v[v];
         }
-    }
     P place;
     int m0, n0;
     tile_origin<S>(tile, M, N, m0, n0);
@@ -469,7 +459,8 @@ matmul_v5_fixup(T* out, T* partials, const T* bias, int M, int N, int K, int sha
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #pragma unroll
-        for (int c = 0; c < V; ++c) if (bias && n + c < N) sum[v].v[c] += bias[n + c];
-        store_vector(out, sum[v], m + v, n, M, N, can_store_wide(out, N));
+        for (int c = 0; c < V; ++c)
+            if (bias && n + c < N) sum[v].v[c] += bias[n + c];
+        store_outputs(out, sum[v], m + v, n, M, N, rows_are_aligned(out, N));
     }
 }

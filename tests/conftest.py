@@ -12,11 +12,6 @@ from helpers import forget_cache
 NO_GPU = "needs a GPU, and torch.cuda sees none"
 
 
-def pytest_configure(config):
-    """Torch asks the driver only once, and says why if it cannot: the reason belongs in the header, not in a warning of a random test."""
-    config.addinivalue_line("markers", "gpu: needs a GPU; skipped, with the reason, where there is none")
-
-
 def pytest_report_header(config):
     if not torch.cuda.is_available():
         return f"cukern: torch {torch.__version__} sees no GPU; the tests marked gpu are skipped"

@@ -54,12 +54,10 @@ def places(op: str) -> list:
     return [pytest.param("cpu", None, id="cpu"), *on_gpu]
 
 
-def assert_accurate(
-    actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "", scale: torch.Tensor | None = None
-) -> None:
+def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "") -> None:
     """Each element errs by at most twice the error of torch's own op of the same dtype, plus one rounding.
 
-    `exact` is in float64. `scale` is the size of what is rounded: by default the exact result, for a sum the sum of absolute values.
+    For an op without sums: verify() of cukern.bench judges the others. `exact` is in float64.
     Where torch's result is NaN or infinite, ours is the same, or right: torch may have rounded or overflowed on the way.
     """
     assert actual.shape == peer.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, torch's is {tuple(peer.shape)}"
@@ -67,7 +65,7 @@ def assert_accurate(
     info = torch.finfo(peer.dtype)
     ours, theirs = actual.detach().double(), peer.detach().double()
     error = (ours - exact).abs()
-    rounding = info.eps * (exact.abs() if scale is None else scale) + info.smallest_normal * info.eps
+    rounding = info.eps * exact.abs() + info.smallest_normal * info.eps
     same = (ours == theirs) | (ours.isnan() & theirs.isnan()) | (ours == exact) | (error <= rounding)
     # "not within", so that a NaN of ours is wrong
     wrong = torch.where(theirs.isfinite(), ~(error <= 2 * (theirs - exact).abs() + rounding), ~same)

@@ -106,6 +106,21 @@ def test_verify_measures_a_product_against_its_terms():
     assert [r.what for r in wrong.results if not r.ok] == ["out", "dbias"]
 
 
+def test_verify_of_float64_lets_terms_be_added_in_another_order():
+    """The truth is torch's own float64, whose error is not 0, though it shows none."""
+
+    def product(x, w, b):  # one term after another
+        out = 0 * b + 0 * x[:, :1]
+        for k in range(x.shape[1]):
+            out = out + x[:, k, None] * w[None, :, k]
+        return out + b
+
+    off = {"right": product, "off": lambda x, w, b: product(x, w, b) * (1 + 1e-13)}
+    verdict = check(off, (20, 30, 300), torch.float64, LINEAR)
+    assert {r.version for r in verdict.results if not r.ok} == {"off"}
+    assert max(r.allowed for r in verdict.results) < 1e-14
+
+
 def test_verify_refuses_another_shape_or_dtype():
     with pytest.raises(ValueError, match=r"the output is \(10, 10\)"):
         check({"bad": lambda x: (x * x).view(10, 10)})
@@ -147,8 +162,7 @@ def test_providers_take_turns():
     timing.host_times({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, rounds=20, count=5)
     rounds = "".join(order)[10:]  # the first ten warm up
     assert rounds.count("a") == rounds.count("b") == 100
-    assert all(rounds[i : i + 5] in ("aaaaa", "bbbbb") for i in range(0, 200, 5))
-    assert "bbbbbaaaaa" in rounds and "aaaaabbbbb" in rounds
+    assert {rounds[i : i + 10] for i in range(0, 200, 10)} == {"aaaaabbbbb", "bbbbbaaaaa"}, "each round has both, in random order"
 
 
 def test_host_time_is_of_one_call():
@@ -247,7 +261,7 @@ CUDA = torch.device("cuda", 0)
 def test_measure_a_memory_bound_op(name, dims):
     table = measure(SQUARE, dims, torch.float32, name, CUDA, ["cukern", "torch", "copy"], budget_s=0.2)
     assert [r.version or r.provider for r in table.rows] == [*SQUARE.versions, "torch", "copy"]
-    assert all(r.of_limit is not None and 0 < r.of_limit < 2 for r in table.rows)
+    assert all(r.of_limit is not None and 0 < r.of_limit < 5 for r in table.rows)
     assert all(r.tbps < 30 for r in table.rows)
     assert not [note for key, note in table.notes.items() if key != "all"], "every provider can be captured in a graph"
 

@@ -6,11 +6,13 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cukern.runtime.signature import Param, explain_misfit, kernel_names, packer, parse
 from cukern.runtime.sources import Source
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+settings = hypothesis.settings(deadline=None)  # a busy machine is no fault of the code
 
 INTEGERS = {
     "char": ctypes.c_int8,
@@ -191,7 +193,8 @@ def calls(draw):
     return types, values
 
 
-@given(calls())
+@settings
+@hypothesis.given(calls())
 def test_arguments_lie_where_the_kernel_reads_them(call):
     """ctypes lays a struct out by the C rules, which are those of a kernel's parameters."""
     types, values = call
@@ -212,7 +215,8 @@ def misfit(ctype: str, value: object) -> Exception:
     return explain_misfit("scale<float>", (param,), (value,))
 
 
-@given(st.sampled_from(list(INTEGERS)), st.data())
+@settings
+@hypothesis.given(st.sampled_from(list(INTEGERS)), st.data())
 def test_integers_out_of_range_are_refused(ctype, data):
     low, high = limits(ctype)
     value = data.draw(st.one_of(st.integers(max_value=low - 1), st.integers(min_value=high + 1)))
@@ -221,7 +225,8 @@ def test_integers_out_of_range_are_refused(ctype, data):
     assert all(word in str(error) for word in ("scale<float>", str(value), f"{ctype} count"))
 
 
-@given(st.sampled_from(list(INTEGERS)), st.one_of(st.floats(), st.text(), st.none(), st.complex_numbers()))
+@settings
+@hypothesis.given(st.sampled_from(list(INTEGERS)), st.one_of(st.floats(), st.text(), st.none(), st.complex_numbers()))
 def test_what_is_no_integer_is_refused(ctype, value):
     error = misfit(ctype, value)
     assert isinstance(error, TypeError)

@@ -124,7 +124,6 @@ def test_torch_func_of_the_reference():
     assert torch.equal(torch.func.grad(lambda t: cukern.square(t).sum())(x), 2 * x)
 
 
-@gpu
 def test_raw_op_refuses_a_cpu_tensor():
     with pytest.raises(NotImplementedError, match="CPU"):
         torch.ops.cukern._square(torch.randn(3), "v1")

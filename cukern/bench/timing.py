@@ -22,7 +22,7 @@ Call = Callable[[], object]
 GRAPH_BELOW_US = 200.0  # shorter calls are replayed from a CUDA graph: their host time would be in the way
 BATCH_US = 1000.0  # aimed at between two clock readings
 MAX_BATCH = 1000  # calls; the driver's queue holds about as many launches
-CPU_BATCH_US = 5000.0
+CPU_BATCH_US = 2000.0
 _SLEEP_CYCLES = 1_000_000  # about 0.5 ms of nothing, in which the host gets ahead of the GPU
 
 

@@ -31,6 +31,8 @@ def check(
     dtypes = [find_dtype(found, dtype)] if dtype else list(found.dtypes)
     place = environment.device()
     functions, skipped = candidates(found, place, version)
+    if not functions:
+        raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
     verdicts: list[Verdict] = []
     with progress() as bar:
         task = bar.add_task(f"checking {op}", total=len(shapes) * len(dtypes))
@@ -46,8 +48,6 @@ def check(
     if place.type != "cuda":
         console.print("There is no GPU: the kernels were NOT run. What was checked is the torch path of CPU tensors.", style="yellow")
         wrong += _compile(found, dtypes, version)
-    elif not functions:
-        raise ValueError(f"this GPU runs none of the versions asked for of {op}")
     where = environment.gpu_name() or "the CPU"
     console.print(f"{op}: {total} comparisons on {where}, {wrong or 'nothing'} wrong", style="red" if wrong else "green", highlight=False)
     if wrong:

@@ -47,7 +47,7 @@ def profile(
     (shape,) = find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
     functions, refused = candidates(found, place, version)
     if not functions:
-        raise ValueError(f"{op} {version}: {refused[str(version)]}")
+        raise ValueError(f"{op} {version} {refused[str(version)]}")
     name = list(functions)[-1]
     if ncu:
         raise typer.Exit(_nsight(found, name, shape, kind))

@@ -252,6 +252,9 @@ _SHARED = {
     "dims": "M N K",
     "check_dims": ((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
     "bound": "compute",
+    # One chain of additions errs by up to 2.6 epsilons of the sum of |a b| on random data, whatever its length (on an H200 cuBLAS's does too);
+    # torch errs by less where cuBLAS cuts the chain into several.
+    "roundings": 3,
 }
 register(
     Op(

@@ -146,6 +146,7 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
         except struct.error:
             raise explain_misfit(name, params, args) from None
         except cupy.cuda.driver.CUDADriverError as error:
+            refuse_fork(name, error)
             raise launch_error(name, grid, block, shared, device, raw.max_threads_per_block, error) from None
 
     return run

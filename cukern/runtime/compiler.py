@@ -120,7 +120,8 @@ def cuda_include() -> Path:
     for folder in folders:
         if (folder / "cuda_fp16.h").is_file():
             return folder
-    raise SetupError(f"no cuda_fp16.h in {', '.join(map(str, folders))}. Run: pip install nvidia-cuda-runtime-cu{major}")
+    wheel = "nvidia-cuda-runtime-cu12" if major == 12 else "nvidia-cuda-runtime"
+    raise SetupError(f"no cuda_fp16.h in {', '.join(map(str, folders))}. Run: pip install {wheel}")
 
 
 def _compile(source: Source, name: str, arch: str) -> Cubin:

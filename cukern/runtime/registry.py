@@ -103,8 +103,9 @@ class Op:
     """What the tools and the tests know of an op.
 
     `dims` names the command line's DIMS; `make` draws the inputs for them; `function(*inputs, version=)` is the public function,
-    `reference(*inputs)` the same maths in plain torch; `cost(dims, itemsize)` gives Cost for "fwd" and "bwd"; `peers` are other
-    implementations to time beside it, each a function of the same inputs.
+    `reference(*inputs)` the same maths in plain torch; `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients), and of
+    "bwd:<input>" (one) where there are several. `bound` is the limit that the bench quotes, "memory" or "compute". A result may err
+    by twice the error of torch's own op plus `roundings` times the dtype's epsilon, relative to the sum of its terms' absolute values.
     """
 
     name: str
@@ -119,7 +120,8 @@ class Op:
     make: Callable[[Sequence[int], torch.dtype, torch.device | str], tuple[torch.Tensor, ...]]
     inputs: tuple[str, ...]
     cost: Callable[[Sequence[int], int], dict[str, Cost]]
-    bound: str  # "memory" or "compute": which limit the bench quotes
+    bound: str
+    roundings: int = 1
 
     def kernels(self, capability: int = 1 << 30, dtypes: Collection[torch.dtype] | None = None) -> dict[str, Kernel]:
         """Every kernel instance, by name, of the dtypes (None: all) and of the versions that a GPU of this capability (90 for 9.0) runs."""

@@ -1,0 +1,50 @@
+"""Each kernel once under compute-sanitizer, where a CUDA toolkit has brought it: no stray access, no race in shared memory."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import gpu, run
+
+from cukern.runtime.registry import OPS
+
+TOOL = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+pytestmark = [gpu, pytest.mark.skipif(TOOL is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")]
+
+EVERY_VERSION = """
+import sys, torch, cukern
+from cukern.runtime.registry import OPS
+op = OPS[sys.argv[1]]
+for version, row in op.versions.items():
+    for dtype in op.dtypes if torch.cuda.get_device_capability() >= (row.requires // 10, row.requires % 10) else ():
+        inputs = [x.requires_grad_() for x in op.make(op.check_dims[-1], dtype, "cuda")]
+        out = op.function(*inputs, version=version)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+torch.cuda.synchronize()
+print("done")
+"""
+STRAY = """
+import sys, torch, cukern
+kernel = cukern.load(sys.argv[1], "square_v1<float>")
+x = torch.randn(1000, device="cuda")
+kernel(torch.empty_like(x), x, 1000, grid=4, block=256)
+torch.cuda.synchronize()
+"""
+
+
+def sanitize(tool: str, code: str, argument: str, ok: bool = True):
+    """Without torch's caching allocator, so that each tensor ends where it ends."""
+    command = [str(TOOL), "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code, argument]
+    return run(command, timeout=500, ok=ok, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("name", OPS)
+def test_every_version_is_clean(name, tool):
+    assert "done" in sanitize(tool, EVERY_VERSION, name).stdout
+
+
+def test_memcheck_would_have_seen_a_stray_write():
+    result = sanitize("memcheck", STRAY, str(Path(__file__).parent / "wrong/square_bound.cu"), ok=False)
+    assert result.returncode == 9 and "square_v1" in result.stdout + result.stderr
