@@ -171,8 +171,6 @@ struct Tile {
     static constexpr int BM = 8 * TM * WARPS_M, BN = 4 * TN * WARPS_N;
 };
 using Tile128x128 = Tile<8, 16, 2, 2, 2>;
-using Tile128x64 = Tile<8, 8, 2, 2, 3>;
-using Tile64x128 = Tile<4, 16, 2, 2, 3>;
 using Tile64x64 = Tile<4, 8, 2, 2, 4>;
 using Tile128x32 = Tile<4, 8, 4, 1, 4>;
 using Tile32x128 = Tile<4, 8, 1, 4, 4>;
@@ -323,49 +321,41 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB&
     __syncthreads();  // the ring is free again
 }
 
-// Neighbouring outputs of row m, from column n on, to C. `wide`: rows of C are 16-byte aligned.
-template <typename T>
-__device__ __forceinline__ void store_outputs(T* out, const Vec16<T>& x, int m, int n, int M, int N, bool wide) {
-    if (m >= M) return;
-    T* p = out + m * (long long)N + n;
-    if (wide) {
-        if (n < N) store_vec(p, x);
-    } else {
-#pragma unroll
-        for (int v = 0; v < WIDE<T>; ++v)
-            if (n + v < N) p[v] = x.v[v];
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ bool rows_are_aligned(const T* out, int N) {
-    return N % WIDE<T> == 0 && reinterpret_cast<unsigned long long>(out) % 16 == 0;
-}
-
-// All outputs of a thread, plus bias, to C. (m, n): its first output.
+// A thread's outputs, plus bias, to C, through `staged` in shared memory, V rows of each thread at a time: from there a
+// warp stores 32 neighbouring columns of one row, whatever the alignment of C's rows. (m0, n0): the tile's origin.
+// A row of `staged` is 32 bytes longer than needed: the 8 lanes that store together then meet 32 different banks.
 template <typename T, typename S>
-__device__ __forceinline__ void store_tile(T* out, const T* bias, const T (&acc)[S::TM][S::TN], int m, int n, int M,
-                                           int N) {
+struct Store {
     using P = Place<T, S>;
-    bool wide = rows_are_aligned(out, N);
+    static constexpr int ROWS = S::BM / S::TM * P::V, LD = S::BN + 32 / sizeof(T), BYTES = ROWS * LD * sizeof(T);
+
+    __device__ __forceinline__ static void tile(T* out, const T* bias, const T (&acc)[S::TM][S::TN], T* staged,
+                                                const P& place, int m0, int n0, int M, int N) {
+        int row = place.m / (8 * S::TM) * 8 * P::V + place.m % (8 * S::TM) / P::V;
+        int n = n0 + threadIdx.x % S::BN;
+        T b = n < N ? bias_or_zero(bias, n) : T(0);
 #pragma unroll
-    for (int j = 0; j < S::TN; j += P::V) {
-        int column = n + P::column(j);
-        Vec16<T> b = {};
-        if (bias) {
+        for (int g = 0; g < S::TM; g += P::V) {
 #pragma unroll
             for (int v = 0; v < P::V; ++v)
-                if (column + v < N) b.v[v] = bias[column + v];
-        }
 #pragma unroll
-        for (int i = 0; i < S::TM; ++i) {
-            Vec16<T> x;
+                for (int j = 0; j < S::TN; j += P::V) {
+                    Vec16<T> x;
 #pragma unroll
-            for (int v = 0; v < P::V; ++v) x.v[v] = acc[i][j + v] + b.v[v];
-            store_outputs(out, x, m + P::row(i), column, M, N, wide);
+                    for (int w = 0; w < P::V; ++w) x.v[w] = acc[g + v][j + w];
+                    store_vec(staged + (row + v * 8) * LD + place.n + P::column(j), x);
+                }
+            __syncthreads();
+#pragma unroll 4
+            for (int r = threadIdx.x / S::BN; r < ROWS; r += THREADS / S::BN) {
+                // staged row r = (warp, v, lane) of row() and of `place`
+                int m = m0 + r / (8 * P::V) * 8 * S::TM + g * 8 + r % 8 * P::V + r / 8 % P::V;
+                if (m < M && n < N) out[m * (long long)N + n] = staged[r * LD + threadIdx.x % S::BN] + b;
+            }
+            __syncthreads();
         }
     }
-}
+};
 
 // The workspace has room for 2 * shared_blocks tiles. Where this thread's vector number q of the tile in place `p` lies
 // in it: vector by vector, so that a warp writes and reads 512 bytes in a row.
@@ -403,7 +393,8 @@ matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int
     using CopyA = TileCopy<T, A_COPY, S::BM>;
     using CopyB = TileCopy<T, B_COPY, S::BN>;
     constexpr int STAGES = 4;
-    __shared__ alignas(16) char ring[STAGES * (CopyA::BYTES + CopyB::BYTES)];
+    constexpr int RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
+    __shared__ alignas(16) char ring[RING > STAGED ? RING : STAGED];
     Place<T, S> place;
     const T* as = reinterpret_cast<const T*>(ring) + place.m;
     const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
@@ -421,7 +412,7 @@ matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int
         CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
         T acc[S::TM][S::TN] = {};
         multiply<STAGES>(acc, copy_a, copy_b, as, bs, count, min(K - k0, count * BK));
-        if (count == k_tiles) store_tile<T, S>(out, bias, acc, m0 + place.m, n0 + place.n, M, N);
+        if (count == k_tiles) Store<T, S>::tile(out, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
         else store_partial<T, S>(partials, 2ll * block + (first == 0), acc);
         work += count;
     }
@@ -457,10 +448,8 @@ matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, i
     tile_origin<S>(tile, M, N, m0, n0);
     int m = m0 + place.m + P::row(i), n = n0 + place.n + P::column(j);
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < V; ++v)
 #pragma unroll
         for (int c = 0; c < V; ++c)
-            if (bias && n + c < N) sum[v].v[c] += bias[n + c];
-        store_outputs(out, sum[v], m + v, n, M, N, rows_are_aligned(out, N));
-    }
+            if (m + v < M && n + c < N) out[(m + v) * (long long)N + n + c] = sum[v].v[c] + bias_or_zero(bias, n + c);
 }

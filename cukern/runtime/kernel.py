@@ -145,4 +145,4 @@ def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:
 def _cpp(argument: Any) -> str:
     if isinstance(argument, torch.dtype):
         return signature.CTYPES[argument]
-    return str(argument).lower()
+    return str(argument).lower() if isinstance(argument, bool) else str(argument)
