@@ -10,7 +10,7 @@
 //  v3       32x32 tiles of A and B go through shared memory: each is read 32 times less                            6.5
 //  v4       8x8 outputs a thread: a value read from shared memory serves 8 FMAs                                   32
 //  v5       8x16 outputs a thread; cp.async fills a ring of tiles in the background; registers placed for the
-//           two register banks; the last, partly filled wave of tiles is shared out evenly (stream-K). sm_80     52.5
+//           two register banks; the last, partly filled wave of tiles is shared out evenly (stream-K). sm_80       53
 //
 // Every grid is 1-D (y and z stop at 65535 blocks). Offsets are 64-bit: a matrix may have more than 2^31 elements.
 
@@ -163,7 +163,7 @@ __global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_
 
 // ------------------------------------------------------------------------------------------------------------ v5
 //
-// Which tile of C is best depends on the shape; ops/matmul.py chooses. WARPS_M x WARPS_N warps compute a tile, a warp
+// Which tile of C is best depends on the shape; ops/matmul_plan.py chooses. WARPS_M x WARPS_N warps compute a tile, a warp
 // is 8 x 4 threads, a thread computes TM x TN outputs. For double only Tile64x64 and the two narrow ones fit.
 template <int TM_, int TN_, int WARPS_M, int WARPS_N_, int BLOCKS_PER_SM>
 struct Tile {
@@ -321,36 +321,66 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB&
     __syncthreads();  // the ring is free again
 }
 
-// A thread's outputs, plus bias, to C, through `staged` in shared memory, V rows of each thread at a time: from there a
-// warp stores 32 neighbouring columns of one row, whatever the alignment of C's rows. (m0, n0): the tile's origin.
-// A row of `staged` is 32 bytes longer than needed: the 8 lanes that store together then meet 32 different banks.
+// Whether rows of C, and bias, are whole vectors of 16 bytes.
+template <typename T>
+__device__ __forceinline__ bool rows_are_vectors(const T* out, const T* bias, int N) {
+    unsigned long long addresses = reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(bias);
+    return N % WIDE<T> == 0 && addresses % 16 == 0;
+}
+
+// A thread's outputs, plus bias, to C. (m0, n0): the tile's origin.
 template <typename T, typename S>
 struct Store {
     using P = Place<T, S>;
-    static constexpr int ROWS = S::BM / S::TM * P::V, LD = S::BN + 32 / sizeof(T), BYTES = ROWS * LD * sizeof(T);
+    static constexpr int V = P::V, ROWS = S::BM / S::TM * V;
+    static constexpr int LD = S::BN + 32 / sizeof(T);  // 8 lanes that store together then meet 32 different banks
+    static constexpr int BYTES = ROWS * LD * sizeof(T);
 
-    __device__ __forceinline__ static void tile(T* out, const T* bias, const T (&acc)[S::TM][S::TN], T* staged,
-                                                const P& place, int m0, int n0, int M, int N) {
-        int row = place.m / (8 * S::TM) * 8 * P::V + place.m % (8 * S::TM) / P::V;
-        int n = n0 + threadIdx.x % S::BN;
-        T b = n < N ? bias_or_zero(bias, n) : T(0);
+    __device__ __forceinline__ static Vec16<T> vector(const T (&acc)[S::TM][S::TN], int i, int j) {
+        Vec16<T> x;
 #pragma unroll
-        for (int g = 0; g < S::TM; g += P::V) {
+        for (int v = 0; v < V; ++v) x.v[v] = acc[i][j + v];
+        return x;
+    }
+
+    // From the registers, where C's rows are vectors.
+    __device__ __forceinline__ static void directly(T* out, const T* bias, const T (&acc)[S::TM][S::TN], const P& place,
+                                                    int m0, int n0, int M, int N) {
 #pragma unroll
-            for (int v = 0; v < P::V; ++v)
+        for (int j = 0; j < S::TN; j += V) {
+            int n = n0 + place.n + P::column(j);
+            if (n >= N) continue;
+            Vec16<T> b = {};
+            if (bias) b = load_vec<T, V>(bias + n);
 #pragma unroll
-                for (int j = 0; j < S::TN; j += P::V) {
-                    Vec16<T> x;
+            for (int i = 0; i < S::TM; ++i) {
+                int m = m0 + place.m + P::row(i);
+                Vec16<T> x = vector(acc, i, j);
 #pragma unroll
-                    for (int w = 0; w < P::V; ++w) x.v[w] = acc[g + v][j + w];
-                    store_vec(staged + (row + v * 8) * LD + place.n + P::column(j), x);
-                }
+                for (int v = 0; v < V; ++v) x.v[v] += b.v[v];
+                if (m < M) store_vec(out + m * (long long)N + n, x);
+            }
+        }
+    }
+
+    // Through shared memory, V rows of each thread at a time: from there a warp stores 32 neighbouring elements of a row,
+    // whatever the alignment of the rows.
+    __device__ __forceinline__ static void staged(T* out, const T* bias, const T (&acc)[S::TM][S::TN], T* stage,
+                                                  const P& place, int m0, int n0, int M, int N) {
+        int row = place.m / (8 * S::TM) * 8 * V + place.m % (8 * S::TM) / V, n = threadIdx.x % S::BN;
+        T b = n0 + n < N ? bias_or_zero(bias, n0 + n) : T(0);
+#pragma unroll
+        for (int g = 0; g < S::TM; g += V) {
+#pragma unroll
+            for (int v = 0; v < V; ++v)
+#pragma unroll
+                for (int j = 0; j < S::TN; j += V)
+                    store_vec(stage + (row + v * 8) * LD + place.n + P::column(j), vector(acc, g + v, j));
             __syncthreads();
 #pragma unroll 4
             for (int r = threadIdx.x / S::BN; r < ROWS; r += THREADS / S::BN) {
-                // staged row r = (warp, v, lane) of row() and of `place`
-                int m = m0 + r / (8 * P::V) * 8 * S::TM + g * 8 + r % 8 * P::V + r / 8 % P::V;
-                if (m < M && n < N) out[m * (long long)N + n] = staged[r * LD + threadIdx.x % S::BN] + b;
+                int m = m0 + r / (8 * V) * 8 * S::TM + g * 8 + r % 8 * V + r / 8 % V;  // r is (warp, v, lane)
+                if (m < M && n0 + n < N) out[m * (long long)N + n0 + n] = stage[r * LD + n] + b;
             }
             __syncthreads();
         }
@@ -392,8 +422,7 @@ matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int
           int shared_blocks, int shared_tiles) {
     using CopyA = TileCopy<T, A_COPY, S::BM>;
     using CopyB = TileCopy<T, B_COPY, S::BN>;
-    constexpr int STAGES = 4;
-    constexpr int RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
+    constexpr int STAGES = 4, RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
     __shared__ alignas(16) char ring[RING > STAGED ? RING : STAGED];
     Place<T, S> place;
     const T* as = reinterpret_cast<const T*>(ring) + place.m;
@@ -401,7 +430,7 @@ matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int
 
     int block = blockIdx.x, k_tiles = max(1, (K + BK - 1) / BK);
     long long total = (long long)shared_tiles * k_tiles;
-    bool shares = block < shared_blocks;
+    bool shares = block < shared_blocks, vectors = rows_are_vectors(out, bias, N);
     long long work = shares ? block * total / shared_blocks : total + (long long)(block - shared_blocks) * k_tiles;
     long long end = shares ? (block + 1) * total / shared_blocks : work + k_tiles;
     while (work < end) {
@@ -412,8 +441,9 @@ matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int
         CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
         T acc[S::TM][S::TN] = {};
         multiply<STAGES>(acc, copy_a, copy_b, as, bs, count, min(K - k0, count * BK));
-        if (count == k_tiles) Store<T, S>::tile(out, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
-        else store_partial<T, S>(partials, 2ll * block + (first == 0), acc);
+        if (count != k_tiles) store_partial<T, S>(partials, 2ll * block + (first == 0), acc);
+        else if (vectors) Store<T, S>::directly(out, bias, acc, place, m0, n0, M, N);
+        else Store<T, S>::staged(out, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
         work += count;
     }
 }
@@ -447,9 +477,24 @@ matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, i
     int m0, n0;
     tile_origin<S>(tile, M, N, m0, n0);
     int m = m0 + place.m + P::row(i), n = n0 + place.n + P::column(j);
+    bool vectors = rows_are_vectors(out, bias, N);
+    if (n >= N) return;
+    Vec16<T> b = {};
 #pragma unroll
-    for (int v = 0; v < V; ++v)
+    for (int c = 0; c < V; ++c)
+        if (n + c < N) b.v[c] = bias_or_zero(bias, n + c);
 #pragma unroll
-        for (int c = 0; c < V; ++c)
-            if (m + v < M && n + c < N) out[(m + v) * (long long)N + n + c] = sum[v].v[c] + bias_or_zero(bias, n + c);
+    for (int v = 0; v < V; ++v) {
+        if (m + v >= M) return;
+        T* row = out + (m + v) * (long long)N + n;
+#pragma unroll
+        for (int c = 0; c < V; ++c) sum[v].v[c] += b.v[c];
+        if (vectors) {
+            store_vec(row, sum[v]);
+        } else {
+#pragma unroll
+            for (int c = 0; c < V; ++c)
+                if (n + c < N) row[c] = sum[v].v[c];
+        }
+    }
 }

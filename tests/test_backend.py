@@ -5,6 +5,8 @@ import torch
 from helpers import gpu, run_python
 
 import cukern
+from cukern.runtime import backend
+from cukern.runtime.compiler import arch_of
 
 NOTHING = 'extern "C" __global__ void nothing() {}'
 TILE = """
@@ -65,6 +67,30 @@ def test_dynamic_shared_memory_over_48_kib():
         kernel(x, grid=1, block=256, shared=4 * 25_600)
         assert torch.equal(x, expected)
         expected = x.flip(0)
+
+
+@gpu
+def test_the_way_through_raw_module_does_the_same():
+    """What a CuPy without the driver binding would take: scalars of every kind, a launch error, shared memory over 48 KiB."""
+    pytest.importorskip("cupy")
+    text = """
+    extern "C" __global__ void mix(double* out, float f, double d, int i, long long l, bool b, unsigned char c) {
+        out[threadIdx.x] = f + d + i + l + b + c;
+    }"""
+    for kernel, shared in ((cukern.compile(text), 0), (cukern.compile(TILE), 102400)):
+        cubin = kernel.compile(arch_of(torch.cuda.get_device_capability()))
+        launch = backend._through_raw_module(kernel.name, cubin, kernel.params, 0)
+        out = torch.arange(25600, dtype=torch.float64 if shared == 0 else torch.float32, device="cuda")
+        arguments = (0.5, 0.25, -7, 1 << 40, True, 200) if shared == 0 else ()
+        expected = out.flip(0) if shared else torch.cat((torch.full((32,), 0.75 - 7 + (1 << 40) + 201, device="cuda").double(), out[32:]))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            launch((1, 1, 1), (32, 1, 1), shared, out.data_ptr(), *arguments)
+            torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        with pytest.raises(cukern.LaunchError, match=kernel.name):
+            launch((1, 1, 1), (2000, 1, 1), shared, out.data_ptr(), *arguments)
+        with pytest.raises((TypeError, ValueError), match=kernel.name):
+            launch((1, 1, 1), (32, 1, 1), shared, "pointer", *arguments)
 
 
 @gpu

@@ -8,6 +8,7 @@ import torch
 from helpers import exact_gradients, gpu, places, same_bits
 
 import cukern
+from cukern.ops.matmul_plan import BK, MIN_K_TILES, TILES, plan
 from cukern.runtime.registry import OPS
 
 SIZES = (1, 3, 8, 33, 130)
@@ -54,6 +55,19 @@ def test_every_pair_of_layouts(device, version, dtype):
 def test_every_small_size(device, version):
     for m, n, k in itertools.product(SIZES, SIZES, SIZES):
         check(matrix(m, k, "rows", device, torch.float32), matrix(k, n, "rows", device, torch.float32), version, f"{m} {n} {k}")
+
+
+@pytest.mark.parametrize("itemsize", (4, 8))
+def test_the_plan_gives_every_tile_to_somebody(itemsize):
+    sizes = (1, 31, 128, 129, 1000, 4096, 50257)
+    for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
+        tile, grid, shared_blocks, shared_tiles = plan(m, n, k, 132, itemsize)
+        tiles, k_tiles = -(-m // tile.rows) * -(-n // tile.columns), max(1, -(-k // BK))
+        assert tile in TILES[itemsize] and 0 <= shared_tiles <= tiles and grid == shared_blocks + tiles - shared_tiles
+        if shared_blocks:
+            assert shared_blocks * MIN_K_TILES <= shared_tiles * k_tiles and shared_blocks <= 132 * tile.per_sm
+        else:
+            assert shared_tiles == 0
 
 
 @gpu

@@ -119,3 +119,13 @@ namespace inner { __global__ void k(float* out) { out[0] = twice(table[1]); } }
 def test_code_without_a_host_part_is_unchanged():
     text = "__global__ void k(int* p) { *p = 1 << 3; }  // torch\n"
     assert without_host_code(text) == text
+
+
+def test_host_code_is_skipped_and_the_lines_stay():
+    text = (
+        "#include <torch/extension.h>\n#define ONE 1\ntorch::Tensor host(torch::Tensor x) {\n    f<<<1, 1>>>(x.data_ptr<float>());\n}\n"
+        "__global__ void f(float* x) { x[0] = ONE; }\nPYBIND11_MODULE(m, m) { m.def(); }\n"
+    )
+    kept = without_host_code(text)
+    assert kept.count("\n") == text.count("\n")
+    assert [line for line in kept.split("\n") if line] == ["#define ONE 1", "__global__ void f(float* x) { x[0] = ONE; }"]

@@ -1,7 +1,7 @@
 """Who executes a launch: the GPU, through the CUDA driver as CuPy binds it.
 
-`cupy_backends.cuda.api.driver` loads in 3 ms and launches in 3 us; `import cupy`, which CuPy's public RawModule needs, takes 0.2 s. So a
-call that finds its cubin in the cache never imports CuPy. Where a CuPy has no such binding, RawModule does the work.
+`cupy_backends.cuda.api.driver` takes arguments that are packed already, which makes a launch twice as fast as CuPy's RawKernel: 3 us of
+host time, nearly all of it the driver's. Where a CuPy has no such binding, RawModule does the work.
 """
 
 import contextlib

@@ -4,6 +4,7 @@ It needs no GPU and no driver. CuPy's `RawModule(code=...)` is not used to compi
 -ftz=true, and does not see an edit of an included header.
 """
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -103,18 +104,34 @@ def nvrtc():
         raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
     try:
         binding.getVersion()
-    except Exception as error:
-        raise SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12") from error
+    except Exception:
+        try:
+            _preload_nvrtc()
+            binding.getVersion()
+        except Exception as error:
+            wheels = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+            raise SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install {wheels}") from error
     return binding
+
+
+def _preload_nvrtc() -> None:
+    """CuPy before 14 does not look for NVRTC in pip's wheels, but finds one that is loaded already."""
+    for folder in _wheel_folders():
+        for library in folder.glob("*/lib/libnvrtc.so.[0-9]*"):
+            ctypes.CDLL(str(library))
+
+
+def _wheel_folders() -> list[Path]:
+    """Where pip puts NVIDIA's wheels."""
+    wheels = importlib.util.find_spec("nvidia")
+    return [Path(p) for p in (wheels.submodule_search_locations or ())] if wheels else []
 
 
 @functools.cache
 def cuda_include() -> Path:
     """The folder of cuda_fp16.h: from pip's wheels for NVRTC's CUDA version, else from a toolkit."""
     major = nvrtc().getVersion()[0]
-    wheels = importlib.util.find_spec("nvidia")
-    roots = [Path(p) for p in (wheels.submodule_search_locations or ())] if wheels else []
-    folders = [root / sub / "include" for root in roots for sub in (f"cu{major}", "cuda_runtime")]
+    folders = [root / sub / "include" for root in _wheel_folders() for sub in (f"cu{major}", "cuda_runtime")]
     folders += [Path(os.environ[v]) / "include" for v in ("CUDA_PATH", "CUDA_HOME") if v in os.environ]
     folders.append(Path("/usr/local/cuda/include"))
     for folder in folders:

@@ -98,15 +98,15 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
     Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError for a parameter type that cannot be passed;
     CompileError comes with the first launch.
+
+    What only a host compiler can read is skipped (functions that use torch:: or <<<...>>>, bindings), so the source of a torch extension
+    loads as it stands.
     """
     return _kernel(Source.read(path), name)
 
 
 def compile(source: str, name: str | None = None) -> Kernel:
-    """The kernel `name` of CUDA C++ source text, as a callable; see `load`.
-
-    Functions that launch with <<<...>>> or use torch:: are skipped, so a `torch.utils.cpp_extension.load_inline` source works as it stands.
-    """
+    """The kernel `name` of CUDA C++ source text, such as that of a `torch.utils.cpp_extension.load_inline`; see `load`."""
     if not isinstance(source, str):
         raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
     return _kernel(Source.from_text(source), name)

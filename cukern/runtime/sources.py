@@ -9,7 +9,7 @@ from pathlib import Path
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\])*")', re.DOTALL)
-_HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::")
+_HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::|\bPYBIND11_MODULE\b|\bTORCH_LIBRARY")
 _HOST_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(?:torch|ATen|c10|cuda_runtime)[^>]*>", re.M)
 
 
@@ -31,7 +31,7 @@ class Source:
     @staticmethod
     def read(path: str | Path) -> "Source":
         path = Path(path).resolve()
-        return Source(path, path.read_text())
+        return Source(path, without_host_code(path.read_text()))
 
     @staticmethod
     def from_text(text: str) -> "Source":
@@ -89,4 +89,8 @@ def without_host_code(text: str) -> str:
             pieces.append(text[start : match.end()])
             start = match.end()
     pieces.append(text[start:])
-    return "".join("\n" * p.count("\n") if _HOST_ONLY.search(p) else p for p in pieces)
+    return "".join(_directives(p) if _HOST_ONLY.search(p) else p for p in pieces)
+
+
+def _directives(text: str) -> str:
+    return "\n".join(line if line.lstrip().startswith("#") else "" for line in text.split("\n"))
