@@ -29,9 +29,9 @@ __global__ void matmul_v1(T* out, const T* a, const T* b, const T* bias, int M, 
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= (long long)M * N) return;
     int m = i % M, n = i / M;  // a warp's 32 threads write 32 rows: 32 separate pieces of memory
-    T sum = bias_or_zero(bias, n);
+    T sum = 0;
     for (int k = 0; k < K; ++k) sum += a[m * a_m + k * a_k] * b[k * b_k + n * b_n];
-    out[m * (long long)N + n] = sum;
+    out[m * (long long)N + n] = sum + bias_or_zero(bias, n);
 }
 
 // v2: grid ceil(M / 16) * ceil(N / 16), block (16, 16).
@@ -42,9 +42,9 @@ __global__ void matmul_v2(T* out, const T* a, const T* b, const T* bias, int M, 
     int m = blockIdx.x / tiles_n * 16 + threadIdx.y;
     int n = blockIdx.x % tiles_n * 16 + threadIdx.x;  // x is the fastest index in a warp, and n in a row of C
     if (m >= M || n >= N) return;
-    T sum = bias_or_zero(bias, n);
+    T sum = 0;
     for (int k = 0; k < K; ++k) sum += a[m * a_m + k * a_k] * b[k * b_k + n * b_n];
-    out[m * (long long)N + n] = sum;
+    out[m * (long long)N + n] = sum + bias_or_zero(bias, n);
 }
 
 // v3: grid ceil(M / 32) * ceil(N / 32), block (32, 32).

@@ -175,11 +175,14 @@ def test_record_appends_and_never_overwrites(tmp_path):
 
 
 def test_record_goes_to_the_source_tree(tmp_path, monkeypatch):
-    (tmp_path / "tree/benchmarks/results").mkdir(parents=True)
+    (tmp_path / "tree/benchmarks").mkdir(parents=True)
+    (tmp_path / "tree/benchmarks/tables.py").touch()
     (tmp_path / "tree/a/b").mkdir(parents=True)
     name = f"{environment.short_name()}.jsonl"
     monkeypatch.chdir(tmp_path / "tree/a/b")
     assert record.default_file() == tmp_path / "tree/benchmarks/results" / name
+    record.append([row()], record.default_file())
+    assert len((tmp_path / "tree/benchmarks/results" / name).read_text().splitlines()) == 1
     monkeypatch.chdir(tmp_path)
     assert record.default_file() == tmp_path / name
 
@@ -228,7 +231,7 @@ def test_startup_rows(monkeypatch):
     monkeypatch.setattr(startup, "AT_ONCE", 2)
     ticks = []
     table = startup.measure_startup(lambda: ticks.append(1))
-    assert len(ticks) == startup.steps() and len(table.rows) == 4
+    assert len(ticks) == startup.steps() and len(table.rows) == 1 + 3 * len(startup._ops())
     assert table.rows[0].pass_ == "import" and all(r.op == "startup" and r.median_us > 0 for r in table.rows)
     assert table.rows[2].median_us < table.rows[1].median_us, "a full cache is faster than an empty one"
 

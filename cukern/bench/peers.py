@@ -10,7 +10,7 @@ import torch
 from cukern.bench.verify import Function
 from cukern.runtime.registry import Op
 
-STARTUP_OP = "square"  # whose first call `cukern bench startup` times
+STARTUP_OPS = ("square", "matmul")  # whose first calls `cukern bench startup` times: the least and the most to compile
 
 Missing = str  # why a peer cannot run here
 Maker = Callable[[Op, torch.device], "Function | Missing"]

@@ -12,7 +12,7 @@ def default_file() -> Path:
     """benchmarks/results/<gpu>.jsonl of the source tree that the current folder lies in; where it lies in none, ./<gpu>.jsonl."""
     here = Path.cwd()
     for folder in (here, *here.parents):
-        if (folder / "benchmarks" / "results").is_dir():
+        if (folder / "benchmarks" / "tables.py").is_file():
             return folder / "benchmarks" / "results" / f"{environment.short_name()}.jsonl"
     return here / f"{environment.short_name()}.jsonl"
 
@@ -21,6 +21,7 @@ def append(rows: Iterable[Row], file: Path) -> None:
     """Append the rows; what the file holds stays."""
     facts = environment.facts()
     lines = [json.dumps({**_measured(row), **facts}) + "\n" for row in rows]
+    file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", encoding="utf-8") as out:
         out.write("".join(lines))
 

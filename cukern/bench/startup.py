@@ -13,10 +13,10 @@ import torch
 
 import cukern
 from cukern.bench.measure import Row, Table
-from cukern.bench.peers import STARTUP_OP
+from cukern.bench.peers import STARTUP_OPS
 from cukern.bench.timing import summary
 
-REPEATS = 7
+REPEATS = 5
 AT_ONCE = 8
 
 _IMPORT = """
@@ -32,7 +32,7 @@ _FIRST_CALL = """
 import time, torch
 from cukern.runtime.registry import OPS
 op = OPS[{op!r}]
-x = op.make((1024,), torch.float32, "cuda")
+x = op.make(op.bench_dims[0], torch.float32, "cuda")
 op.reference(*x)
 torch.cuda.synchronize()
 start = time.perf_counter()
@@ -58,25 +58,30 @@ def measure_startup(tick: Callable[[], None] = lambda: None) -> Table:
     Raises RuntimeError where a process fails, `import cukern` imports CuPy, or eight processes at once corrupt the cache.
     """
     gpu = torch.cuda.is_available()
-    what, code = ("first call", _FIRST_CALL) if gpu else ("compile sm_90a", _COMPILE)
-    code = code.format(op=STARTUP_OP)
     rows = [_row("import", [_seconds(_IMPORT, tick=tick) for _ in range(REPEATS)])]
-    with tempfile.TemporaryDirectory() as folder:
-        empty = [_seconds(code, Path(folder) / str(i), tick) for i in range(REPEATS)]
-        full = [_seconds(code, Path(folder) / "0", tick) for _ in range(REPEATS)]
-        together = _at_once(code, Path(folder) / "together")
-        tick()
-        entries = verify_cache(Path(folder) / "together")
-    rows += [_row(f"{what}, empty cache", empty), _row(f"{what}, full cache", full)]
-    rows.append(_row(f"{what}, empty cache, {AT_ONCE} processes at once", together))
-    notes = {f"{AT_ONCE} processes at once": f"all ended with status 0; {entries} entries in the cache, none corrupt"}
+    for op in _ops():
+        what, code = (f"first call of {op}", _FIRST_CALL) if gpu else (f"compile {op} for sm_90a", _COMPILE)
+        code = code.format(op=op)
+        with tempfile.TemporaryDirectory() as folder:
+            empty = [_seconds(code, Path(folder) / str(i), tick) for i in range(REPEATS)]
+            full = [_seconds(code, Path(folder) / "0", tick) for _ in range(REPEATS)]
+            together = _at_once(code, Path(folder) / "together")
+            tick()
+            verify_cache(Path(folder) / "together")
+        rows += [_row(f"{what}, empty cache", empty), _row(f"{what}, full cache", full)]
+        rows.append(_row(f"{what}, empty cache, {AT_ONCE} processes at once", together))
+    notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
     missing = {} if gpu else {"first call": "there is no GPU; what its compiling costs is shown instead"}
     return Table(rows, missing, notes)
 
 
 def steps() -> int:
     """How many times `measure_startup` calls its `tick`."""
-    return 3 * REPEATS + 1
+    return REPEATS + len(_ops()) * (2 * REPEATS + 1)
+
+
+def _ops() -> tuple[str, ...]:
+    return STARTUP_OPS if torch.cuda.is_available() else STARTUP_OPS[:1]
 
 
 def verify_cache(folder: Path) -> int:
