@@ -82,7 +82,11 @@ def test_the_way_through_raw_module_does_the_same():
         launch = backend._through_raw_module(kernel.name, cubin, kernel.params, 0)
         out = torch.arange(25600, dtype=torch.float64 if shared == 0 else torch.float32, device="cuda")
         arguments = (0.5, 0.25, -7, 1 << 40, True, 200) if shared == 0 else ()
-        expected = out.flip(0) if shared else torch.cat((torch.full((32,), 0.75 - 7 + (1 << 40) + 201, device="cuda").double(), out[32:]))
+        expected = (
+            out.flip(0)
+            if shared
+            else torch.cat((torch.full((32,), 0.75 - 7 + (1 << 40) + 201, dtype=torch.float64, device="cuda"), out[32:]))
+        )
         with torch.cuda.stream(torch.cuda.Stream()):
             launch((1, 1, 1), (32, 1, 1), shared, out.data_ptr(), *arguments)
             torch.cuda.synchronize()

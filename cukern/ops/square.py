@@ -1,10 +1,12 @@
 """square: out = x * x elementwise; dx = 2 x dout. The smallest op, and the pattern of all others."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
@@ -14,7 +16,7 @@ THREADS = 256
 VECTOR_BYTES = 16
 
 
-def square(x: Any, *, version: str | None = None) -> torch.Tensor:
+def square(x: Any, *, version: str | None = None) -> Tensor:
     """x * x, elementwise, differentiable any number of times.
 
     Args:
@@ -26,10 +28,8 @@ def square(x: Any, *, version: str | None = None) -> torch.Tensor:
 
     Raises TypeError for another dtype, ValueError for a version that there is not, or a tensor with the negative bit.
     """
-    if type(x) is not torch.Tensor:
+    if type(x) is not Tensor:
         x = interop.to_torch("x", x)
-    if x.dtype not in _DTYPES:
-        checks.dtype("x", x, checks.FLOATS)
     if version is not None and version not in VERSIONS:
         checks.unknown_version("square", version, VERSIONS)
     if not x.is_cuda:
@@ -42,7 +42,7 @@ def square(x: Any, *, version: str | None = None) -> torch.Tensor:
     return _square(x, version or "")
 
 
-def reference(x: torch.Tensor) -> torch.Tensor:
+def reference(x: Tensor) -> Tensor:
     return x * x
 
 
@@ -76,90 +76,79 @@ class _SquareBackward(torch.autograd.Function):
         return dx, ddout, None
 
 
-def _launch_square(x: torch.Tensor, version: str) -> torch.Tensor:
+def _launch_square(x: Tensor, version: str) -> Tensor:
     if x.is_neg():
         checks.negative_bit("x")
     out = torch.empty_like(x)
     n = x.numel()
-    if n:
-        if not x.is_contiguous():
-            x = _laid_out_as(out, x)
-        device = x.get_device()
-        choose("square", version, device).forward(out, x, n, device)
+    if n == 0:
+        return _fake(x)
+    if not x.is_contiguous():
+        x = _laid_out_as(out, x)
+    q, p = out.data_ptr(), x.data_ptr()
+    launch, elements = _plan("forward", version, x.dtype, x.get_device(), (p | q) % VECTOR_BYTES)
+    launch((-(-n // elements), 1, 1), _BLOCK, 0, q, p, n)
     return out
 
 
-def _launch_square_backward(x: torch.Tensor, dout: torch.Tensor, version: str) -> torch.Tensor:
+def _launch_square_backward(x: Tensor, dout: Tensor, version: str) -> Tensor:
     dx = torch.empty_like(x)
     n = x.numel()
-    if n:
-        device = x.get_device()
-        choose("square", version, device).backward(dx, _laid_out_as(dx, x), _laid_out_as(dx, dout), n, device)
+    if n == 0:
+        return dx
+    x, dout = _laid_out_as(dx, x), _laid_out_as(dx, dout)
+    r, p, q = dx.data_ptr(), x.data_ptr(), dout.data_ptr()
+    launch, elements = _plan("backward", version, x.dtype, x.get_device(), (p | q | r) % VECTOR_BYTES)
+    launch((-(-n // elements), 1, 1), _BLOCK, 0, r, p, q, n)
     return dx
 
 
-def _laid_out_as(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _laid_out_as(out: Tensor, x: Tensor) -> Tensor:
     """x, copied if its elements do not lie in memory in the order of out's, or if they lie there negated."""
     if (x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous())) and not x.is_neg():
         return x
     return torch.empty_like(out).copy_(x)
 
 
-def _fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    checks.dtype("x", x, checks.FLOATS)
     return torch.empty_like(x)
 
 
 _square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake)
-_square_backward = raw_op(
-    "_square_backward(Tensor x, Tensor dout, str version) -> Tensor",
-    2,
-    _launch_square_backward,
-    _fake,
-)
+_square_backward = raw_op("_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake)
 _apply = apply_of(_Square)
-_DTYPES = frozenset(checks.FLOATS)
 
-# ---- the ladder
+# ---- the ladder: for each version and pass the kernel for a dtype and an alignment, and how many elements its block takes
 
 _V1, _V1_BWD = Template("square.cu", "square_v1"), Template("square.cu", "square_v1_bwd")
 _V2, _V2_BWD = Template("square.cu", "square_v2"), Template("square.cu", "square_v2_bwd")
 _BLOCK = (THREADS, 1, 1)
 
 
-class _Plans(dict[tuple[torch.dtype, int, int], tuple[backend.Launch, int]]):
-    """By dtype, device and misalignment (bytes past a multiple of 16): the instance with the widest vectors, and elements a block."""
+@functools.cache
+def _plan(pass_: str, version: str, dtype: torch.dtype, device: int, misalignment: int) -> tuple[backend.Launch, int]:
+    """The launch of a pass for addresses that are `misalignment` bytes past a multiple of VECTOR_BYTES, and elements a block.
 
-    def __init__(self, template: Template):
-        self.template = template
+    Cached, so that a call pays for one look-up; a wrong dtype is found when it is first met.
+    """
+    checks.one_of("x", dtype, checks.FLOATS)
+    kernel, elements = getattr(choose("square", version, device), pass_)(dtype, misalignment)
+    return kernel.on(device), elements
 
-    def __missing__(self, key: tuple[torch.dtype, int, int]) -> tuple[backend.Launch, int]:
-        dtype, device, misalignment = key
+
+def _scalar(template: Template) -> Callable[[torch.dtype, int], tuple[Kernel, int]]:
+    return lambda dtype, misalignment: (template[dtype], THREADS)
+
+
+def _vectors(template: Template) -> Callable[[torch.dtype, int], tuple[Kernel, int]]:
+    """The widest vectors, up to VECTOR_BYTES, that the addresses are aligned to."""
+
+    def choose_width(dtype: torch.dtype, misalignment: int) -> tuple[Kernel, int]:
         width = (misalignment & -misalignment or VECTOR_BYTES) // dtype.itemsize
-        self[key] = self.template[dtype, width].on(device), THREADS * width
-        return self[key]
+        return template[dtype, width], THREADS * width
 
-
-_V2_PLANS, _V2_BWD_PLANS = _Plans(_V2), _Plans(_V2_BWD)
-
-
-def _v1(out: torch.Tensor, x: torch.Tensor, n: int, device: int) -> None:
-    _V1[x.dtype].on(device)((-(-n // THREADS), 1, 1), _BLOCK, 0, out.data_ptr(), x.data_ptr(), n)
-
-
-def _v1_backward(dx: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, n: int, device: int) -> None:
-    _V1_BWD[x.dtype].on(device)((-(-n // THREADS), 1, 1), _BLOCK, 0, dx.data_ptr(), x.data_ptr(), dout.data_ptr(), n)
-
-
-def _v2(out: torch.Tensor, x: torch.Tensor, n: int, device: int) -> None:
-    q, p = out.data_ptr(), x.data_ptr()
-    launch, elements = _V2_PLANS[x.dtype, device, (p | q) % VECTOR_BYTES]
-    launch((-(-n // elements), 1, 1), _BLOCK, 0, q, p, n)
-
-
-def _v2_backward(dx: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, n: int, device: int) -> None:
-    r, p, q = dx.data_ptr(), x.data_ptr(), dout.data_ptr()
-    launch, elements = _V2_BWD_PLANS[x.dtype, device, (p | q | r) % VECTOR_BYTES]
-    launch((-(-n // elements), 1, 1), _BLOCK, 0, r, p, q, n)
+    return choose_width
 
 
 def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -172,12 +161,14 @@ def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread an element", _v1, _v1_backward, _v1_instances),
-    "v2": Version("16-byte vectors", _v2, _v2_backward, _v2_instances),
+    "v1": Version("one thread an element", _scalar(_V1), _scalar(_V1_BWD), _v1_instances),
+    "v2": Version("16-byte vectors", _vectors(_V2), _vectors(_V2_BWD), _v2_instances),
 }
 
+# ---- what the tools know
 
-def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+
+def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     return (torch.randn(*dims, dtype=dtype, device=device),)
 
 

@@ -10,11 +10,15 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def dtype(name: str, tensor: torch.Tensor, allowed: Collection[torch.dtype]) -> None:
     """`tensor` has one of the dtypes, is strided, and lies in memory as it reads."""
-    if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must be {_or(allowed)}, got {tensor.dtype}")
+    one_of(name, tensor.dtype, allowed)
     strided(name, tensor)
     if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled graph resolves the bit before it calls us
         negative_bit(name)
+
+
+def one_of(name: str, dtype: torch.dtype, allowed: Collection[torch.dtype]) -> None:
+    if dtype not in allowed:
+        raise TypeError(f"{name} must be {_or(allowed)}, got {dtype}")
 
 
 def strided(name: str, tensor: torch.Tensor) -> None:

@@ -78,14 +78,13 @@ def _made_of_forward(*_: Any) -> None:
 class Version:
     """One rung of an op's ladder of kernels.
 
-    `forward` and `backward` launch it on the outputs and inputs that the op's raw ops hand to it; an op whose gradients are made of its
-    forward has no backward. `instances` names the kernels of a dtype, for `cukern compile` and `warmup`; `requires` is the least compute
-    capability, as 80 for 8.0.
+    `forward` and `backward` are what the op's raw ops call to launch it; an op whose gradients are made of its forward has no backward.
+    `instances` names the kernels of a dtype, for `cukern compile` and `warmup`; `requires` is the least compute capability, as 80 for 8.0.
     """
 
     idea: str
-    forward: Callable[..., None]
-    backward: Callable[..., None] = _made_of_forward
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] = _made_of_forward
     instances: Callable[[torch.dtype], Iterable[Kernel]] = lambda dtype: ()
     requires: int = 75
 
