@@ -42,6 +42,7 @@ def check(
                 bar.advance(task)
     for verdict in verdicts:
         _print(found, verdict)
+    listed("version", {name: found.versions[name].idea for name in functions if name in found.versions})
     listed("not run:", skipped)
     wrong = sum(v.wrong for v in verdicts)
     total = sum(len(v.results) + len(v.pairs) for v in verdicts)

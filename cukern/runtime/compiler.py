@@ -52,6 +52,10 @@ class Cubin:
     report: Report
 
 
+# setdefault is atomic: two threads that meet a kernel at the same time get the same lock. functools.cache would not promise that.
+_compile_locks: dict[str, threading.Lock] = {}
+
+
 def arch_of(capability: tuple[int, int]) -> str:
     """NVRTC's name of a GPU's architecture. From 9.0 on the "a" variant, which alone has wgmma."""
     number = capability[0] * 10 + capability[1]
@@ -67,17 +71,12 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     cached = _read_cache(key)
     if cached:
         return cached
-    with _compile_lock(key):
+    with _compile_locks.setdefault(key, threading.Lock()):
         cubin = _read_cache(key)
         if cubin is None:
             cubin = _compile(source, name, arch)
             _write_cache(key, cubin)
     return cubin
-
-
-@functools.cache
-def _compile_lock(key: str) -> threading.Lock:
-    return threading.Lock()
 
 
 # ---- NVRTC
