@@ -51,6 +51,7 @@ def markdown(rows: list[Row]) -> str:
         "TB/s": lambda r: _number(r["tbps"]),
         "TFLOP/s": lambda r: _number(r["tflops"]),
         "of limit": lambda r: _number(r["of_limit"]),
+        "error": lambda r: "" if r.get("error") is None else f"{r['error']:.1e}",
     }
     rows = sorted(rows, key=lambda r: (r["shape"], r["dtype"], r["pass"]))
     cells = {title: [cell(r) for r in rows] for title, cell in columns.items()}

@@ -10,7 +10,8 @@
 //  v3       32x32 tiles of A and B go through shared memory: each is read 32 times less                            6.5
 //  v4       8x8 outputs a thread: a value read from shared memory serves 8 FMAs                                   32
 //  v5       8x16 outputs a thread; cp.async fills a ring of tiles in the background; registers placed for the
-//           two register banks; the last, partly filled wave of tiles is shared out evenly (stream-K). sm_80       53
+//           two register banks; the last, partly filled wave of tiles is shared out evenly (stream-K); a long
+//           sum is cut into chains, for its error's sake. sm_80                                                    52
 //
 // Every grid is 1-D (y and z stop at 65535 blocks). Offsets are 64-bit: a matrix may have more than 2^31 elements.
 
@@ -163,8 +164,8 @@ __global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_
 
 // ------------------------------------------------------------------------------------------------------------ v5
 //
-// Which tile of C is best depends on the shape; ops/matmul_plan.py chooses. WARPS_M x WARPS_N warps compute a tile, a warp
-// is 8 x 4 threads, a thread computes TM x TN outputs. For double only Tile64x64 and the two narrow ones fit.
+// Which tile of C is best depends on the shape; ops/matmul_plan.py chooses. WARPS_M x WARPS_N warps compute a tile, a
+// warp is 8 x 4 threads, a thread computes TM x TN outputs. For double only Tile64x64 and the two narrow ones fit.
 template <int TM_, int TN_, int WARPS_M, int WARPS_N_, int BLOCKS_PER_SM>
 struct Tile {
     static constexpr int TM = TM_, TN = TN_, WARPS_N = WARPS_N_, BLOCKS = BLOCKS_PER_SM;
@@ -263,7 +264,7 @@ __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n
 }
 
 // acc += column . row, down one column of acc and up the next, so that one operand always stays and can be read from
-// the FMA unit's operand cache. See store_partial for the other half of the trick.
+// the FMA unit's operand cache. See get_vector for the other half of the trick.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column, const T* row) {
 #pragma unroll
@@ -275,12 +276,65 @@ __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column,
         }
 }
 
-// acc += the product over `tiles` tiles of BK k's, where only k_left k's are left. `as`, `bs`: this thread's first
+// Vector number q of a thread's sums: 4 rows of one column, in the order 1 0 3 2, for the sake of the loop in
+// `multiply`: the compiler keeps in consecutive registers there what is stored as one vector. column[0..3] are
+// consecutive too, so acc[i][j] and column[i] then have one odd and one even number. The register file has two banks,
+// odd and even, which deliver one value each a cycle: an FMA that wants two from one bank waits. (8 % faster than 0 1 2 3.)
+template <typename T, int TM, int TN>
+__device__ __forceinline__ Vec16<T> get_vector(const T (&acc)[TM][TN], int q) {
+    constexpr int V = WIDE<T>;
+    Vec16<T> x;
+#pragma unroll
+    for (int v = 0; v < V; ++v) x.v[v] = acc[q / TN * V + (v ^ 1)][q % TN];
+    return x;
+}
+
+template <typename T, int TM, int TN>
+__device__ __forceinline__ void set_vector(T (&acc)[TM][TN], int q, Vec16<T> x) {
+    constexpr int V = WIDE<T>;
+#pragma unroll
+    for (int v = 0; v < V; ++v) acc[q / TN * V + (v ^ 1)][q % TN] = x.v[v];
+}
+
+template <typename T>
+__device__ __forceinline__ Vec16<T> sum_of(Vec16<T> a, Vec16<T> b) {
+#pragma unroll
+    for (int v = 0; v < WIDE<T>; ++v) a.v[v] += b.v[v];
+    return a;
+}
+
+// Add a thread's sums to those in the workspace, or put them there first. They go through `scratch`, in shared memory:
+// an addition to `acc` itself would free the compiler from what get_vector says of registers (4 % slower).
+template <typename T, int TM, int TN>
+__device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][TN], bool first) {
+    constexpr int NEXT = WIDE<T> * THREADS, COUNT = TM * TN / WIDE<T>;
+    constexpr int AHEAD = COUNT / 4;  // loads under way at one time: all would not find registers
+#pragma unroll
+    for (int q = 0; q < COUNT; q += AHEAD) {
+        Vec16<T> earlier[AHEAD] = {};
+        if (!first) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) earlier[i] = load_vec<T, WIDE<T>>(sums + (q + i) * NEXT);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i += 2) {
+            store_vec(scratch, get_vector(acc, q + i));
+            store_vec(scratch + NEXT, get_vector(acc, q + i + 1));
+            asm volatile("" ::: "memory");  // or the compiler would take the values from acc
+            store_vec(sums + (q + i) * NEXT, sum_of<T>(earlier[i], load_vec<T, WIDE<T>>(scratch)));
+            store_vec(sums + (q + i + 1) * NEXT, sum_of<T>(earlier[i + 1], load_vec<T, WIDE<T>>(scratch + NEXT)));
+        }
+    }
+}
+
+// acc = the product over `tiles` tiles of BK k's, where only k_left k's are left. `as`, `bs`: this thread's first
 // values in stage 0 of the ring. While the tile in one stage is used, those of the next STAGES - 1 are on their way,
-// and while the FMAs of one k run, the fragments of the next are read from shared memory.
+// and while the FMAs of one k run, the fragments of the next are read from shared memory. After `chain` tiles the sums
+// are added to `sums`, this thread's place in the workspace, and start again from zero: the error of one chain of
+// additions grows with its length, that of several short ones with its root.
 template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
-__device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs,
-                                         int tiles, int k_left) {
+__device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as,
+                                         const T* bs, T* ring, int tiles, int k_left, int chain) {
     constexpr int V = WIDE<T>, STAGE_BYTES = CopyA::BYTES + CopyB::BYTES, STAGE = STAGE_BYTES / sizeof(T);
     T column[2][TM], row[2][TN];
 #pragma unroll
@@ -295,27 +349,43 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], CopyA& copy_a, CopyB&
     load_fragment<T, TM / V>(column[0], as, 8 * V);
     load_fragment<T, TN / V>(row[0], bs, 4 * V);
     int use = 0, fill = STAGES - 1;
-    for (int t = 0; t < tiles; ++t) {
+    for (int t = 0, end; t < tiles; t = end) {
+        end = min(tiles, t + chain);
 #pragma unroll
-        for (int k = 0; k < BK; ++k) {
-            if (k == BK - 1) {  // the next fragment is in the next tile: wait for it
-                cp_async_wait<STAGES - 2>();
-                __syncthreads();
-                use = use + 1 == STAGES ? 0 : use + 1;
+        for (int i = 0; i < TM; ++i)
+#pragma unroll
+            for (int j = 0; j < TN; ++j) acc[i][j] = 0;
+        for (int i = t; i < end; ++i) {
+#pragma unroll
+            for (int k = 0; k < BK; ++k) {
+                if (k == BK - 1) {  // the next fragment is in the next tile: wait for it
+                    cp_async_wait<STAGES - 2>();
+                    __syncthreads();
+                    use = use + 1 == STAGES ? 0 : use + 1;
+                }
+                load_fragment<T, TM / V>(column[(k + 1) % 2], as + use * STAGE + (k + 1) % BK * CopyA::LD, 8 * V);
+                load_fragment<T, TN / V>(row[(k + 1) % 2], bs + use * STAGE + (k + 1) % BK * CopyB::LD, 4 * V);
+                // The stage that all threads left at the last barrier is free. Past the end it gets zeros, never used.
+                // The two copies are apart so as not to queue up.
+                if (k == 1) copy_a.start(fill * STAGE_BYTES, k_left);
+                if (k == 4) {
+                    copy_b.start(fill * STAGE_BYTES, k_left);
+                    cp_async_commit();
+                    k_left -= BK;
+                    fill = fill + 1 == STAGES ? 0 : fill + 1;
+                }
+                outer_product(acc, column[k % 2], row[k % 2]);
             }
-            load_fragment<T, TM / V>(column[(k + 1) % 2], as + use * STAGE + (k + 1) % BK * CopyA::LD, 8 * V);
-            load_fragment<T, TN / V>(row[(k + 1) % 2], bs + use * STAGE + (k + 1) % BK * CopyB::LD, 4 * V);
-            // The stage that all threads left at the last barrier is free. Past the end it gets zeros, never used. The
-            // two copies are apart so as not to queue up.
-            if (k == 1) copy_a.start(fill * STAGE_BYTES, k_left);
-            if (k == 4) {
-                copy_b.start(fill * STAGE_BYTES, k_left);
-                cp_async_commit();
-                k_left -= BK;
-                fill = fill + 1 == STAGES ? 0 : fill + 1;
-            }
-            outer_product(acc, column[k % 2], row[k % 2]);
         }
+        if (tiles > chain) {
+            add_to(sums, ring + fill * STAGE + threadIdx.x * V, acc, t == 0);
+            __syncthreads();  // that stage is filled next
+        }
+    }
+    if (tiles > chain) {
+#pragma unroll
+        for (int q = 0; q < TM * TN / V; ++q)
+            set_vector(acc, q, load_vec<T, V>(sums + q * THREADS * V));
     }
     cp_async_wait<0>();
     __syncthreads();  // the ring is free again
@@ -387,39 +457,31 @@ struct Store {
     }
 };
 
-// The workspace has room for 2 * shared_blocks tiles. Where this thread's vector number q of the tile in place `p` lies
-// in it: vector by vector, so that a warp writes and reads 512 bytes in a row.
+// Where this thread's vector number q of the tile in place `p` of the workspace lies: vector by vector, so that a warp
+// writes and reads 512 bytes in a row.
 template <typename T, typename S>
 __device__ __forceinline__ long long partial_offset(long long p, int q) {
     return ((p * (S::TM * S::TN / WIDE<T>) + q) * THREADS + threadIdx.x) * WIDE<T>;
 }
 
-// A thread's sums to the workspace. A vector holds 4 rows of one column, in the order 1 0 3 2, for the sake of the loop
-// in `multiply`: the compiler keeps the four in consecutive registers there. column[0..3] are consecutive too, so
-// acc[i][j] and column[i] then have one odd and one even number. The register file has two banks, odd and even, which
-// deliver one value each a cycle: an FMA that wants two values from one bank waits. (8 % faster than 0 1 2 3.)
 template <typename T, typename S>
 __device__ __forceinline__ void store_partial(T* partials, long long p, const T (&acc)[S::TM][S::TN]) {
-    constexpr int V = WIDE<T>;
 #pragma unroll
-    for (int q = 0; q < S::TM * S::TN / V; ++q) {
-        Vec16<T> x;
-#pragma unroll
-        for (int v = 0; v < V; ++v) x.v[v] = acc[q / S::TN * V + (v ^ 1)][q % S::TN];
-        store_vec(partials + partial_offset<T, S>(p, q), x);
-    }
+    for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q)
+        store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
 }
 
 // v5. Blocks [0, shared_blocks) share equally the k tiles of the first `shared_tiles` tiles of C: block b takes numbers
 // [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
-// What is not a whole tile of C it writes to `partials`, place 2 b, or 2 b + 1 if it begins at k = 0, and
-// matmul_v5_fixup adds these up. Every later block computes one whole tile.
-// Grid shared_blocks + tiles of C - shared_tiles, block 128. lda and ldb: the stride that is not 1, below 2^32 bytes
-// for the BM or BN rows of a tile.
+// What is not a whole tile of C it writes to the workspace, place 2 b, or 2 b + 1 if it begins at k = 0, and
+// matmul_v5_fixup adds these up. The other tiles are dealt out to all blocks, whole.
+// Grid: as many blocks as run at one time, or fewer; block 128. The workspace has room for 2 * shared_blocks tiles, and
+// for one more a block where K is longer than `chain` tiles. lda and ldb: the stride that is not 1, below 2^32 bytes for
+// the BM or BN rows of a tile.
 template <typename T, int A_COPY, int B_COPY, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
-matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
-          int shared_blocks, int shared_tiles) {
+matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda,
+          long long ldb, int shared_blocks, int shared_tiles, int chain) {
     using CopyA = TileCopy<T, A_COPY, S::BM>;
     using CopyB = TileCopy<T, B_COPY, S::BN>;
     constexpr int STAGES = 4, RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
@@ -429,22 +491,40 @@ matmul_v5(T* out, T* partials, const T* a, const T* b, const T* bias, int M, int
     const T* bs = reinterpret_cast<const T*>(ring + CopyA::BYTES) + place.n;
 
     int block = blockIdx.x, k_tiles = max(1, (K + BK - 1) / BK);
-    long long total = (long long)shared_tiles * k_tiles;
-    bool shares = block < shared_blocks, vectors = rows_are_vectors(out, bias, N);
-    long long work = shares ? block * total / shared_blocks : total + (long long)(block - shared_blocks) * k_tiles;
-    long long end = shares ? (block + 1) * total / shared_blocks : work + k_tiles;
-    while (work < end) {
-        int tile = int(work / k_tiles), first = int(work % k_tiles), k0 = first * BK, m0, n0;
-        int count = int(min((long long)(k_tiles - first), end - work));
+    int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN), next = shared_tiles + block;
+    int tile = 0, first = 0, left = 0;  // k tiles first, first + 1, .. of `tile` are next; `left` are left of the block's share
+    if (block < shared_blocks) {
+        long long total = (long long)shared_tiles * k_tiles, begin = block * total / shared_blocks;
+        left = int((block + 1) * total / shared_blocks - begin);
+        tile = int(begin / k_tiles);
+        first = int(begin % k_tiles);
+    }
+    bool vectors = rows_are_vectors(out, bias, N);
+    for (;;) {
+        if (left == 0) {
+            if (next >= tiles) return;
+            tile = next;
+            first = 0;
+            left = k_tiles;
+            next += gridDim.x;
+        }
+        int k0 = first * BK, count = min(k_tiles - first, left), m0, n0;
+        bool whole = count == k_tiles;
+        int p = whole ? 2 * shared_blocks + block : 2 * block + (first == 0);
         tile_origin<S>(tile, M, N, m0, n0);
         CopyA copy_a(a, lda, m0, M, k0, shared_address(ring));
         CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
-        T acc[S::TM][S::TN] = {};
-        multiply<STAGES>(acc, copy_a, copy_b, as, bs, count, min(K - k0, count * BK));
-        if (count != k_tiles) store_partial<T, S>(partials, 2ll * block + (first == 0), acc);
+        T acc[S::TM][S::TN];
+        multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs,
+                         reinterpret_cast<T*>(ring), count, min(K - k0, count * BK), chain);
+        asm volatile("" : "+r"(tile), "+r"(first));  // compute m0, n0 again: they need not hold registers in the loop
+        tile_origin<S>(tile, M, N, m0, n0);
+        if (!whole) store_partial<T, S>(workspace, 2 * block + (first == 0), acc);
         else if (vectors) Store<T, S>::directly(out, bias, acc, place, m0, n0, M, N);
         else Store<T, S>::staged(out, bias, acc, reinterpret_cast<T*>(ring), place, m0, n0, M, N);
-        work += count;
+        ++tile;
+        first = 0;
+        left -= count;
     }
 }
 

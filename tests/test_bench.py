@@ -60,7 +60,7 @@ def test_measure_all_passes_on_the_cpu():
     for name in ("fwd", "bwd", "bwd:x", "bwd:weight"):
         table = measure(LINEAR, (8, 16, 4), torch.float32, name, CPU, ["cukern", "torch"], budget_s=0.02)
         assert [(r.provider, r.version, r.pass_) for r in table.rows] == [("cukern", "reference", name), ("torch", "", name)]
-        assert all(0 < r.median_us < 1e5 and r.of_limit is None for r in table.rows)
+        assert all(0 < r.median_us < 1e5 and r.of_limit is None and 0 <= r.error < 1e-6 for r in table.rows)
     with pytest.raises(ValueError, match="no pass 'bwd:y'"):
         passes(LINEAR, (8, 8, 8), torch.float32, ["bwd:y"])
 
@@ -154,7 +154,8 @@ def test_measure_a_compute_bound_op(name):
 # ---- record and tables
 
 COLUMNS = (
-    "op version pass shape dtype provider median_us iqr_us bytes flops tbps tflops of_limit commit dirty gpu driver torch cupy nvrtc date"
+    "op version pass shape dtype provider median_us iqr_us bytes flops tbps tflops of_limit error "
+    "commit dirty gpu driver torch cupy nvrtc date"
 )
 
 

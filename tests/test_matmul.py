@@ -8,7 +8,8 @@ import torch
 from helpers import exact_gradients, gpu, places, same_bits
 
 import cukern
-from cukern.ops.matmul_plan import BK, MIN_K_TILES, TILES, plan
+from cukern.bench import environment, verify
+from cukern.ops.matmul_plan import BK, MAX_CHAIN, MIN_K_TILES, TILES, plan
 from cukern.runtime.registry import OPS
 
 SIZES = (1, 3, 8, 33, 130)
@@ -61,9 +62,12 @@ def test_every_small_size(device, version):
 def test_the_plan_gives_every_tile_to_somebody(itemsize):
     sizes = (1, 31, 128, 129, 1000, 4096, 50257)
     for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
-        tile, grid, shared_blocks, shared_tiles = plan(m, n, k, 132, itemsize)
+        tile, grid, shared_blocks, shared_tiles, chain, room = plan(m, n, k, 132, itemsize)
         tiles, k_tiles = -(-m // tile.rows) * -(-n // tile.columns), max(1, -(-k // BK))
-        assert tile in TILES[itemsize] and 0 <= shared_tiles <= tiles and grid == shared_blocks + tiles - shared_tiles
+        assert tile in TILES[itemsize] and 0 <= shared_tiles <= tiles
+        assert shared_blocks <= grid == min(132 * tile.per_sm, shared_blocks + tiles - shared_tiles)
+        assert chain <= MAX_CHAIN and (chain == k_tiles or 2 * chain > MAX_CHAIN)
+        assert room == 2 * shared_blocks + (grid if k_tiles > chain else 0)
         if shared_blocks:
             assert shared_blocks * MIN_K_TILES <= shared_tiles * k_tiles and shared_blocks <= 132 * tile.per_sm
         else:
@@ -82,6 +86,18 @@ def test_shapes_that_split_the_last_wave_of_tiles():
         (1, 1, 100003),
     ):
         check(matrix(m, k, "rows", "cuda", torch.float32), matrix(k, n, "columns", "cuda", torch.float32), None, f"{m} {n} {k}")
+
+
+@gpu
+@pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (4096, 3072, 768), (8192, 8192, 8192), (1000, 999, 10007)])
+def test_largest_error_is_at_most_twice_that_of_cublas(m, n, k):
+    """Also where cuBLAS cuts K into several sums, as it does for the gradients of a linear layer."""
+    for op, name in itertools.product((OPS["matmul"], OPS["linear"]), ("fwd", "bwd")):
+        inputs = op.make((m, n, k), torch.float32, "cuda")
+        with environment.strict_float32():
+            for one in [name] if name == "fwd" else [f"bwd:{x}" for x in op.inputs[:2]]:
+                error = verify.errors(op, inputs, {"ours": op.function, "cuBLAS": op.reference}, one)
+                assert error["ours"] <= 2 * error["cuBLAS"], f"{op.name} {one}: {error}"
 
 
 @pytest.mark.parametrize("device, version", places("matmul"))

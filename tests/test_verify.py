@@ -113,6 +113,20 @@ def test_verify_of_float64_lets_terms_be_added_in_another_order():
     assert max(r.allowed for r in verdict.results) < 1e-14
 
 
+def test_errors_are_those_of_the_pass():
+    def wrong(x, weight, bias):
+        out = torch.nn.functional.linear(x, weight, bias)
+        return out + (weight - weight.detach()).sum()  # right forward, and in the gradient of x
+
+    functions = {"right": LINEAR.function, "wrong": wrong, "no gradient": lambda *x: LINEAR.function(*x).detach()}
+    inputs = LINEAR.make((8, 16, 4), torch.float32, CPU)
+    found = {p: verify.errors(LINEAR, inputs, functions, p) for p in ("fwd", "bwd:x", "bwd:weight", "bwd")}
+    assert all(0 < e["right"] < 1e-6 for e in found.values())
+    assert found["fwd"]["wrong"] < 1e-6 and found["bwd:x"]["wrong"] < 1e-6
+    assert found["bwd:weight"]["wrong"] > 1e-2 and found["bwd"]["wrong"] > 1e-2
+    assert [p for p, e in found.items() if "no gradient" in e] == ["fwd"]
+
+
 def test_verify_refuses_another_shape_or_dtype():
     with pytest.raises(ValueError, match=r"the output is \(10, 10\)"):
         check({"bad": lambda x: (x * x).view(10, 10)})

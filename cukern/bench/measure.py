@@ -10,7 +10,7 @@ import torch
 from cukern.bench import environment, timing
 from cukern.bench.peers import names as peer_names
 from cukern.bench.peers import peers
-from cukern.bench.verify import Function, candidates
+from cukern.bench.verify import Function, candidates, errors, wanted_inputs
 from cukern.runtime.registry import Cost, Op
 
 MOST_SETS = 256  # of inputs; a tiny shape would need thousands to outgrow the L2 cache
@@ -21,7 +21,8 @@ Key = tuple[str, str]  # provider, version
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table and of the record. Times in microseconds; bytes and flops of one call, 0 where only host time was measured."""
+    """One line of a table and of the record. Times in microseconds; bytes and flops of one call, 0 where only host time was measured;
+    `error` as in verify.errors."""
 
     op: str
     version: str
@@ -34,6 +35,7 @@ class Row:
     bytes: int = 0
     flops: int = 0
     of_limit: float | None = None
+    error: float | None = None
 
     @property
     def tbps(self) -> float | None:
@@ -91,6 +93,7 @@ def measure(
     if sets == MOST_SETS:
         notes["all"] = f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"
     with environment.strict_float32(), timing.side_stream(device):
+        wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
         calls = _calls(op, dims, dtype, pass_, device, functions, sets, missing)
         if op.bound == "memory" and device.type == "cuda":  # the yardstick, whatever else is wanted
             calls["copy", ""] = _copies(cost.bytes, sets, device)
@@ -103,10 +106,11 @@ def measure(
                 raise error  # ours must not fail
             missing[key[0]] = _reason(error)
     done = {key: times[str(key)] for key in (*functions, ("copy", "")) if str(key) in times}
-    rows = [
-        Row(op.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us, cost.bytes, cost.flops if p != "copy" else 0)
-        for (p, v), t in done.items()
-    ]
+    rows = []
+    for (provider, version), t in done.items():
+        work = cost.bytes, cost.flops if provider != "copy" else 0
+        timed = Row(op.name, version, pass_, tuple(dims), name_of(dtype), provider, t.median_us, t.iqr_us, *work)
+        rows.append(dataclasses.replace(timed, error=wrong.get((provider, version))))
     notes |= {" ".join(key).strip(): t.note for key, t in done.items() if t.note}
     return Table(_with_limit(rows, op, dtype, device), missing, notes)
 
@@ -162,7 +166,7 @@ def _calls(
     inputs = [op.make(dims, dtype, device) for _ in range(sets)]
     if pass_ == "fwd":
         return {key: _holding([_bound(f, x) for x in inputs]) for key, f in functions.items()}
-    wanted = _wanted(op, pass_, inputs[0])
+    wanted = wanted_inputs(op, pass_, inputs[0])
     leaves = [[x.requires_grad_(i in wanted) for i, x in enumerate(one)] for one in inputs]
     with torch.no_grad():
         douts = [torch.randn_like(op.reference(*one)) for one in inputs]
@@ -181,12 +185,6 @@ def _calls(
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _wanted(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Which inputs a backward pass differentiates: "bwd" all, "bwd:x" that one."""
-    one = pass_.partition(":")[2]
-    return [i for i, (name, x) in enumerate(zip(op.inputs, inputs, strict=True)) if x.is_floating_point() and one in ("", name)]
 
 
 def _gradient(y: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> timing.Call:

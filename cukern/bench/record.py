@@ -41,6 +41,7 @@ def _measured(row: Row) -> dict[str, object]:
         "tbps": _digits(row.tbps),
         "tflops": _digits(row.tflops),
         "of_limit": _digits(row.of_limit),
+        "error": _digits(row.error),
     }
 
 

@@ -120,6 +120,34 @@ def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str,
     return Verdict(tuple(dims), dtype, tuple(results), tuple(pairs))
 
 
+def errors(op: Op, inputs: Tensors, functions: dict[Any, Function], pass_: str) -> dict[Any, float]:
+    """For each function, the error of its results in a pass ("fwd", "bwd", "bwd:x"): the largest |y - truth| over the largest |truth|,
+    where truth is the reference in float64. A function that cannot do the pass is left out."""
+    wanted = wanted_inputs(op, pass_, inputs)
+    with torch.no_grad():
+        dout = torch.randn_like(op.reference(*inputs))
+
+    def run(function: Function, inputs: Tensors, dout: torch.Tensor) -> Tensors:
+        if pass_ == "fwd":
+            with torch.no_grad():
+                return (function(*inputs),)
+        leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+        return torch.autograd.grad(function(*leaves), [leaves[i] for i in wanted], dout)
+
+    truth = run(op.reference, _cast(inputs, torch.float64), dout.double())
+    found = {}
+    for name, function in functions.items():
+        with contextlib.suppress(Exception):  # who times it will say what it raised
+            found[name] = max(_relative(y, t) for y, t in zip(run(function, inputs, dout), truth, strict=True))
+    return found
+
+
+def wanted_inputs(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Which inputs a backward pass differentiates: "bwd" all, "bwd:x" that one."""
+    one = pass_.partition(":")[2]
+    return [i for i, (name, x) in enumerate(zip(op.inputs, inputs, strict=True)) if x.is_floating_point() and one in ("", name)]
+
+
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """torch.empty gives NaN, so that an element which a kernel does not write is seen."""
@@ -164,6 +192,12 @@ def _run(function: Function, inputs: Tensors, dout: torch.Tensor) -> Tensors:
     if out.shape != dout.shape or out.dtype != dout.dtype:
         raise ValueError(f"the output is {tuple(out.shape)} of {out.dtype}, torch's is {tuple(dout.shape)} of {dout.dtype}")
     return (out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout))
+
+
+def _relative(y: torch.Tensor, truth: torch.Tensor) -> float:
+    if not y.numel():
+        return 0.0
+    return float((y.double() - truth).abs().max() / truth.abs().max())
 
 
 def _cast(inputs: Tensors, dtype: torch.dtype) -> Tensors:

@@ -104,7 +104,8 @@ def _table(title: str, rows: Sequence[Row]) -> object:
     limit = any(r.of_limit is not None for r in rows)
     columns = ["provider", "version", "us", "+- us"]
     columns += ["TB/s", "TFLOP/s", "flop/byte"] if work else []
-    columns += (["of limit"] if limit else []) + (["torch / this"] if torch_us else [])
+    wrong = any(r.error is not None for r in rows)
+    columns += (["of limit"] if limit else []) + (["torch / this"] if torch_us else []) + (["error"] if wrong else [])
     shown = table(title, *columns)
     for r in rows:
         cells = [r.provider, r.version, f"{r.median_us:.2f}", f"{r.iqr_us:.2f}"]
@@ -114,6 +115,8 @@ def _table(title: str, rows: Sequence[Row]) -> object:
             cells.append(_number(r.of_limit))
         if torch_us:
             cells.append(_number(torch_us / r.median_us))
+        if wrong:
+            cells.append("" if r.error is None else f"{r.error:.1e}")
         shown.add_row(*cells, style="bold" if r.provider == "cukern" else None)
     return shown
 

@@ -45,14 +45,15 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     b, b_k, ldb = _with_unit_stride(b.t())
     if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # its offsets inside a tile have 32 bits
         return _v4(out, a, b.t(), bias)
-    tile, grid, shared_blocks, shared_tiles = matmul_plan.plan(M, N, K, _multiprocessors(device), itemsize)
-    partials = torch.empty(2 * shared_blocks * tile.rows * tile.columns, dtype=out.dtype, device=out.device)
+    tile, grid, shared_blocks, shared_tiles, chain, room = matmul_plan.plan(M, N, K, _multiprocessors(device), itemsize)
+    workspace = torch.empty(room * tile.rows * tile.columns, dtype=out.dtype, device=out.device)
     kernel = _V5[a.dtype, _copy_mode(a, a_k, lda), _copy_mode(b, b_k, ldb), tile.name]
-    kernel.on(device)((grid, 1, 1), (128, 1, 1), 0, *_pointers(out, partials, a, b, bias), M, N, K, lda, ldb, shared_blocks, shared_tiles)
+    numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
+    kernel.on(device)((grid, 1, 1), (128, 1, 1), 0, *_pointers(out, workspace, a, b, bias), *numbers)
     if shared_blocks:
         squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # that each of the 128 threads has of a tile
         fixup = _V5_FIXUP[a.dtype, tile.name].on(device)
-        fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *_pointers(out, partials, bias), M, N, K, shared_blocks, shared_tiles)
+        fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *_pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
 
 
 def _copy_mode(x: torch.Tensor, along_k: bool, ld: int) -> int:
