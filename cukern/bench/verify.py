@@ -122,10 +122,12 @@ def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str,
 
 def errors(op: Op, inputs: Tensors, functions: dict[Any, Function], pass_: str) -> dict[Any, float]:
     """For each function, the error of its results in a pass ("fwd", "bwd", "bwd:x"): the largest |y - truth| over the largest |truth|,
-    where truth is the reference in float64. A function that cannot do the pass is left out."""
+    where truth is the reference in float64. A function that cannot do the pass is left out; so are all where the inputs are float64."""
     wanted = wanted_inputs(op, pass_, inputs)
     with torch.no_grad():
         dout = torch.randn_like(op.reference(*inputs))
+    if dout.dtype == torch.float64:
+        return {}
 
     def run(function: Function, inputs: Tensors, dout: torch.Tensor) -> Tensors:
         if pass_ == "fwd":
