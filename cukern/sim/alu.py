@@ -32,7 +32,7 @@ def find(opcode: str, second: bool = False) -> Function:
         raise NotSimulated(opcode)
     try:
         return maker(op)
-    except (KeyError, ValueError, StopIteration):  # types, or a mixture of modifiers, that a table lacks
+    except (LookupError, ValueError, StopIteration):  # types, or a mixture of modifiers, that a table lacks
         raise NotSimulated(opcode) from None
 
 
