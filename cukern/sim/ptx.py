@@ -101,14 +101,15 @@ class Module:
     files: dict[int, str] = field(default_factory=dict)
 
     def location(self, line: Line | None) -> str:
-        """file:line; for a function that was inlined also the line in the kernel."""
+        """file:line; for a function that was inlined also the lines where, from the inside to the kernel."""
         if line is None:
             return "a line that is not known"
-        outermost = line
-        while outermost.caller:
-            outermost = outermost.caller
-        text = self._place(line)
-        return text if outermost is line else f"{text} (inlined at {self._place(outermost)})"
+        text, callers, last = self._place(line), [], ""
+        while line := line.caller:
+            place = self._place(line)
+            callers.append(str(line.line) if place.rpartition(":")[0] == last else place)
+            last = place.rpartition(":")[0]
+        return f"{text} (inlined at {', '.join(callers)})" if callers else text
 
     def _place(self, line: Line) -> str:
         path = self.files.get(line.file, "?")

@@ -144,20 +144,21 @@ class Space:
     def race(
         self, m: "Machine", region: Region, at: np.ndarray, lanes: np.ndarray, size: int, verb: str, conflict: Conflict, did: str
     ) -> Fault:
-        """The Race of the first conflict. `verb`: what the lane does now, `did`: what the other did."""
-        row, stamp = conflict.rows[0], int(conflict.stamps[0])
+        """The Race of one conflict. `verb`: what the lane does now, `did`: what the other did."""
+        mine = (lanes[conflict.rows] + m.order.base) // 32
+        i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)  # between two warps, if there is one: __syncwarp mends the others
+        row, stamp = conflict.rows[i], int(conflict.stamps[i])
         where = self.describe(region, int(at[row]))
         if stamp & int(IN_FLIGHT):
             verb += f" {size} bytes, {where}, into which a cp.async still copies:"
             _, _, line = m.who(stamp)
             return m.fault(Race, lanes[row], f"{verb} a cp.async.wait is missing after the copy at {line}")
         block, thread, line = m.who(stamp)
-        mine_block, mine = m.block_and_thread(lanes[row])
-        if block != mine_block:
+        if block != m.block_and_thread(lanes[row])[0]:
             other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch"
         else:
-            same_warp = m.order.unpack(stamp)[0] // 32 == (lanes[row] + m.order.base) // 32
             other = f"thread {thread}"
+            same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
             remedy = "a __syncwarp() is missing between the two" if same_warp else "no barrier is between the two"
         return m.fault(Race, lanes[row], f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}")
 
