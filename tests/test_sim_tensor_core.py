@@ -103,11 +103,17 @@ def test_nan_and_infinity():
     assert set(np.unique(np.stack(result)).tolist()) == {0x7FFFFFFF}  # infinity times 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "mma.sync.aligned.m16n8k16.col.row.f32.f16.f16.f32",
-     "mma.sync.aligned.m16n8k16.row.col.bf16.bf16.bf16.bf16", "mma.sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32", "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16"],
-)  # fmt: skip
+UNKNOWN = [
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
+    "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64",
+    "mma.sync.aligned.m16n8k16.col.row.f32.f16.f16.f32",
+    "mma.sync.aligned.m16n8k16.row.col.bf16.bf16.bf16.bf16",
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32",
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16",
+]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_there_says_so(name):
     with pytest.raises(NotSimulated, match=name.replace(".", r"\.")):
         mma(name)

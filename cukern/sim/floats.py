@@ -24,11 +24,13 @@ Function = Callable[..., Array]
 class Format:
     """A floating-point type: masks of its bits, `values` (bits to numpy floats, exact) and `nearest` (float64 to bits, ties to even).
 
-    `native`: numpy has the type, and rounds its sums, products, quotients and roots right.
+    `native`: numpy has the type, and rounds its sums, products, quotients and roots right. `unused`: how many low bits are always 0.
     """
 
-    def __init__(self, name: str, masks: tuple[int, int, int, int], values: Function, nearest: Function, native: bool = True):
-        self.name, self.values, self.nearest, self.native = name, values, nearest, native
+    def __init__(
+        self, name: str, masks: tuple[int, int, int, int], values: Function, nearest: Function, native: bool = True, unused: int = 0
+    ):
+        self.name, self.values, self.nearest, self.native, self.unused = name, values, nearest, native, unused
         self.bits: type[Any] = {16: np.uint16, 32: np.uint32, 64: np.uint64}[masks[0].bit_length()]
         self.sign, self.exponent, self.nan, self.one = map(self.bits, masks)
 
@@ -65,7 +67,7 @@ BF16 = Format(
     native=False,
 )
 F32 = Format("f32", _MASKS32, lambda bits: bits.view(np.float32), lambda x: x.astype(np.float32).view(np.uint32))
-TF32 = Format("tf32", _MASKS32, F32.values, _tf32_of_f64, native=False)
+TF32 = Format("tf32", _MASKS32, F32.values, _tf32_of_f64, native=False, unused=13)
 F64 = Format(
     "f64",
     (1 << 63, 0x7FF << 52, 0x7FF8 << 48, 1023 << 52),
@@ -82,18 +84,19 @@ def round_to(fmt: Format, x: Array, mode: str = "rn") -> Array:
     """float64 to a narrower format, rounded to nearest (rn), toward zero (rz), down (rm) or up (rp)."""
     bits = fmt.nearest(x)
     if mode != "rn":
-        away = _bool_bits(fmt, (np.abs(fmt.values(bits)) < np.abs(x)) & ((x < 0) if mode == "rm" else (x > 0)))
+        away = _steps(fmt, (np.abs(fmt.values(bits)) < np.abs(x)) & ((x < 0) if mode == "rm" else (x > 0)))
         down = _toward_zero(fmt, bits, x)
         bits = {"rz": down, "rm": np.where(x < 0, bits + away, down), "rp": np.where(x > 0, bits + away, down)}[mode]
     return canonical(fmt, bits, x)
 
 
 def _toward_zero(fmt: Format, bits: Array, x: Array) -> Array:
-    return bits - _bool_bits(fmt, np.abs(fmt.values(bits)) > np.abs(x))
+    return bits - _steps(fmt, np.abs(fmt.values(bits)) > np.abs(x))
 
 
-def _bool_bits(fmt: Format, flags: Array) -> Array:
-    return flags.astype(fmt.bits)
+def _steps(fmt: Format, flags: Array) -> Array:
+    """From a number to its neighbour away from zero, where the flag is set."""
+    return flags.astype(fmt.bits) << fmt.unused
 
 
 def canonical(fmt: Format, bits: Array, values: Array) -> Array:
