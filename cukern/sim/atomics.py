@@ -85,7 +85,7 @@ def _serially(
     array, index = where.array(at, size)
     old = np.empty(len(lanes), array.dtype)
     order = np.argsort(index, kind="stable")
-    first = np.flatnonzero(np.diff(index[order], prefix=-1))
+    first = np.flatnonzero(np.diff(index[order], prepend=-1))
     turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
     for i in range(int(turn.max()) + 1):
         rows = order[turn == i]

@@ -151,8 +151,7 @@ class Barriers:
         missing = int(np.flatnonzero(mine & (meeting.pcs < 0))[0]) if (mine & (meeting.pcs < 0)).any() else None
         for_whom = f"{meeting.count[block]} threads" if meeting.count[block] else "all threads of the block"
         what = f"waits at barrier {barrier} for {for_whom}"
-        if missing is not None:
-            what += f", but {m.whereabouts(missing)}"
+        what += f", but {m.whereabouts(missing)}" if missing is not None else ", and the block has no more"
         return m.fault(BarrierFault, lane, what, int(meeting.pcs[lane]))
 
 

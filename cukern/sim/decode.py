@@ -83,6 +83,8 @@ def instruction(program: "Program", pc: int) -> tuple["Step", bool]:
         step = maker(c)
     except NotSimulated as error:
         return _not_simulated(pc, str(error)), True
+    except (IndexError, KeyError, ValueError, StopIteration):  # operands that it does not have
+        return _not_simulated(pc, c.opcode), True
     guard = c.instruction.guard
     if guard is not None and base != "bra":
         step = _split(step, guard, pc) if jumps else _guarded(step, guard)
