@@ -78,6 +78,12 @@ def near_ties(type_: str, n: int) -> list[np.ndarray]:
         scale = Fraction(2) ** int(rng.integers(-most // 2, most // 4))
         sign = -1 if rng.integers(2) else 1
         triples.append([encode(type_, x) for x in (a * scale, sign * b, -c * scale if shift % 3 else -a * b * scale)])
+        tiny = Fraction(int(rng.integers(0, 5)), 2 ** (digits - 1))  # (1 + tiny) * (1 - tiny) is just below 1
+        whole = 2 * int(rng.integers(2 ** (digits - 2), 2 ** (digits - 1))) + int(rng.integers(2))
+        step = min(0, most - 2 * digits)
+        triples.append(
+            [encode(type_, x * Fraction(2) ** step) for x in ((1 + tiny) / 2, sign * (1 - tiny) / Fraction(2) ** step, Fraction(whole))]
+        )
     return [np.array(x, KINDS[size]) for x in zip(*triples, strict=True)]
 
 
@@ -86,7 +92,7 @@ def near_ties(type_: str, n: int) -> list[np.ndarray]:
 def test_fma_at_ties_and_cancellations(type_, mode):
     if type_ in ("f16", "bf16") and mode != "rn":
         pytest.skip("PTX has no such instruction")
-    a, b, c = near_ties(type_, 800)
+    a, b, c = near_ties(type_, 400)
     expected = [encode(type_, exact("fma", *(decode(type_, int(x)) for x in each), mode=mode), mode) for each in zip(a, b, c, strict=True)]
     check(f"fma.{mode}.{type_}", run(f"fma.{mode}.{type_}", a, b, c), expected, a, b, c)
 
@@ -698,7 +704,8 @@ def test_seeds_of_newtons_iterations():
 
 
 UNKNOWN = """add add.f8 add.rs.f32 fma.rn.f32x2 add.sat.u32 mul.s32 mul.sat.s32 min.sat.s32 setp.f32 sqrt.f32 and.f32 shf.l.b32
-             cvt.rn.e4m3x2.f32 wgmma.mma_async vabsdiff4.u32.u32.u32 ex2.f32 rcp.approx.f16 sin.approx.f64 cvt.relu.s32.f32 max.relu.f16 lop3.or.b32
+             cvt.rn.e4m3x2.f32 wgmma.mma_async
+             vabsdiff4.u32.u32.u32 ex2.f32 rcp.approx.f16 sin.approx.f64 cvt.relu.s32.f32 max.relu.f16 lop3.or.b32
              mad.hi.sat.s32 cvt.s32.f32 cvt.rn.f32 set.lt.f32 dp2a.s32.s32"""
 
 

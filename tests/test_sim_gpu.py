@@ -210,7 +210,7 @@ def function_case(name: str) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
     n = 512
     special = torch.from_numpy(edges("f64" if dtype == torch.float64 else "f32").view(np.float64 if dtype == torch.float64 else np.float32))
     drawn = torch.randn(2, n - 2 * len(special), dtype=torch.float64) * torch.tensor([4.0, 1.0])[:, None]
-    large = torch.exp2(torch.linspace(6, 30, len(special), dtype=torch.float64)).expand(2, -1)  # the long way of sin and cos
+    large = torch.exp2(torch.linspace(6, 30, len(special), dtype=torch.float64)).expand(2, -1)  # the long way of sinf and cosf
     x = torch.cat((drawn, large, special.double().expand(2, -1)), 1).to(dtype)
     kernel = cukern.load(FOLDER / "functions.cu", name)
     return kernel, (torch.zeros(rows, n, dtype=dtype), x, n), {"grid": 2, "block": n // 2}

@@ -2,7 +2,8 @@
 
 `find("fma.rn.f32")` returns a function of the source operands in PTX's order: arrays of raw bits (unsigned, one element a lane, or a
 single one for a constant), bool arrays for predicates. It returns the raw bits of the destination, or bools, and leaves its
-operands alone. Instructions that touch memory, other lanes or the program counter are the machine's.
+operands alone. Instructions that touch memory, other lanes or the program counter are the machine's. A GPU's assembler may fuse a mul and
+an add that name no rounding mode; here each is rounded, as it is with .rn.
 
 `_TABLE` has for each base a maker, which builds the function from types and modifiers, and the modifiers that it knows. Whatever is not
 there raises NotSimulated, so that nothing is ever computed by half.

@@ -95,7 +95,7 @@ extern "C" __global__ void atomics(int* totals, long long* wide, float* floats, 
     atomicMax(shared + 3, v);
     atomicOr(shared + 4, v & 0x100);
     atomicAnd(shared + 5, v);
-    int old = shared[6], seen;
+    int old = atomicOr(shared + 6, 0), seen;
     do { seen = old; old = atomicCAS(shared + 6, seen, seen + (v & 15)); } while (old != seen);
     atomicAdd((float*)shared + 7, (float)(v & 7));
     __syncthreads();
