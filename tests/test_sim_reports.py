@@ -319,7 +319,7 @@ __global__ void k(int* out, const int* x) {
     Case(
         "two threads write two values",
         sim.Race,
-        r"writes 4 bytes, byte 0 of the tensor of argument 'out', that thread \(63, 0, 0\) wrote at {there}: no barrier",
+        r"writes 4 bytes, byte 0 of the tensor of argument 'out', where block \(0, 0, 0\), thread \(63, 0, 0\) writes another value",
         lambda: [ints(1), iota(64)],
         lambda x: x[:1] + 5,
         """

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from cukern.sim.program import Program
 
 LANES_A_BATCH = 1 << 15
-MOST_STEPS = 20_000_000  # instructions of a launch, each counted once for all the lanes that execute it together
+MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute
 _TURNS = 256  # after so many turns another group has one, or a lane that waits for another's store would wait for ever
-
-DTYPES: dict[int, Any] = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
 class Group:
@@ -93,7 +91,7 @@ class Machine:
                 steps, end, last = stretches[pc]
                 for step in steps:
                     step(self, group)
-                launched.steps += len(steps) + 1
+                launched.steps += (len(steps) + 1) * (1 + len(group.lanes) // 2048)
                 if launched.steps > MOST_STEPS:
                     self.pc = pc
                     raise self.fault(StepLimit, group.lanes[0], f"still runs after {launched.steps} steps: does its loop end?")

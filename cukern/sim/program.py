@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cukern.sim import decode, ptx, special
+from cukern.sim.decode import UNSIGNED
 from cukern.sim.memory import Region
 from cukern.sim.spaces import variable_name
 
@@ -44,11 +45,11 @@ class Program:
             at += param.size
         self.shared_size, self.shared_names = self._lay_out([v for v in everything if v.space == "shared" and v.size])
         self.local_size, self.local_names = self._lay_out([v for v in everything if v.space == "local"])
-        for dynamic in (v for v in everything if v.space == "shared" and not v.size):
-            start = self.shared_size + -self.shared_size % max(16, dynamic.align)
-            self.addresses[dynamic.name] = "shared", start
-            self.shared_names.append((start, variable_name(dynamic.name)))
-        self.dynamic_start = max([start for start, _ in self.shared_names], default=0)
+        dynamic = [v for v in everything if v.space == "shared" and not v.size]
+        self.dynamic_start = self.shared_size + -self.shared_size % max([16, *(v.align for v in dynamic)])
+        for v in dynamic:
+            self.addresses[v.name] = "shared", self.dynamic_start
+            self.shared_names.append((self.dynamic_start, variable_name(v.name)))
         self._lay_out_module([v for v in everything if v.space in MODULE_SPACES])
 
     def _lay_out(self, variables: list[ptx.Variable]) -> tuple[int, list[tuple[int, str]]]:
@@ -82,10 +83,8 @@ class Program:
 
     def constant(self, value: int, width: int) -> int:
         """The number of a register that always holds `value`."""
-        from cukern.sim.machine import DTYPES
-
         self.widths.append(width)
-        self.initial[len(self.widths) - 1] = np.array([value], DTYPES[width])
+        self.initial[len(self.widths) - 1] = np.array([value], UNSIGNED[width])
         return len(self.widths) - 1
 
     def hidden(self, width: int) -> int:
@@ -101,9 +100,7 @@ class Program:
 
     def registers(self, m: "Machine") -> list[np.ndarray]:
         """All registers as a batch begins with them."""
-        from cukern.sim.machine import DTYPES
-
-        zeros = {width: np.zeros(1, dtype) for width, dtype in DTYPES.items()}
+        zeros = {width: np.zeros(1, dtype) for width, dtype in UNSIGNED.items()}
         found = [zeros[width] for width in self.widths]
         for i, value in self.initial.items():
             found[i] = value
@@ -118,7 +115,8 @@ class Program:
         decoded = [decode.instruction(self, pc) for pc in range(len(kernel.code))]
         leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
         found: dict[int, tuple[list[Step], int, Step | None]] = {}
-        for start in sorted(leaders):
+        retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # where lanes may have to try again
+        for start in leaders | retried:
             steps, pc = [], start
             while pc < len(decoded) and not decoded[pc][1] and (pc == start or pc not in leaders):
                 steps.append(decoded[pc][0])

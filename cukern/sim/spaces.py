@@ -137,9 +137,9 @@ class Space:
         differ = (raw(array[index[lost]]) != raw(np.ascontiguousarray(values[lost]))).reshape(len(lost), -1).any(axis=1)
         if differ.any():
             row = lost[differ][0]
-            other = lanes[np.flatnonzero(at == at[row])[-1]]
-            conflict = Conflict(np.array([row]), m.order.stamps(np.array([other])))
-            raise self.race(m, region, at, lanes, size, "writes", conflict, "wrote")
+            other = m.block_and_thread(lanes[np.flatnonzero(at == at[row])[-1]])
+            what = f"writes {size} bytes, {self.describe(region, int(at[row]))}, where block {other[0]}, thread {other[1]} writes another value"
+            raise m.fault(Race, lanes[row], what)
 
     def race(
         self, m: "Machine", region: Region, at: np.ndarray, lanes: np.ndarray, size: int, verb: str, conflict: Conflict, did: str
@@ -231,13 +231,17 @@ class Global(Space):
             for i, _ in parts:
                 if not self.regions[i].writable:
                     raise m.fault(OutOfBounds, lanes[0], f"{verb} {self.describe(self.regions[i], low)}, which is constant memory")
-        if len(at) < len(lanes) and any(self._watched(i, verb) for i, _ in parts):
-            at = np.broadcast_to(at, lanes.shape)
-        return Place(at, [(self.regions[i], self.shadows[i], rows) for i, rows in parts])
+        return Place(np.broadcast_to(at, lanes.shape), [(self.regions[i], self.shadows[i], rows) for i, rows in parts])
 
-    def _watched(self, i: int, verb: str) -> bool:
-        shadow = self.shadows[i]
-        return shadow is not None
+    def load(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+        if len(addresses) == 1 and len(lanes) > 1 and self._is_only_read(int(addresses[0])):
+            return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]  # two lanes stand for all
+        return super().load(m, lanes, addresses, size, strong)
+
+    def _is_only_read(self, address: int) -> bool:
+        i = bisect.bisect_right(self.starts, address) - 1
+        shadow = self.shadows[i] if i >= 0 else None
+        return shadow is None or shadow.writers is None
 
     def text(self, address: int) -> str:
         """A string of the module's own, for a message."""

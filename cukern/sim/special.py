@@ -24,7 +24,7 @@ def value(m: "Machine", name: str) -> np.ndarray:
         for n in dims[:axis_number]:
             i = i // n
         values = i % dims[axis_number] if register == "%tid" or axis_number < 2 else i
-        return _squeezed(values) if dims[axis_number] == 1 else values.astype(np.uint32)
+        return (values[:1] if (values == values[0]).all() else values).astype(np.uint32)
     lane = np.arange(m.lanes) % 32
     one = np.uint32(1)
     per_lane = {
@@ -45,14 +45,10 @@ def value(m: "Machine", name: str) -> np.ndarray:
         "%nwarpid": 64,
         "%nsmid": _SMS,
         "%gridid": 1,
-        "%dynamic_smem_size": launched.shared - m.program.dynamic_start,
+        "%dynamic_smem_size": max(0, launched.shared - m.program.dynamic_start),
         "%total_smem_size": launched.shared,
         "WARP_SZ": 32,
     }
     if register not in uniform:
         raise NotSimulated(f"the special register {name}")
     return np.array([uniform[register]], np.uint64 if WIDTHS.get(name) == 64 else np.uint32)
-
-
-def _squeezed(values: np.ndarray) -> np.ndarray:
-    return values[:1].astype(np.uint32)
