@@ -394,7 +394,9 @@ __global__ void k(unsigned* out, unsigned* cells, unsigned long long* wide) {
     assert wide.tolist() == [32 * (1 << 40) + sum(range(32)), 31 << 35]
 
 
-@pytest.mark.parametrize("ctype, dtype", [("float", torch.float32), ("double", torch.float64), ("__half2", torch.float16), ("__half", torch.float16)])
+@pytest.mark.parametrize(
+    "ctype, dtype", [("float", torch.float32), ("double", torch.float64), ("__half2", torch.float16), ("__half", torch.float16)]
+)
 def test_float_atomics_add_in_the_order_of_lanes(ctype, dtype):
     text = f"""
 #include <cuda_fp16.h>
@@ -494,7 +496,9 @@ def test_producer_and_consumer_over_named_barriers():
 
 
 def test_producer_that_does_not_wait_for_its_consumer_races():
-    early = PIPELINE.replace("FREE", ";").replace('if (i % 2) asm volatile("bar.sync 4, 64;" ::: "memory"); else asm volatile("bar.sync 3, 64;" ::: "memory");', "")
+    early = PIPELINE.replace("FREE", ";").replace(
+        'if (i % 2) asm volatile("bar.sync 4, 64;" ::: "memory"); else asm volatile("bar.sync 3, 64;" ::: "memory");', ""
+    )
     early = early.replace('asm volatile("bar.arrive 3, 64;" ::: "memory");\n        asm volatile("bar.arrive 4, 64;" ::: "memory");', "")
     with pytest.raises((sim.Race, sim.BarrierFault)):
         simulate(early, ints(32), random(160), 5, block=64)
@@ -712,10 +716,10 @@ __global__ void k(float* out, const __nv_bfloat16* a, const __nv_bfloat16* b) {
     for (int i = threadIdx.x; i < 256; i += blockDim.x) as[i / 16][i % 16] = a[i];
     for (int i = threadIdx.x; i < 128; i += blockDim.x) bs[i / 8][i % 8] = b[i];
     __syncthreads();
-    unsigned ar[4], br[2];
+    unsigned ar[4], br[2], row_a = (unsigned)__cvta_generic_to_shared(&as[lane % 16][lane / 16 * 8]);
     float c[4] = {1.f * warp, 1.f * warp, 1.f * warp, 1.f * warp};
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(ar[0]), "=r"(ar[1]), "=r"(ar[2]), "=r"(ar[3]) : "r"((unsigned)__cvta_generic_to_shared(&as[lane % 16][lane / 16 * 8])));
+                 : "=r"(ar[0]), "=r"(ar[1]), "=r"(ar[2]), "=r"(ar[3]) : "r"(row_a));
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(br[0]), "=r"(br[1]) : "r"((unsigned)__cvta_generic_to_shared(&bs[lane % 16][0])));
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -1,8 +1,8 @@
 """A simulator of kernels for machines without a GPU: it interprets the PTX that NVRTC makes of them, and names the bugs that it meets.
 
-Bugs are Faults (see faults.py): accesses out of bounds, misaligned, or of memory that nobody wrote; races within a block and between blocks;
-barriers that some threads never reach; copies that nobody waited for; loops that do not end. Numbers are those of a GPU, but for the
-approximate functions (ex2.approx and its kind), whose last bits differ.
+Bugs are Faults (see faults.py): accesses out of bounds, misaligned, or of memory that nobody wrote; races within a block and between
+blocks; barriers that some threads never reach; copies that nobody waited for; loops that do not end. Numbers are those of a GPU, but for
+the approximate functions (ex2.approx and its kind), whose last bits differ.
 """
 
 import math
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from cukern.runtime.compiler import Ptx
 from cukern.runtime.signature import Param, explain_misfit, packer
 from cukern.sim import memory as memory
-from cukern.sim import ptx as _ptx
 from cukern.sim.faults import BarrierFault as BarrierFault
 from cukern.sim.faults import Dim
 from cukern.sim.faults import Fault as Fault
@@ -24,6 +23,7 @@ from cukern.sim.faults import StepLimit as StepLimit
 from cukern.sim.faults import Uninitialized as Uninitialized
 from cukern.sim.machine import Launched
 from cukern.sim.memory import Region
+from cukern.sim.parser import parse
 from cukern.sim.program import Program
 from cukern.sim.spaces import Global
 
@@ -39,7 +39,7 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
     A launch raises Fault for a bug of the kernel, NotSimulated for an instruction that is not simulated, LaunchError for a geometry that a
     GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for an argument that does not fit.
     """
-    program = Program(_ptx.parse(ptx.text), ptx.symbol)
+    program = Program(parse(ptx.text), ptx.symbol)
     layout = packer(params)
 
     def launch(grid: Dim, block: Dim, shared: int, *args: int | float) -> None:

@@ -10,15 +10,41 @@ from cukern.sim.decode import SIGNED, UNSIGNED, Context, compute
 from cukern.sim.memory import CARRIERS
 from cukern.sim.order import STRONG
 from cukern.sim.ptx import Address, Operand, Register, Symbol
-from cukern.sim.spaces import NOTHING, WINDOW
+from cukern.sim.spaces import WINDOW
 
 if TYPE_CHECKING:
     from cukern.sim.machine import Group, Machine
     from cukern.sim.program import Step
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
-_IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "gpu", "sys", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}
-_IGNORED |= {"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate", "shared::cta", "param::entry"}
+_IGNORED = {
+    "weak",
+    "relaxed",
+    "acquire",
+    "release",
+    "volatile",
+    "mmio",
+    "cta",
+    "gpu",
+    "sys",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "nc",
+}
+_IGNORED |= {
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::no_allocate",
+    "shared::cta",
+    "param::entry",
+}
 _IGNORED |= {"L2::64B", "L2::128B", "L2::256B", "v2", "v4", *_SPACES}
 _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 
@@ -68,7 +94,7 @@ def put(m: "Machine", group: "Group", target: Register | None, values: np.ndarra
     bits = values.dtype.itemsize * 8
     if bits < target.width:
         values = (values.view(SIGNED[bits]) if signed else values).astype(UNSIGNED[target.width])
-    m.put(group, target.index, values)
+    m.put(group, target.number, values)
 
 
 def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
@@ -128,7 +154,7 @@ def store(c: Context) -> "Step":
     size, count, pc = width // 8, len(sources), c.pc
     if size * count > 16 or width > 64 or space == "const":
         raise c.unknown()
-    flags, dtype = STRONG if _STRONG & set(c.parts) and space != "shared" else NOTHING, UNSIGNED[width]
+    flags, dtype = STRONG if _STRONG & set(c.parts) and space != "shared" else 0, UNSIGNED[width]
 
     def run(m: "Machine", group: "Group") -> None:
         m.pc = pc
@@ -152,7 +178,7 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> "S
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
         raise c.unknown()
     register = Register(c.program.hidden(max(16, ptx.WIDTHS[type_])), ptx.WIDTHS[type_])
-    c.program.params[address.base.name] = register.index
+    c.program.params[address.base.name] = register.number
     return compute(np.copy, register, [c.source(value, type_)])
 
 
@@ -168,3 +194,5 @@ def fence(c: Context) -> "Step":
     return run
 
 
+def nothing(c: Context) -> "Step":
+    return lambda m, group: None

@@ -61,14 +61,22 @@ def _change(c: Context, operation: str, space: str) -> Change:
         return alu.find(f"{operation}.{type_}")
     one = UNSIGNED[ptx.WIDTHS[type_]](1)
     others: dict[str, Change] = {
-        "exch": lambda old, new: new,
-        "cas": lambda old, expected, new: np.where(old == expected, new, old),
+        "exch": _second,
+        "cas": _compare_and_swap,
         "inc": lambda old, last: np.where(old >= last, 0 * old, old + one),
         "dec": lambda old, last: np.where((old == 0) | (old > last), last, old - one),
     }
     if operation not in others:
         raise c.unknown()
     return others[operation]
+
+
+def _compare_and_swap(old: np.ndarray, expected: np.ndarray, new: np.ndarray) -> np.ndarray:
+    return np.where(np.equal(old, expected), new, old)
+
+
+def _second(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    return new
 
 
 def _serially(

@@ -45,8 +45,7 @@ class Copies:
             landed = flight.numbers < limit[flight.lanes]
             if landed.any():
                 self.m.order.clock.tick(flight.pc)
-                shadow = self.m.spaces["shared"].shadow
-                shadow.arrived(self.m.order, flight.positions[landed], flight.size, flight.lanes[landed])
+                self.m.shared.shadow.arrived(self.m.order, flight.positions[landed], flight.size, flight.lanes[landed])
             if not landed.all():
                 up = ~landed
                 left.append(flight._replace(numbers=flight.numbers[up], lanes=flight.lanes[up], positions=flight.positions[up]))
@@ -96,8 +95,7 @@ def _start(c: Context) -> "Step":
             count = np.where(values ^ negated, 0, size) if ignored else values.astype(np.int64)
         values = _fetch(m, lanes, addresses, size, count)
         m.order.clock.tick(pc)
-        shared = m.spaces["shared"]
-        positions = shared.store(m, lanes, offset_by(m.get(group, target), target_offset), size, values, IN_FLIGHT)
+        positions = m.shared.store(m, lanes, offset_by(m.get(group, target), target_offset), size, values, IN_FLIGHT)
         m.copies.start(pc, lanes, positions, size)
 
     return run

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cukern.sim.collective import Barriers, Warps
+from cukern.sim.barriers import Barriers
 from cukern.sim.copies import Copies
 from cukern.sim.faults import Dim, Fault, StepLimit, Where
 from cukern.sim.order import Clock, Order
 from cukern.sim.spaces import Global, Private, Space
+from cukern.sim.warp import Warps
 
 if TYPE_CHECKING:
     from cukern.sim.program import Program
@@ -71,7 +72,7 @@ class Machine:
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
         names = self.program.shared_names
-        self.spaces["shared"] = Private("shared", blocks, launched.shared, self.order.block_of, names)
+        self.spaces["shared"] = self.shared = Private("shared", blocks, launched.shared, self.order.block_of, names)
         if self.program.local_size:
             lanes = np.arange(self.lanes)
             self.spaces["local"] = Private("local", self.lanes, self.program.local_size, lanes, self.program.local_names)

@@ -1,18 +1,19 @@
 """Which accesses of a launch happen before which: what a race is judged by.
 
-Time counts the memory instructions of the launch. An access is a stamp: its time, its lane, whether it is strong (an atomic), and whether it
-is a copy still in flight. A lane knows what it did itself; what its block did before the last barrier; what its warp did before the last
-`__syncwarp()`; and what the warps did that it met at a named barrier, with all that those knew. Shuffles and votes order nothing.
+Time counts the memory instructions of the launch. An access is a stamp: its time, its lane, whether it is strong (an atomic), and whether
+it is a copy still in flight. A lane knows what it did itself; what its block did before the last barrier; what its warp did before the
+last `__syncwarp()`; and what the warps did that it met at a named barrier, with all that those knew. Shuffles and votes order nothing.
 
-Between blocks only atomics order, with a fence before them: what a block did before a fence, after which it used an atomic, is known to each
-block that used an atomic later than the access. That is lenient, for the addresses of the two atomics are not compared, nor which thread of
-the block fenced: some races between blocks go unseen, but no kernel in which the last block adds up the others' results is accused.
+Between blocks only atomics order, with a fence before them: what a block did before a fence, after which it used an atomic, is known to
+each block that used an atomic later than the access. That is lenient, for the addresses of the two atomics are not compared, nor which
+thread of the block fenced: some races between blocks go unseen, but no kernel in which the last block adds up the others' results is
+accused.
 """
 
 import numpy as np
 
-IN_FLIGHT = np.int64(1) << 62
-STRONG = np.int64(1)
+IN_FLIGHT = 1 << 62
+STRONG = 1
 _TIME = 28
 _LANES = (1 << _TIME - 1) - 1
 
@@ -52,12 +53,12 @@ class Order:
 
     # ---- stamps
 
-    def stamps(self, lanes: np.ndarray, flags: np.int64 = np.int64(0)) -> np.ndarray:
-        return (lanes + self.base) * 2 + (np.int64(self.clock.now << _TIME) | flags)
+    def stamps(self, lanes: np.ndarray, flags: int = 0) -> np.ndarray:
+        return (lanes + self.base) * 2 + (self.clock.now << _TIME | flags)
 
     def unpack(self, stamp: int) -> tuple[int, int]:
         """The lane of the launch and the instruction of a stamp."""
-        stamp = int(stamp) & ~int(IN_FLIGHT)
+        stamp = int(stamp) & ~IN_FLIGHT
         return (stamp >> 1) & _LANES, self.clock.pcs[stamp >> _TIME]
 
     def by_lane(self, stamps: np.ndarray) -> np.ndarray:

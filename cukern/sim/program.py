@@ -1,12 +1,13 @@
 """A kernel made ready to run: its instructions as Python functions, in stretches without a jump, and where its variables lie."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cukern.sim import decode, ptx, special
 from cukern.sim.decode import UNSIGNED
+from cukern.sim.jumps import exit_
 from cukern.sim.memory import Region
 from cukern.sim.spaces import variable_name
 
@@ -15,10 +16,6 @@ if TYPE_CHECKING:
 
 Step = Callable[["Machine", "Group"], None]
 MODULE_SPACES = ("global", "const")
-
-
-class Stretch(tuple):
-    """(steps, end, last): functions to call in turn; then `last`, the one at `end`, which says where to go on, or None: go on at `end`."""
 
 
 class Program:
@@ -111,6 +108,7 @@ class Program:
     # ---- code
 
     def _stretches(self) -> dict[int, tuple[list[Step], int, Step | None]]:
+        """By the instruction with which it begins: functions to call in turn; the end; and the one there, if it sends lanes on itself."""
         kernel = self.kernel
         decoded = [decode.instruction(self, pc) for pc in range(len(kernel.code))]
         leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
@@ -123,8 +121,7 @@ class Program:
                 pc += 1
             jumps = pc < len(decoded) and decoded[pc][1] and (pc == start or pc not in leaders)
             found[start] = steps, pc, decoded[pc][0] if jumps else None
-        end: Any = decode.exit_
-        found[len(decoded)] = [], len(decoded), end
+        found[len(decoded)] = [], len(decoded), exit_
         return found
 
     def location(self, pc: int) -> str:

@@ -60,7 +60,7 @@ class Shadow:
         return np.flatnonzero(missing) if missing.any() else None
 
     def write(
-        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: np.int64 = np.int64(0)
+        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0
     ) -> tuple[Conflict | None, Conflict | None, np.ndarray | None]:
         """Note a write. Returns the writes that race with it, the reads, and the rows that others of this write fall upon."""
         granules = self._granules(positions, size)
@@ -160,4 +160,4 @@ class Shadow:
 
 def _spread(flags: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
     """Whether all `size` flags from each position on are set."""
-    return flags[positions[:, None] + np.arange(size)].all(axis=1)
+    return np.all(flags[positions[:, None] + np.arange(size)], axis=1)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 WINDOW = 56  # generic addresses with 1 and 2 above this bit are shared and local memory
 WINDOWS = {"global": 0, "const": 0, "shared": 1, "local": 2}
-NOTHING = np.int64(0)
 
 
 class Place(NamedTuple):
@@ -64,7 +63,7 @@ class Space:
         array, index = self.array(at, size)
         return array[index]
 
-    def store(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: np.int64 = NOTHING) -> np.ndarray:
+    def store(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: int = 0) -> np.ndarray:
         """Returns the positions."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
         at, values = np.broadcast_to(at, lanes.shape), np.broadcast_to(values, lanes.shape)
@@ -89,7 +88,7 @@ class Space:
         lanes: np.ndarray,
         size: int,
         values: np.ndarray | None,
-        flags: np.int64,
+        flags: int,
     ) -> np.ndarray | None:
         """Judge a write and enter it in the shadow. Equal values may be written twice. Returns the rows that write where others do."""
         if shadow is None:
@@ -106,9 +105,7 @@ class Space:
             raise self.race(m, region, at, lanes, size, "writes", over_reads, "read")
         return lost
 
-    def _check_read(
-        self, m: "Machine", region: Region, shadow: Shadow, at: np.ndarray, lanes: np.ndarray, size: int, strong: bool
-    ) -> None:
+    def _check_read(self, m: "Machine", region: Region, shadow: Shadow, at: np.ndarray, lanes: np.ndarray, size: int, strong: bool) -> None:
         self.check_written(m, region, shadow, at, lanes, size)
         conflict = shadow.read(m.order, at - region.origin, size, lanes, strong)
         if conflict is not None:
@@ -138,7 +135,8 @@ class Space:
         if differ.any():
             row = lost[differ][0]
             other = m.block_and_thread(lanes[np.flatnonzero(at == at[row])[-1]])
-            what = f"writes {size} bytes, {self.describe(region, int(at[row]))}, where block {other[0]}, thread {other[1]} writes another value"
+            where = self.describe(region, int(at[row]))
+            what = f"writes {size} bytes, {where}, where block {other[0]}, thread {other[1]} writes another value"
             raise m.fault(Race, lanes[row], what)
 
     def race(
@@ -149,7 +147,7 @@ class Space:
         i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)  # between two warps, if there is one: __syncwarp mends the others
         row, stamp = conflict.rows[i], int(conflict.stamps[i])
         where = self.describe(region, int(at[row]))
-        if stamp & int(IN_FLIGHT):
+        if stamp & IN_FLIGHT:
             verb += f" {size} bytes, {where}, into which a cp.async still copies:"
             _, _, line = m.who(stamp)
             return m.fault(Race, lanes[row], f"{verb} a cp.async.wait is missing after the copy at {line}")
@@ -215,7 +213,7 @@ class Global(Space):
         super().__init__(memory.all_memory())
         self.regions = regions
         self.starts = [r.start for r in regions]
-        self.shadows = [Shadow(r.end - r.origin, _from_origin(r)) if r.writable else None for r in regions]
+        self.shadows = [Shadow(r.end - r.origin, r.written) if r.writable else None for r in regions]
         self.bounds = np.array(self.starts, np.uint64), np.array([r.end for r in regions], np.uint64)
 
     def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
@@ -223,10 +221,8 @@ class Global(Space):
         low, high = int(addresses.min()), int(addresses.max())
         i = bisect.bisect_right(self.starts, low) - 1
         at = addresses.view(np.int64)
-        if i >= 0 and high + size <= self.regions[i].end:
-            parts = [(i, None)]
-        else:
-            parts = self._several(m, lanes, addresses, size, verb)
+        one = i >= 0 and high + size <= self.regions[i].end
+        parts = [(i, None)] if one else self._several(m, lanes, addresses, size, verb)
         if verb != "reads":
             for i, _ in parts:
                 if not self.regions[i].writable:
@@ -287,12 +283,9 @@ class Global(Space):
     def finish(self) -> None:
         """Enter what the launch wrote in the regions, for the next launch to know."""
         for region, shadow in zip(self.regions, self.shadows, strict=True):
-            if shadow is not None and region.written is not None:
-                region.written[:] |= shadow.written()[: len(region.written)]
-
-
-def _from_origin(region: Region) -> np.ndarray | None:
-    return region.written
+            written = shadow.written() if shadow is not None else None
+            if region.written is not None and written is not None:
+                region.written |= written[: len(region.written)]
 
 
 def variable_name(symbol: str) -> str:
