@@ -1,9 +1,11 @@
-"""A second opinion on the simulator's arithmetic: floating point in Python's integers and fractions, and operands worth trying."""
+"""A second opinion on the simulator's arithmetic: floating point in Python's integers and fractions, operands worth trying, and a judge."""
 
 import math
 from fractions import Fraction
 
 import numpy as np
+
+from cukern.sim import alu
 
 # digits, largest exponent, bits of the type
 SHAPES = {"f16": (11, 15, 16), "bf16": (8, 127, 16), "tf32": (11, 127, 32), "f32": (24, 127, 32), "f64": (53, 1023, 64)}
@@ -133,3 +135,45 @@ def operands(type_: str, count: int, random: int, seed: int = 0) -> list[np.ndar
         near |= drawn[:, : random // 2] & kind(1 << (size - 1) | (1 << stored) - 1)
         drawn[:, : random // 2] = near
     return [np.concatenate((a, b)) for a, b in zip([*grid, *third], drawn, strict=True)]
+
+
+def number(type_: str, bits: int) -> int:
+    """The bits as a Python integer of the type."""
+    size = int(type_[1:])
+    bits &= (1 << size) - 1
+    return bits - (1 << size) if type_[0] == "s" and bits >> (size - 1) else bits
+
+
+def flushed(type_: str, bits: int) -> int:
+    value = decode(type_, bits)
+    small = isinstance(value, Fraction) and abs(value) < Fraction(2) ** (1 - SHAPES[type_][1])
+    return bits & 1 << (width(type_) - 1) if small else bits
+
+
+def run(opcode: str, *args: np.ndarray, **options: bool) -> np.ndarray:
+    """Carry out an instruction, and see that it leaves its operands alone and takes constants."""
+    found, before = alu.find(opcode, **options), [a.copy() for a in args]
+
+    def function(*args: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):  # as the machine does around a launch
+            return found(*args)
+
+    result = function(*args)
+    assert all(np.array_equal(a, b) for a, b in zip(args, before, strict=True)), f"{opcode} changed an operand"
+    assert not any(np.shares_memory(result, a) for a in args), f"{opcode} returned an operand's memory"
+    for i, arg in enumerate(args):
+        if opcode.startswith("lop3") and i == 3:
+            continue
+        constant = [arg[:1] if i == j else a for j, a in enumerate(args)]
+        spread = [np.broadcast_to(arg[:1], arg.shape).copy() if i == j else a for j, a in enumerate(args)]
+        if len(args) > 1:
+            assert np.array_equal(np.broadcast_to(function(*constant), result.shape), function(*spread)), f"{opcode}, operand {i} constant"
+    return result
+
+
+def check(opcode: str, result: np.ndarray, expected: list, *args: np.ndarray) -> None:
+    wanted = np.array(expected, result.dtype)
+    wrong = np.flatnonzero(result != wanted)
+    if len(wrong):
+        shown = [f"({', '.join(hex(int(a[i % len(a)])) for a in args)}) -> {int(result[i]):#x}, not {int(wanted[i]):#x}" for i in wrong[:5]]
+        raise AssertionError(f"{opcode}: {len(wrong)} of {len(wanted)} are wrong: {'; '.join(shown)}")
