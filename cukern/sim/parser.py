@@ -53,6 +53,8 @@ class _Parser:
 
     def next(self) -> str:
         token = self.tokens[self.at]
+        if token == "":
+            raise self.error("more text expected")
         self.at += 1
         return token
 
@@ -74,15 +76,14 @@ class _Parser:
         depth = 1
         while depth:
             token = self.next()
-            if token == "" and self.at >= len(self.tokens):
-                raise self.error("'}' expected")
             depth += (token == "{") - (token == "}")
 
     # ---- a module
 
     def module(self) -> Module:
         module = Module()
-        while token := self.next():
+        while self.tokens[self.at]:
+            token = self.next()
             if match := _FILE.match(token):
                 module.files[int(match[1])] = match[2]
             elif token == ".section":
@@ -107,7 +108,7 @@ class _Parser:
         return module
 
     def skip_function(self) -> None:
-        while (token := self.next()) not in (";", "{", ""):
+        while (token := self.next()) not in (";", "{"):
             pass
         if token == "{":
             self.skip_block()
@@ -181,7 +182,7 @@ class _Parser:
         while (token := self.next()) != "{":
             if token == ".maxntid":
                 kernel.max_threads = math.prod(self.numbers())
-            elif token == "" or token == ";":
+            elif token == ";":
                 raise self.error("a kernel's body expected")
         _Body(self, kernel).block({})
         return kernel
@@ -347,6 +348,6 @@ class _Body:
             offset = parser.offset()
         if parser.accept("]"):
             return Address(base, offset)
-        while (token := parser.next()) not in ("]", ""):
+        while (token := parser.next()) != "]":
             pass
         return Opaque(f"[{base}, ...]")
