@@ -23,10 +23,10 @@ class Conflict(NamedTuple):
 class Shadow:
     """`positions` are bytes from the start; `lanes` are lanes of the batch; both have one row a lane."""
 
-    def __init__(self, size: int, written: np.ndarray | None = None, one_block: bool = False):
-        """written: by byte, whether there was something before the launch; None: everywhere. one_block: only lanes of one block meet
-        at a position, as in shared memory."""
-        self.size, self.before, self.one_block = size + -size % 16, written, one_block
+    def __init__(self, size: int, written: np.ndarray | None = None, reach: str = "grid"):
+        """written: by byte, whether there was something before the launch; None: everywhere. reach: which lanes can meet at a
+        position: those of the "grid", of one "block" (shared memory), or a "lane" by itself (local memory)."""
+        self.size, self.before, self.reach = size + -size % 16, written, reach
         if written is not None:
             self.before = np.pad(written, (0, -size % 16))
         self.bits = 4  # log2 of a granule's bytes
@@ -37,7 +37,7 @@ class Shadow:
 
     def read(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False) -> Conflict | None:
         """Note a read. Returns the writes that race with it, if there are any."""
-        if not strong:
+        if not strong and self.reach != "lane":
             self._log(order, positions, size, lanes)
         if self.writers is None:
             return None
@@ -109,7 +109,9 @@ class Shadow:
         return first if count == 1 else first[:, None] + np.arange(count)
 
     def _unordered(self, order: Order, stamps: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
-        if self.one_block:
+        if self.reach == "lane":
+            return None
+        if self.reach == "block":
             floor = order.floor[lanes]
             suspect = stamps >= (floor if stamps.ndim == 1 else floor[:, None])
             suspect &= stamps != 0

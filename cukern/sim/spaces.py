@@ -183,7 +183,7 @@ class Private(Space):
         super().__init__({n: whole.view(carrier) for n, carrier in CARRIERS.items()})
         self.bases = piece_of * self.stride
         self.region = Region(0, pieces * self.stride)
-        self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), one_block=True)
+        self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="block" if name == "shared" else "lane")
 
     def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
         self.check_aligned(m, lanes, addresses, size, verb)
