@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import count_compilations, run_python
 
 import cukern
 from cukern.runtime import compiler
 from cukern.runtime.compiler import CompileError, SetupError, arch_of
+from cukern.runtime.sources import Source
 
 ARCH = "sm_90a"
 SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
@@ -87,6 +88,24 @@ def test_report_is_of_the_kernel_that_was_asked_for(empty_cache):
     assert (small.shared, small.spill_stores, small.spill_loads) == (0, 0, 0) and 0 < small.registers <= 32
     assert (tiled.shared, tiled.spill_stores) == (1024, 0)
     assert spilling.spill_stores > 0 and spilling.spill_loads > 0 and spilling.registers == 64, "65536 registers / 1024 threads"
+
+
+# ---- PTX
+
+
+def test_ptx_has_the_entry_and_the_source_lines_and_is_cached(empty_cache, monkeypatch):
+    calls = count_compilations(monkeypatch)
+    source = Source.from_text(SCALE)
+    first, second = (compiler.compile_ptx(source, "scale") for _ in range(2))
+    assert len(calls) == 1 and first == second and first.symbol == "scale"
+    assert ".entry scale(" in first.text and ".target sm_90" in first.text
+    assert f'{source.path}"' in first.text and ".loc" in first.text
+    assert {p.suffix for p in empty_cache.iterdir()} == {".json", ".ptx"}
+
+
+def test_ptx_of_what_does_not_compile_raises_the_compilers_words(empty_cache):
+    with pytest.raises(CompileError, match=r"compute_80[\s\S]*expected a"):
+        compiler.compile_ptx(Source.from_text("__global__ void k(int* x) { x[0] = ; }"), "k", "compute_80")
 
 
 # ---- what is missing

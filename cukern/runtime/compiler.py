@@ -52,6 +52,14 @@ class Cubin:
     report: Report
 
 
+@dataclass(frozen=True)
+class Ptx:
+    """A kernel in PTX, the virtual machine's assembly, with the source lines in it; and the symbol of its entry."""
+
+    text: str
+    symbol: str
+
+
 # setdefault is atomic: two threads that meet a kernel at the same time get the same lock. functools.cache would not promise that.
 _compile_locks: dict[str, threading.Lock] = {}
 
@@ -77,6 +85,12 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
             cubin = _compile(source, name, arch)
             _write_cache(key, cubin)
     return cubin
+
+
+def compile_ptx(source: Source, name: str, arch: str = "compute_90") -> Ptx:
+    """Compile the kernel `name` to PTX for the virtual architecture `arch`, or take it from the cache. Raises as compile_kernel does."""
+    compiled = compile_kernel(source, name, arch)
+    return Ptx(compiled.code.decode(), compiled.symbol)
 
 
 # ---- NVRTC
@@ -158,10 +172,15 @@ def _compile(source: Source, name: str, arch: str) -> Cubin:
         symbol = binding.getLoweredName(program, name)
         symbol = symbol.decode() if isinstance(symbol, bytes) else symbol
         # CuPy drops the last byte, which is zero; disassemblers want it back.
-        code = binding.getCUBIN(program) + b"\0"
+        code = binding.getPTX(program) if _virtual(arch) else binding.getCUBIN(program) + b"\0"
         return Cubin(code, symbol, arch, _parse_report(binding.getProgramLog(program), symbol))
     finally:
         binding.destroyProgram(program)
+
+
+def _virtual(arch: str) -> bool:
+    """Whether NVRTC makes PTX for it, not machine code."""
+    return arch.startswith("compute_")
 
 
 def _parse_report(log: str, symbol: str) -> Report:
@@ -181,7 +200,7 @@ def _parse_report(log: str, symbol: str) -> Report:
     )
 
 
-# ---- the cache: <key>.json names <hash of the machine code>.cubin; both are written whole or not at all
+# ---- the cache: <key>.json names <hash of the code>.cubin, or .ptx; both are written whole or not at all
 
 
 @functools.cache
@@ -191,11 +210,15 @@ def cache_dir() -> Path:
     return Path(os.environ.get("CUKERN_CACHE_DIR") or Path(home) / "cukern").absolute()
 
 
+def _code_path(folder: Path, sha256: str, arch: str) -> Path:
+    return folder / (sha256 + (".ptx" if _virtual(arch) else ".cubin"))
+
+
 def _read_cache(key: str) -> Cubin | None:
     folder = cache_dir()
     try:
         entry = json.loads((folder / f"{key}.json").read_bytes())
-        code = (folder / f"{entry['sha256']}.cubin").read_bytes()
+        code = _code_path(folder, entry["sha256"], entry["arch"]).read_bytes()
         if hashlib.sha256(code).hexdigest() != entry["sha256"]:
             raise ValueError("the machine code is not the one that was written")
         return Cubin(code, entry["symbol"], entry["arch"], Report(**entry["report"]))
@@ -217,7 +240,7 @@ def _write_cache(key: str, cubin: Cubin) -> None:
     entry = {"sha256": sha256, "symbol": cubin.symbol, "arch": cubin.arch, "report": asdict(cubin.report)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(folder / f"{sha256}.cubin", cubin.code)
+        _write_atomically(_code_path(folder, sha256, cubin.arch), cubin.code)
         _write_atomically(folder / f"{key}.json", json.dumps(entry).encode())
     except OSError as error:
         _warn_once(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels anew")

@@ -1,0 +1,68 @@
+"""The instructions of the tensor cores: mma.sync and ldmatrix, which take whole warps."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cukern.sim import tensor_core
+from cukern.sim.access import offset_by, through
+from cukern.sim.decode import Context
+from cukern.sim.faults import BarrierFault
+from cukern.sim.memory import CARRIERS
+from cukern.sim.ptx import Immediate, Vector
+from cukern.sim.warp import bits_of, together
+
+if TYPE_CHECKING:
+    from cukern.sim.machine import Group, Machine
+    from cukern.sim.program import Step
+
+_EVERY_LANE = Immediate("0xFFFFFFFF")
+
+
+def _check_whole_warps(m: "Machine", lanes: np.ndarray, pc: int) -> None:
+    m.pc = pc
+    here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
+    if (here != 0xFFFFFFFF).any():
+        lane = lanes[here != 0xFFFFFFFF][0]
+        raise m.fault(BarrierFault, lane, "wants all 32 lanes of its warp, and some are not there")
+
+
+def mma(c: Context) -> "Step":
+    function, pc = tensor_core.mma(c.opcode), c.pc
+    to, *from_ = c.operands
+    targets = [c.target(x) for x in c.items(to)]
+    sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in from_]
+
+    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes, pc)
+        fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
+        for target, values in zip(targets, function(*fragments), strict=True):
+            if target is not None:
+                m.put(group, target.number, values.reshape(-1))
+
+    return together(c, _EVERY_LANE, act)
+
+
+def load_matrix(c: Context) -> "Step":
+    """ldmatrix: lane 8 i + j has the address of row j of tile i."""
+    count = {"x1": 1, "x2": 2, "x4": 4}.get(c.parts[4] if len(c.parts) > 4 else "", 0)
+    known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
+    if not count or set(c.parts) - known:
+        raise c.unknown()
+    targets = [c.target(x) for x in (c.operands[0].items if isinstance(c.operands[0], Vector) else c.operands[:1])]
+    (base, offset), pc, transposed = c.address(c.operands[1]), c.pc, "trans" in c.parts
+    space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
+
+    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes, pc)
+        m.order.clock.tick(pc)
+        addresses = np.broadcast_to(offset_by(m.get(group, base), offset), group.lanes.shape)
+        some = group.lanes % 32 < 8 * count
+        rows = through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at: where.load(m, lanes, at, 16))
+        assert rows is not None and rows.dtype == CARRIERS[16]
+        tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
+        for target, values in zip(targets, tensor_core.ldmatrix(tiles, transposed), strict=True):
+            if target is not None:
+                m.put(group, target.number, values.reshape(-1))
+
+    return together(c, _EVERY_LANE, act)

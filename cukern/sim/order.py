@@ -1,0 +1,132 @@
+"""Which accesses of a launch happen before which: what a race is judged by.
+
+Time counts the memory instructions of the launch. An access is a stamp: its time, its lane, whether it is strong (an atomic), and whether
+it is a copy still in flight. A lane knows what it did itself; what its block did before the last barrier; what its warp did before the
+last `__syncwarp()`; and what the warps did that it met at a named barrier, with all that those knew. Shuffles and votes order nothing.
+
+Between blocks only atomics order, with a fence before them: what a block did before a fence, after which it used an atomic, is known to
+each block that used an atomic later than the access. That is lenient, for the addresses of the two atomics are not compared, nor which
+thread of the block fenced: some races between blocks go unseen, but no kernel in which the last block adds up the others' results is
+accused.
+"""
+
+import numpy as np
+
+IN_FLIGHT = 1 << 62
+STRONG = 1
+_TIME = 28
+_LANES = (1 << _TIME - 1) - 1
+
+
+class Clock:
+    """Time of one launch, and what its blocks released and acquired through atomics."""
+
+    def __init__(self, blocks: int):
+        self.blocks = blocks
+        self.pcs: list[int] = [0]  # at each time the instruction that accessed memory
+        self.released: np.ndarray | None = None  # by block: the last fence that an atomic followed
+        self.acquired: np.ndarray | None = None  # by block: the last atomic
+
+    @property
+    def now(self) -> int:
+        return len(self.pcs) - 1
+
+    def tick(self, pc: int) -> None:
+        self.pcs.append(pc)
+
+
+class Order:
+    """What each lane of a batch of blocks knows of the others."""
+
+    def __init__(self, clock: Clock, first_block: int, blocks: int, warps: int):
+        self.clock, self.first_block, self.blocks, self.warps_a_block = clock, first_block, blocks, warps
+        self.lanes_a_block = warps * 32
+        self.lanes = blocks * self.lanes_a_block
+        self.base = first_block * self.lanes_a_block
+        self.block_of = np.arange(self.lanes) // self.lanes_a_block
+        self.warp_of = np.arange(self.lanes) // 32
+        # known[w, v]: warp w of the batch knows what warp v of its block did before this time
+        self.known = np.zeros((blocks * warps, warps), np.int64)
+        self.floor = np.zeros(self.lanes, np.int64)  # every stamp of its block that is below is known to a lane
+        self.lane_known: np.ndarray | None = None  # [lane, lane of its warp], after a __syncwarp of a part of a warp
+        self.fenced = np.zeros(blocks, np.int64)
+
+    # ---- stamps
+
+    def stamps(self, lanes: np.ndarray, flags: int = 0) -> np.ndarray:
+        return (lanes + self.base) * 2 + (self.clock.now << _TIME | flags)
+
+    def unpack(self, stamp: int) -> tuple[int, int]:
+        """The lane of the launch and the instruction of a stamp."""
+        stamp = int(stamp) & ~IN_FLIGHT
+        return (stamp >> 1) & _LANES, self.clock.pcs[stamp >> _TIME]
+
+    def by_lane(self, stamps: np.ndarray) -> np.ndarray:
+        return (stamps >> 1) & _LANES
+
+    def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """Whether each access happened before what its partner in `lanes` does now."""
+        flying = (stamps & IN_FLIGHT) != 0
+        times = stamps >> _TIME
+        lane = self.by_lane(stamps) - self.base
+        inside = (lane >= 0) & (lane < self.lanes)
+        lane = np.where(inside, lane, 0)
+        known = times < self.known[self.warp_of[lanes], self.warp_of[lane] % self.warps_a_block]
+        if self.lane_known is not None:
+            known |= (self.warp_of[lane] == self.warp_of[lanes]) & (times < self.lane_known[lanes, lane % 32])
+        result = inside & (self.block_of[lane] == self.block_of[lanes]) & (known | (lane == lanes))
+        released, acquired = self.clock.released, self.clock.acquired
+        if released is not None and acquired is not None:
+            writer = np.minimum(self.by_lane(stamps) // self.lanes_a_block, self.clock.blocks - 1)
+            result |= (times < released[writer]) & (times < acquired[self.block_of[lanes] + self.first_block])
+        return result & ~flying
+
+    # ---- what makes order
+
+    def barrier(self, blocks: np.ndarray) -> None:
+        """All threads of these blocks of the batch have met."""
+        now = self.clock.now + 1
+        self.known.reshape(self.blocks, -1)[blocks] = now
+        self.floor.reshape(self.blocks, -1)[blocks] = now << _TIME
+
+    def knowledge(self, warp: int) -> np.ndarray:
+        """What a warp of the batch can tell to others now."""
+        told = self.known[warp].copy()
+        told[warp % self.warps_a_block] = self.clock.now + 1
+        return told
+
+    def learn(self, warps: np.ndarray, told: np.ndarray) -> None:
+        """These warps of one block have met at a barrier, where all were told this."""
+        self.known[warps] = np.maximum(self.known[warps], told)
+        self._lower_floor(warps)
+
+    def sync_warps(self, warps: np.ndarray) -> None:
+        """All the lanes of these warps of the batch have met at a __syncwarp."""
+        self.known[warps, warps % self.warps_a_block] = self.clock.now + 1
+        if self.warps_a_block == 1:
+            self._lower_floor(warps)
+
+    def sync_lanes(self, lanes: np.ndarray) -> None:
+        """These lanes of one warp have met at a __syncwarp."""
+        if self.lane_known is None:
+            self.lane_known = np.zeros((self.lanes, 32), np.int64)
+        told = self.lane_known[lanes].max(axis=0)
+        told[lanes % 32] = self.clock.now + 1
+        self.lane_known[lanes] = told
+
+    def _lower_floor(self, warps: np.ndarray) -> None:
+        self.floor.reshape(-1, 32)[warps] = (self.known[warps].min(axis=1) << _TIME)[:, None]
+
+    # ---- between blocks
+
+    def fence(self, lanes: np.ndarray) -> None:
+        self.fenced[self.block_of[lanes]] = self.clock.now + 1
+
+    def meet(self, lanes: np.ndarray) -> None:
+        """These lanes use an atomic, or another strong access, of global memory."""
+        clock = self.clock
+        if clock.released is None or clock.acquired is None:
+            clock.released, clock.acquired = np.zeros(clock.blocks, np.int64), np.zeros(clock.blocks, np.int64)
+        blocks = self.block_of[lanes]
+        clock.released[blocks + self.first_block] = self.fenced[blocks]
+        clock.acquired[blocks + self.first_block] = clock.now

@@ -1,0 +1,41 @@
+"""Which maker decodes which instruction; the rest is the ALU's. Makers in JUMPS give steps that send their lanes on by themselves."""
+
+from cukern.sim import access, arithmetic, atomics, barriers, copies, decode, jumps, matrix, warp
+
+STEPS: dict[str, decode.Maker] = {
+    "mov": arithmetic.move,
+    "cvta": arithmetic.convert_address,
+    "isspacep": arithmetic.is_space,
+    "ld": access.load,
+    "ldu": access.load,
+    "st": access.store,
+    "atom": atomics.atomic,
+    "red": atomics.atomic,
+    "cp": copies.copy,
+    "fence": access.fence,
+    "membar": access.fence,
+    "activemask": warp.active_mask,
+    "prefetch": access.nothing,
+    "prefetchu": access.nothing,
+    "nanosleep": access.nothing,
+    "pmevent": access.nothing,
+}
+ALU: decode.Maker = arithmetic.arithmetic
+JUMPS: dict[str, decode.Maker] = {
+    "bra": jumps.branch,
+    "brx": jumps.branch_indexed,
+    "ret": jumps.leave,
+    "exit": jumps.leave,
+    "trap": jumps.trap,
+    "brkpt": jumps.trap,
+    "call": jumps.call,
+    "bar": barriers.barrier,
+    "barrier": barriers.barrier,
+    "shfl": warp.shuffle,
+    "vote": warp.vote,
+    "match": warp.match,
+    "redux": warp.reduce_,
+    "elect": warp.elect,
+    "mma": matrix.mma,
+    "ldmatrix": matrix.load_matrix,
+}

@@ -1,0 +1,110 @@
+"""mma.sync and ldmatrix: which lane of a warp holds which element of a tile, and the product of tiles.
+
+The layouts are those of the PTX ISA. With group = lane // 4 and quad = lane % 4, elements of 16 bits lie in pairs, so a register holds
+two neighbours along k: columns 2*quad and 2*quad + 1 of an eight-wide part of the tile; a tf32 fills a register, column quad of a four-wide
+part. A's registers go down the rows first (group, group + 8), then along k; B's go along k, with the column of C = group.
+
+Sums: the products are exact and added in float64, then c, and the total is rounded once, to nearest. A GPU adds the same terms aligned to
+the largest and cuts what hangs below, so its float32 results differ from these by at most (k + 2) * 2^-23 of the largest term (of the k
+products and c), and its float16 results by one rounding more.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cukern.sim import floats
+from cukern.sim.faults import NotSimulated
+from cukern.sim.floats import BF16, F16, FORMATS, TF32, Array, Format
+
+Registers = Sequence[Array]
+Place = tuple[slice, Array, Array]
+_EVERY_WARP = slice(None)
+_LANE = np.arange(32)
+_GROUP, _QUAD = _LANE // 4, _LANE % 4
+_SHAPES = {
+    "m16n8k16": ("f16", "bf16"),
+    "m16n8k8": ("f16", "bf16", "tf32"),
+    "m16n8k4": ("tf32",),
+}
+
+
+@functools.cache
+def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]:
+    """The function of an mma.sync: registers of A, B and C, each (warps, 32) uint32, to those of D. Raises NotSimulated.
+
+    For example "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32".
+    """
+    base, *parts = opcode.split(".")
+    if base != "mma" or parts[:2] != ["sync", "aligned"] or parts[3:5] != ["row", "col"] or len(parts) != 9:
+        raise NotSimulated(opcode)
+    shape, (d, a, b, c) = parts[2], parts[5:]
+    if a != b or d != c or a not in _SHAPES.get(shape, ()) or (d != "f32" and (d, a) != ("f16", "f16")):
+        raise NotSimulated(opcode)
+    return functools.partial(_mma, FORMATS[a], FORMATS[c], int(shape[6:]))
+
+
+def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
+    warps = len(a[0])
+    tile_a, tile_b, tile_c = np.zeros((warps, 16, k)), np.zeros((warps, k, 8)), np.zeros((warps, 16, 8))
+    tile_a[_places_a(factors, k)] = _elements(factors, a)
+    tile_b[_places_b(factors, k)] = _elements(factors, b)
+    tile_c[_places_c()] = _elements(sums, c)
+    total = tile_a @ tile_b + tile_c
+    return _registers(floats.round_to(sums, total[_places_c()]))
+
+
+def _elements(fmt: Format, registers: Registers) -> Array:
+    """Registers to float64 values of shape (warps, elements of a lane, 32)."""
+    raw = np.stack(registers, axis=1)
+    if fmt is TF32:
+        raw = raw & np.uint32(0xFFFFE000)  # the tensor cores do not see the other bits
+    if fmt in (F16, BF16):
+        raw = np.stack((raw & 0xFFFF, raw >> 16), axis=2).reshape(len(raw), -1, 32).astype(np.uint16)
+    return fmt.values(raw).astype(np.float64)
+
+
+def _registers(elements: Array) -> list[Array]:
+    if elements.dtype == np.uint16:
+        elements = elements[:, ::2].astype(np.uint32) | elements[:, 1::2].astype(np.uint32) << 16
+    return [np.ascontiguousarray(r) for r in np.moveaxis(elements, 1, 0)]
+
+
+def _along_k(fmt: Format, k: int) -> list[Array]:
+    """For each element of a lane along k, its column of A (row of B), in every lane."""
+    if fmt is TF32:
+        return [_QUAD + part for part in range(0, k, 4)]
+    return [2 * _QUAD + one + part for part in range(0, k, 8) for one in (0, 1)]
+
+
+@functools.cache
+def _places_a(fmt: Format, k: int) -> Place:
+    """Rows and columns of A's elements, of shape (elements of a lane, 32), behind a slice over the warps."""
+    columns = _along_k(fmt, k)
+    step = 1 if fmt is TF32 else 2  # elements of a register
+    order = [(_GROUP + row, x) for i in range(0, len(columns), step) for row in (0, 8) for x in columns[i : i + step]]
+    return _EVERY_WARP, np.stack([row for row, _ in order]), np.stack([column for _, column in order])
+
+
+@functools.cache
+def _places_b(fmt: Format, k: int) -> Place:
+    rows = np.stack(_along_k(fmt, k))
+    return _EVERY_WARP, rows, np.broadcast_to(_GROUP, rows.shape)
+
+
+@functools.cache
+def _places_c() -> Place:
+    return _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
+
+
+def ldmatrix(rows: np.ndarray[Any, Any], transposed: bool = False) -> list[Array]:
+    """ldmatrix .x1, .x2 or .x4: rows (warps, 8 * tiles, 16 bytes) of tiles of 8 x 8 16-bit elements, to one (warps, 32) register a tile.
+
+    A lane gets elements 2*quad and 2*quad + 1 of row `group`; of column `group`, if `transposed` (.trans).
+    """
+    tiles = np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), -1, 8, 8)
+    if transposed:
+        tiles = np.ascontiguousarray(tiles.swapaxes(2, 3))
+    return list(np.moveaxis(tiles.view(np.uint32).reshape(*tiles.shape[:2], 32), 1, 0))

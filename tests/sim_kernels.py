@@ -1,0 +1,38 @@
+"""Small kernels in the simulator, for the tests of its machine: compile a text, launch it on CPU tensors, find a marked line."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cukern import sim
+from cukern.runtime import signature
+from cukern.runtime.compiler import compile_ptx
+from cukern.runtime.sources import Source
+
+
+def load(text: str, name: str | None = None) -> sim.Launch:
+    source = Source.from_text(text)
+    name = name or signature.kernel_names(source)[0]
+    return sim.load(name, compile_ptx(source, name), signature.parse(source, name))
+
+
+def simulate(text: str, *args: Any, grid: Any = 1, block: Any = 32, shared: int = 0, name: str | None = None) -> None:
+    """Launch the first kernel of a text, or the one named, on tensors and numbers. It may touch the tensors, and nothing else."""
+    with sim.memory.scope([a for a in args if isinstance(a, torch.Tensor)]):
+        launch(load(text, name), *args, grid=grid, block=block, shared=shared)
+
+
+def launch(kernel: sim.Launch, *args: Any, grid: Any = 1, block: Any = 32, shared: int = 0) -> None:
+    kernel(_dims(grid), _dims(block), shared, *(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
+
+
+def _dims(n: int | Sequence[int]) -> tuple[int, int, int]:
+    x, y, z = (*((n,) if isinstance(n, int) else n), 1, 1)[:3]
+    return x, y, z
+
+
+def line_of(text: str, mark: str) -> int:
+    """The number of the line with the comment `// mark`."""
+    (line,) = (i for i, content in enumerate(text.split("\n"), 1) if content.rstrip().endswith(f"// {mark}"))
+    return line

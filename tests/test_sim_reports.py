@@ -1,0 +1,783 @@
+"""What the simulator says of wrong kernels: the kind of bug, the thread and the line; and that it says nothing of the mended ones."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from sim_kernels import launch, line_of, load, simulate
+
+from cukern import sim
+
+
+@dataclass
+class Case:
+    """A kernel with a bug: `[[wrong => right]]` in its text. The line where it shows ends in `// here`, the other side's in `// there`."""
+
+    id: str
+    fault: type[sim.Fault]
+    says: str  # a pattern of the message; {there} is that line
+    arguments: Callable[[], list]
+    expected: Callable[..., torch.Tensor]  # the first argument, after the mended kernel
+    text: str
+    grid: int = 1
+    block: int = 64
+    shared: tuple[int, int] = (0, 0)  # wrong and right
+    block_index: int | None = 0
+    thread: int | None = 0
+
+    def source(self, wrong: bool) -> str:
+        return re.sub(r"\[\[(.*?) ?=> ?(.*?)\]\]", r"\1" if wrong else r"\2", self.text)
+
+    def run(self, wrong: bool) -> list:
+        arguments = self.arguments()
+        simulate(self.source(wrong), *arguments, grid=self.grid, block=self.block, shared=self.shared[not wrong])
+        return arguments
+
+
+def ints(n: int) -> torch.Tensor:
+    return torch.full((n,), -1, dtype=torch.int32)
+
+
+def iota(n: int) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.int32)
+
+
+BOUNDS = [
+    Case(
+        "read after the end",
+        sim.OutOfBounds,
+        r"reads 4 bytes of global memory 0 bytes after the end of the tensor of argument 'x', which has 400 bytes",
+        lambda: [ints(101), iota(101)[:100], 100],
+        lambda x, n: torch.cat((x + 1, torch.tensor([-1]))),
+        """
+__global__ void k(int* out, const int* x, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if ([[i > n => i >= n]]) return;
+    out[i] = x[i] + 1;  // here
+}
+""",
+        grid=2,
+        block_index=1,
+        thread=36,
+    ),
+    Case(
+        "write before the start",
+        sim.OutOfBounds,
+        r"writes 4 bytes of global memory 8 bytes before the start of the tensor of argument 'out', which has 256 bytes",
+        lambda: [ints(66)[2:], iota(64)],
+        lambda x: x,
+        """
+__global__ void k(int* out, const int* x) {
+    int i = threadIdx.x;
+    out[i [[- 2 =>]]] = x[i];  // here
+}
+""",
+    ),
+    Case(
+        "a null pointer",
+        sim.OutOfBounds,
+        r"reads 4 bytes of global memory through a null pointer",
+        lambda: [ints(64), 0],
+        lambda bias: torch.full((64,), 7),
+        """
+__global__ void k(int* out, const int* bias) {
+    out[threadIdx.x] = [[=> !bias ? 7 :]] bias[threadIdx.x];  // here
+}
+""",
+    ),
+    Case(
+        "a misaligned vector",
+        sim.Misaligned,
+        r"reads 8 bytes of global memory, but the address 0x[0-9a-f]+ is not a multiple of 8",
+        lambda: [ints(64), iota(128)],
+        lambda x: x[::2] + x[1::2],
+        """
+__global__ void k(int* out, const int* x) {
+    int2 v = *(const int2*)(x + [[1 => 2]] * threadIdx.x);  // here
+    out[threadIdx.x] = v.x + v.y;
+}
+""",
+        thread=1,
+    ),
+    Case(
+        "misaligned shared memory",
+        sim.Misaligned,
+        r"writes 16 bytes of shared memory, but the offset 4 is not a multiple of 16",
+        lambda: [ints(4)],
+        lambda: torch.tensor([1, 2, 3, 4]),
+        """
+__global__ void k(int* out) {
+    __shared__ alignas(16) int tile[8];
+    int* to = tile + [[1 => 4]];
+    *(int4*)to = make_int4(1, 2, 3, 4);  // here
+    for (int i = 0; i < 4; ++i) out[i] = to[i];
+}
+""",
+        block=1,
+    ),
+    Case(
+        "too little shared memory",
+        sim.OutOfBounds,
+        r"writes 4 bytes at offset 240 of shared memory, but the block has 240 bytes of it",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0),
+        """
+extern __shared__ int tile[];
+__global__ void k(int* out, const int* x) {
+    tile[threadIdx.x] = x[threadIdx.x];  // here
+    __syncthreads();
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+}
+""",
+        shared=(240, 256),
+        thread=60,
+    ),
+    Case(
+        "constant memory has an end",
+        sim.OutOfBounds,
+        r"reads 4 bytes of global memory 0 bytes after the end of the variable table, which has 256 bytes",
+        lambda: [ints(64)],
+        lambda: torch.full((64,), 0),
+        """
+__constant__ int table[64];
+__global__ void k(int* out) {
+    out[threadIdx.x] = table[threadIdx.x [[+ 1 =>]]];  // here
+}
+""",
+        thread=63,
+    ),
+]
+UNWRITTEN = [
+    Case(
+        "unwritten shared memory",
+        sim.Uninitialized,
+        r"reads 4 bytes that nobody wrote, offset \d+ of shared memory \(tile \+ 252\)",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0),
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int pad[5], tile[64];
+    pad[0] = 1;
+    if (threadIdx.x [[< => <=]] 63) tile[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = tile[63 - threadIdx.x] + pad[0] - 1;  // here
+}
+""",
+    ),
+    Case(
+        "an unwritten local array",
+        sim.Uninitialized,
+        r"reads 4 bytes that nobody wrote, offset \d+ of local memory",
+        lambda: [ints(64), iota(64)],
+        lambda x: x % 8 * 3,
+        """
+__global__ void k(int* out, const int* x) {
+    int a[8];
+    for (int i = 0; i < [[x[2] => 8]]; ++i) a[x[i] & 7] = x[i] * 3;
+    out[threadIdx.x] = a[x[threadIdx.x] & 7];  // here
+}
+""",
+        thread=2,
+    ),
+    Case(
+        "a shuffle from a lane that is not there",
+        sim.Uninitialized,
+        r"reads a register of lane 16 of its warp, which is not there",
+        lambda: [ints(16), iota(16)],
+        lambda x: x ^ 8,
+        """
+__global__ void k(int* out, const int* x) {
+    out[threadIdx.x] = __shfl_xor_sync(~0u, x[threadIdx.x], [[16 => 8]]);  // here
+}
+""",
+        block=16,
+    ),
+    Case(
+        "a shuffle from a lane outside the mask",
+        sim.Uninitialized,
+        r"reads a register of lane 8 of its warp, which is not in the mask 0x000000ff",
+        lambda: [ints(32), iota(32)],
+        lambda x: x ^ 4,
+        """
+__global__ void k(int* out, const int* x) {
+    out[threadIdx.x] = __shfl_xor_sync(0xffu << threadIdx.x / 8 * 8, x[threadIdx.x], [[8 => 4]]);  // here
+}
+""",
+        block=32,
+    ),
+]
+RACES = [
+    Case(
+        "no __syncthreads between write and read",
+        sim.Race,
+        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier is between",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0),
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];  // there
+    [[=> __syncthreads();]]
+    out[threadIdx.x] = tile[63 - threadIdx.x];  // here
+}
+""",
+    ),
+    Case(
+        "no __syncthreads between read and write",
+        sim.Race,
+        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that thread \(63, 0, 0\) read at {there}: no barrier is between",
+        lambda: [ints(64), iota(64)],
+        lambda x: 3 * x.flip(0) + 3,
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    int sum = 0;
+#pragma unroll 1
+    for (int i = 0; i < 3; ++i) {
+        tile[threadIdx.x] = x[threadIdx.x] + i;  // here
+        __syncthreads();
+        sum += tile[63 - threadIdx.x];  // there
+        [[=> __syncthreads();]]
+    }
+    out[threadIdx.x] = sum;
+}
+""",
+    ),
+    Case(
+        "no __syncwarp",
+        sim.Race,
+        r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing",
+        lambda: [ints(64), iota(64)],
+        lambda x: x ^ 5,
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];  // there
+    [[=> __syncwarp();]]
+    out[threadIdx.x] = tile[threadIdx.x ^ 5];  // here
+}
+""",
+    ),
+    Case(
+        "a __syncwarp of other lanes",
+        sim.Race,
+        r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing",
+        lambda: [ints(32), iota(32)],
+        lambda x: x ^ 16,
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[32];
+    tile[threadIdx.x] = x[threadIdx.x];  // there
+    __syncwarp([[threadIdx.x < 16 ? 0xffff : 0xffff0000 => ~0u]]);
+    out[threadIdx.x] = tile[threadIdx.x ^ 16];  // here
+}
+""",
+        block=32,
+    ),
+    Case(
+        "a shuffle is no __syncwarp",
+        sim.Race,
+        r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing",
+        lambda: [ints(32), iota(32)],
+        lambda x: 2 * (x ^ 1),
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[32];
+    tile[threadIdx.x] = x[threadIdx.x];  // there
+    int other = __shfl_xor_sync(~0u, x[threadIdx.x], 1);
+    [[=> __syncwarp();]]
+    out[threadIdx.x] = tile[threadIdx.x ^ 1] + other;  // here
+}
+""",
+        block=32,
+    ),
+    Case(
+        "volatile is no __syncwarp",
+        sim.Race,
+        r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\) is missing",
+        lambda: [ints(1), iota(32)],
+        lambda x: x.sum(dtype=torch.int32)[None],
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ volatile int tile[32];
+    int v = x[threadIdx.x];
+    tile[threadIdx.x] = v;
+#pragma unroll 1
+    for (int d = 16; d; d /= 2) {
+        [[=> __syncwarp();]]
+        if (threadIdx.x < d) v += tile[threadIdx.x + d];  // here
+        [[=> __syncwarp();]]
+        tile[threadIdx.x] = v;
+    }
+    if (threadIdx.x == 0) *out = v;
+}
+""",
+        block=32,
+    ),
+    Case(
+        "two threads write two values",
+        sim.Race,
+        r"writes 4 bytes, byte 0 of the tensor of argument 'out', where block \(0, 0, 0\), thread \(63, 0, 0\) writes another value",
+        lambda: [ints(1), iota(64)],
+        lambda x: x[:1] + 5,
+        """
+__global__ void k(int* out, const int* x) {
+    *out = x[ [[threadIdx.x => 0]] ] + 5;  // here
+}
+""",
+    ),
+    Case(
+        "global memory within a block",
+        sim.Race,
+        r"reads 4 bytes, byte 252 of the tensor of argument 'out', that thread \(63, 0, 0\) wrote at {there}: no barrier",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0),
+        """
+__global__ void k(int* out, const int* x) {
+    out[threadIdx.x] = x[threadIdx.x];  // there
+    [[=> __syncthreads();]]
+    int v = out[63 - threadIdx.x];  // here
+    __syncthreads();
+    out[threadIdx.x] = v;
+}
+""",
+    ),
+    Case(
+        "two blocks",
+        sim.Race,
+        r"reads 4 bytes, byte 256 of .* 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders two blocks",
+        lambda: [ints(128), iota(128)],
+        lambda x: x.view(2, 64).flip(1).reshape(-1) + 1,
+        """
+__global__ void k(int* out, const int* x) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = x[i];  // there
+    __syncthreads();
+    int v = out[ [[(i + 64) % 128 => blockIdx.x * 64 + 63 - threadIdx.x]] ];  // here
+    __syncthreads();
+    out[i] = v + 1;
+}
+""",
+        grid=2,
+    ),
+    Case(
+        "a plain sum of several blocks",
+        sim.Race,
+        r"that block \(\d, 0, 0\), thread \(0, 0, 0\) read at {there}: nothing orders two blocks",
+        lambda: [torch.zeros(1, dtype=torch.int32), iota(8)],
+        lambda x: x.sum(dtype=torch.int32)[None],
+        """
+__global__ void k(int* out, const int* x) {
+    if (threadIdx.x) return;
+    [[*out += x[blockIdx.x] => atomicAdd(out, x[blockIdx.x])]];  // here
+}
+""",
+        grid=8,
+    ),
+    Case(
+        "no fence before the counter",
+        sim.Race,
+        r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders",
+        lambda: [ints(1), ints(8), iota(8)],
+        lambda part, x: 10 * x.sum(dtype=torch.int32)[None],
+        """
+__device__ unsigned arrived;
+__global__ void k(int* out, int* part, const int* x) {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        part[blockIdx.x] = x[blockIdx.x] * 10;  // there
+        [[=> __threadfence();]]
+        last = atomicAdd(&arrived, 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && threadIdx.x == 0) {
+        int sum = 0;
+#pragma unroll 1
+        for (int i = 0; i < gridDim.x; ++i) sum += part[i];  // here
+        *out = sum;
+    }
+}
+""",
+        grid=8,
+        block_index=7,
+    ),
+    Case(
+        "no cp.async.wait",
+        sim.Race,
+        r"reads 4 bytes, offset 0 of shared memory .*, into which a cp.async still copies: a cp.async.wait is missing",
+        lambda: [ints(64), iota(64)],
+        lambda x: x,
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    unsigned to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    [[=> asm volatile("cp.async.wait_group 0;" ::: "memory");]]
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x];  // here
+}
+""",
+    ),
+    Case(
+        "cp.async.wait for too few groups",
+        sim.Race,
+        r"reads 4 bytes, offset 4 of shared memory .*, into which a cp.async still copies: a cp.async.wait is missing",
+        lambda: [ints(2), iota(2)],
+        lambda x: x,
+        """
+__device__ void copy(int* to, const int* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[2];
+    copy(tile, x);
+    copy(tile + 1, x + 1);
+    asm volatile("cp.async.wait_group [[1 => 0]];" ::: "memory");
+    out[0] = tile[0];
+    out[1] = tile[1];  // here
+}
+""",
+        block=1,
+    ),
+    Case(
+        "cp.async.wait without a barrier",
+        sim.Race,
+        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0),
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    unsigned to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x) : "memory");  // there
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    [[=> __syncthreads();]]
+    out[threadIdx.x] = tile[63 - threadIdx.x];  // here
+}
+""",
+    ),
+]
+BARRIERS = [
+    Case(
+        "a thread ends while others wait",
+        sim.BarrierFault,
+        r"waits at barrier 0 for all threads of the block, but thread \(50, 0, 0\) has ended at {there}",
+        lambda: [ints(50), iota(50), 50],
+        lambda x, n: x.flip(0),
+        """
+__global__ void k(int* out, const int* x, int n) {
+    __shared__ int tile[64];
+    int i = threadIdx.x;
+    [[if (i >= n) return; =>]]
+    tile[i] = i < n ? x[i] : 0;
+    __syncthreads();  // here
+    if (i < n) out[i] = tile[n - 1 - i];
+}  // there
+""",
+    ),
+    Case(
+        "a barrier in one branch",
+        sim.BarrierFault,
+        r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) has ended at",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0),
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];
+    [[if (threadIdx.x >= 32) =>]]
+        __syncthreads();  // here
+    [[if (threadIdx.x < 32) out[threadIdx.x] = 0; => out[threadIdx.x] = tile[63 - threadIdx.x];]]
+}
+""",
+        thread=32,
+    ),
+    Case(
+        "two barriers for one warp",
+        sim.BarrierFault,
+        r"waits at a barrier, while of its warp thread \(\d+, 0, 0\) waits at another",
+        lambda: [ints(64), iota(64)],
+        lambda x: x,
+        """
+__global__ void k(int* out, int* x) {
+    int v = threadIdx.x;
+    if (threadIdx.x < [[40 => 32]]) {
+        __syncthreads();
+        v += x[threadIdx.x] * 3;
+    } else {
+        __syncthreads();
+        v += x[threadIdx.x] * 5;
+    }
+    out[threadIdx.x] = v;
+    x[threadIdx.x] = v;
+}
+""",
+        thread=None,
+    ),
+    Case(
+        "a named barrier that counts too many",
+        sim.BarrierFault,
+        r"waits at barrier 1 for 96 threads, and the block has no more",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0),
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];
+    asm volatile("bar.sync 1, [[96 => 64]];" ::: "memory");  // here
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+}
+""",
+    ),
+    Case(
+        "a shuffle in one branch",
+        sim.BarrierFault,
+        r"waits for the lanes 0xffffffff of its warp, but thread \(20, 0, 0\) waits at",
+        lambda: [ints(32), iota(32)],
+        lambda x: torch.where(x < 20, x ^ 1, x ^ 2),
+        """
+__global__ void k(int* out, const int* x) {
+    int v = x[threadIdx.x];
+    if (threadIdx.x < 20)
+        v = __shfl_xor_sync([[~0u => 0x000fffffu]], v, 1);  // here
+    else
+        v = __shfl_xor_sync([[~0u => 0xfff00000u]], v, 2);
+    out[threadIdx.x] = v;
+}
+""",
+        block=32,
+    ),
+    Case(
+        "a lane that its mask leaves out",
+        sim.BarrierFault,
+        r"names the lanes 0x0000ffff of its warp, but it is lane 16 itself",
+        lambda: [ints(32), iota(32)],
+        lambda x: x ^ 1,
+        """
+__global__ void k(int* out, const int* x) {
+    out[threadIdx.x] = __shfl_xor_sync([[0x0000ffffu => ~0u]], x[threadIdx.x], 1);  // here
+}
+""",
+        block=32,
+        thread=16,
+    ),
+]
+OTHERS = [
+    Case(
+        "an endless loop",
+        sim.StepLimit,
+        r"still runs after \d+ steps",
+        lambda: [ints(64), iota(64)],
+        lambda x: torch.full((64,), 64),
+        """
+__global__ void k(int* out, const int* x) {
+    int i = x[threadIdx.x];
+    while (i != 64) i = (i + [[2 => 1]]) * x[1];  // here
+    out[threadIdx.x] = i;
+}
+""",
+        thread=None,
+    ),
+    Case(
+        "a failed assert",
+        sim.Fault,
+        r"assertion failed: x is small \(file.cu:5\)",
+        lambda: [ints(64), iota(64)],
+        lambda x: x,
+        """
+extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, size_t);
+__global__ void k(int* out, const int* x) {
+    if (!(x[threadIdx.x] < [[60 => 64]])) __assertfail("x is small", "file.cu", 5, "k", 1);  // here
+    out[threadIdx.x] = x[threadIdx.x];
+}
+""",
+        thread=60,
+    ),
+    Case(
+        "a trap",
+        sim.Fault,
+        r"trap",
+        lambda: [ints(64), iota(64)],
+        lambda x: x,
+        """
+__global__ void k(int* out, const int* x) {
+    if (x[threadIdx.x] >= [[60 => 64]]) __trap();  // here
+    out[threadIdx.x] = x[threadIdx.x];
+}
+""",
+        thread=60,
+    ),
+]
+CASES = [pytest.param(c, id=c.id) for c in (*BOUNDS, *UNWRITTEN, *RACES, *BARRIERS, *OTHERS)]
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch):
+    monkeypatch.setattr("cukern.sim.machine.MOST_STEPS", 20_000)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_kernel_is_reported(case):
+    text = case.source(wrong=True)
+    with pytest.raises(sim.Fault) as caught:
+        case.run(wrong=True)
+    fault = caught.value
+    assert type(fault) is case.fault, fault
+    there = rf"<cukern.compile \w+>:{line_of(text, 'there')}" if "// there" in text else r"<cukern.compile \w+>:\d+"
+    assert re.search(case.says.replace("{there}", there), str(fault)), fault
+    if "// here" in text:
+        assert re.fullmatch(rf"<cukern.compile \w+>:{line_of(text, 'here')}", fault.where.location), fault
+    assert fault.where.kernel == "k" and str(fault).startswith(
+        f"k, block {fault.where.block}, thread {fault.where.thread}, <cukern.compile"
+    )
+    assert case.thread is None or fault.where[1:3] == ((case.block_index, 0, 0), (case.thread, 0, 0)), fault
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mended_kernel_is_right_and_not_accused(case):
+    out, *inputs = case.run(wrong=False)
+    assert out.tolist() == case.expected(*inputs).tolist()
+
+
+def test_instruction_that_is_not_simulated_is_named_where_it_is_executed():
+    text = """
+__global__ void k(int* out, int go) {
+    if (go) asm volatile("griddepcontrol.wait;");  // here
+    *out = 1;
+}
+"""
+    out = ints(1)
+    simulate(text, out, 0, block=1)
+    assert out.item() == 1
+    with pytest.raises(sim.NotSimulated, match=rf"griddepcontrol\.wait, in k, <cukern.compile \w+>:{line_of(text, 'here')}"):
+        simulate(text, out, 1, block=1)
+
+
+def test_call_of_printf_is_not_simulated():
+    text = '#include <stdio.h>\n__global__ void k(int n) { printf("%d", n); }\n'
+    with pytest.raises(sim.NotSimulated, match="call of vprintf"):
+        simulate(text.replace("#include <stdio.h>", ""), 3)
+
+
+# ---- what only shows from one launch to the next, or beside a kernel
+
+ADD = "__global__ void add(int* out, const int* x, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] + 1; }\n"
+
+
+def test_workspace_is_known_by_what_an_earlier_kernel_wrote():
+    kernel, x = load(ADD), iota(32)
+    with sim.memory.scope([x]):
+        work, out = torch.empty(32, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+        launch(kernel, work, x, 20)
+        launch(kernel, out, work, 20)
+        assert torch.equal(out[:20], x[:20] + 2)
+        with pytest.raises(sim.Uninitialized, match="byte 80 of the tensor of argument 'x'"):
+            launch(kernel, out, work, 21)
+
+
+@pytest.mark.parametrize(
+    "fill", [lambda x: x.fill_(3), lambda x: x.copy_(iota(32)), lambda x: x[:].zero_(), lambda x: torch.add(x, 0, out=x)]
+)
+def test_in_place_ops_write(fill):
+    kernel = load(ADD)
+    with sim.memory.scope():
+        x, out = torch.empty(32, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+        with pytest.raises(sim.Uninitialized):
+            launch(kernel, out, x, 32)
+        fill(x)
+        launch(kernel, out, x, 32)
+    assert torch.equal(out, x + 1)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: torch.empty_like(x), lambda x: x.new_empty(32), lambda x: torch.empty_strided((32,), (1,), dtype=torch.int32)]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_empty_tensors_are_unwritten_even_where_torch_fills_them(make, deterministic):
+    kernel, x, before = load(ADD), iota(32), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with sim.memory.scope([x]):
+            y, out = make(x), x * 2
+            with pytest.raises(sim.Uninitialized):
+                launch(kernel, out, y, 32)
+            launch(kernel, out, out * 2, 32)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_neighbours_of_a_view_are_out_of_bounds():
+    x, out = iota(96), ints(32)
+    simulate(ADD, out, x[32:64], 32)
+    assert torch.equal(out, x[32:64] + 1)
+    with pytest.raises(sim.OutOfBounds, match="0 bytes after the end of the tensor of argument 'x', which has 124 bytes"):
+        simulate(ADD, out, x[32:63], 32)
+    with pytest.raises(sim.OutOfBounds, match=r"at 0x[0-9a-f]+, which belongs to no argument|of argument 'out'"):
+        kernel = load(ADD)
+        with sim.memory.scope([out]):
+            launch(kernel, out, x, 32)
+
+
+def test_scopes_nest():
+    kernel, x = load(ADD), iota(32)
+    with sim.memory.scope([x]):
+        with sim.memory.scope([x]):
+            out = torch.empty(32, dtype=torch.int32)
+            launch(kernel, out, x, 20)
+        launch(kernel, x, out, 20)
+        with pytest.raises(sim.Uninitialized):
+            launch(kernel, x, out, 21)
+    with pytest.raises(sim.OutOfBounds):
+        launch(kernel, x, x, 1)
+
+
+def test_a_launch_orders_all_before_it():
+    kernel, x = load("__global__ void k(int* x) { x[threadIdx.x ^ 33] += 1; }"), iota(64)
+    with sim.memory.scope([x]):
+        for _ in range(3):
+            launch(kernel, x, block=64)
+    assert torch.equal(x, iota(64) + 3)
+
+
+# ---- the launch itself
+
+
+@pytest.mark.parametrize(
+    "geometry, words",
+    [
+        ({"block": 1025}, "block x = 1025 is not in 1..1024"),
+        ({"block": (1, 1, 65)}, "block z = 65 is not in 1..64"),
+        ({"block": (32, 33)}, "1056 threads a block are more than the 1024"),
+        ({"grid": (1, 65536)}, "grid y = 65536 is not in 1..65535"),
+        ({"grid": 0}, "grid x = 0"),
+        ({"shared": (227 << 10) + 1}, "232449 bytes of shared memory, 232449 of them dynamic, are more than 232448"),
+    ],
+)
+def test_geometry_that_a_gpu_refuses(geometry, words):
+    from cukern import LaunchError
+
+    with pytest.raises(LaunchError, match=re.escape(words)):
+        simulate("__global__ void k() {}", **geometry)
+
+
+def test_launch_bounds_are_kept():
+    from cukern import LaunchError
+
+    text = "__global__ void __launch_bounds__(64) k(int* out) { out[threadIdx.x] = 1; }"
+    simulate(text, ints(64), block=64)
+    with pytest.raises(LaunchError, match="96 threads a block are more than the 64 that this kernel may have"):
+        simulate(text, ints(96), block=96)
+
+
+def test_launch_that_is_too_large_to_simulate():
+    with pytest.raises(ValueError, match="has 8388608 threads, and the simulator takes at most 4194304"):
+        simulate("__global__ void k() {}", grid=8192, block=1024)
+
+
+def test_argument_that_does_not_fit():
+    with pytest.raises(TypeError, match="does not fit the parameter int n"):
+        simulate("__global__ void k(int n) {}", 1.5)
