@@ -4,6 +4,7 @@ from cukern.ops.matmul import linear as linear
 from cukern.ops.matmul import matmul as matmul
 from cukern.ops.square import square as square
 from cukern.runtime.backend import LaunchError as LaunchError
+from cukern.runtime.backend import backend as backend
 from cukern.runtime.compiler import CompileError as CompileError
 from cukern.runtime.compiler import SetupError as SetupError
 from cukern.runtime.kernel import compile as compile

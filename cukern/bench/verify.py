@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cukern.bench import environment
-from cukern.runtime import checks
+from cukern.runtime import backend, checks
 from cukern.runtime.registry import Op
 
 Function = Callable[..., torch.Tensor]
@@ -73,26 +73,20 @@ class Verdict:
 def candidates(op: Op, device: torch.device, version: str | None = None) -> tuple[dict[str, Function], dict[str, str]]:
     """The versions of `op` (or the one) that this device runs, as functions of the inputs, and why each of the others does not.
 
-    Without a GPU the only one is the public function itself. Raises ValueError for a version that there is not.
+    On the CPU, outside of the simulator, the only one is the public function itself. Raises ValueError for a version that there is not.
     """
     if version is not None and version not in op.versions:
         checks.unknown_version(op.name, version, op.versions)
     names = [version] if version else list(op.versions)
-    if device.type != "cuda":
+    if device.type != "cuda" and not backend.simulating():
         return {REFERENCE: op.function}, dict.fromkeys(names, "there is no GPU")
-    has = capability(device)
+    has = backend.capability(device.index if device.type == "cuda" else backend.SIMULATED)
     refused = {
         n: f"needs compute capability {op.versions[n].requires / 10}, this GPU has {has / 10}"
         for n in names
         if op.versions[n].requires > has
     }
     return {n: partial(op.function, version=n) for n in names if n not in refused}, refused
-
-
-def capability(device: torch.device) -> int:
-    """Compute capability of a GPU as one number: 90 for 9.0."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
 
 
 def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cukern.ops.matmul_versions import BIAS_GRAD, VERSIONS
-from cukern.runtime import checks, interop
+from cukern.runtime import backend, checks, interop
 from cukern.runtime.registry import Cost, Op, apply_of, choose, raw_op, register
 
 DTYPES = (torch.float32, torch.float64)
@@ -26,7 +26,8 @@ def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
         a: (..., M, K), float32 or float64: a tensor, or an array that speaks DLPack.
         b: (K, N), of a's dtype and device. Transposed views of a and b are read as they are; a view without a stride of 1, and leading
             dimensions of a that cannot be flattened to one, are copied first.
-        version: "v1" to "v5"; by default the fastest that the GPU has. Tensors that are not on a GPU go to torch.matmul.
+        version: "v1" to "v5"; by default the fastest that the GPU has. Tensors that are not on a GPU go to torch.matmul, or to the
+            simulator.
 
     Returns (..., M, N), contiguous. Autocast does not change the dtype.
 
@@ -37,7 +38,7 @@ def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
         raise ValueError(f"a must be (..., M, K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
     if a.shape[-1] != b.shape[0]:
         raise ValueError(f"the last dimension of a, {a.shape[-1]}, must equal the first of b, {b.shape[0]}")
-    if not a.is_cuda:
+    if not a.is_cuda and not backend.simulates(a):
         return reference_matmul(a, b)
     out = _product(a if a.ndim == 2 else a.reshape(-1, a.shape[-1]), b, None, version or "")
     return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
@@ -60,7 +61,7 @@ def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None)
         raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the last of weight, {weight.shape[1]}")
     if bias is not None:
         checks.shape("bias", bias, (weight.shape[0],), "one value for each row of weight")
-    if not x.is_cuda:
+    if not x.is_cuda and not backend.simulates(x):
         return reference_linear(x, weight, bias)
     out = _product(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), weight.t(), bias, version or "")
     return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
@@ -84,7 +85,7 @@ def _inputs(op: str, version: str | None, **values: Any) -> list[Any]:
     if version is not None:
         if version not in VERSIONS:
             checks.unknown_version(op, version, VERSIONS)
-        if not first.is_cuda:
+        if not first.is_cuda and not backend.simulates(first):
             checks.needs_gpu(op, version, first.device)
     return list(tensors.values())
 

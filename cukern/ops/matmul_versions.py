@@ -3,7 +3,6 @@
 Each launcher is `forward(out, a, b, bias)`: out (M x N) contiguous, a (M x K) and b (K x N) of any strides, bias (N) contiguous or None.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 
@@ -45,7 +44,7 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     b, b_k, ldb = _with_unit_stride(b.t())
     if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # its offsets inside a tile have 32 bits
         return _v4(out, a, b.t(), bias)
-    tile, grid, shared_blocks, shared_tiles, chain, room = matmul_plan.plan(M, N, K, _multiprocessors(device), itemsize)
+    tile, grid, shared_blocks, shared_tiles, chain, room = matmul_plan.plan(M, N, K, backend.multiprocessors(device), itemsize)
     workspace = torch.empty(room * tile.rows * tile.columns, dtype=out.dtype, device=out.device)
     kernel = _V5[a.dtype, _copy_mode(a, a_k, lda), _copy_mode(b, b_k, ldb), tile.name]
     numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
@@ -61,11 +60,6 @@ def _copy_mode(x: torch.Tensor, along_k: bool, ld: int) -> int:
     if along_k:
         return 0
     return 1 if (x.data_ptr() | ld * x.itemsize | x.shape[0] * x.itemsize) % 16 else 2
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:

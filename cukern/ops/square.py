@@ -21,7 +21,7 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
 
     Args:
         x: float16, bfloat16, float32 or float64, of any shape and strides: a tensor, or an array that speaks DLPack. 16-bit types are
-            computed in float32 and rounded once. A tensor that is not on a GPU goes to the plain torch reference.
+            computed in float32 and rounded once. A tensor that is not on a GPU goes to the plain torch reference, or to the simulator.
         version: "v1" or "v2"; by default the fastest.
 
     Returns a new tensor of x's shape and dtype. Dense strides are kept; a view with gaps or overlaps is first copied to contiguous memory.
@@ -32,7 +32,7 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
         x = interop.to_torch("x", x)
     if version is not None and version not in VERSIONS:
         checks.unknown_version("square", version, VERSIONS)
-    if not x.is_cuda:
+    if not x.is_cuda and not backend.simulates(x):
         if version is not None:
             checks.needs_gpu("square", version, x.device)
         checks.dtype("x", x, checks.FLOATS)

@@ -1,4 +1,4 @@
-"""Who executes a launch: the GPU, through the CUDA driver as CuPy binds it.
+"""Who executes a launch: the GPU, through the CUDA driver as CuPy binds it; or, for CPU tensors where it is chosen, the simulator.
 
 `cupy_backends.cuda.api.driver` takes arguments that are packed already, which makes a launch twice as fast as CuPy's RawKernel: 3 us of
 host time, nearly all of it the driver's. Where a CuPy has no such binding, RawModule does the work.
@@ -6,18 +6,19 @@ host time, nearly all of it the driver's. Where a CuPy has no such binding, RawM
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import struct
 import tempfile
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from cukern.runtime.compiler import Cubin, SetupError
+from cukern.runtime.compiler import Cubin, Ptx, SetupError
 from cukern.runtime.signature import Param, explain_misfit, packer
 
 Dim = tuple[int, int, int]
@@ -36,6 +37,84 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 
 
 class LaunchError(RuntimeError):
     """The driver refused a launch, or the kernel failed; the message names the kernel, the geometry and the limit that was broken."""
+
+
+# ---- the simulator
+
+SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
+SIMULATED_CAPABILITY = (9, 0)
+SIMULATED_MULTIPROCESSORS = 2  # few, so that a small problem has more tiles than run at one time
+
+BACKENDS = ("gpu", "sim")
+_simulating = False
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Choose who runs the kernels on CPU tensors: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
+
+    Args:
+        name: "sim": the simulator interprets the kernels, in all threads of this process; it names races, accesses out of bounds and the
+            like, by raising cukern.sim.Fault. "gpu": nobody; CPU tensors go to the plain torch path. The environment variable
+            CUKERN_BACKEND says which it is at the start. Tensors on a GPU are not concerned.
+
+    Raises ValueError for another name.
+    """
+    global _simulating
+    before, _simulating = _simulating, _simulates(name)
+    try:
+        yield
+    finally:
+        _simulating = before
+
+
+def _simulates(name: str) -> bool:
+    if name not in BACKENDS:
+        raise ValueError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
+    return name == "sim"
+
+
+_simulating = _simulates(os.environ.get("CUKERN_BACKEND") or "gpu")
+
+
+def simulates(x: torch.Tensor) -> bool:
+    """Whether kernels on this tensor run in the simulator."""
+    return _simulating and x.device.type == "cpu"
+
+
+def simulating() -> bool:
+    """Whether CPU tensors go to the simulator."""
+    return _simulating
+
+
+def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
+    """The same as `load`, for the simulator."""
+    from cukern import sim
+
+    return sim.load(name, ptx, params)
+
+
+def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManager:
+    """While it is open, simulated kernels may touch these tensors, and those that torch makes meanwhile; whatever else is among them is
+    passed over."""
+    from cukern import sim
+
+    return sim.memory.scope([t for t in tensors if isinstance(t, torch.Tensor)])
+
+
+# ---- the GPU
+
+
+@functools.cache
+def capability(device: int) -> int:
+    """Compute capability of a GPU, or of the simulated one, as one number: 90 for 9.0."""
+    major, minor = SIMULATED_CAPABILITY if device == SIMULATED else torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return SIMULATED_MULTIPROCESSORS if device == SIMULATED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def require_gpu() -> None:

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 
+SIMULATOR = 'run it in the simulator: with cukern.backend("sim")'
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -51,7 +52,10 @@ def unknown_version(op: str, version: Any, known: Iterable[str]) -> NoReturn:
 
 
 def needs_gpu(op: str, version: str, device: torch.device) -> NoReturn:
-    raise ValueError(f"version {version!r} of cukern.{op} is a CUDA kernel, the tensor is on {device}; leave version out for the reference")
+    raise ValueError(
+        f"version {version!r} of cukern.{op} is a CUDA kernel, the tensor is on {device}: leave version out for the reference, "
+        f"or {SIMULATOR}"
+    )
 
 
 def unsupported_version(op: str, version: str, needs: int, has: int) -> NoReturn:

@@ -1,5 +1,6 @@
 """A kernel: one __global__ function of a .cu file, or one instance of a template, ready to be launched on torch's memory and stream."""
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import backend, interop, signature
-from cukern.runtime.compiler import Cubin, arch_of, compile_kernel
+from cukern.runtime import backend, checks, interop, signature
+from cukern.runtime.compiler import Cubin, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.sources import Source, kernels_dir
 
 
@@ -33,7 +34,7 @@ class Kernel:
         return compile_kernel(self.source, self.name, arch)
 
     def on(self, device: int) -> backend.Launch:
-        """The kernel on the GPU number `device`: `launch(grid, block, shared_bytes, *args)`, pointers as integers.
+        """The kernel on the GPU number `device`, or in the simulator: `launch(grid, block, shared_bytes, *args)`, pointers as integers.
 
         Compiles and loads it, if that is not done. Raises RuntimeError for an unloaded kernel inside a CUDA graph capture.
         """
@@ -44,6 +45,9 @@ class Kernel:
         return loaded
 
     def _load(self, device: int) -> backend.Launch:
+        if device == backend.SIMULATED:
+            self._loaded[device] = backend.load_simulated(self.name, compile_ptx(self.source, self.name), self.params)
+            return self._loaded[device]
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
         cubin = self.compile(arch_of(torch.cuda.get_device_capability(device)))
@@ -55,21 +59,27 @@ class Kernel:
 
         Args:
             args: one for each parameter of the kernel: a CUDA tensor or DLPack array of the pointee's dtype for a pointer (None for a null
-                pointer), a number for a scalar. Nothing is copied; the kernel sees the memory from the first element on.
+                pointer), a number for a scalar. Nothing is copied; the kernel sees the memory from the first element on. In the simulator:
+                CPU tensors, and the kernel may touch nothing but them.
             grid, block: one to three ints: blocks, and threads of a block, along x, y, z.
             shared: bytes of dynamic shared memory.
 
-        Raises TypeError or ValueError for an argument that does not fit, LaunchError for a geometry that the GPU refuses.
+        Raises TypeError or ValueError for an argument that does not fit, LaunchError for a geometry that the GPU refuses, in the simulator
+        also cukern.sim.Fault for a bug of the kernel.
         """
         if len(args) != len(self.params):
             raise signature.explain_misfit(self.name, self.params, args)
         devices: dict[int, str] = {}
         values = [_pointer(p, a, self.name, devices) if p.pointer else a for p, a in zip(self.params, args, strict=True)]
         if len(devices) > 1:
-            raise ValueError(f"{self.name}: arguments on several GPUs: {', '.join(f'{n} on cuda:{d}' for d, n in devices.items())}")
-        backend.require_gpu()
-        device = next(iter(devices)) if devices else backend.current_device()
-        self.on(device)(_dim("grid", grid), _dim("block", block), shared, *values)
+            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(f'{n} on {_place(d)}' for d, n in devices.items())}")
+        simulated = backend.simulating() and (not devices or backend.SIMULATED in devices)
+        if not simulated:
+            backend.require_gpu()
+        device = backend.SIMULATED if simulated else next(iter(devices)) if devices else backend.current_device()
+        launch, dims = self.on(device), (_dim("grid", grid), _dim("block", block))
+        with backend.simulated_memory(args) if simulated else contextlib.nullcontext():
+            launch(*dims, shared, *values)
 
 
 class Template:
@@ -125,14 +135,18 @@ def _pointer(param: signature.Param, value: Any, kernel: str, devices: dict[int,
     if value is None:
         return 0
     tensor = interop.to_torch(param.name, value)
-    if not tensor.is_cuda:
-        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}")
+    if not tensor.is_cuda and not backend.simulates(tensor):
+        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
     if tensor.is_neg() or tensor.is_conj():
         raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
     if param.dtypes and tensor.dtype not in param.dtypes:
         raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
     devices.setdefault(tensor.get_device(), param.name)
     return tensor.data_ptr()
+
+
+def _place(device: int) -> str:
+    return "the CPU" if device == backend.SIMULATED else f"cuda:{device}"
 
 
 def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import checks
+from cukern.runtime import backend, checks
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.kernel import Kernel
 
@@ -28,16 +28,24 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
         impl, fake: the launch, and the same for shapes alone.
 
     The result skips torch's dispatcher (1.7 us) where nothing listens to it: no torch.compile or export, no dispatch mode such as
-    FakeTensorMode, no functorch transform, no tensor subclass.
+    FakeTensorMode, no functorch transform, no tensor subclass, no simulator.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, impl, "CUDA")
+
+    def simulate(*args: Any) -> Any:
+        if not backend.simulating():
+            raise ValueError(f"cukern::{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
+        with backend.simulated_memory(args):
+            return impl(*args)
+
+    _library.impl(name, simulate, "CPU")
     torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
     op = getattr(torch.ops.cukern, name).default
 
     def call_one(x: torch.Tensor, version: str) -> Any:
-        if _tracing() or type(x) not in _PLAIN or _modes():
+        if _tracing() or type(x) not in _PLAIN or _modes() or not x.is_cuda:
             return op(x, version)
         try:
             return impl(x, version)
@@ -49,7 +57,7 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
         return op(x, version)  # a functorch wrapper has no memory: its data_ptr() raised before anything was launched
 
     def call(*args: Any) -> Any:
-        if _tracing() or _modes() or _transforms() or not _PLAIN.issuperset(map(type, args[:tensors])):
+        if _tracing() or _modes() or _transforms() or not args[0].is_cuda or not _PLAIN.issuperset(map(type, args[:tensors])):
             return op(*args)
         try:
             return impl(*args)
@@ -140,8 +148,7 @@ def register(op: Op) -> Op:
 def choose(op: str, version: str, device: int) -> Version:
     """The version that runs on a GPU: the one asked for, or for "" the last of the op's table that the GPU can run. Raises ValueError."""
     versions = OPS[op].versions
-    capability = torch.cuda.get_device_capability(device)
-    number = capability[0] * 10 + capability[1]
+    number = backend.capability(device)
     if not version:
         version = ([name for name, v in versions.items() if v.requires <= number] or list(versions))[-1]
     if version not in versions:

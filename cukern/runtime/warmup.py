@@ -30,9 +30,8 @@ def warmup(*ops: str, dtypes: Collection[torch.dtype] | None = None, device: tor
     backend.require_gpu()
     index = torch.cuda.current_device() if place.index is None else place.index
     with torch.cuda.device(index):
-        capability = torch.cuda.get_device_capability()
         kernels: dict[str, Kernel] = {}
         for name in ops or OPS:
-            kernels |= OPS[name].kernels(capability[0] * 10 + capability[1], dtypes)
+            kernels |= OPS[name].kernels(backend.capability(index), dtypes)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
             list(pool.map(lambda kernel: kernel.on(index), kernels.values()))
