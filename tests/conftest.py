@@ -1,4 +1,5 @@
-"""What every test stands on: GPU tests skip aloud, outputs start as NaN, and kernels are compiled into a cache of the run's own."""
+"""What every test stands on: kernels run on the GPU or in the simulator, tests of the GPU alone skip aloud, outputs start as NaN, and
+kernels are compiled into a cache of the run's own."""
 
 import os
 
@@ -7,14 +8,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from helpers import forget_cache
+from helpers import DEVICE, PLACE, forget_cache
+
+import cukern
 
 NO_GPU = "needs a GPU, and torch.cuda sees none"
 
 
 def pytest_report_header(config):
     if not torch.cuda.is_available():
-        return f"cukern: torch {torch.__version__} sees no GPU; the tests marked gpu are skipped"
+        return f"cukern: torch {torch.__version__} sees no GPU: kernels run in the simulator, and the tests marked gpu are skipped"
     return f"cukern: torch {torch.__version__} on {torch.cuda.get_device_name()}"
 
 
@@ -28,7 +31,7 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter):
     skipped = sum(NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
-        terminalreporter.write_line(f"{skipped} tests were skipped for want of a GPU: nothing here shows that the kernels run", yellow=True)
+        terminalreporter.write_line(f"{skipped} tests were skipped for want of a GPU; the kernels ran in the simulator", yellow=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,10 +56,23 @@ def empty_cache(tmp_path, monkeypatch):
     forget_cache()
 
 
+@pytest.fixture
+def device():
+    """The device of the tensors on which kernels run: the GPU's, or in the simulator the CPU."""
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def simulator(request):
+    """Tests marked kernels: where there is no GPU they run in the simulator."""
+    with cukern.backend("sim" if PLACE == "sim" and request.node.get_closest_marker("kernels") else "gpu"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def poison(request):
-    """GPU tests: torch.empty gives NaN (integers: the largest), so that an element which a kernel does not write is seen."""
-    if not request.node.get_closest_marker("gpu"):
+    """Tests of kernels: torch.empty gives NaN (integers: the largest), so that an element which a kernel does not write is seen."""
+    if not (request.node.get_closest_marker("gpu") or request.node.get_closest_marker("kernels")):
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory

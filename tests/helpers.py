@@ -11,9 +11,11 @@ import torch
 
 import cukern
 from cukern.runtime import compiler
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import OPS, Op
 
 gpu = pytest.mark.gpu
+kernels = pytest.mark.kernels  # runs kernels: on the GPU where there is one, else in the simulator
+PLACE, DEVICE = ("cuda", "cuda") if torch.cuda.is_available() else ("sim", "cpu")  # where, and on which tensors
 ROOT = Path(cukern.__file__).resolve().parents[1]  # of the source tree, or site-packages
 TREE = Path(__file__).resolve().parents[1]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,9 +51,13 @@ torch::Tensor square_matrix(torch::Tensor matrix) {
 
 
 def places(op: str) -> list:
-    """(device, version) of an op: the reference on the CPU, and every version on a GPU."""
-    on_gpu = [pytest.param("cuda", v, marks=gpu, id=f"cuda-{v}") for v in OPS[op].versions]
-    return [pytest.param("cpu", None, id="cpu"), *on_gpu]
+    """(device, version) of an op: the reference on the CPU, and every version where its kernels run."""
+    versions = [pytest.param(DEVICE, v, marks=kernels, id=f"{PLACE}-{v}") for v in OPS[op].versions]
+    return [pytest.param("cpu", None, id="cpu"), *versions]
+
+
+def dims_of(op: Op) -> tuple[tuple[int, ...], ...]:
+    return op.check_dims if PLACE == "cuda" else op.sim_dims
 
 
 def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "") -> None:

@@ -7,14 +7,17 @@ import sys
 
 import pytest
 import torch
-from helpers import run, run_python
+from helpers import dims_of, run, run_python
 from typer.testing import CliRunner
 
 import cukern
+from cukern import sim
 from cukern.bench import environment
 from cukern.cli import app, doctor, profile
+from cukern.ops import square
 from cukern.runtime import compiler
 from cukern.runtime.compiler import SetupError
+from cukern.runtime.kernel import Template
 from cukern.runtime.registry import OPS, Version
 
 SQUARE = OPS["square"]
@@ -39,7 +42,11 @@ def broken(monkeypatch):
     """An op "broken" whose one kernel does not compile."""
     kernel = cukern.compile("__global__ void broken(float* x) { x[0] = nonsense; }")
     versions = {"v1": Version("", lambda: None, instances=lambda dtype: [kernel])}
-    monkeypatch.setitem(OPS, "broken", dataclasses.replace(SQUARE, name="broken", versions=versions))
+
+    def function(x, version=None):
+        kernel(x, grid=1, block=1)
+
+    monkeypatch.setitem(OPS, "broken", dataclasses.replace(SQUARE, name="broken", versions=versions, function=function))
 
 
 # ---- the command itself
@@ -89,38 +96,63 @@ def test_errors_of_the_user(args, says):
 
 def test_check_every_shape_and_dtype():
     out = call("check", "square").stdout
-    for dims in SQUARE.check_dims:
+    for dims in dims_of(SQUARE):
         for dtype in ("float16", "bfloat16", "float32", "float64"):
             assert f"square {' x '.join(map(str, dims))} {dtype}\n" in "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
     assert "wrong" in out and "WRONG" not in out
 
 
 @no_gpu
-def test_check_without_a_gpu_says_so_and_compiles():
+def test_check_without_a_gpu_says_that_it_simulates():
     out = call("check", "square", 33, "--dtype", "f").stdout
-    assert "kernels were NOT run" in out and "not run: v2: there is no GPU" in out
-    assert "square_v2_bwd<float, 4>" in out and "double" not in out
-    assert "square_v2" not in call("check", "square", 33, "--version", "v1").stdout
+    assert out.startswith("There is no GPU. The kernels run in the simulator")
+    assert "v1 and v2" in out and "16 comparisons" not in out and "on the simulator, nothing wrong" in out
+
+
+def test_check_simulates_where_it_is_asked_to(monkeypatch):
+    launched = []
+    load = sim.load
+    monkeypatch.setattr(sim, "load", lambda name, *a: launched.append(name) or load(name, *a))
+    for template in ("_V2", "_V2_BWD"):
+        monkeypatch.setattr(square, template, Template("square.cu", "square_v2" + template[3:].lower()))
+    square._plan.cache_clear()
+    out = call("check", "square", 40, "--dtype", "b", "--version", "v2", "--sim").stdout
+    assert out.startswith("The kernels run in the simulator") and "2 comparisons on the simulator, nothing wrong" in out
+    assert launched == ["square_v2<__nv_bfloat16, 8>", "square_v2_bwd<__nv_bfloat16, 8>"]
+    square._plan.cache_clear()
+
+
+def test_check_names_the_bug_that_the_simulator_meets(monkeypatch):
+    kernel = cukern.compile("__global__ void stray(float* out, const float* x, int n) {\n    out[threadIdx.x] = x[threadIdx.x];\n}")
+
+    def function(x, version=None):
+        out = torch.empty_like(x)
+        kernel(out, x, x.numel(), grid=1, block=64)
+        return out
+
+    monkeypatch.setitem(OPS, "stray", dataclasses.replace(SQUARE, name="stray", function=function))
+    result = call("check", "stray", 40, "--dtype", "f", "--sim", status=1)
+    assert "stray" in result.stderr and ":2" in result.stderr and "thread" in result.stderr and "Traceback" not in result.output
 
 
 @no_gpu
-def test_check_without_a_compiler_says_why(monkeypatch, empty_cache):
+def test_check_without_a_compiler_says_how_to_get_one(monkeypatch, empty_cache):
     def no_nvrtc():
         raise SetupError("NVRTC is away. Run: pip install it")
 
     monkeypatch.setattr(compiler, "nvrtc", no_nvrtc)
-    assert "were not compiled either: NVRTC is away. Run: pip install it" in call("check", "square", 33).stdout
+    kernel = cukern.compile("__global__ void k(float* x) {}")
+    monkeypatch.setitem(OPS, "new", dataclasses.replace(SQUARE, name="new", function=lambda x, version=None: kernel(x, grid=1, block=1)))
+    assert "NVRTC is away. Run: pip install it" in refused("check", "new", 33)
 
 
 @pytest.mark.parametrize("fault", [lambda x: x * x * 1.001, lambda x: x * x + torch.where(x == x[0], torch.nan, 0.0)], ids=["1e-3", "NaN"])
 def test_check_exits_with_1_if_wrong(monkeypatch, fault):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(OPS, "wrong", dataclasses.replace(SQUARE, name="wrong", function=fault))
-    out = call("check", "wrong", 50, "--dtype", "f", status=1).stdout
+    monkeypatch.setitem(OPS, "wrong", dataclasses.replace(SQUARE, name="wrong", function=lambda x, version=None: fault(x)))
+    out = call("check", "wrong", 50, "--dtype", "f", "--sim", status=1).stdout
     assert "WRONG" in out and "nothing wrong" not in out
 
 
-@no_gpu
 def test_check_exits_with_1_if_a_kernel_does_not_compile(broken):
     result = call("check", "broken", 5, "--dtype", "f", status=1)
     assert 'identifier "nonsense" is undefined' in result.stderr

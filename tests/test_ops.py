@@ -5,9 +5,10 @@ import threading
 
 import pytest
 import torch
-from helpers import exact_gradients, gpu, places, same_bits
+from helpers import DEVICE, PLACE, dims_of, exact_gradients, gpu, kernels, places, same_bits
 
 from cukern.bench.verify import verify
+from cukern.runtime import backend
 from cukern.runtime.registry import OPS, Op
 
 PLACES = [pytest.param(name, *p.values, marks=p.marks, id=f"{name}-{p.id}") for name in OPS for p in places(name)]
@@ -23,13 +24,13 @@ COMPILED = [
 
 @pytest.fixture(autouse=True)
 def fits(request):
-    """Skip a version that this GPU is too old for."""
+    """Skip a version that this GPU, or the simulated one, is too old for."""
     values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     version = OPS[values["name"]].versions.get(values.get("version")) if "name" in values else None
-    if version is not None and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        if version.requires > major * 10 + minor:
-            pytest.skip(f"needs compute capability {version.requires / 10}, this GPU has {major}.{minor}")
+    if version is not None:
+        has = backend.capability(0 if PLACE == "cuda" else backend.SIMULATED)
+        if version.requires > has:
+            pytest.skip(f"needs compute capability {version.requires / 10}, this GPU has {has / 10}")
 
 
 def draw(op: Op, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -42,7 +43,7 @@ def draw(op: Op, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> tupl
 def test_output_and_gradients_against_float64(name, device, version):
     op = OPS[name]
     for dtype in op.dtypes:
-        for dims in op.check_dims:
+        for dims in dims_of(op):
             verdict = verify(op, dims, dtype, {"ours": lambda *x: op.function(*x, version=version)}, torch.device(device))
             assert [r for r in verdict.results if not r.ok] == [], f"{dims} {dtype}"
 
@@ -50,7 +51,7 @@ def test_output_and_gradients_against_float64(name, device, version):
 @pytest.mark.parametrize("name, device, version", PLACES)
 def test_inputs_are_left_alone(name, device, version):
     op = OPS[name]
-    inputs, dout = draw(op, op.check_dims[-1], op.dtypes[0], device)
+    inputs, dout = draw(op, dims_of(op)[-1], op.dtypes[0], device)
     before = [x.clone() for x in (*inputs, dout)]
     exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
     assert all(same_bits(x, y) for x, y in zip((*inputs, dout), before, strict=True))
@@ -60,7 +61,7 @@ def test_inputs_are_left_alone(name, device, version):
 @pytest.mark.parametrize("name, version", VERSIONS)
 def test_runs_on_the_current_stream(name, version):
     op = OPS[name]
-    inputs, dout = draw(op, op.check_dims[-1], op.dtypes[-1], "cuda")
+    inputs, dout = draw(op, dims_of(op)[-1], op.dtypes[-1], "cuda")
     changed = [x + 1 for x in inputs]
     expected = exact_gradients(lambda *x: op.function(*x, version=version), changed, dout)  # also loads the kernels
     torch.cuda.synchronize()
@@ -81,7 +82,7 @@ def test_runs_on_the_current_stream(name, version):
 def test_cuda_graph_replays_with_changed_inputs(name, version):
     op = OPS[name]
     for dtype in op.dtypes:
-        inputs, dout = draw(op, op.check_dims[-1], dtype, "cuda")
+        inputs, dout = draw(op, dims_of(op)[-1], dtype, "cuda")
         leaves = [x.requires_grad_() for x in inputs]
 
         def step(leaves=leaves, dout=dout):
@@ -97,7 +98,7 @@ def test_cuda_graph_replays_with_changed_inputs(name, version):
         with torch.cuda.graph(graph):
             captured = step()
         for _ in range(2):
-            fresh, fresh_dout = draw(op, op.check_dims[-1], dtype, "cuda")
+            fresh, fresh_dout = draw(op, dims_of(op)[-1], dtype, "cuda")
             with torch.no_grad():
                 for leaf, new in zip(leaves, fresh, strict=True):
                     leaf.copy_(new)
@@ -117,7 +118,7 @@ def test_threads_may_call_at_once(name, version):
         try:
             torch.manual_seed(number)
             with torch.cuda.stream(torch.cuda.Stream()):
-                inputs, dout = draw(op, op.check_dims[-1], op.dtypes[-1], "cuda")
+                inputs, dout = draw(op, dims_of(op)[-1], op.dtypes[-1], "cuda")
                 first = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
                 for _ in range(20):
                     again = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
@@ -137,14 +138,14 @@ def test_threads_may_call_at_once(name, version):
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
-@pytest.mark.parametrize("name, device, version, backend", COMPILED)
-def test_torch_compile_without_a_graph_break(name, device, version, backend):
+@pytest.mark.parametrize("name, device, version, compiler", COMPILED)
+def test_torch_compile_without_a_graph_break(name, device, version, compiler):
     op = OPS[name]
     dtype = op.dtypes[0]
     for dynamic in (False, True):
         torch._dynamo.reset()
-        compiled = torch.compile(lambda *x: op.function(*x, version=version) + 1, fullgraph=True, dynamic=dynamic, backend=backend)
-        for dims in (op.check_dims[-1], tuple(d + 2 for d in op.check_dims[-1])):
+        compiled = torch.compile(lambda *x: op.function(*x, version=version) + 1, fullgraph=True, dynamic=dynamic, backend=compiler)
+        for dims in (dims_of(op)[-1], tuple(d + 2 for d in dims_of(op)[-1])):
             inputs, dout = draw(op, dims, dtype, device)
             with torch.no_grad():
                 assert_same(compiled(*inputs), op.function(*inputs, version=version) + 1)
@@ -164,7 +165,7 @@ def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("name, device, version", PLACES)
 def test_torch_export(name, device, version):
     op = OPS[name]
-    inputs, _ = draw(op, op.check_dims[-1], op.dtypes[0], device)
+    inputs, _ = draw(op, dims_of(op)[-1], op.dtypes[0], device)
 
     class Module(torch.nn.Module):
         def forward(self, *x):
@@ -180,7 +181,7 @@ def test_on_a_gpu_that_is_not_the_current_one(name, version):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     op = OPS[name]
-    inputs, dout = draw(op, op.check_dims[-1], op.dtypes[-1], "cuda:1")
+    inputs, dout = draw(op, dims_of(op)[-1], op.dtypes[-1], "cuda:1")
     assert torch.cuda.current_device() == 0
     ours = exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout)
     with torch.cuda.device(1):
@@ -189,11 +190,11 @@ def test_on_a_gpu_that_is_not_the_current_one(name, version):
     assert torch.cuda.current_device() == 0
 
 
-@gpu
+@kernels
 @pytest.mark.parametrize("name, version", VERSIONS)
 def test_equal_inputs_give_equal_bits(name, version):
     op = OPS[name]
     for dtype in op.dtypes:
-        inputs, dout = draw(op, op.check_dims[-1], dtype, "cuda")
+        inputs, dout = draw(op, dims_of(op)[-1], dtype, DEVICE)
         first, *rest = [exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout) for _ in range(4)]
         assert all(same_bits(a, b) for other in rest for a, b in zip(first, other, strict=True))

@@ -1,5 +1,6 @@
 """`cukern check`: are all versions of an op right, forward and backward, and do they agree?"""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -7,13 +8,10 @@ import torch
 import typer
 
 from cukern.bench import environment
-from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
+from cukern.bench.verify import Function, Pair, Result, Verdict, candidates, verify
 from cukern.cli.common import Dims, Dtype, OpName, console, describe, find_dims, find_dtype, find_op, listed, progress, table
-from cukern.cli.compile import compile_kernels, print_reports
-from cukern.runtime.compiler import SetupError
+from cukern.runtime.backend import backend
 from cukern.runtime.registry import Op
-
-ARCH_WITHOUT_GPU = "sm_90a"
 
 
 def check(
@@ -21,38 +19,48 @@ def check(
     dims: Dims = None,
     dtype: Dtype = None,
     version: Annotated[str | None, typer.Option(help="Only this version.")] = None,
+    sim: Annotated[bool, typer.Option("--sim", help="Run the kernels in the simulator, also where there is a GPU.")] = False,
 ) -> None:
     """Run forward and backward of every version on the same random inputs, and compare them with float64 and with one another.
 
-    Without a GPU the plain torch path is compared, and the kernels are only compiled. Exits with 1 if anything is wrong.
+    Without a GPU the kernels run in the simulator, on smaller shapes. Exits with 1 if anything is wrong.
     """
     found = find_op(op)
-    shapes = find_dims(found, dims, found.check_dims)
+    place = torch.device("cpu") if sim else environment.device()
+    simulated = place.type != "cuda"
+    shapes = find_dims(found, dims, found.sim_dims if simulated else found.check_dims)
     dtypes = [find_dtype(found, dtype)] if dtype else list(found.dtypes)
-    place = environment.device()
-    functions, skipped = candidates(found, place, version)
-    if not functions:
-        raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
-    verdicts: list[Verdict] = []
-    with progress() as bar:
-        task = bar.add_task(f"checking {op}", total=len(shapes) * len(dtypes))
-        for kind in dtypes:
-            for shape in shapes:
-                verdicts.append(verify(found, shape, kind, functions, place))
-                bar.advance(task)
+    if simulated:
+        why = "" if sim else "There is no GPU. "
+        console.print(f"{why}The kernels run in the simulator, from the PTX that NVRTC makes of them.", style="yellow")
+    with backend("sim") if simulated else contextlib.nullcontext():
+        functions, skipped = candidates(found, place, version)
+        if not functions:
+            raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
+        verdicts = _verify(found, shapes, dtypes, functions, place)
     for verdict in verdicts:
         _print(found, verdict)
-    listed("version", {name: found.versions[name].idea for name in functions if name in found.versions})
+    listed("version", {name: found.versions[name].idea for name in functions})
     listed("not run:", skipped)
     wrong = sum(v.wrong for v in verdicts)
     total = sum(len(v.results) + len(v.pairs) for v in verdicts)
-    if place.type != "cuda":
-        console.print("There is no GPU: the kernels were NOT run. What was checked is the torch path of CPU tensors.", style="yellow")
-        wrong += _compile(found, dtypes, version)
-    where = environment.gpu_name() or "the CPU"
+    where = "the simulator" if simulated else environment.gpu_name()
     console.print(f"{op}: {total} comparisons on {where}, {wrong or 'nothing'} wrong", style="red" if wrong else "green", highlight=False)
     if wrong:
         raise typer.Exit(1)
+
+
+def _verify(
+    op: Op, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], functions: dict[str, Function], place: torch.device
+) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    with progress() as bar:
+        task = bar.add_task(f"checking {op.name}", total=len(shapes) * len(dtypes))
+        for kind in dtypes:
+            for shape in shapes:
+                verdicts.append(verify(op, shape, kind, functions, place))
+                bar.advance(task)
+    return verdicts
 
 
 def _print(op: Op, verdict: Verdict) -> None:
@@ -81,14 +89,3 @@ def _error(value: float, ok: bool = True) -> str:
 
 def _mark(items: Sequence[Result | Pair], good: str, bad: str) -> str:
     return f"[green]{good}[/green]" if all(i.ok for i in items) else f"[red]{bad}[/red]"
-
-
-def _compile(op: Op, dtypes: Sequence[torch.dtype], version: str | None) -> int:
-    """Compile the kernels that were not run. Returns how many do not compile; a machine without a compiler is told so, and passes."""
-    versions = [op.versions[version]] if version else list(op.versions.values())
-    kernels = {k.name: k for v in versions for d in dtypes for k in v.instances(d)}
-    try:
-        return print_reports(compile_kernels(kernels.values(), ARCH_WITHOUT_GPU), ARCH_WITHOUT_GPU)
-    except SetupError as error:
-        console.print(f"The kernels were not compiled either: {error}", style="yellow", markup=False, soft_wrap=True)
-        return 0

@@ -197,6 +197,7 @@ _SHARED = {
     "dtypes": DTYPES,
     "dims": "M N K",
     "check_dims": ((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
+    "sim_dims": ((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
     "bound": "compute",
     # One chain of additions, as in v1 to v4, errs by up to 2.6 epsilons of the sum of |a b| on random data, whatever its length: so does
     # cuBLAS on an H200, except where it cuts the chain into several. v5 cuts it too, and keeps to twice cuBLAS's error alone.

@@ -187,6 +187,7 @@ register(
         dtypes=checks.FLOATS,
         dims="SHAPE...",
         check_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),
+        sim_dims=((1,), (1023,), (64, 1000), (3, 5, 7)),
         bench_dims=((1 << 28,),),
         make=_make,
         inputs=("x",),

@@ -109,7 +109,8 @@ class Cost:
 class Op:
     """What the tools and the tests know of an op.
 
-    `dims` names the command line's DIMS; `make` draws the inputs for them; `function(*inputs, version=)` is the public function,
+    `dims` names the command line's DIMS; `check_dims`, `sim_dims` and `bench_dims` are those that the tools take by themselves, on a GPU,
+    in the simulator and to time; `make` draws the inputs for them; `function(*inputs, version=)` is the public function,
     `reference(*inputs)` the same maths in plain torch; `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients), and of
     "bwd:<input>" (one) where there are several. `bound` is the limit that the bench quotes, "memory" or "compute". A result may err
     by twice the error of torch's own op plus `roundings` times the dtype's epsilon, relative to the sum of its terms' absolute values.
@@ -123,6 +124,7 @@ class Op:
     dtypes: tuple[torch.dtype, ...]
     dims: str
     check_dims: tuple[tuple[int, ...], ...]
+    sim_dims: tuple[tuple[int, ...], ...]
     bench_dims: tuple[tuple[int, ...], ...]
     make: Callable[[Sequence[int], torch.dtype, torch.device | str], tuple[torch.Tensor, ...]]
     inputs: tuple[str, ...]
