@@ -536,6 +536,32 @@ __global__ void k(int* out, const int* x) {
     assert torch.equal(out, torch.cat((x[:12].flip(0), x[12:].flip(0) + 1)))
 
 
+def test_a_lane_knows_what_its_partners_learned_before():
+    text = """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[32], late[32];
+    int i = threadIdx.x;
+    tile[i] = x[i];
+    __syncwarp(3u << (i & ~1));
+    __syncwarp(15u << (i & ~3));
+    out[i] = tile[i ^ 3];
+    if (i == 0) {
+        late[0] = 100;
+        __syncwarp(3u);
+    } else if (i == 1) {
+        __syncwarp(3u);
+        __syncwarp(6u);
+    } else if (i == 2) {
+        __syncwarp(6u);
+        out[2] = late[0];
+    }
+}
+"""
+    x, out = random(32), ints(32)
+    simulate(text, out, x)
+    assert out.tolist() == oracle(lambda i: 100 if i == 2 else int(x[i ^ 3]), 32)
+
+
 def test_last_block_adds_up():
     text = """
 __device__ unsigned arrived;
