@@ -813,6 +813,25 @@ def test_scopes_nest():
         launch(kernel, x, x, 1)
 
 
+def test_output_of_a_raw_op_is_known_by_what_it_wrote():
+    kernel, x = load(ADD), iota(32)
+
+    def first_20(x: torch.Tensor) -> torch.Tensor:
+        with sim.memory.scope([x]):
+            out = torch.empty(32, dtype=torch.int32)
+            launch(kernel, out, x, 20)
+        return out
+
+    library = torch.library.Library("cukern_sim_test", "FRAGMENT")
+    library.define("first_20(Tensor x) -> Tensor")
+    library.impl("first_20", first_20, "CPU")
+    with sim.memory.scope([x]):
+        out = torch.ops.cukern_sim_test.first_20(x)
+        launch(kernel, x, out, 20)
+        with pytest.raises(sim.Uninitialized):
+            launch(kernel, x, out, 21)
+
+
 def test_a_launch_orders_all_before_it():
     kernel, x = load("__global__ void k(int* x) { x[threadIdx.x ^ 33] += 1; }"), iota(64)
     with sim.memory.scope([x]):
