@@ -207,6 +207,28 @@ __global__ void k(int* out, const int* x) {
     assert out[32:].tolist() == oracle(lambda i: -1 if i > 10 else 9, 32)
 
 
+def test_negated_branches_and_results_narrower_than_their_register():
+    text = """
+__global__ void k(int* out, const int* x) {
+    int v = x[threadIdx.x], w;
+    asm("{.reg .pred p; setp.gt.s32 p, %1, 10; mov.s32 %0, 5; @!p bra over; mov.s32 %0, 6; over: }" : "=r"(w) : "r"(v));
+    out[threadIdx.x] = w;
+    asm volatile("{.reg .pred p; setp.gt.s32 p, %1, 20; @p bra over; add.s32 %0, %0, 10; over: }" : "+r"(w) : "r"(v));
+    out[32 + threadIdx.x] = w;
+    asm("cvt.s16.s32 %0, %1;" : "=r"(w) : "r"(v * 3000));
+    out[64 + threadIdx.x] = w;
+    asm("cvt.u8.u32 %0, %1;" : "=r"(w) : "r"(v * 3000));
+    out[96 + threadIdx.x] = w;
+}
+"""
+    out = ints(128)
+    simulate(text, out, iota(32))
+    assert out[:32].tolist() == oracle(lambda i: 6 if i > 10 else 5, 32)
+    assert out[32:64].tolist() == oracle(lambda i: (6 if i > 10 else 5) + (0 if i > 20 else 10), 32)
+    assert out[64:96].tolist() == oracle(lambda i: (i * 3000 + 32768) % 65536 - 32768, 32)
+    assert out[96:].tolist() == oracle(lambda i: i * 3000 % 256, 32)
+
+
 def test_a_lock_that_lanes_of_several_blocks_take():
     text = """
 __device__ int lock;
@@ -534,6 +556,32 @@ __global__ void k(int* out, const int* x) {
     x, out = random(32), ints(32)
     simulate(text, out, x)
     assert torch.equal(out, torch.cat((x[:12].flip(0), x[12:].flip(0) + 1)))
+
+
+def test_a_lane_knows_what_its_partners_learned_before():
+    text = """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[32], late[32];
+    int i = threadIdx.x;
+    tile[i] = x[i];
+    __syncwarp(3u << (i & ~1));
+    __syncwarp(15u << (i & ~3));
+    out[i] = tile[i ^ 3];
+    if (i == 0) {
+        late[0] = 100;
+        __syncwarp(3u);
+    } else if (i == 1) {
+        __syncwarp(3u);
+        __syncwarp(6u);
+    } else if (i == 2) {
+        __syncwarp(6u);
+        out[2] = late[0];
+    }
+}
+"""
+    x, out = random(32), ints(32)
+    simulate(text, out, x)
+    assert out.tolist() == oracle(lambda i: 100 if i == 2 else int(x[i ^ 3]), 32)
 
 
 def test_last_block_adds_up():

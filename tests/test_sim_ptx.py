@@ -130,6 +130,14 @@ def test_parameters_lie_as_c_lays_them_out():
     assert list(Program(parse(HEAD + text), "k").params.values()) == [0, 8, 16, 20, 24, 40]
 
 
+def test_variables_lie_at_multiples_of_their_alignment():
+    declared = ".shared .align 1 .b8 a[3]; .shared .align 8 .b8 b[8]; .shared .align 2 .u16 c;"
+    declared += ".local .align 4 .b8 d[5]; .local .align 16 .b8 e[4];"
+    program = Program(parse(HEAD + ".extern .shared .align 16 .b8 f[];\n.entry k() {" + declared + "ret; }"), "k")
+    at = {name: address for name, (_, address) in program.addresses.items()}
+    assert at == {"a": 0, "b": 8, "c": 16, "d": 0, "e": 16, "f": 32} and program.shared_size == 18 and program.local_size == 20
+
+
 def test_launch_bounds():
     assert parse(HEAD + ".entry k() .maxntid 16, 8, 2 .minnctapersm 3 { ret; }").kernels["k"].max_threads == 256
 
@@ -150,8 +158,8 @@ def test_lines_name_each_place_that_was_inlined():
     mov.u32 %r1, 3;
     ret;
 }
-    .file 1 "/home/me/k.cu"
-    .file 2 "/home/me/a.cuh"
+    .file 1 "/src/k.cu"
+    .file 2 "/src/a.cuh"
     .file 3 "/elsewhere/<cukern.compile 0123>"
     .section .debug_str
     {
@@ -161,9 +169,9 @@ $L__info_string0:
 """
     )
     places = [kernel.location(i.line) for i in kernel.kernels["k"].code]
-    assert places[0] == "/home/me/k.cu:10"
-    assert places[1] == "/home/me/a.cuh:5 (inlined at /home/me/k.cu:12)"
-    assert places[2] == "<cukern.compile 0123>:7 (inlined at /home/me/a.cuh:5, /home/me/k.cu:12)"
+    assert places[0] == "/src/k.cu:10"
+    assert places[1] == "/src/a.cuh:5 (inlined at /src/k.cu:12)"
+    assert places[2] == "<cukern.compile 0123>:7 (inlined at /src/a.cuh:5, /src/k.cu:12)"
     assert places[3] == places[2], "line 0 belongs to what is before it"
 
 

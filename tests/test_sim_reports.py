@@ -102,6 +102,21 @@ __global__ void k(int* out, const int* x) {
         thread=1,
     ),
     Case(
+        "a vector across the end",
+        sim.OutOfBounds,
+        r"reads 8 bytes of global memory across the end of the tensor of argument 'x', which has 508 bytes",
+        lambda: [ints(64), iota(127)],
+        lambda x: torch.cat((x[:-1:2] + x[1::2], x[-1:])),
+        """
+__global__ void k(int* out, const int* x) {
+    int i = threadIdx.x;
+    int2 v = [[=> i == 63 ? make_int2(x[126], 0) :]] *(const int2*)(x + 2 * i);  // here
+    out[i] = v.x + v.y;
+}
+""",
+        thread=63,
+    ),
+    Case(
         "misaligned shared memory",
         sim.Misaligned,
         r"writes 16 bytes of shared memory, but the offset 4 is not a multiple of 16",
@@ -120,7 +135,7 @@ __global__ void k(int* out) {
     Case(
         "too little shared memory",
         sim.OutOfBounds,
-        r"writes 4 bytes at offset 240 of shared memory, but the block has 240 bytes of it",
+        r"writes 4 bytes at offset 252 of shared memory, but the block has 254 bytes of it",
         lambda: [ints(64), iota(64)],
         lambda x: x.flip(0),
         """
@@ -131,8 +146,8 @@ __global__ void k(int* out, const int* x) {
     out[threadIdx.x] = tile[63 - threadIdx.x];
 }
 """,
-        shared=(240, 256),
-        thread=60,
+        shared=(254, 256),
+        thread=63,
     ),
     Case(
         "constant memory has an end",
@@ -244,6 +259,50 @@ __global__ void k(int* out, const int* x) {
     out[threadIdx.x] = sum;
 }
 """,
+    ),
+    Case(
+        "a write after the writer's own read, and before it another's",
+        sim.Race,
+        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ \d+\), that thread \(\d+, 0, 0\) read at {there}: no barrier is between",
+        lambda: [ints(64), iota(64)],
+        lambda x: x.flip(0) * 2,
+        """
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    int v = ((volatile int*)tile)[63 - threadIdx.x];  // there
+    [[=> __syncthreads();]]
+    int own = ((volatile int*)tile)[threadIdx.x];
+    tile[threadIdx.x] = own + v;  // here
+    __syncthreads();
+    out[threadIdx.x] = tile[threadIdx.x] - own + v;
+}
+""",
+    ),
+    Case(
+        "a reader that does not look at the counter",
+        sim.Race,
+        r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders",
+        lambda: [ints(1), ints(1)],
+        lambda part: torch.tensor([5]),
+        """
+__device__ unsigned ready;
+__global__ void k(int* out, int* part) {
+    if (threadIdx.x) return;
+    if (blockIdx.x == 0) {
+        *part = 5;  // there
+        __threadfence();
+        atomicAdd(&ready, 1);
+    } else {
+        for (int i = 0; i < 3000; ++i) __nanosleep(1);
+        [[=> while (atomicAdd(&ready, 0) == 0) {}]]
+        *out = *part;  // here
+    }
+}
+""",
+        grid=2,
+        block_index=1,
     ),
     Case(
         "no __syncwarp",
@@ -679,6 +738,25 @@ def test_workspace_is_known_by_what_an_earlier_kernel_wrote():
             launch(kernel, out, work, 21)
 
 
+def test_what_a_launch_writes_does_not_hide_what_it_leaves_out():
+    """Some of the workspace is from an earlier launch, some from this one, some from nobody."""
+    text = """
+__global__ void k(int* out, int* work, int from) {
+    work[20 + threadIdx.x % 4] = 7;
+    __syncthreads();
+    out[threadIdx.x] = work[from + threadIdx.x];
+}
+"""
+    add, kernel, x = load(ADD), load(text), iota(32)
+    with sim.memory.scope([x]):
+        work, out = torch.empty(40, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+        launch(add, work, x, 20)
+        launch(kernel, out, work, 10, block=14)
+        assert out[:14].tolist() == [*range(11, 21), 7, 7, 7, 7]
+        with pytest.raises(sim.Uninitialized, match=r"thread \(14, 0, 0\).* byte 96 of the tensor of argument 'work'"):
+            launch(kernel, out, work, 10, block=15)
+
+
 @pytest.mark.parametrize(
     "fill", [lambda x: x.fill_(3), lambda x: x.copy_(iota(32)), lambda x: x[:].zero_(), lambda x: torch.add(x, 0, out=x)]
 )
@@ -733,6 +811,25 @@ def test_scopes_nest():
             launch(kernel, x, out, 21)
     with pytest.raises(sim.OutOfBounds):
         launch(kernel, x, x, 1)
+
+
+def test_output_of_a_raw_op_is_known_by_what_it_wrote():
+    kernel, x = load(ADD), iota(32)
+
+    def first_20(x: torch.Tensor) -> torch.Tensor:
+        with sim.memory.scope([x]):
+            out = torch.empty(32, dtype=torch.int32)
+            launch(kernel, out, x, 20)
+        return out
+
+    library = torch.library.Library("cukern_sim_test", "FRAGMENT")
+    library.define("first_20(Tensor x) -> Tensor")
+    library.impl("first_20", first_20, "CPU")
+    with sim.memory.scope([x]):
+        out = torch.ops.cukern_sim_test.first_20(x)
+        launch(kernel, x, out, 20)
+        with pytest.raises(sim.Uninitialized):
+            launch(kernel, x, out, 21)
 
 
 def test_a_launch_orders_all_before_it():

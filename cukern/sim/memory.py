@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GRAIN = 16  # regions are shadowed from a multiple of this on
-_FIRST_ADDRESS = 4096  # numpy refuses a null pointer, and nobody's memory is below
+FIRST_ADDRESS = 4096  # numpy refuses a null pointer, and nobody's memory is below
 _ADDRESS_BITS = 48
 
 
@@ -24,8 +24,8 @@ class _AllMemory:
 
     def __init__(self, dtype: Any):
         dtype = np.dtype(dtype)
-        shape = (((1 << _ADDRESS_BITS - 1) - _FIRST_ADDRESS) // dtype.itemsize,)
-        self.__array_interface__ = {"data": (_FIRST_ADDRESS, False), "shape": shape, "typestr": dtype.str, "version": 3}
+        shape = (((1 << _ADDRESS_BITS) - FIRST_ADDRESS) // dtype.itemsize,)
+        self.__array_interface__ = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": dtype.str, "version": 3}
 
 
 # By bytes of an element; numpy has no integer of 16 bytes, and complex128 moves its bits untouched.

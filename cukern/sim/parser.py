@@ -33,6 +33,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
+_OUTERMOST: dict[str, Register] = {}  # the names that a kernel's body begins with
 _FILE = re.compile(r'\.file\s+(\d+)\s+"(.*?)"')
 
 
@@ -184,7 +185,7 @@ class _Parser:
                 kernel.max_threads = math.prod(self.numbers())
             elif token == ";":
                 raise self.error("a kernel's body expected")
-        _Body(self, kernel).block({})
+        _Body(self, kernel).block(_OUTERMOST)
         return kernel
 
     def numbers(self) -> list[int]:
@@ -219,7 +220,7 @@ class _Body:
         self.callers: dict[tuple[int, int, int], Line] = {}
 
     def block(self, outer: dict[str, Register]) -> None:
-        parser, registers = self.parser, dict(outer)
+        parser, registers, first, labels = self.parser, dict(outer), len(self.kernel.code), set(self.kernel.labels)
         while not parser.accept("}"):
             token = parser.next()
             if token.startswith(".loc") and (match := _LOC.match(token)):
@@ -241,6 +242,19 @@ class _Body:
             else:
                 parser.at -= 1
                 raise parser.error("an instruction expected")
+        if outer is not _OUTERMOST:
+            self.hide_labels(first, set(self.kernel.labels) - labels)
+
+    def hide_labels(self, first: int, labels: set[str]) -> None:
+        """Labels between inner braces are known there only: inline assembly may use one name many times."""
+        code, names = self.kernel.code, {name: f"{name}@{first}" for name in labels if "@" not in name}
+        for name, hidden in names.items():
+            self.kernel.labels[hidden] = self.kernel.labels.pop(name)
+        for i in range(first, len(code)):
+            if code[i].opcode.startswith("bra"):
+                (label,) = code[i].operands
+                if isinstance(label, Symbol) and label.name in names:
+                    code[i] = code[i]._replace(operands=(Symbol(names[label.name]),))
 
     def loc(self, match: re.Match) -> None:
         file, line, column = (int(match[i]) for i in (1, 2, 3))
@@ -283,6 +297,8 @@ class _Body:
             self.kernel.tables[name] = tuple(targets)
         elif parser.accept(".callprototype"):
             parser.skip_function()
+        elif name in self.kernel.labels:
+            raise parser.error(f"the label {name} is there already")
         else:
             self.kernel.labels[name] = len(self.kernel.code)
 

@@ -207,7 +207,7 @@ class Global(Space):
     """What a launch may touch of the process's memory, and the module's own variables."""
 
     name = "global"
-    first = memory._FIRST_ADDRESS
+    first = memory.FIRST_ADDRESS
 
     def __init__(self, regions: list[Region]):
         super().__init__(memory.all_memory())
