@@ -11,8 +11,9 @@ from cukern.cli import bench, check, compile, doctor, profile
 from cukern.cli.common import console, errors
 from cukern.runtime.backend import LaunchError
 from cukern.runtime.compiler import CompileError, SetupError
+from cukern.sim.faults import Fault, NotSimulated
 
-_USERS_ERRORS = (ValueError, TypeError, CompileError, SetupError, LaunchError, torch.OutOfMemoryError)
+_USERS_ERRORS = (ValueError, TypeError, CompileError, SetupError, LaunchError, Fault, NotSimulated, torch.OutOfMemoryError)
 
 
 class _Group(TyperGroup):

@@ -9,9 +9,10 @@ import typer
 
 from cukern.bench import environment
 from cukern.bench.verify import Function, Pair, Result, Verdict, candidates, verify
-from cukern.cli.common import Dims, Dtype, OpName, console, describe, find_dims, find_dtype, find_op, listed, progress, table
+from cukern.cli.common import Dims, Dtype, OpName, console, describe, errors, find_dims, find_dtype, find_op, listed, progress, table
 from cukern.runtime.backend import backend
 from cukern.runtime.registry import Op
+from cukern.sim.faults import Fault
 
 
 def check(
@@ -37,7 +38,11 @@ def check(
         functions, skipped = candidates(found, place, version)
         if not functions:
             raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
-        verdicts = _verify(found, shapes, dtypes, functions, place)
+        try:
+            verdicts = _verify(found, shapes, dtypes, functions, place)
+        except Fault as fault:
+            errors.print(f"{op}: {type(fault).__name__}: {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
     for verdict in verdicts:
         _print(found, verdict)
     listed("version", {name: found.versions[name].idea for name in functions})
