@@ -844,10 +844,11 @@ __global__ void k(int* out, const int* x, int n) {
 
 @pytest.mark.parametrize("tile, shared_blocks, shared_tiles", [("Tile128x128", 0, 0), ("Tile64x64", 3, 4), ("Tile32x128", 2, 1)])
 def test_matmul_v5(tile, shared_blocks, shared_tiles):
+    """With sums that start again after two k tiles of eight."""
     M, N, K = 70, 90, 50
     source = Source.read(kernels_dir() / "matmul.cu")
     shape = next(t for t in matmul_plan.TILES[4] if t.name == tile)
-    tiles = -(-M // shape.rows) * -(-N // shape.columns)
+    grid = shared_blocks or -(-M // shape.rows) * -(-N // shape.columns)
 
     def kernel(name: str) -> sim.Launch:
         return sim.load(name, compile_ptx(source, name), signature.parse(source, name))
@@ -855,9 +856,9 @@ def test_matmul_v5(tile, shared_blocks, shared_tiles):
     a, b, bias = torch.randn(M, K), torch.randn(K, N), torch.randn(N)
     product, fixup = kernel(f"matmul_v5<float, 0, 1, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")
     with sim.memory.scope([a, b, bias]):
-        out, partials = torch.empty(M, N), torch.empty(2 * shared_blocks * shape.rows * shape.columns)
-        grid, sizes = shared_blocks + tiles - shared_tiles, (M, N, K)
-        launch(product, out, partials, a, b, bias, *sizes, K, N, shared_blocks, shared_tiles, grid=grid, block=128)
+        out, partials = torch.empty(M, N), torch.empty((2 * shared_blocks + grid) * shape.rows * shape.columns)
+        sizes = M, N, K
+        launch(product, out, partials, a, b, bias, *sizes, K, N, shared_blocks, shared_tiles, 2, grid=grid, block=128)
         if shared_blocks:
             pieces = shape.rows * shape.columns // 128 // 16
             launch(fixup, out, partials, bias, *sizes, shared_blocks, shared_tiles, grid=shared_tiles * pieces, block=128)

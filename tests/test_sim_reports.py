@@ -307,7 +307,7 @@ __global__ void k(int* out, int* part) {
     Case(
         "no __syncwarp",
         sim.Race,
-        r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing",
+        r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing",
         lambda: [ints(64), iota(64)],
         lambda x: x ^ 5,
         """
@@ -322,7 +322,7 @@ __global__ void k(int* out, const int* x) {
     Case(
         "a __syncwarp of other lanes",
         sim.Race,
-        r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing",
+        r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing",
         lambda: [ints(32), iota(32)],
         lambda x: x ^ 16,
         """
@@ -338,7 +338,7 @@ __global__ void k(int* out, const int* x) {
     Case(
         "a shuffle is no __syncwarp",
         sim.Race,
-        r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\) is missing",
+        r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing",
         lambda: [ints(32), iota(32)],
         lambda x: 2 * (x ^ 1),
         """
@@ -355,7 +355,7 @@ __global__ void k(int* out, const int* x) {
     Case(
         "volatile is no __syncwarp",
         sim.Race,
-        r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\) is missing",
+        r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\), or a barrier, is missing",
         lambda: [ints(1), iota(32)],
         lambda x: x.sum(dtype=torch.int32)[None],
         """

@@ -22,54 +22,37 @@ def arithmetic(c: Context) -> "Step":
     sources = [c.source(x, t) for x, t in zip(c.operands[1:], types, strict=False)]
     negated = [isinstance(x, Register) and x.negated for x in c.operands[1:]]
     if c.parts[0] in ("addc", "subc", "madc"):
-        sources.append(_carry(c))
+        sources.append(c.program.carry())
         negated.append(False)
-    steps = []
-    if "cc" in c.parts:
-        steps.append(compute(alu.find(c.opcode, second=True), Register(_carry(c), 1), sources))
+    results = []
     for i, target in enumerate(targets):
         function, register = alu.find(c.opcode, second=True) if i else alu.find(c.opcode), c.target(target)
         if any(negated):
             function = _with_negated(function, negated)
         if register is not None:
-            steps.append(compute(_extended(function, register, c.types), register, sources))
-    if len(steps) == 1:
-        return steps[0]
-    if {t.number for t in targets if isinstance(t, Register)} & set(sources):
-        return _together(c, steps, sources)
-    return _in_turn(steps)
+            results.append((_extended(function, register, c.types), register))
+    if "cc" in c.parts:
+        results.append((alu.find(c.opcode, second=True), Register(c.program.carry(), 1)))
+    if len(results) == 1:
+        return compute(*results[0], sources)
+    return _compute_all(results, sources)
 
 
-def _carry(c: Context) -> int:
-    """The register of the carry flag."""
-    program = c.program
-    if "carry" not in program.specials:
-        program.specials["carry"] = program.hidden(1)
-    return program.specials["carry"]
+def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sources: list[int]) -> "Step":
+    """Several results of the same operands, any of which may lie where a result goes."""
+
+    def run(m: "Machine", group: "Group") -> None:
+        operands = [m.get(group, s) for s in sources]
+        for (_, register), values in zip(results, [function(*operands) for function, _ in results], strict=True):
+            m.put(group, register.number, values)
+
+    return run
 
 
 def _in_turn(steps: list["Step"]) -> "Step":
     def run(m: "Machine", group: "Group") -> None:
         for step in steps:
             step(m, group)
-
-    return run
-
-
-def _together(c: Context, steps: list["Step"], sources: list[int]) -> "Step":
-    """Two results, the first of which overwrites an operand of the second: the operands are put back in between."""
-
-    def run(m: "Machine", group: "Group") -> None:
-        before = [m.regs[s] for s in sources]
-        results = []
-        for step in steps:
-            step(m, group)
-            results.append(list(m.regs))
-            for s, values in zip(sources, before, strict=True):
-                m.regs[s] = values
-        for target, registers in zip(c.items(c.operands[0]), results, strict=True):
-            if isinstance(target, Register):
-                m.regs[target.number] = registers[target.number]
 
     return run
 

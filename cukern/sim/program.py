@@ -26,6 +26,7 @@ class Program:
         self.widths = list(self.kernel.widths)
         self.initial: dict[int, np.ndarray] = {}  # registers that hold constants
         self.specials: dict[str, int] = {}
+        self._carry: int | None = None
         self.addresses: dict[str, tuple[str, int]] = {}  # of each variable: space and address
         self.params: dict[str, int] = {}
         self._lay_out_variables()
@@ -88,6 +89,12 @@ class Program:
         """The number of a new register."""
         self.widths.append(width)
         return len(self.widths) - 1
+
+    def carry(self) -> int:
+        """The number of the register that holds the carry flag."""
+        if self._carry is None:
+            self._carry = self.hidden(1)
+        return self._carry
 
     def special(self, name: str) -> int:
         """The number of the register that holds a special one, such as %tid.x."""

@@ -157,7 +157,7 @@ class Space:
         else:
             other = f"thread {thread}"
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
-            remedy = "a __syncwarp() is missing between the two" if same_warp else "no barrier is between the two"
+            remedy = "a __syncwarp(), or a barrier, is missing between the two" if same_warp else "no barrier is between the two"
         return m.fault(Race, lanes[row], f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}")
 
     def check_aligned(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
