@@ -9,7 +9,7 @@ from cukern.sim import alu
 
 # digits, largest exponent, bits of the type
 SHAPES = {"f16": (11, 15, 16), "bf16": (8, 127, 16), "tf32": (11, 127, 32), "f32": (24, 127, 32), "f64": (53, 1023, 64)}
-NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "tf32": 0x7FFFFFFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8 << 48}
+NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "tf32": 0x7FFFE000, "f32": 0x7FFFFFFF, "f64": 0x7FF8 << 48}
 KINDS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 Number = Fraction | float  # a float only for infinities, NaN and zeros with their signs
 

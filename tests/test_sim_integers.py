@@ -135,7 +135,8 @@ def test_bit_fields(type_):
     position = rng.choice(np.array([0, 1, 4, 8, 30, 31, 32, 33, 62, 63, 64, 200, 256, 300], np.uint32), len(a))
     length = rng.choice(np.array([0, 1, 2, 8, 16, 31, 32, 33, 62, 63, 64, 255, 256, 257], np.uint32), len(a))
     fields, inserted = [], []
-    for x, y, start, count in zip(a.tolist(), b.tolist(), (position & 255).tolist(), (length & 255).tolist(), strict=True):
+    read = np.uint32(255 if size == 32 else 0xFFFFFFFF)
+    for x, y, start, count in zip(a.tolist(), b.tolist(), (position & read).tolist(), (length & read).tolist(), strict=True):
         bit = 0 if type_[0] == "u" or count == 0 else x >> min(start + count - 1, size - 1) & 1
         bits = [x >> start + i & 1 if i < count and start + i < size else bit for i in range(size)]
         fields.append(sum(v << i for i, v in enumerate(bits)))

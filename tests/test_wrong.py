@@ -213,7 +213,8 @@ CASES = [
          Reported(sim.Race, "+= sum;", f"writes {RACE} read at {{there}}: {BARRIER}", there="+= sum;")),
     Case("linear_syncwarp.cu", "column_sums_by_lanes", columns(lambda n: n, 32), "a missing __syncwarp",
          "// no __syncwarp()", "__syncwarp();",
-         Reported(sim.Race, "sum += sums[", rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\), or a barrier, is missing", there="sums[lane] = sum")),
+         Reported(sim.Race, "sum += sums[", rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\), or a barrier, is missing",
+                  there="sums[lane] = sum")),
 ]
 # fmt: on
 KINDS = {  # that a test suite must have teeth for; the table has more

@@ -124,14 +124,17 @@ def _approximate(op: Opcode) -> Function:
 
 
 def _sign(op: Opcode) -> Function:
-    """neg and abs: of floats the sign bit alone, NaN's too."""
+    """neg and abs: of floats the sign bit alone, NaN's too; but in pairs a NaN becomes the GPU's own."""
 
     def make(type_: str) -> Function:
         if type_ not in FORMATS:
             op.only()
             return integers.typed({"neg": np.negative, "abs": np.abs}[op.base], type_)
         fmt = FORMATS[type_]
-        return op.flushed(fmt, {"neg": lambda x: x ^ fmt.sign, "abs": lambda x: x & ~fmt.sign}[op.base])
+        function: Function = {"neg": lambda x: x ^ fmt.sign, "abs": lambda x: x & ~fmt.sign}[op.base]
+        if op.type.endswith("x2"):
+            return op.flushed(fmt, lambda x: floats.canonical(fmt, function(x), fmt.values(x)))
+        return op.flushed(fmt, function)
 
     return op.each(make)
 

@@ -103,7 +103,7 @@ _CLASSES: dict[str, Function] = {
     "infinite": lambda fmt, x: x & ~fmt.sign == fmt.exponent,
     "number": lambda fmt, x: x & ~fmt.sign <= fmt.exponent,
     "notanumber": lambda fmt, x: x & ~fmt.sign > fmt.exponent,
-    "normal": lambda fmt, x: (x & fmt.exponent != 0) & (x & fmt.exponent != fmt.exponent),
+    "normal": lambda fmt, x: ((x & fmt.exponent != 0) & (x & fmt.exponent != fmt.exponent)) | (x & ~fmt.sign == 0),
     "subnormal": lambda fmt, x: (x & fmt.exponent == 0) & (x & ~fmt.sign != 0),
 }
 CLASSES = " ".join(_CLASSES)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from cukern.sim import floats
-from cukern.sim.floats import BF16, F32, F64, FORMATS, TF32, Array, Format, Function
+from cukern.sim.floats import BF16, F32, F64, FORMATS, Array, Format, Function
 from cukern.sim.integers import SIGNED, UNSIGNED, unsigned
 
 _INTEGRAL: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -45,6 +45,8 @@ def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Func
         return _rna_tf32
     if target is BF16 and source is F32 and modifiers == {"rn"}:
         return lambda x: floats.canonical(BF16, floats.bf16_of_f32(x), F32.values(x))
+    if target is F32 and source is BF16 and not modifiers:
+        return lambda x: x.astype(np.uint32) << 16  # NaNs too stay as they are
     integral = next((_INTEGRAL[m] for m in modifiers if m in _INTEGRAL), None)
     ftz, mode = "ftz" in modifiers, _mode(modifiers)
 
@@ -53,6 +55,8 @@ def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Func
         x = floats.flush(source, x) if ftz and source is F32 else x
         values = source.values(x).astype(np.float64)
         bits = floats.round_to(target, integral(values) if integral else values, mode)
+        if source is F64 and target is not F64:
+            bits = np.where(values != values, _nan_of_f64(target, x), bits)
         bits = floats.flush(target, bits) if ftz and target is F32 else bits
         bits = floats.saturate(target, bits) if "sat" in modifiers else bits
         return floats.relu(target, bits) if "relu" in modifiers else bits
@@ -60,9 +64,19 @@ def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Func
     return run
 
 
+def _nan_of_f64(target: Format, x: Array) -> Array:
+    """A float64 NaN in a narrower format: made quiet, with its sign and the top bits of its payload."""
+    width = 8 * x.itemsize - 8 * target.bits(0).itemsize
+    sign = (x >> width).astype(target.bits) & target.sign
+    fraction = target.sign - target.bits(1) - target.exponent
+    payload = (x >> (52 - int(fraction).bit_length())).astype(target.bits) & fraction
+    return sign | target.exponent | (fraction + target.bits(1)) >> 1 | payload
+
+
 def _rna_tf32(x: Array) -> Array:
-    """To nearest, ties away from zero."""
-    return floats.canonical(TF32, (x + np.uint32(0x1000)) & np.uint32(0xFFFFE000), F32.values(x))
+    """To nearest, ties away from zero; a NaN is cut."""
+    values = F32.values(x)
+    return np.where(values != values, x, x + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
 
 
 def _cut(x: Array, type_: str) -> Array:

@@ -5,8 +5,8 @@ of two. A sum may need more than float64's 53 bits: `sum_to_odd` then gives a fl
 would. float64 itself has nothing wider: its fma is built from error-free sums and products, its directed roundings from exact fractions.
 
 Sources: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008); Figueroa,
-"When is double rounding innocuous?" (1995); NVIDIA's PTX ISA. A NaN result is 0x7fffffff in float32, 0x7fff in 16 bits, and
-0x7ff8000000000000 in float64, for which the ISA promises no bits.
+"When is double rounding innocuous?" (1995); NVIDIA's PTX ISA; for what it leaves open, what an H200 does. A NaN result is 0x7fffffff in
+float32, 0x7fffe000 in tf32, 0x7fff in 16 bits, and 0x7ff8000000000000 in float64, for which the ISA promises no bits.
 """
 
 import functools
@@ -67,7 +67,7 @@ BF16 = Format(
     native=False,
 )
 F32 = Format("f32", _MASKS32, lambda bits: bits.view(np.float32), lambda x: x.astype(np.float32).view(np.uint32))
-TF32 = Format("tf32", _MASKS32, F32.values, _tf32_of_f64, native=False, unused=13)
+TF32 = Format("tf32", (1 << 31, 0xFF << 23, 0x7FFFE000, 127 << 23), F32.values, _tf32_of_f64, native=False, unused=13)
 F64 = Format(
     "f64",
     (1 << 63, 0x7FF << 52, 0x7FF8 << 48, 1023 << 52),
@@ -148,15 +148,29 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
         core = _native(fmt, _UFUNCS[kind])
     else:
         core = _directed64(kind, mode) if fmt is F64 else _through_float64(fmt, kind, mode)
-    for wanted, finish in ((ftz, flush), (sat, saturate), (relu_, relu)):
+    if ftz:
+        core = _flushed(fmt, core, arithmetic(kind, fmt, "rz"))
+    for wanted, finish in ((sat, saturate), (relu_, relu)):
         if wanted:
             core = _finished(fmt, core, finish)
     return core
 
 
+def _flushed(fmt: Format, core: Function, toward_zero: Function) -> Function:
+    """Operands and result flushed; a result that only rounding made normal, too."""
+    least = fmt.sign - fmt.exponent
+
+    def run(*args: Array) -> Array:
+        args = tuple(flush(fmt, x) for x in args)
+        bits = flush(fmt, core(*args))
+        if np.count_nonzero(bits & ~fmt.sign == least):
+            bits = np.where(flush(fmt, toward_zero(*args)) & ~fmt.sign == 0, bits & fmt.sign, bits)
+        return bits
+
+    return run
+
+
 def _finished(fmt: Format, core: Function, finish: Function) -> Function:
-    if finish is flush:
-        return lambda *args: flush(fmt, core(*(flush(fmt, x) for x in args)))
     return lambda *args: finish(fmt, core(*args))
 
 

@@ -135,12 +135,14 @@ def _mask(length: Array, kind: Any) -> Array:
 
 
 def extract(type_: str) -> Function:
-    """bfe: `length` bits of a from `position` on; for a signed type the field's top bit, or that of a, fills the rest."""
+    """bfe: `length` bits of a from `position` on; for a signed type the field's top bit, or that of a, fills the rest. Of position and
+    length 32-bit types read 8 bits, 64-bit types all."""
     width, kind = int(type_[1:]), UNSIGNED[int(type_[1:])]
+    limit = np.uint32(255 if width == 32 else 0xFFFFFFFF)
     right = shift(np.right_shift, f"u{width}")
 
     def run(a: Array, position: Array, length: Array) -> Array:
-        position, length = position & 255, length & 255
+        position, length = (np.minimum(x & limit, np.uint32(256)) for x in (position, length))
         field = right(a, position) & _mask(length, kind)
         if type_[0] == "u":
             return field
@@ -152,12 +154,13 @@ def extract(type_: str) -> Function:
 
 
 def insert(type_: str) -> Function:
-    """bfi: `length` bits of a, put into b at `position`."""
+    """bfi: `length` bits of a, put into b at `position`, which are read as by bfe."""
+    limit = np.uint32(255 if type_ == "b32" else 0xFFFFFFFF)
     kind = UNSIGNED[int(type_[1:])]
     left = shift(np.left_shift, f"u{type_[1:]}")
 
     def run(a: Array, b: Array, position: Array, length: Array) -> Array:
-        position, length = position & 255, length & 255
+        position, length = (np.minimum(x & limit, np.uint32(256)) for x in (position, length))
         mask = left(_mask(length, kind), position)
         return (b & ~mask) | (left(a, position) & mask)
 
