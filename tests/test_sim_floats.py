@@ -98,10 +98,12 @@ def test_ftz_flushes_operands_and_results(opcode):
     flush = [[decode(type_, flushed(type_, int(x))) for x in each] for each in zip(*args, strict=True)]
     expected = []
     for each in flush:
-        result = flushed(type_, encode(type_, exact(kind, *each, mode=mode), mode))
-        cut = flushed(type_, encode(type_, exact(kind, *each, mode="rz"), "rz"))
-        sign = 1 << width(type_) - 1
-        expected.append(result & sign if cut & ~sign == 0 else result)  # normal by rounding alone: an H200 flushes it too
+        value = exact(kind, *each, mode=mode)
+        result, sign, least = flushed(type_, encode(type_, value, mode)), 1 << width(type_) - 1, 0x400 if type_ == "f16" else 0x800000
+        # The least normal number may owe that to the few digits of subnormal ones. An H200 flushes it then.
+        if result & ~sign == least and encode(type_, 2 * value, mode) & ~sign < 2 * least:
+            result &= sign
+        expected.append(result)
     check(opcode, run(opcode, *args), expected, *args)
 
 

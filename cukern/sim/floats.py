@@ -149,22 +149,23 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
     else:
         core = _directed64(kind, mode) if fmt is F64 else _through_float64(fmt, kind, mode)
     if ftz:
-        core = _flushed(fmt, core, arithmetic(kind, fmt, "rz"))
+        core = _flushed(fmt, core, _in_float64(fmt, kind, mode), mode)
     for wanted, finish in ((sat, saturate), (relu_, relu)):
         if wanted:
             core = _finished(fmt, core, finish)
     return core
 
 
-def _flushed(fmt: Format, core: Function, toward_zero: Function) -> Function:
-    """Operands and result flushed; a result that only rounding made normal, too."""
+def _flushed(fmt: Format, core: Function, exact: Function, mode: str) -> Function:
+    """Operands and result flushed; also a result that would be below the normal numbers if there were numbers of all digits there."""
     least = fmt.sign - fmt.exponent
 
     def run(*args: Array) -> Array:
         args = tuple(flush(fmt, x) for x in args)
         bits = flush(fmt, core(*args))
         if np.count_nonzero(bits & ~fmt.sign == least):
-            bits = np.where(flush(fmt, toward_zero(*args)) & ~fmt.sign == 0, bits & fmt.sign, bits)
+            twice = round_to(fmt, 2 * exact(*args), mode)
+            bits = np.where(twice & ~fmt.sign < 2 * least, bits & fmt.sign, bits)
         return bits
 
     return run
@@ -193,17 +194,21 @@ def _native(fmt: Format, ufunc: Function) -> Function:
 
 
 def _through_float64(fmt: Format, kind: str, mode: str) -> Function:
-    """Quotients and roots need no care: one that float64 rounds is further than that rounding from all numbers of half its digits."""
+    exact = _in_float64(fmt, kind, mode)
+    return lambda *args: round_to(fmt, exact(*args), mode)
+
+
+def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
+    """A float64 that rounds to `fmt` as the exact result would. Quotients and roots need no care for that: one that float64 rounds is
+    further than that rounding from all numbers of half its digits."""
 
     def run(*args: Array) -> Array:
         a, *rest = (fmt.values(x).astype(np.float64) for x in args)
         if kind in ("add", "sub"):
-            result = sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
-        elif kind == "fma":
-            result = sum_to_odd(a * rest[0], rest[1], mode)
-        else:
-            result = _UFUNCS[kind](a, *rest)
-        return round_to(fmt, result, mode)
+            return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
+        if kind == "fma":
+            return sum_to_odd(a * rest[0], rest[1], mode)
+        return _UFUNCS[kind](a, *rest)
 
     return run
 
