@@ -5,7 +5,7 @@ import ctypes
 import numpy
 import pytest
 import torch
-from helpers import SQUARE_MATRIX, gpu
+from helpers import DEVICE, SQUARE_MATRIX, gpu, kernels
 
 import cukern
 from cukern.runtime.kernel import Template
@@ -108,20 +108,41 @@ def test_what_is_no_array_is_refused_for_a_pointer(value):
         cukern.compile(FILL)(value, 3, 1.0, grid=1, block=1)
 
 
+def test_gpu_and_simulator_do_not_mix():
+    kernel, one = cukern.compile("__global__ void k(float* x, float* y) {}"), torch.zeros(3)
+    with cukern.backend("sim"):
+        kernel(one, one, grid=1, block=1)
+        with cukern.backend("gpu"), pytest.raises(ValueError, match=r'must be on a GPU.*cukern.backend\("sim"\)'):
+            kernel(one, one, grid=1, block=1)
+    with pytest.raises(ValueError, match="must be on a GPU"):
+        kernel(one, one, grid=1, block=1)
+    with pytest.raises(ValueError, match="no backend 'cpu'; there are gpu, sim"), cukern.backend("cpu"):
+        pass
+
+
+@gpu
+def test_the_simulator_leaves_gpu_tensors_to_the_gpu():
+    x, out = torch.randn(100, device="cuda"), torch.zeros(100)
+    with cukern.backend("sim"):
+        assert torch.equal(cukern.square(x), x * x) and cukern.square(x).is_cuda
+        with pytest.raises(ValueError, match="arguments on several devices: out on the CPU, x on cuda:0"):
+            cukern.compile(TWO, "scale<float>")(out, x, 100, grid=1, block=128)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_a_launch_without_a_gpu_says_so():
     with pytest.raises(cukern.SetupError, match="GPU"):
         cukern.compile(FILL)(None, 0, 1.0, grid=1, block=1)
 
 
-@gpu
+@kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32], ids=str)
 def test_another_dtype_is_refused(dtype):
     with pytest.raises(TypeError, match=rf"fill: the argument for float\* out must be torch\.float32, it is {dtype}"):
-        cukern.compile(FILL)(torch.zeros(3, device="cuda").to(dtype), 3, 1.0, grid=1, block=32)
+        cukern.compile(FILL)(torch.zeros(3, device=DEVICE).to(dtype), 3, 1.0, grid=1, block=32)
 
 
-@gpu
+@kernels
 @pytest.mark.parametrize(
     "n, value, kind, words",
     [
@@ -135,20 +156,20 @@ def test_another_dtype_is_refused(dtype):
     ids=str,
 )
 def test_scalars_that_do_not_fit_are_refused(n, value, kind, words):
-    x = torch.zeros(3, device="cuda")
+    x = torch.zeros(3, device=DEVICE)
     with pytest.raises(kind) as caught:
         cukern.compile(FILL)(x, n, value, grid=1, block=32)
     assert all(word in str(caught.value) for word in ("fill", *words))
     assert not x.any(), "nothing was launched"
 
 
-@gpu
+@kernels
 def test_lazy_negation_and_conjugation_are_refused():
     kernel = cukern.compile("__global__ void k(float2* x) {}")
     with pytest.raises(ValueError, match="conj"):
-        kernel(torch.zeros(3, dtype=torch.complex64, device="cuda").conj(), grid=1, block=1)
+        kernel(torch.zeros(3, dtype=torch.complex64, device=DEVICE).conj(), grid=1, block=1)
     with pytest.raises(ValueError, match="lazy negation"):
-        cukern.compile(FILL)(torch._neg_view(torch.zeros(3, device="cuda")), 3, 1.0, grid=1, block=32)
+        cukern.compile(FILL)(torch._neg_view(torch.zeros(3, device=DEVICE)), 3, 1.0, grid=1, block=32)
 
 
 @gpu
@@ -163,16 +184,16 @@ def test_arguments_on_two_gpus_are_refused():
 # ---- launches
 
 
-@gpu
+@kernels
 def test_load_inline_tutorial_against_torch():
     kernel = cukern.compile(SQUARE_MATRIX)
-    x = torch.randn(129, 67, device="cuda")
+    x = torch.randn(129, 67, device=DEVICE)
     result = torch.empty_like(x)
     kernel(x, result, x.shape[1], x.shape[0], grid=(-(-x.shape[1] // 16), -(-x.shape[0] // 16)), block=(16, 16))
     assert torch.equal(result, x * x)
 
 
-@gpu
+@kernels
 def test_every_argument_arrives():
     """Types of every size, in an order that needs padding between them."""
     kernel = cukern.compile("""
@@ -184,22 +205,22 @@ def test_every_argument_arrives():
         out[11] = none == nullptr;
     }
     """)
-    out = torch.empty(12, dtype=torch.float64, device="cuda")
-    h = torch.tensor([7, -42], dtype=torch.int32, device="cuda")[1:]
+    out = torch.empty(12, dtype=torch.float64, device=DEVICE)
+    h = torch.tensor([7, -42], dtype=torch.int32, device=DEVICE)[1:]
     kernel(out, -5, 1e300, -300, -(2**40), True, 0.5, 200, h, 2**32 - 1, 2**50, -(2**31), None, grid=1, block=1)
     assert out.tolist() == [-5, 1e300, -300, -(2**40), 1, 0.5, 200, -42, 2**32 - 1, 2**50, -(2**31), 1]
 
 
-@gpu
+@kernels
 def test_numbers_of_numpy_are_numbers_and_those_of_ctypes_are_not():
-    x = torch.empty(4, device="cuda")
+    x = torch.empty(4, device=DEVICE)
     cukern.compile(FILL)(x, numpy.int64(4), numpy.float32(0.25), grid=1, block=32)
     assert x.tolist() == [0.25] * 4
     with pytest.raises(TypeError):
         cukern.compile(FILL)(x, ctypes.c_int(4), 0.5, grid=1, block=32)
 
 
-@gpu
+@kernels
 def test_template_instances_and_dtypes(tmp_path):
     (tmp_path / "two.cu").write_text(TWO)
     for dtype, name, factor in (
@@ -207,7 +228,7 @@ def test_template_instances_and_dtypes(tmp_path):
         (torch.float32, "scale<float>", 2),
         (torch.int64, "scale<long long, 5>", 5),
     ):
-        x = torch.arange(1000, device="cuda").to(dtype)
+        x = torch.arange(1000, device=DEVICE).to(dtype)
         out = torch.empty_like(x)
         cukern.load(tmp_path / "two.cu", name)(out, x, x.numel(), grid=8, block=128)
         assert torch.equal(out, factor * x)
