@@ -9,9 +9,10 @@ from math import ceil
 from typing import NamedTuple
 
 BK = 8  # k's in a tile of shared memory, as in matmul.cu
-# k tiles, 768 additions, that are added up in one chain at most. On one H200 the largest error of 4096x768x3072 was 1.3 times cuBLAS's with
-# chains of 512 additions, which cost 3 % of the time of 4096^3; 1.7 times with 768; 2.2 times with 1024, at 1.5 %; 4.4 times with one.
-MAX_CHAIN = 96
+# k tiles: a sum longer than MAX_CHAIN, 768 additions, is cut into chains of CHAIN, 512, or a little less. On one H200 the largest error of
+# 4096x768x3072 was 1.2 to 1.3 times cuBLAS's with chains of 512, which cost 3 % of the time of 4096^3; up to 1.9 times with 768, at 2 %;
+# 2.2 times with 1024, at 1.5 %; 4.4 times with one chain.
+MAX_CHAIN, CHAIN = 96, 64
 MIN_K_TILES = 8  # that a sharing block gets at least: with fewer, filling the ring dominates
 
 LATENCY = 1.12  # a block alone on its multiprocessor (SM) takes this many times its share of the SM
@@ -55,7 +56,7 @@ TILES[8] = tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in TILES[4]
 def plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
     """The plan for (M x K) . (K x N) on a GPU with `sms` multiprocessors."""
     k_tiles = max(1, ceil(K / BK))
-    chain = ceil(k_tiles / ceil(k_tiles / MAX_CHAIN))
+    chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates = []
     for tile in TILES[itemsize]:
         tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
