@@ -67,7 +67,7 @@ def test_the_plan_gives_every_tile_to_somebody(itemsize):
         tiles, k_tiles = -(-m // tile.rows) * -(-n // tile.columns), max(1, -(-k // BK))
         assert tile in TILES[itemsize] and 0 <= shared_tiles <= tiles
         assert shared_blocks <= grid == min(132 * tile.per_sm, shared_blocks + tiles - shared_tiles)
-        assert chain == k_tiles <= MAX_CHAIN or k_tiles > MAX_CHAIN and CHAIN / 2 < chain <= CHAIN
+        assert chain == k_tiles <= MAX_CHAIN or (k_tiles > MAX_CHAIN and CHAIN / 2 < chain <= CHAIN)
         assert room == 2 * shared_blocks + (grid if k_tiles > chain else 0)
         if shared_blocks:
             assert shared_blocks * MIN_K_TILES <= shared_tiles * k_tiles and shared_blocks <= 132 * tile.per_sm
