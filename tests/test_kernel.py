@@ -5,7 +5,7 @@ import ctypes
 import numpy
 import pytest
 import torch
-from helpers import DEVICE, SQUARE_MATRIX, gpu, kernels
+from helpers import SQUARE_MATRIX, gpu, kernels
 
 import cukern
 from cukern.runtime.kernel import Template
@@ -137,9 +137,9 @@ def test_a_launch_without_a_gpu_says_so():
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32], ids=str)
-def test_another_dtype_is_refused(dtype):
+def test_another_dtype_is_refused(device, dtype):
     with pytest.raises(TypeError, match=rf"fill: the argument for float\* out must be torch\.float32, it is {dtype}"):
-        cukern.compile(FILL)(torch.zeros(3, device=DEVICE).to(dtype), 3, 1.0, grid=1, block=32)
+        cukern.compile(FILL)(torch.zeros(3, device=device).to(dtype), 3, 1.0, grid=1, block=32)
 
 
 @kernels
@@ -155,8 +155,8 @@ def test_another_dtype_is_refused(dtype):
     ],
     ids=str,
 )
-def test_scalars_that_do_not_fit_are_refused(n, value, kind, words):
-    x = torch.zeros(3, device=DEVICE)
+def test_scalars_that_do_not_fit_are_refused(device, n, value, kind, words):
+    x = torch.zeros(3, device=device)
     with pytest.raises(kind) as caught:
         cukern.compile(FILL)(x, n, value, grid=1, block=32)
     assert all(word in str(caught.value) for word in ("fill", *words))
@@ -164,12 +164,12 @@ def test_scalars_that_do_not_fit_are_refused(n, value, kind, words):
 
 
 @kernels
-def test_lazy_negation_and_conjugation_are_refused():
+def test_lazy_negation_and_conjugation_are_refused(device):
     kernel = cukern.compile("__global__ void k(float2* x) {}")
     with pytest.raises(ValueError, match="conj"):
-        kernel(torch.zeros(3, dtype=torch.complex64, device=DEVICE).conj(), grid=1, block=1)
+        kernel(torch.zeros(3, dtype=torch.complex64, device=device).conj(), grid=1, block=1)
     with pytest.raises(ValueError, match="lazy negation"):
-        cukern.compile(FILL)(torch._neg_view(torch.zeros(3, device=DEVICE)), 3, 1.0, grid=1, block=32)
+        cukern.compile(FILL)(torch._neg_view(torch.zeros(3, device=device)), 3, 1.0, grid=1, block=32)
 
 
 @gpu
@@ -185,16 +185,16 @@ def test_arguments_on_two_gpus_are_refused():
 
 
 @kernels
-def test_load_inline_tutorial_against_torch():
+def test_load_inline_tutorial_against_torch(device):
     kernel = cukern.compile(SQUARE_MATRIX)
-    x = torch.randn(129, 67, device=DEVICE)
+    x = torch.randn(129, 67, device=device)
     result = torch.empty_like(x)
     kernel(x, result, x.shape[1], x.shape[0], grid=(-(-x.shape[1] // 16), -(-x.shape[0] // 16)), block=(16, 16))
     assert torch.equal(result, x * x)
 
 
 @kernels
-def test_every_argument_arrives():
+def test_every_argument_arrives(device):
     """Types of every size, in an order that needs padding between them."""
     kernel = cukern.compile("""
     __global__ void echo(double* out, char a, double b, short c, long long d, bool e, float f, unsigned char g, const int* h,
@@ -205,15 +205,15 @@ def test_every_argument_arrives():
         out[11] = none == nullptr;
     }
     """)
-    out = torch.empty(12, dtype=torch.float64, device=DEVICE)
-    h = torch.tensor([7, -42], dtype=torch.int32, device=DEVICE)[1:]
+    out = torch.empty(12, dtype=torch.float64, device=device)
+    h = torch.tensor([7, -42], dtype=torch.int32, device=device)[1:]
     kernel(out, -5, 1e300, -300, -(2**40), True, 0.5, 200, h, 2**32 - 1, 2**50, -(2**31), None, grid=1, block=1)
     assert out.tolist() == [-5, 1e300, -300, -(2**40), 1, 0.5, 200, -42, 2**32 - 1, 2**50, -(2**31), 1]
 
 
 @kernels
-def test_numbers_of_numpy_are_numbers_and_those_of_ctypes_are_not():
-    x = torch.empty(4, device=DEVICE)
+def test_numbers_of_numpy_are_numbers_and_those_of_ctypes_are_not(device):
+    x = torch.empty(4, device=device)
     cukern.compile(FILL)(x, numpy.int64(4), numpy.float32(0.25), grid=1, block=32)
     assert x.tolist() == [0.25] * 4
     with pytest.raises(TypeError):
@@ -221,14 +221,14 @@ def test_numbers_of_numpy_are_numbers_and_those_of_ctypes_are_not():
 
 
 @kernels
-def test_template_instances_and_dtypes(tmp_path):
+def test_template_instances_and_dtypes(device, tmp_path):
     (tmp_path / "two.cu").write_text(TWO)
     for dtype, name, factor in (
         (torch.float64, "scale<double, 3>", 3),
         (torch.float32, "scale<float>", 2),
         (torch.int64, "scale<long long, 5>", 5),
     ):
-        x = torch.arange(1000, device=DEVICE).to(dtype)
+        x = torch.arange(1000, device=device).to(dtype)
         out = torch.empty_like(x)
         cukern.load(tmp_path / "two.cu", name)(out, x, x.numel(), grid=8, block=128)
         assert torch.equal(out, factor * x)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, PLACE, exact_gradients, gpu, kernels, places, same_bits
+from helpers import PLACE, exact_gradients, gpu, kernels, places, same_bits
 
 import cukern
 from cukern.bench import environment, verify
@@ -76,12 +76,12 @@ def test_the_plan_gives_every_tile_to_somebody(itemsize):
 
 
 @kernels
-def test_shapes_that_split_the_last_wave_of_tiles():
+def test_shapes_that_split_the_last_wave_of_tiles(device):
     """And, where K is long, sums that start again: also those of a tile that several blocks share."""
     large = (257, 129, 5000), (3000, 1000, 777), (4097, 769, 300), (64, 64, 30011), (16, 20000, 40), (20000, 16, 40), (1, 1, 100003)
     small = (150, 70, 100), (20, 500, 40), (200, 50, 1000), (1, 1, 10003)
     for m, n, k in large if PLACE == "cuda" else small:
-        check(matrix(m, k, "rows", DEVICE, torch.float32), matrix(k, n, "columns", DEVICE, torch.float32), None, f"{m} {n} {k}")
+        check(matrix(m, k, "rows", device, torch.float32), matrix(k, n, "columns", device, torch.float32), None, f"{m} {n} {k}")
 
 
 @gpu

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from helpers import DEVICE, PLACE, dims_of, exact_gradients, gpu, kernels, places, same_bits
+from helpers import PLACE, dims_of, exact_gradients, gpu, kernels, places, same_bits
 
 from cukern.bench.verify import verify
 from cukern.runtime import backend
@@ -193,9 +193,9 @@ def test_on_a_gpu_that_is_not_the_current_one(name, version):
 
 @kernels
 @pytest.mark.parametrize("name, version", VERSIONS)
-def test_equal_inputs_give_equal_bits(name, version):
+def test_equal_inputs_give_equal_bits(device, name, version):
     op = OPS[name]
     for dtype in op.dtypes:
-        inputs, dout = draw(op, dims_of(op)[-1], dtype, DEVICE)
+        inputs, dout = draw(op, dims_of(op)[-1], dtype, device)
         first, *rest = [exact_gradients(lambda *x: op.function(*x, version=version), inputs, dout) for _ in range(4)]
         assert all(same_bits(a, b) for other in rest for a, b in zip(first, other, strict=True))
