@@ -1,5 +1,7 @@
 """Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
 
+import threading
+
 import pytest
 import torch
 from helpers import gpu, run_python
@@ -252,3 +254,22 @@ def test_python_compiler_and_driver_agree_on_this_gpu():
     cukern.compile("__global__ void arch(int* out) { *out = __CUDA_ARCH__; }")(out, grid=1, block=1)
     major, minor = torch.cuda.get_device_capability()
     assert out.item() == major * 100 + minor * 10
+
+
+@gpu
+def test_a_thread_that_has_no_context_yet():
+    """As autograd's own at its first backward, where torch finds the memory it needs in its cache."""
+    kernel, out, errors = cukern.compile("__global__ void one(float* out) { *out = 1; }"), torch.zeros(1, device="cuda"), []
+    kernel(out, grid=1, block=1)
+    out.zero_()
+
+    def work():
+        try:
+            kernel(out, grid=1, block=1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors and out.item() == 1

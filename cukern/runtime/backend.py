@@ -180,7 +180,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         function = driver.moduleGetFunction(driver.moduleLoadData(cubin.code), cubin.symbol)
     except driver.CUDADriverError as error:
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
-    layout = packer(params)
+    layout, context = packer(params), driver.ctxGetCurrent()
     pack, launch, stream, arguments = layout.pack_into, driver.launchKernel, _current_stream, _Arguments(layout.size)
     allowed = _FREE_SHARED
 
@@ -198,6 +198,9 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
             raise explain_misfit(name, params, args) from None
         except driver.CUDADriverError as error:
             refuse_fork(name, error)
+            if not driver.ctxGetCurrent():  # a thread that has done nothing with CUDA yet, as autograd's own at its first backward
+                driver.ctxSetCurrent(context)
+                return run(grid, block, shared, *args)
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
             raise launch_error(name, grid, block, shared, device, threads, error) from None
 
@@ -213,6 +216,7 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
     raw = cupy.RawModule(path=file.name).get_function(cubin.symbol)
     kernel = raw.kernel
     os.unlink(file.name)
+    context = cupy.cuda.driver.ctxGetCurrent()
     scalars = [None if p.pointer else numpy.dtype(p.format[0]).type for p in params]
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
@@ -226,6 +230,9 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
             raise explain_misfit(name, params, args) from None
         except cupy.cuda.driver.CUDADriverError as error:
             refuse_fork(name, error)
+            if not cupy.cuda.driver.ctxGetCurrent():
+                cupy.cuda.driver.ctxSetCurrent(context)
+                return run(grid, block, shared, *args)
             raise launch_error(name, grid, block, shared, device, raw.max_threads_per_block, error) from None
 
     return run
