@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from helpers import gpu, run_python
+from helpers import gpu, kernels, run_python
 
 import cukern
 from cukern.runtime import backend
@@ -69,6 +69,22 @@ def test_dynamic_shared_memory_over_48_kib():
         kernel(x, grid=1, block=256, shared=4 * 25_600)
         assert torch.equal(x, expected)
         expected = x.flip(0)
+
+
+@kernels
+@pytest.mark.parametrize("static, dynamic", [(40 << 10, 12 << 10), (1 << 10, 48 << 10), (16, (48 << 10) - 16)])
+def test_static_and_dynamic_shared_memory_over_48_kib_together(device, static, dynamic):
+    kernel = cukern.compile(f"""
+    __global__ void both(int* out, int words) {{
+        __shared__ int fixed[{static // 4}];
+        extern __shared__ int more[];
+        if (threadIdx.x == 0) fixed[{static // 4 - 1}] = 3, more[words - 1] = 4;
+        __syncthreads();
+        out[threadIdx.x] = fixed[{static // 4 - 1}] + more[words - 1];
+    }}""")
+    out = torch.empty(32, dtype=torch.int32, device=device)
+    kernel(out, dynamic // 4, grid=1, block=32, shared=dynamic)
+    assert (out == 7).all()
 
 
 @gpu

@@ -29,7 +29,7 @@ NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX r
 
 _MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_THREADS_ATTRIBUTE = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-_FREE_SHARED = 48 << 10  # bytes of dynamic shared memory that need no attribute
+_FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic, that need no attribute
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -182,7 +182,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
     layout, context = packer(params), driver.ctxGetCurrent()
     pack, launch, stream, arguments = layout.pack_into, driver.launchKernel, _current_stream, _Arguments(layout.size)
-    allowed = _FREE_SHARED
+    allowed = _FREE_SHARED - cubin.report.shared
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
         nonlocal allowed
@@ -222,7 +222,7 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
         try:
             packer(params).pack(*args)
-            if shared > _FREE_SHARED:
+            if shared + cubin.report.shared > _FREE_SHARED:
                 raw.max_dynamic_shared_size_bytes = shared
             values = tuple(a if scalar is None else scalar(a) for scalar, a in zip(scalars, args, strict=True))
             kernel(grid, block, values, shared, types.SimpleNamespace(ptr=_current_stream(device)))
