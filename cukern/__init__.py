@@ -2,6 +2,8 @@
 
 from cukern.ops.matmul import linear as linear
 from cukern.ops.matmul import matmul as matmul
+from cukern.ops.softmax import log_softmax as log_softmax
+from cukern.ops.softmax import softmax as softmax
 from cukern.ops.square import square as square
 from cukern.runtime.backend import LaunchError as LaunchError
 from cukern.runtime.backend import backend as backend

@@ -44,17 +44,17 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
     torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
     op = getattr(torch.ops.cukern, name).default
 
-    def call_one(x: torch.Tensor, version: str) -> Any:
+    def call_one(x: torch.Tensor, *rest: Any) -> Any:
         if _tracing() or type(x) not in _PLAIN or _modes() or not x.is_cuda:
-            return op(x, version)
+            return op(x, *rest)
         try:
-            return impl(x, version)
+            return impl(x, *rest)
         except RuntimeError as error:
             refuse_fork(name, error)
             if not _transforms():
                 checks.strided("x", x)
                 raise
-        return op(x, version)  # a functorch wrapper has no memory: its data_ptr() raised before anything was launched
+        return op(x, *rest)  # a functorch wrapper has no memory: its data_ptr() raised before anything was launched
 
     def call(*args: Any) -> Any:
         if _tracing() or _modes() or _transforms() or not args[0].is_cuda or not _PLAIN.issuperset(map(type, args[:tensors])):

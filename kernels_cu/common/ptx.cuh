@@ -28,3 +28,10 @@ __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
+
+// 2^x with an error of at most 2 units in the last place; results below 2^-126 become 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}

@@ -1,0 +1,245 @@
+"""softmax and log_softmax of scale * x along any dimension, and their gradients, by one ladder of kernels.
+
+    softmax:      y = exp(scale x) / sum(exp(scale x))       dx = scale y (g - sum(y g))
+    log_softmax:  y = scale x - log(sum(exp(scale x)))       dx = scale (g - exp(y) sum(g))
+
+Sums run along the dimension. The kernels take the largest scale x off first, so that no exponential overflows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops import softmax_versions as ladder
+from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS
+from cukern.runtime import backend, checks, interop
+from cukern.runtime.registry import Cost, Op, apply_of, choose, raw_op, register
+
+Versions = str | tuple[str | None, str | None] | None
+
+
+def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
+    """exp(scale x) / sum(exp(scale x)), the sum along `dim`, differentiable any number of times.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape: a tensor, or an array that speaks DLPack. Rows whose columns lie side by
+            side are read in place, however far apart they are; so is a contiguous x along another dimension than the last. Anything else
+            is copied once. 16-bit types are computed in float32 and rounded once. A tensor that is not on a GPU goes to torch's
+            operations, or to the simulator.
+        dim: along which the results add up to 1.
+        scale: any finite number: an inverse temperature, or 1 / sqrt(head_dim).
+        version: "v1" to "v8", or two of them, for forward and backward; by default the fastest. Along a dimension whose elements do not
+            lie side by side there is one kernel, whatever the version. The time of backward's v1 to v4 grows with the square of a row.
+
+    Returns a new tensor of x's shape and dtype; contiguous, if x is, or if it is copied; else with `dim`'s elements side by side.
+    NaN, and rows that hold +inf, or -inf alone, give NaN, as in torch.
+
+    Raises TypeError for another dtype, ValueError for a dim that x does not have, a scale that is not finite, or an unknown version.
+    """
+    return _public("softmax", x, dim, scale, version)
+
+
+def log_softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
+    """log(softmax(x)), without the loss of small results; everything as in `softmax`, and of the versions those from "v5" on."""
+    return _public("log_softmax", x, dim, scale, version)
+
+
+def reference_softmax(x: Tensor, dim: int = -1, scale: float = 1.0) -> Tensor:
+    return _reference(torch.softmax, x, dim, scale)
+
+
+def reference_log_softmax(x: Tensor, dim: int = -1, scale: float = 1.0) -> Tensor:
+    return _reference(torch.log_softmax, x, dim, scale)
+
+
+def _reference(function: Callable[..., Tensor], x: Tensor, dim: int, scale: float) -> Tensor:
+    if scale == 1:
+        return function(x, dim)
+    return function(x.to(_wide(x)) * scale, dim).to(x.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype in which x is computed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tensor:
+    if type(x) is not Tensor:
+        x = interop.to_torch("x", x)
+    checks.dtype("x", x, checks.FLOATS)
+    forward, backward = two_versions(op, x, version)
+    if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
+        raise ValueError(f"dim must be one of x's {x.ndim} dimensions, got {dim}")
+    scale = finite("scale", scale)
+    log = op == "log_softmax"
+    if not x.is_cuda and not backend.simulates(x):
+        return (reference_log_softmax if log else reference_softmax)(x, dim, scale)
+    if x.ndim == 2 and (dim == 1 or dim == -1):
+        return _run(x, scale, log, forward, backward)
+    if x.ndim == 0:
+        return _run(x.view(1, 1), scale, log, forward, backward).view(())
+    last = x.movedim(dim, -1)
+    if x.is_contiguous() and last.stride(-1) != 1:
+        inner = math.prod(x.shape[dim % x.ndim + 1 :])
+        return _run(x.view(-1 if x.numel() else 0, x.shape[dim], inner), scale, log, forward, backward).view(x.shape)
+    rows = last.reshape(-1 if x.numel() else 0, x.shape[dim])
+    return _run(rows, scale, log, forward, backward).view(last.shape).movedim(-1, dim)
+
+
+def two_versions(op: str, x: Tensor, version: Versions) -> tuple[str, str]:
+    """The versions of forward and backward, "" for the default. Raises ValueError for one that there is not, or on a CPU tensor."""
+    if version is None:
+        return "", ""
+    both = version if isinstance(version, tuple) else (version, version)
+    if len(both) != 2:
+        raise ValueError(f"version must be one, or two for forward and backward, got {version!r}")
+    versions = _TABLES[op]
+    for one in both:
+        if one is not None and one not in versions:
+            checks.unknown_version(op, one, versions)
+        if one is not None and not x.is_cuda and not backend.simulates(x):
+            checks.needs_gpu(op, one, x.device)
+    return both[0] or "", both[1] or ""
+
+
+_TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
+
+
+def finite(name: str, value: float) -> float:
+    if isinstance(value, Tensor) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+# ---- autograd: x is (rows, columns), or (outer, columns, inner) and contiguous: the sums are along dimension 1
+
+
+def _run(x: Tensor, scale: float, log: bool, forward: str, backward: str) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return _apply(x, scale, log, forward, backward)
+    return _softmax(x, scale, log, forward)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale, log, forward, backward):
+        y = _softmax(x, scale, log, forward)
+        ctx.save_for_backward(y)
+        ctx.rest = scale, log, backward
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return _SoftmaxBackward.apply(y, g, *ctx.rest), None, None, None, None
+
+
+class _SoftmaxBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, g, scale, log, version):
+        ctx.save_for_backward(y, g)
+        ctx.rest = scale, log, version
+        return _softmax_backward(y, g, scale, log, version)
+
+    @staticmethod
+    def backward(ctx, d):
+        """By torch's operations, so that they can be differentiated again."""
+        (y, g), (scale, log, _) = ctx.saved_tensors, ctx.rest
+        wide_y, wide_g, wide_d = (t.to(_wide(t)) for t in (y, g, d))
+        if log:
+            p = wide_y.exp()
+            dot = (wide_d * p).sum(1, keepdim=True)
+            dy, dg = -scale * wide_d * p * wide_g.sum(1, keepdim=True), scale * (wide_d - dot)
+        else:
+            dot = (wide_d * wide_y).sum(1, keepdim=True)
+            dy = scale * (wide_d * (wide_g - (wide_y * wide_g).sum(1, keepdim=True)) - wide_g * dot)
+            dg = scale * wide_y * (wide_d - dot)
+        return dy.to(y.dtype), dg.to(g.dtype), None, None, None
+
+
+_apply = apply_of(_Softmax)
+
+
+def _launch_softmax(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
+    out = _fake_softmax(x, scale, log, version)
+    if not out.numel():
+        return out
+    x = _side_by_side(x)
+    if x.ndim == 3:
+        ladder.inner(out, x, scale, log)
+    else:
+        _choose(log, version, x).forward(out, x, scale, log)
+    return out
+
+
+def _launch_softmax_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str) -> Tensor:
+    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    if not dx.numel():
+        return dx
+    y, g = y.contiguous(), _side_by_side(g)
+    if y.ndim == 3:
+        ladder.inner_backward(dx, y, g, scale, log)
+    else:
+        _choose(log, version, y).backward(dx, y, g, scale, log)
+    return dx
+
+
+def _choose(log: bool, version: str, x: Tensor) -> Any:
+    return choose("log_softmax" if log else "softmax", version, x.get_device())
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """x as the kernels read it, copied if it must be."""
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
+
+
+def _fake_softmax(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch_softmax, _fake_softmax)
+_softmax_backward = raw_op(
+    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor", 2, _launch_softmax_backward, _fake_softmax
+)
+
+# ---- what the tools know
+
+
+def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    rows, columns = dims
+    return (torch.randn(rows, columns, dtype=dtype, device=device),)
+
+
+def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    n = math.prod(dims)
+    return {"fwd": Cost(2 * n * itemsize, 4 * n), "bwd": Cost(3 * n * itemsize, 4 * n)}
+
+
+def _register(name: str, function: Callable[..., Tensor], reference: Callable[..., Tensor]) -> None:
+    register(
+        Op(
+            name=name,
+            stem="softmax",
+            function=function,
+            reference=reference,
+            versions=_TABLES[name],
+            dtypes=checks.FLOATS,
+            dims="ROWS COLUMNS",
+            check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (3, 40_000), (5, 50_257)),
+            sim_dims=((1, 1), (5, 67), (2, 300)),
+            bench_dims=((8192, 1024), (8192, 4096), (8192, 16384), (4096, 50304), (1024, 131072)),
+            make=_make,
+            inputs=("x",),
+            cost=_cost,
+            bound="memory",
+        )
+    )
+
+
+_register("softmax", softmax, reference_softmax)
+_register("log_softmax", log_softmax, reference_log_softmax)

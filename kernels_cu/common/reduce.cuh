@@ -1,0 +1,47 @@
+// Sums and maxima over the lanes of a warp and over the threads of a block. Every thread gets the result, with the same bits in each.
+#pragma once
+
+template <typename C>
+__device__ __forceinline__ C minus_infinity() {
+    return static_cast<C>(__int_as_float(0xff800000));
+}
+
+struct Sum {
+    template <typename C>
+    static __device__ __forceinline__ C of(C a, C b) {
+        return a + b;
+    }
+    template <typename C>
+    static __device__ __forceinline__ C nothing() {
+        return 0;
+    }
+};
+
+// A NaN is passed over, as by fmaxf.
+struct Max {
+    template <typename C>
+    static __device__ __forceinline__ C of(C a, C b) {
+        return max(a, b);
+    }
+    template <typename C>
+    static __device__ __forceinline__ C nothing() {
+        return minus_infinity<C>();
+    }
+};
+
+// Over groups of `width` neighbouring lanes, a power of 2. All 32 lanes must call it.
+template <class Op, typename C>
+__device__ __forceinline__ C warp_reduce(C value, int width = 32) {
+    for (int apart = width / 2; apart > 0; apart /= 2) value = Op::of(value, __shfl_xor_sync(~0u, value, apart));
+    return value;
+}
+
+// Over a block of whole warps. `shared` has room for 32 values; before it is used again there must be a __syncthreads().
+template <class Op, typename C>
+__device__ __forceinline__ C block_reduce(C value, C* shared) {
+    int lane = threadIdx.x % 32;
+    value = warp_reduce<Op>(value);
+    if (lane == 0) shared[threadIdx.x / 32] = value;
+    __syncthreads();
+    return warp_reduce<Op>(lane < blockDim.x / 32 ? shared[lane] : Op::template nothing<C>());
+}
