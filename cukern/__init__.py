@@ -1,5 +1,6 @@
 """CUDA kernels for PyTorch with nothing to build."""
 
+from cukern.ops.causal_softmax import causal_softmax as causal_softmax
 from cukern.ops.matmul import linear as linear
 from cukern.ops.matmul import matmul as matmul
 from cukern.ops.softmax import log_softmax as log_softmax

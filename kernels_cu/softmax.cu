@@ -18,8 +18,7 @@
 //  v8       several blocks a long row
 //
 // Grids are 1-D. Offsets are 64-bit.
-#include "common/exponential.cuh"
-#include "common/rows.cuh"
+#include "common/softmax_rows.cuh"
 
 // ---- v1
 
@@ -36,17 +35,27 @@ __global__ void softmax_v1(T* out, const T* x, long long rows, long long columns
     for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(x[i]));
     double sum = 0;
     for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(x[i]) - base_of(largest));
-    Normalise<T> normalise(exponential, largest, C(sum), false);
+    Normalise<T> normalise(exponential, base_of(largest), C(sum), false);
     for (long long i = 0; i < columns; ++i) out[i] = T(normalise(exponential.lift(x[i])));
 }
 
-// dx_i = scale sum_j y_j g_j (delta_ij - y_i), term by term.
+// sum_j y_j g_j (delta_ij - y_i) over `count` terms, the i-th of which has delta 1. By sums of 32: one long chain of additions errs more.
+template <typename T, typename C>
+__device__ __forceinline__ C jacobian_sum(const T* y, const T* g, long long count, long long i, C y_i) {
+    C sum = 0;
+    for (long long first = 0; first < count; first += 32) {
+        C here = 0;
+        for (long long j = first; j < min(first + 32, count); ++j) here += load_as(y[j]) * load_as(g[j]) * ((i == j ? C(1) : C(0)) - y_i);
+        sum += here;
+    }
+    return sum;
+}
+
+// dx_i = scale sum_j y_j g_j (delta_ij - y_i)
 template <typename T>
 __device__ __forceinline__ void jacobian_column(T* dx, const T* y, const T* g, long long columns, long long i, double scale) {
     using C = compute_t<T>;
-    C sum = 0, y_i = load_as(y[i]);
-    for (long long j = 0; j < columns; ++j) sum += load_as(y[j]) * load_as(g[j]) * ((i == j ? C(1) : C(0)) - y_i);
-    dx[i] = T(C(scale) * sum);
+    dx[i] = T(C(scale) * jacobian_sum(y, g, columns, i, load_as(y[i])));
 }
 
 // Grid ceil(columns / blockDim.x).
@@ -65,8 +74,9 @@ struct Serial {
         shared[threadIdx.x] = value;
         __syncthreads();
         if (threadIdx.x == 0) {
-            for (int i = 1; i < blockDim.x; ++i) value = Op::of(value, shared[i]);
-            shared[0] = value;
+            double all = value;
+            for (int i = 1; i < blockDim.x; ++i) all = Op::of(all, double(shared[i]));
+            shared[0] = all;
         }
         __syncthreads();
         return shared[0];
@@ -105,7 +115,7 @@ __device__ __forceinline__ void block_softmax(T* out, const T* x, long long rows
         largest = Reduction::template reduce<Max>(largest, maxima);
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += exponential(exponential.lift(from[i]) - base_of(largest));
         sum = Reduction::template reduce<Sum>(sum, sums);
-        Normalise<T> normalise(exponential, largest, sum, false);
+        Normalise<T> normalise(exponential, base_of(largest), sum, false);
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[row * columns + i] = T(normalise(exponential.lift(from[i])));
         __syncthreads();  // before the next row's values overwrite this one's
     }
@@ -161,7 +171,7 @@ __global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, lo
             gs[threadIdx.x] = load_as(g[first + threadIdx.x]);
         }
         __syncthreads();
-        for (int j = 0; j < here; ++j) sum += ys[j] * gs[j] * ((first + j == i ? C(1) : C(0)) - y_i);
+        sum += jacobian_sum(ys, gs, here, i - first, y_i);
         __syncthreads();
     }
     if (i < columns) dx[row * columns + i] = T(C(scale) * sum);
@@ -169,105 +179,17 @@ __global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, lo
 
 // ---- v5 and v8: a part of a row by 16-byte vectors, the threads of a block in turns
 
-// Largest u and sum of exponentials of a thread's vectors of columns [begin, end), in one pass: where a larger u turns up, the sum so far
-// is scaled down.
-template <typename T>
-__device__ __forceinline__ void scan_columns(const T* row, long long begin, long long end, const Exponential<T>& exponential,
-                                             compute_t<T>& largest, compute_t<T>& sum) {
-    using C = compute_t<T>;
-    int shift = shift_of(row);
-    T missing = exponential.sign * minus_infinity<C>();
-    largest = minus_infinity<C>();
-    sum = 0;
-    for (long long i = (begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(end, shift); i += blockDim.x) {
-        Vec<T, WIDTH<T>> v = load_columns(row, i * WIDTH<T> - shift, begin, end, true, missing);
-        C before = largest, here = 0;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) largest = max(largest, exponential.lift(v.v[j]));
-        C base = base_of(largest);
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) here += exponential(exponential.lift(v.v[j]) - base);
-        sum = sum * exponential(before - base) + here;
-    }
-}
-
-// The same over the block.
-template <typename T>
-__device__ __forceinline__ void block_scan(const Exponential<T>& exponential, compute_t<T>& largest, compute_t<T>& sum) {
-    using C = compute_t<T>;
-    __shared__ C maxima[32], sums[32];
-    C own = largest;
-    largest = block_reduce<Max>(own, maxima);
-    sum = block_reduce<Sum>(sum * exponential(own - base_of(largest)), sums);
-}
-
-template <typename T>
-__device__ __forceinline__ void write_columns(T* out, const T* row, long long begin, long long end, const Normalise<T>& normalise) {
-    int shift = shift_of(row);
-    bool aligned = shift_of(out) == shift;
-    for (long long i = (begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(end, shift); i += blockDim.x) {
-        Vec<T, WIDTH<T>> v = load_columns(row, i * WIDTH<T> - shift, begin, end, true, T(0.0f));
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) v.v[j] = T(normalise(normalise.exponential.lift(v.v[j])));
-        store_columns(out, i * WIDTH<T> - shift, begin, end, aligned, v);
-    }
-}
-
 template <typename T>
 __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns, long long x_row, double scale, bool log) {
     using C = compute_t<T>;
     Exponential<T> exponential(scale);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         C largest, sum;
-        scan_columns(x + row * x_row, 0, columns, exponential, largest, sum);
-        block_scan(exponential, largest, sum);
-        write_columns(out + row * columns, x + row * x_row, 0, columns, Normalise<T>(exponential, largest, sum, log));
+        scan_columns(x + row * x_row, Span(0, columns), exponential, largest, sum);
+        block_scan(exponential, Sink<C>{}, largest, sum);
+        Normalise<T> normalise(exponential, base_of(largest), sum, log);
+        write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), normalise);
         __syncthreads();
-    }
-}
-
-// The gradient of a column, once `total`, the row's sum of what `term` gives, is known.
-template <typename T>
-struct Gradient {
-    using C = compute_t<T>;
-    Exponential<T> exponential;
-    C scale;
-    bool log;
-    __device__ __forceinline__ Gradient(double scale, bool log) : exponential(1.0), scale(scale), log(log) {}
-    __device__ __forceinline__ C term(T y, T g) const { return log ? load_as(g) : load_as(y) * load_as(g); }
-    __device__ __forceinline__ T operator()(T y, T g, C total) const {
-        C value = load_as(y), gradient = load_as(g);
-        return T(scale * (log ? fma(-exponential(value), total, gradient) : value * (gradient - total)));
-    }
-};
-
-template <typename T>
-__device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, long long begin, long long end, const Gradient<T>& gradient) {
-    int shift = shift_of(y);
-    bool aligned = shift_of(g) == shift;
-    compute_t<T> sum = 0;
-    for (long long i = (begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(end, shift); i += blockDim.x) {
-        Vec<T, WIDTH<T>> a = load_columns(y, i * WIDTH<T> - shift, begin, end, true, T(0.0f));
-        Vec<T, WIDTH<T>> b = load_columns(g, i * WIDTH<T> - shift, begin, end, aligned, T(0.0f));
-        compute_t<T> here = 0;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) here += gradient.term(a.v[j], b.v[j]);
-        sum += here;
-    }
-    return sum;
-}
-
-template <typename T>
-__device__ __forceinline__ void write_gradients(T* dx, const T* y, const T* g, long long begin, long long end, compute_t<T> total,
-                                                const Gradient<T>& gradient) {
-    int shift = shift_of(y);
-    bool g_aligned = shift_of(g) == shift, dx_aligned = shift_of(dx) == shift;
-    for (long long i = (begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(end, shift); i += blockDim.x) {
-        Vec<T, WIDTH<T>> a = load_columns(y, i * WIDTH<T> - shift, begin, end, true, T(0.0f));
-        Vec<T, WIDTH<T>> b = load_columns(g, i * WIDTH<T> - shift, begin, end, g_aligned, T(0.0f));
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) a.v[j] = gradient(a.v[j], b.v[j], total);
-        store_columns(dx, i * WIDTH<T> - shift, begin, end, dx_aligned, a);
     }
 }
 
@@ -277,95 +199,13 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
     Gradient<T> gradient(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *ys = y + row * columns, *gs = g + row * g_row;
-        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, 0, columns, gradient), sums);
-        write_gradients(dx + row * columns, ys, gs, 0, columns, total, gradient);
+        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, Span(0, columns), gradient), sums);
+        write_gradients<false>(dx + row * columns, ys, gs, Span(0, columns), total, gradient);
         __syncthreads();
     }
 }
 
 // ---- v6 and v7: the row in registers
-
-// The threads that share a row. Every thread of the block must call reduce, each time with another `slot`, 0 or 1.
-struct Lanes {  // neighbouring lanes of a warp, a power of 2
-    int width;
-    template <class Op, typename C>
-    __device__ __forceinline__ C reduce(C value, int slot) const {
-        return warp_reduce<Op>(value, width);
-    }
-};
-
-template <typename C>
-struct Block {
-    int width;
-    C* shared;  // room for 64
-    template <class Op>
-    __device__ __forceinline__ C reduce(C value, int slot) const {
-        return block_reduce<Op>(value, shared + 32 * slot);
-    }
-};
-
-// Thread `lane` of a team holds the row's vectors lane, lane + width, ...: VECTORS of them, all loaded before the first is used, so that
-// their latencies overlap.
-template <int VECTORS, class Team, typename T>
-__device__ __forceinline__ void team_softmax(T* out, const T* row, int columns, int lane, Team team, double scale, bool log) {
-    using C = compute_t<T>;
-    int shift = shift_of(row);
-    T missing = scale < 0 ? -minus_infinity<C>() : minus_infinity<C>();
-    Vec<T, WIDTH<T>> v[VECTORS];
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) v[k] = load_columns(row, (lane + k * team.width) * WIDTH<T> - shift, 0, columns, true, missing);
-    Exponential<T> exponential(scale);
-    C kept[VECTORS][WIDTH<T>], largest = minus_infinity<C>(), sum = 0;
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k)
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) largest = max(largest, kept[k][j] = exponential.lift(v[k].v[j]));
-    largest = team.template reduce<Max>(largest, 0);
-    C base = base_of(largest);
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k)
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) {
-            C d = kept[k][j] - base, e = exponential(d);
-            kept[k][j] = log ? d : e;
-            sum += e;
-        }
-    sum = team.template reduce<Sum>(sum, 1);
-    Normalise<T> normalise(exponential, largest, sum, log);
-    bool aligned = shift_of(out) == shift;
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) v[k].v[j] = T(normalise.end(kept[k][j]));
-        store_columns(out, (lane + k * team.width) * WIDTH<T> - shift, 0, columns, aligned, v[k]);
-    }
-}
-
-template <int VECTORS, class Team, typename T>
-__device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int columns, int lane, Team team, double scale, bool log) {
-    int shift = shift_of(y);
-    bool g_aligned = shift_of(g) == shift, dx_aligned = shift_of(dx) == shift;
-    Vec<T, WIDTH<T>> a[VECTORS], b[VECTORS];
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-        int first = (lane + k * team.width) * WIDTH<T> - shift;
-        a[k] = load_columns(y, first, 0, columns, true, T(0.0f));
-        b[k] = load_columns(g, first, 0, columns, g_aligned, T(0.0f));
-    }
-    Gradient<T> gradient(scale, log);
-    compute_t<T> total = 0;
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k)
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) total += gradient.term(a[k].v[j], b[k].v[j]);
-    total = team.template reduce<Sum>(total, 0);
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) a[k].v[j] = gradient(a[k].v[j], b[k].v[j], total);
-        store_columns(dx, (lane + k * team.width) * WIDTH<T> - shift, 0, columns, dx_aligned, a[k]);
-    }
-}
 
 // Grid ceil(rows / (blockDim.x / width)). Where the last warp's rows come to an end, its lanes take part with an empty row.
 template <typename T, int VECTORS>
@@ -373,7 +213,7 @@ __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long 
                                                   bool log) {
     long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
     if (row >= rows) row = columns = 0;
-    team_softmax<VECTORS>(out + row * columns, x + row * x_row, columns, threadIdx.x % width, Lanes{width}, scale, log);
+    team_softmax<VECTORS, false>(out + row * columns, x + row * x_row, Span(0, columns), Lanes(width), scale, log, Sink<compute_t<T>>{});
 }
 
 template <typename T, int VECTORS>
@@ -381,7 +221,7 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
                                                       int width, double scale, bool log) {
     long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width, at = row * columns;
     if (row >= rows) row = at = columns = 0;
-    team_gradient<VECTORS>(dx + at, y + at, g + row * g_row, columns, threadIdx.x % width, Lanes{width}, scale, log);
+    team_gradient<VECTORS, false>(dx + at, y + at, g + row * g_row, Span(0, columns), Lanes(width), scale, log, SinkGradient{});
 }
 
 // Grid rows.
@@ -389,8 +229,8 @@ template <typename T, int VECTORS>
 __global__ void __launch_bounds__(512) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale, bool log) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
-    Block<compute_t<T>> team{int(blockDim.x), shared};
-    team_softmax<VECTORS>(out + row * columns, x + row * x_row, columns, threadIdx.x, team, scale, log);
+    Block<compute_t<T>> team(shared);
+    team_softmax<VECTORS, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink<compute_t<T>>{});
 }
 
 template <typename T, int VECTORS>
@@ -398,8 +238,8 @@ __global__ void __launch_bounds__(512) softmax_v7_bwd(T* dx, const T* y, const T
                                                        bool log) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>> team{int(blockDim.x), shared};
-    team_gradient<VECTORS>(dx + at, y + at, g + row * g_row, columns, threadIdx.x, team, scale, log);
+    Block<compute_t<T>> team(shared);
+    team_gradient<VECTORS, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{});
 }
 
 // ---- v8: `pieces` blocks share a row, in two launches. What the first found in each piece is in `parts`, (rows, pieces, 2) or (rows,
@@ -411,8 +251,8 @@ __global__ void softmax_v8_scan(double* parts, const T* x, long long columns, lo
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
     compute_t<T> largest, sum;
     Exponential<T> exponential(scale);
-    scan_columns(x + row * x_row, begin, min(begin + length, columns), exponential, largest, sum);
-    block_scan(exponential, largest, sum);
+    scan_columns(x + row * x_row, Span(begin, min(begin + length, columns)), exponential, largest, sum);
+    block_scan(exponential, Sink<compute_t<T>>{}, largest, sum);
     if (threadIdx.x == 0) {
         parts[2LL * blockIdx.x] = largest;
         parts[2LL * blockIdx.x + 1] = sum;
@@ -430,9 +270,9 @@ __global__ void softmax_v8(T* out, const T* x, const double* parts, long long co
         largest = parts[2 * (row * pieces + threadIdx.x)];
         sum = parts[2 * (row * pieces + threadIdx.x) + 1];
     }
-    block_scan(exponential, largest, sum);
-    Normalise<T> normalise(exponential, largest, sum, log);
-    write_columns(out + row * columns, x + row * x_row, begin, min(begin + length, columns), normalise);
+    block_scan(exponential, Sink<C>{}, largest, sum);
+    Normalise<T> normalise(exponential, base_of(largest), sum, log);
+    write_columns<false>(out + row * columns, x + row * x_row, Span(begin, min(begin + length, columns)), normalise);
 }
 
 template <typename T>
@@ -441,7 +281,7 @@ __global__ void softmax_v8_bwd_scan(double* parts, const T* y, const T* g, long 
     __shared__ compute_t<T> sums[32];
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
     Gradient<T> gradient(scale, log);
-    compute_t<T> sum = sum_terms(y + row * columns, g + row * g_row, begin, min(begin + length, columns), gradient);
+    compute_t<T> sum = sum_terms(y + row * columns, g + row * g_row, Span(begin, min(begin + length, columns)), gradient);
     sum = block_reduce<Sum>(sum, sums);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
@@ -454,7 +294,7 @@ __global__ void softmax_v8_bwd(T* dx, const T* y, const T* g, const double* part
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, at = row * columns;
     C total = block_reduce<Sum>(threadIdx.x < pieces ? C(parts[row * pieces + threadIdx.x]) : C(0), sums);
     Gradient<T> gradient(scale, log);
-    write_gradients(dx + at, y + at, g + row * g_row, begin, min(begin + length, columns), total, gradient);
+    write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, min(begin + length, columns)), total, gradient);
 }
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows,
@@ -470,7 +310,7 @@ __global__ void softmax_inner(T* out, const T* x, long long rows, long long colu
     double sum = 0;
     for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(x[at + i * inner]));
     for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(x[at + i * inner]) - base_of(largest));
-    Normalise<T> normalise(exponential, largest, C(sum), log);
+    Normalise<T> normalise(exponential, base_of(largest), C(sum), log);
     for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(normalise(exponential.lift(x[at + i * inner])));
 }
 

@@ -7,7 +7,7 @@ Sums run along the dimension. The kernels take the largest scale x off first, so
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -58,10 +58,10 @@ def reference_log_softmax(x: Tensor, dim: int = -1, scale: float = 1.0) -> Tenso
 def _reference(function: Callable[..., Tensor], x: Tensor, dim: int, scale: float) -> Tensor:
     if scale == 1:
         return function(x, dim)
-    return function(x.to(_wide(x)) * scale, dim).to(x.dtype)
+    return function(x.to(wide(x)) * scale, dim).to(x.dtype)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
     """The dtype in which x is computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -70,7 +70,7 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
     if type(x) is not Tensor:
         x = interop.to_torch("x", x)
     checks.dtype("x", x, checks.FLOATS)
-    forward, backward = two_versions(op, x, version)
+    forward, backward = two_versions(_TABLES[op], op, x, version)
     if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
         raise ValueError(f"dim must be one of x's {x.ndim} dimensions, got {dim}")
     scale = finite("scale", scale)
@@ -89,14 +89,13 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
     return _run(rows, scale, log, forward, backward).view(last.shape).movedim(-1, dim)
 
 
-def two_versions(op: str, x: Tensor, version: Versions) -> tuple[str, str]:
+def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:
     """The versions of forward and backward, "" for the default. Raises ValueError for one that there is not, or on a CPU tensor."""
     if version is None:
         return "", ""
     both = version if isinstance(version, tuple) else (version, version)
     if len(both) != 2:
         raise ValueError(f"version must be one, or two for forward and backward, got {version!r}")
-    versions = _TABLES[op]
     for one in both:
         if one is not None and one not in versions:
             checks.unknown_version(op, one, versions)
@@ -148,7 +147,7 @@ class _SoftmaxBackward(torch.autograd.Function):
     def backward(ctx, d):
         """By torch's operations, so that they can be differentiated again."""
         (y, g), (scale, log, _) = ctx.saved_tensors, ctx.rest
-        wide_y, wide_g, wide_d = (t.to(_wide(t)) for t in (y, g, d))
+        wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
         if log:
             p = wide_y.exp()
             dot = (wide_d * p).sum(1, keepdim=True)
@@ -220,6 +219,18 @@ def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     return {"fwd": Cost(2 * n * itemsize, 4 * n), "bwd": Cost(3 * n * itemsize, 4 * n)}
 
 
+def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    (x,), g = inputs, douts[0].abs()
+    y = torch.softmax(x, -1)
+    return y, y * (g + (y * g).sum(-1, keepdim=True))
+
+
+def _log_magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    (x,), g = inputs, douts[0].abs()
+    y = torch.log_softmax(x, -1)
+    return y, g + y.exp() * g.sum(-1, keepdim=True)
+
+
 def _register(name: str, function: Callable[..., Tensor], reference: Callable[..., Tensor]) -> None:
     register(
         Op(
@@ -237,6 +248,7 @@ def _register(name: str, function: Callable[..., Tensor], reference: Callable[..
             inputs=("x",),
             cost=_cost,
             bound="memory",
+            magnitude=_log_magnitude if name == "log_softmax" else _magnitude,
         )
     )
 

@@ -14,6 +14,7 @@ BLOCK_VECTORS_BWD = {2: (4,), 4: (4, 8), 8: (4, 8)}  # by itemsize: in 16 bits y
 MOST_THREADS = 512  # of v7's blocks
 LOOP_THREADS = 256  # of the blocks of v2 to v5 and of v8
 BLOCKS_PER_SM = 8  # of v8
+MOST_BLOCKS = (1 << 31) - 1  # of a grid
 LEAST_PIECE = 2048  # vectors of a piece of v8
 
 

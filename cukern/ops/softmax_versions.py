@@ -19,7 +19,6 @@ _V1_BWD, _V2_BWD, _V3_BWD, _V4_BWD, _V5_BWD, _V6_BWD, _V7_BWD, _V8_BWD = (Templa
 _V8_SCAN, _V8_BWD_SCAN = Template("softmax.cu", "softmax_v8_scan"), Template("softmax.cu", "softmax_v8_bwd_scan")
 _INNER, _INNER_BWD = Template("softmax.cu", "softmax_inner"), Template("softmax.cu", "softmax_inner_bwd")
 
-MOST_BLOCKS = (1 << 31) - 1  # of a grid
 _BLOCK = (plan.LOOP_THREADS, 1, 1)
 GROUP = 32  # rows that a block of v2's backward takes
 
@@ -55,7 +54,7 @@ def _block_a_row(template: Template) -> Callable[..., None]:
     def forward(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
         rows, columns = x.shape
         numbers = (rows, columns, x.stride(0), scale, *((log,) if template is _V5 else ()))
-        grid = (min(rows, MOST_BLOCKS), 1, 1)
+        grid = (min(rows, plan.MOST_BLOCKS), 1, 1)
         template[x.dtype].on(x.get_device())(grid, _BLOCK, 0, out.data_ptr(), x.data_ptr(), *numbers)
 
     return forward
@@ -104,7 +103,7 @@ def _in_a_block(out: Tensor, x: Tensor, scale: float, log: bool) -> bool:
     """Launch v7's kernel, if a row is short enough for it."""
     (rows, columns), row = x.shape, x.stride(0)
     team = plan.block_team(_vectors(x), plan.BLOCK_VECTORS)
-    if team is None or rows > MOST_BLOCKS:
+    if team is None or rows > plan.MOST_BLOCKS:
         return False
     launch = _V7[x.dtype, team.vectors].on(x.get_device())
     launch((rows, 1, 1), (team.width, 1, 1), 0, out.data_ptr(), x.data_ptr(), columns, row, scale, log)
@@ -153,7 +152,7 @@ def _every_row(template: Template) -> Callable[..., None]:
 
 def _v5_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
     rows, columns = y.shape
-    grid = (min(rows, MOST_BLOCKS), 1, 1)
+    grid = (min(rows, plan.MOST_BLOCKS), 1, 1)
     _V5_BWD[y.dtype].on(y.get_device())(grid, _BLOCK, 0, *_pointers(dx, y, g), rows, columns, g.stride(0), scale, log)
 
 
@@ -194,7 +193,7 @@ def _in_a_warp_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) ->
 def _in_a_block_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> bool:
     rows, columns = y.shape
     team = plan.block_team(_vectors(y), plan.BLOCK_VECTORS_BWD[y.itemsize])
-    if team is None or rows > MOST_BLOCKS:
+    if team is None or rows > plan.MOST_BLOCKS:
         return False
     launch = _V7_BWD[y.dtype, team.vectors].on(y.get_device())
     launch((rows, 1, 1), (team.width, 1, 1), 0, *_pointers(dx, y, g), columns, g.stride(0), scale, log)

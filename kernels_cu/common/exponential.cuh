@@ -12,7 +12,8 @@ template <typename T>
 struct Exponential {
     float sign, size, rate;  // of scale; rate = |scale| log2(e)
     __device__ __forceinline__ explicit Exponential(double scale)
-        : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), rate(fabs(scale) * 1.4426950408889634) {}
+        : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), rate(max(float(fabs(scale) * 1.4426950408889634), LEAST)) {}
+    static constexpr float LEAST = 1e-45f;  // of rate, so that a d of -inf gives 0 even where scale is 0
     __device__ __forceinline__ float lift(T x) const { return sign * load_as(x); }
     __device__ __forceinline__ float operator()(float d) const { return exp2_approx(d * rate); }
     __device__ __forceinline__ float log(float s) const { return logf(s); }
@@ -26,7 +27,7 @@ struct Exponential<float> {
     float sign, size, rate, rate_low;
     __device__ __forceinline__ explicit Exponential(double scale) : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)) {
         double exact = fabs(scale) * 1.4426950408889634;
-        rate = exact;
+        rate = max(float(exact), Exponential<__half>::LEAST);
         rate_low = exact - rate;
     }
     __device__ __forceinline__ float lift(float x) const { return sign * x; }
@@ -52,7 +53,7 @@ struct Exponential<double> {
     double sign, size;
     __device__ __forceinline__ explicit Exponential(double scale) : sign(scale < 0 ? -1.0 : 1.0), size(fabs(scale)) {}
     __device__ __forceinline__ double lift(double x) const { return sign * x; }
-    __device__ __forceinline__ double operator()(double d) const { return exp(d * size); }
+    __device__ __forceinline__ double operator()(double d) const { return exp(d * max(size, 4.9e-324)); }
     __device__ __forceinline__ double log(double s) const { return ::log(s); }
     __device__ __forceinline__ double ratio(double e, double s, double) const { return e / s; }
 };
@@ -63,16 +64,51 @@ __device__ __forceinline__ C base_of(C largest) {
     return largest == minus_infinity<C>() ? C(0) : largest;
 }
 
-// The end of a row's softmax: from the largest u and the sum of the exponentials to the results, or to their logarithms.
-// A row of -inf alone has the sum 0, and gives NaN as torch does.
+// One more term of a row's sum, exp(logit), that has no column of its own.
+template <typename C>
+struct Sink {
+    const double* logit;  // null: there is none
+    double* share;        // gets exp(logit) / sum
+    double scale;         // of the columns; not negative
+    __device__ __forceinline__ C base(C largest) const {
+        return base_of(logit && scale > 0 ? max(largest, C(*logit / scale)) : largest);
+    }
+    __device__ __forceinline__ C term(C base) const { return logit ? exp(C(*logit - scale * base)) : C(0); }
+};
+
+// The row's whole sum. A row of which nothing is seen has the sum 0: with MASKED its results are 0, else NaN, as torch's of -inf alone.
+template <bool MASKED, typename C>
+__device__ __forceinline__ C finish(C sum, C base, const Sink<C>& sink, bool first) {
+    C term = sink.term(base);
+    sum += term;
+    if (MASKED && sum == C(0)) sum = 1;
+    if (sink.share && first) *sink.share = term / sum;
+    return sum;
+}
+
+// The same of the gradients. The sum of y g has one more term, share * share_grad; the logit's gradient, without scale, goes to `grad`.
+struct SinkGradient {
+    const double *share, *share_grad;  // null: there is none
+    double* grad;
+    template <typename C>
+    __device__ __forceinline__ C finish(C total, bool first) const {
+        if (!share) return total;
+        double of_share = share_grad ? *share_grad : 0.0;
+        total += C(*share * of_share);
+        if (first) *grad = *share * (of_share - total);
+        return total;
+    }
+};
+
+// The end of a row's softmax: from the base and the sum of the exponentials to the results, or to their logarithms.
 template <typename T>
 struct Normalise {
     using C = compute_t<T>;
     const Exponential<T>& exponential;
     C base, sum, reciprocal, log_sum;
     bool log;
-    __device__ __forceinline__ Normalise(const Exponential<T>& e, C largest, C sum, bool log)
-        : exponential(e), base(base_of(largest)), sum(sum), reciprocal(C(1) / sum), log_sum(log ? e.log(sum) : C(0)), log(log) {}
+    __device__ __forceinline__ Normalise(const Exponential<T>& e, C base, C sum, bool log)
+        : exponential(e), base(base), sum(sum), reciprocal(C(1) / sum), log_sum(log ? e.log(sum) : C(0)), log(log) {}
     // What a column needs from here on, and what becomes of it: d for a logarithm, else the exponential.
     __device__ __forceinline__ C end(C kept) const {
         return log ? fma(kept, exponential.size, -log_sum) : exponential.ratio(kept, sum, reciprocal);

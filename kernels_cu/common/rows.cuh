@@ -21,11 +21,10 @@ __device__ __forceinline__ long long vectors_to(long long end, int shift) {
     return (end + shift + WIDTH<T> - 1) / WIDTH<T>;
 }
 
-// The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). One access of 16 bytes if
+// Index is int or long long. The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). One access of 16 bytes if
 // `aligned`, which says that column `first` is at a multiple of them, and all columns are inside.
-template <typename T>
-__device__ __forceinline__ Vec<T, WIDTH<T>> load_columns(const T* row, long long first, long long begin, long long end, bool aligned,
-                                                         T missing) {
+template <typename T, typename Index>
+__device__ __forceinline__ Vec<T, WIDTH<T>> load_columns(const T* row, Index first, Index begin, Index end, bool aligned, T missing) {
     if (aligned && first >= begin && first + WIDTH<T> <= end) return load_vec<T, WIDTH<T>>(row + first);
     Vec<T, WIDTH<T>> v;
 #pragma unroll
@@ -33,9 +32,8 @@ __device__ __forceinline__ Vec<T, WIDTH<T>> load_columns(const T* row, long long
     return v;
 }
 
-template <typename T>
-__device__ __forceinline__ void store_columns(T* row, long long first, long long begin, long long end, bool aligned,
-                                              const Vec<T, WIDTH<T>>& v) {
+template <typename T, typename Index>
+__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, bool aligned, const Vec<T, WIDTH<T>>& v) {
     if (aligned && first >= begin && first + WIDTH<T> <= end) {
         store_vec(row + first, v);
     } else {

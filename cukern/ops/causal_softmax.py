@@ -1,0 +1,306 @@
+"""causal_softmax: the softmax of attention scores, each query over the keys up to its own, and its gradient.
+
+    y_j = exp(scale x_j) / (sum_seen exp(scale x) + exp(sink)),  0 for keys that are not seen
+    dx = scale y (g - sum(y g)),  dsink = -sum over rows of p sum(y g), where p = exp(sink) / (the same sum) is the sink's share
+
+The sink is one more column of every row, whose share is written nowhere, as in gpt-oss; with logit 0 it is softmax's "off by one".
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops import softmax_plan as plan
+from cukern.ops.softmax import finite, two_versions, wide
+from cukern.runtime import backend, checks, interop
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Cost, Op, Version, apply_of, choose, raw_op, register
+
+
+def causal_softmax(
+    x: Any, *, scale: float = 1.0, window: int | None = None, sink: Any = None, version: str | tuple[str | None, str | None] | None = None
+) -> Tensor:
+    """softmax(scale x) of each query over the keys that it may see; 0 for the others, which are not read.
+
+    Args:
+        x: (..., queries, keys), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Aligned at the last query
+            and key: query i sees key j if j <= i + keys - queries. Rows whose columns lie side by side are read in place, if the leading
+            dimensions can be flattened to one; anything else is copied once. 16-bit types are computed in float32 and rounded once.
+        scale: a finite number that is not negative, such as 1 / sqrt(head_dim).
+        window: how many keys a query sees at most, the last being its own; None: no limit.
+        sink: a logit that joins each row's sum and takes its share, not scaled: a number, or a tensor of a floating-point dtype that
+            broadcasts to x's leading dimensions, as (heads,) for x (batch, heads, queries, keys). It has a gradient.
+        version: "v1" or "v2", or two of them, for forward and backward; by default the fastest.
+
+    Returns a new contiguous tensor of x's shape and dtype. A row that sees no key, or none but -inf, is 0. NaN and +inf among the keys that
+    a row sees make all of these NaN, as in torch.
+
+    Raises TypeError for another dtype; ValueError for an x of less than two dimensions, a negative scale, a window less than 1, a sink that
+    does not fit, or an unknown version.
+    """
+    x = interop.to_torch("x", x)
+    checks.dtype("x", x, checks.FLOATS)
+    forward, backward = two_versions(VERSIONS, "causal_softmax", x, version)
+    if x.ndim < 2:
+        raise ValueError(f"x must be (..., queries, keys), got {tuple(x.shape)}")
+    if finite("scale", scale) < 0:
+        raise ValueError(f"scale must not be negative, got {scale!r}")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be a positive int or None, got {window!r}")
+    sink = None if sink is None else _sinks(x, sink)
+    if not x.is_cuda and not backend.simulates(x):
+        return reference(x, scale, window, sink)
+    matrices = math.prod(x.shape[:-2])
+    sinks = None if sink is None else sink.double().expand(x.shape[:-2]).reshape(matrices)
+    scores = x if x.ndim == 3 else x.reshape(matrices, *x.shape[-2:])
+    y = _run(scores, sinks, float(scale), min(window or 1 << 62, 1 << 62), forward, backward)
+    return y.view(x.shape)
+
+
+def _sinks(x: Tensor, sink: Any) -> Tensor:
+    """The sink as a tensor, once it is known to broadcast to x's leading dimensions."""
+    if isinstance(sink, int | float):
+        sink = torch.full((), sink, dtype=torch.float64, device=x.device)
+    sink = interop.to_torch("sink", sink)
+    checks.dtype("sink", sink, checks.FLOATS)
+    if sink.device != x.device:
+        raise ValueError(f"sink is on {sink.device}, x is on {x.device}: they must be on one device")
+    leading = x.shape[:-2]
+    if sink.ndim > len(leading) or any(s not in (1, n) for s, n in zip(reversed(sink.shape), reversed(leading), strict=False)):
+        raise ValueError(f"sink has shape {tuple(sink.shape)}, it must broadcast to x's leading dimensions, {tuple(leading)}")
+    return sink
+
+
+def reference(x: Tensor, scale: float = 1.0, window: int | None = None, sink: Tensor | None = None) -> Tensor:
+    """The same by torch's operations; a sink broadcasts to x's leading dimensions."""
+    queries, keys = x.shape[-2:]
+    last = torch.arange(queries, device=x.device)[:, None] + keys - queries
+    key = torch.arange(keys, device=x.device)
+    hidden = key > last if window is None else (key > last) | (key <= last - window)
+    scores = (x.to(wide(x)) * scale).masked_fill(hidden, -math.inf)
+    if sink is not None:
+        column = sink.to(scores.dtype)[..., None, None].expand(*x.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    y = torch.softmax(scores.masked_fill(nothing, 0.0), -1)[..., :keys]
+    return y.masked_fill(hidden | nothing, 0.0).to(x.dtype)
+
+
+# ---- autograd: x is (matrices, queries, keys), sinks (matrices) in float64; `share` is the sinks' share of each row
+
+
+def _run(x: Tensor, sinks: Tensor | None, scale: float, window: int, forward: str, backward: str) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or (sinks is not None and sinks.requires_grad)):
+        return _apply(x, sinks, scale, window, forward, backward)[0]
+    return _causal_softmax(x, sinks, scale, window, forward)[0]
+
+
+class _CausalSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sinks, scale, window, forward, backward):
+        y, share = _causal_softmax(x, sinks, scale, window, forward)
+        ctx.save_for_backward(y, share)
+        ctx.rest, ctx.sinks = (scale, window, backward), sinks is not None
+        ctx.set_materialize_grads(False)
+        return y, share
+
+    @staticmethod
+    def backward(ctx, g, share_grad):
+        y, share = ctx.saved_tensors
+        if g is None:
+            g = torch.zeros_like(y)
+        dx, dsink = _CausalSoftmaxBackward.apply(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.rest)
+        return dx, dsink.sum(1) if ctx.sinks else None, None, None, None, None
+
+
+class _CausalSoftmaxBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, g, share, share_grad, scale, window, version):
+        ctx.save_for_backward(y, g, share, share_grad)
+        ctx.rest = scale, window, version
+        return _causal_softmax_backward(y, g, share, share_grad, scale, window, version)
+
+    @staticmethod
+    def backward(ctx, d, e):
+        """By torch's operations, so that they can be differentiated again. d, e: the gradients of dx and of the sinks' gradients."""
+        (y, g, share, share_grad), scale = ctx.saved_tensors, ctx.rest[0]
+        wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
+        total, dot = (wide_y * wide_g).sum(-1, keepdim=True), scale * (wide_d * wide_y).sum(-1, keepdim=True)
+        dshare = dshare_grad = None
+        if share is not None:
+            p, h = share[..., None], 0.0 if share_grad is None else share_grad[..., None]
+            total, dot = total + p * h, dot + p * e[..., None]
+            dshare = (e[..., None] * (h - total) - dot * h).squeeze(-1)
+            dshare_grad = None if share_grad is None else (p * (e[..., None] - dot)).squeeze(-1)
+        dy = scale * wide_d * (wide_g - total) - dot * wide_g
+        dg = wide_y * (scale * wide_d - dot)
+        return dy.to(y.dtype), dg.to(g.dtype), dshare, dshare_grad, None, None, None
+
+
+_apply = apply_of(_CausalSoftmax)
+
+
+def _launch(x: Tensor, sinks: Tensor | None, scale: float, window: int, version: str) -> tuple[Tensor, Tensor]:
+    out, share = _fake(x, sinks)
+    if out.numel():
+        x = _side_by_side(x)
+        sinks = None if sinks is None else sinks.contiguous()
+        pointers = (out.data_ptr(), _pointer(share), x.data_ptr(), _pointer(sinks))
+        choose("causal_softmax", version, x.get_device()).forward(x, pointers, (*x.stride()[:2], window, scale))
+    elif sinks is not None:
+        share.fill_(1.0)  # rows without a column
+    return out, share
+
+
+def _launch_backward(
+    y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, scale: float, window: int, version: str
+) -> tuple[Tensor, Tensor]:
+    dx, dsink = _fake(y, share)
+    if dx.numel():
+        y, g = y.contiguous(), _side_by_side(g)
+        share, share_grad = (None if t is None else t.contiguous() for t in (share, share_grad))
+        pointers = (dx.data_ptr(), _pointer(dsink), y.data_ptr(), g.data_ptr(), _pointer(share), _pointer(share_grad))
+        choose("causal_softmax", version, y.get_device()).backward(y, pointers, (*g.stride()[:2], window, scale))
+    else:
+        dsink.zero_()
+    return dx, dsink
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None or not x.numel() else x.data_ptr()
+
+
+def _fake(x: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    """The result, and a number for each row where there are sinks."""
+    rows = x.shape[:2] if sinks is not None else (0, 0)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(rows, dtype=torch.float64, device=x.device)
+
+
+_causal_softmax = raw_op(
+    "_causal_softmax(Tensor x, Tensor? sinks, float scale, int window, str version) -> (Tensor, Tensor)", 2, _launch, _fake
+)
+_causal_softmax_backward = raw_op(
+    "_causal_softmax_backward(Tensor y, Tensor g, Tensor? share, Tensor? share_grad, float scale, int window, str version) "
+    "-> (Tensor, Tensor)",
+    4,
+    _launch_backward,
+    lambda y, g, share, share_grad, scale, window, version: _fake(y, share),
+)
+
+# ---- the ladder: a rung launches on x's or y's memory with the kernel's pointers, and its numbers after the three sizes
+
+Rung = Callable[[Tensor, tuple[int, ...], tuple[float, ...]], None]
+
+
+def _block_a_row(template: Template) -> Rung:
+    def launch(x: Tensor, pointers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        matrices, queries, _ = x.shape
+        grid = (min(matrices * queries, plan.MOST_BLOCKS), 1, 1)
+        template[x.dtype].on(x.get_device())(grid, (plan.LOOP_THREADS, 1, 1), 0, *pointers, *x.shape, *numbers)
+
+    return launch
+
+
+def _pairs(warp: Template, block: Template, loop: Rung, backward: bool) -> Rung:
+    def launch(x: Tensor, pointers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        (matrices, queries, keys), device = x.shape, x.get_device()
+        pairs = matrices * -(-queries // 2)
+        vectors = plan.vectors_of(keys, x.itemsize, keys * x.itemsize % plan.VECTOR_BYTES == 0 and not _misaligned(pointers[2], numbers, x))
+        if team := plan.warp_team(vectors):
+            grid = (-(-pairs // (plan.WARP_BLOCK // team.width)), 1, 1)
+            kernel = warp[x.dtype, team.vectors].on(device)
+            kernel(grid, (plan.WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
+        elif team := plan.block_team(vectors, _block_vectors(x.dtype, backward)):
+            kernel = block[x.dtype, team.vectors].on(device)
+            kernel((pairs, 1, 1), (team.width, 1, 1), 0, *pointers, *x.shape, *numbers)
+        else:
+            loop(x, pointers, numbers)
+
+    return launch
+
+
+def _misaligned(pointer: int, numbers: tuple[float, ...], x: Tensor) -> bool:
+    """Whether some rows of the input at `pointer` do not begin at a multiple of 16 bytes."""
+    return (pointer | int(numbers[0]) * x.itemsize | int(numbers[1]) * x.itemsize) % plan.VECTOR_BYTES != 0
+
+
+def _block_vectors(dtype: torch.dtype, backward: bool) -> tuple[int, ...]:
+    return plan.BLOCK_VECTORS_BWD[dtype.itemsize] if backward else plan.BLOCK_VECTORS
+
+
+_V1, _V1_BWD, _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
+    Template("causal_softmax.cu", f"causal_softmax_{name}") for name in ("v1", "v1_bwd", "v2", "v2_bwd", "v2_warp", "v2_warp_bwd")
+)
+_v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
+
+
+def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
+    blocks = (
+        [template[dtype, v] for v in _block_vectors(dtype, backward)] for template, backward in ((_V2, False), (_V2_BWD, True))
+    )
+    return [_V1[dtype], _V1_BWD[dtype], *(t[dtype, v] for t in (_V2_WARP, _V2_WARP_BWD) for v in plan.WARP_VECTORS), *sum(blocks, [])]
+
+
+VERSIONS = {
+    "v1": Version("a block a row, read twice", _v1, _v1_bwd, lambda dtype: [_V1[dtype], _V1_BWD[dtype]]),
+    "v2": Version(
+        "rows in registers, a long one and a short one a team",
+        _pairs(_V2_WARP, _V2, _v1, False),
+        _pairs(_V2_WARP_BWD, _V2_BWD, _v1_bwd, True),
+        _v2_instances,
+    ),
+}
+
+# ---- what the tools know
+
+
+def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    matrices, t = dims
+    return (torch.randn(matrices, t, t, dtype=dtype, device=device),)
+
+
+def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    matrices, t = dims
+    seen, all_ = matrices * t * (t + 1) // 2, matrices * t * t
+    return {"fwd": Cost((seen + all_) * itemsize, 4 * seen), "bwd": Cost((2 * seen + all_) * itemsize, 4 * seen)}
+
+
+def _masked_softmax(x: Tensor) -> Tensor:
+    """What one writes in torch; here no row is fully masked."""
+    hidden = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    return torch.softmax(x.masked_fill(hidden, -math.inf), -1)
+
+
+def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    y, g = _masked_softmax(*inputs), douts[0].abs()
+    return y, y * (g + (y * g).sum(-1, keepdim=True))
+
+
+register(
+    Op(
+        name="causal_softmax",
+        stem="causal_softmax",
+        function=causal_softmax,
+        reference=_masked_softmax,
+        versions=VERSIONS,
+        dtypes=checks.FLOATS,
+        dims="MATRICES T",
+        check_dims=((1, 1), (3, 65), (2, 1000), (1, 4099), (5, 1024)),
+        sim_dims=((1, 1), (2, 19), (1, 70)),
+        bench_dims=((48, 1024), (48, 4096)),
+        make=_make,
+        inputs=("x",),
+        cost=_cost,
+        bound="memory",
+        magnitude=_magnitude,
+    )
+)
