@@ -1,0 +1,309 @@
+"""softmax and log_softmax: what test_ops.py does not try: every length, layout and alignment, scales, extreme values, long rows, refusals.
+
+Results are compared with the formulas in float64. See test_causal_softmax.py for the scores of attention.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import FLOATS, PLACE, kernels, same_bits
+
+import cukern
+from cukern.ops import softmax_plan as plan
+from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS
+
+inf, nan = float("inf"), float("nan")
+FUNCTIONS = {"softmax": (cukern.softmax, torch.softmax), "log_softmax": (cukern.log_softmax, torch.log_softmax)}
+LENGTHS = (1, 2, 7, 8, 9, 31, 32, 33, 63, 65, 127, 129, 255, 257, 511, 513, 1000, 1025, 2049, 4097)
+EVERY_OP = pytest.mark.parametrize("name", FUNCTIONS)
+EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
+
+
+def exact(name: str, x: torch.Tensor, g: torch.Tensor, dim: int = -1, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """y, dx, and what the errors of each are relative to, by the formulas in float64."""
+    x, g = x.double(), g.double()
+    z = (scale * x).movedim(dim, -1)
+    d = z - z.amax(-1, keepdim=True)
+    s = d.exp().sum(-1, keepdim=True)
+    p, g = d.exp() / s, g.movedim(dim, -1)
+    if name == "log_softmax":
+        y = d - s.log()
+        dx, size = scale * (g - p * g.sum(-1, keepdim=True)), abs(scale) * (g.abs() + p * g.abs().sum(-1, keepdim=True))
+        found = y, dx, y.abs().clamp(min=1), size  # 1: log(s) for an s near 1 cannot be better than s
+    else:
+        dx = scale * p * (g - (p * g).sum(-1, keepdim=True))
+        found = p, dx, p, abs(scale) * p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))
+    return tuple(t.movedim(-1, dim) for t in found)
+
+
+def error(actual: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> float:
+    """The largest error, in roundings to the dtype (half an epsilon) of the size, and of what is below the normal numbers."""
+    info = torch.finfo(actual.dtype)
+    unit = info.eps / 2 * size.clamp(min=info.smallest_normal)
+    return float(((actual.double() - truth).abs() / unit).nan_to_num(nan=inf).max()) if actual.numel() else 0.0
+
+
+def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float = 1.0, g: torch.Tensor | None = None) -> None:
+    """Forward and backward. 16-bit results are those of float32 rounded, which is 1; dx is made of a rounded y, too."""
+    leaf = x.detach().requires_grad_()
+    g = torch.randn_like(x) if g is None else g
+    before = x.detach().clone(), g.clone()
+    y = FUNCTIONS[name][0](leaf, dim, scale=scale, version=version)
+    (dx,) = torch.autograd.grad(y, leaf, g)
+    true_y, true_dx, y_size, dx_size = exact(name, x.detach(), g, dim, scale)
+    what = f"{name} of {tuple(x.shape)} {x.stride()} {x.dtype} {dim} {scale} {version}"
+    assert y.shape == dx.shape == x.shape and y.dtype == dx.dtype == x.dtype
+    y = y.detach()
+    assert error(y, true_y, y_size) <= (1.1 if x.itemsize == 2 else 8), what
+    log_sizes = 1 + true_y.abs().max() if name == "log_softmax" and x.numel() else 0  # exp(y) has y's rounding y times
+    assert error(dx, true_dx, dx_size) <= (4 if x.itemsize == 2 else 10) + 2 * float(log_sizes), what
+    assert same_bits(x.detach(), before[0]) and same_bits(g, before[1]), "an input was changed"
+
+
+@EVERY_OP
+@kernels
+def test_every_length(device, name):
+    for columns, dtype in itertools.product(LENGTHS, FLOATS):
+        rows = 3 if columns > 300 or PLACE == "sim" else 70
+        check(name, 3 * torch.randn(rows, columns, dtype=dtype, device=device))
+
+
+@kernels
+@EVERY_VERSION
+def test_scales(device, version):
+    for scale, dtype in itertools.product((-0.7, 0.0, 0.125, 30.0), (torch.bfloat16, torch.float32, torch.float64)):
+        check("softmax", torch.randn(2, 67, dtype=dtype, device=device), version, scale=scale)
+    check("softmax", 1e4 * torch.randn(2, 67, device=device), version, scale=0.1 / 3)
+
+
+@kernels
+def test_scales_of_logarithms(device):
+    for scale, columns in itertools.product((-0.7, 0.0, 0.125), (67, 4500)):
+        check("log_softmax", torch.randn(2, columns, device=device), scale=scale)
+
+
+def layouts(device: str, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, int]]:
+    x = torch.randn(8, 83, dtype=dtype, device=device)
+    cube = torch.randn(3, 5, 34, dtype=dtype, device=device)
+    return {
+        "one row": (x[0], 0),
+        "a number": (x[0, 0], 0),
+        "gaps": (x[:, :80], 1),
+        "misaligned": (x[:, 1:], -1),
+        "offset rows": (x[1:, 3:60], 1),
+        "every third row": (x[::3], 1),
+        "columns apart": (x[:, ::2], 1),
+        "first dimension": (x, 0),
+        "transposed, its last": (x.t(), 1),
+        "transposed, its first": (x.t(), 0),
+        "middle": (cube, 1),
+        "middle of a view": (cube[:, :, 1:], -2),
+        "leading dimensions": (cube, 2),
+        "permuted": (cube.permute(2, 0, 1), 1),
+        "permuted, side by side": (cube.permute(2, 0, 1), 0),
+        "one row for all": (x[:1].expand(5, 83), 1),
+        "stride 0": (x[0, 0].expand(5, 6), 1),
+        "no rows": (x[:0], 1),
+        "no columns": (x[:, :0], 1),
+        "none of 3": (cube[:, :0], 2),
+        "one column": (x[:, :1], 1),
+    }
+
+
+@EVERY_OP
+@kernels
+def test_every_layout(device, name):
+    for dtype in (torch.bfloat16, torch.float32):
+        for what, (x, dim) in layouts(device, dtype).items():
+            check(name, x, dim=dim)
+            y = FUNCTIONS[name][0](x, dim)
+            assert not x.is_contiguous() or y.is_contiguous(), what
+
+
+@kernels
+def test_gradients_that_lie_anywhere(device):
+    x, g = torch.randn(6, 40, device=device), torch.randn(40, 90, device=device)
+    for grad in (g.t()[:6], g[:6, 1:41], g[:1, :40].expand(6, 40), g[0, :6, None].expand(6, 40), g[0, 0].expand(6, 40)):
+        check("softmax", x, g=grad)
+    leaf = x.clone().requires_grad_()
+    (torch.softmax(leaf, -1).sum() + cukern.softmax(leaf).sum()).backward()
+    assert float(leaf.grad.abs().max()) < 1e-5
+
+
+@kernels
+def test_every_kernel_on_rows_of_any_alignment(device):
+    """v8 cuts rows at any column; a row's first column may be at any address, and out's elsewhere than x's."""
+    for rows, columns, dtype in ((1, 4200, torch.float64), (3, 17_000, torch.bfloat16)):
+        x = torch.randn(rows, columns + 3, dtype=dtype, device=device)
+        for shift in (0, 1, 3):
+            for name in FUNCTIONS:
+                check(name, x[:, shift : columns + shift])
+
+
+@kernels
+def test_long_rows(device):
+    for columns, dtype in ((300_001, torch.float32), (140_000, torch.bfloat16)):
+        x = 2 * torch.randn(1, columns, dtype=dtype, device=device)
+        assert plan.pieces(1, columns * x.itemsize // 16, 2) > 1, "several blocks share the row"
+        check("softmax", x)
+    x = torch.zeros(1, 200_000, device=device)
+    x[0, 150_000] = inf
+    assert cukern.softmax(x).isnan().all()
+    x[0, :] = -inf
+    assert cukern.softmax(x).isnan().all()
+    x[0, 77_777] = 3.0
+    assert float(cukern.softmax(x)[0, 77_777]) == 1.0 and float(cukern.softmax(x).sum()) == 1.0
+
+
+@kernels
+def test_float32_is_as_good_as_twice_a_rounding(device):
+    """Relative to the largest result of the row, and everywhere within two roundings of its own and those of the sum."""
+    for columns in (1024, 5000):
+        x = 4 * torch.randn(16 if PLACE == "cuda" else 2, columns, device=device)
+        y, (truth, *_) = cukern.softmax(x), exact("softmax", x, x)
+        rounded = ((truth.float().double() - truth).abs() / truth.amax(-1, keepdim=True)).max()
+        ours = ((y.double() - truth).abs() / truth.amax(-1, keepdim=True)).max()
+        assert ours <= 2 * rounded + 1e-9, f"{float(ours)}, {float(rounded)}"
+        assert error(y, truth, truth) <= 4
+
+
+def extreme_rows(dtype: torch.dtype) -> torch.Tensor:
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal * info.eps
+    rows = [
+        [0.0] * 5, [-inf] * 5, [-inf, 1, 2, -inf, 3], [inf, 1, 2, 3, 4], [inf, -inf, inf, 0, 1], [nan, 1, 2, 3, 4], [nan] * 5,
+        [nan, inf, -inf, 1, 2], [-inf, nan, -inf, -inf, -inf], [info.max, info.max / 2, 0, 1, info.min], [info.max] * 5, [info.min] * 5,
+        [tiny, -tiny, 0, tiny, tiny], [-inf, -inf, -inf, -inf, 7], [0, -80, -85, -95, -101], [1e4, 9990, 9995, 0, -1e4],
+    ]  # fmt: skip
+    return torch.tensor(rows, dtype=torch.float64).to(dtype)
+
+
+@kernels
+@EVERY_VERSION
+def test_extreme_values(device, version):
+    """Alone, and among 400 columns, where they reach a thread that has no other; the same NaN and infinities as torch's."""
+    for dtype, wide, name in itertools.product(FLOATS, (False, True), FUNCTIONS):
+        if name == "log_softmax" and version not in LOG_VERSIONS:
+            continue
+        x = extreme_rows(dtype).to(device)
+        if wide:
+            x = torch.cat((x, torch.full((len(x), 395), -inf, dtype=dtype, device=device)), 1)
+        y, truth = FUNCTIONS[name][0](x, version=version), FUNCTIONS[name][1](x.double(), -1)
+        finite = truth.isfinite() & (truth.abs() <= torch.finfo(dtype).max)
+        assert torch.equal(y.isnan(), truth.isnan()), f"{name} {dtype} {y} {truth}"
+        assert torch.equal(y.double()[truth.isinf()], truth[truth.isinf()])
+        limit = 1.1 if dtype.itemsize == 2 else 4
+        size = truth.abs().clamp(min=1) if name == "log_softmax" else truth
+        assert error(y[finite], truth[finite], size[finite]) <= limit, f"{name} {dtype}"
+
+
+@kernels
+def test_small_results_of_float32_are_kept(device):
+    y = cukern.softmax(torch.tensor([[0.0, -88.0, -95.0, -103.0, -110.0]], device=device))
+    truth = torch.tensor([0.0, -88.0, -95.0, -103.0, -110.0]).double().softmax(-1)
+    assert ((y.cpu().double() - truth).abs() <= 2 * truth * 2**-24 + 2.0**-149).all() and float(y[0, 3]) > 0
+
+
+@kernels
+@EVERY_OP
+def test_derivatives_of_every_order(device, name):
+    function = FUNCTIONS[name][0]
+    for shape, dim in (((2, 5), 1), ((2, 4, 2), 1), ((4, 3), 0)):
+        x = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+        for scale in (1.0, -0.5):
+            assert torch.autograd.gradcheck(lambda t, dim=dim, s=scale: function(t, dim, scale=s), x, fast_mode=PLACE == "sim")
+        assert torch.autograd.gradgradcheck(lambda t, dim=dim: function(t, dim, scale=0.7), x, fast_mode=PLACE == "sim")
+    x = torch.randn(2, 3, dtype=torch.float64, device=device, requires_grad=True)
+
+    def first(t):
+        return torch.autograd.grad(function(t).square().sum(), t, create_graph=True)[0]
+
+    assert torch.autograd.gradgradcheck(first, x, fast_mode=True), "the third derivative"
+
+
+@kernels
+def test_forward_and_backward_are_chosen_apart(device):
+    x, g = torch.randn(3, 300, device=device), torch.randn(3, 300, device=device)
+    found = {}
+    for pair in itertools.product(("v1", "v5"), ("v3", "v6")):
+        leaf = x.clone().requires_grad_()
+        y = cukern.softmax(leaf, version=pair)
+        found[pair] = y.detach(), torch.autograd.grad(y, leaf, g)[0]
+    for forward, backward in found:
+        y, dx = found[forward, backward]
+        assert same_bits(y, cukern.softmax(x, version=forward))
+        by_hand = torch.empty_like(y)
+        with cukern.backend("sim" if PLACE == "sim" else "gpu"):
+            by_hand = torch.ops.cukern._softmax_backward(y, g, 1.0, False, backward)
+        assert same_bits(dx, by_hand)
+    assert not same_bits(found["v1", "v3"][1], found["v1", "v6"][1])
+    assert same_bits(cukern.softmax(x, version=(None, "v2")), cukern.softmax(x))
+
+
+@kernels
+@pytest.mark.parametrize("version", ("v1", "v8"))
+def test_opcheck(device, version):
+    for x in (torch.randn(5, 7, device=device), torch.randn(5, 9, device=device)[:, 1:8], torch.randn(2, 3, 4, device=device)):
+        torch.library.opcheck(torch.ops.cukern._softmax.default, (x, 0.5, False, version))
+        torch.library.opcheck(torch.ops.cukern._softmax_backward.default, (x, torch.randn_like(x), 0.5, False, version))
+        torch.library.opcheck(torch.ops.cukern._softmax.default, (x[:0], 0.5, False, version))
+
+
+@kernels
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+def test_torch_compile_along_any_dimension(device):
+    x = torch.randn(3, 5, 4, device=device, requires_grad=True)
+    for dim, view in ((0, x), (1, x), (1, x.transpose(0, 1)), (2, x)):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda t, dim=dim: 2 * cukern.log_softmax(t, dim, scale=0.5), fullgraph=True, backend="aot_eager")
+        y, expected = compiled(view), 2 * cukern.log_softmax(view, dim, scale=0.5)
+        assert torch.equal(y, expected)
+        g = torch.randn_like(y)
+        assert torch.equal(torch.autograd.grad(y, x, g)[0], torch.autograd.grad(expected, x, g)[0])
+
+
+def test_the_plan_holds_every_row():
+    for itemsize, columns, aligned in itertools.product((2, 4, 8), (*range(1, 600), 1023, 1024, 1025, 4096, 16384, 50257), (True, False)):
+        width = 16 // itemsize
+        vectors = plan.vectors_of(columns, itemsize, aligned)
+        assert vectors * width >= columns + (0 if aligned else width - 1)
+        if warp := plan.warp_team(vectors):
+            assert warp.vectors * warp.width >= vectors and warp.width in (1, 2, 4, 8, 16, 32)
+        for choices in (plan.BLOCK_VECTORS, plan.BLOCK_VECTORS_BWD[itemsize]):
+            if block := plan.block_team(vectors, choices):
+                assert block.vectors * block.width >= vectors and block.width <= plan.MOST_THREADS and block.width % 32 == 0
+    for rows, vectors in itertools.product((1, 7, 64, 10_000), (1, 5000, 100_000, 10_000_000)):
+        assert 1 <= plan.pieces(rows, vectors, 132) <= plan.LOOP_THREADS
+
+
+def test_refusals():
+    x = torch.randn(3, 4)
+    with pytest.raises(TypeError, match="x must be .* got torch.int64"):
+        cukern.softmax(torch.arange(3))
+    with pytest.raises(TypeError, match=r"torch.Tensor or an array with __dlpack__, got list"):
+        cukern.log_softmax([1.0, 2.0])
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=f"dim must be one of x's 2 dimensions, got {dim}"):
+            cukern.softmax(x, dim)
+    for scale in (inf, nan, "1", torch.ones(())):
+        with pytest.raises(ValueError, match="scale must be a finite number"):
+            cukern.softmax(x, scale=scale)
+    with pytest.raises(ValueError, match="the tensor is on cpu"):
+        cukern.softmax(x, version="v3")
+    for version in ("v0", ("v1", "v99"), 3):
+        with pytest.raises(ValueError, match=r"cukern.softmax has no version .* it has v1, v2"):
+            cukern.softmax(x, version=version)
+    with pytest.raises(ValueError, match="version must be one, or two"):
+        cukern.softmax(x, version=("v1", "v2", "v3"))
+    with pytest.raises(ValueError, match=r"log_softmax has no version 'v1'; it has v5"):
+        cukern.log_softmax(x, version="v1")
+    assert list(VERSIONS) == [f"v{i}" for i in range(1, len(VERSIONS) + 1)]
+
+
+def test_on_the_cpu_it_is_torch():
+    x = torch.randn(3, 5, dtype=torch.bfloat16)
+    assert torch.equal(cukern.softmax(x, 0), torch.softmax(x, 0))
+    assert torch.equal(cukern.softmax(x, scale=0.3), torch.softmax(x.float() * 0.3, -1).bfloat16())
+    assert math.isclose(float(cukern.log_softmax(torch.zeros(4))[0]), -math.log(4), rel_tol=1e-6)
