@@ -154,6 +154,8 @@ class Space:
         block, thread, line = m.who(stamp)
         if block != m.block_and_thread(lanes[row])[0]:
             other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch"
+            if m.order.cluster_of[lanes[row]] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
+                remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
         else:
             other = f"thread {thread}"
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
@@ -183,7 +185,7 @@ class Private(Space):
         super().__init__({n: whole.view(carrier) for n, carrier in CARRIERS.items()})
         self.bases = piece_of * self.stride
         self.region = Region(0, pieces * self.stride)
-        self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="block" if name == "shared" else "lane")
+        self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="cluster" if name == "shared" else "lane")
 
     def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
         self.check_aligned(m, lanes, addresses, size, verb)
