@@ -12,7 +12,7 @@ import numpy as np
 from cukern.sim.decode import UNSIGNED, Context, compute
 from cukern.sim.faults import BarrierFault, Fault, OutOfBounds, Race
 from cukern.sim.memory import Region
-from cukern.sim.spaces import WINDOW, Place, Private, Space
+from cukern.sim.spaces import WINDOW, Place, Space
 
 if TYPE_CHECKING:
     from cukern.sim.machine import Group, Machine

@@ -209,4 +209,3 @@ class Machine:
     def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault:
         block, thread = self.block_and_thread(lane)
         return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)))
-
