@@ -1,7 +1,7 @@
 """Thread-block clusters: the barrier that all threads of a cluster share, and the shared memory of its blocks that each of them reaches.
 
-A shared::cluster address has the rank of its block, plus 1, above bit 24; 0 stands for the block's own. That a block has started is known
-to those that have come through a cluster barrier, and it must not exit before it knows of its neighbours' last access to its memory.
+That a block has started is known to those that have come through a cluster barrier, and it must not exit before it knows of its
+neighbours' last access to its memory. Atomics on shared memory, and mbarriers, order nothing here: only barrier.cluster does.
 PTX ISA, barrier.cluster and mapa.
 """
 
@@ -12,15 +12,14 @@ import numpy as np
 from cukern.sim.decode import UNSIGNED, Context, compute
 from cukern.sim.faults import BarrierFault, Fault, OutOfBounds, Race
 from cukern.sim.memory import Region
-from cukern.sim.spaces import WINDOW, Place, Space
+from cukern.sim.spaces import RANK, WINDOW, Place, Space
 
 if TYPE_CHECKING:
     from cukern.sim.machine import Group, Machine
     from cukern.sim.program import Step
 
-_RANK = 24
 _HIGHEST = 254  # what stands for any rank that no cluster has
-_HALF = 1 << _RANK - 1  # an offset below 0 is of the block whose address it was counted from
+_HALF = 1 << RANK - 1  # an offset below 0 is of the block whose address it was counted from
 
 
 class Clusters:
@@ -193,7 +192,7 @@ class Distributed(Space):
 def _split(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Ranks, plus 1, and offsets of addresses of shared::cluster."""
     shifted = (addresses.astype(np.uint64) + np.uint64(_HALF)).view(np.int64)
-    return shifted >> _RANK & 0xFF, (shifted & (1 << _RANK) - 1) - _HALF
+    return shifted >> RANK & 0xFF, (shifted & (1 << RANK) - 1) - _HALF
 
 
 def map_address(c: Context) -> "Step":
@@ -202,10 +201,10 @@ def map_address(c: Context) -> "Step":
     if register is None or c.parts[1:-1] not in ([], ["shared::cluster"]) or c.types[-1] not in ("u32", "u64"):
         raise c.unknown()
     dtype = UNSIGNED[width]
-    low = dtype(~(0xFF << _RANK) & (1 << width) - 1)
+    low = dtype(~(0xFF << RANK) & (1 << width) - 1)
 
     def function(address: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        above = np.minimum(rank.astype(np.int64) + 1, _HIGHEST).astype(dtype) << dtype(_RANK)
+        above = np.minimum(rank.astype(np.int64) + 1, _HIGHEST).astype(dtype) << dtype(RANK)
         return (address & low) | above
 
     return compute(function, register, [c.source(c.operands[1], c.types[-1]), c.source(c.operands[2], "u32")])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cukern.sim.machine import Machine
 
 WINDOW = 56  # generic addresses with 1 and 2 above this bit are shared and local memory
+RANK = 24  # above this bit of a shared::cluster address is the rank of its block, plus 1; 0 stands for the block's own
 WINDOWS = {"global": 0, "const": 0, "shared": 1, "local": 2}
 
 
@@ -196,6 +197,8 @@ class Private(Space):
             offset = int(np.broadcast_to(offsets, lanes.shape)[row])
             owner = "the block" if self.name == "shared" else "the thread"
             what = f"{verb} {size} bytes at offset {offset} of {self.name} memory, but {owner} has {self.size} bytes of it"
+            if self.name == "shared" and offset >> RANK:
+                what += ": that is an address of shared::cluster, which is another space"
             raise m.fault(OutOfBounds, lanes[row], what)
         return Place(self.bases[lanes] + offsets, [(self.region, self.shadow, None)])
 
