@@ -386,6 +386,36 @@ RACES = [
         [163, 162, 63, 62],
     ),
     cluster_case(
+        "a relaxed arrive of the writers",
+        sim.Race,
+        r"thread \(31, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed",
+        """
+    if (t < 32) tile[t] = t + 100 * rank;  // there
+    [[=> __syncthreads();  // the other warp knows then, and releases it]]
+    if (t < 32) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    else cluster_arrive();
+    cluster_wait();
+    int sum = ld_cluster<float>(there + 4 * (31 - t % 32));  // here
+    """
+        + KEEP,
+        [131, 130, 31, 30],
+    ),
+    cluster_case(
+        "strong accesses are no barrier",
+        sim.Race,
+        r"that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no cluster barrier",
+        """
+    cluster_sync();
+    asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" :: "r"(there + 4 * t), "f"(float(t)) : "memory");  // there
+    [[__syncthreads(); => cluster_sync();]]
+    float v;
+    asm volatile("ld.relaxed.cluster.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(shared_address(tile + t)) : "memory");  // here
+    int sum = v;
+    """
+        + KEEP,
+        [0, 1, 0, 1],
+    ),
+    cluster_case(
         "a write after the arrive",
         sim.Race,
         r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier",
@@ -498,7 +528,7 @@ BOUNDS = [
     cluster_case(
         "a rank that there is not",
         sim.OutOfBounds,
-        r"reads 4 bytes of the shared memory of block rank 2, but the cluster has 2 blocks",
+        r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's",
         """
     tile[t] = t + 100 * rank;
     cluster_sync();
@@ -507,6 +537,18 @@ BOUNDS = [
         + KEEP,
         [100, 101, 0, 1],
         block_index=1,
+    ),
+    cluster_case(
+        "a rank below 0",
+        sim.OutOfBounds,
+        r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's",
+        """
+    tile[t] = t + 100 * rank;
+    cluster_sync();
+    int sum = ld_cluster<float>(shared_of_rank(shared_address(tile + t), [[rank - 1 => (rank - 1) % 2]]));  // here
+    """
+        + KEEP,
+        [100, 101, 0, 1],
     ),
     cluster_case(
         "a neighbour's address in an ordinary load",

@@ -1,7 +1,8 @@
 """Thread-block clusters: the barrier that all threads of a cluster share, and the shared memory of its blocks that each of them reaches.
 
 That a block has started is known to those that have come through a cluster barrier, and it must not exit before it knows of its
-neighbours' last access to its memory. Atomics on shared memory, and mbarriers, order nothing here: only barrier.cluster does.
+neighbours' last access to its memory. Strong accesses and atomics of shared memory order nothing here: only barrier.cluster
+does.
 PTX ISA, barrier.cluster and mapa.
 """
 
@@ -33,7 +34,7 @@ class Clusters:
         self.since = np.zeros(m.lanes, np.int64)  # the others learn what a lane did before this time
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
         self.pcs = np.full(m.lanes, -1)  # where a lane waits
-        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # by those who have arrived
+        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of others
         self.learned = self.told.copy()  # by those who waited when the barrier last opened
         self.met = np.zeros(m.blocks, bool)  # blocks of which somebody has waited: the others of the cluster have started
         self.exited = np.zeros(m.blocks, bool)
@@ -68,7 +69,6 @@ class Clusters:
         self._check_alignment(exists & full[order.cluster_of])
         since = np.where(exists, self.since, np.iinfo(np.int64).max).reshape(-1, 32).min(axis=1)
         self.learned[full] = np.maximum(self.told, since.reshape(self.told.shape))[full]
-        self.told[full] = 0
         self.arrived.reshape(self.count, -1)[full] = False
         self._pass(np.flatnonzero((self.pcs >= 0) & full[order.cluster_of]))
 
@@ -172,7 +172,7 @@ class Distributed(Space):
         own, blocks = m.order.block_of[lanes], m.order.blocks_a_cluster
         if (ranks > blocks).any():
             row = int(np.flatnonzero(ranks > blocks)[0])
-            what = f"{verb} {size} bytes of the shared memory of block rank {ranks[row] - 1}, but the cluster has {blocks} blocks"
+            what = f"{verb} {size} bytes of the shared memory of a block rank that is not in 0..{blocks - 1}, the cluster's"
             raise m.fault(OutOfBounds, lanes[row], what)
         owners = np.where(ranks > 0, own // blocks * blocks + ranks - 1, own)
         outside = (offsets < 0) | (offsets > self.own.size - size)
