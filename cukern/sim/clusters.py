@@ -24,7 +24,10 @@ _HALF = 1 << RANK - 1  # an offset below 0 is of the block whose address it was 
 
 
 class Clusters:
-    """Who has arrived at the cluster barrier, and who waits there, in all clusters of the batch."""
+    """Who has arrived at the cluster barrier, and who waits there, in all clusters of the batch.
+
+    A thread that ends without having arrived is missed, as at a block's barrier; a GPU would not wait for it.
+    """
 
     def __init__(self, m: "Machine"):
         self.m = m
@@ -35,7 +38,7 @@ class Clusters:
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
         self.pcs = np.full(m.lanes, -1)  # where a lane waits
         self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of others
-        self.learned = self.told.copy()  # by those who waited when the barrier last opened
+        self.learned = self.told.copy()  # what those learn who wait, since the barrier last opened
         self.met = np.zeros(m.blocks, bool)  # blocks of which somebody has waited: the others of the cluster have started
         self.exited = np.zeros(m.blocks, bool)
 
