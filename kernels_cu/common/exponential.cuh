@@ -1,97 +1,165 @@
-// exp(scale * d) for d <= 0, as good as the result's type can hold, and what a softmax does with it.
+// The exponentials of a softmax, as good as the type of the result can hold.
+//
+// A softmax is taken of u = x, or of -x where scale is negative, so that the largest u has the largest exponential. An exponential is
+// relative to a base, which is made of the largest u that was seen; `rescale` takes a sum from one base to another. A row's largest u is
+// -inf where nothing was seen yet: then the exponentials are 0, and the sum is.
 #pragma once
 #include "math.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
 
-// A softmax is taken of u = x, or of -x where scale is negative, so that the largest u has the largest exponential.
-// Its exponentials are those of d = u - (largest u): exact where it matters, near 0, however large u is.
-//
-// T is the type of the result. 16 bits: one multiplication and ex2.approx, whose error is far below theirs.
+constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
+constexpr float LEAST_RATE = 1e-45f;  // so that -inf times it is -inf, even where scale is 0
+
+// T is the type of the result. 16 bits: one multiplication and ex2.approx, whose errors are far below theirs.
 template <typename T>
 struct Exponential {
-    float sign, size, rate;  // of scale; rate = |scale| log2(e)
+    using Base = float;
+    static constexpr bool KEPT = false;  // it costs less to compute exponentials twice than to keep them
+    float sign, size, rate;              // of scale; rate = |scale| log2(e)
     __device__ __forceinline__ explicit Exponential(double scale)
-        : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), rate(max(float(fabs(scale) * 1.4426950408889634), LEAST)) {}
-    static constexpr float LEAST = 1e-45f;  // of rate, so that a d of -inf gives 0 even where scale is 0
+        : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), rate(max(float(fabs(scale) * LOG2_E), LEAST_RATE)) {}
     __device__ __forceinline__ float lift(T x) const { return sign * load_as(x); }
-    __device__ __forceinline__ float operator()(float d) const { return exp2_approx(d * rate); }
-    __device__ __forceinline__ float log(float s) const { return logf(s); }
-    __device__ __forceinline__ float ratio(float e, float, float reciprocal) const { return e * reciprocal; }
+    __device__ __forceinline__ Base base(float largest) const { return largest == minus_infinity<float>() ? 0.0f : largest; }
+    __device__ __forceinline__ float operator()(float u, Base base) const { return exp2_approx((u - base) * rate); }
+    __device__ __forceinline__ float rescale(float largest, Base to) const { return exp2_approx((largest - to) * rate); }
+    __device__ __forceinline__ float plain(float u) const { return exp2_approx(u * rate); }  // relative to u = 0
 };
 
-// 32 bits: |d| roundings of an argument d * rate would all be errors of the result. So split it exactly into an integer n and the
-// rest, with the digits of rate that a float cannot hold; 2^n is a float's exponent field.
+// 32 bits: to round u - largest, or its product with rate, would be an error of the result as large as they are. So u rate is split
+// exactly, by fused multiplications, into an integer and the rest. The base is an integer too, so that to rescale is exact: 2^-24 times the
+// largest exponential, so that what is 2^-149 of it still is a normal number.
 template <>
 struct Exponential<float> {
-    float sign, size, rate, rate_low;
+    struct Base {
+        float center, power;  // exponentials are 2^((u - center) rate - power)
+    };
+    static constexpr bool KEPT = true;
+    static constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits are
+    float sign, size, rate, rate_low;            // rate_low: the digits of rate that a float cannot hold
     __device__ __forceinline__ explicit Exponential(double scale) : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)) {
-        double exact = fabs(scale) * 1.4426950408889634;
-        rate = max(float(exact), Exponential<__half>::LEAST);
+        double exact = fabs(scale) * LOG2_E;
+        rate = max(float(exact), LEAST_RATE);
         rate_low = exact - rate;
     }
     __device__ __forceinline__ float lift(float x) const { return sign * x; }
-    __device__ __forceinline__ float operator()(float d) const {
-        constexpr float round = 12582912.0f;             // 1.5 * 2^23: what is added to it is rounded to an integer
-        float n = max(d * rate, -160.0f) + round;        // below 2^-160 all is 0
-        int bits = __float_as_int(n);                    // its low bits are those of the integer
-        n -= round;
-        float rest = fmaf(max(d, -1e30f), rate_low, fmaf(d, rate, -n));  // -inf, or NaN, where d is
-        int n1 = bits - __float_as_int(round), n2 = max(n1, -126);
-        // in two steps: 2^-127 and less are no normal numbers, but a result may be
-        return exp2_approx(rest) * __int_as_float((n2 + 127) << 23) * __int_as_float((n1 - n2 + 127) << 23);
+    __device__ __forceinline__ Base base(float largest) const {
+        if (largest == minus_infinity<float>()) largest = 0;
+        float whole = largest * rate;
+        bool far = !(fabsf(whole) < 2097152.0f);  // 2^21 and more: take the largest off first, which is exact for all that is not 0 then
+        return {far ? largest : 0.0f, (far ? 0.0f : (whole + ROUND) - ROUND) - 24.0f};
     }
-    __device__ __forceinline__ float log(float s) const { return logf(s); }
-    __device__ __forceinline__ float ratio(float e, float s, float reciprocal) const {
-        float q = e * reciprocal;
-        return fmaf(fmaf(-q, s, e), reciprocal, q);  // one step of Newton's: as good as a division
+    __device__ __forceinline__ float operator()(float u, Base base) const { return power(u - base.center, base.power); }
+    __device__ __forceinline__ float rescale(float largest, Base to) const {
+        if (largest == minus_infinity<float>()) return 0;
+        Base from = base(largest);
+        return power(from.center - to.center, to.power - from.power);
+    }
+    __device__ __forceinline__ float plain(float u) const { return power(u, 0.0f); }
+    // 2^(v rate - offset), for an integer offset.
+    __device__ __forceinline__ float power(float v, float offset) const {
+        float round = ROUND - offset, n = max(fmaf(v, rate, round), ROUND - 126.0f);
+        float rest = fmaf(v, rate, round - n);
+        rest = fmaf(max(v, -1e30f), rate_low, rest);  // NaN, or -inf, where v is
+        return exp2_approx(rest) * __int_as_float((__float_as_int(n) << 23) + (127 << 23));
     }
 };
 
 template <>
 struct Exponential<double> {
-    double sign, size;
-    __device__ __forceinline__ explicit Exponential(double scale) : sign(scale < 0 ? -1.0 : 1.0), size(fabs(scale)) {}
+    using Base = double;
+    static constexpr bool KEPT = true;
+    double sign, size, rate;
+    __device__ __forceinline__ explicit Exponential(double scale)
+        : sign(scale < 0 ? -1.0 : 1.0), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
     __device__ __forceinline__ double lift(double x) const { return sign * x; }
-    __device__ __forceinline__ double operator()(double d) const { return exp(d * max(size, 4.9e-324)); }
-    __device__ __forceinline__ double log(double s) const { return ::log(s); }
-    __device__ __forceinline__ double ratio(double e, double s, double) const { return e / s; }
+    __device__ __forceinline__ Base base(double largest) const { return largest == minus_infinity<double>() ? 0.0 : largest; }
+    __device__ __forceinline__ double operator()(double u, Base base) const { return exp((u - base) * rate); }
+    __device__ __forceinline__ double rescale(double largest, Base to) const { return exp((largest - to) * rate); }
+    __device__ __forceinline__ double plain(double u) const { return exp(u * rate); }
 };
 
-// What exponentials are taken relative to. Where all of a part of a row is -inf they are 0, not NaN: the rest may be finite.
-template <typename C>
-__device__ __forceinline__ C base_of(C largest) {
-    return largest == minus_infinity<C>() ? C(0) : largest;
-}
+// The end of a row: from its largest u and its sum to results. `kept` is x, or where KEPT, and no logarithm is wanted, the exponential of
+// x relative to the base of `own`. A row of -inf alone has the sum 0, and gives NaN as torch does.
+template <typename T>
+struct End {
+    using C = compute_t<T>;
+    Exponential<T> exponential;
+    C largest, log_sum;  // log_sum: to the base 2 unless `log`
+    bool log;
+    __device__ __forceinline__ End(const Exponential<T>& e, C largest, C sum, bool log, C own)
+        : exponential(e), largest(e.base(largest)), log_sum(log ? logf(sum) : log2f(sum)), log(log) {}
+    __device__ __forceinline__ C operator()(T kept) const {
+        C d = exponential.lift(kept) - largest;
+        return log ? fma(d, exponential.size, -log_sum) : exp2_approx(fma(d, exponential.rate, -log_sum));
+    }
+    __device__ __forceinline__ C of(T x) const { return (*this)(x); }
+};
+
+template <>
+struct End<float> {
+    Exponential<float> exponential;
+    Exponential<float>::Base base;
+    float largest, factor, factor_low, log_sum;
+    bool log;
+    __device__ __forceinline__ End(const Exponential<float>& e, float largest, float sum, bool log, float own)
+        : exponential(e), base(e.base(largest)), largest(largest), log(log) {
+        float scaled = e.rescale(own, base);
+        factor = scaled / sum;
+        factor_low = fmaf(-factor, sum, scaled) / sum;  // what the division rounds away
+        float v = largest - base.center, beyond = fmaf(v, e.rate_low, fmaf(v, e.rate, -(base.power + 24.0f)));
+        log_sum = log ? logf(sum * 0x1p-24f) - beyond * float(LN_2) : 0.0f;  // relative to the largest itself
+    }
+    __device__ __forceinline__ float operator()(float kept) const {
+        return log ? fmaf(exponential.lift(kept) - largest, exponential.size, -log_sum) : fmaf(kept, factor, kept * factor_low);
+    }
+    __device__ __forceinline__ float of(float x) const { return (*this)(log ? x : exponential(exponential.lift(x), base)); }
+};
+
+template <>
+struct End<double> {
+    Exponential<double> exponential;
+    double base, factor, log_sum;
+    bool log;
+    __device__ __forceinline__ End(const Exponential<double>& e, double largest, double sum, bool log, double own)
+        : exponential(e), base(e.base(largest)), factor(e.rescale(own, base) / sum), log_sum(log ? ::log(sum) : 0.0), log(log) {}
+    __device__ __forceinline__ double operator()(double kept) const {
+        return log ? fma(exponential.lift(kept) - base, exponential.size, -log_sum) : kept * factor;
+    }
+    __device__ __forceinline__ double of(double x) const { return (*this)(log ? x : exponential(exponential.lift(x), base)); }
+};
 
 // One more term of a row's sum, exp(logit), that has no column of its own.
-template <typename C>
 struct Sink {
     const double* logit;  // null: there is none
     double* share;        // gets exp(logit) / sum
     double scale;         // of the columns; not negative
-    __device__ __forceinline__ C base(C largest) const {
-        return base_of(logit && scale > 0 ? max(largest, C(*logit / scale)) : largest);
+    // The largest u, that of the logit among them.
+    template <typename C>
+    __device__ __forceinline__ C largest(C of_columns) const {
+        return logit && scale > 0 ? max(of_columns, C(*logit / scale)) : of_columns;
     }
-    __device__ __forceinline__ C term(C base) const { return logit ? exp(C(*logit - scale * base)) : C(0); }
+    // The whole sum. Of a row of which nothing is seen it is 0: with MASKED its results shall be 0, too.
+    template <bool MASKED, typename T, typename C>
+    __device__ __forceinline__ C add_to(C sum, C largest, const Exponential<T>& exponential, bool first) const {
+        C term = 0;
+        if (logit) {
+            C point = largest == minus_infinity<C>() ? C(0) : largest;
+            term = exponential(point, exponential.base(largest)) * exp(C(*logit - scale * point));
+            sum += term;
+        }
+        if (MASKED && sum == C(0)) sum = 1;
+        if (share && first) *share = term / sum;
+        return sum;
+    }
 };
 
-// The row's whole sum. A row of which nothing is seen has the sum 0: with MASKED its results are 0, else NaN, as torch's of -inf alone.
-template <bool MASKED, typename C>
-__device__ __forceinline__ C finish(C sum, C base, const Sink<C>& sink, bool first) {
-    C term = sink.term(base);
-    sum += term;
-    if (MASKED && sum == C(0)) sum = 1;
-    if (sink.share && first) *sink.share = term / sum;
-    return sum;
-}
-
-// The same of the gradients. The sum of y g has one more term, share * share_grad; the logit's gradient, without scale, goes to `grad`.
+// The same of the gradients. The sum of y g has one more term, share * share_grad; the logit's own gradient goes to `grad`.
 struct SinkGradient {
     const double *share, *share_grad;  // null: there is none
     double* grad;
     template <typename C>
-    __device__ __forceinline__ C finish(C total, bool first) const {
+    __device__ __forceinline__ C add_to(C total, bool first) const {
         if (!share) return total;
         double of_share = share_grad ? *share_grad : 0.0;
         total += C(*share * of_share);
@@ -100,21 +168,17 @@ struct SinkGradient {
     }
 };
 
-// The end of a row's softmax: from the base and the sum of the exponentials to the results, or to their logarithms.
+// The gradient of a column, once `total`, the row's sum of what `term` gives, is known.
 template <typename T>
-struct Normalise {
+struct Gradient {
     using C = compute_t<T>;
-    const Exponential<T>& exponential;
-    C base, sum, reciprocal, log_sum;
+    Exponential<T> exponential;
+    C scale;
     bool log;
-    __device__ __forceinline__ Normalise(const Exponential<T>& e, C base, C sum, bool log)
-        : exponential(e), base(base), sum(sum), reciprocal(C(1) / sum), log_sum(log ? e.log(sum) : C(0)), log(log) {}
-    // What a column needs from here on, and what becomes of it: d for a logarithm, else the exponential.
-    __device__ __forceinline__ C end(C kept) const {
-        return log ? fma(kept, exponential.size, -log_sum) : exponential.ratio(kept, sum, reciprocal);
-    }
-    __device__ __forceinline__ C operator()(C u) const {
-        C d = u - base;
-        return end(log ? d : exponential(d));
+    __device__ __forceinline__ Gradient(double scale, bool log) : exponential(1.0), scale(scale), log(log) {}
+    __device__ __forceinline__ C term(T y, T g) const { return log ? load_as(g) : load_as(y) * load_as(g); }
+    __device__ __forceinline__ T operator()(T y, T g, C total) const {
+        C value = load_as(y), gradient = load_as(g);
+        return T(scale * (log ? fma(-exponential.plain(value), total, gradient) : value * (gradient - total)));
     }
 };
