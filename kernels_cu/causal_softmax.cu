@@ -10,8 +10,7 @@
 //
 //  version  idea
 //  v1       one block a row, in turns of 16-byte vectors; read twice
-//  v2       up to 32 lanes or a block a row, which stays in registers; the first row and the last, the second and the last but one, ... go
-//           to one team, so that all have equally much to do
+//  v2       up to 32 lanes or a block a row, which stays in registers; zeros are written while the loads are under way; long rows first
 #include "common/softmax_rows.cuh"
 
 // What a row of the scores sees.
@@ -25,18 +24,19 @@ template <typename T>
 __global__ void causal_softmax_v1(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
                                   long long keys, long long x_matrix, long long x_row, long long window, double scale) {
     using C = compute_t<T>;
+    __shared__ C shared[64];
     Exponential<T> exponential(scale);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long matrix = row / queries, query = row % queries;
         Span span = seen(query, queries, keys, window);
         const T* from = x + matrix * x_matrix + query * x_row;
-        Sink<C> extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
-        C largest, sum;
-        scan_columns(from, span, exponential, largest, sum);
-        block_scan(exponential, extra, largest, sum);
-        C base = extra.base(largest);
-        Normalise<T> normalise(exponential, base, finish<true>(sum, base, extra, threadIdx.x == 0), false);
-        write_columns<true>(out + row * keys, from, span, normalise);
+        Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
+        C found, sum;
+        scan_columns(from, span, exponential, found, sum);
+        merge_block(exponential, shared, found, sum);
+        C largest = extra.largest(found);
+        sum = extra.add_to<true>(sum * exponential.rescale(found, exponential.base(largest)), largest, exponential, threadIdx.x == 0);
+        write_columns<true>(out + row * keys, from, span, End<T>(exponential, largest, sum, false, largest));
         __syncthreads();
     }
 }
@@ -52,57 +52,46 @@ __global__ void causal_softmax_v1_bwd(T* dx, double* dsink, const T* y, const T*
         Span span = seen(query, queries, keys, window);
         const T *ys = y + row * keys, *gs = g + matrix * g_matrix + query * g_row;
         SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
-        compute_t<T> total = extra.finish(block_reduce<Sum>(sum_terms(ys, gs, span, gradient), sums), threadIdx.x == 0);
+        compute_t<T> total = extra.add_to(block_reduce<Sum>(sum_terms(ys, gs, span, gradient), sums), threadIdx.x == 0);
         write_gradients<true>(dx + row * keys, ys, gs, span, total, gradient);
         __syncthreads();
     }
 }
 
-// v2: grid ceil(matrices * ceil(queries / 2) / teams of a block). `pair` counts the pairs of rows of all matrices.
+// v2. A team takes one row; the longest rows come first, so that no block is left with much to do when the others are done.
 template <int VECTORS, class Team, typename T>
-__device__ __forceinline__ void pair_softmax(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
-                                             int keys, long long x_matrix, long long x_row, long long window, double scale, long long pair,
-                                             const Team& team) {
-    long long pairs = (queries + 1) / 2, matrix = pair / pairs;
-    for (int second = 0; second < 2; ++second) {
-        long long query = second ? queries - 1 - pair % pairs : pair % pairs, row = matrix * queries + query;
-        Span span = seen(query, queries, keys, window);
-        Sink<compute_t<T>> extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
-        const T* from = x + matrix * x_matrix + query * x_row;
-        T* to = out + row * keys;
-        if (matrix >= matrices) {  // a team with nothing to do takes part in the warp's reductions with an empty row
-            span = Span(0, 0);
-            from = x, to = out, extra = Sink<compute_t<T>>{};
-        }
-        team_softmax<VECTORS, true>(to, from, span, team, scale, false, extra);
-    }
+__device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
+                                            int keys, long long x_matrix, long long x_row, long long window, double scale,
+                                            long long number, Team& team) {
+    long long matrix = number % matrices, query = queries - 1 - number / matrices, row = matrix * queries + query;
+    bool empty = query < 0;  // a team with nothing to do takes part in its warp's reductions, with an empty row
+    if (empty) matrix = query = row = 0;
+    Sink extra{sink && !empty ? sink + matrix : nullptr, share && !empty ? share + row : nullptr, scale};
+    team_softmax<VECTORS, false, true>(out + row * keys, x + matrix * x_matrix + query * x_row,
+                                       empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra, nullptr);
 }
 
 template <int VECTORS, class Team, typename T>
-__device__ __forceinline__ void pair_gradient(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
-                                              long long matrices, long long queries, int keys, long long g_matrix, long long g_row,
-                                              long long window, double scale, long long pair, const Team& team) {
-    long long pairs = (queries + 1) / 2, matrix = pair / pairs;
-    for (int second = 0; second < 2; ++second) {
-        long long query = second ? queries - 1 - pair % pairs : pair % pairs, row = matrix * queries + query, at = row * keys;
-        Span span = seen(query, queries, keys, window);
-        SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
-        const T* gs = g + matrix * g_matrix + query * g_row;
-        if (matrix >= matrices) {
-            span = Span(0, 0);
-            at = 0, gs = g, extra = SinkGradient{};
-        }
-        team_gradient<VECTORS, true>(dx + at, y + at, gs, span, team, scale, false, extra);
-        __syncthreads();  // before the second row's sum overwrites the first's
-    }
+__device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
+                                             long long matrices, long long queries, int keys, long long g_matrix, long long g_row,
+                                             long long window, double scale, long long number, Team& team) {
+    long long matrix = number % matrices, query = queries - 1 - number / matrices, row = matrix * queries + query, at = row * keys;
+    bool empty = query < 0;
+    if (empty) matrix = query = row = at = 0;
+    SinkGradient extra{share && !empty ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
+    team_gradient<VECTORS, false, true>(dx + at, y + at, g + matrix * g_matrix + query * g_row,
+                                        empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra, nullptr,
+                                        nullptr);
 }
 
+// Grid ceil(matrices * queries / (blockDim.x / width)).
 template <typename T, int VECTORS>
 __global__ void __launch_bounds__(128) causal_softmax_v2_warp(T* out, double* share, const T* x, const double* sink, long long matrices,
                                                               long long queries, int keys, long long x_matrix, long long x_row,
                                                               long long window, double scale, int width) {
-    long long pair = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
-    pair_softmax<VECTORS>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, pair, Lanes(width));
+    long long number = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
+    Lanes team(width);
+    row_softmax<VECTORS>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, number, team);
 }
 
 template <typename T, int VECTORS>
@@ -110,24 +99,26 @@ __global__ void __launch_bounds__(128) causal_softmax_v2_warp_bwd(T* dx, double*
                                                                   const double* share_grad, long long matrices, long long queries,
                                                                   int keys, long long g_matrix, long long g_row, long long window,
                                                                   double scale, int width) {
-    long long pair = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
-    pair_gradient<VECTORS>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, pair, Lanes(width));
+    long long number = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
+    Lanes team(width);
+    row_gradient<VECTORS>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, number, team);
 }
 
-template <typename T, int VECTORS>
-__global__ void __launch_bounds__(512) causal_softmax_v2(T* out, double* share, const T* x, const double* sink, long long matrices,
-                                                         long long queries, int keys, long long x_matrix, long long x_row,
-                                                         long long window, double scale) {
+// Grid matrices * queries.
+template <typename T, int VECTORS, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) causal_softmax_v2(T* out, double* share, const T* x, const double* sink,
+                                                                     long long matrices, long long queries, int keys, long long x_matrix,
+                                                                     long long x_row, long long window, double scale) {
     __shared__ compute_t<T> shared[64];
     Block<compute_t<T>> team(shared);
-    pair_softmax<VECTORS>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
+    row_softmax<VECTORS>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
 }
 
-template <typename T, int VECTORS>
-__global__ void __launch_bounds__(512) causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share,
-                                                             const double* share_grad, long long matrices, long long queries, int keys,
-                                                             long long g_matrix, long long g_row, long long window, double scale) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad, long long matrices,
+                          long long queries, int keys, long long g_matrix, long long g_row, long long window, double scale) {
     __shared__ compute_t<T> shared[64];
     Block<compute_t<T>> team(shared);
-    pair_gradient<VECTORS>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
+    row_gradient<VECTORS>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
 }

@@ -14,8 +14,11 @@
 //  v4       shuffles within a warp, shared memory between the warps      rows staged in shared memory
 //  v5       16-byte vectors, maximum and sum in one pass                 the dot product: columns terms a row
 //  v6       up to 32 threads a row, which stays in registers: it is read once
-//  v7       a block a row, which stays in registers
-//  v8       several blocks a long row
+//  v7       a block a row, which stays in registers; a few longer rows are cut into pieces, for two launches
+//  v8       what registers do not hold stays in shared memory, which asynchronous copies fill (sm_80)
+//  v9       clusters of blocks hold a longer row, and tell one another through distributed shared memory (sm_90)
+//
+// v6 to v9 each do what the last did where they have nothing better.
 //
 // Grids are 1-D. Offsets are 64-bit.
 #include "common/softmax_rows.cuh"
@@ -32,11 +35,11 @@ __global__ void softmax_v1(T* out, const T* x, long long rows, long long columns
     out += row * columns;
     Exponential<T> exponential(scale);
     C largest = minus_infinity<C>();
-    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(x[i]));
+    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(load_as(x[i])));
     double sum = 0;
-    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(x[i]) - base_of(largest));
-    Normalise<T> normalise(exponential, base_of(largest), C(sum), false);
-    for (long long i = 0; i < columns; ++i) out[i] = T(normalise(exponential.lift(x[i])));
+    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(load_as(x[i])), exponential.base(largest));
+    End<T> end(exponential, largest, C(sum), false, largest);
+    for (long long i = 0; i < columns; ++i) out[i] = T(end.of(load_as(x[i])));
 }
 
 // sum_j y_j g_j (delta_ij - y_i) over `count` terms, the i-th of which has delta 1. By sums of 32: one long chain of additions errs more.
@@ -111,12 +114,12 @@ __device__ __forceinline__ void block_softmax(T* out, const T* x, long long rows
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* from = x + row * x_row;
         C largest = minus_infinity<C>(), sum = 0;
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) largest = max(largest, exponential.lift(from[i]));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) largest = max(largest, exponential.lift(load_as(from[i])));
         largest = Reduction::template reduce<Max>(largest, maxima);
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += exponential(exponential.lift(from[i]) - base_of(largest));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += exponential(exponential.lift(load_as(from[i])), exponential.base(largest));
         sum = Reduction::template reduce<Sum>(sum, sums);
-        Normalise<T> normalise(exponential, base_of(largest), sum, false);
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[row * columns + i] = T(normalise(exponential.lift(from[i])));
+        End<T> end(exponential, largest, sum, false, largest);
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[row * columns + i] = T(end.of(load_as(from[i])));
         __syncthreads();  // before the next row's values overwrite this one's
     }
 }
@@ -182,13 +185,13 @@ __global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, lo
 template <typename T>
 __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns, long long x_row, double scale, bool log) {
     using C = compute_t<T>;
-    Exponential<T> exponential(scale);
+    __shared__ C shared[64];
+    Exponential<T> exponential(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         C largest, sum;
         scan_columns(x + row * x_row, Span(0, columns), exponential, largest, sum);
-        block_scan(exponential, Sink<C>{}, largest, sum);
-        Normalise<T> normalise(exponential, base_of(largest), sum, log);
-        write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), normalise);
+        merge_block(exponential, shared, largest, sum);
+        write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), End<T>(exponential, largest, sum, log, largest));
         __syncthreads();
     }
 }
@@ -213,7 +216,8 @@ __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long 
                                                   bool log) {
     long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
     if (row >= rows) row = columns = 0;
-    team_softmax<VECTORS, false>(out + row * columns, x + row * x_row, Span(0, columns), Lanes(width), scale, log, Sink<compute_t<T>>{});
+    Lanes team(width);
+    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, nullptr);
 }
 
 template <typename T, int VECTORS>
@@ -221,38 +225,42 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
                                                       int width, double scale, bool log) {
     long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width, at = row * columns;
     if (row >= rows) row = at = columns = 0;
-    team_gradient<VECTORS, false>(dx + at, y + at, g + row * g_row, Span(0, columns), Lanes(width), scale, log, SinkGradient{});
+    Lanes team(width);
+    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, nullptr,
+                                         nullptr);
 }
 
 // Grid rows.
-template <typename T, int VECTORS>
-__global__ void __launch_bounds__(512) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale, bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale, bool log) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
     Block<compute_t<T>> team(shared);
-    team_softmax<VECTORS, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink<compute_t<T>>{});
+    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, nullptr);
 }
 
-template <typename T, int VECTORS>
-__global__ void __launch_bounds__(512) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, double scale,
-                                                       bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
+                                                                  double scale, bool log) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
     Block<compute_t<T>> team(shared);
-    team_gradient<VECTORS, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{});
+    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, nullptr,
+                                         nullptr);
 }
 
-// ---- v8: `pieces` blocks share a row, in two launches. What the first found in each piece is in `parts`, (rows, pieces, 2) or (rows,
-// pieces). Grids rows * pieces; a block has at least as many threads as a row has pieces; a piece is `length` columns.
+// Few rows that no block can hold: `pieces` blocks share each, in two launches. What the first found in each piece is in `parts`, (rows,
+// pieces, 2) or (rows, pieces). Grids rows * pieces; a block has at least as many threads as a row has pieces; a piece is `length` columns.
 
 template <typename T>
-__global__ void softmax_v8_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length,
-                                double scale) {
+__global__ void softmax_v7_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length,
+                                double scale, bool log) {
+    __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
     compute_t<T> largest, sum;
-    Exponential<T> exponential(scale);
+    Exponential<T> exponential(scale, log);
     scan_columns(x + row * x_row, Span(begin, min(begin + length, columns)), exponential, largest, sum);
-    block_scan(exponential, Sink<compute_t<T>>{}, largest, sum);
+    merge_block(exponential, shared, largest, sum);
     if (threadIdx.x == 0) {
         parts[2LL * blockIdx.x] = largest;
         parts[2LL * blockIdx.x + 1] = sum;
@@ -260,23 +268,24 @@ __global__ void softmax_v8_scan(double* parts, const T* x, long long columns, lo
 }
 
 template <typename T>
-__global__ void softmax_v8(T* out, const T* x, const double* parts, long long columns, long long x_row, int pieces, long long length,
-                           double scale, bool log) {
+__global__ void softmax_v7_write(T* out, const T* x, const double* parts, long long columns, long long x_row, int pieces,
+                                 long long length, double scale, bool log) {
     using C = compute_t<T>;
+    __shared__ C shared[64];
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
-    Exponential<T> exponential(scale);
+    Exponential<T> exponential(scale, log);
     C largest = minus_infinity<C>(), sum = 0;
     if (threadIdx.x < pieces) {
         largest = parts[2 * (row * pieces + threadIdx.x)];
         sum = parts[2 * (row * pieces + threadIdx.x) + 1];
     }
-    block_scan(exponential, Sink<C>{}, largest, sum);
-    Normalise<T> normalise(exponential, base_of(largest), sum, log);
-    write_columns<false>(out + row * columns, x + row * x_row, Span(begin, min(begin + length, columns)), normalise);
+    merge_block(exponential, shared, largest, sum);
+    End<T> end(exponential, largest, sum, log, largest);
+    write_columns<false>(out + row * columns, x + row * x_row, Span(begin, min(begin + length, columns)), end);
 }
 
 template <typename T>
-__global__ void softmax_v8_bwd_scan(double* parts, const T* y, const T* g, long long columns, long long g_row, int pieces, long long length,
+__global__ void softmax_v7_scan_bwd(double* parts, const T* y, const T* g, long long columns, long long g_row, int pieces, long long length,
                                     double scale, bool log) {
     __shared__ compute_t<T> sums[32];
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
@@ -287,8 +296,8 @@ __global__ void softmax_v8_bwd_scan(double* parts, const T* y, const T* g, long 
 }
 
 template <typename T>
-__global__ void softmax_v8_bwd(T* dx, const T* y, const T* g, const double* parts, long long columns, long long g_row, int pieces,
-                               long long length, double scale, bool log) {
+__global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double* parts, long long columns, long long g_row, int pieces,
+                                     long long length, double scale, bool log) {
     using C = compute_t<T>;
     __shared__ C sums[32];
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, at = row * columns;
@@ -296,6 +305,56 @@ __global__ void softmax_v8_bwd(T* dx, const T* y, const T* g, const double* part
     Gradient<T> gradient(scale, log);
     write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, min(begin + length, columns)), total, gradient);
 }
+
+// ---- v8 and v9: the row in registers and in shared memory, of one block, or of the SIZE blocks of a cluster, of which each takes `part`
+// of its vectors. Dynamic shared memory: 16 bytes for each vector of a part beyond VECTORS * blockDim.x; backward as much for g.
+
+// Grid rows.
+template <typename T, int VECTORS>
+__global__ void __launch_bounds__(512) softmax_v8(T* out, const T* x, int columns, long long x_row, int part, double scale, bool log) {
+    extern __shared__ Words<float> slots[];
+    __shared__ compute_t<T> shared[64];
+    long long row = blockIdx.x;
+    Block<compute_t<T>> team(shared, part);
+    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, slots);
+}
+
+template <typename T, int VECTORS>
+__global__ void __launch_bounds__(512) softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, double scale,
+                                                      bool log) {
+    extern __shared__ Words<float> slots[];
+    __shared__ compute_t<T> shared[64];
+    long long row = blockIdx.x, at = row * columns;
+    Block<compute_t<T>> team(shared, part);
+    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, slots,
+                                        slots + max(part - VECTORS * int(blockDim.x), 0));
+}
+
+#if __CUDA_ARCH__ >= 900
+// Grid rows * SIZE.
+template <typename T, int VECTORS, int SIZE>
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(512)
+    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, double scale, bool log) {
+    extern __shared__ Words<float> slots[];
+    __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
+    cluster_arrive_relaxed();
+    long long row = blockIdx.x / SIZE;
+    Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
+    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, slots);
+}
+
+template <typename T, int VECTORS, int SIZE>
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(512)
+    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, double scale, bool log) {
+    extern __shared__ Words<float> slots[];
+    __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
+    cluster_arrive_relaxed();
+    long long row = blockIdx.x / SIZE, at = row * columns;
+    Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
+    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, slots,
+                                        slots + max(part - VECTORS * int(blockDim.x), 0));
+}
+#endif
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows,
 // so their accesses lie side by side. Grid ceil(outer * inner / blockDim.x). Sums in double, as in v1.
@@ -305,22 +364,23 @@ __global__ void softmax_inner(T* out, const T* x, long long rows, long long colu
     using C = compute_t<T>;
     long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, at = row / inner * columns * inner + row % inner;
     if (row >= rows) return;
-    Exponential<T> exponential(scale);
+    Exponential<T> exponential(scale, log);
     C largest = minus_infinity<C>();
     double sum = 0;
-    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(x[at + i * inner]));
-    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(x[at + i * inner]) - base_of(largest));
-    Normalise<T> normalise(exponential, base_of(largest), C(sum), log);
-    for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(normalise(exponential.lift(x[at + i * inner])));
+    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(load_as(x[at + i * inner])));
+    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(load_as(x[at + i * inner])), exponential.base(largest));
+    End<T> end(exponential, largest, C(sum), log, largest);
+    for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(end.of(load_as(x[at + i * inner])));
 }
 
 template <typename T>
 __global__ void softmax_inner_bwd(T* dx, const T* y, const T* g, long long rows, long long columns, long long inner, double scale,
                                   bool log) {
+    using C = compute_t<T>;
     long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, at = row / inner * columns * inner + row % inner;
     if (row >= rows) return;
     Gradient<T> gradient(scale, log);
     double total = 0;
-    for (long long i = 0; i < columns; ++i) total += gradient.term(y[at + i * inner], g[at + i * inner]);
-    for (long long i = 0; i < columns; ++i) dx[at + i * inner] = gradient(y[at + i * inner], g[at + i * inner], total);
+    for (long long i = 0; i < columns; ++i) total += gradient.term(load_as(y[at + i * inner]), load_as(g[at + i * inner]));
+    for (long long i = 0; i < columns; ++i) dx[at + i * inner] = T(gradient(load_as(y[at + i * inner]), load_as(g[at + i * inner]), C(total)));
 }

@@ -210,31 +210,29 @@ def _block_a_row(template: Template) -> Rung:
     return launch
 
 
-def _pairs(warp: Template, block: Template, loop: Rung, backward: bool) -> Rung:
+def _held(warp: Template, block: Template, loop: Rung, shapes: dict[int, tuple[plan.Shape, ...]]) -> Rung:
     def launch(x: Tensor, pointers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
         (matrices, queries, keys), device = x.shape, x.get_device()
-        pairs = matrices * -(-queries // 2)
-        vectors = plan.vectors_of(keys, x.itemsize, keys * x.itemsize % plan.VECTOR_BYTES == 0 and not _misaligned(pointers[2], numbers, x))
-        if team := plan.warp_team(vectors):
-            grid = (-(-pairs // (plan.WARP_BLOCK // team.width)), 1, 1)
+        # the third pointer is that of the rows that are read as vectors
+        steps = numbers[:2] if loop is _v1 else (keys,)  # y, which backward reads, is contiguous
+        misaligned = any(n % plan.VECTOR_BYTES for n in (pointers[2], *(int(step) * x.itemsize for step in steps)))
+        vectors, rows = plan.vectors_of(keys, x.itemsize, not misaligned), matrices * queries
+        if team := plan.warp_team(vectors, x.itemsize):
+            grid = (-(-rows // (plan.WARP_BLOCK // team.width)), 1, 1)
             kernel = warp[x.dtype, team.vectors].on(device)
             kernel(grid, (plan.WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
-        elif team := plan.block_team(vectors, _block_vectors(x.dtype, backward)):
-            kernel = block[x.dtype, team.vectors].on(device)
-            kernel((pairs, 1, 1), (team.width, 1, 1), 0, *pointers, *x.shape, *numbers)
+        elif (found := plan.block_shape(vectors, shapes[x.itemsize])) and rows <= plan.MOST_BLOCKS:
+            kernel = block[x.dtype, *_alone(found[0])].on(device)
+            kernel((rows, 1, 1), (found[1], 1, 1), 0, *pointers, *x.shape, *numbers)
         else:
             loop(x, pointers, numbers)
 
     return launch
 
 
-def _misaligned(pointer: int, numbers: tuple[float, ...], x: Tensor) -> bool:
-    """Whether some rows of the input at `pointer` do not begin at a multiple of 16 bytes."""
-    return (pointer | int(numbers[0]) * x.itemsize | int(numbers[1]) * x.itemsize) % plan.VECTOR_BYTES != 0
-
-
-def _block_vectors(dtype: torch.dtype, backward: bool) -> tuple[int, ...]:
-    return plan.BLOCK_VECTORS_BWD[dtype.itemsize] if backward else plan.BLOCK_VECTORS
+def _alone(shape: plan.Shape) -> plan.Shape:
+    """With registers for one block of that size: to mask takes a few more."""
+    return shape._replace(blocks=1)
 
 
 _V1, _V1_BWD, _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
@@ -244,18 +242,18 @@ _v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
 
 
 def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
-    blocks = (
-        [template[dtype, v] for v in _block_vectors(dtype, backward)] for template, backward in ((_V2, False), (_V2_BWD, True))
-    )
-    return [_V1[dtype], _V1_BWD[dtype], *(t[dtype, v] for t in (_V2_WARP, _V2_WARP_BWD) for v in plan.WARP_VECTORS), *sum(blocks, [])]
+    warps = [template[dtype, v] for template in (_V2_WARP, _V2_WARP_BWD) for v in plan.WARP_VECTORS[dtype.itemsize]]
+    both = (_V2, plan.SHAPES), (_V2_BWD, plan.SHAPES_BWD)
+    blocks = [template[dtype, *_alone(shape)] for template, shapes in both for shape in shapes[dtype.itemsize]]
+    return [_V1[dtype], _V1_BWD[dtype], *warps, *blocks]
 
 
 VERSIONS = {
     "v1": Version("a block a row, read twice", _v1, _v1_bwd, lambda dtype: [_V1[dtype], _V1_BWD[dtype]]),
     "v2": Version(
-        "rows in registers, a long one and a short one a team",
-        _pairs(_V2_WARP, _V2, _v1, False),
-        _pairs(_V2_WARP_BWD, _V2_BWD, _v1_bwd, True),
+        "rows in registers",
+        _held(_V2_WARP, _V2, _v1, plan.SHAPES),
+        _held(_V2_WARP_BWD, _V2_BWD, _v1_bwd, plan.SHAPES_BWD),
         _v2_instances,
     ),
 }

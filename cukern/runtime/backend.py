@@ -28,6 +28,7 @@ SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronise after each launc
 NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX range of the kernel's name
 
 _MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_OF_16_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: more than the 8 blocks that any GPU with clusters has
 _MAX_THREADS_ATTRIBUTE = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic, that need no attribute
 
@@ -43,6 +44,7 @@ class LaunchError(RuntimeError):
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
 SIMULATED_CAPABILITY = (9, 0)
+SIMULATED_SHARED_MEMORY = 227 << 10
 SIMULATED_MULTIPROCESSORS = 2  # few, so that a small problem has more tiles than run at one time
 
 BACKENDS = ("gpu", "sim")
@@ -117,6 +119,14 @@ def multiprocessors(device: int) -> int:
     return SIMULATED_MULTIPROCESSORS if device == SIMULATED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_memory(device: int) -> int:
+    """Bytes that a block may have at most."""
+    if device == SIMULATED:
+        return SIMULATED_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
 def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
@@ -180,6 +190,8 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         function = driver.moduleGetFunction(driver.moduleLoadData(cubin.code), cubin.symbol)
     except driver.CUDADriverError as error:
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
+    if capability(device) >= 90:
+        driver.funcSetAttribute(function, _CLUSTER_OF_16_ATTRIBUTE, 1)  # kernels without clusters do not mind
     layout, context = packer(params), driver.ctxGetCurrent()
     pack, launch, stream, arguments = layout.pack_into, driver.launchKernel, _current_stream, _Arguments(layout.size)
     allowed = _FREE_SHARED - cubin.report.shared
@@ -216,6 +228,8 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
     raw = cupy.RawModule(path=file.name).get_function(cubin.symbol)
     kernel = raw.kernel
     os.unlink(file.name)
+    if capability(device) >= 90:
+        cupy.cuda.driver.funcSetAttribute(kernel.ptr, _CLUSTER_OF_16_ATTRIBUTE, 1)
     context = cupy.cuda.driver.ctxGetCurrent()
     scalars = [None if p.pointer else numpy.dtype(p.format[0]).type for p in params]
 
@@ -253,7 +267,6 @@ def launch_error(name: str, grid: Dim, block: Dim, shared: int, device: int, thr
                 broken.append(f"{what} {axis} = {n} is not in 1..{limit}")
     if math.prod(block) > threads:
         broken.append(f"{math.prod(block)} threads a block are more than the {threads} that this kernel may have")
-    largest = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    if shared > largest:
-        broken.append(f"{shared} bytes of dynamic shared memory are more than the GPU's {largest}")
+    if shared > shared_memory(device):
+        broken.append(f"{shared} bytes of dynamic shared memory are more than the GPU's {shared_memory(device)}")
     return LaunchError(f"{name} <<<grid {grid}, block {block}, {shared} bytes shared>>> failed: {'; '.join(broken) or error}")

@@ -8,7 +8,7 @@
 #include "ptx.cuh"
 #include "reduce.cuh"
 
-constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
+constexpr double LOG2_E = 1.4426950408889634;
 constexpr float LEAST_RATE = 1e-45f;  // so that -inf times it is -inf, even where scale is 0
 
 // T is the type of the result. 16 bits: one multiplication and ex2.approx, whose errors are far below theirs.
@@ -17,9 +17,9 @@ struct Exponential {
     using Base = float;
     static constexpr bool KEPT = false;  // it costs less to compute exponentials twice than to keep them
     float sign, size, rate;              // of scale; rate = |scale| log2(e)
-    __device__ __forceinline__ explicit Exponential(double scale)
+    __device__ __forceinline__ explicit Exponential(double scale, bool log = false)
         : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), rate(max(float(fabs(scale) * LOG2_E), LEAST_RATE)) {}
-    __device__ __forceinline__ float lift(T x) const { return sign * load_as(x); }
+    __device__ __forceinline__ float lift(float x) const { return sign * x; }
     __device__ __forceinline__ Base base(float largest) const { return largest == minus_infinity<float>() ? 0.0f : largest; }
     __device__ __forceinline__ float operator()(float u, Base base) const { return exp2_approx((u - base) * rate); }
     __device__ __forceinline__ float rescale(float largest, Base to) const { return exp2_approx((largest - to) * rate); }
@@ -37,7 +37,9 @@ struct Exponential<float> {
     static constexpr bool KEPT = true;
     static constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits are
     float sign, size, rate, rate_low;            // rate_low: the digits of rate that a float cannot hold
-    __device__ __forceinline__ explicit Exponential(double scale) : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)) {
+    bool log;                                    // then errors of small exponentials are lost in the sum, and that of 1 is to be 1
+    __device__ __forceinline__ explicit Exponential(double scale, bool log = false)
+        : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), log(log) {
         double exact = fabs(scale) * LOG2_E;
         rate = max(float(exact), LEAST_RATE);
         rate_low = exact - rate;
@@ -46,7 +48,7 @@ struct Exponential<float> {
     __device__ __forceinline__ Base base(float largest) const {
         if (largest == minus_infinity<float>()) largest = 0;
         float whole = largest * rate;
-        bool far = !(fabsf(whole) < 2097152.0f);  // 2^21 and more: take the largest off first, which is exact for all that is not 0 then
+        bool far = log || !(fabsf(whole) < 2097152.0f);  // 2^21: the largest is taken off first, exactly for what is not 0 then
         return {far ? largest : 0.0f, (far ? 0.0f : (whole + ROUND) - ROUND) - 24.0f};
     }
     __device__ __forceinline__ float operator()(float u, Base base) const { return power(u - base.center, base.power); }
@@ -70,7 +72,7 @@ struct Exponential<double> {
     using Base = double;
     static constexpr bool KEPT = true;
     double sign, size, rate;
-    __device__ __forceinline__ explicit Exponential(double scale)
+    __device__ __forceinline__ explicit Exponential(double scale, bool log = false)
         : sign(scale < 0 ? -1.0 : 1.0), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
     __device__ __forceinline__ double lift(double x) const { return sign * x; }
     __device__ __forceinline__ Base base(double largest) const { return largest == minus_infinity<double>() ? 0.0 : largest; }
@@ -89,11 +91,11 @@ struct End {
     bool log;
     __device__ __forceinline__ End(const Exponential<T>& e, C largest, C sum, bool log, C own)
         : exponential(e), largest(e.base(largest)), log_sum(log ? logf(sum) : log2f(sum)), log(log) {}
-    __device__ __forceinline__ C operator()(T kept) const {
+    __device__ __forceinline__ C operator()(C kept) const {
         C d = exponential.lift(kept) - largest;
         return log ? fma(d, exponential.size, -log_sum) : exp2_approx(fma(d, exponential.rate, -log_sum));
     }
-    __device__ __forceinline__ C of(T x) const { return (*this)(x); }
+    __device__ __forceinline__ C of(C x) const { return (*this)(x); }
 };
 
 template <>
@@ -107,8 +109,7 @@ struct End<float> {
         float scaled = e.rescale(own, base);
         factor = scaled / sum;
         factor_low = fmaf(-factor, sum, scaled) / sum;  // what the division rounds away
-        float v = largest - base.center, beyond = fmaf(v, e.rate_low, fmaf(v, e.rate, -(base.power + 24.0f)));
-        log_sum = log ? logf(sum * 0x1p-24f) - beyond * float(LN_2) : 0.0f;  // relative to the largest itself
+        log_sum = log ? logf(sum * 0x1p-24f) : 0.0f;
     }
     __device__ __forceinline__ float operator()(float kept) const {
         return log ? fmaf(exponential.lift(kept) - largest, exponential.size, -log_sum) : fmaf(kept, factor, kept * factor_low);
@@ -176,9 +177,8 @@ struct Gradient {
     C scale;
     bool log;
     __device__ __forceinline__ Gradient(double scale, bool log) : exponential(1.0), scale(scale), log(log) {}
-    __device__ __forceinline__ C term(T y, T g) const { return log ? load_as(g) : load_as(y) * load_as(g); }
-    __device__ __forceinline__ T operator()(T y, T g, C total) const {
-        C value = load_as(y), gradient = load_as(g);
-        return T(scale * (log ? fma(-exponential.plain(value), total, gradient) : value * (gradient - total)));
+    __device__ __forceinline__ C term(C y, C g) const { return log ? g : y * g; }
+    __device__ __forceinline__ C operator()(C y, C g, C total) const {
+        return scale * (log ? fma(-exponential.plain(y), total, g) : y * (g - total));
     }
 };

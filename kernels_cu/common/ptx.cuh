@@ -106,3 +106,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// Make the compiler believe that a register changes here: what it computed of it before, it computes anew, and keeps nothing of it.
+__device__ __forceinline__ void forget(unsigned& x) {
+    asm volatile("" : "+r"(x));
+}

@@ -4,10 +4,66 @@
 // elements the row's first is past such a multiple. The first and the last may hold columns that are not the row's: those are left alone.
 #pragma once
 #include "math.cuh"
-#include "vec.cuh"
 
 template <typename T>
 constexpr int WIDTH = 16 / sizeof(T);
+
+// A vector, as the four words that it is: a compiler that sees 16-bit elements would give each of them a register.
+template <typename T>
+struct alignas(16) Words {
+    unsigned w[4];
+};
+
+__device__ __forceinline__ void unpack(const Words<float>& v, float (&r)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = __uint_as_float(v.w[i]);
+}
+__device__ __forceinline__ void unpack(const Words<double>& v, double (&r)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) r[i] = __hiloint2double(v.w[2 * i + 1], v.w[2 * i]);
+}
+__device__ __forceinline__ void unpack(const Words<__nv_bfloat16>& v, float (&r)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        r[2 * i] = __uint_as_float(v.w[i] << 16);
+        r[2 * i + 1] = __uint_as_float(v.w[i] & 0xffff0000u);
+    }
+}
+__device__ __forceinline__ void unpack(const Words<__half>& v, float (&r)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float2 two = __half22float2(*reinterpret_cast<const __half2*>(&v.w[i]));
+        r[2 * i] = two.x;
+        r[2 * i + 1] = two.y;
+    }
+}
+
+// Rounded to T.
+__device__ __forceinline__ void pack(Words<float>& v, const float (&r)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v.w[i] = __float_as_uint(r[i]);
+}
+__device__ __forceinline__ void pack(Words<double>& v, const double (&r)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        v.w[2 * i] = __double2loint(r[i]);
+        v.w[2 * i + 1] = __double2hiint(r[i]);
+    }
+}
+__device__ __forceinline__ void pack(Words<__nv_bfloat16>& v, const float (&r)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        __nv_bfloat162 two = __floats2bfloat162_rn(r[2 * i], r[2 * i + 1]);
+        v.w[i] = *reinterpret_cast<unsigned*>(&two);
+    }
+}
+__device__ __forceinline__ void pack(Words<__half>& v, const float (&r)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        __half2 two = __floats2half2_rn(r[2 * i], r[2 * i + 1]);
+        v.w[i] = *reinterpret_cast<unsigned*>(&two);
+    }
+}
 
 // How many elements p is past a multiple of 16 bytes.
 template <typename T>
@@ -21,24 +77,36 @@ __device__ __forceinline__ long long vectors_to(long long end, int shift) {
     return (end + shift + WIDTH<T> - 1) / WIDTH<T>;
 }
 
-// Index is int or long long. The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). One access of 16 bytes if
-// `aligned`, which says that column `first` is at a multiple of them, and all columns are inside.
+// The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). One access of 16 bytes if
+// `aligned`, which says that column `first` is at a multiple of them, and all columns are inside. Index is int or long long.
 template <typename T, typename Index>
-__device__ __forceinline__ Vec<T, WIDTH<T>> load_columns(const T* row, Index first, Index begin, Index end, bool aligned, T missing) {
-    if (aligned && first >= begin && first + WIDTH<T> <= end) return load_vec<T, WIDTH<T>>(row + first);
-    Vec<T, WIDTH<T>> v;
+__device__ __forceinline__ Words<T> load_columns(const T* row, Index first, Index begin, Index end, bool aligned, compute_t<T> missing) {
+    if (aligned && first >= begin && first + WIDTH<T> <= end) return *reinterpret_cast<const Words<T>*>(row + first);
+    compute_t<T> r[WIDTH<T>];
 #pragma unroll
-    for (int j = 0; j < WIDTH<T>; ++j) v.v[j] = first + j >= begin && first + j < end ? row[first + j] : missing;
+    for (int j = 0; j < WIDTH<T>; ++j) r[j] = first + j >= begin && first + j < end ? load_as(row[first + j]) : missing;
+    Words<T> v;
+    pack(v, r);
     return v;
 }
 
 template <typename T, typename Index>
-__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, bool aligned, const Vec<T, WIDTH<T>>& v) {
+__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, bool aligned, const Words<T>& v) {
     if (aligned && first >= begin && first + WIDTH<T> <= end) {
-        store_vec(row + first, v);
+        *reinterpret_cast<Words<T>*>(row + first) = v;
     } else {
+        compute_t<T> r[WIDTH<T>];
+        unpack(v, r);
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j)
-            if (first + j >= begin && first + j < end) row[first + j] = v.v[j];
+            if (first + j >= begin && first + j < end) row[first + j] = T(r[j]);
     }
+}
+
+template <typename T, typename Index>
+__device__ __forceinline__ void store_rounded(T* row, Index first, Index begin, Index end, bool aligned,
+                                              const compute_t<T> (&r)[WIDTH<T>]) {
+    Words<T> v;
+    pack(v, r);
+    store_columns(row, first, begin, end, aligned, v);
 }

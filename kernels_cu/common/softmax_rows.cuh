@@ -1,9 +1,9 @@
-// What softmax.cu and causal_softmax.cu do with a row, or a part of one: in a loop of a block's threads, which reads it twice, or held in
-// registers by a team of threads, which read it once.
+// What softmax.cu and causal_softmax.cu do with a row, or a part of one: in a loop of a block's threads, which reads it twice, or held on
+// chip by a team of threads, which read it once.
 #pragma once
 #include "exponential.cuh"
-#include "reduce.cuh"
 #include "rows.cuh"
+#include "teams.cuh"
 
 // Columns [begin, end) of a row, the only ones that are read. Results are written to [from, to). With MASKED those outside of
 // [begin, end) are 0.
@@ -15,6 +15,11 @@ struct Span {
     __device__ __forceinline__ bool hides(long long column) const {
         return MASKED && (column < begin || column >= end);
     }
+    // All columns of the vector that begins at `first`.
+    template <bool MASKED>
+    __device__ __forceinline__ bool hides_all(long long first, int width) const {
+        return MASKED && (first + width <= begin || first >= end);
+    }
 };
 
 // ---- in a loop
@@ -25,72 +30,52 @@ __device__ __forceinline__ void scan_columns(const T* row, Span span, const Expo
                                              compute_t<T>& sum) {
     using C = compute_t<T>;
     int shift = shift_of(row);
-    T missing = exponential.sign * minus_infinity<C>();
     largest = minus_infinity<C>();
     sum = 0;
     for (long long i = (span.begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.end, shift); i += blockDim.x) {
-        Vec<T, WIDTH<T>> v = load_columns(row, i * WIDTH<T> - shift, span.begin, span.end, true, missing);
-        C before = largest, here = 0;
+        C r[WIDTH<T>], before = largest, here = 0;
+        unpack(load_columns(row, i * WIDTH<T> - shift, span.begin, span.end, true, exponential.sign * minus_infinity<C>()), r);
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) largest = max(largest, exponential.lift(v.v[j]));
-        C base = base_of(largest);
+        for (int j = 0; j < WIDTH<T>; ++j) largest = max(largest, exponential.lift(r[j]));
+        auto base = exponential.base(largest);
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) here += exponential(exponential.lift(v.v[j]) - base);
-        sum = sum * exponential(before - base) + here;
+        for (int j = 0; j < WIDTH<T>; ++j) here += exponential(exponential.lift(r[j]), base);
+        sum = sum * exponential.rescale(before, base) + here;
     }
 }
 
-// The same of the whole block: the largest u, and the sum relative to the base that it makes.
-template <typename T>
-__device__ __forceinline__ void block_scan(const Exponential<T>& exponential, const Sink<compute_t<T>>& sink, compute_t<T>& largest,
-                                           compute_t<T>& sum) {
-    using C = compute_t<T>;
-    __shared__ C maxima[32], sums[32];
-    C own = largest;
-    largest = block_reduce<Max>(own, maxima);
-    sum = block_reduce<Sum>(sum * exponential(own - sink.base(largest)), sums);
-}
-
 template <bool MASKED, typename T>
-__device__ __forceinline__ void write_columns(T* out, const T* row, Span span, const Normalise<T>& normalise) {
+__device__ __forceinline__ void write_columns(T* out, const T* row, Span span, const End<T>& end) {
     int shift = shift_of(row);
     bool aligned = shift_of(out) == shift;
     for (long long i = (span.from + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.to, shift); i += blockDim.x) {
         long long first = i * WIDTH<T> - shift;
-        Vec<T, WIDTH<T>> v = load_columns(row, first, span.begin, span.end, true, T(0.0f));
+        compute_t<T> r[WIDTH<T>];
+        unpack(load_columns(row, first, span.begin, span.end, true, compute_t<T>(0)), r);
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j)
-            v.v[j] = span.hides<MASKED>(first + j) ? T(0.0f) : T(normalise(normalise.exponential.lift(v.v[j])));
-        store_columns(out, first, span.from, span.to, aligned, v);
+        for (int j = 0; j < WIDTH<T>; ++j) r[j] = span.hides<MASKED>(first + j) ? compute_t<T>(0) : end.of(r[j]);
+        store_rounded(out, first, span.from, span.to, aligned, r);
     }
 }
 
-// The gradient of a column, once `total`, the row's sum of what `term` gives, is known.
+// y and g of a vector.
 template <typename T>
-struct Gradient {
-    using C = compute_t<T>;
-    Exponential<T> exponential;
-    C scale;
-    bool log;
-    __device__ __forceinline__ Gradient(double scale, bool log) : exponential(1.0), scale(scale), log(log) {}
-    __device__ __forceinline__ C term(T y, T g) const { return log ? load_as(g) : load_as(y) * load_as(g); }
-    __device__ __forceinline__ T operator()(T y, T g, C total) const {
-        C value = load_as(y), gradient = load_as(g);
-        return T(scale * (log ? fma(-exponential(value), total, gradient) : value * (gradient - total)));
-    }
-};
+__device__ __forceinline__ void load_both(const T* y, const T* g, long long first, const Span& span, bool g_aligned,
+                                          compute_t<T> (&a)[WIDTH<T>], compute_t<T> (&b)[WIDTH<T>]) {
+    unpack(load_columns(y, first, span.begin, span.end, true, compute_t<T>(0)), a);
+    unpack(load_columns(g, first, span.begin, span.end, g_aligned, compute_t<T>(0)), b);
+}
 
 template <typename T>
 __device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, Span span, const Gradient<T>& gradient) {
     int shift = shift_of(y);
     bool aligned = shift_of(g) == shift;
-    compute_t<T> sum = 0;
+    compute_t<T> sum = 0, a[WIDTH<T>], b[WIDTH<T>];
     for (long long i = (span.begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.end, shift); i += blockDim.x) {
-        Vec<T, WIDTH<T>> a = load_columns(y, i * WIDTH<T> - shift, span.begin, span.end, true, T(0.0f));
-        Vec<T, WIDTH<T>> b = load_columns(g, i * WIDTH<T> - shift, span.begin, span.end, aligned, T(0.0f));
+        load_both(y, g, i * WIDTH<T> - shift, span, aligned, a, b);
         compute_t<T> here = 0;
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) here += gradient.term(a.v[j], b.v[j]);
+        for (int j = 0; j < WIDTH<T>; ++j) here += gradient.term(a[j], b[j]);
         sum += here;
     }
     return sum;
@@ -101,102 +86,187 @@ __device__ __forceinline__ void write_gradients(T* dx, const T* y, const T* g, S
                                                 const Gradient<T>& gradient) {
     int shift = shift_of(y);
     bool g_aligned = shift_of(g) == shift, dx_aligned = shift_of(dx) == shift;
+    compute_t<T> a[WIDTH<T>], b[WIDTH<T>];
     for (long long i = (span.from + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.to, shift); i += blockDim.x) {
         long long first = i * WIDTH<T> - shift;
-        Vec<T, WIDTH<T>> a = load_columns(y, first, span.begin, span.end, true, T(0.0f));
-        Vec<T, WIDTH<T>> b = load_columns(g, first, span.begin, span.end, g_aligned, T(0.0f));
+        load_both(y, g, first, span, g_aligned, a, b);
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) a.v[j] = span.hides<MASKED>(first + j) ? T(0.0f) : gradient(a.v[j], b.v[j], total);
-        store_columns(dx, first, span.from, span.to, dx_aligned, a);
+        for (int j = 0; j < WIDTH<T>; ++j) a[j] = span.hides<MASKED>(first + j) ? compute_t<T>(0) : gradient(a[j], b[j], total);
+        store_rounded(dx, first, span.from, span.to, dx_aligned, a);
     }
 }
 
-// ---- in registers
+// ---- held on chip
 
-// The threads that share a row. Every thread of the block must call reduce; between two calls with the same slot, 0 or 1, there must be
-// a __syncthreads() or a call with the other.
-struct Lanes {  // neighbouring lanes of a warp, a power of 2
-    int width, lane;
-    __device__ __forceinline__ explicit Lanes(int width) : width(width), lane(threadIdx.x % width) {}
-    template <class Op, typename C>
-    __device__ __forceinline__ C reduce(C value, int slot) const {
-        return warp_reduce<Op>(value, width);
+// A thread's vectors of a row: the first VECTORS in registers; with SLOTS the others in slots of shared memory that are its own, so that
+// no barrier is needed, and that fill in the background.
+template <typename T, int VECTORS, bool SLOTS>
+struct Held {
+    Words<T> registers[VECTORS], *slots;
+    int first, end, step, shift;  // in vectors: the thread's first, where its block's part ends, from one to the next
+    template <class Team>
+    __device__ __forceinline__ Held(const Team& team, int shift, void* slots)
+        : slots(static_cast<Words<T>*>(slots) + threadIdx.x), first(team.first()), end(team.end), step(team.width), shift(shift) {}
+    static constexpr int NOWHERE = 2147483000;  // a column that no row has
+    __device__ __forceinline__ int column(int k) const {
+        int i = first + k * step;
+        return i < end ? i * WIDTH<T> - shift : NOWHERE;
+    }
+    __device__ __forceinline__ bool has(int k) const { return first + k * step < end; }
+    __device__ __forceinline__ Words<T>& slot(int k) const { return slots[(k - VECTORS) * step]; }
+    // All loads are issued before the first is used, so that their latencies overlap.
+    __device__ __forceinline__ void load(const T* row, const Span& span, bool aligned, compute_t<T> missing) {
+        int from = span.begin, to = span.end;
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) registers[k] = load_columns(row, column(k), from, to, aligned, missing);
+        if constexpr (SLOTS) {
+            for (int k = VECTORS; has(k); ++k) {
+                if (aligned && column(k) >= from && column(k) + WIDTH<T> <= to) {
+                    cp_async_16(shared_address(&slot(k)), row + column(k));
+                } else {
+                    slot(k) = load_columns(row, column(k), from, to, false, missing);
+                }
+            }
+            cp_async_commit();
+        }
+    }
+    __device__ __forceinline__ void wait() const {
+        if constexpr (SLOTS) cp_async_wait<0>();
+    }
+    // Between two passes over 16-bit values: keep them, not the floats that were made of them, which need twice the registers.
+    __device__ __forceinline__ void keep_packed() {
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (sizeof(T) == 2) forget(registers[k].w[j]);
     }
 };
 
-template <typename C>
-struct Block {  // all threads
-    int width, lane;
-    C* shared;  // room for 64
-    __device__ __forceinline__ explicit Block(C* shared) : width(blockDim.x), lane(threadIdx.x), shared(shared) {}
-    template <class Op>
-    __device__ __forceinline__ C reduce(C value, int slot) const {
-        return block_reduce<Op>(value, shared + 32 * slot);
+// f(columns, which is the first) for each of a thread's vectors; with CHANGE what f makes of them is held from then on.
+template <bool CHANGE, typename T, int VECTORS, bool SLOTS, typename F>
+__device__ __forceinline__ void each(Held<T, VECTORS, SLOTS>& held, F f) {
+    compute_t<T> r[WIDTH<T>];
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        unpack(held.registers[k], r);
+        f(r, held.column(k));
+        if (CHANGE) pack(held.registers[k], r);
     }
-};
+    if constexpr (SLOTS) {
+#pragma unroll 4
+        for (int k = VECTORS; held.has(k); ++k) {
+            unpack(held.slot(k), r);
+            f(r, held.column(k));
+            if (CHANGE) pack(held.slot(k), r);
+        }
+    }
+}
 
-// A thread holds the row's vectors lane, lane + width, ...: VECTORS of them, all loaded before the first is used, so that their latencies
-// overlap.
-template <int VECTORS, bool MASKED, class Team, typename T>
-__device__ __forceinline__ void team_softmax(T* out, const T* row, Span span, const Team& team, double scale, bool log,
-                                             const Sink<compute_t<T>>& sink) {
+// The same with the columns of two rows.
+template <typename T, int VECTORS, bool SLOTS, typename F>
+__device__ __forceinline__ void each(const Held<T, VECTORS, SLOTS>& one, const Held<T, VECTORS, SLOTS>& other, F f) {
+    compute_t<T> a[WIDTH<T>], b[WIDTH<T>];
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        unpack(one.registers[k], a);
+        unpack(other.registers[k], b);
+        f(a, b, one.column(k));
+    }
+    if constexpr (SLOTS) {
+#pragma unroll 4
+        for (int k = VECTORS; one.has(k); ++k) {
+            unpack(one.slot(k), a);
+            unpack(other.slot(k), b);
+            f(a, b, one.column(k));
+        }
+    }
+}
+
+// 0 in the vectors that are wholly hidden, while the loads are under way.
+template <typename T, int VECTORS, bool SLOTS>
+__device__ __forceinline__ void write_hidden(T* out, const Held<T, VECTORS, SLOTS>& held, const Span& span, bool aligned) {
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k)
+        if (span.hides_all<true>(held.column(k), WIDTH<T>))
+            store_columns(out, held.column(k), int(span.from), int(span.to), aligned, Words<T>{});
+}
+
+// `slots`: shared memory for what registers do not hold.
+template <int VECTORS, bool SLOTS, bool MASKED, class Team, typename T>
+__device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& span, Team& team, double scale, bool log, const Sink& sink,
+                                             void* slots) {
     using C = compute_t<T>;
-    int shift = shift_of(row), begin = span.begin, end = span.end;
-    T missing = scale < 0 ? -minus_infinity<C>() : minus_infinity<C>();
-    Vec<T, WIDTH<T>> v[VECTORS];
+    using Row = C[WIDTH<T>];
+    int from = span.from, to = span.to, shift = shift_of(row);
+    bool aligned = shift_of(out) == shift;
+    Held<T, VECTORS, SLOTS> held(team, shift, slots);
+    held.load(row, span, true, scale < 0 ? -minus_infinity<C>() : minus_infinity<C>());
+    if (MASKED) write_hidden(out, held, span, aligned);
+    Exponential<T> exponential(scale, log);
+    held.wait();
+    C own = minus_infinity<C>(), sum = 0;
+    each<false>(held, [&](Row& r, int) {
 #pragma unroll
-    for (int k = 0; k < VECTORS; ++k) v[k] = load_columns(row, (team.lane + k * team.width) * WIDTH<T> - shift, begin, end, true, missing);
-    Exponential<T> exponential(scale);
-    C kept[VECTORS][WIDTH<T>], largest = minus_infinity<C>(), sum = 0;
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k)
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) largest = max(largest, kept[k][j] = exponential.lift(v[k].v[j]));
-    C base = sink.base(team.template reduce<Max>(largest, 0));
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k)
+        for (int j = 0; j < WIDTH<T>; ++j) own = max(own, exponential.lift(r[j]));
+    });
+    own = team.template near<Max>(own);
+    held.keep_packed();
+    auto base = exponential.base(own);
+    each<Exponential<T>::KEPT>(held, [&](Row& r, int) {
+        C here = 0;
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) {
-            C d = kept[k][j] - base, e = exponential(d);
-            kept[k][j] = log ? d : e;
-            sum += e;
+            C e = exponential(exponential.lift(r[j]), base);
+            here += e;
+            if (Exponential<T>::KEPT && !log) r[j] = e;
         }
-    sum = finish<MASKED>(team.template reduce<Sum>(sum, 1), base, sink, team.lane == 0);
-    Normalise<T> normalise(exponential, base, sum, log);
-    bool aligned = shift_of(out) == shift;
+        sum += here;
+    });
+    sum = team.template near<Sum>(sum);
+    held.keep_packed();
+    C found = own;
+    team.combine(exponential, found, sum);
+    C largest = sink.largest(found);
+    if (sink.logit) sum *= exponential.rescale(found, exponential.base(largest));
+    sum = sink.add_to<MASKED>(sum, largest, exponential, team.leads());
+    End<T> end(exponential, largest, sum, log, own);
+    each<false>(held, [&](Row& r, int first) {
+        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
 #pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-        int first = (team.lane + k * team.width) * WIDTH<T> - shift;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) v[k].v[j] = span.hides<MASKED>(first + j) ? T(0.0f) : T(normalise.end(kept[k][j]));
-        store_columns(out, first, int(span.from), int(span.to), aligned, v[k]);
-    }
+        for (int j = 0; j < WIDTH<T>; ++j) r[j] = span.hides<MASKED>(first + j) ? C(0) : end(r[j]);
+        store_rounded(out, first, from, to, aligned, r);
+    });
 }
 
-template <int VECTORS, bool MASKED, class Team, typename T>
-__device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, Span span, const Team& team, double scale, bool log,
-                                              const SinkGradient& sink) {
-    int shift = shift_of(y), begin = span.begin, end = span.end;
-    bool g_aligned = shift_of(g) == shift, dx_aligned = shift_of(dx) == shift;
-    Vec<T, WIDTH<T>> a[VECTORS], b[VECTORS];
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-        int first = (team.lane + k * team.width) * WIDTH<T> - shift;
-        a[k] = load_columns(y, first, begin, end, true, T(0.0f));
-        b[k] = load_columns(g, first, begin, end, g_aligned, T(0.0f));
-    }
+// `y_slots` and `g_slots`: the same for y and for g.
+template <int VECTORS, bool SLOTS, bool MASKED, class Team, typename T>
+__device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, const Span& span, Team& team, double scale, bool log,
+                                              const SinkGradient& sink, void* y_slots, void* g_slots) {
+    using C = compute_t<T>;
+    using Row = C[WIDTH<T>];
+    int from = span.from, to = span.to, shift = shift_of(y);
+    bool aligned = shift_of(dx) == shift;
+    Held<T, VECTORS, SLOTS> ys(team, shift, y_slots), gs(team, shift, g_slots);
+    ys.load(y, span, true, C(0));
+    gs.load(g, span, shift_of(g) == shift, C(0));
+    if (MASKED) write_hidden(dx, ys, span, aligned);
     Gradient<T> gradient(scale, log);
-    compute_t<T> total = 0;
+    ys.wait();
+    C total = 0;
+    each(ys, gs, [&](Row& a, Row& b, int) {
+        C here = 0;
 #pragma unroll
-    for (int k = 0; k < VECTORS; ++k)
+        for (int j = 0; j < WIDTH<T>; ++j) here += gradient.term(a[j], b[j]);
+        total += here;
+    });
+    ys.keep_packed();
+    gs.keep_packed();
+    total = sink.add_to(team.add(total), team.leads());
+    each(ys, gs, [&](Row& a, Row& b, int first) {
+        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) total += gradient.term(a[k].v[j], b[k].v[j]);
-    total = sink.finish(team.template reduce<Sum>(total, 0), team.lane == 0);
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-        int first = (team.lane + k * team.width) * WIDTH<T> - shift;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) a[k].v[j] = span.hides<MASKED>(first + j) ? T(0.0f) : gradient(a[k].v[j], b[k].v[j], total);
-        store_columns(dx, first, int(span.from), int(span.to), dx_aligned, a[k]);
-    }
+        for (int j = 0; j < WIDTH<T>; ++j) a[j] = span.hides<MASKED>(first + j) ? C(0) : gradient(a[j], b[j], total);
+        store_rounded(dx, first, from, to, aligned, a);
+    });
 }

@@ -1,0 +1,128 @@
+"""v6 to v9 of softmax, which hold a row on chip and read it once: which kernel takes a call, and its launch. Forward and backward alike."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cukern.ops import softmax_plan as plan
+from cukern.runtime import backend
+from cukern.runtime.kernel import Kernel, Template
+
+
+class Call(NamedTuple):
+    """`pointers`: the output's, then the inputs'. `row`: from one row of x, or of g, to the next, in elements. `vectors`: of a row."""
+
+    pointers: tuple[int, ...]
+    rows: int
+    columns: int
+    row: int
+    scale: float
+    log: bool
+    dtype: torch.dtype
+    device: torch.device
+    number: int
+    vectors: int
+    backward: bool
+
+
+def call_of(x: Tensor, row: int, scale: float, log: bool, backward: bool, *tensors: Tensor) -> Call:
+    """`x`: what is read as vectors: forward's x, backward's y."""
+    rows, columns = x.shape
+    aligned = not (x.data_ptr() | x.stride(0) * x.itemsize) % plan.VECTOR_BYTES
+    vectors = plan.vectors_of(columns, x.itemsize, aligned)
+    pointers = tuple(t.data_ptr() for t in tensors)
+    return Call(pointers, rows, columns, row, scale, log, x.dtype, x.device, x.get_device(), vectors, backward)
+
+
+def _two(name: str) -> tuple[Template, Template]:
+    return Template("softmax.cu", f"softmax_{name}"), Template("softmax.cu", f"softmax_{name}_bwd")
+
+
+_V6, _V7, _SCAN, _WRITE, _V8, _V9 = (_two(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9"))
+
+
+def in_a_warp(call: Call) -> bool:
+    """v6. Like the other four: False, and nothing done, where a row is too long for it."""
+    team = plan.warp_team(call.vectors, call.dtype.itemsize)
+    if team is None:
+        return False
+    grid = (-(-call.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
+    numbers = call.rows, call.columns, call.row, team.width, call.scale, call.log
+    _V6[call.backward][call.dtype, team.vectors].on(call.number)(grid, (plan.WARP_BLOCK, 1, 1), 0, *call.pointers, *numbers)
+    return True
+
+
+def in_a_block(call: Call) -> bool:
+    """v7, of rows in registers."""
+    found = plan.block_shape(call.vectors, (plan.SHAPES_BWD if call.backward else plan.SHAPES)[call.dtype.itemsize])
+    if found is None or call.rows > plan.MOST_BLOCKS:
+        return False
+    shape, width = found
+    kernel = _V7[call.backward][call.dtype, *shape].on(call.number)
+    kernel((call.rows, 1, 1), (width, 1, 1), 0, *call.pointers, call.columns, call.row, call.scale, call.log)
+    return True
+
+
+def in_pieces(call: Call) -> bool:
+    """v7, of a few long rows: in two launches. False where there are enough rows for all of the GPU."""
+    pieces = plan.pieces(call.rows, call.vectors, backend.multiprocessors(call.number))
+    width = plan.VECTOR_BYTES // call.dtype.itemsize
+    length = width * -(-call.columns // (width * pieces))
+    pieces = -(-call.columns // length)
+    if pieces == 1 or call.rows * pieces > plan.MOST_BLOCKS:
+        return False
+    parts = torch.empty((call.rows, pieces, 1 if call.backward else 2), dtype=torch.float64, device=call.device)
+    grid, block = (call.rows * pieces, 1, 1), (plan.LOOP_THREADS, 1, 1)
+    numbers = call.columns, call.row, pieces, length, call.scale, call.log
+    scan, write = (both[call.backward][call.dtype].on(call.number) for both in (_SCAN, _WRITE))
+    scan(grid, block, 0, parts.data_ptr(), *call.pointers[1:], *numbers)
+    write(grid, block, 0, *call.pointers, parts.data_ptr(), *numbers)
+    return True
+
+
+def in_shared_memory(call: Call) -> bool:
+    """v8."""
+    return _hold(call, plan.block_hold(call.vectors, backend.shared_memory(call.number), call.backward))
+
+
+def in_a_cluster(call: Call) -> bool:
+    """v9; a cluster of one block is v8."""
+    sms, most = backend.multiprocessors(call.number), largest_cluster(backend.capability(call.number))
+    return _hold(call, plan.cluster_hold(call.rows, call.vectors, backend.shared_memory(call.number), sms, most, call.backward))
+
+
+def largest_cluster(capability: int) -> int:
+    """Any GPU with clusters has them of 8 blocks; those of data centres, of 16, where asked for."""
+    return 16 if capability < 120 else 8
+
+
+def _hold(call: Call, held: plan.Hold | None) -> bool:
+    if held is None or call.rows * held.size > plan.MOST_BLOCKS:
+        return False
+    key = (call.dtype, held.vectors) if held.size == 1 else (call.dtype, held.vectors, held.size)
+    kernel = (_V8 if held.size == 1 else _V9)[call.backward][key].on(call.number)
+    numbers = call.columns, call.row, held.part, call.scale, call.log
+    kernel((call.rows * held.size, 1, 1), (plan.HELD_THREADS, 1, 1), held.shared, *call.pointers, *numbers)
+    return True
+
+
+# ---- the kernels that each may launch, beyond those of the version before
+
+
+def v6_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [template[dtype, v] for template in _V6 for v in plan.WARP_VECTORS[dtype.itemsize]]
+
+
+def v7_instances(dtype: torch.dtype) -> list[Kernel]:
+    shapes = zip(_V7, (plan.SHAPES, plan.SHAPES_BWD), strict=True)
+    blocks = [template[dtype, *shape] for template, by_size in shapes for shape in by_size[dtype.itemsize]]
+    return [*blocks, *(template[dtype] for template in (*_SCAN, *_WRITE))]
+
+
+def v8_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [template[dtype, plan.held_vectors(1, bool(i))] for i, template in enumerate(_V8)]
+
+
+def v9_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [template[dtype, plan.held_vectors(size, bool(i)), size] for i, template in enumerate(_V9) for size in (2, 4, 8, 16)]
