@@ -10,7 +10,7 @@
 //
 //  version  idea
 //  v1       one block a row, in turns of 16-byte vectors; read twice
-//  v2       up to 32 lanes or a block a row, which stays in registers; zeros are written while the loads are under way; long rows first
+//  v2       up to 32 lanes or a block a row, which stays in registers; zeros are written while the loads are under way
 #include "common/softmax_rows.cuh"
 
 // What a row of the scores sees.
@@ -32,11 +32,12 @@ __global__ void causal_softmax_v1(T* out, double* share, const T* x, const doubl
         const T* from = x + matrix * x_matrix + query * x_row;
         Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
         C found, sum;
-        scan_columns(from, span, exponential, found, sum);
+        scan_columns(from, span, block_turns(from, span.begin, span.end), exponential, found, sum);
         merge_block(exponential, shared, found, sum);
         C largest = extra.largest(found);
         sum = extra.add_to<true>(sum * exponential.rescale(found, exponential.base(largest)), largest, exponential, threadIdx.x == 0);
-        write_columns<true>(out + row * keys, from, span, End<T>(exponential, largest, sum, false, largest));
+        End<T> end(exponential, largest, sum, false, largest);
+        write_columns<true>(out + row * keys, from, span, block_turns(from, 0, keys), end);
         __syncthreads();
     }
 }
@@ -52,36 +53,39 @@ __global__ void causal_softmax_v1_bwd(T* dx, double* dsink, const T* y, const T*
         Span span = seen(query, queries, keys, window);
         const T *ys = y + row * keys, *gs = g + matrix * g_matrix + query * g_row;
         SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
-        compute_t<T> total = extra.add_to(block_reduce<Sum>(sum_terms(ys, gs, span, gradient), sums), threadIdx.x == 0);
-        write_gradients<true>(dx + row * keys, ys, gs, span, total, gradient);
+        compute_t<T> own = sum_terms(ys, gs, span, block_turns(ys, span.begin, span.end), gradient);
+        compute_t<T> total = extra.add_to(block_reduce<Sum>(own, sums), threadIdx.x == 0);
+        write_gradients<true>(dx + row * keys, ys, gs, span, block_turns(ys, 0, keys), total, gradient);
         __syncthreads();
     }
 }
 
-// v2. A team takes one row; the longest rows come first, so that no block is left with much to do when the others are done.
+// v2. A team takes one row, the number-th.
 template <int VECTORS, class Team, typename T>
 __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
                                             int keys, long long x_matrix, long long x_row, long long window, double scale,
                                             long long number, Team& team) {
-    long long matrix = number % matrices, query = queries - 1 - number / matrices, row = matrix * queries + query;
-    bool empty = query < 0;  // a team with nothing to do takes part in its warp's reductions, with an empty row
+    long long row = number, matrix = row / queries, query = row % queries;
+    bool empty = matrix >= matrices;  // a team with nothing to do takes part in its warp's reductions, with an empty row
     if (empty) matrix = query = row = 0;
     Sink extra{sink && !empty ? sink + matrix : nullptr, share && !empty ? share + row : nullptr, scale};
     team_softmax<VECTORS, false, true>(out + row * keys, x + matrix * x_matrix + query * x_row,
-                                       empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra, nullptr);
+                                       empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra, EVERYTHING);
 }
 
 template <int VECTORS, class Team, typename T>
 __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
                                              long long matrices, long long queries, int keys, long long g_matrix, long long g_row,
                                              long long window, double scale, long long number, Team& team) {
-    long long matrix = number % matrices, query = queries - 1 - number / matrices, row = matrix * queries + query, at = row * keys;
-    bool empty = query < 0;
+    // The first query, the last, the second, the last but one, ...: long rows and short ones at the same time.
+    long long matrix = number / queries, i = number % queries, query = i % 2 ? queries - 1 - i / 2 : i / 2;
+    long long row = matrix * queries + query, at = row * keys;
+    bool empty = matrix >= matrices;
     if (empty) matrix = query = row = at = 0;
     SinkGradient extra{share && !empty ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
     team_gradient<VECTORS, false, true>(dx + at, y + at, g + matrix * g_matrix + query * g_row,
-                                        empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra, nullptr,
-                                        nullptr);
+                                        empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra,
+                                        EVERYTHING);
 }
 
 // Grid ceil(matrices * queries / (blockDim.x / width)).

@@ -189,9 +189,11 @@ __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns
     Exponential<T> exponential(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         C largest, sum;
-        scan_columns(x + row * x_row, Span(0, columns), exponential, largest, sum);
+        Turns turns = block_turns(x + row * x_row, 0, columns);
+        scan_columns(x + row * x_row, Span(0, columns), turns, exponential, largest, sum);
         merge_block(exponential, shared, largest, sum);
-        write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), End<T>(exponential, largest, sum, log, largest));
+        End<T> end(exponential, largest, sum, log, largest);
+        write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), turns, end);
         __syncthreads();
     }
 }
@@ -202,8 +204,9 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
     Gradient<T> gradient(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *ys = y + row * columns, *gs = g + row * g_row;
-        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, Span(0, columns), gradient), sums);
-        write_gradients<false>(dx + row * columns, ys, gs, Span(0, columns), total, gradient);
+        Turns turns = block_turns(ys, 0, columns);
+        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, Span(0, columns), turns, gradient), sums);
+        write_gradients<false>(dx + row * columns, ys, gs, Span(0, columns), turns, total, gradient);
         __syncthreads();
     }
 }
@@ -217,7 +220,7 @@ __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long 
     long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
     if (row >= rows) row = columns = 0;
     Lanes team(width);
-    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, nullptr);
+    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
 }
 
 template <typename T, int VECTORS>
@@ -226,8 +229,8 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
     long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width, at = row * columns;
     if (row >= rows) row = at = columns = 0;
     Lanes team(width);
-    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, nullptr,
-                                         nullptr);
+    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+                                         EVERYTHING);
 }
 
 // Grid rows.
@@ -236,7 +239,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_v7(T* out, const T* x
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
     Block<compute_t<T>> team(shared);
-    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, nullptr);
+    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS>
@@ -245,8 +248,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_v7_bwd(T* dx, const T
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
     Block<compute_t<T>> team(shared);
-    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, nullptr,
-                                         nullptr);
+    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+                                         EVERYTHING);
 }
 
 // Few rows that no block can hold: `pieces` blocks share each, in two launches. What the first found in each piece is in `parts`, (rows,
@@ -256,10 +259,11 @@ template <typename T>
 __global__ void softmax_v7_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length,
                                 double scale, bool log) {
     __shared__ compute_t<T> shared[64];
-    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
+    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns);
     compute_t<T> largest, sum;
     Exponential<T> exponential(scale, log);
-    scan_columns(x + row * x_row, Span(begin, min(begin + length, columns)), exponential, largest, sum);
+    const T* from = x + row * x_row;
+    scan_columns(from, Span(begin, end), block_turns(from, begin, end), exponential, largest, sum);
     merge_block(exponential, shared, largest, sum);
     if (threadIdx.x == 0) {
         parts[2LL * blockIdx.x] = largest;
@@ -272,7 +276,7 @@ __global__ void softmax_v7_write(T* out, const T* x, const double* parts, long l
                                  long long length, double scale, bool log) {
     using C = compute_t<T>;
     __shared__ C shared[64];
-    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
+    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, stop = min(begin + length, columns);
     Exponential<T> exponential(scale, log);
     C largest = minus_infinity<C>(), sum = 0;
     if (threadIdx.x < pieces) {
@@ -281,16 +285,18 @@ __global__ void softmax_v7_write(T* out, const T* x, const double* parts, long l
     }
     merge_block(exponential, shared, largest, sum);
     End<T> end(exponential, largest, sum, log, largest);
-    write_columns<false>(out + row * columns, x + row * x_row, Span(begin, min(begin + length, columns)), end);
+    const T* from = x + row * x_row;
+    write_columns<false>(out + row * columns, from, Span(begin, stop), block_turns(from, begin, stop), end);
 }
 
 template <typename T>
 __global__ void softmax_v7_scan_bwd(double* parts, const T* y, const T* g, long long columns, long long g_row, int pieces, long long length,
                                     double scale, bool log) {
     __shared__ compute_t<T> sums[32];
-    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length;
+    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns);
     Gradient<T> gradient(scale, log);
-    compute_t<T> sum = sum_terms(y + row * columns, g + row * g_row, Span(begin, min(begin + length, columns)), gradient);
+    const T* ys = y + row * columns;
+    compute_t<T> sum = sum_terms(ys, g + row * g_row, Span(begin, end), block_turns(ys, begin, end), gradient);
     sum = block_reduce<Sum>(sum, sums);
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
@@ -300,59 +306,60 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
                                      long long length, double scale, bool log) {
     using C = compute_t<T>;
     __shared__ C sums[32];
-    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, at = row * columns;
+    long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns), at = row * columns;
     C total = block_reduce<Sum>(threadIdx.x < pieces ? C(parts[row * pieces + threadIdx.x]) : C(0), sums);
     Gradient<T> gradient(scale, log);
-    write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, min(begin + length, columns)), total, gradient);
+    write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(y + at, begin, end), total, gradient);
 }
 
 // ---- v8 and v9: the row in registers and in shared memory, of one block, or of the SIZE blocks of a cluster, of which each takes `part`
-// of its vectors. Dynamic shared memory: 16 bytes for each vector of a part beyond VECTORS * blockDim.x; backward as much for g.
+// of its vectors and holds the first `most`. Dynamic shared memory: 16 bytes for each of these beyond VECTORS * blockDim.x; backward as
+// much again, for g.
 
 // Grid rows.
 template <typename T, int VECTORS>
-__global__ void __launch_bounds__(512) softmax_v8(T* out, const T* x, int columns, long long x_row, int part, double scale, bool log) {
+__global__ void __launch_bounds__(1024) softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
     Block<compute_t<T>> team(shared, part);
-    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, slots);
+    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
 }
 
 template <typename T, int VECTORS>
-__global__ void __launch_bounds__(512) softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, double scale,
+__global__ void __launch_bounds__(1024) softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale,
                                                       bool log) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
     Block<compute_t<T>> team(shared, part);
-    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, slots,
-                                        slots + max(part - VECTORS * int(blockDim.x), 0));
+    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+                                        Room{slots, most});
 }
 
 #if __CUDA_ARCH__ >= 900
 // Grid rows * SIZE.
 template <typename T, int VECTORS, int SIZE>
-__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(512)
-    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, double scale, bool log) {
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
+    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE;
     Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, slots);
+    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
 }
 
 template <typename T, int VECTORS, int SIZE>
-__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(512)
-    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, double scale, bool log) {
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
+    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale, bool log) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE, at = row * columns;
     Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{}, slots,
-                                        slots + max(part - VECTORS * int(blockDim.x), 0));
+    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+                                        Room{slots, most});
 }
 #endif
 

@@ -198,6 +198,7 @@ _causal_softmax_backward = raw_op(
 
 # ---- the ladder: a rung launches on x's or y's memory with the kernel's pointers, and its numbers after the three sizes
 
+WARP_BLOCK = 64  # threads of v2's blocks, where lanes of a warp share a row
 Rung = Callable[[Tensor, tuple[int, ...], tuple[float, ...]], None]
 
 
@@ -218,9 +219,9 @@ def _held(warp: Template, block: Template, loop: Rung, shapes: dict[int, tuple[p
         misaligned = any(n % plan.VECTOR_BYTES for n in (pointers[2], *(int(step) * x.itemsize for step in steps)))
         vectors, rows = plan.vectors_of(keys, x.itemsize, not misaligned), matrices * queries
         if team := plan.warp_team(vectors, x.itemsize):
-            grid = (-(-rows // (plan.WARP_BLOCK // team.width)), 1, 1)
+            grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
             kernel = warp[x.dtype, team.vectors].on(device)
-            kernel(grid, (plan.WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
+            kernel(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
         elif (found := plan.block_shape(vectors, shapes[x.itemsize])) and rows <= plan.MOST_BLOCKS:
             kernel = block[x.dtype, *_alone(found[0])].on(device)
             kernel((rows, 1, 1), (found[1], 1, 1), 0, *pointers, *x.shape, *numbers)

@@ -100,10 +100,11 @@ def largest_cluster(capability: int) -> int:
 def _hold(call: Call, held: plan.Hold | None) -> bool:
     if held is None or call.rows * held.size > plan.MOST_BLOCKS:
         return False
-    key = (call.dtype, held.vectors) if held.size == 1 else (call.dtype, held.vectors, held.size)
+    vectors = plan.HELD_VECTORS_BWD if call.backward else plan.HELD_VECTORS
+    key = (call.dtype, vectors) if held.size == 1 else (call.dtype, vectors, held.size)
     kernel = (_V8 if held.size == 1 else _V9)[call.backward][key].on(call.number)
-    numbers = call.columns, call.row, held.part, call.scale, call.log
-    kernel((call.rows * held.size, 1, 1), (plan.HELD_THREADS, 1, 1), held.shared, *call.pointers, *numbers)
+    numbers = call.columns, call.row, held.part, held.most, call.scale, call.log
+    kernel((call.rows * held.size, 1, 1), (held.threads, 1, 1), held.shared, *call.pointers, *numbers)
     return True
 
 
@@ -121,8 +122,8 @@ def v7_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def v8_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [template[dtype, plan.held_vectors(1, bool(i))] for i, template in enumerate(_V8)]
+    return [_V8[0][dtype, plan.HELD_VECTORS], _V8[1][dtype, plan.HELD_VECTORS_BWD]]
 
 
 def v9_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [template[dtype, plan.held_vectors(size, bool(i)), size] for i, template in enumerate(_V9) for size in (2, 4, 8, 16)]
+    return [t[dtype, v, size] for t, v in zip(_V9, (plan.HELD_VECTORS, plan.HELD_VECTORS_BWD), strict=True) for size in (2, 4, 8, 16)]

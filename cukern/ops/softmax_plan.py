@@ -10,7 +10,8 @@ from typing import NamedTuple
 VECTOR_BYTES = 16
 WARP_BLOCK = 128  # threads of v6's blocks
 LOOP_THREADS = 256  # of the blocks of v1 to v5, and of v7's that share a row in two launches
-HELD_THREADS = 512  # of the blocks of v8 and v9
+HELD_THREADS = (512, 1024)  # of the blocks of v8 and v9: where two fit a multiprocessor, and where one does
+HELD_VECTORS, HELD_VECTORS_BWD = 2, 1  # that a thread of them holds in registers
 BLOCKS_PER_SM = 8  # that share rows in two launches
 LEAST_PIECE = 2048  # vectors of a row that is cut into pieces, for each
 MOST_BLOCKS = (1 << 31) - 1  # of a grid
@@ -34,11 +35,12 @@ class Team(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """`size` blocks share a row, each `part` vectors of it, of which a thread holds `vectors` in registers, `shared` bytes are elsewhere."""
+    """`size` blocks of `threads` share a row, each a `part` of its vectors, of which it holds `most`, with `shared` bytes of shared memory."""
 
     size: int
-    vectors: int
+    threads: int
     part: int
+    most: int
     shared: int
 
 
@@ -77,34 +79,34 @@ def pieces(rows: int, vectors: int, sms: int) -> int:
     return max(1, min(ceil(BLOCKS_PER_SM * sms / rows), vectors // LEAST_PIECE, LOOP_THREADS))
 
 
-def held_vectors(size: int, backward: bool) -> int:
-    """In registers, of a thread of v8 (size 1) or v9."""
-    return (1 if backward else 2) * (2 if size == 16 else 1)
-
-
-def hold(vectors: int, size: int, backward: bool) -> Hold:
-    """A row in registers and shared memory of `size` blocks."""
-    part, registers = ceil(vectors / size), held_vectors(size, backward)
-    return Hold(size, registers, part, max(0, part - registers * HELD_THREADS) * VECTOR_BYTES * (2 if backward else 1))
+def hold(vectors: int, size: int, shared: int, backward: bool) -> Hold:
+    """A row in `size` blocks, of which two fit a multiprocessor if that can be. `shared`: bytes that one block may have."""
+    part, registers = ceil(vectors / size), HELD_VECTORS_BWD if backward else HELD_VECTORS
+    slot = VECTOR_BYTES * (2 if backward else 1)
+    for threads, room in zip(HELD_THREADS, ((shared + 1024) // 2 - NEXT_TO_SLOTS, shared - NEXT_TO_SLOTS), strict=True):
+        held = min(part, threads * registers + room // slot)
+        if held == part:
+            break
+    return Hold(size, threads, part, held, max(0, held - threads * registers) * slot)
 
 
 def block_hold(vectors: int, shared: int, backward: bool) -> Hold | None:
-    """The same of one block, or None for too long a row. `shared`: bytes of shared memory that a block may have."""
-    held = hold(vectors, 1, backward)
-    return held if vectors <= MOST_VECTORS and held.shared <= shared - NEXT_TO_SLOTS else None
+    """A row in one block, or None for too long a row."""
+    found = hold(vectors, 1, shared, backward)
+    return found if vectors <= MOST_VECTORS and found.most == found.part else None
 
 
 def cluster_hold(rows: int, vectors: int, shared: int, sms: int, most: int, backward: bool) -> Hold | None:
-    """The smallest cluster, up to `most` blocks, of which two blocks fit a multiprocessor; a larger one where rows are few."""
+    """The smallest cluster, up to `most` blocks, of which two blocks fit a multiprocessor; a larger one where rows are few. Of a row that
+    is too long even for the largest a part is not held; None if then rows are too few for all multiprocessors."""
     if vectors > MOST_VECTORS:
         return None
-    half = (shared + 1024) // 2 - NEXT_TO_SLOTS
     size = 1
-    while size < most and hold(vectors, size, backward).shared > half:
+    while size < most and hold(vectors, size, shared, backward).threads > HELD_THREADS[0]:
         size *= 2
     while size < min(most, 8) and rows * size < 2 * sms:
         size *= 2
     if size == 8 < most and rows * 64 <= sms:
         size = 16
-    held = hold(vectors, size, backward)
-    return held if held.shared <= shared - NEXT_TO_SLOTS else None
+    found = hold(vectors, size, shared, backward)
+    return found if found.most == found.part or rows * size >= sms else None

@@ -24,15 +24,28 @@ struct Span {
 
 // ---- in a loop
 
+// The vectors that a thread takes in turn: first, first + step, ... below end.
+struct Turns {
+    long long first, end;
+    int step;
+};
+
+// Those of a block that takes columns [from, to).
+template <typename T>
+__device__ __forceinline__ Turns block_turns(const T* row, long long from, long long to) {
+    int shift = shift_of(row);
+    return {(from + shift) / WIDTH<T> + threadIdx.x, vectors_to<T>(to, shift), int(blockDim.x)};
+}
+
 // Largest u and sum of exponentials of a thread's vectors, in one pass: where a larger u turns up, the sum so far is scaled down.
 template <typename T>
-__device__ __forceinline__ void scan_columns(const T* row, Span span, const Exponential<T>& exponential, compute_t<T>& largest,
-                                             compute_t<T>& sum) {
+__device__ __forceinline__ void scan_columns(const T* row, const Span& span, Turns turns, const Exponential<T>& exponential,
+                                             compute_t<T>& largest, compute_t<T>& sum) {
     using C = compute_t<T>;
     int shift = shift_of(row);
     largest = minus_infinity<C>();
     sum = 0;
-    for (long long i = (span.begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.end, shift); i += blockDim.x) {
+    for (long long i = turns.first; i < turns.end; i += turns.step) {
         C r[WIDTH<T>], before = largest, here = 0;
         unpack(load_columns(row, i * WIDTH<T> - shift, span.begin, span.end, true, exponential.sign * minus_infinity<C>()), r);
 #pragma unroll
@@ -45,10 +58,10 @@ __device__ __forceinline__ void scan_columns(const T* row, Span span, const Expo
 }
 
 template <bool MASKED, typename T>
-__device__ __forceinline__ void write_columns(T* out, const T* row, Span span, const End<T>& end) {
+__device__ __forceinline__ void write_columns(T* out, const T* row, const Span& span, Turns turns, const End<T>& end) {
     int shift = shift_of(row);
     bool aligned = shift_of(out) == shift;
-    for (long long i = (span.from + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.to, shift); i += blockDim.x) {
+    for (long long i = turns.first; i < turns.end; i += turns.step) {
         long long first = i * WIDTH<T> - shift;
         compute_t<T> r[WIDTH<T>];
         unpack(load_columns(row, first, span.begin, span.end, true, compute_t<T>(0)), r);
@@ -67,11 +80,12 @@ __device__ __forceinline__ void load_both(const T* y, const T* g, long long firs
 }
 
 template <typename T>
-__device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, Span span, const Gradient<T>& gradient) {
+__device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, const Span& span, Turns turns,
+                                                  const Gradient<T>& gradient) {
     int shift = shift_of(y);
     bool aligned = shift_of(g) == shift;
     compute_t<T> sum = 0, a[WIDTH<T>], b[WIDTH<T>];
-    for (long long i = (span.begin + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.end, shift); i += blockDim.x) {
+    for (long long i = turns.first; i < turns.end; i += turns.step) {
         load_both(y, g, i * WIDTH<T> - shift, span, aligned, a, b);
         compute_t<T> here = 0;
 #pragma unroll
@@ -82,12 +96,12 @@ __device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, Span s
 }
 
 template <bool MASKED, typename T>
-__device__ __forceinline__ void write_gradients(T* dx, const T* y, const T* g, Span span, compute_t<T> total,
+__device__ __forceinline__ void write_gradients(T* dx, const T* y, const T* g, const Span& span, Turns turns, compute_t<T> total,
                                                 const Gradient<T>& gradient) {
     int shift = shift_of(y);
     bool g_aligned = shift_of(g) == shift, dx_aligned = shift_of(dx) == shift;
     compute_t<T> a[WIDTH<T>], b[WIDTH<T>];
-    for (long long i = (span.from + shift) / WIDTH<T> + threadIdx.x; i < vectors_to<T>(span.to, shift); i += blockDim.x) {
+    for (long long i = turns.first; i < turns.end; i += turns.step) {
         long long first = i * WIDTH<T> - shift;
         load_both(y, g, first, span, g_aligned, a, b);
 #pragma unroll
@@ -98,15 +112,16 @@ __device__ __forceinline__ void write_gradients(T* dx, const T* y, const T* g, S
 
 // ---- held on chip
 
-// A thread's vectors of a row: the first VECTORS in registers; with SLOTS the others in slots of shared memory that are its own, so that
-// no barrier is needed, and that fill in the background.
+// A thread's vectors of a row: the first VECTORS in registers; with SLOTS others in slots of shared memory that are its own, so that no
+// barrier is needed, and that fill in the background. What is beyond `most` vectors of a block is not held.
 template <typename T, int VECTORS, bool SLOTS>
 struct Held {
     Words<T> registers[VECTORS], *slots;
-    int first, end, step, shift;  // in vectors: the thread's first, where its block's part ends, from one to the next
+    int first, end, step, shift;  // in vectors: the thread's first, the end of what the block holds, from one to the next
     template <class Team>
-    __device__ __forceinline__ Held(const Team& team, int shift, void* slots)
-        : slots(static_cast<Words<T>*>(slots) + threadIdx.x), first(team.first()), end(team.end), step(team.width), shift(shift) {}
+    __device__ __forceinline__ Held(const Team& team, int shift, void* slots, int most)
+        : slots(static_cast<Words<T>*>(slots) + threadIdx.x), first(team.begin + team.lane()), end(team.begin + most), step(team.width),
+          shift(shift) {}
     static constexpr int NOWHERE = 2147483000;  // a column that no row has
     __device__ __forceinline__ int column(int k) const {
         int i = first + k * step;
@@ -192,28 +207,39 @@ __device__ __forceinline__ void write_hidden(T* out, const Held<T, VECTORS, SLOT
             store_columns(out, held.column(k), int(span.from), int(span.to), aligned, Words<T>{});
 }
 
-// `slots`: shared memory for what registers do not hold.
+// Where a row is held: `slots` is shared memory for what registers do not hold, `most` the vectors of a block that are held at all.
+struct Room {
+    void* slots;
+    int most;
+};
+__device__ constexpr Room EVERYTHING{nullptr, 0x7fffffff};  // in registers
+
+// What a team does not hold is read twice.
 template <int VECTORS, bool SLOTS, bool MASKED, class Team, typename T>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& span, Team& team, double scale, bool log, const Sink& sink,
-                                             void* slots) {
+                                             Room room) {
     using C = compute_t<T>;
     using Row = C[WIDTH<T>];
     int from = span.from, to = span.to, shift = shift_of(row);
     bool aligned = shift_of(out) == shift;
-    Held<T, VECTORS, SLOTS> held(team, shift, slots);
+    Held<T, VECTORS, SLOTS> held(team, shift, room.slots, room.most);
     held.load(row, span, true, scale < 0 ? -minus_infinity<C>() : minus_infinity<C>());
     if (MASKED) write_hidden(out, held, span, aligned);
     Exponential<T> exponential(scale, log);
+    C own = minus_infinity<C>(), sum = 0, rest = own, rest_sum = 0;
+    Turns beyond{held.end + team.lane(), team.end, team.width};
+    if constexpr (SLOTS) scan_columns(row, span, beyond, exponential, rest, rest_sum);
     held.wait();
-    C own = minus_infinity<C>(), sum = 0;
-    each<false>(held, [&](Row& r, int) {
+    each<false>(held, [&](Row& r, int first) {
+        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) own = max(own, exponential.lift(r[j]));
     });
-    own = team.template near<Max>(own);
+    own = team.template near<Max>(max(own, rest));
     held.keep_packed();
     auto base = exponential.base(own);
-    each<Exponential<T>::KEPT>(held, [&](Row& r, int) {
+    each<Exponential<T>::KEPT>(held, [&](Row& r, int first) {
+        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
         C here = 0;
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) {
@@ -223,6 +249,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& s
         }
         sum += here;
     });
+    if constexpr (SLOTS) sum += rest_sum * exponential.rescale(rest, base);
     sum = team.template near<Sum>(sum);
     held.keep_packed();
     C found = own;
@@ -237,24 +264,29 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& s
         for (int j = 0; j < WIDTH<T>; ++j) r[j] = span.hides<MASKED>(first + j) ? C(0) : end(r[j]);
         store_rounded(out, first, from, to, aligned, r);
     });
+    if constexpr (SLOTS) write_columns<MASKED>(out, row, span, beyond, End<T>(exponential, largest, sum, log, largest));
 }
 
-// `y_slots` and `g_slots`: the same for y and for g.
+// `room.slots` has as much room for g behind that for y.
 template <int VECTORS, bool SLOTS, bool MASKED, class Team, typename T>
 __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, const Span& span, Team& team, double scale, bool log,
-                                              const SinkGradient& sink, void* y_slots, void* g_slots) {
+                                              const SinkGradient& sink, Room room) {
     using C = compute_t<T>;
     using Row = C[WIDTH<T>];
     int from = span.from, to = span.to, shift = shift_of(y);
     bool aligned = shift_of(dx) == shift;
-    Held<T, VECTORS, SLOTS> ys(team, shift, y_slots), gs(team, shift, g_slots);
+    void* behind = static_cast<Words<T>*>(room.slots) + max(room.most - VECTORS * team.width, 0);
+    Held<T, VECTORS, SLOTS> ys(team, shift, room.slots, room.most), gs(team, shift, behind, room.most);
     ys.load(y, span, true, C(0));
     gs.load(g, span, shift_of(g) == shift, C(0));
     if (MASKED) write_hidden(dx, ys, span, aligned);
     Gradient<T> gradient(scale, log);
-    ys.wait();
+    Turns beyond{ys.end + team.lane(), team.end, team.width};
     C total = 0;
-    each(ys, gs, [&](Row& a, Row& b, int) {
+    if constexpr (SLOTS) total = sum_terms(y, g, span, beyond, gradient);
+    ys.wait();
+    each(ys, gs, [&](Row& a, Row& b, int first) {
+        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
         C here = 0;
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) here += gradient.term(a[j], b[j]);
@@ -269,4 +301,5 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, con
         for (int j = 0; j < WIDTH<T>; ++j) a[j] = span.hides<MASKED>(first + j) ? C(0) : gradient(a[j], b[j], total);
         store_rounded(dx, first, from, to, aligned, a);
     });
+    if constexpr (SLOTS) write_gradients<MASKED>(dx, y, g, span, beyond, total, gradient);
 }

@@ -1,5 +1,6 @@
 // The threads that share a row, and what they tell one another: first the lanes that are near, by shuffles, then all, each with the
-// largest u and the sum of the exponentials that it and its near ones found. Every thread of a block must take part.
+// largest u and the sum of the exponentials that it and its near ones found. Every thread of a block must take part. Vectors [begin, end)
+// of the row are the block's part; end matters only where not all of it is held on chip.
 #pragma once
 #include "exponential.cuh"
 #include "ptx.cuh"
@@ -15,10 +16,10 @@ __device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, C
 
 // Neighbouring lanes of a warp, a power of 2.
 struct Lanes {
-    static constexpr int end = 0x7fffffff;  // the row's vectors are all theirs
+    static constexpr int begin = 0, end = 0;
     int width;
     __device__ __forceinline__ explicit Lanes(int width) : width(width) {}
-    __device__ __forceinline__ int first() const { return threadIdx.x % width; }
+    __device__ __forceinline__ int lane() const { return threadIdx.x % width; }
     __device__ __forceinline__ bool leads() const { return threadIdx.x % width == 0; }
     template <class Op, typename C>
     __device__ __forceinline__ C near(C value) const {
@@ -32,13 +33,14 @@ struct Lanes {
     }
 };
 
-// A block. `shared` has room for 64; `end`: how many vectors a row has, if that matters.
+// A block. `shared` has room for 64.
 template <typename C>
 struct Block {
+    static constexpr int begin = 0;
     int width, end;
     C* shared;
-    __device__ __forceinline__ explicit Block(C* shared, int end = 0x7fffffff) : width(blockDim.x), end(end), shared(shared) {}
-    __device__ __forceinline__ int first() const { return threadIdx.x; }
+    __device__ __forceinline__ explicit Block(C* shared, int end = 0) : width(blockDim.x), end(end), shared(shared) {}
+    __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
     template <class Op>
     __device__ __forceinline__ C near(C value) const {
@@ -74,10 +76,10 @@ template <typename C, int SIZE>
 struct Cluster {
     Block<C> block;
     C* from_peers;
-    int width, part, end;
+    int width, begin, end;
     __device__ __forceinline__ Cluster(C* shared, C* from_peers, int part)
-        : block(shared), from_peers(from_peers), width(block.width), part(part), end((cluster_rank() + 1) * part) {}
-    __device__ __forceinline__ int first() const { return end - part + threadIdx.x; }
+        : block(shared), from_peers(from_peers), width(block.width), begin(cluster_rank() * part), end(begin + part) {}
+    __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return cluster_rank() == 0 && threadIdx.x == 0; }
     template <class Op>
     __device__ __forceinline__ C near(C value) const {
