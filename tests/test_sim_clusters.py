@@ -697,7 +697,7 @@ def test_mended_kernel_is_right_and_not_accused(case):
     [
         ("2, 1, 1", 5, "grid x = 5 is not a multiple of the 2 that the kernel's cluster has along x"),
         ("1, 4, 1", (4, 6), "grid y = 6 is not a multiple of the 4 that the kernel's cluster has along y"),
-        ("16, 1, 1", 16, "16 blocks a cluster are more than 8"),
+        ("32, 1, 1", 32, "32 blocks a cluster are more than 16"),
     ],
 )
 def test_grid_that_does_not_fit_the_cluster(dims, grid, words):

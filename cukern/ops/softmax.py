@@ -117,6 +117,7 @@ def finite(name: str, value: float) -> float:
 
 
 def _run(x: Tensor, scale: float, log: bool, forward: str, backward: str) -> Tensor:
+    x = _side_by_side(x)
     if x.requires_grad and torch.is_grad_enabled():
         return _apply(x, scale, log, forward, backward)
     return _softmax(x, scale, log, forward)
@@ -139,6 +140,7 @@ class _Softmax(torch.autograd.Function):
 class _SoftmaxBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, g, scale, log, version):
+        g = _side_by_side(g)
         ctx.save_for_backward(y, g)
         ctx.rest = scale, log, version
         return _softmax_backward(y, g, scale, log, version)
@@ -178,7 +180,7 @@ def _launch_softmax_backward(y: Tensor, g: Tensor, scale: float, log: bool, vers
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if not dx.numel():
         return dx
-    y, g = y.contiguous(), _side_by_side(g)
+    y, g = y.contiguous(), _side_by_side(g.resolve_neg())
     if y.ndim == 3:
         ladder.inner_backward(dx, y, g, scale, log)
     else:
@@ -192,8 +194,6 @@ def _choose(log: bool, version: str, x: Tensor) -> Any:
 
 def _side_by_side(x: Tensor) -> Tensor:
     """x as the kernels read it, copied if it must be."""
-    if x.is_neg():
-        x = x.resolve_neg()
     return x if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
 
 

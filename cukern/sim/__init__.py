@@ -31,7 +31,7 @@ from cukern.sim.spaces import Global
 Launch = Callable[..., None]
 
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
-MOST_BLOCKS_A_CLUSTER = 8  # without an attribute that asks for more
+MOST_BLOCKS_A_CLUSTER = 16  # the GPUs of data centres, where asked for, as backend.load does; others have 8
 MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have on sm_90, static and dynamic
 
 

@@ -27,8 +27,7 @@ struct Exponential {
 };
 
 // 32 bits: to round u - largest, or its product with rate, would be an error of the result as large as they are. So u rate is split
-// exactly, by fused multiplications, into an integer and the rest. The base is an integer too, so that to rescale is exact: 2^-24 times the
-// largest exponential, so that what is 2^-149 of it still is a normal number.
+// exactly, by fused multiplications, into an integer and the rest. The base is an integer too, so that to rescale is exact.
 template <>
 struct Exponential<float> {
     struct Base {
@@ -49,7 +48,7 @@ struct Exponential<float> {
         if (largest == minus_infinity<float>()) largest = 0;
         float whole = largest * rate;
         bool far = log || !(fabsf(whole) < 2097152.0f);  // 2^21: the largest is taken off first, exactly for what is not 0 then
-        return {far ? largest : 0.0f, (far ? 0.0f : (whole + ROUND) - ROUND) - 24.0f};
+        return {far ? largest : 0.0f, far ? 0.0f : (whole + ROUND) - ROUND};
     }
     __device__ __forceinline__ float operator()(float u, Base base) const { return power(u - base.center, base.power); }
     __device__ __forceinline__ float rescale(float largest, Base to) const {
@@ -62,7 +61,7 @@ struct Exponential<float> {
     __device__ __forceinline__ float power(float v, float offset) const {
         float round = ROUND - offset, n = max(fmaf(v, rate, round), ROUND - 126.0f);
         float rest = fmaf(v, rate, round - n);
-        rest = fmaf(max(v, -1e30f), rate_low, rest);  // NaN, or -inf, where v is
+        rest = fmaf(max(v, -1e30f), rate_low, rest);  // below -1/2 for a result below 2^-126; NaN, or -inf, where v is
         return exp2_approx(rest) * __int_as_float((__float_as_int(n) << 23) + (127 << 23));
     }
 };
@@ -109,7 +108,7 @@ struct End<float> {
         float scaled = e.rescale(own, base);
         factor = scaled / sum;
         factor_low = fmaf(-factor, sum, scaled) / sum;  // what the division rounds away
-        log_sum = log ? logf(sum * 0x1p-24f) : 0.0f;
+        log_sum = log ? logf(sum) : 0.0f;
     }
     __device__ __forceinline__ float operator()(float kept) const {
         return log ? fmaf(exponential.lift(kept) - largest, exponential.size, -log_sum) : fmaf(kept, factor, kept * factor_low);

@@ -169,7 +169,7 @@ __device__ __forceinline__ void each(Held<T, VECTORS, SLOTS>& held, F f) {
         if (CHANGE) pack(held.registers[k], r);
     }
     if constexpr (SLOTS) {
-#pragma unroll 4
+#pragma unroll sizeof(T) == 8 ? 1 : 4
         for (int k = VECTORS; held.has(k); ++k) {
             unpack(held.slot(k), r);
             f(r, held.column(k));
@@ -189,7 +189,7 @@ __device__ __forceinline__ void each(const Held<T, VECTORS, SLOTS>& one, const H
         f(a, b, one.column(k));
     }
     if constexpr (SLOTS) {
-#pragma unroll 4
+#pragma unroll sizeof(T) == 8 ? 1 : 4
         for (int k = VECTORS; one.has(k); ++k) {
             unpack(one.slot(k), a);
             unpack(other.slot(k), b);
