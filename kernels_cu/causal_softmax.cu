@@ -90,7 +90,7 @@ __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, c
 
 // Grid ceil(matrices * queries / (blockDim.x / width)).
 template <typename T, int VECTORS>
-__global__ void __launch_bounds__(128) causal_softmax_v2_warp(T* out, double* share, const T* x, const double* sink, long long matrices,
+__global__ void __launch_bounds__(64) causal_softmax_v2_warp(T* out, double* share, const T* x, const double* sink, long long matrices,
                                                               long long queries, int keys, long long x_matrix, long long x_row,
                                                               long long window, double scale, int width) {
     long long number = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(128) causal_softmax_v2_warp(T* out, double* sh
 }
 
 template <typename T, int VECTORS>
-__global__ void __launch_bounds__(128) causal_softmax_v2_warp_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share,
+__global__ void __launch_bounds__(64) causal_softmax_v2_warp_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share,
                                                                   const double* share_grad, long long matrices, long long queries,
                                                                   int keys, long long g_matrix, long long g_row, long long window,
                                                                   double scale, int width) {
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(128) causal_softmax_v2_warp_bwd(T* dx, double*
 }
 
 // Grid matrices * queries.
-template <typename T, int VECTORS, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS) causal_softmax_v2(T* out, double* share, const T* x, const double* sink,
+template <typename T, int VECTORS, int THREADS>
+__global__ void __launch_bounds__(THREADS) causal_softmax_v2(T* out, double* share, const T* x, const double* sink,
                                                                      long long matrices, long long queries, int keys, long long x_matrix,
                                                                      long long x_row, long long window, double scale) {
     __shared__ compute_t<T> shared[64];
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) causal_softmax_v2(T* out, dou
     row_softmax<VECTORS>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
 }
 
-template <typename T, int VECTORS, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+template <typename T, int VECTORS, int THREADS>
+__global__ void __launch_bounds__(THREADS)
     causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad, long long matrices,
                           long long queries, int keys, long long g_matrix, long long g_row, long long window, double scale) {
     __shared__ compute_t<T> shared[64];

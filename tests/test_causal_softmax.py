@@ -119,8 +119,10 @@ def test_every_layout(device):
     x = torch.randn(2, 3, 8, 11, device=device)
     wide = torch.randn(3, 8, 40, device=device)
     views = {
-        "heads second": x.transpose(0, 1), "one matrix": x[0, 0], "gaps": wide[:, :, :32], "misaligned": wide[:, :, 3:], "no queries": x[:, :, :0],
-        "no keys": x[..., :0], "no matrices": x[:0], "columns apart": wide[:, :, ::2], "transposed": x.transpose(2, 3),
+        "heads second": x.transpose(0, 1), "one matrix": x[0, 0], "gaps": wide[:, :, :32], "misaligned": wide[:, :, 3:], 
+        "no queries": x[:, :, :0],
+        "no keys": x[..., :0], "no matrices": x[:0], "columns apart": wide[:, :, ::2], 
+        "transposed": x.transpose(2, 3),
         "one for all": wide[:1].expand(3, 8, 40), "rows in disorder": wide.transpose(0, 1), "queries of every second": wide[:, ::2],
     }  # fmt: skip
     for what, view in views.items():
@@ -173,7 +175,9 @@ def test_torch_compile_with_a_sink(device):
     compiled = torch.compile(lambda t, s: cukern.causal_softmax(t, sink=s, window=5) * 2, fullgraph=True, backend="aot_eager")
     y, expected, g = compiled(x, sink), cukern.causal_softmax(x, sink=sink, window=5) * 2, torch.randn_like(x)
     assert torch.equal(y, expected)
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, (x, sink), g), torch.autograd.grad(expected, (x, sink), g), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(torch.autograd.grad(y, (x, sink), g), torch.autograd.grad(expected, (x, sink), g), strict=True)
+    )
 
 
 @gpu
@@ -197,7 +201,7 @@ def test_equal_bits_with_a_sink(device):
 
 def test_refusals():
     x = torch.randn(2, 3, 4)
-    with pytest.raises(TypeError, match="x must be .* got torch.int64"):
+    with pytest.raises(TypeError, match=r"x must be .* got torch.int64"):
         cukern.causal_softmax(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"x must be \(..., queries, keys\), got \(4,\)"):
         cukern.causal_softmax(x[0, 0])
@@ -213,7 +217,7 @@ def test_refusals():
         cukern.causal_softmax(x, sink=torch.zeros(3))
     with pytest.raises(ValueError, match=r"sink has shape \(1, 2\), it must broadcast"):
         cukern.causal_softmax(x, sink=torch.zeros(1, 2))
-    with pytest.raises(TypeError, match="sink must be .* got torch.int64"):
+    with pytest.raises(TypeError, match=r"sink must be .* got torch.int64"):
         cukern.causal_softmax(x, sink=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="sink is on meta, x is on cpu"):
         cukern.causal_softmax(x, sink=torch.zeros(2, device="meta"))

@@ -45,8 +45,9 @@ def test_cost_is_at_least_reading_the_inputs_and_writing_the_outputs(name):
 @pytest.mark.parametrize("name", OPS)
 def test_rows_of_versions(name):
     versions = OPS[name].versions
-    assert list(versions) == [f"v{i}" for i in range(1, len(versions) + 1)], "numbered from the simplest on"
-    assert versions["v1"].requires <= 75, "the first rung stands on every GPU"
+    first = int(next(iter(versions))[1:])  # not 1 where an op shares a ladder, but has not its lowest rungs
+    assert list(versions) == [f"v{i}" for i in range(first, first + len(versions))], "numbered from the simplest on"
+    assert versions[f"v{first}"].requires <= 75, "the first rung stands on every GPU"
     for version in versions.values():
         assert version.idea
         for dtype in OPS[name].dtypes:

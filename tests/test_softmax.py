@@ -43,8 +43,8 @@ def exact(name: str, x: torch.Tensor, g: torch.Tensor, dim: int = -1, scale: flo
 
 
 def error(actual: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> float:
-    """The largest error, in roundings to the dtype (half an epsilon) of the size. bfloat16 results below float32's normal numbers, which are
-    its own, too, may become 0."""
+    """The largest error, in roundings to the dtype (half an epsilon) of the size. bfloat16 results below the normal numbers may
+    become 0."""
     info = torch.finfo(actual.dtype)
     least = info.smallest_normal * (2 / info.eps if actual.dtype == torch.bfloat16 else 4)
     unit, difference = info.eps / 2 * size.clamp(min=least), (actual.double() - truth).abs()
@@ -184,7 +184,7 @@ def test_extreme_values_in_long_rows(device):
 
 @kernels
 def test_float32_is_as_good_as_two_roundings(device):
-    """In the largest results, of which a bench's errors are made, and in each relative to itself; torch's are 10 and more from the truth."""
+    """In the largest results, of which a bench's errors are made, and in each relative to itself; torch's err by 10 and more."""
     for columns in (1024, 5000):
         x = 4 * torch.randn(16 if PLACE == "cuda" else 2, columns, device=device)
         y, (truth, *_) = cukern.softmax(x), exact("softmax", x, x)
@@ -319,7 +319,7 @@ def test_the_plan_of_clusters(backward):
 
 def test_refusals():
     x = torch.randn(3, 4)
-    with pytest.raises(TypeError, match="x must be .* got torch.int64"):
+    with pytest.raises(TypeError, match=r"x must be .* got torch.int64"):
         cukern.softmax(torch.arange(3))
     with pytest.raises(TypeError, match=r"torch.Tensor or an array with __dlpack__, got list"):
         cukern.log_softmax([1.0, 2.0])

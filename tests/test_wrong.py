@@ -39,6 +39,7 @@ class Problem:
     inputs: Callable[[str], Iterable[Tensors]]
     launch: Callable[..., None]
     sums: bool = False  # whether an element is a sum, which torch adds up in another order
+    scale: Callable[..., torch.Tensor] | None = None  # of a sum's error, where it is not the function of the absolute values
     shipped: str = ""  # the file of kernels_cu that has kernels of the same names
 
 
@@ -135,6 +136,84 @@ CHUNKS = Problem(
     shipped="matmul.cu",
 )
 
+
+def launch_softmax(kernel: Kernel, out: torch.Tensor, x: torch.Tensor) -> None:
+    """v1 to v4."""
+    grid = -(-out.shape[0] // 256) if "v1" in kernel.name else out.shape[0]
+    kernel(out, x, *x.shape, x.stride(0), 1.0, grid=grid, block=256)
+
+
+def launch_softmax_gradient(kernel: Kernel, dx: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> None:
+    """v3."""
+    kernel(dx, y, g, *y.shape, g.stride(0), 1.0, grid=-(-y.shape[1] // 256) * y.shape[0], block=256)
+
+
+def launch_inner(kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    outer, columns, inner = out.shape
+    kernel(out, *inputs, outer * inner, columns, inner, 1.0, True, grid=-(-outer * inner // 256), block=256)
+
+
+def launch_causal(kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    """v1, with no sink, by fewer blocks than rows."""
+    nothing, last = ((None, None), inputs[-1]) if len(inputs) == 2 else ((None,), inputs[0])
+    pointers = (out, None, *inputs, *nothing)
+    kernel(*pointers, *out.shape, *last.stride()[:2], out.shape[-1], 1.0, grid=2, block=256)
+
+
+def scores(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1 + x.shape[-1] - x.shape[-2])
+    return x.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def log_scale(x: torch.Tensor) -> torch.Tensor:
+    return x.log_softmax(1).abs() + 1
+
+
+def gradient_scale(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return y * (g.abs() + (y * g.abs()).sum(-1, keepdim=True))
+
+
+def softmax_gradient(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return y * (g - (y * g).sum(-1, keepdim=True))
+
+
+def causal_gradient(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return softmax_gradient(y.tril(y.shape[-1] - y.shape[-2]), g.tril(y.shape[-1] - y.shape[-2]))
+
+
+ROWS_OF = ((1, 1), (3, 67), (2, 300))
+SCORES_OF = ((1, 1), (7, 9), (5, 70))
+
+
+def softmax_problem(function: Callable, inputs: Callable[[str], Iterable[Tensors]], launch: Callable, scale: Callable) -> Problem:
+    file = "causal_softmax.cu" if launch is launch_causal else "softmax.cu"
+    return Problem(function, inputs, launch, sums=True, scale=scale, shipped=file)
+
+
+SOFTMAX = softmax_problem(
+    lambda x: x.softmax(-1), lambda device: ((draw(device, *n),) for n in ROWS_OF), launch_softmax, lambda x: x.softmax(-1)
+)
+SOFTMAX_GRADIENT = softmax_problem(
+    softmax_gradient,
+    lambda device: ((draw(device, *n).softmax(-1), draw(device, *n)) for n in ROWS_OF),
+    launch_softmax_gradient,
+    gradient_scale,
+)
+LOG_SOFTMAX = softmax_problem(lambda x: x.log_softmax(1), lambda device: ((draw(device, 2, 30, 5) * 100,),), launch_inner, log_scale)
+LOG_SOFTMAX_GRADIENT = softmax_problem(
+    lambda y, g: g - y.exp() * g.sum(1, keepdim=True),
+    lambda device: ((draw(device, 2, 30, 5).log_softmax(1), draw(device, 2, 30, 5)),),
+    launch_inner,
+    lambda y, g: g.abs() + y.exp() * g.abs().sum(1, keepdim=True),
+)
+CAUSAL = softmax_problem(scores, lambda device: ((draw(device, 2, *n),) for n in SCORES_OF), launch_causal, scores)
+CAUSAL_GRADIENT = softmax_problem(
+    causal_gradient,
+    lambda device: ((scores(draw(device, 2, *n)), draw(device, 2, *n)) for n in SCORES_OF),
+    launch_causal,
+    gradient_scale,
+)
+
 # ---- the table of bugs
 
 
@@ -215,6 +294,27 @@ CASES = [
          "// no __syncwarp()", "__syncwarp();",
          Reported(sim.Race, "sum += sums[", rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\), or a barrier, is missing",
                   there="sums[lane] = sum")),
+
+    Case("softmax_barrier.cu", "softmax_v3<float>", SOFTMAX, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "Op::of(shared", f"reads {RACE} wrote at {{there}} .*{BARRIER}", there="shared[threadIdx.x] = value;")),
+    Case("softmax_slot.cu", "softmax_v4<float>", SOFTMAX, "shared memory used again too early", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "block_reduce<Sum>(sum", f"writes {RACE} read at .*{BARRIER}")),
+    Case("softmax_padding.cu", "softmax_v1<float>", SOFTMAX, "padding in a sum", ": C(0)", ": minus_infinity<C>()"),
+    Case("softmax_gradient.cu", "softmax_v3_bwd<float>", SOFTMAX_GRADIENT, "a missing term", "(0 - y_i)", "((i == j) - y_i)"),
+
+    Case("log_softmax_maximum.cu", "softmax_inner<float>", LOG_SOFTMAX, "an overflow", "largest = 0, sum = 0;",
+         "sum = 0, largest = load_as(x[at]);\n"
+         "    for (long long i = 1; i < columns; ++i) largest = max(largest, load_as(x[at + i * inner]));"),
+    Case("log_softmax_stride.cu", "softmax_inner<float>", LOG_SOFTMAX, "a wrong stride", "step = 1", "step = inner"),
+    Case("log_softmax_gradient.cu", "softmax_inner_bwd<float>", LOG_SOFTMAX_GRADIENT, "a mistaken input",
+         "- load_as(y[at + i * inner])", "- exp(load_as(y[at + i * inner]))"),
+
+    Case("causal_softmax_diagonal.cu", "causal_softmax_v1<float>", CAUSAL, "an off-by-one bound",
+         "keys - queries, 0LL", "keys - queries + 1, 0LL"),
+    Case("causal_softmax_unwritten.cu", "causal_softmax_v1<float>", CAUSAL, "an unwritten tail", "span(0, end)", "span(0, end, keys)"),
+    Case("causal_softmax_loop.cu", "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT, "shared memory used again too early",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
 ]
 # fmt: on
 KINDS = {  # that a test suite must have teeth for; the table has more
@@ -249,15 +349,16 @@ def check(launch: Callable[..., None], problem: Problem, device: str) -> None:
         launch(out.tensor, *inputs)
         out.check(what)
         if problem.sums:
-            assert_sums(out.tensor, peer, exact, problem.function(*(x if x is None else x.abs() for x in exactly)), what)
+            scale = problem.scale(*exactly) if problem.scale else problem.function(*(x if x is None else x.abs() for x in exactly))
+            assert_sums(out.tensor, peer, exact, scale, what)
         else:
             assert_accurate(out.tensor, peer, exact, what)
 
 
 def assert_sums(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, what: str) -> None:
     """Relative to the sum of its terms' absolute values, each element errs by at most twice torch's largest error, plus a few roundings."""
-    allowed = 2 * ((peer - exact).abs() / scale).max() + OPS["matmul"].roundings * torch.finfo(actual.dtype).eps
-    wrong = ~((actual - exact).abs() / scale <= allowed)  # "not within", so that a NaN is wrong
+    allowed = 2 * ((peer - exact).abs() / scale).nan_to_num().max() + OPS["matmul"].roundings * torch.finfo(actual.dtype).eps
+    wrong = ~((actual - exact).abs() <= allowed * scale)  # "not within", so that a NaN is wrong
     assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
 
 

@@ -104,7 +104,20 @@ def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
     return module.square
 
 
-_MAKERS: dict[str, dict[str, Maker]] = {"square": {"triton": _triton_square, "load_inline": _load_inline_square}}
+def _liger_softmax(op: Op, device: torch.device) -> Function | Missing:
+    if device.type != "cuda":
+        return "there is no GPU"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "Liger is not installed: pip install liger-kernel"
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply
+
+
+_MAKERS: dict[str, dict[str, Maker]] = {
+    "square": {"triton": _triton_square, "load_inline": _load_inline_square},
+    "softmax": {"liger": _liger_softmax},
+}
 
 
 def _makers(op: Op) -> dict[str, Maker]:

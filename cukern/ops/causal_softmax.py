@@ -210,7 +210,7 @@ def _block_a_row(template: Template) -> Rung:
     return launch
 
 
-def _held(warp: Template, block: Template, loop: Rung, shapes: dict[int, tuple[plan.Shape, ...]]) -> Rung:
+def _held(warp: Template, block: Template, loop: Rung) -> Rung:
     def launch(x: Tensor, pointers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
         (matrices, queries, keys), device = x.shape, x.get_device()
         # the third pointer is that of the rows that are read as vectors
@@ -221,18 +221,13 @@ def _held(warp: Template, block: Template, loop: Rung, shapes: dict[int, tuple[p
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
             kernel = warp[x.dtype, team.vectors].on(device)
             kernel(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
-        elif (found := plan.block_shape(vectors, shapes[x.itemsize])) and rows <= plan.MOST_BLOCKS:
-            kernel = block[x.dtype, *_alone(found[0])].on(device)
+        elif (found := plan.block_shape(vectors, plan.SHAPES_CAUSAL[x.itemsize])) and rows <= plan.MOST_BLOCKS:
+            kernel = block[x.dtype, found[0].vectors, found[0].threads].on(device)
             kernel((rows, 1, 1), (found[1], 1, 1), 0, *pointers, *x.shape, *numbers)
         else:
             loop(x, pointers, numbers)
 
     return launch
-
-
-def _alone(shape: plan.Shape) -> plan.Shape:
-    """With registers for one block of that size: to mask takes a few more."""
-    return shape._replace(blocks=1)
 
 
 _V1, _V1_BWD, _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
@@ -243,8 +238,7 @@ _v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
 
 def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
     warps = [template[dtype, v] for template in (_V2_WARP, _V2_WARP_BWD) for v in plan.WARP_VECTORS[dtype.itemsize]]
-    both = (_V2, plan.SHAPES), (_V2_BWD, plan.SHAPES_BWD)
-    blocks = [template[dtype, *_alone(shape)] for template, shapes in both for shape in shapes[dtype.itemsize]]
+    blocks = [t[dtype, s.vectors, s.threads] for t in (_V2, _V2_BWD) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
     return [_V1[dtype], _V1_BWD[dtype], *warps, *blocks]
 
 
@@ -252,8 +246,8 @@ VERSIONS = {
     "v1": Version("a block a row, read twice", _v1, _v1_bwd, lambda dtype: [_V1[dtype], _V1_BWD[dtype]]),
     "v2": Version(
         "rows in registers",
-        _held(_V2_WARP, _V2, _v1, plan.SHAPES),
-        _held(_V2_WARP_BWD, _V2_BWD, _v1_bwd, plan.SHAPES_BWD),
+        _held(_V2_WARP, _V2, _v1),
+        _held(_V2_WARP_BWD, _V2_BWD, _v1_bwd),
         _v2_instances,
     ),
 }

@@ -59,7 +59,7 @@ def in_a_block(call: Call) -> bool:
     if found is None or call.rows > plan.MOST_BLOCKS:
         return False
     shape, width = found
-    kernel = _V7[call.backward][call.dtype, *shape].on(call.number)
+    kernel = _V7[call.backward][call.dtype, shape.vectors, shape.threads, shape.blocks].on(call.number)
     kernel((call.rows, 1, 1), (width, 1, 1), 0, *call.pointers, call.columns, call.row, call.scale, call.log)
     return True
 
@@ -82,12 +82,16 @@ def in_pieces(call: Call) -> bool:
 
 
 def in_shared_memory(call: Call) -> bool:
-    """v8."""
+    """v8. Not of float64, which nobody is in a hurry with."""
+    if call.dtype == torch.float64:
+        return False
     return _hold(call, plan.block_hold(call.vectors, backend.shared_memory(call.number), call.backward))
 
 
 def in_a_cluster(call: Call) -> bool:
     """v9; a cluster of one block is v8."""
+    if call.dtype == torch.float64:
+        return False
     sms, most = backend.multiprocessors(call.number), largest_cluster(backend.capability(call.number))
     return _hold(call, plan.cluster_hold(call.rows, call.vectors, backend.shared_memory(call.number), sms, most, call.backward))
 
@@ -116,14 +120,18 @@ def v6_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def v7_instances(dtype: torch.dtype) -> list[Kernel]:
-    shapes = zip(_V7, (plan.SHAPES, plan.SHAPES_BWD), strict=True)
-    blocks = [template[dtype, *shape] for template, by_size in shapes for shape in by_size[dtype.itemsize]]
-    return [*blocks, *(template[dtype] for template in (*_SCAN, *_WRITE))]
+    forward = [_V7[0][dtype, s.vectors, s.threads, s.blocks] for s in plan.SHAPES[dtype.itemsize]]
+    backward = [_V7[1][dtype, s.vectors, s.threads, s.blocks] for s in plan.SHAPES_BWD[dtype.itemsize]]
+    return [*forward, *backward, *(template[dtype] for template in (*_SCAN, *_WRITE))]
 
 
 def v8_instances(dtype: torch.dtype) -> list[Kernel]:
+    if dtype == torch.float64:
+        return []
     return [_V8[0][dtype, plan.HELD_VECTORS], _V8[1][dtype, plan.HELD_VECTORS_BWD]]
 
 
 def v9_instances(dtype: torch.dtype) -> list[Kernel]:
+    if dtype == torch.float64:
+        return []
     return [t[dtype, v, size] for t, v in zip(_V9, (plan.HELD_VECTORS, plan.HELD_VECTORS_BWD), strict=True) for size in (2, 4, 8, 16)]

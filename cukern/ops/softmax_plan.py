@@ -35,7 +35,7 @@ class Team(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """`size` blocks of `threads` share a row, each a `part` of its vectors, of which it holds `most`, with `shared` bytes of shared memory."""
+    """`size` blocks of `threads` share a row. Each has a `part` of its vectors and holds `most` of them, `shared` bytes not in registers."""
 
     size: int
     threads: int
@@ -44,10 +44,13 @@ class Hold(NamedTuple):
     shared: int
 
 
+Shapes = dict[int, tuple[Shape, ...]]
+
 # By the size of an element, as a 16-bit vector becomes 8 floats.
-WARP_VECTORS = {2: (1, 4), 4: (1, 4, 8), 8: (1, 4, 8)}
-SHAPES = {2: (Shape(2, 1024, 2),), 4: (Shape(2, 512, 2), Shape(8, 512, 1)), 8: (Shape(2, 512, 2), Shape(8, 512, 1))}
-SHAPES_BWD = {2: (Shape(1, 512, 2), Shape(4, 512, 2)), 4: (Shape(1, 1024, 2), Shape(8, 512, 1)), 8: (Shape(1, 1024, 2), Shape(8, 512, 1))}
+WARP_VECTORS = {2: (1, 4), 4: (1, 4, 8), 8: (1, 4)}
+SHAPES: Shapes = {2: (Shape(2, 1024, 2),), 4: (Shape(2, 512, 2), Shape(8, 512, 1)), 8: (Shape(2, 512, 2),)}
+SHAPES_BWD: Shapes = {2: (Shape(1, 512, 2), Shape(4, 512, 2)), 4: (Shape(1, 1024, 2), Shape(8, 512, 1)), 8: (Shape(1, 1024, 2),)}
+SHAPES_CAUSAL: Shapes = {2: (Shape(2, 1024, 1),), 4: (Shape(2, 1024, 1),), 8: (Shape(2, 512, 1),)}
 
 
 def vectors_of(columns: int, itemsize: int, aligned: bool) -> int:
