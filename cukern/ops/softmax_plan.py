@@ -35,7 +35,7 @@ class Team(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """`size` blocks of `threads` share a row. Each has a `part` of its vectors and holds `most` of them, `shared` bytes not in registers."""
+    """`size` blocks of `threads` share a row. Each has a `part` of its vectors and holds `most`, `shared` bytes not in registers."""
 
     size: int
     threads: int
