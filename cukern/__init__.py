@@ -2,6 +2,9 @@
 
 from cukern.ops.matmul import linear as linear
 from cukern.ops.matmul import matmul as matmul
+from cukern.ops.rope import rope as rope
+from cukern.ops.rope import rope_ as rope_
+from cukern.ops.rope_te import apply_rotary_pos_emb as apply_rotary_pos_emb
 from cukern.ops.square import square as square
 from cukern.runtime.backend import LaunchError as LaunchError
 from cukern.runtime.backend import backend as backend

@@ -2,3 +2,5 @@
 
 from cukern.ops import matmul as matmul
 from cukern.ops import square as square
+from cukern.ops import rope as rope
+from cukern.ops import rope_cases as rope_cases

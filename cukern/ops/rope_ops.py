@@ -1,0 +1,249 @@
+"""rope's raw ops and its autograd: from tensors that are checked to launches. `rotate` and `rotate_` are what the public functions call.
+
+A rotation is linear, and its gradient is its transpose: the same Function with one flag turned, any number of times.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops import rope_plan
+from cukern.ops.rope_checks import disjoint
+from cukern.ops.rope_plan import ANGLES, ID_TYPES, POSITIONS, SECTIONS, THREADS, Inputs, Options, tokens_of
+from cukern.runtime import checks
+from cukern.runtime.registry import apply_of, raw_op
+
+_tracing = torch.compiler.is_dynamo_compiling
+_increment_version = torch.autograd.graph.increment_version
+_BLOCK = (THREADS, 1, 1)
+
+
+def _blocks(n: int) -> tuple[int, int, int]:
+    return (-(-n // THREADS), 1, 1)
+
+
+# ---- the rotation
+
+_TENSORS = "Tensor cos, Tensor sin, Tensor? positions"
+_OPTIONS = (
+    "SymInt rotary_dim, SymInt rotary_offset, bool interleaved, bool transpose, float scale, str layout, bool contiguous, str version"
+)
+
+
+def _launch(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> list[Tensor]:
+    outs = _fake(x, k, cos, sin, positions, *options)
+    _run(outs, x, k, cos, sin, positions, options)
+    return outs
+
+
+def _launch_(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> None:
+    _run([], x, k, cos, sin, positions, options)
+
+
+def _run(
+    outs: list[Tensor], x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, options: tuple[Any, ...]
+) -> None:
+    """`outs`: one for each of x and k, or none, and they are written themselves."""
+    if x.is_neg() or (k is not None and k.is_neg()):
+        checks.negative_bit("x" if x.is_neg() else "k")
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    p, table = x.data_ptr(), (cos.dtype, cos.shape, cos.stride())
+    ins: Any = ((x.shape, x.stride()),)
+    q = p_out = outs[0].data_ptr() if outs else p
+    strides: Any = (outs[0].stride(),) if outs else ()
+    k_p = k_q = 0
+    if k is not None:
+        ins, k_p = (*ins, (k.shape, k.stride())), k.data_ptr()
+        k_q = outs[1].data_ptr() if outs else k_p
+        strides = (*strides, outs[1].stride()) if outs else ()
+        if not outs and not disjoint(k_p - p, x.itemsize, *ins[0], *ins[1]):
+            raise ValueError("x and k share memory: in place, no element may be in both")
+    shape = None if positions is None else positions.shape
+    alignment = (p | q | k_p | k_q) % 16
+    launch, grid, block, numbers = rope_plan.plan(x.dtype, x.get_device(), strides, ins, table, shape, alignment, options)
+    if launch is not None:
+        at = 0 if positions is None else positions.data_ptr()
+        launch(grid, block, 0, p_out, k_q, p, k_p, cos.data_ptr(), sin.data_ptr(), at, *numbers)
+
+
+def _fake(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> list[Tensor]:
+    contiguous = torch.contiguous_format if options[6] else torch.preserve_format
+    outs = [torch.empty_like(x, memory_format=contiguous)]
+    if k is not None:
+        outs.append(torch.empty_like(k, memory_format=contiguous))
+    return outs
+
+
+_rope = raw_op(f"_rope(Tensor x, Tensor? k, {_TENSORS}, {_OPTIONS}) -> Tensor[]", 5, _launch, _fake)
+_rope_ = raw_op(f"_rope_(Tensor(a!) x, Tensor(b!)? k, {_TENSORS}, {_OPTIONS}) -> ()", 5, _launch_, lambda *_: None)
+
+# ---- autograd
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, k, cos, sin, positions, *options):
+        _remember(ctx, cos, sin, positions, options)
+        outs = _rope(x, k, cos, sin, positions, *options)
+        return outs[0] if k is None else tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *douts):
+        return _gradients(ctx, *douts)
+
+
+class _RopeInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, k, cos, sin, positions, *options):
+        _remember(ctx, cos, sin, positions, options)
+        _rope_(x, k, cos, sin, positions, *options)
+        if k is None:
+            ctx.mark_dirty(x)
+            return x
+        ctx.mark_dirty(x, k)
+        return x, k
+
+    @staticmethod
+    def backward(ctx, *douts):
+        return _gradients(ctx, *douts)
+
+
+def _remember(ctx: Any, cos: Tensor, sin: Tensor, positions: Tensor | None, options: tuple[Any, ...]) -> None:
+    ctx.save_for_backward(cos, sin, positions)
+    ctx.options = options
+    if not _tracing():
+        ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dx: Tensor | None, dk: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Of x, k and all that comes after them; of a gradient that is not there, or that nobody wants, nothing."""
+    o = Options(*ctx.options)
+    o = o._replace(transpose=not o.transpose)
+    dx = dx if ctx.needs_input_grad[0] else None
+    dk = dk if ctx.needs_input_grad[1] else None
+    if dx is not None and dk is not None:
+        dx, dk = rotate(dx, dk, *ctx.saved_tensors, o)
+    elif dx is not None:
+        dx = rotate(dx, None, *ctx.saved_tensors, o)
+    elif dk is not None:
+        dk = rotate(dk, None, *ctx.saved_tensors, o)
+    return dx, dk, *(None,) * (3 + len(o))
+
+
+_apply, _apply_in_place = apply_of(_Rope), apply_of(_RopeInPlace)
+
+
+def rotate(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, options: Options) -> Any:
+    """x rotated, or the pair (x, k), in new memory."""
+    if torch.is_grad_enabled() and (x.requires_grad or (k is not None and k.requires_grad)):
+        return _apply(x, k, cos, sin, positions, *options)
+    outs = _rope(x, k, cos, sin, positions, *options)
+    return outs[0] if k is None else tuple(outs)
+
+
+def rotate_(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, options: Options) -> Any:
+    """x, or the pair (x, k), rotated where it stands."""
+    grad = torch.is_grad_enabled() and (x.requires_grad or (k is not None and k.requires_grad))
+    if grad and _tracing():  # torch's compiler makes an in-place op of this copy wherever it may
+        new = rotate(x, k, cos, sin, positions, options)
+        return x.copy_(new) if k is None else (x.copy_(new[0]), k.copy_(new[1]))
+    if not grad:
+        _rope_(x, k, cos, sin, positions, *options)
+        if not _tracing() and not x.is_inference():
+            _increment_version(x if k is None else (x, k))  # so that autograd notices, if it has saved them
+        return x if k is None else (x, k)
+    if k is None:
+        return _apply_in_place(x, None, cos, sin, positions, *options)
+    if x._is_view() or k._is_view():  # autograd takes one view at a time
+        return tuple(_apply_in_place(t, None, cos, sin, positions, *options) for t in (x, k))
+    return _apply_in_place(x, k, cos, sin, positions, *options)
+
+
+# ---- before the rotation: rows of the table for each token, and tables
+
+
+def _launch_positions(
+    table: Tensor, ids: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None, batch: int, sequence: int, size: int, rank: int
+) -> Tensor:
+    out = _fake_positions(table, ids, cu_seqlens, starts, batch, sequence, size, rank)
+    given = [t for t in (ids, cu_seqlens, starts) if t is not None]
+    dtype = torch.int64 if any(t.dtype == torch.int64 for t in given) or not given else torch.int32
+    ids, cu_seqlens, starts = (None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts))
+    n = out.numel()
+    if n:
+        sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+        pointers = (0 if t is None else t.data_ptr() for t in (out, ids, cu_seqlens, starts))
+        launch = POSITIONS[ID_TYPES[dtype]].on(table.get_device())
+        launch(_blocks(n), _BLOCK, 0, *pointers, n, sequence, sequences, table.shape[-2], size, rank)
+    return out
+
+
+def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, size: int, rank: int) -> Tensor:
+    return torch.empty((batch, sequence), dtype=torch.int32, device=table.device)
+
+
+def _launch_angles(angles: Tensor, version: str) -> tuple[Tensor, Tensor]:
+    outs, angles = _fake_angles(angles, version), angles.contiguous()
+    if angles.numel():
+        pointers = (t.data_ptr() for t in (*outs, angles))
+        ANGLES[angles.dtype].on(angles.get_device())(_blocks(angles.numel()), _BLOCK, 0, *pointers, angles.numel())
+    return outs
+
+
+def _fake_angles(angles: Tensor, version: str) -> tuple[Tensor, Tensor]:
+    return angles.new_empty(angles.shape), angles.new_empty(angles.shape)
+
+
+def _launch_sections(
+    cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, pairs: int, interleaved: bool, end0: int, end1: int
+) -> tuple[Tensor, Tensor]:
+    outs = _fake_sections(cos, sin, positions, batch, sequence, pairs, interleaved, end0, end1)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    (rows, width), n = cos.shape, outs[0].numel()
+    if n:
+        pointers = (t.data_ptr() for t in (*outs, cos, sin, positions))
+        launch = SECTIONS[cos.dtype].on(cos.get_device())
+        launch(_blocks(n), _BLOCK, 0, *pointers, batch * sequence, width, pairs, interleaved, end0, end1, rows, width)
+    return outs
+
+
+def _fake_sections(cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, *_: Any) -> tuple[Tensor, Tensor]:
+    return cos.new_empty((batch, sequence, cos.shape[1])), cos.new_empty((batch, sequence, cos.shape[1]))
+
+
+def rows(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cos, sin and the positions that the rotation takes: (batch or 1, sequence) rows of the tables; or, where a token has several
+    positions, tables of its own, and no positions."""
+    _, _, cos, sin, ids, cu_seqlens, starts, section, cp_size, cp_rank = inputs
+    assert sin is not None
+    batch, sequence = tokens_of(inputs.x.shape, options.layout)
+    if ids is not None:
+        ids = ids.reshape(-1, sequence)
+        batch = ids.shape[0]  # 1, if the sequences share them; of several sections all
+    elif starts is None:
+        batch = 1
+    positions = _positions(cos, ids, cu_seqlens, starts, batch, sequence, cp_size, cp_rank)
+    if section is None:
+        return cos, sin, positions
+    end1 = section[0] + section[1]
+    tables = _sections(cos, sin, positions, batch // len(section), sequence, options.rotary_dim // 2, options.interleaved, section[0], end1)
+    return *tables, None
+
+
+_positions = raw_op(
+    "_rope_positions(Tensor table, Tensor? ids, Tensor? cu_seqlens, Tensor? starts, SymInt batch, SymInt sequence, SymInt cp_size, "
+    "SymInt cp_rank) -> Tensor",
+    4,
+    _launch_positions,
+    _fake_positions,
+)
+angles = raw_op("_rope_angles(Tensor angles, str version) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles)
+_sections = raw_op(
+    "_rope_sections(Tensor cos, Tensor sin, Tensor positions, SymInt batch, SymInt sequence, SymInt pairs, bool interleaved, SymInt end0, "
+    "SymInt end1) -> (Tensor, Tensor)",
+    3,
+    _launch_sections,
+    _fake_sections,
+)

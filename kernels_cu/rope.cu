@@ -1,0 +1,154 @@
+// Rotary position embedding: pairs of elements of each head are turned by angles that depend on the token's position.
+//
+//   out_a = scale * (x_a cos_a - x_b sin_a)
+//   out_b = scale * (x_b cos_b + x_a sin_b)
+//
+// In half pairing a = i and b = i + rotary_dim / 2, interleaved a = 2 i and b = 2 i + 1, both counted from rotary_offset. A table `width` of
+// rotary_dim / 2 has one angle a pair; one of rotary_dim has an angle for each element. The transpose, which is the gradient and the
+// rotation by minus the angles, is the same with sin_a and sin_b exchanged and negated. What is outside of the rotated slice is copied.
+//
+// x is seen as (batch, sequence, heads, head_dim) of any strides, k as the same with another number of heads. cos and sin are tables of
+// `rows` positions; positions[b * positions_b + s] says which row a token takes, a null pointer that it is s.
+//
+//   version 1: one thread a pair of one head, as a student writes it; each thread looks up its own cosine and sine.
+//
+// Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
+#include "common/math.cuh"
+
+constexpr int UNROTATED = -1;         // in positions: a token that belongs to no sequence, which is copied
+constexpr int OUTSIDE = 0x7fffffff;   // in positions: beyond every table; the token becomes NaN
+
+template <typename A>
+struct Angles {
+    A cos_a, sin_a, cos_b, sin_b;
+};
+
+// The angles of a pair whose first element takes column `a` of the table's row, and whose second takes column `b`.
+template <typename A, typename C>
+__device__ __forceinline__ Angles<A> load_angles(const C* cos, const C* sin, int a, int b, bool transpose, A scale) {
+    Angles<A> t = {scale * A(cos[a]), scale * A(sin[a]), scale * A(cos[b]), scale * A(sin[b])};
+    if (transpose) t = {t.cos_a, -t.sin_b, t.cos_b, -t.sin_a};
+    return t;
+}
+
+template <typename T, typename A>
+__device__ __forceinline__ void rotate(T& x_a, T& x_b, Angles<A> t) {
+    A a = load_as(x_a), b = load_as(x_b);
+    x_a = T(a * t.cos_a - b * t.sin_a);
+    x_b = T(b * t.cos_b + a * t.sin_b);
+}
+
+// ---- before the rotation
+
+// positions[t] of the tokens t = b * sequence + s, each a row of a table, UNROTATED or OUTSIDE. It is ids[t] where there are ids. Else it
+// is s, or for packed sequences, which begin at the tokens cu_seqlens / cp_size, the distance from the token's sequence's first; plus
+// starts[sequence]. Under context parallelism this GPU has chunks number cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size that a
+// sequence is cut into.
+template <typename ID>
+__global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqlens, const ID* starts, long long tokens, int sequence,
+                               int sequences, int rows, int cp_size, int cp_rank) {
+    long long t = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (t >= tokens) return;
+    long long b = t / sequence, p = t % sequence, length = sequence;
+    if (ids) {
+        p = ids[t];
+    } else {
+        if (cu_seqlens) {
+            int first = 0, last = sequences + 1;  // the boundaries [first, last) are the ones that may be the first beyond t
+            while (first < last) {
+                int middle = (first + last) / 2;
+                if (cu_seqlens[middle] / cp_size <= t) first = middle + 1;
+                else last = middle;
+            }
+            b = first - 1;
+            if (b < 0 || b >= sequences) {
+                positions[t] = UNROTATED;
+                return;
+            }
+            p = t - cu_seqlens[b] / cp_size;
+            length = cu_seqlens[b + 1] / cp_size - cu_seqlens[b] / cp_size;
+        }
+        if (cp_size > 1) {
+            if (p < length / 2) p += cp_rank * length / 2;
+            else p += length * cp_size - (cp_rank + 1) * length / 2 - length / 2;
+        }
+        if (starts) p += starts[b];
+    }
+    positions[t] = 0 <= p && p < rows ? int(p) : OUTSIDE;
+}
+
+// The cosine and the sine of n angles, as accurate as the dtype's functions are, however large the angle.
+__device__ __forceinline__ void sine_and_cosine(float angle, float* sine, float* cosine) { sincosf(angle, sine, cosine); }
+__device__ __forceinline__ void sine_and_cosine(double angle, double* sine, double* cosine) { sincos(angle, sine, cosine); }
+
+template <typename A>
+__global__ void rope_angles(A* cos, A* sin, const A* angles, long long n) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < n) sine_and_cosine(angles[i], &sin[i], &cos[i]);
+}
+
+// Tables of one row a token, where a token has several positions, as (time, height, width): its first end0 pairs take the row
+// positions[0][t], those up to end1 positions[1][t], and the rest positions[2][t].
+template <typename C>
+__global__ void rope_sections(C* cos_out, C* sin_out, const C* cos, const C* sin, const int* positions, long long tokens, int width,
+                              int pairs, bool interleaved, int end0, int end1, int rows, long long row_stride) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x, t = i / width;
+    if (t >= tokens) return;
+    int column = i % width;
+    int pair = width == pairs ? column : interleaved ? column / 2 : column % pairs;
+    int position = positions[((pair >= end0) + (pair >= end1)) * tokens + t];
+    bool inside = unsigned(position) < unsigned(rows);
+    cos_out[i] = inside ? cos[position * row_stride + column] : C(__int_as_float(0x7fc00000));
+    sin_out[i] = inside ? sin[position * row_stride + column] : C(__int_as_float(0x7fc00000));
+}
+
+// ---- the rotation. `rest`: how many elements of a head are copied, which is none in place; scale's cosine and sine are rounded once more.
+
+// v1: grid ceil(tokens * (heads + k_heads) * (rotary_dim / 2 + rest) / 256), block 256.
+template <typename T, typename C>
+__global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, long long tokens,
+                        int sequence, int heads, int k_heads, int rotary_dim, int rotary_offset, int rest, int rows, int width,
+                        long long cos_b, long long cos_s, long long positions_b, long long out_b, long long out_s, long long out_h,
+                        long long out_d, long long k_out_b, long long k_out_s, long long k_out_h, long long k_out_d, long long x_b,
+                        long long x_s, long long x_h, long long x_d, long long k_b, long long k_s, long long k_h, long long k_d,
+                        bool interleaved, bool transpose, double scale) {
+    using A = compute_t<T>;
+    int pairs = rotary_dim / 2;
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    int item = i % (pairs + rest);  // a pair, or an element to copy
+    i /= pairs + rest;
+    int h = i % (heads + k_heads);
+    long long token = i / (heads + k_heads);
+    if (token >= tokens) return;
+    long long b = token / sequence, s = token % sequence;
+    if (h < heads) {
+        out += b * out_b + s * out_s + h * out_h;
+        x += b * x_b + s * x_s + h * x_h;
+    } else {
+        out = k_out + b * k_out_b + s * k_out_s + (h - heads) * k_out_h;
+        x = k + b * k_b + s * k_s + (h - heads) * k_h;
+        out_d = k_out_d;
+        x_d = k_d;
+    }
+    if (item >= pairs) {
+        int d = item - pairs;
+        if (d >= rotary_offset) d += rotary_dim;
+        out[d * out_d] = x[d * x_d];
+        return;
+    }
+    int a = interleaved ? 2 * item : item, c = interleaved ? a + 1 : a + pairs;
+    T x_a = x[(rotary_offset + a) * x_d], x_c = x[(rotary_offset + c) * x_d];
+    int position = positions ? positions[b * positions_b + s] : int(s);
+    if (position != UNROTATED) {
+        A nan = __int_as_float(0x7fc00000);
+        Angles<A> angles = {nan, nan, nan, nan};
+        if (unsigned(position) < unsigned(rows)) {
+            long long row = b * cos_b + position * cos_s;
+            bool full = width == rotary_dim;
+            angles = load_angles<A>(cos + row, sin + row, full ? a : item, full ? c : item, transpose, A(scale));
+        }
+        rotate(x_a, x_c, angles);
+    }
+    out[(rotary_offset + a) * out_d] = x_a;
+    out[(rotary_offset + c) * out_d] = x_c;
+}
