@@ -7,7 +7,7 @@ the result.
 import pytest
 import torch
 
-from cukern.bench import environment
+from cukern.bench import calls, environment
 from cukern.bench.measure import providers
 from cukern.runtime.registry import OPS
 
@@ -37,9 +37,10 @@ def run(benchmark):
         inputs = op.make(dims, torch.float32, DEVICE)
         benchmark.group = f"{name} {_by(dims)} {'backward' if backward else 'forward'}"
         if backward:
-            out = function(*(x.requires_grad_() for x in inputs))
-            dout = torch.randn_like(out)
-            benchmark(_waited_for, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+            wanted = calls.wanted_inputs(op, "bwd", inputs)
+            leaves = calls.leaves_of(inputs, wanted)
+            out = function(*calls.arguments(op, leaves))
+            benchmark(_waited_for, calls.backward(out, [leaves[i] for i in wanted], calls.draw_douts(op, inputs)))
         else:
             benchmark(_waited_for, lambda: function(*inputs))
 

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import TREE, gpu
+from turn import TURN
 
 from cukern.bench import environment, peers, record, startup, timing
 from cukern.bench.measure import Row, measure, measure_host, passes, providers
+from cukern.cli import profile
 from cukern.runtime.registry import OPS
 
 CPU = torch.device("cpu")
@@ -90,6 +92,36 @@ def test_measure_host_has_both_rows():
     without, with_grad = measure_host(SQUARE, (8,), torch.float32, CPU, ["cukern", "torch"])
     assert [t.rows[0].pass_ for t in (without, with_grad)] == ["host fwd", "host fwd grad"]
     assert all(0 < r.median_us < 1000 and not r.bytes and r.tbps is None for t in (without, with_grad) for r in t.rows)
+
+
+def test_measure_two_outputs_written_in_place():
+    for name in ("fwd", "bwd", "bwd:q"):
+        table = measure(TURN, (100,), torch.float32, name, CPU, ["cukern", "torch"], budget_s=0.02)
+        assert [r.provider for r in table.rows] == ["cukern", "torch"] and not table.missing
+        assert all(0 < r.median_us < 1e5 and 0 <= r.error < 1e-6 for r in table.rows)
+    half = dataclasses.replace(TURN, function=lambda q, k, cos, sin, at: TURN.function(q, k, cos, sin * 0.5, at))
+    table = measure(half, (100,), torch.float32, "bwd", CPU, ["cukern"], budget_s=0.02)
+    assert table.rows[0].error > 0.1
+
+
+def test_forward_in_place_is_timed_on_the_inputs_themselves(monkeypatch):
+    seen = set()
+    op = dataclasses.replace(TURN, function=lambda *x: seen.add(x[0].data_ptr()) or TURN.function(*x))
+    drawn = op.make((100,), torch.float32, CPU)
+    op = dataclasses.replace(op, make=lambda *_: drawn)
+    measure(op, (100,), torch.float32, "fwd", CPU, ["cukern"], budget_s=0.02)
+    assert drawn[0].data_ptr() in seen and len(seen) == 2, "and once, for the error, on a copy"
+
+
+def test_measure_host_in_place():
+    without, with_grad = measure_host(TURN, (8,), torch.float32, CPU, ["cukern", "torch"])
+    assert all([r.provider for r in t.rows] == ["cukern", "torch"] and not t.missing for t in (without, with_grad))
+    assert with_grad.rows[0].median_us > 0
+
+
+def test_profile_steps_in_place():
+    step = profile.stepper(TURN, (8,), torch.float32, "reference", CPU)
+    assert len(step()) == 4
 
 
 def test_only_names_what_there_is():

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from helpers import gpu
+from turn import TURN, Turn
 
-from cukern.bench import verify
+from cukern.bench import calls, verify
 from cukern.runtime.registry import OPS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -111,6 +112,96 @@ def test_verify_of_float64_lets_terms_be_added_in_another_order():
     verdict = check(off, (20, 30, 300), torch.float64, LINEAR)
     assert {r.version for r in verdict.results if not r.ok} == {"off"}
     assert max(r.allowed for r in verdict.results) < 1e-14
+
+
+# ---- several outputs, in place, constants, scales of the op's own: all in the toy op of turn.py
+
+
+class WrongTurn(Turn):
+    @staticmethod
+    def backward(ctx, dq, dk):
+        dq, dk, *rest = Turn.backward(ctx, dq, dk)
+        return dq, dk * 1.01, *rest
+
+
+def turn_wrong_k(*inputs):
+    q, k = Turn.apply(*inputs)
+    return q, k + k.detach() * 0.01
+
+
+@pytest.mark.parametrize("dtype", TURN.dtypes)
+def test_verify_of_two_outputs_written_in_place(dtype):
+    verdict = check({"a": TURN.function, "b": TURN.reference}, dtype=dtype, op=TURN)
+    assert verdict.wrong == 0
+    assert [r.what for r in verdict.results] == ["out0", "out1", "dq", "dk"] * 2
+    assert all(r.norm > 1 for r in verdict.results)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [(WrongTurn.apply, ["dk"]), (turn_wrong_k, ["out1"]), (lambda *x: Turn.apply(*Turn.apply(*x), *x[2:]), ["out0", "out1", "dq", "dk"])],
+    ids=["gradient of k", "output of k", "turned twice"],
+)
+def test_verify_catches_what_is_wrong_in_one_of_several(wrong, what):
+    verdict = check({"good": TURN.function, "bad": wrong}, op=TURN)
+    assert [(r.version, r.what) for r in verdict.results if not r.ok] == [("bad", w) for w in what]
+
+
+def test_verify_gives_each_function_inputs_that_nobody_has_written():
+    drawn, seen = TURN.make((100,), torch.float32, CPU), []
+    before = [x.clone() for x in drawn]
+
+    def function(*x):
+        seen.append([y.detach().clone() for y in x])
+        return TURN.function(*x)
+
+    op = dataclasses.replace(TURN, make=lambda *_: drawn)
+    assert check({"first": function, "second": function}, op=op).wrong == 0
+    assert len(verify.errors(op, drawn, {"first": function, "second": function}, "fwd")) == 2 and len(seen) == 4
+    assert all(torch.equal(x, y) for one in (drawn, *seen) for x, y in zip(one, before, strict=True))
+
+
+def test_verify_refuses_an_output_too_few():
+    with pytest.raises(ValueError, match=r"the output is \(100, 2\) of torch\.float32, torch's is \(100, 2\) of torch\.float32 and"):
+        check({"bad": lambda *x: TURN.reference(*x)[0]}, op=TURN)
+
+
+def test_constants_and_integers_have_no_gradient():
+    inputs = TURN.make((100,), torch.float32, CPU)
+    assert calls.wanted_inputs(TURN, "bwd", inputs) == [0, 1] and calls.wanted_inputs(TURN, "bwd:k", inputs) == [1]
+    seen = []
+    calls.results(TURN, lambda *x: seen.extend(y.requires_grad for y in x) or TURN.function(*x), inputs, calls.draw_douts(TURN, inputs))
+    assert seen == [True, True, False, False, False]
+
+
+def test_verify_takes_the_scales_of_the_op():
+    off = {"off": lambda x: x * x * 1.5}
+    double = dataclasses.replace(SQUARE, magnitude=lambda inputs, douts: (2 * inputs[0] ** 2, 8 * (inputs[0] * douts[0]).abs()))
+    assert [r.error for r in check(off).results] == pytest.approx([0.5, 0.5])
+    assert [r.error for r in check(off, op=double).results] == pytest.approx([0.25, 0.125])
+    with pytest.raises(ValueError, match="zip"):
+        check(off, op=dataclasses.replace(SQUARE, magnitude=lambda inputs, douts: inputs))
+
+
+def test_scales_of_the_op_excuse_a_cancellation():
+    """|a| cos - |b| sin may be next to nothing beside |a cos| + |b sin|, which is what rounding is relative to."""
+    x = torch.tensor([[1.0, -1.0]]).repeat(100, 1)
+    angle = torch.pi / 4 + torch.linspace(0, 1e-6, 200)
+    inputs = (x, x.clone(), angle.cos(), angle.sin(), torch.arange(100))
+    rounded = {"other order": lambda *x: tuple(y * (1 + 2e-7) for y in TURN.reference(*x))}
+    ours = dataclasses.replace(TURN, make=lambda *_: inputs)
+    assert check(rounded, op=dataclasses.replace(ours, roundings=2)).wrong == 0
+    scales = {r.what: r.error for r in check(rounded, op=dataclasses.replace(ours, magnitude=None)).results}
+    assert scales["out0"] > 1e-3, "by absolute values alone, a rounding would seem a large error"
+
+
+def test_errors_of_two_outputs_written_in_place():
+    inputs = TURN.make((100,), torch.float32, CPU)
+    functions = {"right": TURN.function, "reference": TURN.reference, "wrong k": turn_wrong_k, "wrong dk": WrongTurn.apply}
+    found = {p: verify.errors(TURN, inputs, functions, p) for p in ("fwd", "bwd", "bwd:q")}
+    assert [name for name, e in found["fwd"].items() if e > 1e-6] == ["wrong k"]
+    assert [name for name, e in found["bwd"].items() if e > 1e-6] == ["wrong dk"]
+    assert all(len(e) == 4 for e in found.values()) and max(found["bwd:q"].values()) < 1e-6
 
 
 def test_errors_are_those_of_the_pass():

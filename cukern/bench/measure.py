@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from cukern.bench import environment, timing
+from cukern.bench.calls import Function, arguments, backward, draw_douts, leaves_of, wanted_inputs
 from cukern.bench.peers import names as peer_names
 from cukern.bench.peers import peers
-from cukern.bench.verify import Function, candidates, errors, wanted_inputs
+from cukern.bench.verify import candidates, errors
 from cukern.runtime.registry import Cost, Op
 
 MOST_SETS = 256  # of inputs; a tiny shape would need thousands to outgrow the L2 cache
@@ -123,7 +124,8 @@ def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.
         default = next((key for key in reversed(functions) if key[0] == "cukern"), None)
         if default:
             functions[default] = op.function  # as users call it; to name the version costs a keyword
-        inputs = [x.requires_grad_(grad and x.is_floating_point()) for x in op.make(dims, dtype, device)]
+        drawn = op.make(dims, dtype, device)
+        inputs = arguments(op, leaves_of(drawn, wanted_inputs(op, "bwd", drawn) if grad else ()))
         for (provider, version), function in list(functions.items()):
             try:
                 function(*inputs)
@@ -167,15 +169,13 @@ def _calls(
     if pass_ == "fwd":
         return {key: _holding([_bound(f, x) for x in inputs]) for key, f in functions.items()}
     wanted = wanted_inputs(op, pass_, inputs[0])
-    leaves = [[x.requires_grad_(i in wanted) for i, x in enumerate(one)] for one in inputs]
-    with torch.no_grad():
-        douts = [torch.randn_like(op.reference(*one)) for one in inputs]
+    leaves = [leaves_of(one, wanted) for one in inputs]
+    douts = [draw_douts(op, one) for one in inputs]
     calls = {}
     for (provider, version), function in functions.items():
         try:
-            calls[provider, version] = _holding(
-                [_gradient(function(*one), [one[i] for i in wanted], d) for one, d in zip(leaves, douts, strict=True)]
-            )
+            graphs = [backward(function(*arguments(op, one)), [one[i] for i in wanted], d) for one, d in zip(leaves, douts, strict=True)]
+            calls[provider, version] = _holding(graphs)
         except Exception as error:  # see timing.device_times
             if provider == "cukern":
                 raise
@@ -187,13 +187,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _gradient(y: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> timing.Call:
-    if not y.requires_grad:
-        raise TypeError("has no backward")
-    return lambda: torch.autograd.grad(y, leaves, dout, retain_graph=True)
-
-
-def _holding(calls: list[timing.Call]) -> list[timing.Call]:
+def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
     """Keep each call's result until its next turn, so that results rotate through memory as the inputs do."""
     held: dict[int, object] = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cukern.bench.verify import Function
+from cukern.bench.calls import Function
 from cukern.runtime.registry import Op
 
 STARTUP_OPS = ("square", "matmul")  # whose first calls `cukern bench startup` times: the least and the most to compile

@@ -1,14 +1,15 @@
 """Is every version of an op right? Forward and gradients of all of them, on the same inputs, against float64.
 
-The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64; scale is the reference and
-its gradients in float64 on the absolute values of the inputs, which is |a| @ |b| for a product: what the rounding of each term is relative
-to. A result may err twice as much as torch's own op of that dtype, plus the few roundings that the op declares.
+The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64; scale, what the rounding of
+each term is relative to, is the op's own `magnitude`, or the reference and its gradients in float64 on the absolute values of the inputs,
+which is |a| @ |b| for a product. A result may err twice as much as torch's own op of that dtype, plus the few roundings that the op
+declares.
 """
 
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +17,9 @@ from typing import Any
 import torch
 
 from cukern.bench import environment
+from cukern.bench.calls import Function, draw_douts, results, wanted_inputs
 from cukern.runtime import backend, checks
-from cukern.runtime.registry import Op
-
-Function = Callable[..., torch.Tensor]
-Tensors = tuple[torch.Tensor, ...]
+from cukern.runtime.registry import Op, Tensors
 
 REFERENCE = "reference"  # what the public function runs where there is no GPU
 
@@ -92,16 +91,15 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
 def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:
     """Run the functions, all of `op`'s inputs, forward and backward on the same fresh random inputs, and compare them."""
     inputs = op.make(dims, dtype, device)
-    with torch.no_grad():
-        dout = torch.randn_like(op.reference(*inputs))
-    names = ("out", *(f"d{name}" for name, x in zip(op.inputs, inputs, strict=True) if x.is_floating_point()))
-    truth, scale = _truth(op, inputs, dout)
-    allowed = _allowed(op, inputs, dout, truth, scale)
+    douts = draw_douts(op, inputs)
+    names = _names(op, inputs, douts)
+    truth, scale = _truth(op, inputs, douts)
+    allowed = _allowed(op, inputs, douts, truth, scale)
     ours = {}
     for version, function in functions.items():
         with poisoned():
-            ours[version] = _run(function, inputs, dout)
-    results = [
+            ours[version] = results(op, function, inputs, douts)
+    found = [
         Result(version, what, float(y.double().norm()), _error(y, t, s), a)
         for version, tensors in ours.items()
         for what, y, t, s, a in zip(names, tensors, truth, scale, allowed, strict=True)
@@ -111,37 +109,26 @@ def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str,
         for first, second in itertools.combinations(ours, 2)
         for what, x, y, s, a in zip(names, ours[first], ours[second], scale, allowed, strict=True)
     ]
-    return Verdict(tuple(dims), dtype, tuple(results), tuple(pairs))
+    return Verdict(tuple(dims), dtype, tuple(found), tuple(pairs))
 
 
 def errors(op: Op, inputs: Tensors, functions: dict[Any, Function], pass_: str) -> dict[Any, float]:
     """For each function, the error of its results in a pass ("fwd", "bwd", "bwd:x"): the largest |y - truth| over the largest |truth|,
     where truth is the reference in float64. A function that cannot do the pass is left out; so are all where the inputs are float64."""
-    wanted = wanted_inputs(op, pass_, inputs)
-    with torch.no_grad():
-        dout = torch.randn_like(op.reference(*inputs))
-    if dout.dtype == torch.float64:
+    wanted = [] if pass_ == "fwd" else wanted_inputs(op, pass_, inputs)
+    douts = draw_douts(op, inputs)
+    if douts[0].dtype == torch.float64:
         return {}
 
-    def run(function: Function, inputs: Tensors, dout: torch.Tensor) -> Tensors:
-        if pass_ == "fwd":
-            with torch.no_grad():
-                return (function(*inputs),)
-        leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
-        return torch.autograd.grad(function(*leaves), [leaves[i] for i in wanted], dout)
+    def run(function: Function, inputs: Tensors, douts: Tensors) -> Tensors:
+        return results(op, function, inputs, douts, wanted)[len(douts) if wanted else 0 :]
 
-    truth = run(op.reference, _cast(inputs, torch.float64), dout.double())
+    truth = run(op.reference, _cast(inputs, torch.float64), _cast(douts, torch.float64))
     found = {}
     for name, function in functions.items():
         with contextlib.suppress(Exception):  # who times it will say what it raised
-            found[name] = max(_relative(y, t) for y, t in zip(run(function, inputs, dout), truth, strict=True))
+            found[name] = max(_relative(y, t) for y, t in zip(run(function, inputs, douts), truth, strict=True))
     return found
-
-
-def wanted_inputs(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Which inputs a backward pass differentiates: "bwd" all, "bwd:x" that one."""
-    one = pass_.partition(":")[2]
-    return [i for i, (name, x) in enumerate(zip(op.inputs, inputs, strict=True)) if x.is_floating_point() and one in ("", name)]
 
 
 @contextlib.contextmanager
@@ -160,34 +147,35 @@ def poisoned() -> Iterator[None]:
         memory.fill_uninitialized_memory = filled
 
 
-def _truth(op: Op, inputs: Tensors, dout: torch.Tensor) -> tuple[Tensors, Tensors]:
+def _names(op: Op, inputs: Tensors, douts: Tensors) -> list[str]:
+    """The one output is "out", several are "out0", "out1" and so on; then "dx" for each input x that has a gradient."""
+    outs = ["out"] if len(douts) == 1 else [f"out{i}" for i in range(len(douts))]
+    return [*outs, *(f"d{op.inputs[i]}" for i in wanted_inputs(op, "bwd", inputs))]
+
+
+def _truth(op: Op, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:
     """The results in float64, and their scale: at least the least normal number of the dtype, except where it is 0. Below that number
     torch's own result may be wholly wrong, and would excuse any error."""
-    exact = _cast(inputs, torch.float64)
-    scale = _run(op.reference, tuple(x.abs() for x in exact), dout.double().abs())
-    least = torch.finfo(dout.dtype).smallest_normal
-    return _run(op.reference, exact, dout.double()), tuple(torch.where(s == 0, 0.0, s.abs().clamp(min=least)) for s in scale)
+    exact, exact_douts = _cast(inputs, torch.float64), _cast(douts, torch.float64)
+    if op.magnitude:
+        scale = op.magnitude(exact, exact_douts)
+    else:
+        scale = results(op, op.reference, [x.abs() for x in exact], tuple(d.abs() for d in exact_douts))
+    least = torch.finfo(douts[0].dtype).smallest_normal
+    truth = results(op, op.reference, exact, exact_douts)
+    return truth, tuple(torch.where(s == 0, 0.0, s.abs().clamp(min=least)) for s in scale)
 
 
-def _allowed(op: Op, inputs: Tensors, dout: torch.Tensor, truth: Tensors, scale: Tensors) -> list[float]:
+def _allowed(op: Op, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Tensors) -> list[float]:
     """Twice the error of torch's own op, and the op's roundings. In float64 torch's op is the truth itself, so float32 tells its error."""
-    eps = torch.finfo(dout.dtype).eps
-    if dout.dtype == torch.float64:
-        inputs, dout = _cast(inputs, torch.float32), dout.float()
-        truth, scale = _truth(op, inputs, dout)
+    eps = torch.finfo(douts[0].dtype).eps
+    if douts[0].dtype == torch.float64:
+        inputs, douts = _cast(inputs, torch.float32), _cast(douts, torch.float32)
+        truth, scale = _truth(op, inputs, douts)
     with environment.strict_float32():
-        torchs = _run(op.reference, inputs, dout)
-    finer = eps / torch.finfo(dout.dtype).eps
+        torchs = results(op, op.reference, inputs, douts)
+    finer = eps / torch.finfo(douts[0].dtype).eps
     return [2 * _error(y, t, s) * finer + op.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]
-
-
-def _run(function: Function, inputs: Tensors, dout: torch.Tensor) -> Tensors:
-    """The output and the gradient of each floating-point input. Raises ValueError for an output unlike `dout` in shape or dtype."""
-    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    out = function(*leaves)
-    if out.shape != dout.shape or out.dtype != dout.dtype:
-        raise ValueError(f"the output is {tuple(out.shape)} of {out.dtype}, torch's is {tuple(dout.shape)} of {dout.dtype}")
-    return (out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout))
 
 
 def _relative(y: torch.Tensor, truth: torch.Tensor) -> float:

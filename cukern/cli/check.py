@@ -8,7 +8,8 @@ import torch
 import typer
 
 from cukern.bench import environment
-from cukern.bench.verify import Function, Pair, Result, Verdict, candidates, verify
+from cukern.bench.calls import Function
+from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
 from cukern.cli.common import Dims, Dtype, OpName, console, describe, errors, find_dims, find_dtype, find_op, listed, progress, table
 from cukern.runtime.backend import backend
 from cukern.runtime.registry import Op

@@ -14,6 +14,7 @@ import typer
 
 import cukern
 from cukern.bench import environment
+from cukern.bench.calls import draw_douts, results
 from cukern.bench.verify import candidates
 from cukern.cli.common import DTYPES, Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, progress
 from cukern.runtime.compiler import SetupError
@@ -62,17 +63,12 @@ def profile(
     console.print(f"trace: {file}", highlight=False, soft_wrap=True)
 
 
-def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], None]:
+def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], object]:
     """One step: forward and backward of a version on inputs of its own."""
     function = candidates(op, device)[0][version]
-    inputs = [x.requires_grad_(x.is_floating_point()) for x in op.make(dims, dtype, device)]
-    leaves = [x for x in inputs if x.requires_grad]
-    dout = torch.randn_like(function(*inputs))
-
-    def step() -> None:
-        torch.autograd.grad(function(*inputs), leaves, dout)
-
-    return step
+    inputs = op.make(dims, dtype, device)
+    douts = draw_douts(op, inputs)
+    return lambda: results(op, function, inputs, douts)
 
 
 def unused(file: Path) -> Path:
@@ -85,7 +81,7 @@ def unused(file: Path) -> Path:
     return free
 
 
-def _trace(step: Callable[[], None], wait: int, warmup: int, active: int, place: torch.device) -> torch.profiler.profile:
+def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, place: torch.device) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if place.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

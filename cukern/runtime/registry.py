@@ -11,6 +11,8 @@ from cukern.runtime import backend, checks
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.kernel import Kernel
 
+Tensors = tuple[torch.Tensor, ...]
+
 _library = torch.library.Library("cukern", "DEF")
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 _tracing = torch.compiler.is_dynamo_compiling
@@ -111,26 +113,38 @@ class Op:
 
     `dims` names the command line's DIMS; `check_dims`, `sim_dims` and `bench_dims` are those that the tools take by themselves, on a GPU,
     in the simulator and to time; `make` draws the inputs for them; `function(*inputs, version=)` is the public function,
-    `reference(*inputs)` the same maths in plain torch; `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients), and of
-    "bwd:<input>" (one) where there are several. `bound` is the limit that the bench quotes, "memory" or "compute". A result may err
-    by twice the error of torch's own op plus `roundings` times the dtype's epsilon, relative to the sum of its terms' absolute values.
+    `reference(*inputs)` the same maths in plain torch, and each returns one tensor, or a tuple of several; `cost(dims, itemsize)` gives the
+    Cost of "fwd", of "bwd" (all gradients), and of "bwd:<input>" (one) where there are several. `bound` is the limit that the bench
+    quotes, "memory" or "compute". A result may err by twice the error of torch's own op plus `roundings` times the dtype's epsilon,
+    relative to its scale: `magnitude(inputs, douts)` gives those of the outputs and then of the gradients, from all in float64; by default
+    they are the sums of the terms' absolute values, which the reference makes of the inputs' absolute values.
+
+    Of the inputs, `constants` have no gradient though they are floating point (integers never have one), and `in_place` are those that the
+    function writes and returns; the reference writes none.
     """
 
     name: str
     stem: str
-    function: Callable[..., torch.Tensor]
-    reference: Callable[..., torch.Tensor]
+    function: Callable[..., torch.Tensor | Tensors]
+    reference: Callable[..., torch.Tensor | Tensors]
     versions: dict[str, Version]
     dtypes: tuple[torch.dtype, ...]
     dims: str
     check_dims: tuple[tuple[int, ...], ...]
     sim_dims: tuple[tuple[int, ...], ...]
     bench_dims: tuple[tuple[int, ...], ...]
-    make: Callable[[Sequence[int], torch.dtype, torch.device | str], tuple[torch.Tensor, ...]]
+    make: Callable[[Sequence[int], torch.dtype, torch.device | str], Tensors]
     inputs: tuple[str, ...]
     cost: Callable[[Sequence[int], int], dict[str, Cost]]
     bound: str
     roundings: int = 1
+    magnitude: Callable[[Tensors, Tensors], Tensors] | None = None
+    constants: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()
+
+    def has_gradient(self, name: str, x: torch.Tensor) -> bool:
+        """Whether the input of this name has a gradient."""
+        return x.is_floating_point() and name not in self.constants
 
     def kernels(self, capability: int = 1 << 30, dtypes: Collection[torch.dtype] | None = None) -> dict[str, Kernel]:
         """Every kernel instance, by name, of the dtypes (None: all) and of the versions that a GPU of this capability (90 for 9.0) runs."""

@@ -1,0 +1,66 @@
+"""One call of an op, whatever its outputs, its gradients and the inputs that it writes: what checking and measuring share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cukern.runtime.registry import Op, Tensors
+
+Function = Callable[..., "torch.Tensor | Tensors"]
+
+
+def outputs(y: torch.Tensor | Tensors) -> Tensors:
+    """What an op returned, one tensor or several, as a tuple."""
+    return y if isinstance(y, tuple) else (y,)
+
+
+def wanted_inputs(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Which inputs a backward pass differentiates: "bwd" all that have a gradient, "bwd:x" that one."""
+    one = pass_.partition(":")[2]
+    return [i for i, name in enumerate(op.inputs) if op.has_gradient(name, inputs[i]) and one in ("", name)]
+
+
+def draw_douts(op: Op, inputs: Sequence[torch.Tensor]) -> Tensors:
+    """Random gradients, one of each output."""
+    with torch.no_grad():
+        return tuple(torch.randn_like(y) for y in outputs(op.reference(*inputs)))
+
+
+def leaves_of(inputs: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[torch.Tensor]:
+    """The inputs, in the same memory, as leaves of which the `wanted` require grad."""
+    return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+
+
+def arguments(op: Op, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What to call the op with: the leaves, and copies of those that it writes, as autograd lets nobody write a leaf."""
+    return [x.clone() if name in op.in_place else x for name, x in zip(op.inputs, leaves, strict=True)]
+
+
+def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: Tensors, again: bool = True) -> Callable[[], Tensors]:
+    """The backward pass of outputs, to be run any number of times, or not `again`. An output that no wanted gradient flows through, as that
+    of k where q's is wanted, has no part in it. Raises TypeError if none has."""
+    pairs = [(out, dout) for out, dout in zip(outputs(y), douts, strict=True) if out.requires_grad]
+    if not pairs:
+        raise TypeError("has no backward")
+    outs, grads = zip(*pairs, strict=True)
+    return lambda: torch.autograd.grad(outs, leaves, grads, retain_graph=again)
+
+
+def results(op: Op, function: Function, inputs: Sequence[torch.Tensor], douts: Tensors, wanted: Sequence[int] | None = None) -> Tensors:
+    """The outputs of a call, and the gradients of the inputs `wanted` (None: of all that have one). The inputs are left alone.
+
+    Raises ValueError for outputs unlike `douts` in number, shape or dtype.
+    """
+    wanted = wanted_inputs(op, "bwd", inputs) if wanted is None else wanted
+    leaves = leaves_of(inputs, wanted)
+    y = function(*arguments(op, leaves))
+    ours, theirs = _kinds(outputs(y)), _kinds(douts)
+    if ours != theirs:
+        raise ValueError(f"the output is {ours}, torch's is {theirs}")
+    outs = tuple(out.detach() for out in outputs(y))
+    return (*outs, *backward(y, [leaves[i] for i in wanted], douts, again=False)()) if wanted else outs
+
+
+def _kinds(tensors: Sequence[Any]) -> str:
+    return " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in tensors)
