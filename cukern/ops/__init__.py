@@ -1,6 +1,5 @@
 """The ops, one file each. To import this package is to fill the registry."""
 
 from cukern.ops import matmul as matmul
-from cukern.ops import square as square
-from cukern.ops import rope as rope
 from cukern.ops import rope_cases as rope_cases
+from cukern.ops import square as square

@@ -119,10 +119,10 @@ def _checked(
 ) -> tuple[Inputs, Options]:  # fmt: skip
     """The inputs as tensors, and the options of a call that is allowed."""
     section = None if inputs.section is None else tuple(inputs.section)
-    tensors = [_tensor(name, t) for name, t in zip(_NAMES, inputs, strict=False)]
-    inputs = Inputs(*tensors, section)
-    shapes = map(shape_of, tensors)
-    request = Request(*shapes, section, rotary_dim, rotary_offset, interleaved, layout, inverse, scale)  # type: ignore[arg-type]
+    tensors: list[Any] = [_tensor(name, t) for name, t in zip(_NAMES, inputs, strict=False)]
+    inputs = Inputs(*tensors, section)  # type: ignore[call-arg]
+    shapes: list[Any] = [shape_of(t) for t in tensors]
+    request = Request(*shapes, section, rotary_dim, rotary_offset, interleaved, layout, inverse, scale)  # type: ignore[call-arg]
     resolve = rope_checks.resolve if torch.compiler.is_compiling() else rope_checks.resolve_cached
     options = resolve(request, version or "")
     if torch.is_grad_enabled():
@@ -131,13 +131,13 @@ def _checked(
 
 
 def _tensor(name: str, value: Any) -> Tensor | None:
-    if type(value) is Tensor or (value is None and name in ("k", "sin", *_POSITIONS)):
+    if type(value) is Tensor or (value is None and name in _OPTIONAL):
         return value
     return interop.to_torch(name, value)
 
 
-_POSITIONS = ("position_ids", "cu_seqlens", "start_positions")
-_NAMES = ("x", "k", "cos", "sin", *_POSITIONS)
+_NAMES = ("x", "k", "cos", "sin", "position_ids", "cu_seqlens", "start_positions")
+_OPTIONAL = frozenset(_NAMES) - {"x", "cos"}
 
 
 def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:

@@ -123,12 +123,13 @@ def _gradients(ctx: Any, dx: Tensor | None, dk: Tensor | None = None) -> tuple[T
     o = o._replace(transpose=not o.transpose)
     dx = dx if ctx.needs_input_grad[0] else None
     dk = dk if ctx.needs_input_grad[1] else None
+    cos, sin, positions = ctx.saved_tensors
     if dx is not None and dk is not None:
-        dx, dk = rotate(dx, dk, *ctx.saved_tensors, o)
+        dx, dk = rotate(dx, dk, cos, sin, positions, o)
     elif dx is not None:
-        dx = rotate(dx, None, *ctx.saved_tensors, o)
+        dx = rotate(dx, None, cos, sin, positions, o)
     elif dk is not None:
-        dk = rotate(dk, None, *ctx.saved_tensors, o)
+        dk = rotate(dk, None, cos, sin, positions, o)
     return dx, dk, *(None,) * (3 + len(o))
 
 

@@ -1,6 +1,6 @@
 """apply_rotary_pos_emb with the meaning of TransformerEngine's function of that name, for code that is moved over from it.
 
-Source of the semantics: transformer_engine.pytorch.attention.rope, its fused form: angles in float32, accurate sine and cosine, one rounding.
+Source of the semantics: transformer_engine.pytorch.attention.rope, its fused form: float32 angles, accurate sine and cosine, one rounding.
 """
 
 from typing import Any
