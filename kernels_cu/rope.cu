@@ -11,9 +11,13 @@
 // `rows` positions; positions[b * positions_b + s] says which row a token takes, a null pointer that it is s.
 //
 //   version 1: one thread a pair of one head, as a student writes it; each thread looks up its own cosine and sine.
+//   version 2: one thread two vectors of up to 16 bytes, one in each half of the rotated slice of one head, in blocks of 64 threads. Nothing
+//              is shared or looped over: 32 bytes a thread and many small blocks keep what DRAM needs in flight, in few of its pages. x is
+//              read past L1 (ld.cg), which so keeps the table for the other heads. What is not a multiple of its vectors goes to version 1.
 //
 // Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
 #include "common/math.cuh"
+#include "common/vec.cuh"
 
 constexpr int UNROTATED = -1;         // in positions: a token that belongs to no sequence, which is copied
 constexpr int OUTSIDE = 0x7fffffff;   // in positions: beyond every table; the token becomes NaN
@@ -77,14 +81,19 @@ __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqle
     positions[t] = 0 <= p && p < rows ? int(p) : OUTSIDE;
 }
 
-// The cosine and the sine of n angles, as accurate as the dtype's functions are, however large the angle.
+// The cosine and the sine of n angles, however large, computed in M. In double they are rounded once and err by half an ulp; in float, by up
+// to 1.5, which 16-bit types do not see.
 __device__ __forceinline__ void sine_and_cosine(float angle, float* sine, float* cosine) { sincosf(angle, sine, cosine); }
 __device__ __forceinline__ void sine_and_cosine(double angle, double* sine, double* cosine) { sincos(angle, sine, cosine); }
 
-template <typename A>
+template <typename A, typename M>
 __global__ void rope_angles(A* cos, A* sin, const A* angles, long long n) {
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (i < n) sine_and_cosine(angles[i], &sin[i], &cos[i]);
+    if (i >= n) return;
+    M sine, cosine;
+    sine_and_cosine(M(angles[i]), &sine, &cosine);
+    cos[i] = A(cosine);
+    sin[i] = A(sine);
 }
 
 // Tables of one row a token, where a token has several positions, as (time, height, width): its first end0 pairs take the row
@@ -151,4 +160,106 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
     }
     out[(rotary_offset + a) * out_d] = x_a;
     out[(rotary_offset + c) * out_d] = x_c;
+}
+
+// N values of a table's row, times `factor`, in pieces of at most 16 bytes.
+template <int N, typename A, typename C>
+__device__ __forceinline__ void load_table(A (&to)[N], const C* row, A factor) {
+    constexpr int PIECE = N * sizeof(C) <= 16 ? N : 16 / sizeof(C);
+#pragma unroll
+    for (int i = 0; i < N; i += PIECE) {
+        Vec<C, PIECE> piece = load_vec<C, PIECE>(row + i);
+#pragma unroll
+        for (int j = 0; j < PIECE; j++) to[i + j] = factor * A(piece.v[j]);
+    }
+}
+
+// Half pairing: a[e] with b[e], whose own angles, where the table is FULL, begin `half` further on.
+template <bool FULL, typename A, typename T, typename C, int E>
+__device__ __forceinline__ void rotate_halves(Vec<T, E>& a, Vec<T, E>& b, const C* cos, const C* sin, int half, bool transpose, A scale) {
+    A cos_a[E], sin_a[E], signed_scale = transpose ? -scale : scale;
+    load_table(cos_a, cos, scale);
+    if constexpr (FULL) {
+        A cos_b[E], sin_b[E];
+        load_table(sin_a, sin + (transpose ? half : 0), signed_scale);
+        load_table(cos_b, cos + half, scale);
+        load_table(sin_b, sin + (transpose ? 0 : half), signed_scale);
+#pragma unroll
+        for (int e = 0; e < E; e++) rotate<T, A>(a.v[e], b.v[e], {cos_a[e], sin_a[e], cos_b[e], sin_b[e]});
+    } else {
+        load_table(sin_a, sin, signed_scale);
+#pragma unroll
+        for (int e = 0; e < E; e++) rotate<T, A>(a.v[e], b.v[e], {cos_a[e], sin_a[e], cos_a[e], sin_a[e]});
+    }
+}
+
+// Interleaved pairing: the pairs are neighbours in v. A table that is not FULL has half as many columns as x.
+template <bool FULL, typename A, typename T, typename C, int E>
+__device__ __forceinline__ void rotate_neighbours(Vec<T, E>& v, const C* cos, const C* sin, bool transpose, A scale) {
+    constexpr int EACH = FULL ? 2 : 1;  // columns a pair
+    A c[E / 2 * EACH], s[E / 2 * EACH];
+    load_table(c, cos, scale);
+    load_table(s, sin, transpose ? -scale : scale);
+#pragma unroll
+    for (int i = 0; i < E / 2; i++) {
+        int first = i * EACH, second = first + EACH - 1;
+        A sin_a = transpose ? s[second] : s[first], sin_b = transpose ? s[first] : s[second];
+        rotate<T, A>(v.v[2 * i], v.v[2 * i + 1], {c[first], sin_a, c[second], sin_b});
+    }
+}
+
+// v2: block (x, y): x threads a head, which are rotary_dim / 2 / E, and half as many as there are vectors to copy; y heads. The heads of a
+// token, k's after x's, are neighbours, then the tokens in their order in memory: `inner` of them follow each other in the sequence, or, if
+// batch_inner, in the batch. The last stride of x, k and the outputs is 1, all others are multiples of E.
+template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
+__global__ void __launch_bounds__(256)
+    rope_v2(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
+            int heads, int k_heads, int rotary_dim, int rotary_offset, int rest, int rows, long long cos_b, long long cos_s,
+            long long positions_b, long long out_b, long long out_s, long long out_h, long long k_out_b, long long k_out_s,
+            long long k_out_h, long long x_b, long long x_s, long long x_h, long long k_b, long long k_s, long long k_h,
+            bool batch_inner, bool in_place, bool transpose, double scale) {
+    using A = compute_t<T>;
+    unsigned item = blockIdx.x * blockDim.y + threadIdx.y, token = item / (heads + k_heads);
+    if (item >= items) return;
+    int h = item % (heads + k_heads), outer_index = token / inner, inner_index = token % inner;
+    int b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;
+    int position = positions ? positions[b * positions_b + s] : s;
+    if (h < heads) {
+        out += b * out_b + s * out_s + h * out_h;
+        x += b * x_b + s * x_s + h * x_h;
+    } else {
+        out = k_out + b * k_out_b + s * k_out_s + (h - heads) * k_out_h;
+        x = k + b * k_b + s * k_s + (h - heads) * k_h;
+    }
+    int half = rotary_dim / 2, first = threadIdx.x * E;
+    if (first >= half) {  // a thread that copies two of the vectors outside of the rotated slice
+        first -= half;
+        for (int d = first; d < rest; d += (rest / E + 1) / 2 * E) {
+            int at = d < rotary_offset ? d : d + rotary_dim;
+            store_vec(out + at, load_vec_past_l1<T, E>(x + at));
+        }
+        return;
+    }
+    out += rotary_offset + first;
+    x += rotary_offset + first;
+    Vec<T, E> a = load_vec_past_l1<T, E>(x), c = load_vec_past_l1<T, E>(x + half);
+    if (position != UNROTATED) {
+        bool inside = unsigned(position) < unsigned(rows);
+        long long row = b * cos_b + (inside ? position : 0) * cos_s;
+        A factor = inside ? A(scale) : A(__int_as_float(0x7fc00000));
+        if constexpr (INTERLEAVED) {
+            int column = FULL ? first : first / 2, further = FULL ? half : half / 2;
+            rotate_neighbours<FULL>(a, cos + row + column, sin + row + column, transpose, factor);
+            rotate_neighbours<FULL>(c, cos + row + column + further, sin + row + column + further, transpose, factor);
+        } else {
+            rotate_halves<FULL>(a, c, cos + row + first, sin + row + first, half, transpose, factor);
+        }
+    }
+    if (in_place) {
+        store_vec_streaming(out, a);
+        store_vec_streaming(out + half, c);
+    } else {
+        store_vec(out, a);
+        store_vec(out + half, c);
+    }
 }

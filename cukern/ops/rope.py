@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cukern.ops import rope_checks, rope_ops, rope_reference
 from cukern.ops.rope_checks import Request, shape_of
-from cukern.ops.rope_plan import VERSIONS, Inputs, Options, compute_dtype, table_dtypes
+from cukern.ops.rope_memory import check_writable
+from cukern.ops.rope_plan import VERSIONS, Inputs, Options, angle_maths, compute_dtype, table_dtypes
 from cukern.runtime import backend, checks, interop
 
 
@@ -96,9 +97,8 @@ def rope_(
     """
     inputs = Inputs(x, k, cos, sin, position_ids, cu_seqlens, start_positions, mrope_section)
     inputs, options = _checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)
-    rope_checks.writable("x", inputs.x)
-    if inputs.k is not None:
-        rope_checks.writable("k", inputs.k)
+    rope_checks.not_a_leaf("x", inputs.x)
+    rope_checks.not_a_leaf("k", inputs.k)
     return run(inputs, options, in_place=True)
 
 
@@ -151,7 +151,7 @@ def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
             return _without_kernels(inputs, options, in_place)
     if cos.dtype not in table_dtypes(x.dtype) or sin is None:
         dtype = compute_dtype(x.dtype)
-        cos, sin = rope_ops.angles(cos.to(dtype), "") if sin is None else (cos.to(dtype), sin.to(dtype))
+        cos, sin = rope_ops.angles(cos.to(dtype), angle_maths(x.dtype) == torch.float64) if sin is None else (cos.to(dtype), sin.to(dtype))
     positions = None
     if inputs.has_positions:
         cos, sin, positions = rope_ops.rows(inputs._replace(cos=cos, sin=sin), options)
@@ -161,9 +161,9 @@ def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
 def _without_kernels(inputs: Inputs, options: Options, in_place: bool) -> Any:
     if options.version:
         checks.needs_gpu("rope", options.version, inputs.x.device)
-    out = rope_reference.rope(inputs, options)
+    out, x, k = rope_reference.rope(inputs, options), inputs.x, inputs.k
     if not in_place:
         return out
-    if inputs.k is None:
-        return inputs.x.copy_(out)
-    return inputs.x.copy_(out[0]), inputs.k.copy_(out[1])
+    if not torch.compiler.is_compiling():
+        check_writable(x, k)
+    return x.copy_(out) if k is None else (x.copy_(out[0]), k.copy_(out[1]))

@@ -1,7 +1,7 @@
-"""rope's rows of the registry: the ways of calling it that the tools check and time, each an op to them. Seven of one kernel file.
+"""rope's rows of the registry: the ways of calling it that the tools check and time, each an op to them.
 
-Tables have head_dim / 2 columns in float32, with the angles position * 10000^(-2 i / head_dim). Bytes are those of x and k, read and written;
-the tables, which all heads share, are not counted.
+Tables are float32, with a column for each pair and the angles position * 10000^(-2 i / rotary_dim). Bytes are those of x and k, read and
+written; the tables, which all heads share, are not counted.
 """
 
 from collections.abc import Callable, Sequence

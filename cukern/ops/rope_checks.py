@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def _on_device(name: str, t: Shape, x: Shape) -> None:
         raise ValueError(f"{name} is on {t.device}, x is on {x.device}: they must be on one device")
 
 
-# ---- what depends on more than shapes: values, gradients, and how the elements lie in memory
+# ---- what depends on more than shapes: values and gradients
 
 
 def values(inputs: Inputs, options: Options) -> None:
@@ -170,42 +170,7 @@ def tables_have_no_gradient(cos: Tensor, sin: Tensor | None) -> None:
             raise ValueError(f"{name} requires grad, and rope gives it none: pass {name}.detach()")
 
 
-def writable(name: str, x: Tensor) -> None:
-    """`x` may be rotated in place."""
-    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+def not_a_leaf(name: str, x: Tensor | None) -> None:
+    """Autograd lets nobody write a leaf that requires grad."""
+    if x is not None and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
         raise ValueError(f"{name} is a leaf that requires grad: it cannot be rotated in place, use cukern.rope, or torch.no_grad()")
-    if _overlaps(x.shape, x.stride()):
-        raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: elements share memory, so it cannot be in place")
-
-
-def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two indices may lead to one element: no dimension may step into the extent of those with smaller steps."""
-    extent = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
-        if stride <= extent:
-            return True
-        extent += (size - 1) * stride
-    return False
-
-
-def disjoint(distance: int, itemsize: int, x_shape: Any, x_strides: Any, k_shape: Any, k_strides: Any) -> bool:
-    """Whether k, which begins `distance` bytes after x, has no element in common with x: for slices of one packed tensor too, whose
-    elements lie among each other. Neither overlaps itself. Where the strides differ, their extents must not meet."""
-    extents = [(sum((n - 1) * s for n, s in zip(*t, strict=True)) + 1) * itemsize for t in ((x_shape, x_strides), (k_shape, k_strides))]
-    if distance >= extents[0] or -distance >= extents[1] or 0 in (*x_shape, *k_shape):
-        return True
-    dims = []
-    for n, m, s, t in zip(x_shape, k_shape, x_strides, k_strides, strict=True):
-        if n > 1 and m > 1 and s != t:
-            return False
-        dims.append((s if n > 1 else t, n, m))
-    return distance % itemsize == 0 and not _meet(distance // itemsize, sorted(d for d in dims if max(d[1:]) > 1))
-
-
-def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Whether `distance` is a sum of steps (i - j) * stride, 0 <= i < n, 0 <= j < m, one of each dimension (stride, n, m)."""
-    if not dims:
-        return distance == 0
-    *smaller, (stride, n, m) = dims
-    nearest = distance // stride if stride else 0
-    return any(-m < step < n and _meet(distance - step * stride, smaller) for step in (nearest, nearest + 1))

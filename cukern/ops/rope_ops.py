@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops import rope_plan
-from cukern.ops.rope_checks import disjoint
+from cukern.ops.rope_memory import check_disjoint
 from cukern.ops.rope_plan import ANGLES, ID_TYPES, POSITIONS, SECTIONS, THREADS, Inputs, Options, tokens_of
 from cukern.runtime import checks
 from cukern.runtime.registry import apply_of, raw_op
@@ -51,21 +51,22 @@ def _run(
         cos, sin = cos.contiguous(), sin.contiguous()
     p, table = x.data_ptr(), (cos.dtype, cos.shape, cos.stride())
     ins: Any = ((x.shape, x.stride()),)
-    q = p_out = outs[0].data_ptr() if outs else p
+    q = outs[0].data_ptr() if outs else p
     strides: Any = (outs[0].stride(),) if outs else ()
     k_p = k_q = 0
     if k is not None:
         ins, k_p = (*ins, (k.shape, k.stride())), k.data_ptr()
         k_q = outs[1].data_ptr() if outs else k_p
         strides = (*strides, outs[1].stride()) if outs else ()
-        if not outs and not disjoint(k_p - p, x.itemsize, *ins[0], *ins[1]):
-            raise ValueError("x and k share memory: in place, no element may be in both")
+        if not outs:
+            check_disjoint(k_p - p, x.itemsize, *ins[0], *ins[1])
     shape = None if positions is None else positions.shape
     alignment = (p | q | k_p | k_q) % 16
-    launch, grid, block, numbers = rope_plan.plan(x.dtype, x.get_device(), strides, ins, table, shape, alignment, options)
+    c, s, at = cos.data_ptr(), sin.data_ptr(), 0 if positions is None else positions.data_ptr()
+    made = rope_plan.plan(x.dtype, x.get_device(), strides, ins, table, shape, alignment, (c | s) % 16, options)
+    launch, grid, block, numbers = made
     if launch is not None:
-        at = 0 if positions is None else positions.data_ptr()
-        launch(grid, block, 0, p_out, k_q, p, k_p, cos.data_ptr(), sin.data_ptr(), at, *numbers)
+        launch(grid, block, 0, q, k_q, p, k_p, c, s, at, *numbers)
 
 
 def _fake(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> list[Tensor]:
@@ -185,15 +186,16 @@ def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch
     return torch.empty((batch, sequence), dtype=torch.int32, device=table.device)
 
 
-def _launch_angles(angles: Tensor, version: str) -> tuple[Tensor, Tensor]:
-    outs, angles = _fake_angles(angles, version), angles.contiguous()
+def _launch_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
+    outs, angles = _fake_angles(angles, in_double), angles.contiguous()
     if angles.numel():
         pointers = (t.data_ptr() for t in (*outs, angles))
-        ANGLES[angles.dtype].on(angles.get_device())(_blocks(angles.numel()), _BLOCK, 0, *pointers, angles.numel())
+        launch = ANGLES[angles.dtype, torch.float64 if in_double else torch.float32].on(angles.get_device())
+        launch(_blocks(angles.numel()), _BLOCK, 0, *pointers, angles.numel())
     return outs
 
 
-def _fake_angles(angles: Tensor, version: str) -> tuple[Tensor, Tensor]:
+def _fake_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
     return angles.new_empty(angles.shape), angles.new_empty(angles.shape)
 
 
@@ -240,7 +242,7 @@ _positions = raw_op(
     _launch_positions,
     _fake_positions,
 )
-angles = raw_op("_rope_angles(Tensor angles, str version) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles)
+angles = raw_op("_rope_angles(Tensor angles, bool in_double) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles)
 _sections = raw_op(
     "_rope_sections(Tensor cos, Tensor sin, Tensor positions, SymInt batch, SymInt sequence, SymInt pairs, bool interleaved, SymInt end0, "
     "SymInt end1) -> (Tensor, Tensor)",

@@ -14,8 +14,8 @@ def rope(inputs: Inputs, options: Options) -> Any:
     """x rotated, or the pair (x, k)."""
     x, k, cos, sin, *_ = inputs
     if sin is None:
-        angles = cos.to(compute_dtype(x.dtype))
-        cos, sin = angles.cos(), angles.sin()
+        angles = cos.to(compute_dtype(x.dtype)).double()
+        cos, sin = (t.to(compute_dtype(x.dtype)) for t in (angles.cos(), angles.sin()))
     positions = positions_of(inputs, options) if inputs.has_positions else None
     unrotated = None if inputs.cu_seqlens is None or positions is None else positions == UNROTATED
     sequence = tokens_of(x.shape, options.layout)[1]
@@ -55,11 +55,12 @@ def positions_of(inputs: Inputs, options: Options) -> Tensor:
 
 
 def _rows(table: Tensor, positions: Tensor | None, sequence: int, section: tuple[int, ...] | None, o: Options) -> Tensor:
-    """(batch or 1, sequence, width): each token's row of cos or sin, NaN beyond the table."""
+    """(batch or 1, sequence, width): each token's row of cos or sin, NaN beyond the table; any row for an UNROTATED one."""
     if positions is None:
         return table[..., :sequence, :] if table.ndim == 3 else table[None, :sequence]
     inside = (positions >= 0) & (positions < table.shape[0])
-    rows = table[torch.where(inside, positions, 0)].masked_fill(~inside[..., None], float("nan"))
+    beyond = ~inside & (positions != UNROTATED)  # a NaN in a row that is not used would spoil the gradient
+    rows = table[torch.where(inside, positions, 0)].masked_fill(beyond[..., None], float("nan"))
     if section is None:
         return rows
     column = torch.arange(table.shape[-1], device=table.device)

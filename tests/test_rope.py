@@ -1,0 +1,263 @@
+"""cukern.rope and rope_: the numbers, of every layout, pairing, slice, view and dtype, and how elements lie in memory.
+
+test_rope_positions.py has positions and TransformerEngine's form, test_rope_in_torch.py autograd, test_rope_refusals.py what is refused.
+"""
+
+import itertools
+
+import pytest
+import rope_oracle as oracle
+import torch
+from helpers import FLOATS, Guarded, gpu, kernels, places, same_bits
+
+import cukern
+from cukern.ops.rope_cases import angles
+from cukern.ops.rope_plan import compute_dtype
+from cukern.runtime.registry import OPS
+
+PLACES = pytest.mark.parametrize("device, version", places("rope"))
+AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
+B, S, H, K = 2, 5, 3, 2
+
+
+def tables(rows, width, device, dtype=torch.float32):
+    a = torch.rand(rows, width, device=device) * 6.2
+    return a.cos().to(dtype), a.sin().to(dtype)
+
+
+def assert_right(actual, exact, what=""):
+    """Each element errs by at most twice what rounding it may, and the rounding of the larger terms that it is the difference of."""
+    finest = torch.finfo(compute_dtype(actual.dtype)).eps
+    allowed = torch.finfo(actual.dtype).eps * exact.abs() + finest * exact.abs().max()
+    wrong = ~((actual.double() - exact).abs() <= allowed)  # "not within", so that a NaN is wrong
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
+
+
+def plain(device, positions=S):
+    return [list(range(positions))] * B
+
+
+def both(x, cos, sin, device, version, **options):
+    """rope's and rope_'s result, which must be the same, bit for bit."""
+    out = cukern.rope(x, cos, sin, version=version, **options)
+    copies = {**options, "k": options["k"].clone()} if "k" in options else options
+    mine = x.clone()
+    there = cukern.rope_(mine, cos, sin, version=version, **copies)
+    for a, b in zip(out, there, strict=True) if "k" in options else ((out, there),):
+        assert same_bits(a, b)
+    assert (there[0] if "k" in options else there) is mine
+    return out
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@PLACES
+def test_pairings_slices_and_tables(device, version, dtype):
+    """Every combination, on odd sizes, of queries and keys."""
+    D = 11
+    slices = ((6, 0), (6, 5), (10, 1), (2, 9))
+    for interleaved, full, inverse, (rotary_dim, offset) in itertools.product((False, True), (False, True), (False, True), slices):
+        q, k = torch.randn(B, S, H, D, device=device).to(dtype), torch.randn(B, S, K, D, device=device).to(dtype)
+        cos, sin = tables(S + 2, rotary_dim if full else rotary_dim // 2, device)
+        options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "rotary_offset": offset, "inverse": inverse, "scale": 1.25}
+        outs = both(q, cos, sin, device, version, k=k, **options)
+        for x, y in zip((q, k), outs, strict=True):
+            exact = oracle.rotated(
+                x, cos, sin, plain(device), rotary_dim, interleaved=interleaved, offset=offset, inverse=inverse, scale=1.25
+            )
+            assert_right(y, exact, str(options))
+            rest = [i for i in range(D) if not offset <= i < offset + rotary_dim]
+            assert same_bits(y[..., rest], x[..., rest]), "the rest is copied"
+
+
+@PLACES
+def test_slices_of_whole_vectors(device, version):
+    """What the fast versions read and copy in vectors: before, behind and around the slice, odd numbers of them too."""
+    for dtype, interleaved, (rotary_dim, offset) in itertools.product(
+        (torch.bfloat16, torch.float32), (False, True), ((16, 0), (16, 8), (16, 32), (32, 16), (48, 0), (8, 4))
+    ):
+        x, (cos, sin) = torch.randn(1, 3, 2, 48, device=device).to(dtype), tables(3, rotary_dim // 2, device)
+        y = both(x, cos, sin, device, version, interleaved=interleaved, rotary_dim=rotary_dim, rotary_offset=offset)
+        assert_right(y, oracle.rotated(x, cos, sin, [[0, 1, 2]], rotary_dim, interleaved=interleaved, offset=offset))
+
+
+@pytest.mark.parametrize("head_dim", [2, 32, 64, 96, 128, 256, 512])
+@PLACES
+def test_head_dims(device, version, head_dim):
+    """Even the vectors of the fast versions: bfloat16 and float32, both pairings."""
+    for dtype, interleaved in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+        q, k = (torch.randn(1, 3, heads, head_dim, device=device).to(dtype) for heads in (2, 1))
+        cos, sin = tables(3, head_dim // 2, device)
+        for x, y in zip((q, k), both(q, cos, sin, device, version, k=k, interleaved=interleaved), strict=True):
+            assert_right(y, oracle.rotated(x, cos, sin, [[0, 1, 2]], head_dim, interleaved=interleaved))
+
+
+@PLACES
+def test_flash_attentions_and_the_complex_formula(device, version):
+    x = torch.randn(2, 7, 3, 32, device=device)
+    a = angles(7, 16, device)
+    assert_right(cukern.rope(x, a.cos(), a.sin(), interleaved=True, version=version), oracle.complex_rotated(x, a))
+    for interleaved, width in itertools.product((False, True), (16, 8, 4)):
+        cos, sin = a[:, :width].cos(), a[:, :width].sin()
+        y = cukern.rope(x, cos, sin, rotary_dim=2 * width, interleaved=interleaved, version=version)
+        assert_right(y, oracle.flash_attention(x, cos, sin, interleaved))
+
+
+@PLACES
+def test_proportional_partial_rotary_is_a_table(device, version):
+    """Gemma's: half pairing over all of head_dim, the last pairs with the angle 0, which leaves them as they are."""
+    x = torch.randn(1, S, 2, 32, device=device)
+    a = angles(S, 16, device)
+    a[:, 4:] = 0
+    y = cukern.rope(x, a.cos(), a.sin(), version=version)
+    still = [*range(4, 16), *range(20, 32)]
+    assert same_bits(y[..., still], x[..., still])
+    assert_right(y, oracle.rotated(x, a.cos(), a.sin(), [list(range(S))], 32))
+
+
+def views(device, dtype):
+    """x of (2, 5, 3, 8), as it may lie in memory."""
+    qkv = torch.randn(2, 5, 9, 8, device=device).to(dtype)
+    return {
+        "a slice of packed heads": qkv[:, :, 3:6],
+        "a slice of packed rows": torch.randn(2, 5, 72, device=device).to(dtype)[..., 8:32].unflatten(-1, (3, 8)),
+        "transposed heads": qkv.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :3],
+        "sequence first": torch.randn(5, 2, 3, 8, device=device).to(dtype).transpose(0, 1),
+        "a strided last dimension": torch.randn(2, 5, 3, 16, device=device).to(dtype)[..., ::2],
+        "head_dim not last in memory": torch.randn(2, 5, 8, 3, device=device).to(dtype).transpose(2, 3),
+        "every second token": torch.randn(2, 10, 3, 8, device=device).to(dtype)[:, ::2],
+        "misaligned": torch.randn(2 * 5 * 3 * 8 + 1, device=device).to(dtype)[1:].view(2, 5, 3, 8),
+        "heads that lie apart by an odd step": torch.randn(2, 5, 3, 9, device=device).to(dtype)[..., :8],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@PLACES
+def test_views_are_read_and_written_where_they_lie(device, version, dtype):
+    for interleaved, (name, x) in itertools.product((False, True), views(device, dtype).items()):
+        cos, sin = tables(S, 4, device)
+        exact = oracle.rotated(x, cos, sin, plain(device), 8, interleaved=interleaved)
+        y = cukern.rope(x, cos, sin, interleaved=interleaved, version=version)
+        assert_right(y, exact, name)
+        base = x._base if x._base is not None else x
+        before, address = base.clone(), x.data_ptr()
+        assert cukern.rope_(x, cos, sin, interleaved=interleaved, version=version) is x and x.data_ptr() == address
+        assert same_bits(x, y), name
+        changed = torch.zeros_like(base, dtype=torch.bool).as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)._base
+        assert same_bits(base[~changed], before[~changed]), f"{name}: what is beside the view is left alone"
+
+
+@PLACES
+def test_an_expanded_view_is_read(device, version):
+    x, (cos, sin) = torch.randn(1, 1, 3, 8, device=device).expand(2, 5, 3, 8), tables(S, 4, device)
+    assert_right(cukern.rope(x, cos, sin, version=version), oracle.rotated(x, cos, sin, plain(device), 8))
+
+
+@pytest.mark.parametrize("layout", AXES)
+@PLACES
+def test_layouts(device, version, layout):
+    q, k = torch.randn(B, S, H, 8, device=device), torch.randn(B, S, K, 8, device=device)
+    cos, sin = tables(S, 4, device)
+    there = [x.permute(AXES[layout]) for x in (q, k)]  # each of the permutations is its own inverse
+    for contiguous in (False, True):
+        xs = [x.contiguous() if contiguous else x for x in there]
+        outs = both(xs[0], cos, sin, device, version, k=xs[1], layout=layout)
+        for x, y, z in zip((q, k), outs, xs, strict=True):
+            assert_right(y.permute(AXES[layout]), oracle.rotated(x, cos, sin, plain(device), 8))
+            assert version is None or y.stride() == z.stride(), "dense strides are kept"
+
+
+@PLACES
+def test_q_and_k_of_one_packed_tensor_in_place(device, version):
+    """Their elements lie among each other, and none is in both."""
+    qkv, (cos, sin) = torch.randn(B, S, H + 2 * K, 8, device=device), tables(S, 4, device)
+    before = qkv.clone()
+    cukern.rope_(qkv[:, :, :H], cos, sin, k=qkv[:, :, H : H + K], version=version)
+    assert_right(qkv[:, :, : H + K], oracle.rotated(before[:, :, : H + K], cos, sin, plain(device), 8))
+    assert same_bits(qkv[:, :, H + K :], before[:, :, H + K :])
+
+
+@pytest.mark.parametrize("version", OPS["rope"].versions)
+@kernels
+def test_nothing_but_the_output_is_written(device, version):
+    """The rotated slice in place, and all of the output out of place, between margins."""
+    for dtype, shape in itertools.product((torch.bfloat16, torch.float64), ((1, 1, 1, 2), (1, 3, 5, 24), (2, 7, 3, 40))):
+        x = Guarded(shape, dtype, device)
+        x.tensor.copy_(torch.randn(shape))
+        before, (cos, sin) = x.tensor.clone(), tables(shape[1], 1, device)
+        cukern.rope_(x.tensor, cos, sin, rotary_dim=2, version=version)
+        x.check(str(shape))
+        assert same_bits(x.tensor[..., 2:], before[..., 2:])
+        assert cukern.rope(x.tensor, cos, sin, rotary_dim=2, version=version).isfinite().all()
+        x.check(str(shape))
+
+
+@PLACES
+def test_dtypes_of_tables(device, version):
+    """The table's own numbers are what counts: bfloat16 ones are those that users have."""
+    for dtype, table in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float64),
+                         (torch.float64, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.float64)):  # fmt: skip
+        x, (cos, sin) = torch.randn(B, S, H, 8, device=device).to(dtype), tables(S, 4, device, table)
+        exact = oracle.rotated(x, cos, sin, plain(device), 8)
+        assert_right(cukern.rope(x, cos, sin, version=version), exact)
+        assert_right(cukern.rope(x, cos.t().contiguous().t(), torch.cat((sin, sin), 1)[:, :4], version=version), exact, "strided tables")
+
+
+@PLACES
+def test_a_table_for_each_token(device, version):
+    """Hugging Face's (batch, sequence, head_dim)."""
+    x = torch.randn(B, S, H, 8, device=device)
+    for shared in (1, B):
+        a = torch.rand(shared, S, 4, device=device).repeat(1, 1, 2) * 6
+        rows = a.flatten(0, 1)
+        positions = [[(b % shared) * S + s for s in range(S)] for b in range(B)]
+        y = cukern.rope(x, a.cos(), a.sin(), version=version)
+        assert_right(y, oracle.rotated(x, rows.cos(), rows.sin(), positions, 8))
+
+
+@PLACES
+def test_angles_up_to_2_to_20(device, version):
+    """sin=None: the angles themselves, of positions up to 2^20. The largest error is at most twice that of the rounded result."""
+    positions = torch.tensor([0, 1, 77, 8191, 105_615, 131_071, 2**20 - 1, 2**20], device=device)
+    inverse_frequencies = 10000.0 ** (-torch.arange(16, device=device) / 16)
+    a = positions[:, None].float() * inverse_frequencies
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(1, len(positions), 16, 32, device=device).to(dtype)
+        exact = oracle.rotated(x, a.double().cos(), a.double().sin(), [list(range(len(positions)))], 32)
+        y = cukern.rope(x, a, None, version=version)
+        error, best = (y.double() - exact).abs().max(), (exact.to(dtype).double() - exact).abs().max()
+        assert error <= 2 * best, f"{dtype}: {error}, of the rounded result {best}"
+
+
+@PLACES
+def test_nan_and_infinity_stay_in_their_pair(device, version):
+    x = torch.randn(1, 3, 2, 8, device=device)
+    x[0, 1, 0, 1], x[0, 2, 1, 6] = float("nan"), float("inf")
+    y = cukern.rope(x, *tables(3, 4, device), version=version)
+    bad = torch.zeros_like(x, dtype=torch.bool)
+    bad[0, 1, 0, [1, 5]] = bad[0, 2, 1, [2, 6]] = True
+    assert bool((y.isfinite() == ~bad).all())
+
+
+@PLACES
+def test_empty_tensors(device, version):
+    for shape in ((0, S, H, 8), (B, 0, H, 8), (B, S, 0, 8)):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        y = cukern.rope(x, *tables(S, 4, device), version=version)
+        assert y.shape == shape
+        assert torch.autograd.grad(y.sum(), x)[0].shape == shape
+
+
+@gpu
+@pytest.mark.parametrize("version", OPS["rope"].versions)
+def test_more_than_2_to_31_elements(version):
+    heads, head_dim = 32, 128
+    sequence = 2**31 // (heads * head_dim) + 3
+    if torch.cuda.mem_get_info()[0] < 5 * 2**31:
+        pytest.skip("needs 10 GiB of free GPU memory")
+    x = torch.randn(1, sequence, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    a = angles(sequence, head_dim // 2, "cuda")
+    y = cukern.rope(x, a.cos(), a.sin(), version=version)
+    last = slice(sequence - 5, sequence)
+    exact = oracle.rotated(x[:, last], a[last].cos(), a[last].sin(), [list(range(5))], head_dim)
+    assert_right(y[:, last], exact)
+    assert same_bits(cukern.rope_(x, a.cos(), a.sin(), version=version), y)
