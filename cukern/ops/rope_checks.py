@@ -21,10 +21,13 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout
+    negative: bool  # whether the elements lie in memory negated
 
 
 def shape_of(t: Tensor | None) -> Shape | None:
-    return None if t is None else Shape(t.shape, t.dtype, t.device, t.layout)
+    if t is None:
+        return None
+    return Shape(t.shape, t.dtype, t.device, t.layout, not torch.compiler.is_compiling() and t.is_neg())
 
 
 class Request(NamedTuple):
@@ -51,6 +54,9 @@ def resolve(request: Request, version: str) -> Options:
     r = request
     if r.layout not in AXES:
         raise ValueError(f"layout must be {', '.join(AXES)}, got {r.layout!r}")
+    for name, t in zip(r._fields[:7], r[:7], strict=True):
+        if t is not None and t.negative:
+            checks.negative_bit(name)
     _check_x(r)
     head_dim = r.x.shape[-1]
     rotary_dim = head_dim if r.rotary_dim is None else r.rotary_dim

@@ -11,7 +11,6 @@ from torch import Tensor
 from cukern.ops import rope_plan
 from cukern.ops.rope_memory import check_disjoint
 from cukern.ops.rope_plan import ANGLES, ID_TYPES, POSITIONS, SECTIONS, THREADS, Inputs, Options, tokens_of
-from cukern.runtime import checks
 from cukern.runtime.registry import apply_of, raw_op
 
 _tracing = torch.compiler.is_dynamo_compiling
@@ -45,8 +44,6 @@ def _run(
     outs: list[Tensor], x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, options: tuple[Any, ...]
 ) -> None:
     """`outs`: one for each of x and k, or none, and they are written themselves."""
-    if x.is_neg() or (k is not None and k.is_neg()):
-        checks.negative_bit("x" if x.is_neg() else "k")
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     p, table = x.data_ptr(), (cos.dtype, cos.shape, cos.stride())

@@ -82,7 +82,7 @@ def _checked(
     sequence = tokens_of(t.shape, tensor_format)[1]
     if tensor_format != "thd" and cp_size > 1 and (sequence % 2 or sequence * cp_size > freqs.shape[0]):
         raise ValueError(f"with cp_size {cp_size} the sequence here, {sequence}, must be even, and {cp_size} times it at most {len(freqs)}")
-    angles = freqs[:, 0, 0].to(compute_dtype(t.dtype))
+    angles = freqs.flatten(1).to(compute_dtype(t.dtype))
     x, cos, start, bounds = (rope_checks.shape_of(u) for u in (t, angles, starts, cu_seqlens))
     resolve = rope_checks.resolve if torch.compiler.is_compiling() else rope_checks.resolve_cached
     request = Request(x, None, cos, None, None, bounds, start, None, angles.shape[1], 0, interleaved, tensor_format, False, None)  # type: ignore[arg-type]
