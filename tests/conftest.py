@@ -36,8 +36,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def session_cache(tmp_path_factory):
-    """One folder of cubins for the whole run, empty at its start, so that nothing compiled earlier can hide a fault; pytest-xdist's workers,
-    whose own folders lie in the run's, share it, as processes may."""
+    """One folder of cubins for the whole run, empty at its start, so that nothing compiled earlier can hide a fault; the workers of
+    pytest-xdist, whose own folders lie in the run's, share it, as processes may."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cubins"
     with pytest.MonkeyPatch.context() as patch:
