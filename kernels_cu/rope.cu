@@ -17,6 +17,7 @@
 //
 // Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
 #include "common/math.cuh"
+#include "common/pack.cuh"
 #include "common/vec.cuh"
 
 constexpr int UNROTATED = -1;         // in positions: a token that belongs to no sequence, which is copied
@@ -35,11 +36,11 @@ __device__ __forceinline__ Angles<A> load_angles(const C* cos, const C* sin, int
     return t;
 }
 
-template <typename T, typename A>
-__device__ __forceinline__ void rotate(T& x_a, T& x_b, Angles<A> t) {
-    A a = load_as(x_a), b = load_as(x_b);
-    x_a = T(a * t.cos_a - b * t.sin_a);
-    x_b = T(b * t.cos_b + a * t.sin_b);
+template <typename A>
+__device__ __forceinline__ void rotate(A& a, A& b, Angles<A> t) {
+    A first = a;
+    a = first * t.cos_a - b * t.sin_a;
+    b = b * t.cos_b + first * t.sin_b;
 }
 
 // ---- before the rotation
@@ -156,110 +157,158 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
             bool full = width == rotary_dim;
             angles = load_angles<A>(cos + row, sin + row, full ? a : item, full ? c : item, transpose, A(scale));
         }
-        rotate(x_a, x_c, angles);
+        A y_a = load_as(x_a), y_c = load_as(x_c);
+        rotate(y_a, y_c, angles);
+        x_a = T(y_a);
+        x_c = T(y_c);
     }
     out[(rotary_offset + a) * out_d] = x_a;
     out[(rotary_offset + c) * out_d] = x_c;
 }
 
-// N values of a table's row, times `factor`, in pieces of at most 16 bytes.
+// N values of a table's row, in pieces of at most 16 bytes.
 template <int N, typename A, typename C>
-__device__ __forceinline__ void load_table(A (&to)[N], const C* row, A factor) {
+__device__ __forceinline__ void load_table(A (&to)[N], const C* row) {
     constexpr int PIECE = N * sizeof(C) <= 16 ? N : 16 / sizeof(C);
 #pragma unroll
     for (int i = 0; i < N; i += PIECE) {
         Vec<C, PIECE> piece = load_vec<C, PIECE>(row + i);
 #pragma unroll
-        for (int j = 0; j < PIECE; j++) to[i + j] = factor * A(piece.v[j]);
+        for (int j = 0; j < PIECE; j++) to[i + j] = A(piece.v[j]);
     }
 }
 
-// Half pairing: a[e] with b[e], whose own angles, where the table is FULL, begin `half` further on.
-template <bool FULL, typename A, typename T, typename C, int E>
-__device__ __forceinline__ void rotate_halves(Vec<T, E>& a, Vec<T, E>& b, const C* cos, const C* sin, int half, bool transpose, A scale) {
-    A cos_a[E], sin_a[E], signed_scale = transpose ? -scale : scale;
-    load_table(cos_a, cos, scale);
+// A branch that all threads take alike costs less than the multiplications, which few calls need.
+template <int N, typename A>
+__device__ __forceinline__ void multiply(A (&v)[N], A factor) {
+    if (factor != A(1)) {
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] *= factor;
+    }
+}
+
+// Half pairing: a[e] with b[e]. Where the table is FULL, cos_b and sin_b lead to b's own angles.
+template <bool FULL, typename A, typename C, int E>
+__device__ __forceinline__ void rotate_halves(A (&a)[E], A (&b)[E], const C* cos_a, const C* sin_a, const C* cos_b, const C* sin_b,
+                                              A factor) {
+    A ca[E], sa[E];
+    load_table(ca, cos_a);
+    load_table(sa, sin_a);
+    multiply(ca, factor);
+    multiply(sa, factor);
     if constexpr (FULL) {
-        A cos_b[E], sin_b[E];
-        load_table(sin_a, sin + (transpose ? half : 0), signed_scale);
-        load_table(cos_b, cos + half, scale);
-        load_table(sin_b, sin + (transpose ? 0 : half), signed_scale);
+        A cb[E], sb[E];
+        load_table(cb, cos_b);
+        load_table(sb, sin_b);
+        multiply(cb, factor);
+        multiply(sb, factor);
 #pragma unroll
-        for (int e = 0; e < E; e++) rotate<T, A>(a.v[e], b.v[e], {cos_a[e], sin_a[e], cos_b[e], sin_b[e]});
+        for (int e = 0; e < E; e++) rotate<A>(a[e], b[e], {ca[e], sa[e], cb[e], sb[e]});
     } else {
-        load_table(sin_a, sin, signed_scale);
 #pragma unroll
-        for (int e = 0; e < E; e++) rotate<T, A>(a.v[e], b.v[e], {cos_a[e], sin_a[e], cos_a[e], sin_a[e]});
+        for (int e = 0; e < E; e++) rotate<A>(a[e], b[e], {ca[e], sa[e], ca[e], sa[e]});
     }
 }
 
-// Interleaved pairing: the pairs are neighbours in v. A table that is not FULL has half as many columns as x.
-template <bool FULL, typename A, typename T, typename C, int E>
-__device__ __forceinline__ void rotate_neighbours(Vec<T, E>& v, const C* cos, const C* sin, bool transpose, A scale) {
-    constexpr int EACH = FULL ? 2 : 1;  // columns a pair
-    A c[E / 2 * EACH], s[E / 2 * EACH];
-    load_table(c, cos, scale);
-    load_table(s, sin, transpose ? -scale : scale);
+// Interleaved pairing: the pairs are neighbours, in a as in b, whose columns begin `further` on. A table that is not FULL has half as many
+// columns as x.
+template <bool FULL, typename A, typename C, int E>
+__device__ __forceinline__ void rotate_neighbours(A (&a)[E], A (&b)[E], const C* cos, const C* sin, unsigned further, bool transpose,
+                                                  A factor) {
+    constexpr int EACH = FULL ? 2 : 1, N = E / 2 * EACH;  // columns a pair, columns a vector
+    A ca[N], sa[N], cb[N], sb[N];
+    load_table(ca, cos);
+    load_table(sa, sin);
+    load_table(cb, cos + further);
+    load_table(sb, sin + further);
+    multiply(ca, factor);
+    multiply(cb, factor);
+    multiply(sa, transpose ? -factor : factor);
+    multiply(sb, transpose ? -factor : factor);
 #pragma unroll
     for (int i = 0; i < E / 2; i++) {
-        int first = i * EACH, second = first + EACH - 1;
-        A sin_a = transpose ? s[second] : s[first], sin_b = transpose ? s[first] : s[second];
-        rotate<T, A>(v.v[2 * i], v.v[2 * i + 1], {c[first], sin_a, c[second], sin_b});
+        int p = i * EACH, q = p + EACH - 1;
+        if (FULL && transpose) {
+            rotate<A>(a[2 * i], a[2 * i + 1], {ca[p], sa[q], ca[q], sa[p]});
+            rotate<A>(b[2 * i], b[2 * i + 1], {cb[p], sb[q], cb[q], sb[p]});
+        } else {
+            rotate<A>(a[2 * i], a[2 * i + 1], {ca[p], sa[p], ca[q], sa[q]});
+            rotate<A>(b[2 * i], b[2 * i + 1], {cb[p], sb[p], cb[q], sb[q]});
+        }
     }
 }
+
+// n / d for n < 2^31, by the constants of d that rope_plan.py computes: a division costs 20 instructions.
+__device__ __forceinline__ unsigned divide(unsigned n, unsigned magic, unsigned shift) { return (__umulhi(n, magic) + n) >> shift; }
 
 // v2: block (x, y): x threads a head, which are rotary_dim / 2 / E, and half as many as there are vectors to copy; y heads. The heads of a
 // token, k's after x's, are neighbours, then the tokens in their order in memory: `inner` of them follow each other in the sequence, or, if
-// batch_inner, in the batch. The last stride of x, k and the outputs is 1, all others are multiples of E.
+// batch_inner, in the batch. Strides, rotary_dim, rotary_offset and rest are in vectors of E elements; the stride of head_dim is one element.
 template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
 __global__ void __launch_bounds__(256)
     rope_v2(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
-            int heads, int k_heads, int rotary_dim, int rotary_offset, int rest, int rows, long long cos_b, long long cos_s,
-            long long positions_b, long long out_b, long long out_s, long long out_h, long long k_out_b, long long k_out_s,
-            long long k_out_h, long long x_b, long long x_s, long long x_h, long long k_b, long long k_s, long long k_h,
-            bool batch_inner, bool in_place, bool transpose, double scale) {
+            unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
+            unsigned rotary_dim, unsigned rotary_offset, unsigned rest, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
+            unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b, unsigned x_s,
+            unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool in_place, bool transpose, double scale) {
     using A = compute_t<T>;
-    unsigned item = blockIdx.x * blockDim.y + threadIdx.y, token = item / (heads + k_heads);
+    using Vector = Vec<T, E>;
+    unsigned item = blockIdx.x * blockDim.y + threadIdx.y;
     if (item >= items) return;
-    int h = item % (heads + k_heads), outer_index = token / inner, inner_index = token % inner;
-    int b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;
-    int position = positions ? positions[b * positions_b + s] : s;
+    unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
+    unsigned outer_index = divide(token, inner_magic, inner_shift), inner_index = token - outer_index * inner;
+    unsigned b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;
+    int position = positions ? positions[b * positions_b + s] : int(s);
+    const Vector* from = reinterpret_cast<const Vector*>(x);
+    Vector* to = reinterpret_cast<Vector*>(out);
     if (h < heads) {
-        out += b * out_b + s * out_s + h * out_h;
-        x += b * x_b + s * x_s + h * x_h;
+        from += b * x_b + s * x_s + h * x_h;
+        to += b * out_b + s * out_s + h * out_h;
     } else {
-        out = k_out + b * k_out_b + s * k_out_s + (h - heads) * k_out_h;
-        x = k + b * k_b + s * k_s + (h - heads) * k_h;
+        h -= heads;
+        from = reinterpret_cast<const Vector*>(k) + (b * k_b + s * k_s + h * k_h);
+        to = reinterpret_cast<Vector*>(k_out) + (b * k_out_b + s * k_out_s + h * k_out_h);
     }
-    int half = rotary_dim / 2, first = threadIdx.x * E;
+    unsigned half = rotary_dim / 2, first = threadIdx.x;
     if (first >= half) {  // a thread that copies two of the vectors outside of the rotated slice
-        first -= half;
-        for (int d = first; d < rest; d += (rest / E + 1) / 2 * E) {
-            int at = d < rotary_offset ? d : d + rotary_dim;
-            store_vec(out + at, load_vec_past_l1<T, E>(x + at));
+        for (unsigned v = first - half; v < rest; v += (rest + 1) / 2) {
+            unsigned at = v < rotary_offset ? v : v + rotary_dim;
+            store_vec(&to[at].v[0], load_vec_past_l1<T, E>(from[at].v));
         }
         return;
     }
-    out += rotary_offset + first;
-    x += rotary_offset + first;
-    Vec<T, E> a = load_vec_past_l1<T, E>(x), c = load_vec_past_l1<T, E>(x + half);
-    if (position != UNROTATED) {
-        bool inside = unsigned(position) < unsigned(rows);
-        long long row = b * cos_b + (inside ? position : 0) * cos_s;
-        A factor = inside ? A(scale) : A(__int_as_float(0x7fc00000));
-        if constexpr (INTERLEAVED) {
-            int column = FULL ? first : first / 2, further = FULL ? half : half / 2;
-            rotate_neighbours<FULL>(a, cos + row + column, sin + row + column, transpose, factor);
-            rotate_neighbours<FULL>(c, cos + row + column + further, sin + row + column + further, transpose, factor);
-        } else {
-            rotate_halves<FULL>(a, c, cos + row + first, sin + row + first, half, transpose, factor);
-        }
+    // The transpose of half pairing is the rotation of (b, a) instead of (a, b), which exchanges their cosines and not their sines.
+    bool exchange = transpose && !INTERLEAVED;
+    unsigned first_a = exchange ? half : 0, first_b = half - first_a;
+    from += rotary_offset + first;
+    to += rotary_offset + first;
+    Vector a = load_vec_past_l1<T, E>(from[first_a].v), c = load_vec_past_l1<T, E>(from[first_b].v);
+    if (position == UNROTATED) {
+        store_vec(to[first_a].v, a);
+        store_vec(to[first_b].v, c);
+        return;
     }
-    if (in_place) {
-        store_vec_streaming(out, a);
-        store_vec_streaming(out + half, c);
+    bool inside = unsigned(position) < rows;
+    unsigned long long row = (b * cos_b + (inside ? position : 0) * cos_s) * (unsigned long long)E;
+    A factor = inside ? A(scale) : A(__int_as_float(0x7fc00000)), y_a[E], y_c[E];
+    unpack(y_a, a);
+    unpack(y_c, c);
+    if constexpr (INTERLEAVED) {
+        unsigned long long column = row + (FULL ? first * E : first * E / 2);
+        unsigned further = FULL ? half * E : half * E / 2;
+        rotate_neighbours<FULL>(y_a, y_c, cos + column, sin + column, further, transpose, factor);
     } else {
-        store_vec(out, a);
-        store_vec(out + half, c);
+        cos += row + first * E;
+        sin += row + first * E;
+        rotate_halves<FULL>(y_a, y_c, cos + (FULL ? first_a * E : 0), sin, cos + first_b * E, sin + half * E, factor);
+    }
+    a = pack<T>(y_a);
+    c = pack<T>(y_c);
+    if (in_place) {
+        store_vec_streaming(to[first_a].v, a);
+        store_vec_streaming(to[first_b].v, c);
+    } else {
+        store_vec(to[first_a].v, a);
+        store_vec(to[first_b].v, c);
     }
 }

@@ -192,17 +192,31 @@ def _v2(call: Call) -> Plan:
     vector = _vector(call, layouts)
     items, rows, width = call.tokens * (heads + k_heads), *call.table.shape[1:]
     threads = (o.rotary_dim // 2 + (call.rest // (vector or 1) + 1) // 2 * vector) // (vector or 1)
-    if not vector or threads > MOST_V2_THREADS or items >= 1 << 31 or not rows:
+    if not vector or threads > MOST_V2_THREADS or items >= 1 << 31 or not rows or _extent(call, layouts) > vector << 32:
         return _v1(call)
     batch_inner = batch > 1 and call.x.strides[0] < call.x.strides[1]
-    heads_a_block = max(1, V2_THREADS // threads)
+    inner, heads_a_block = batch if batch_inner else sequence, max(1, V2_THREADS // threads)
+    lengths = (o.rotary_dim, o.rotary_offset, call.rest)
+    strides = [s // vector for layout in (call.out, call.k_out, call.x, call.k) for s in layout.strides[:3]]
     numbers = (
-        items, batch if batch_inner else sequence, heads, k_heads, o.rotary_dim, o.rotary_offset, call.rest, rows, *call.table.strides[:2],
-        call.positions_b, *call.out.strides[:3], *call.k_out.strides[:3], *call.x.strides[:3], *call.k.strides[:3], batch_inner,
-        call.in_place, o.transpose, o.scale,
+        items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads), *(n // vector for n in lengths), rows,
+        *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, call.in_place, o.transpose, o.scale,
     )  # fmt: skip
     kernel = _V2[call.dtype, call.table.dtype, vector, o.interleaved, width == o.rotary_dim]
     return Plan(kernel.on(call.device), (-(-items // heads_a_block), 1, 1), (threads, heads_a_block, 1), numbers)
+
+
+def _divisor(d: int) -> tuple[int, int]:
+    """(magic, shift) such that n // d == (n * magic // 2^32 + n) >> shift for every n < 2^31."""
+    shift = (d - 1).bit_length()
+    return (((1 << shift) - d) << 32) // d + 1, shift
+
+
+def _extent(call: Call, layouts: tuple[Layout, ...]) -> int:
+    """Elements between the first and the last of the largest tensor or table, or of the position ids."""
+    shapes = [(layout.shape, layout.strides) for layout in layouts] + [(call.table.shape, call.table.strides)]
+    positions = call.x.shape[0] * max(1, call.positions_b)
+    return max(positions, *(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) for shape, strides in shapes))
 
 
 def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
