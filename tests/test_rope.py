@@ -11,6 +11,7 @@ import torch
 from helpers import FLOATS, Guarded, gpu, kernels, places, same_bits
 
 import cukern
+from cukern.ops import rope_plan
 from cukern.ops.rope_cases import angles
 from cukern.ops.rope_plan import compute_dtype
 from cukern.runtime.registry import OPS
@@ -146,6 +147,26 @@ def test_views_are_read_and_written_where_they_lie(device, version, dtype):
         assert same_bits(base[~changed], before[~changed]), f"{name}: what is beside the view is left alone"
 
 
+@kernels
+def test_what_models_have_takes_the_fast_path(device, monkeypatch):
+    """Vectors of 16 bytes: not a copy beforehand, and not the slow version."""
+    monkeypatch.setattr(rope_plan, "_vectors", lambda dtype: [16 // dtype.itemsize])
+    monkeypatch.setattr(rope_plan, "_v1", None)
+    rope_plan.plan.cache_clear()
+    for dtype, table in ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        qkv, hf = torch.randn(2, 3, 5, 32, device=device).to(dtype), tables(3, 32, device, table)
+        for interleaved, (cos, sin) in itertools.product((False, True), (tables(3, 16, device, table), hf, [t[None] for t in hf])):
+            options = {"interleaved": interleaved}
+            cukern.rope(qkv[:, :, :3], cos, sin, k=qkv[:, :, 3:4], **options)
+            cukern.rope_(qkv[:, :, :3], cos, sin, k=qkv[:, :, 3:4], **options)
+            cukern.rope(qkv.transpose(1, 2), cos, sin, layout="bhsd", **options)
+            cukern.rope(qkv.transpose(0, 1), cos, sin, layout="sbhd", **options)
+        cukern.rope(qkv, *tables(3, 8, device, table), rotary_dim=16)
+        cukern.rope(qkv, *tables(3, 8, device, table), rotary_dim=16, rotary_offset=16)
+        cukern.apply_rotary_pos_emb(qkv, torch.rand(3, 1, 1, 32, device=device), "bshd")
+    rope_plan.plan.cache_clear()
+
+
 @PLACES
 def test_an_expanded_view_is_read(device, version):
     x, (cos, sin) = torch.randn(1, 1, 3, 8, device=device).expand(2, 5, 3, 8), tables(S, 4, device)
@@ -245,6 +266,18 @@ def test_empty_tensors(device, version):
         y = cukern.rope(x, *tables(S, 4, device), version=version)
         assert y.shape == shape
         assert torch.autograd.grad(y.sum(), x)[0].shape == shape
+
+
+@kernels
+def test_more_than_65535_sequences(device):
+    n = 70_000
+    x, (cos, sin) = torch.randn(n, 1, 4, device=device), tables(2, 2, device)
+    cu_seqlens = torch.arange(0, n + 1, 2, device=device).repeat_interleave(2)[: n + 1]  # of two tokens, and empty ones
+    y = cukern.rope(x, cos, sin, cu_seqlens=cu_seqlens, layout="thd")
+    position = torch.arange(n, device=device) % 2
+    position[cu_seqlens[-1] :] = 0
+    exact = cukern.rope(x.double()[:, None], cos[position][:, None].double(), sin[position][:, None].double())[:, 0]
+    assert_right(y[: cu_seqlens[-1]], exact[: cu_seqlens[-1]])
 
 
 @gpu

@@ -150,8 +150,9 @@ def rotate_(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Te
         return x.copy_(new) if k is None else (x.copy_(new[0]), k.copy_(new[1]))
     if not grad:
         _rope_(x, k, cos, sin, positions, *options)
-        if not _tracing() and not x.is_inference():
-            _increment_version(x if k is None else (x, k))  # so that autograd notices, if it has saved them
+        for t in () if _tracing() else (x, k):
+            if t is not None and not t.is_inference():
+                _increment_version(t)  # so that autograd notices, if it has saved it
         return x if k is None else (x, k)
     if k is None:
         return _apply_in_place(x, None, cos, sin, positions, *options)
@@ -220,7 +221,7 @@ def rows(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor | Non
     assert sin is not None
     batch, sequence = tokens_of(inputs.x.shape, options.layout)
     if ids is not None:
-        ids = ids.reshape(-1, sequence)
+        ids = ids[None] if ids.ndim == 1 else ids.flatten(0, -2)
         batch = ids.shape[0]  # 1, if the sequences share them; of several sections all
     elif starts is None:
         batch = 1
