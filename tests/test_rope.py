@@ -168,6 +168,24 @@ def test_what_models_have_takes_the_fast_path(device, monkeypatch):
 
 
 @PLACES
+def test_k_may_lie_otherwise_in_memory_than_q(device, version):
+    cos, sin = tables(S, 4, device)
+    every = list(views(device, torch.bfloat16).values())
+    for q, k in zip(every, every[1:] + every[:1], strict=True):
+        for x, y in zip((q, k), cukern.rope(q, cos, sin, k=k, version=version), strict=True):
+            assert_right(y, oracle.rotated(x, cos, sin, plain(device), 8))
+
+
+@PLACES
+def test_an_odd_rest_of_heads_without_odd_strides(device, version):
+    cos, sin = tables(S, 8, device)
+    for x in (torch.randn(B, S, 3, 32, device=device)[..., :17], torch.randn(1, 1, 1, 17, device=device)):
+        y = cukern.rope(x, cos, sin, rotary_dim=16, version=version)
+        assert_right(y, oracle.rotated(x, cos, sin, plain(device), 16))
+        assert same_bits(cukern.rope_(x, cos, sin, rotary_dim=16, version=version), y)
+
+
+@PLACES
 def test_an_expanded_view_is_read(device, version):
     x, (cos, sin) = torch.randn(1, 1, 3, 8, device=device).expand(2, 5, 3, 8), tables(S, 4, device)
     assert_right(cukern.rope(x, cos, sin, version=version), oracle.rotated(x, cos, sin, plain(device), 8))
