@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.rope_plan import AXES, ID_TYPES, Inputs, Options, tokens_of
+from cukern.ops.rope_plan import AXES, Inputs, Options, tokens_of
 from cukern.ops.rope_reference import UNROTATED, positions_of
+from cukern.ops.rope_rows import ID_TYPES
 from cukern.runtime import checks
 
 MOST_SECTIONS = 3
