@@ -1,6 +1,7 @@
-"""cukern.rope and rope_: the numbers, of every layout, pairing, slice, view and dtype, and how elements lie in memory.
+"""cukern.rope and rope_: the numbers, of every pairing, slice, table and dtype.
 
-test_rope_positions.py has positions and TransformerEngine's form, test_rope_in_torch.py autograd, test_rope_refusals.py what is refused.
+Beside it: test_rope_memory.py has layouts and views, test_rope_positions.py positions and TransformerEngine's form, test_rope_in_torch.py
+autograd and compilation, test_rope_refusals.py what is refused.
 """
 
 import itertools
@@ -8,7 +9,7 @@ import itertools
 import pytest
 import rope_oracle as oracle
 import torch
-from helpers import FLOATS, Guarded, gpu, kernels, places, same_bits
+from helpers import FLOATS, gpu, kernels, places, same_bits
 
 import cukern
 from cukern.ops.rope_cases import angles
@@ -114,83 +115,6 @@ def test_proportional_partial_rotary_is_a_table(device, version):
     assert_right(y, oracle.rotated(x, a.cos(), a.sin(), [list(range(S))], 32))
 
 
-def views(device, dtype):
-    """x of (2, 5, 3, 8), as it may lie in memory."""
-    qkv = torch.randn(2, 5, 9, 8, device=device).to(dtype)
-    return {
-        "a slice of packed heads": qkv[:, :, 3:6],
-        "a slice of packed rows": torch.randn(2, 5, 72, device=device).to(dtype)[..., 8:32].unflatten(-1, (3, 8)),
-        "transposed heads": qkv.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :3],
-        "sequence first": torch.randn(5, 2, 3, 8, device=device).to(dtype).transpose(0, 1),
-        "a strided last dimension": torch.randn(2, 5, 3, 16, device=device).to(dtype)[..., ::2],
-        "head_dim not last in memory": torch.randn(2, 5, 8, 3, device=device).to(dtype).transpose(2, 3),
-        "every second token": torch.randn(2, 10, 3, 8, device=device).to(dtype)[:, ::2],
-        "misaligned": torch.randn(2 * 5 * 3 * 8 + 1, device=device).to(dtype)[1:].view(2, 5, 3, 8),
-        "heads that lie apart by an odd step": torch.randn(2, 5, 3, 9, device=device).to(dtype)[..., :8],
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@PLACES
-def test_views_are_read_and_written_where_they_lie(device, version, dtype):
-    for interleaved, (name, x) in itertools.product((False, True), views(device, dtype).items()):
-        cos, sin = tables(S, 4, device)
-        exact = oracle.rotated(x, cos, sin, plain(device), 8, interleaved=interleaved)
-        y = cukern.rope(x, cos, sin, interleaved=interleaved, version=version)
-        assert_right(y, exact, name)
-        base = x._base if x._base is not None else x
-        before, address = base.clone(), x.data_ptr()
-        assert cukern.rope_(x, cos, sin, interleaved=interleaved, version=version) is x and x.data_ptr() == address
-        assert same_bits(x, y), name
-        changed = torch.zeros_like(base, dtype=torch.bool).as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)._base
-        assert same_bits(base[~changed], before[~changed]), f"{name}: what is beside the view is left alone"
-
-
-@PLACES
-def test_an_expanded_view_is_read(device, version):
-    x, (cos, sin) = torch.randn(1, 1, 3, 8, device=device).expand(2, 5, 3, 8), tables(S, 4, device)
-    assert_right(cukern.rope(x, cos, sin, version=version), oracle.rotated(x, cos, sin, plain(device), 8))
-
-
-@pytest.mark.parametrize("layout", AXES)
-@PLACES
-def test_layouts(device, version, layout):
-    q, k = torch.randn(B, S, H, 8, device=device), torch.randn(B, S, K, 8, device=device)
-    cos, sin = tables(S, 4, device)
-    there = [x.permute(AXES[layout]) for x in (q, k)]  # each of the permutations is its own inverse
-    for contiguous in (False, True):
-        xs = [x.contiguous() if contiguous else x for x in there]
-        outs = both(xs[0], cos, sin, device, version, k=xs[1], layout=layout)
-        for x, y, z in zip((q, k), outs, xs, strict=True):
-            assert_right(y.permute(AXES[layout]), oracle.rotated(x, cos, sin, plain(device), 8))
-            assert version is None or y.stride() == z.stride(), "dense strides are kept"
-
-
-@PLACES
-def test_q_and_k_of_one_packed_tensor_in_place(device, version):
-    """Their elements lie among each other, and none is in both."""
-    qkv, (cos, sin) = torch.randn(B, S, H + 2 * K, 8, device=device), tables(S, 4, device)
-    before = qkv.clone()
-    cukern.rope_(qkv[:, :, :H], cos, sin, k=qkv[:, :, H : H + K], version=version)
-    assert_right(qkv[:, :, : H + K], oracle.rotated(before[:, :, : H + K], cos, sin, plain(device), 8))
-    assert same_bits(qkv[:, :, H + K :], before[:, :, H + K :])
-
-
-@pytest.mark.parametrize("version", OPS["rope"].versions)
-@kernels
-def test_nothing_but_the_output_is_written(device, version):
-    """The rotated slice in place, and all of the output out of place, between margins."""
-    for dtype, shape in itertools.product((torch.bfloat16, torch.float64), ((1, 1, 1, 2), (1, 3, 5, 24), (2, 7, 3, 40))):
-        x = Guarded(shape, dtype, device)
-        x.tensor.copy_(torch.randn(shape))
-        before, (cos, sin) = x.tensor.clone(), tables(shape[1], 1, device)
-        cukern.rope_(x.tensor, cos, sin, rotary_dim=2, version=version)
-        x.check(str(shape))
-        assert same_bits(x.tensor[..., 2:], before[..., 2:])
-        assert cukern.rope(x.tensor, cos, sin, rotary_dim=2, version=version).isfinite().all()
-        x.check(str(shape))
-
-
 @PLACES
 def test_dtypes_of_tables(device, version):
     """The table's own numbers are what counts: bfloat16 ones are those that users have."""
@@ -238,13 +162,16 @@ def test_nan_and_infinity_stay_in_their_pair(device, version):
     assert bool((y.isfinite() == ~bad).all())
 
 
-@PLACES
-def test_empty_tensors(device, version):
-    for shape in ((0, S, H, 8), (B, 0, H, 8), (B, S, 0, 8)):
-        x = torch.randn(shape, device=device, requires_grad=True)
-        y = cukern.rope(x, *tables(S, 4, device), version=version)
-        assert y.shape == shape
-        assert torch.autograd.grad(y.sum(), x)[0].shape == shape
+@kernels
+def test_more_than_65535_sequences(device):
+    n = 70_000
+    x, (cos, sin) = torch.randn(n, 1, 4, device=device), tables(2, 2, device)
+    cu_seqlens = torch.arange(0, n + 1, 2, device=device).repeat_interleave(2)[: n + 1]  # of two tokens, and empty ones
+    y = cukern.rope(x, cos, sin, cu_seqlens=cu_seqlens, layout="thd")
+    position = torch.arange(n, device=device) % 2
+    position[cu_seqlens[-1] :] = 0
+    exact = cukern.rope(x.double()[:, None], cos[position][:, None].double(), sin[position][:, None].double())[:, 0]
+    assert_right(y[: cu_seqlens[-1]], exact[: cu_seqlens[-1]])
 
 
 @gpu

@@ -65,6 +65,11 @@ def test_in_place_is_part_of_the_graph(device, version):
     (dx,) = torch.autograd.grad(out * 3, x, dout)
     assert same_bits(dout, before)
     assert_right(dx, 6 * inverse(dout.double(), cos, sin))
+    q, k = x * 2, x * 3
+    outs = cukern.rope_(q, cos, sin, k=k, version=version)
+    assert outs[0] is q and outs[1] is k
+    (dx,) = torch.autograd.grad((q, k), x, (dout, dout))
+    assert_right(dx, 5 * inverse(dout.double(), cos, sin))
 
 
 @PLACES
@@ -101,7 +106,8 @@ def test_in_place_where_nothing_needs_a_gradient(device, version):
     with torch.inference_mode():
         x = torch.randn(B, S, H, 8, device=device)
         expected = cukern.rope(x, cos, sin, version=version)
-        assert same_bits(cukern.rope_(x, cos, sin, version=version), expected)
+        ids = torch.arange(S, device=device)[None].expand(B, S)  # whose rows the op lays out anew
+        assert same_bits(cukern.rope_(x, cos, sin, position_ids=ids, version=version), expected)
 
 
 @PLACES

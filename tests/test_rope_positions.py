@@ -9,7 +9,7 @@ from helpers import kernels, places, same_bits
 from test_rope import B, H, S, assert_right, both, tables
 
 import cukern
-from cukern.ops import rope_ops
+from cukern.ops import rope_ops, rope_rows
 from cukern.ops.rope_plan import Options
 from cukern.runtime.registry import OPS
 
@@ -87,13 +87,17 @@ def test_positions_beyond_the_table_give_nan(device, version):
     """On a GPU nobody looks at the numbers beforehand. Nothing is read out of bounds, of which the simulator is the witness."""
     x, (cos, sin) = torch.randn(2, 4, 2, 8, device=device), tables(5, 4, device)
     ids = torch.tensor([[0, 5, 4, -1], [2**31, 3, -(2**40), 1]], device=device)
-    positions = rope_ops._positions(cos, ids, None, None, 2, 4, 1, 0)
-    y = rope_ops.rotate(x, None, cos, sin, positions, Options(6, 1, False, False, 1.0, "bshd", version=version))
+    positions = rope_rows._positions(cos, ids, None, None, 2, 4, 1, 0)
     beyond = (ids < 0) | (ids >= 5)
-    assert y[beyond][..., 1:7].isnan().all() and y[~beyond].isfinite().all()
-    assert same_bits(y[..., [0, 7]], x[..., [0, 7]])
-    sectioned = rope_ops._positions(cos, ids.clamp(max=5), None, None, 2, 4, 1, 0)
-    tables_ = rope_ops._sections(cos, sin, sectioned, 1, 4, 4, False, 2, 4)
+    for rotary_dim, offset in ((8, 0), (4, 4), (6, 1)):
+        table = [t[:, : rotary_dim // 2].contiguous() for t in (cos, sin)]
+        y = rope_ops.rotate(x, None, *table, positions, Options(rotary_dim, offset, False, False, 1.0, "bshd", version=version))
+        inside = range(offset, offset + rotary_dim)
+        assert y[beyond][..., inside].isnan().all() and y[~beyond].isfinite().all()
+        rest = [i for i in range(8) if i not in inside]
+        assert same_bits(y[..., rest], x[..., rest])
+    sectioned = rope_rows._positions(cos, ids.clamp(max=5), None, None, 2, 4, 1, 0)
+    tables_ = rope_rows._sections(cos, sin, sectioned, 1, 4, 4, False, 2, 4)
     assert bool((tables_[0][0, :, :2].isnan() == beyond[0][:, None]).all() and (tables_[0][0, :, 2:].isnan() == beyond[1][:, None]).all())
 
 
@@ -101,7 +105,7 @@ def test_positions_beyond_the_table_give_nan(device, version):
 @kernels
 def test_decreasing_cu_seqlens_read_nothing_out_of_bounds(device, bounds):
     x, (cos, sin) = torch.randn(9, 2, 8, device=device), tables(5, 4, device)
-    positions = rope_ops._positions(cos, None, torch.tensor(bounds, device=device), None, 1, 9, 1, 0)
+    positions = rope_rows._positions(cos, None, torch.tensor(bounds, device=device), None, 1, 9, 1, 0)
     y = rope_ops.rotate(x[None], None, cos, sin, positions, Options(8, 0, False, False, 1.0, "bshd"))
     assert y.shape == (1, 9, 2, 8)
 

@@ -65,6 +65,8 @@ WRONG_TYPES = {
     "ids' dtype": ({"position_ids": IDS.float()}, r"position_ids must be torch.int32 or torch.int64, got torch.float32"),
     "no array": ({"x": [1.0]}, r"x must be a torch.Tensor or an array with __dlpack__, got list"),
     "no table": ({"cos": None}, r"cos must be a torch.Tensor"),
+    "a rotary_dim of half": ({"rotary_dim": 0.5}, r"rotary_dim must be an int, got 0.5"),
+    "a rotary_offset of truth": ({"rotary_offset": True}, r"rotary_offset must be an int, got True"),
     "sparse": ({"x": X.to_sparse()}, r"x must be a strided tensor, got layout torch.sparse_coo"),
 }
 

@@ -25,12 +25,10 @@ def _table(table: Tensor, dtype: torch.dtype, copies: int, interleaved: bool) ->
 def eager(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x cos + rotate_half(x) sin, all in x's dtype, as Hugging Face's models have it; (batch, sequence, heads, head_dim)."""
     c, s = (_table(t, x.dtype, 2, interleaved)[:, None] for t in (cos, sin))
-    half = x.shape[-1] // 2
     if interleaved:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * c + turned * s
+        return x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s
+    a, b = x.chunk(2, -1)
+    return x * c + torch.cat((-b, a), -1) * s
 
 
 def eager_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:

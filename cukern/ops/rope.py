@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops import rope_checks, rope_ops, rope_reference
+from cukern.ops import rope_checks, rope_ops, rope_reference, rope_rows
 from cukern.ops.rope_checks import Request, shape_of
 from cukern.ops.rope_memory import check_writable
-from cukern.ops.rope_plan import VERSIONS, Inputs, Options, angle_maths, compute_dtype, table_dtypes
+from cukern.ops.rope_plan import Inputs, Options, angle_maths, compute_dtype, table_dtypes
+from cukern.ops.rope_versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 
 
@@ -151,10 +152,10 @@ def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
             return _without_kernels(inputs, options, in_place)
     if cos.dtype not in table_dtypes(x.dtype) or sin is None:
         dtype = compute_dtype(x.dtype)
-        cos, sin = rope_ops.angles(cos.to(dtype), angle_maths(x.dtype) == torch.float64) if sin is None else (cos.to(dtype), sin.to(dtype))
+        cos, sin = rope_rows.angles(cos.to(dtype), angle_maths(x.dtype) == torch.float64) if sin is None else (cos.to(dtype), sin.to(dtype))
     positions = None
     if inputs.has_positions:
-        cos, sin, positions = rope_ops.rows(inputs._replace(cos=cos, sin=sin), options)
+        cos, sin, positions = rope_rows.rows(inputs._replace(cos=cos, sin=sin), options)
     return (rope_ops.rotate_ if in_place else rope_ops.rotate)(x, k, cos, sin, positions, options)
 
 

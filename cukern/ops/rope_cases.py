@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cukern.ops import rope_te
 from cukern.ops.rope import reference, rope, rope_
-from cukern.ops.rope_plan import VERSIONS
+from cukern.ops.rope_versions import VERSIONS
 from cukern.runtime import checks
 from cukern.runtime.registry import Cost, Op, register
 

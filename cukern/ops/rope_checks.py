@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.rope_plan import AXES, ID_TYPES, Inputs, Options, tokens_of
+from cukern.ops.rope_plan import AXES, Inputs, Options, tokens_of
 from cukern.ops.rope_reference import UNROTATED, positions_of
+from cukern.ops.rope_rows import ID_TYPES
 from cukern.runtime import checks
 
 MOST_SECTIONS = 3
@@ -60,7 +61,10 @@ def resolve(request: Request, version: str) -> Options:
     _check_x(r)
     head_dim = r.x.shape[-1]
     rotary_dim = head_dim if r.rotary_dim is None else r.rotary_dim
-    if isinstance(rotary_dim, bool) or rotary_dim <= 0 or rotary_dim % 2:
+    for name, number in (("rotary_dim", rotary_dim), ("rotary_offset", r.rotary_offset)):
+        if not isinstance(number, int | torch.SymInt) or isinstance(number, bool):
+            raise TypeError(f"{name} must be an int, got {number!r}")
+    if rotary_dim <= 0 or rotary_dim % 2:
         raise ValueError(f"rotary_dim must be even and positive, it is {rotary_dim}")
     if rotary_dim > head_dim:
         raise ValueError(f"rotary_dim is {rotary_dim}, it must not be larger than head_dim, {head_dim}")

@@ -4,6 +4,7 @@ from cukern.sim import access, arithmetic, atomics, barriers, copies, decode, ju
 
 STEPS: dict[str, decode.Maker] = {
     "mov": arithmetic.move,
+    "createpolicy": arithmetic.create_policy,
     "cvta": arithmetic.convert_address,
     "isspacep": arithmetic.is_space,
     "ld": access.load,
