@@ -134,6 +134,7 @@ _TWO: dict[str, Any] = {
     "bench_dims": ((4, 4096, 32, 8, 128), (8, 4096, 32, 8, 64), (4, 2048, 32, 8, 256)),
     "cost": _cost(lambda d: d[0] * d[1] * (d[2] + d[3]) * d[4]),
     "sim_dims": ((1, 3, 2, 1, 16),),
+    "check_dims": ((1, 3, 2, 1, 16), (2, 33, 8, 2, 64)),
 }
 _X = _cost(lambda d: d[0] * d[1] * d[2] * d[3])
 
@@ -150,6 +151,7 @@ _row(
     in_place=("x",),
     cost=_cost(lambda d: d[0] * d[1] * d[2] * _quarter(d)),
     sim_dims=((2, 3, 2, 64),),
+    check_dims=((2, 3, 2, 64), (2, 33, 5, 128)),
 )
 _row("rope_strided", _qk, partial(_qk, function=reference), _slices, **_TWO)
 _row(
@@ -161,6 +163,7 @@ _row(
     inputs=("x", "cos", "sin", "cu_seqlens"),
     cost=_cost(lambda d: d[0] * d[2] * d[3]),
     sim_dims=((9, 4, 2, 16),),
+    check_dims=((9, 4, 2, 16), (1000, 70, 3, 64)),
     bench_dims=((65536, 2401, 16, 128), (65536, 1, 16, 128)),
 )
 _row(
@@ -174,5 +177,6 @@ _row(
     magnitude=_te_magnitude,
     cost=_X,
     sim_dims=((3, 2, 2, 16),),
+    check_dims=((3, 2, 2, 16), (65, 2, 5, 64)),
     bench_dims=((4096, 1, 128, 128), (8192, 4, 24, 128), (2048, 4, 32, 128)),
 )
