@@ -50,6 +50,12 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// To arrive and tell nobody of what was done before: enough at a kernel's start, for the others to know that this block
+// runs and that its shared memory may be written.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 // A __syncthreads() of the whole cluster. One must stand before the first access to another block's shared memory,
 // since that block may not have started, and one after the last, since it may have exited.
 __device__ __forceinline__ void cluster_sync() {
