@@ -67,7 +67,7 @@ def test_instructions(group):
     assert not lines, f"{group}: {len(lines)} of {len(sim_probes.GROUPS[group])} instructions differ\n" + "\n".join(lines)
 
 
-# ---- warps, atomics, tiles: whole results, bit for bit
+# ---- warps, atomics, tiles, clusters: whole results, bit for bit
 
 
 def bits(seed: int, *shape: int) -> torch.Tensor:
@@ -92,13 +92,20 @@ def tile_case(name: str) -> tuple[tuple[Any, ...], dict[str, int]]:
     return (torch.zeros(2, 64, 11, dtype=torch.int32), bits(6, 2 * 64 * 4)), {"grid": 2, "block": 64}
 
 
-def case(name: str) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+def case(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if name == "clusters":
+        n = 16 * 64
+        return (
+            cukern.load(FOLDER / "clusters.cu", name),
+            (torch.zeros(11, n, dtype=torch.int32), bits(7, n), n),
+            {"grid": (4, 4), "block": 64},
+        )
     in_tiles = name in ("ldmatrix", "async_copies")
     kernel = cukern.load(FOLDER / ("tiles.cu" if in_tiles else "warp.cu"), name)
     return kernel, *(tile_case if in_tiles else warp_case)(name)
 
 
-TOGETHER = ["shuffles", "votes", "reductions", "atomics", "exchanges", "ldmatrix", "async_copies"]
+TOGETHER = ["shuffles", "votes", "reductions", "atomics", "exchanges", "ldmatrix", "async_copies", "clusters"]
 
 
 @pytest.mark.parametrize("name", TOGETHER)

@@ -1,48 +1,13 @@
 """What the simulator says of wrong kernels: the kind of bug, the thread and the line; and that it says nothing of the mended ones."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
+from sim_cases import Case, ints, iota
 from sim_kernels import launch, line_of, load, simulate
 
 from cukern import sim
-
-
-@dataclass
-class Case:
-    """A kernel with a bug: `[[wrong => right]]` in its text. The line where it shows ends in `// here`, the other side's in `// there`."""
-
-    id: str
-    fault: type[sim.Fault]
-    says: str  # a pattern of the message; {there} is that line
-    arguments: Callable[[], list]
-    expected: Callable[..., torch.Tensor]  # the first argument, after the mended kernel
-    text: str
-    grid: int = 1
-    block: int = 64
-    shared: tuple[int, int] = (0, 0)  # wrong and right
-    block_index: int | None = 0
-    thread: int | None = 0
-
-    def source(self, wrong: bool) -> str:
-        return re.sub(r"\[\[(.*?) ?=> ?(.*?)\]\]", r"\1" if wrong else r"\2", self.text)
-
-    def run(self, wrong: bool) -> list:
-        arguments = self.arguments()
-        simulate(self.source(wrong), *arguments, grid=self.grid, block=self.block, shared=self.shared[not wrong])
-        return arguments
-
-
-def ints(n: int) -> torch.Tensor:
-    return torch.full((n,), -1, dtype=torch.int32)
-
-
-def iota(n: int) -> torch.Tensor:
-    return torch.arange(n, dtype=torch.int32)
-
 
 BOUNDS = [
     Case(
@@ -681,25 +646,12 @@ def short_patience(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_kernel_is_reported(case):
-    text = case.source(wrong=True)
-    with pytest.raises(sim.Fault) as caught:
-        case.run(wrong=True)
-    fault = caught.value
-    assert type(fault) is case.fault, fault
-    there = rf"<cukern.compile \w+>:{line_of(text, 'there')}" if "// there" in text else r"<cukern.compile \w+>:\d+"
-    assert re.search(case.says.replace("{there}", there), str(fault)), fault
-    if "// here" in text:
-        assert re.fullmatch(rf"<cukern.compile \w+>:{line_of(text, 'here')}", fault.where.location), fault
-    assert fault.where.kernel == "k" and str(fault).startswith(
-        f"k, block {fault.where.block}, thread {fault.where.thread}, <cukern.compile"
-    )
-    assert case.thread is None or fault.where[1:3] == ((case.block_index, 0, 0), (case.thread, 0, 0)), fault
+    case.check_report()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_mended_kernel_is_right_and_not_accused(case):
-    out, *inputs = case.run(wrong=False)
-    assert out.tolist() == case.expected(*inputs).tolist()
+    case.check_mended()
 
 
 def test_instruction_that_is_not_simulated_is_named_where_it_is_executed():

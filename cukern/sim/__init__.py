@@ -25,11 +25,13 @@ from cukern.sim.machine import Launched
 from cukern.sim.memory import Region
 from cukern.sim.parser import parse
 from cukern.sim.program import Program
+from cukern.sim.ptx import Kernel
 from cukern.sim.spaces import Global
 
 Launch = Callable[..., None]
 
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
+MOST_BLOCKS_A_CLUSTER = 16  # on sm_90
 MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have on sm_90, static and dynamic
 
 
@@ -48,7 +50,7 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
         except struct.error:
             raise explain_misfit(name, params, args) from None
         total = (program.dynamic_start if shared else program.shared_size) + shared
-        _check_launch(name, grid, block, shared, total, program.kernel.max_threads)
+        _check_launch(name, grid, block, shared, total, program.kernel)
         memory_ = Global(_regions(program, params, args))
         Launched(name, program, grid, block, total, packed, memory_).run()
         memory_.finish()
@@ -65,16 +67,19 @@ def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[R
     return sorted([*found, *program.regions], key=lambda r: r.start)
 
 
-def _check_launch(name: str, grid: Dim, block: Dim, shared: int, total: int, threads: int) -> None:
-    from cukern.runtime.backend import LaunchError
+def _check_launch(name: str, grid: Dim, block: Dim, shared: int, total: int, kernel: Kernel) -> None:
+    from cukern.runtime.backend import LaunchError, cluster_misfit
 
     broken = []
     for what, dims, limits in (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64))):
         for axis, n, limit in zip("xyz", dims, limits, strict=True):
             if not 1 <= n <= limit:
                 broken.append(f"{what} {axis} = {n} is not in 1..{limit}")
-    if math.prod(block) > threads:
-        broken.append(f"{math.prod(block)} threads a block are more than the {threads} that this kernel may have")
+    broken += cluster_misfit(grid, kernel.cluster)
+    if math.prod(kernel.cluster) > MOST_BLOCKS_A_CLUSTER:
+        broken.append(f"{math.prod(kernel.cluster)} blocks a cluster are more than {MOST_BLOCKS_A_CLUSTER}")
+    if math.prod(block) > kernel.max_threads:
+        broken.append(f"{math.prod(block)} threads a block are more than the {kernel.max_threads} that this kernel may have")
     if total > MOST_SHARED:
         broken.append(f"{total} bytes of shared memory, {shared} of them dynamic, are more than {MOST_SHARED}")
     if broken:

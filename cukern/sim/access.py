@@ -25,6 +25,7 @@ _IGNORED = {
     "volatile",
     "mmio",
     "cta",
+    "cluster",
     "gpu",
     "sys",
     "ca",
@@ -44,6 +45,7 @@ _IGNORED |= {
     "L1::no_allocate",
     "L2::cache_hint",
     "shared::cta",
+    "shared::cluster",
     "param::entry",
 }
 _IGNORED |= {"L2::64B", "L2::128B", "L2::256B", "v2", "v4", *_SPACES}
@@ -51,11 +53,19 @@ _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 
 
 def space_of(c: Context) -> str:
-    """The state space in an opcode, "generic" if none is there. Raises NotSimulated for a modifier that is not known."""
+    """The state space in an opcode, "generic" if none is there, "cluster" for shared::cluster. Raises NotSimulated for a modifier that is
+    not known."""
     modifiers = [p for p in c.parts[1:] if p not in ptx.WIDTHS]
     if set(modifiers) - _IGNORED:
         raise c.unknown()
+    if "shared::cluster" in modifiers:
+        return "cluster"
     return next((p.split("::")[0] for p in modifiers if p.split("::")[0] in _SPACES), "generic")
+
+
+def _is_strong(c: Context, space: str) -> bool:
+    """Whether an access may meet another block's without a race; in shared memory none does."""
+    return bool(_STRONG & set(c.parts)) and space not in ("shared", "cluster")
 
 
 def load(c: Context) -> "Step":
@@ -68,8 +78,8 @@ def load(c: Context) -> "Step":
     size, count, pc = width // 8, len(targets), c.pc
     if size * count > 16 or width > 64:
         raise c.unknown()
-    strong = bool(_STRONG & set(c.parts)) and space != "shared"
-    constant = space == "const"
+    strong = _is_strong(c, space)
+    constant, acquires = space == "const", "acquire" in c.parts
 
     def run(m: "Machine", group: "Group") -> None:
         m.pc = pc
@@ -78,6 +88,8 @@ def load(c: Context) -> "Step":
         addresses = offset_by(m.get(group, base), offset)
         values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
         assert values is not None
+        if strong:
+            m.order.observe(group.lanes, acquires)
         if count == 1:
             put(m, group, targets[0], values, signed)
             return
@@ -114,7 +126,7 @@ def through(
     windows = addresses >> np.uint64(WINDOW)
     found, result = np.unique(windows), None
     for window in found:
-        name = {1: "shared", 2: "local"}.get(int(window), "global")
+        name = {1: "cluster", 2: "local"}.get(int(window), "global")
         offsets = addresses if name == "global" else addresses & np.uint64((1 << WINDOW) - 1)
         if name not in m.spaces:
             name, offsets = "global", addresses
@@ -155,7 +167,8 @@ def store(c: Context) -> "Step":
     size, count, pc = width // 8, len(sources), c.pc
     if size * count > 16 or width > 64 or space == "const":
         raise c.unknown()
-    flags, dtype = STRONG if _STRONG & set(c.parts) and space != "shared" else 0, UNSIGNED[width]
+    strong, releases, dtype = _is_strong(c, space), "release" in c.parts, UNSIGNED[width]
+    flags = STRONG if strong else 0
 
     def run(m: "Machine", group: "Group") -> None:
         m.pc = pc
@@ -170,6 +183,8 @@ def store(c: Context) -> "Step":
             values = rows.view(CARRIERS[size * count])[:, 0]
         addresses = offset_by(m.get(group, base), offset)
         through(m, space, group.lanes, addresses, lambda where, lanes, at, v: where.store(m, lanes, at, size * count, v, flags), values)
+        if strong:
+            m.order.publish(group.lanes, releases)
 
     return run
 
@@ -184,7 +199,7 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> "S
 
 
 def fence(c: Context) -> "Step":
-    if not set(c.parts[1:]) <= {"cta", "gl", "gpu", "sys", "sc", "acq_rel"}:
+    if not set(c.parts[1:]) <= {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release"}:
         raise c.unknown()
     local = "cta" in c.parts
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cukern.sim import alu, ptx, special
+from cukern.sim import alu, clusters, ptx, special
 from cukern.sim.decode import SIGNED, UNSIGNED, Context, compute
 from cukern.sim.ptx import Operand, Register, Symbol, Vector
 from cukern.sim.spaces import WINDOW, WINDOWS
@@ -171,7 +171,7 @@ def _part(shift: int, dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
 
 def convert_address(c: Context) -> "Step":
     """cvta: between the addresses of a space and generic ones."""
-    space = next(p for p in c.parts[1:] if p not in ("to", *c.types))
+    space = next(p for p in c.parts[1:] if p not in ("to", *c.types)).split("::")[0]
     if space not in WINDOWS:
         raise c.unknown()
     register = c.target(c.operands[0])
@@ -184,6 +184,8 @@ def convert_address(c: Context) -> "Step":
 def is_space(c: Context) -> "Step":
     register = c.target(c.operands[0])
     space = c.parts[1]
-    if space not in ("global", "shared", "local") or register is None:
+    if space in ("shared", "shared::cta", "shared::cluster"):
+        return clusters.is_shared(c)
+    if space not in ("global", "local") or register is None:
         raise c.unknown()
     return compute(lambda x: x >> np.uint64(WINDOW) == WINDOWS[space], register, [c.source(c.operands[1], "b64")])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cukern.sim.program import Step
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
+_MODIFIERS |= {"cluster", "shared::cluster"}
 _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 Change = Callable[..., np.ndarray]  # old value and operands to new value
 
@@ -24,7 +25,8 @@ def atomic(c: Context) -> "Step":
     operation = next((p for p in c.parts[1:] if p not in _MODIFIERS and p not in ptx.WIDTHS), "")
     if len(c.types) != 1 or set(c.parts[1:]) - _MODIFIERS - set(c.types) - {operation}:
         raise c.unknown()
-    space = next((p.split("::")[0] for p in c.parts if p.split("::")[0] in ("global", "shared")), "generic")
+    spaces = {"global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster"}
+    space = next((spaces[p] for p in c.parts if p in spaces), "generic")
     returns = c.parts[0] == "atom"
     target = c.target(c.operands[0]) if returns else None
     address, *operands = c.operands[1:] if returns else c.operands

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim import warp
+from cukern.sim import clusters, warp
 from cukern.sim.decode import Context
 from cukern.sim.faults import BarrierFault, Fault
 from cukern.sim.ptx import Operand, Register
@@ -64,7 +64,8 @@ class Barriers:
 
     def _everybody_met(self) -> None:
         self.m.order.barrier(np.arange(self.m.blocks))
-        self.m.shared.shadow.forget_reads()
+        if self.m.order.blocks_a_cluster == 1:  # else others than the block's own may have read
+            self.m.shared.shadow.forget_reads()
 
     def _complete(self, barrier: int, meeting: _Meeting) -> None:
         """Let go the blocks in which all have come."""
@@ -135,10 +136,12 @@ class Barriers:
         """The instruction at which a lane waits, if it does."""
         return next((int(x.pcs[lane]) for x in self.meetings.values() if x.pcs[lane] >= 0), None)
 
-    def stuck(self) -> Fault:
+    def stuck(self) -> Fault | None:
         """The fault of lanes that wait for those that never come."""
         m = self.m
-        barrier, meeting = next((b, x) for b, x in self.meetings.items() if (x.pcs >= 0).any())
+        barrier, meeting = next(((b, x) for b, x in self.meetings.items() if (x.pcs >= 0).any()), (0, None))
+        if meeting is None:
+            return None
         lane = int(np.flatnonzero(meeting.pcs >= 0)[0])
         block = m.order.block_of[lane]
         mine = (m.order.block_of == block) & (m.thread_of < m.launched.threads)
@@ -152,6 +155,8 @@ class Barriers:
 def barrier(c: Context) -> "Step":
     if c.parts[:2] == ["bar", "warp"]:
         return warp.sync(c)
+    if c.parts[:2] == ["barrier", "cluster"]:
+        return clusters.barrier(c)
     parts = [p for p in c.parts[1:] if p not in ("cta", "aligned")]
     kind = parts[0]
     if kind not in ("sync", "arrive", "red") or (kind != "red" and len(parts) > 1):

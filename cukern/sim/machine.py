@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cukern.sim.barriers import Barriers
+from cukern.sim.clusters import Clusters, Distributed
 from cukern.sim.copies import Copies
 from cukern.sim.faults import Dim, Fault, StepLimit, Where
+from cukern.sim.geometry import block_index, xyz
 from cukern.sim.order import Clock, Order
 from cukern.sim.spaces import Global, Private, Space
 from cukern.sim.warp import Warps
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 LANES_A_BATCH = 1 << 15
 MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute
-_TURNS = 256  # after so many turns another group has one, or a lane that waits for another's store would wait for ever
+_TURNS = 256  # after so many turns another group has one, or as many where lanes look for others' stores, or they might wait for ever
 
 
 class Group:
@@ -43,12 +45,13 @@ class Launched:
         self.shared, self.params, self.memory = shared, params, memory
         self.threads = math.prod(block)
         self.warps = -(-self.threads // 32)
+        self.cluster = program.kernel.cluster
         self.clock = Clock(math.prod(grid))
         self.steps = 0
 
     def run(self) -> None:
-        blocks = math.prod(self.grid)
-        batch = max(1, LANES_A_BATCH // (self.warps * 32))
+        blocks, together = math.prod(self.grid), math.prod(self.cluster)
+        batch = max(1, LANES_A_BATCH // (self.warps * 32 * together)) * together
         with np.errstate(all="ignore"):
             for first in range(0, blocks, batch):
                 Machine(self, first, min(batch, blocks - first)).run()
@@ -62,17 +65,20 @@ class Machine:
         self.first_block, self.blocks, self.warps = first_block, blocks, launched.warps
         self.lanes_a_block = self.warps * 32
         self.lanes = blocks * self.lanes_a_block
-        self.order = Order(launched.clock, first_block, blocks, self.warps)
+        self.order = Order(launched.clock, first_block, blocks, self.warps, math.prod(launched.cluster))
         self.thread_of = np.arange(self.lanes) % self.lanes_a_block
         self.alive = self.thread_of < launched.threads
         self.live = int(self.alive.sum())
         self.ended = np.zeros(self.lanes, np.int64)  # the instruction with which a lane left
         self.pc = 0
+        self.spinning, self.shares = False, 0
         self.waiting: dict[int, Group] = {}
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
         names = self.program.shared_names
         self.spaces["shared"] = self.shared = Private("shared", blocks, launched.shared, self.order.block_of, names)
+        self.clusters = Clusters(self)
+        self.spaces["cluster"] = Distributed(self)
         if self.program.local_size:
             lanes = np.arange(self.lanes)
             self.spaces["local"] = Private("local", self.lanes, self.program.local_size, lanes, self.program.local_names)
@@ -86,7 +92,7 @@ class Machine:
         while self.live:
             while self.waiting:
                 turns += 1
-                pc = min(self.waiting) if turns % _TURNS else sorted(self.waiting)[turns // _TURNS % len(self.waiting)]
+                pc = self._next(turns)
                 group = self.waiting.pop(pc)
                 group.whole = len(group.lanes) == self.live
                 steps, end, last = stretches[pc]
@@ -103,6 +109,16 @@ class Machine:
                     last(self, group)
             if self.live:
                 raise self.stuck()
+
+    def _next(self, turns: int) -> int:
+        """The instruction whose group has this turn: the one furthest behind, but for what lanes that wait for others need."""
+        if turns % _TURNS == 0:
+            clock = self.launched.clock
+            self.spinning, clock.looked = clock.looked, False
+            self.shares += self.spinning
+        elif not self.spinning:
+            return min(self.waiting)
+        return sorted(self.waiting)[(self.shares if self.spinning else turns // _TURNS) % len(self.waiting)]
 
     def go(self, pc: int, group: Group) -> None:
         """These lanes go on at `pc`."""
@@ -122,9 +138,10 @@ class Machine:
         if self.live:
             self.barriers.lanes_left()
             self.warp_wide.lanes_left()
+        self.clusters.lanes_left(group)
 
     def stuck(self) -> Fault:
-        return self.warp_wide.stuck() or self.barriers.stuck()
+        return self.warp_wide.stuck() or self.barriers.stuck() or self.clusters.stuck()
 
     def whereabouts(self, lane: int) -> str:
         """Where a lane is that others wait for in vain."""
@@ -133,6 +150,7 @@ class Machine:
             return f"thread {thread} has ended at {self.program.location(int(self.ended[lane]))}"
         pc = self.warp_wide.waits_at(lane)
         pc = self.barriers.waits_at(lane) if pc is None else pc
+        pc = self.clusters.waits_at(lane) if pc is None else pc
         return f"thread {thread} waits at {self.program.location(pc or 0)}"
 
     # ---- registers
@@ -177,7 +195,11 @@ class Machine:
 
     def _indices(self, lane: int) -> tuple[Dim, Dim]:
         block, thread = divmod(lane, self.lanes_a_block)
-        return _xyz(block, self.launched.grid), _xyz(thread, self.launched.block)
+        return self.block_index(block), xyz(thread, self.launched.block)
+
+    def block_index(self, block: int) -> Dim:
+        """blockIdx of a block of the launch by its number."""
+        return block_index(block, self.launched.grid, self.launched.cluster)
 
     def who(self, stamp: int) -> tuple[Dim, Dim, str]:
         """Block, thread and line of an access."""
@@ -187,7 +209,3 @@ class Machine:
     def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault:
         block, thread = self.block_and_thread(lane)
         return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)))
-
-
-def _xyz(i: int, dims: Dim) -> Dim:
-    return i % dims[0], i // dims[0] % dims[1], i // (dims[0] * dims[1])

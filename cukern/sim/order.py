@@ -4,11 +4,14 @@ Time counts the memory instructions of the launch. An access is a stamp: its tim
 it is a copy still in flight. A lane knows what it did itself; what its block did before the last barrier; what its warp did before the
 last `__syncwarp()`; and what the warps did that it met at a named barrier, with all that those knew. Shuffles and votes order nothing.
 
-Between blocks only atomics order, with a fence before them: what a block did before a fence, after which it used an atomic, is known to
-each block that used an atomic later than the access. That is lenient, for the addresses of the two atomics are not compared, nor which
-thread of the block fenced: some races between blocks go unseen, but no kernel in which the last block adds up the others' results is
-accused.
+Between the blocks of a cluster its barrier orders; between others only strong accesses (atomics, volatile and the like), with fences:
+what a block did before a fence, after which it stored strongly, is known to each block that later than the access loaded strongly and
+then fenced. An atomic is both, and needs no fence after it; st.release and ld.acquire have theirs inside. That is lenient, for the
+addresses of the two are not compared, nor which thread of the block fenced: some races between blocks go unseen, but no kernel in which
+the last block adds up the others' results, or a block waits for an earlier one's flag, is accused.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +27,10 @@ class Clock:
     def __init__(self, blocks: int):
         self.blocks = blocks
         self.pcs: list[int] = [0]  # at each time the instruction that accessed memory
-        self.released: np.ndarray | None = None  # by block: the last fence that an atomic followed
-        self.acquired: np.ndarray | None = None  # by block: the last atomic
+        self.looked = False  # whether there was a strong load of late
+        self.ordering = False  # whether there has been any of these
+        self.released = np.zeros(blocks, np.int64)  # by block: the last fence that a strong store followed
+        self.acquired = np.zeros(blocks, np.int64)  # by block: the last strong load that a fence followed
 
     @property
     def now(self) -> int:
@@ -38,18 +43,21 @@ class Clock:
 class Order:
     """What each lane of a batch of blocks knows of the others."""
 
-    def __init__(self, clock: Clock, first_block: int, blocks: int, warps: int):
+    def __init__(self, clock: Clock, first_block: int, blocks: int, warps: int, blocks_a_cluster: int):
         self.clock, self.first_block, self.blocks, self.warps_a_block = clock, first_block, blocks, warps
+        self.blocks_a_cluster, self.warps_a_cluster = blocks_a_cluster, blocks_a_cluster * warps
         self.lanes_a_block = warps * 32
         self.lanes = blocks * self.lanes_a_block
         self.base = first_block * self.lanes_a_block
         self.block_of = np.arange(self.lanes) // self.lanes_a_block
         self.warp_of = np.arange(self.lanes) // 32
-        # known[w, v]: warp w of the batch knows what warp v of its block did before this time
-        self.known = np.zeros((blocks * warps, warps), np.int64)
-        self.floor = np.zeros(self.lanes, np.int64)  # every stamp of its block that is below is known to a lane
+        self.cluster_of = self.block_of // blocks_a_cluster
+        # known[w, v]: warp w of the batch knows what warp v of its cluster did before this time
+        self.known = np.zeros((blocks * warps, self.warps_a_cluster), np.int64)
+        self.floor = np.zeros(self.lanes, np.int64)  # every stamp of its cluster that is below is known to a lane
         self.lane_known: np.ndarray | None = None  # [lane, lane of its warp], after a __syncwarp of a part of a warp
         self.fenced = np.zeros(blocks, np.int64)
+        self.seen = np.zeros(blocks, np.int64)  # the last strong load
 
     # ---- stamps
 
@@ -64,6 +72,9 @@ class Order:
     def by_lane(self, stamps: np.ndarray) -> np.ndarray:
         return (stamps >> 1) & _LANES
 
+    def by_block(self, stamps: Any) -> Any:
+        return self.by_lane(stamps) // self.lanes_a_block
+
     def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """Whether each access happened before what its partner in `lanes` does now."""
         flying = (stamps & IN_FLIGHT) != 0
@@ -71,39 +82,46 @@ class Order:
         lane = self.by_lane(stamps) - self.base
         inside = (lane >= 0) & (lane < self.lanes)
         lane = np.where(inside, lane, 0)
-        known = times < self.known[self.warp_of[lanes], self.warp_of[lane] % self.warps_a_block]
+        known = times < self.known[self.warp_of[lanes], self.warp_of[lane] % self.warps_a_cluster]
         if self.lane_known is not None:
             known |= (self.warp_of[lane] == self.warp_of[lanes]) & (times < self.lane_known[lanes, lane % 32])
-        result = inside & (self.block_of[lane] == self.block_of[lanes]) & (known | (lane == lanes))
-        released, acquired = self.clock.released, self.clock.acquired
-        if released is not None and acquired is not None:
-            writer = np.minimum(self.by_lane(stamps) // self.lanes_a_block, self.clock.blocks - 1)
-            result |= (times < released[writer]) & (times < acquired[self.block_of[lanes] + self.first_block])
+        result = inside & (self.cluster_of[lane] == self.cluster_of[lanes]) & (known | (lane == lanes))
+        clock = self.clock
+        if clock.ordering:
+            writer = np.minimum(self.by_block(stamps), clock.blocks - 1)
+            result |= (times < clock.released[writer]) & (times < clock.acquired[self.block_of[lanes] + self.first_block])
         return result & ~flying
 
     # ---- what makes order
 
     def barrier(self, blocks: np.ndarray) -> None:
         """All threads of these blocks of the batch have met."""
-        now = self.clock.now + 1
-        self.known.reshape(self.blocks, -1)[blocks] = now
-        self.floor.reshape(self.blocks, -1)[blocks] = now << _TIME
+        now, warps = self.clock.now + 1, self.warps_a_block
+        if self.blocks_a_cluster == 1:
+            self.known.reshape(self.blocks, -1)[blocks] = now
+            self.floor.reshape(self.blocks, -1)[blocks] = now << _TIME
+            return
+        for block in blocks:  # what one warp knows of the cluster, all know now
+            mine, own = np.arange(block * warps, (block + 1) * warps), block % self.blocks_a_cluster * warps
+            told = self.known[mine].max(axis=0)
+            told[own : own + warps] = now
+            self.learn(mine, told)
 
     def knowledge(self, warp: int) -> np.ndarray:
         """What a warp of the batch can tell to others now."""
         told = self.known[warp].copy()
-        told[warp % self.warps_a_block] = self.clock.now + 1
+        told[warp % self.warps_a_cluster] = self.clock.now + 1
         return told
 
     def learn(self, warps: np.ndarray, told: np.ndarray) -> None:
-        """These warps of one block have met at a barrier, where all were told this."""
+        """These warps have met at a barrier, where all, or each, were told this."""
         self.known[warps] = np.maximum(self.known[warps], told)
         self._lower_floor(warps)
 
     def sync_warps(self, warps: np.ndarray) -> None:
         """All the lanes of these warps of the batch have met at a __syncwarp."""
-        self.known[warps, warps % self.warps_a_block] = self.clock.now + 1
-        if self.warps_a_block == 1:
+        self.known[warps, warps % self.warps_a_cluster] = self.clock.now + 1
+        if self.warps_a_cluster == 1:
             self._lower_floor(warps)
 
     def sync_lanes(self, lanes: np.ndarray) -> None:
@@ -120,13 +138,28 @@ class Order:
     # ---- between blocks
 
     def fence(self, lanes: np.ndarray) -> None:
-        self.fenced[self.block_of[lanes]] = self.clock.now + 1
+        blocks = np.unique(self.block_of[lanes])
+        self.fenced[blocks] = self.clock.now + 1
+        there = blocks + self.first_block
+        self.clock.acquired[there] = np.maximum(self.clock.acquired[there], self.seen[blocks])
 
     def meet(self, lanes: np.ndarray) -> None:
-        """These lanes use an atomic, or another strong access, of global memory."""
-        clock = self.clock
-        if clock.released is None or clock.acquired is None:
-            clock.released, clock.acquired = np.zeros(clock.blocks, np.int64), np.zeros(clock.blocks, np.int64)
+        """These lanes use an atomic of global memory."""
+        self.publish(lanes)
+        self.observe(lanes, acquires=True)
+
+    def publish(self, lanes: np.ndarray, releases: bool = False) -> None:
+        """These lanes store to global memory for other blocks to see."""
+        if releases:
+            self.fence(lanes)
         blocks = self.block_of[lanes]
-        clock.released[blocks + self.first_block] = self.fenced[blocks]
-        clock.acquired[blocks + self.first_block] = clock.now
+        self.clock.ordering = True
+        self.clock.released[blocks + self.first_block] = self.fenced[blocks]
+
+    def observe(self, lanes: np.ndarray, acquires: bool) -> None:
+        """These lanes load from global memory what other blocks may have published."""
+        blocks = self.block_of[lanes]
+        self.seen[blocks] = self.clock.now
+        self.clock.looked = True
+        if acquires:
+            self.clock.acquired[blocks + self.first_block] = self.clock.now

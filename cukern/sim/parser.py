@@ -183,6 +183,11 @@ class _Parser:
         while (token := self.next()) != "{":
             if token == ".maxntid":
                 kernel.max_threads = math.prod(self.numbers())
+            elif token == ".reqnctapercluster":
+                x, y, z = (*self.numbers(), 1, 1)[:3]
+                kernel.cluster = x, y, z
+            elif token == ".explicitcluster":
+                kernel.explicit_cluster = True
             elif token == ";":
                 raise self.error("a kernel's body expected")
         _Body(self, kernel).block(_OUTERMOST)

@@ -89,6 +89,8 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # .branchtargets
     max_threads: int = 1024
+    cluster: tuple[int, int, int] = (1, 1, 1)  # blocks of a cluster along each axis
+    explicit_cluster: bool = False
     start: Line | None = None
 
 

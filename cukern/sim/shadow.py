@@ -25,13 +25,13 @@ class Shadow:
 
     def __init__(self, size: int, written: np.ndarray | None = None, reach: str = "grid"):
         """written: by byte, whether there was something before the launch; None: everywhere. reach: which lanes can meet at a
-        position: those of the "grid", of one "block" (shared memory), or a "lane" by itself (local memory)."""
+        position: those of the "grid", of one "cluster" (shared memory), or a "lane" by itself (local memory)."""
         self.size, self.before, self.reach = size + -size % 16, written, reach
         if written is not None:
             self.before = np.pad(written, (0, -size % 16))
         self.bits = 4  # log2 of a granule's bytes
         self.writers: np.ndarray | None = None
-        self.readers: tuple[np.ndarray, np.ndarray] | None = None  # the last, and the last of another lane
+        self.readers: list[np.ndarray] | None = None  # the last, the last of another lane, and in clusters the last of another block
         self.log: list[tuple[np.ndarray, int, np.ndarray]] = []
         self.logged = 0
 
@@ -88,6 +88,14 @@ class Shadow:
         stamps = order.stamps(lanes)
         self.writers[granules] = stamps if granules.ndim == 1 else stamps[:, None]
 
+    def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray]]:
+        """The stamps by granule, from byte `start` to `end`, of the last writes and reads; each array with what they did."""
+        self._sort_log(order)
+        found = [("reads", stamps) for stamps in self.readers or ()]
+        if self.writers is not None:
+            found.append(("writes", self.writers))
+        return [(did, stamps[start >> self.bits : end >> self.bits]) for did, stamps in found]
+
     def written(self) -> np.ndarray | None:
         """By byte, whether there is something now."""
         if self.before is None or self.writers is None:
@@ -103,7 +111,7 @@ class Shadow:
             if self.writers is not None:
                 self.writers = np.repeat(self.writers, finer)
             if self.readers is not None:
-                self.readers = np.repeat(self.readers[0], finer), np.repeat(self.readers[1], finer)
+                self.readers = [np.repeat(stamps, finer) for stamps in self.readers]
         first = positions >> self.bits
         count = size >> self.bits
         return first if count == 1 else first[:, None] + np.arange(count)
@@ -111,7 +119,7 @@ class Shadow:
     def _unordered(self, order: Order, stamps: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
         if self.reach == "lane":
             return None
-        if self.reach == "block":
+        if self.reach == "cluster":
             floor = order.floor[lanes]
             suspect = stamps >= (floor if stamps.ndim == 1 else floor[:, None])
             suspect &= stamps != 0
@@ -140,23 +148,24 @@ class Shadow:
         self.logged = 0
 
     def _sort_log(self, order: Order) -> None:
-        """Enter the noted reads: the last of each granule, and the last of another lane."""
+        """Enter the noted reads: the last of each granule, and the last of another lane and block."""
+        apart = [order.by_lane] if order.blocks_a_cluster == 1 else [order.by_lane, order.by_block]
         for _, size, _ in self.log:
             self._granules(np.zeros(1, np.int64), size)
         if self.log and self.readers is None:
-            empty = np.zeros(self.size >> self.bits, np.int64)
-            self.readers = empty, empty.copy()
+            self.readers = [np.zeros(self.size >> self.bits, np.int64) for _ in range(len(apart) + 1)]
         for positions, size, stamps in self.log:
             assert self.readers is not None
-            last, other = self.readers
+            last, *others = self.readers
             granules = self._granules(positions, size)
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
             before = last[granules]
             last[granules] = stamps
-            newest = order.by_lane(last[granules])
-            for candidates in (before, stamps):
-                differs = (order.by_lane(candidates) != newest) & (candidates != 0)
-                other[granules[differs]] = candidates[differs]
+            for other, who in zip(others, apart, strict=True):
+                newest = who(last[granules])
+                for candidates in (before, stamps):
+                    differs = (who(candidates) != newest) & (candidates != 0)
+                    other[granules[differs]] = candidates[differs]
         self.forget_reads()
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cukern.sim.machine import Machine
 
 WINDOW = 56  # generic addresses with 1 and 2 above this bit are shared and local memory
+RANK = 24  # above this bit of a shared::cluster address is the rank of its block, plus 1; 0 stands for the block's own
 WINDOWS = {"global": 0, "const": 0, "shared": 1, "local": 2}
 
 
@@ -154,6 +155,8 @@ class Space:
         block, thread, line = m.who(stamp)
         if block != m.block_and_thread(lanes[row])[0]:
             other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch"
+            if m.order.cluster_of[lanes[row]] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
+                remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
         else:
             other = f"thread {thread}"
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
@@ -183,7 +186,7 @@ class Private(Space):
         super().__init__({n: whole.view(carrier) for n, carrier in CARRIERS.items()})
         self.bases = piece_of * self.stride
         self.region = Region(0, pieces * self.stride)
-        self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="block" if name == "shared" else "lane")
+        self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="cluster" if name == "shared" else "lane")
 
     def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
         self.check_aligned(m, lanes, addresses, size, verb)
@@ -194,6 +197,8 @@ class Private(Space):
             offset = int(np.broadcast_to(offsets, lanes.shape)[row])
             owner = "the block" if self.name == "shared" else "the thread"
             what = f"{verb} {size} bytes at offset {offset} of {self.name} memory, but {owner} has {self.size} bytes of it"
+            if self.name == "shared" and offset >> RANK:
+                what += ": that is an address of shared::cluster, which is another space"
             raise m.fault(OutOfBounds, lanes[row], what)
         return Place(self.bases[lanes] + offsets, [(self.region, self.shadow, None)])
 

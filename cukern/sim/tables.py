@@ -1,12 +1,14 @@
 """Which maker decodes which instruction; the rest is the ALU's. Makers in JUMPS give steps that send their lanes on by themselves."""
 
-from cukern.sim import access, arithmetic, atomics, barriers, copies, decode, jumps, matrix, warp
+from cukern.sim import access, arithmetic, atomics, barriers, clusters, copies, decode, jumps, matrix, warp
 
 STEPS: dict[str, decode.Maker] = {
     "mov": arithmetic.move,
     "createpolicy": arithmetic.create_policy,
     "cvta": arithmetic.convert_address,
     "isspacep": arithmetic.is_space,
+    "mapa": clusters.map_address,
+    "getctarank": clusters.rank_of_address,
     "ld": access.load,
     "ldu": access.load,
     "st": access.store,

@@ -29,6 +29,69 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// Thread-block clusters (sm_90 and newer). The blocks of a cluster run at the same time and read and write each other's
+// shared memory. `__cluster_dims__` of the kernel says how many they are, and the grid must be a multiple of it. NVRTC
+// refuses that word for older GPUs, even in a template that nobody instantiates: put the kernel in
+// `#if __CUDA_ARCH__ >= 900`.
+
+// This block's number in its cluster.
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The cluster's barrier in two halves, between which a thread may do what concerns no other block. What a thread did
+// before it arrived is seen by every thread of the cluster that has waited. Each thread arrives once, then waits once.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// To arrive and tell nobody of what was done before: enough at a kernel's start, for the others to know that this block
+// runs and that its shared memory may be written.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// A __syncthreads() of the whole cluster. One must stand before the first access to another block's shared memory,
+// since that block may not have started, and one after the last, since it may have exited.
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+// The shared::cluster address of what lies in block `rank` of the cluster where `shared_address` lies in this one.
+__device__ __forceinline__ unsigned shared_of_rank(unsigned shared_address, unsigned rank) {
+    unsigned address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address), "r"(rank));
+    return address;
+}
+
+// Load and store through such an address: a float, or two at a multiple of 8 bytes.
+template <typename T>
+__device__ __forceinline__ T ld_cluster(unsigned address);
+template <>
+__device__ __forceinline__ float ld_cluster(unsigned address) {
+    float x;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+template <>
+__device__ __forceinline__ float2 ld_cluster(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void st_cluster(unsigned address, float x) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
+
 // Read 16 bytes that other blocks will read again, among streams that nobody will: L2 keeps them longest (sm_80 and newer).
 __device__ __forceinline__ uint4 load_kept(const void* p) {
 #if __CUDA_ARCH__ >= 800
