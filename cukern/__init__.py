@@ -3,6 +3,9 @@
 from cukern.ops.causal_softmax import causal_softmax as causal_softmax
 from cukern.ops.matmul import linear as linear
 from cukern.ops.matmul import matmul as matmul
+from cukern.ops.rope import rope as rope
+from cukern.ops.rope import rope_ as rope_
+from cukern.ops.rope_te import apply_rotary_pos_emb as apply_rotary_pos_emb
 from cukern.ops.softmax import log_softmax as log_softmax
 from cukern.ops.softmax import softmax as softmax
 from cukern.ops.square import square as square

@@ -60,6 +60,11 @@ def dims_of(op: Op) -> tuple[tuple[int, ...], ...]:
     return op.check_dims if PLACE == "cuda" else op.sim_dims
 
 
+def own_names() -> list[str]:
+    """The ops that have a public function of their name; "rope_packed" is a way to call rope."""
+    return [name for name, op in OPS.items() if not name.startswith(f"{op.stem}_")]
+
+
 def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, what: str = "") -> None:
     """Each element errs by at most twice the error of torch's own op of the same dtype, plus one rounding.
 

@@ -130,8 +130,22 @@ def test_static_clusters():
     out = torch.zeros(6, dtype=torch.int32, device="cuda")
     kernel(out, grid=6, block=1)
     assert out.tolist() == [20, 21] * 3
-    with pytest.raises(cukern.LaunchError, match="rank"):
+    with pytest.raises(cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the 2 that the kernel's cluster has along x"):
         kernel(out, grid=5, block=1)
+
+
+@gpu
+def test_clusters_of_more_than_eight_blocks():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("clusters of 16 blocks are for compute capability 9.0")
+    kernel = cukern.compile("""
+    extern "C" __global__ void __cluster_dims__(16, 1, 1) rank(int* out) {
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(out[blockIdx.x]));
+    }
+    """)
+    out = torch.zeros(32, dtype=torch.int32, device="cuda")
+    kernel(out, grid=32, block=32)
+    assert out.tolist() == [*range(16)] * 2
 
 
 def test_a_cluster_kernel_compiles():

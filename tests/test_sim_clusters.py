@@ -11,8 +11,7 @@ from cukern import sim
 from cukern.sim import machine
 
 PTX = '#include "common/ptx.cuh"\n'
-OPEN = "cluster_sync();"
-RELAXED = 'asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); cluster_wait();'
+RELAXED = "cluster_arrive_relaxed(); cluster_wait();"
 
 
 # ---- right kernels
@@ -26,13 +25,14 @@ __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
     __shared__ float2 parts[N];  // of all blocks where they push, else only the one of this block's rank is used
     unsigned rank = cluster_rank(), parts_address = shared_address(parts);
     int row = blockIdx.x / N, i = rank * 32 + threadIdx.x;
-    if (PUSH) cluster_sync();
+    if (PUSH) cluster_arrive_relaxed();
     float v = i < n ? x[row * n + i] : __int_as_float(0xff800000), largest = v;
     for (int d = 16; d; d /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
     float sum = v == __int_as_float(0xff800000) ? 0.f : expf(v - largest);
     for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     float2 mine = make_float2(largest, sum);
     if (PUSH) {
+        cluster_wait();
         if (threadIdx.x < N) st_cluster(shared_of_rank(parts_address + 8 * rank, threadIdx.x), mine);
     } else if (threadIdx.x == 0) {
         parts[rank] = mine;
@@ -54,7 +54,7 @@ __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_rows_that_a_cluster_shares(size, push):
     x = torch.randn(6, 32 * size - 5)
     out = torch.full_like(x, torch.nan)
@@ -392,7 +392,7 @@ RACES = [
         """
     if (t < 32) tile[t] = t + 100 * rank;  // there
     [[=> __syncthreads();  // the other warp knows then, and releases it]]
-    if (t < 32) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    if (t < 32) cluster_arrive_relaxed();
     else cluster_arrive();
     cluster_wait();
     int sum = ld_cluster<float>(there + 4 * (31 - t % 32));  // here

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Guarded, assert_accurate, gpu
+from helpers import Guarded, assert_accurate, gpu, own_names
 
 import cukern
 from cukern import sim
@@ -135,6 +135,68 @@ CHUNKS = Problem(
     sums=True,
     shipped="matmul.cu",
 )
+
+# ---- rope: on small integers and quarters, of which every product and sum is exact
+
+
+def quarters(device: str, *shape: int) -> torch.Tensor:
+    return Guarded(shape, torch.float32, device).tensor.copy_(torch.randint(-8, 9, shape) / 4)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x (tokens, heads, head_dim) by tables (tokens, pairs); what is behind the pairs stays."""
+    half = cos.shape[1]
+    a, b, rest = x.split((half, half, x.shape[2] - 2 * half), -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s, rest), -1)
+
+
+def turned_back(dout: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """By tables of an angle for each element."""
+    (a, b), (c_a, c_b), (s_a, s_b) = (t.chunk(2, -1) for t in (dout, cos[:, None], sin[:, None]))
+    return torch.cat((a * c_a + b * s_b, b * c_b - a * s_a), -1)
+
+
+def turned_at(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    inside = positions < len(cos)
+    rows = torch.where(inside, positions, 0).long()
+    return turned(x, *(t[rows].masked_fill(~inside[:, None], float("nan")) for t in (cos, sin)))
+
+
+def launch_in_place(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    kernel(out.copy_(x), cos, sin, x.shape[1], cos.shape[1], grid=x.shape[0] * x.shape[1], block=x.shape[2])
+
+
+def heads_of(width: Callable[[int], int], table: int) -> Callable[[str], Iterable[Tensors]]:
+    """x (tokens, heads, width(half)), and cos and sin (tokens, table * half)."""
+    return lambda device: (
+        (quarters(device, 3, 2, width(half)), quarters(device, 3, table * half), quarters(device, 3, table * half)) for half in (1, 40)
+    )
+
+
+ROPE_IN_PLACE = Problem(turned, heads_of(lambda half: 2 * half, 1), launch_in_place)
+ROPE_PARTIAL = Problem(
+    turned,
+    heads_of(lambda half: 2 * half + 3, 1),
+    lambda kernel, out, x, cos, sin: kernel(out, x, cos, sin, *x.shape[1:], cos.shape[1], grid=x.shape[0] * x.shape[1], block=32),
+)
+ROPE_GRADIENT = Problem(
+    turned_back,
+    heads_of(lambda half: 2 * half, 2),
+    lambda kernel, out, x, *tables: kernel(out, x, *tables, x.shape[1], x.shape[2] // 2, grid=x.shape[0] * x.shape[1], block=32),
+)
+ROPE_AT = Problem(
+    turned_at,
+    lambda device: ((quarters(device, 3, 2, 8), *quarters(device, 2, 2, 4), torch.tensor([1, 7, 0], dtype=torch.int32, device=device)),),
+    lambda kernel, out, x, cos, *others: kernel(out, x, cos, *others, x.shape[1], *cos.shape, grid=x.shape[0] * x.shape[1], block=32),
+)
+ROPE_PACKED = Problem(
+    lambda bounds, like: torch.cat([torch.arange(n) for n in bounds.diff().int().tolist()]).to(like),
+    lambda device: ((torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device), quarters(device, 9)),),
+    lambda kernel, out, bounds, _: kernel(out, bounds, len(out), len(bounds) - 1, grid=1, block=32),
+)
+
+# ---- softmax
 
 
 def launch_softmax(kernel: Kernel, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -295,6 +357,16 @@ CASES = [
          Reported(sim.Race, "sum += sums[", rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\), or a barrier, is missing",
                   there="sums[lane] = sum")),
 
+    Case("rope_race.cu", "rope_elements", ROPE_IN_PLACE, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "head[i] = mine", r"writes 4 bytes, .* read at {there}: a __syncwarp\(\), or a barrier, is missing",
+                  there="other = head[")),
+    Case("rope_rest.cu", "rope_pairs", ROPE_PARTIAL, "an unwritten tail", "// no copy",
+         "for (int i = 2 * half + threadIdx.x; i < head_dim; i += blockDim.x) out[head + i] = x[head + i];"),
+    Case("rope_gradient.cu", "rope_bwd", ROPE_GRADIENT, "a wrong index", "sine_of_a = own", "sine_of_a = partners"),
+    Case("rope_position.cu", "rope_at", ROPE_AT, "a missing mask", "inside = true", "inside = position < rows",
+         Reported(sim.OutOfBounds, "cos[position", r"reads 4 bytes .* bytes after the end of the tensor of argument 'cos'")),
+    Case("rope_packed.cu", "rope_positions", ROPE_PACKED, "an off-by-one bound", "cu_seqlens[middle] < t", "cu_seqlens[middle] <= t"),
+
     Case("softmax_barrier.cu", "softmax_v3<float>", SOFTMAX, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "Op::of(shared", f"reads {RACE} wrote at {{there}} .*{BARRIER}", there="shared[threadIdx.x] = value;")),
     Case("softmax_slot.cu", "softmax_v4<float>", SOFTMAX, "shared memory used again too early", "// no __syncthreads()", "__syncthreads();",
@@ -390,7 +462,7 @@ def test_every_wrong_kernel_has_its_case():
     assert set(case.bug for case in CASES) >= KINDS
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", own_names())
 def test_every_op_has_three(op):
     assert sum(case.file.startswith(f"{op}_") for case in CASES) >= 3
 

@@ -3,10 +3,12 @@
 import importlib.util
 import shutil
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 
+from cukern.bench import rope_peers
 from cukern.bench.calls import Function
 from cukern.runtime.registry import Op
 
@@ -19,6 +21,11 @@ _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
     "matmul": {"torch": torch.matmul},
     "linear": {"torch": torch.nn.functional.linear},
+    "rope": {"torch": rope_peers.eager},
+    "rope_qk": {"torch": rope_peers.eager_qk},
+    "rope_interleaved": {"torch": partial(rope_peers.eager_qk, interleaved=True)},
+    "rope_in_place": {"torch": rope_peers.eager_qk},
+    "rope_strided": {"torch": rope_peers.eager_qk},
 }
 
 _LOAD_INLINE = r"""
@@ -114,11 +121,19 @@ def _liger_softmax(op: Op, device: torch.device) -> Function | Missing:
     return LigerSoftmaxFunction.apply
 
 
+def _rope(name: str) -> Maker:
+    return lambda op, device: rope_peers.make(name, op.name, device)
+
+
+_FLASH = {"flash_attn": _rope("flash_attn")}
 _MAKERS: dict[str, dict[str, Maker]] = {
     "square": {"triton": _triton_square, "load_inline": _load_inline_square},
+    **dict.fromkeys(("rope", "rope_qk", "rope_interleaved", "rope_strided", "rope_quarter"), _FLASH),
+    "rope_in_place": {**_FLASH, "liger": _rope("liger")},
+    "rope_te": {"transformer_engine": _rope("transformer_engine")},
     "softmax": {"liger": _liger_softmax},
 }
 
 
 def _makers(op: Op) -> dict[str, Maker]:
-    return {**_MAKERS.get(op.name, {}), "torch.compile": _torch_compile}
+    return {"torch.compile": _torch_compile, **_MAKERS.get(op.name, {})}

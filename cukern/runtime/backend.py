@@ -28,8 +28,10 @@ SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronise after each launc
 NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX range of the kernel's name
 
 _MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_CLUSTER_OF_16_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: more than the 8 blocks that any GPU with clusters has
 _MAX_THREADS_ATTRIBUTE = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+_CLUSTER_ATTRIBUTES = (11, 12, 13)  # CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, _HEIGHT, _DEPTH
+_LARGE_CLUSTER_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PORTABLE_CLUSTER = 8  # blocks of a cluster that need no attribute
 _FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic, that need no attribute
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -182,6 +184,18 @@ class _Arguments(threading.local):
         self.pair = buffer, ctypes.addressof(self._extra)
 
 
+def _allow_cluster(function: int, device: int) -> Dim:
+    """The blocks of a kernel's clusters along each axis; a launch with more than the portable number is allowed from now on."""
+    from cupy_backends.cuda.api import driver
+
+    if capability(device) < 90:
+        return 1, 1, 1
+    x, y, z = (max(1, driver.funcGetAttribute(attribute, function)) for attribute in _CLUSTER_ATTRIBUTES)
+    if x * y * z > _PORTABLE_CLUSTER:
+        driver.funcSetAttribute(function, _LARGE_CLUSTER_ATTRIBUTE, 1)
+    return x, y, z
+
+
 def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: int) -> Launch:
     from cupy_backends.cuda.api import driver
 
@@ -190,9 +204,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         function = driver.moduleGetFunction(driver.moduleLoadData(cubin.code), cubin.symbol)
     except driver.CUDADriverError as error:
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
-    if capability(device) >= 90:
-        driver.funcSetAttribute(function, _CLUSTER_OF_16_ATTRIBUTE, 1)  # kernels without clusters do not mind
-    layout, context = packer(params), driver.ctxGetCurrent()
+    layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
     pack, launch, stream, arguments = layout.pack_into, driver.launchKernel, _current_stream, _Arguments(layout.size)
     allowed = _FREE_SHARED - cubin.report.shared
 
@@ -214,7 +226,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
                 driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
-            raise launch_error(name, grid, block, shared, device, threads, error) from None
+            raise launch_error(name, grid, block, shared, device, threads, error, cluster) from None
 
     return run
 
@@ -228,9 +240,7 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
     raw = cupy.RawModule(path=file.name).get_function(cubin.symbol)
     kernel = raw.kernel
     os.unlink(file.name)
-    if capability(device) >= 90:
-        cupy.cuda.driver.funcSetAttribute(kernel.ptr, _CLUSTER_OF_16_ATTRIBUTE, 1)
-    context = cupy.cuda.driver.ctxGetCurrent()
+    context, cluster = cupy.cuda.driver.ctxGetCurrent(), _allow_cluster(kernel.ptr, device)
     scalars = [None if p.pointer else numpy.dtype(p.format[0]).type for p in params]
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
@@ -247,7 +257,7 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
             if not cupy.cuda.driver.ctxGetCurrent():
                 cupy.cuda.driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
-            raise launch_error(name, grid, block, shared, device, raw.max_threads_per_block, error) from None
+            raise launch_error(name, grid, block, shared, device, raw.max_threads_per_block, error, cluster) from None
 
     return run
 
@@ -258,7 +268,15 @@ def refuse_fork(name: str, error: Exception) -> None:
         raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error
 
 
-def launch_error(name: str, grid: Dim, block: Dim, shared: int, device: int, threads: int, error: Exception) -> LaunchError:
+def cluster_misfit(grid: Dim, cluster: Dim) -> list[str]:
+    """What is wrong with a grid whose blocks go in clusters of that shape."""
+    axes = zip("xyz", grid, cluster, strict=True)
+    return [f"grid {axis} = {n} is not a multiple of the {k} that the kernel's cluster has along {axis}" for axis, n, k in axes if n % k]
+
+
+def launch_error(
+    name: str, grid: Dim, block: Dim, shared: int, device: int, threads: int, error: Exception, cluster: Dim = (1, 1, 1)
+) -> LaunchError:
     """The error of a refused launch: what was asked for, and each limit of the GPU that it breaks."""
     broken = []
     for what, dims, limits in (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64))):
@@ -267,6 +285,7 @@ def launch_error(name: str, grid: Dim, block: Dim, shared: int, device: int, thr
                 broken.append(f"{what} {axis} = {n} is not in 1..{limit}")
     if math.prod(block) > threads:
         broken.append(f"{math.prod(block)} threads a block are more than the {threads} that this kernel may have")
+    broken += cluster_misfit(grid, cluster)
     if shared > shared_memory(device):
         broken.append(f"{shared} bytes of dynamic shared memory are more than the GPU's {shared_memory(device)}")
     return LaunchError(f"{name} <<<grid {grid}, block {block}, {shared} bytes shared>>> failed: {'; '.join(broken) or error}")

@@ -31,7 +31,7 @@ from cukern.sim.spaces import Global
 Launch = Callable[..., None]
 
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
-MOST_BLOCKS_A_CLUSTER = 16  # the GPUs of data centres, where asked for, as backend.load does; others have 8
+MOST_BLOCKS_A_CLUSTER = 16  # on sm_90
 MOST_SHARED = 227 << 10  # bytes of shared memory that a block may have on sm_90, static and dynamic
 
 
@@ -68,16 +68,14 @@ def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[R
 
 
 def _check_launch(name: str, grid: Dim, block: Dim, shared: int, total: int, kernel: Kernel) -> None:
-    from cukern.runtime.backend import LaunchError
+    from cukern.runtime.backend import LaunchError, cluster_misfit
 
     broken = []
     for what, dims, limits in (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64))):
         for axis, n, limit in zip("xyz", dims, limits, strict=True):
             if not 1 <= n <= limit:
                 broken.append(f"{what} {axis} = {n} is not in 1..{limit}")
-    for axis, n, blocks in zip("xyz", grid, kernel.cluster, strict=True):
-        if n % blocks:
-            broken.append(f"grid {axis} = {n} is not a multiple of the {blocks} that the kernel's cluster has along {axis}")
+    broken += cluster_misfit(grid, kernel.cluster)
     if math.prod(kernel.cluster) > MOST_BLOCKS_A_CLUSTER:
         broken.append(f"{math.prod(kernel.cluster)} blocks a cluster are more than {MOST_BLOCKS_A_CLUSTER}")
     if math.prod(block) > kernel.max_threads:

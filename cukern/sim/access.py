@@ -43,6 +43,7 @@ _IGNORED |= {
     "L1::evict_first",
     "L1::evict_last",
     "L1::no_allocate",
+    "L2::cache_hint",
     "shared::cta",
     "shared::cluster",
     "param::entry",
@@ -157,7 +158,7 @@ def _load_param(c: Context, targets: list[Register | None], type_: str) -> "Step
 
 def store(c: Context) -> "Step":
     space, type_ = space_of(c), c.types[-1]
-    address, value = c.operands
+    address, value = c.operands[:2]  # a cache hint may follow
     if space == "param":
         return _store_param(c, address, value, type_)
     base, offset = c.address(address)

@@ -109,6 +109,14 @@ def constant(c: Context, register: Register, value: Callable[["Machine"], Any]) 
     return run
 
 
+def create_policy(c: Context) -> "Step":
+    """A cache policy, which the simulator has no use for."""
+    register = c.target(c.operands[0])
+    if register is None or c.parts[1] != "fractional":
+        raise c.unknown()
+    return constant(c, register, lambda m: 0)
+
+
 def move(c: Context) -> "Step":
     target, source = c.operands
     if isinstance(source, Symbol) and source.name in special.CLOCKS:

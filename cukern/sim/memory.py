@@ -133,11 +133,12 @@ class Scope(TorchDispatchMode):
                 for tensor in tree_leaves(value):
                     if isinstance(tensor, torch.Tensor):
                         self.mark_written(tensor)
-        if all(r.alias_info is None for r in schema.returns):
-            empty = "empty" in schema.name.removeprefix("aten::").split("_")
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    self.add(tensor, written=not empty)
+        fresh = all(r.alias_info is None for r in schema.returns)
+        empty = "empty" in schema.name.removeprefix("aten::").split("_")
+        given = [] if fresh else [t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in tree_leaves(result):  # of what may be a view, as contiguous() in inference mode, only what is none
+            if isinstance(tensor, torch.Tensor) and (fresh or tensor.untyped_storage().data_ptr() not in given):
+                self.add(tensor, written=not empty)
         return result
 
 

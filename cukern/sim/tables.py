@@ -4,6 +4,7 @@ from cukern.sim import access, arithmetic, atomics, barriers, clusters, copies, 
 
 STEPS: dict[str, decode.Maker] = {
     "mov": arithmetic.move,
+    "createpolicy": arithmetic.create_policy,
     "cvta": arithmetic.convert_address,
     "isspacep": arithmetic.is_space,
     "mapa": clusters.map_address,

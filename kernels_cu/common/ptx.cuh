@@ -111,3 +111,23 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ void forget(unsigned& x) {
     asm volatile("" : "+r"(x));
 }
+
+// Read 16 bytes that other blocks will read again, among streams that nobody will: L2 keeps them longest (sm_80 and newer).
+__device__ __forceinline__ uint4 load_kept(const void* p) {
+#if __CUDA_ARCH__ >= 800
+    uint4 v;
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+    return v;
+#else
+    return *static_cast<const uint4*>(p);
+#endif
+}
+
+// Write 16 bytes without keeping their line in L1.
+__device__ __forceinline__ void store_past_l1(void* p, uint4 v) {
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}

@@ -1,5 +1,6 @@
 // Vectors of N elements that move as one memory access of up to 16 bytes.
 #pragma once
+#include "ptx.cuh"
 
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {
@@ -14,4 +15,21 @@ __device__ __forceinline__ Vec<T, N> load_vec(const T* p) {
 template <typename T, int N>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x) {
     *reinterpret_cast<Vec<T, N>*>(p) = x;
+}
+
+// The same with a hint to the caches, where the vector has 16 bytes (see ptx.cuh).
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load_vec_kept(const T* p) {
+    if constexpr (sizeof(T) * N == 16) {
+        uint4 word = load_kept(p);
+        return *reinterpret_cast<const Vec<T, N>*>(&word);
+    } else {
+        return load_vec<T, N>(p);
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_vec_past_l1(T* p, const Vec<T, N>& x) {
+    if constexpr (sizeof(T) * N == 16) store_past_l1(p, *reinterpret_cast<const uint4*>(&x));
+    else store_vec(p, x);
 }

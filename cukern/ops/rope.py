@@ -1,0 +1,170 @@
+"""rope and rope_: rotary position embedding of one tensor, or of queries and keys together, in new memory or where they stand.
+
+With a the angle of a pair of elements at a token's position, y_1 = x_1 cos a - x_2 sin a and y_2 = x_2 cos a + x_1 sin a
+(Su et al., https://arxiv.org/abs/2104.09864). The gradient is the rotation by -a.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops import rope_checks, rope_ops, rope_reference, rope_rows
+from cukern.ops.rope_checks import Request, shape_of
+from cukern.ops.rope_memory import check_writable
+from cukern.ops.rope_plan import Inputs, Options, angle_maths, compute_dtype, table_dtypes
+from cukern.ops.rope_versions import VERSIONS
+from cukern.runtime import backend, checks, interop
+
+
+def rope(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    k: Any = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    position_ids: Any = None,
+    mrope_section: tuple[int, ...] | None = None,
+    cu_seqlens: Any = None,
+    start_positions: Any = None,
+    layout: str = "bshd",
+    inverse: bool = False,
+    scale: float | None = None,
+    version: str | None = None,
+) -> Any:
+    """x, or x and k, with each head's pairs of elements rotated by the angles of the token's position; differentiable any number of times.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of the shape that `layout` says and any strides, which are read as they are: a slice of a
+            packed qkv and a transposed view need no copy. 16-bit types are computed in float32 and rounded once. Every tensor may also be
+            an array that speaks DLPack. CPU tensors go to plain torch, or to the simulator.
+        cos, sin: tables (positions, rotary_dim / 2): one angle for each pair. Or (positions, rotary_dim): each element its own, as
+            Hugging Face's `cat((freqs, freqs))`. Or of three dimensions, (batch or 1, sequence, either): the row of each token, with no
+            positions. float32, float64 or x's dtype. sin=None: cos holds the angles in radians, and their cosine and sine are taken
+            accurately in float32, of any size (float64 for float64). The tables have no gradient, and are refused if they require one.
+            A table whose last columns have cos 1 and sin 0 leaves their pairs alone ("proportional" partial rotary).
+        k: keys, rotated in the same launch: as x, but for the number of heads.
+        interleaved: False: element i of the rotated slice is paired with i + rotary_dim / 2 (GPT-NeoX). True: 2 i with 2 i + 1 (GPT-J).
+        rotary_dim, rotary_offset: the slice of head_dim that is rotated, its length even; by default all. The rest is copied, or in place
+            not touched.
+        position_ids: int32 or int64 (sequence,) or (batch, sequence): each token's row of the tables; by default its place in the
+            sequence. With `mrope_section` (sections, batch, sequence).
+        mrope_section: numbers of pairs, 2 or 3 of them, together rotary_dim / 2: the first take the first section's position, and so on.
+        cu_seqlens: int32 or int64 (sequences + 1,), layout "thd": where each packed sequence begins, and the last ends. Positions start
+            anew in each. Tokens outside of all sequences are copied.
+        start_positions: int32 or int64 (batch,) or (sequences,): added to the positions of each sequence.
+        layout: "bshd" (batch, sequence, heads, head_dim), "bhsd", "sbhd", or "thd" (tokens, heads, head_dim).
+        inverse: rotate by minus the angles (where the two elements of a pair have different ones: by the transpose).
+        scale: a factor of the rotated slice (YaRN's mscale).
+        version: by default the fastest.
+
+    Returns a new tensor of x's shape and dtype, or the tuple (x, k); dense strides are kept.
+
+    Raises TypeError for a dtype, ValueError for shapes, devices or options that do not fit, and on the CPU for a position beyond the table
+    and for decreasing cu_seqlens. On a GPU, where to look at them would wait for it, a token whose position is beyond the table becomes
+    NaN, and decreasing cu_seqlens give some position or NaN; nothing is read out of bounds.
+    """
+    inputs = Inputs(x, k, cos, sin, position_ids, cu_seqlens, start_positions, mrope_section)
+    inputs, options = _checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)
+    return run(inputs, options)
+
+
+def rope_(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    k: Any = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    position_ids: Any = None,
+    mrope_section: tuple[int, ...] | None = None,
+    cu_seqlens: Any = None,
+    start_positions: Any = None,
+    layout: str = "bshd",
+    inverse: bool = False,
+    scale: float | None = None,
+    version: str | None = None,
+) -> Any:
+    """The same as `rope`, written over x and k, which are returned. What is outside of the rotated slice is neither read nor written.
+
+    Autograd knows of it, as of torch's own in-place operations; gradients are computed in new memory.
+
+    Raises also ValueError for a leaf that requires grad, for elements that share memory (an expanded view), and for x and k that do.
+    """
+    inputs = Inputs(x, k, cos, sin, position_ids, cu_seqlens, start_positions, mrope_section)
+    inputs, options = _checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)
+    rope_checks.not_a_leaf("x", inputs.x)
+    rope_checks.not_a_leaf("k", inputs.k)
+    return run(inputs, options, in_place=True)
+
+
+def reference(
+    x: Tensor, cos: Tensor, sin: Tensor | None, k: Tensor | None = None, *, interleaved: bool = False, rotary_dim: int | None = None,
+    rotary_offset: int = 0, position_ids: Tensor | None = None, mrope_section: tuple[int, ...] | None = None,
+    cu_seqlens: Tensor | None = None, start_positions: Tensor | None = None, layout: str = "bshd", inverse: bool = False,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
+    """`rope` in plain torch."""
+    inputs = Inputs(x, k, cos, sin, position_ids, cu_seqlens, start_positions, mrope_section)
+    return rope_reference.rope(*_checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, None))
+
+
+def _checked(
+    inputs: Inputs, rotary_dim: int | None, rotary_offset: int, interleaved: bool, layout: str, inverse: bool, scale: float | None,
+    version: str | None,
+) -> tuple[Inputs, Options]:  # fmt: skip
+    """The inputs as tensors, and the options of a call that is allowed."""
+    section = None if inputs.section is None else tuple(inputs.section)
+    tensors: list[Any] = [_tensor(name, t) for name, t in zip(_NAMES, inputs, strict=False)]
+    inputs = Inputs(*tensors, section)  # type: ignore[call-arg]
+    shapes: list[Any] = [shape_of(t) for t in tensors]
+    request = Request(*shapes, section, rotary_dim, rotary_offset, interleaved, layout, inverse, scale)  # type: ignore[call-arg]
+    resolve = rope_checks.resolve if torch.compiler.is_compiling() else rope_checks.resolve_cached
+    options = resolve(request, version or "")
+    if torch.is_grad_enabled():
+        rope_checks.tables_have_no_gradient(inputs.cos, inputs.sin)
+    return inputs, options
+
+
+def _tensor(name: str, value: Any) -> Tensor | None:
+    if type(value) is Tensor or (value is None and name in _OPTIONAL):
+        return value
+    return interop.to_torch(name, value)
+
+
+_NAMES = ("x", "k", "cos", "sin", "position_ids", "cu_seqlens", "start_positions")
+_OPTIONAL = frozenset(_NAMES) - {"x", "cos"}
+
+
+def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
+    """A call that is checked: prepare the tables and the positions, and rotate."""
+    x, k, cos, sin, *_ = inputs
+    if options.version and options.version not in VERSIONS:
+        checks.unknown_version("rope", options.version, VERSIONS)
+    if not x.is_cuda:
+        rope_checks.values(inputs, options)
+        if not backend.simulates(x):
+            return _without_kernels(inputs, options, in_place)
+    if cos.dtype not in table_dtypes(x.dtype) or sin is None:
+        dtype = compute_dtype(x.dtype)
+        cos, sin = rope_rows.angles(cos.to(dtype), angle_maths(x.dtype) == torch.float64) if sin is None else (cos.to(dtype), sin.to(dtype))
+    positions = None
+    if inputs.has_positions:
+        cos, sin, positions = rope_rows.rows(inputs._replace(cos=cos, sin=sin), options)
+    return (rope_ops.rotate_ if in_place else rope_ops.rotate)(x, k, cos, sin, positions, options)
+
+
+def _without_kernels(inputs: Inputs, options: Options, in_place: bool) -> Any:
+    if options.version:
+        checks.needs_gpu("rope", options.version, inputs.x.device)
+    out, x, k = rope_reference.rope(inputs, options), inputs.x, inputs.k
+    if not in_place:
+        return out
+    if not torch.compiler.is_compiling():
+        check_writable(x, k)
+    return x.copy_(out) if k is None else (x.copy_(out[0]), k.copy_(out[1]))

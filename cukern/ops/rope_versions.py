@@ -1,0 +1,107 @@
+"""The ladder of rope: for each version how its kernel is launched, and the table that the tools and the public functions use."""
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from cukern.ops.rope_plan import Call, Layout, Plan, angle_maths, compute_dtype, table_dtypes
+from cukern.ops.rope_rows import ANGLES, ID_TYPES, POSITIONS, SECTIONS
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Version
+
+THREADS = 256
+VECTOR_BYTES = 16
+V2_THREADS = 64  # of a block; 128 is as fast, more is slower
+MOST_V2_THREADS = 256
+_V1, _V2 = Template("rope.cu", "rope_v1"), Template("rope.cu", "rope_v2")
+
+
+def _v1(call: Call) -> Plan:
+    o, (_, sequence, heads, _), k_heads = call.options, call.x.shape, call.k.shape[2]
+    items = call.tokens * (heads + k_heads) * (o.rotary_dim // 2 + call.rest)
+    _, rows, width = call.table.shape
+    numbers = (
+        call.tokens, sequence, heads, k_heads, o.rotary_dim, o.rotary_offset, call.rest, rows, width, *call.table.strides[:2],
+        call.positions_b, *call.out.strides, *call.k_out.strides, *call.x.strides, *call.k.strides, o.interleaved, o.transpose, o.scale,
+    )  # fmt: skip
+    return Plan(_V1[call.dtype, call.table.dtype].on(call.device), (-(-items // THREADS), 1, 1), (THREADS, 1, 1), numbers)
+
+
+def _v2(call: Call) -> Plan:
+    """One thread two vectors of the widest that fit, or v1 where none does."""
+    o, (batch, sequence, heads, _), k_heads = call.options, call.x.shape, call.k.shape[2]
+    layouts = (call.out, call.k_out, call.x, call.k) if k_heads else (call.out, call.x)
+    vector = _vector(call, layouts)
+    items, rows, width = call.tokens * (heads + k_heads), *call.table.shape[1:]
+    if not vector or items >= 1 << 31 or not rows or _extent(call, layouts) > vector << 32:
+        return _v1(call)
+    threads = o.rotary_dim // 2 // vector + (call.rest // vector + 1) // 2  # a head: those that rotate two vectors, those that copy two
+    if threads > MOST_V2_THREADS:
+        return _v1(call)
+    batch_inner = batch > 1 and call.x.strides[0] < call.x.strides[1]
+    inner, heads_a_block = batch if batch_inner else sequence, max(1, V2_THREADS // threads)
+    lengths = (o.rotary_dim, o.rotary_offset, call.rest)
+    strides = [s // vector for layout in (call.out, call.k_out, call.x, call.k) for s in layout.strides[:3]]
+    numbers = (
+        items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads), *(n // vector for n in lengths), rows,
+        *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose, o.scale,
+    )  # fmt: skip
+    kernel = _V2[call.dtype, call.table.dtype, vector, o.interleaved, width == o.rotary_dim]
+    return Plan(kernel.on(call.device), (-(-items // heads_a_block), 1, 1), (threads, heads_a_block, 1), numbers)
+
+
+def _divisor(d: int) -> tuple[int, int]:
+    """(magic, shift) such that n // d == (n * magic // 2^32 + n) >> shift for every n < 2^31."""
+    shift = (d - 1).bit_length()
+    return (((1 << shift) - d) << 32) // d + 1, shift
+
+
+def _extent(call: Call, layouts: tuple[Layout, ...]) -> int:
+    """Elements between the first and the last of the largest tensor or table, or of the position ids."""
+    shapes = [(layout.shape, layout.strides) for layout in layouts] + [(call.table.shape, call.table.strides)]
+    positions = call.x.shape[0] * max(1, call.positions_b)
+    return max(positions, *(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) for shape, strides in shapes))
+
+
+def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
+    """The widest vectors, in elements, that all of a call is a multiple of; 0 if none."""
+    o, head_dim = call.options, call.x.shape[3]
+    steps = [s for layout in layouts for s in layout.strides[:3]] + [o.rotary_dim // 2, o.rotary_offset, *call.table.strides[:2]]
+    if call.rest:
+        steps.append(head_dim)
+    for vector in _vectors(call.dtype) if all(layout.strides[3] == 1 for layout in layouts) else ():
+        table_bytes = min(VECTOR_BYTES, vector * call.table.dtype.itemsize)
+        aligned = call.alignment % (vector * call.dtype.itemsize) == 0 == call.table_alignment % table_bytes
+        if aligned and not any(step % vector for step in steps):
+            return vector
+    return 0
+
+
+def _vectors(dtype: torch.dtype) -> list[int]:
+    """Elements of v2's vectors: 16 bytes, or a pair."""
+    return list(dict.fromkeys((VECTOR_BYTES // dtype.itemsize, 2)))
+
+
+def _helpers(dtype: torch.dtype) -> Iterable[Kernel]:
+    """What any version may need beside its own kernels."""
+    return itertools.chain(
+        (POSITIONS[name] for name in ID_TYPES.values()),
+        (ANGLES[compute_dtype(dtype), angle_maths(dtype)],),
+        (SECTIONS[t] for t in table_dtypes(dtype)),
+    )
+
+
+def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    return [*_helpers(dtype), *(_V1[dtype, table] for table in table_dtypes(dtype))]
+
+
+def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    flags = (False, True)
+    return [*_v1_instances(dtype), *(_V2[key] for key in itertools.product([dtype], table_dtypes(dtype), _vectors(dtype), flags, flags))]
+
+
+VERSIONS = {
+    "v1": Version("one thread a pair", _v1, instances=_v1_instances),
+    "v2": Version("one thread a 16-byte vector of each half", _v2, instances=_v2_instances),
+}

@@ -1,0 +1,53 @@
+// Vectors of stored elements to and from the type that they are computed in. 16-bit types go two at a time: taken one by one, a pair costs
+// two more instructions each way, to move its halves to and from the low bits of a register.
+#pragma once
+#include "math.cuh"
+#include "vec.cuh"
+
+__device__ __forceinline__ float2 widen(__half2 v) { return __half22float2(v); }
+__device__ __forceinline__ float2 widen(__nv_bfloat162 v) { return __bfloat1622float2(v); }
+__device__ __forceinline__ void narrow(__half2& to, float2 v) { to = __float22half2_rn(v); }
+__device__ __forceinline__ void narrow(__nv_bfloat162& to, float2 v) { to = __float22bfloat162_rn(v); }
+
+template <typename T>
+struct PairOf;
+template <>
+struct PairOf<__half> {
+    using type = __half2;
+};
+template <>
+struct PairOf<__nv_bfloat16> {
+    using type = __nv_bfloat162;
+};
+
+template <typename T, int N, typename A>
+__device__ __forceinline__ void unpack(A (&to)[N], const Vec<T, N>& from) {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+        using Pair = typename PairOf<T>::type;
+        const Pair* pairs = reinterpret_cast<const Pair*>(&from);
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            float2 v = widen(pairs[i / 2]);
+            to[i] = v.x;
+            to[i + 1] = v.y;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) to[i] = load_as(from.v[i]);
+    }
+}
+
+template <typename T, int N, typename A>
+__device__ __forceinline__ Vec<T, N> pack(const A (&from)[N]) {
+    Vec<T, N> to;
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+        using Pair = typename PairOf<T>::type;
+        Pair* pairs = reinterpret_cast<Pair*>(&to);
+#pragma unroll
+        for (int i = 0; i < N; i += 2) narrow(pairs[i / 2], make_float2(from[i], from[i + 1]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) to.v[i] = T(from[i]);
+    }
+    return to;
+}
