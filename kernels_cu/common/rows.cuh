@@ -8,7 +8,8 @@
 template <typename T>
 constexpr int WIDTH = 16 / sizeof(T);
 
-// A vector, as the four words that it is: a compiler that sees 16-bit elements would give each of them a register.
+// A vector, as the four words that it is: a compiler that sees 16-bit elements, as in Vec, gives many of them a register each, in all up to
+// 25 more than here.
 template <typename T>
 struct alignas(16) Words {
     unsigned w[4];
