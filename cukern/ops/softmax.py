@@ -108,7 +108,7 @@ _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
 
 
 def finite(name: str, value: float) -> float:
-    if isinstance(value, Tensor) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, Tensor) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
