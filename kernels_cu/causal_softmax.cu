@@ -1,7 +1,7 @@
 // out = softmax(scale * x) along the rows of attention scores, each over the keys that its query may see; and its gradient.
 //
 // x is (matrices x queries x keys). The matrices are aligned at their last query and key: query i sees key j if
-// j <= i + keys - queries, and j > i + keys - queries - window. Of the others nothing is read, and 0 is written. A row that sees nothing,
+// j <= i + keys - queries, and j > i + keys - queries - window. The others count for nothing, and 0 is written. A row that sees nothing,
 // or -inf alone, is 0. Each matrix may have a sink: a logit that takes its share of every row's sum and writes nothing.
 //
 //     dx = scale y (g - sum(y g))       for the sink's share p of a row, whose own gradient is h:  dsink = p (h - sum(y g) - p h)
@@ -60,69 +60,74 @@ __global__ void causal_softmax_v1_bwd(T* dx, double* dsink, const T* y, const T*
     }
 }
 
+// number / queries; by 64 bits it takes a hundred instructions.
+__device__ __forceinline__ long long matrix_of(long long number, long long queries) {
+    return (number | queries) >> 31 ? number / queries : unsigned(number) / unsigned(queries);
+}
+
 // v2. A team takes one row, the number-th.
-template <int VECTORS, class Team, typename T>
+template <int VECTORS, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
                                             int keys, long long x_matrix, long long x_row, long long window, double scale,
                                             long long number, Team& team) {
-    long long row = number, matrix = row / queries, query = row % queries;
+    long long row = number, matrix = matrix_of(row, queries), query = row - matrix * queries;
     bool empty = matrix >= matrices;  // a team with nothing to do takes part in its warp's reductions, with an empty row
     if (empty) matrix = query = row = 0;
     Sink extra{sink && !empty ? sink + matrix : nullptr, share && !empty ? share + row : nullptr, scale};
-    team_softmax<VECTORS, false, true>(out + row * keys, x + matrix * x_matrix + query * x_row,
+    team_softmax<VECTORS, false, true, EXACT>(out + row * keys, x + matrix * x_matrix + query * x_row,
                                        empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra, EVERYTHING);
 }
 
-template <int VECTORS, class Team, typename T>
+template <int VECTORS, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
                                              long long matrices, long long queries, int keys, long long g_matrix, long long g_row,
                                              long long window, double scale, long long number, Team& team) {
     // The first query, the last, the second, the last but one, ...: long rows and short ones at the same time.
-    long long matrix = number / queries, i = number % queries, query = i % 2 ? queries - 1 - i / 2 : i / 2;
+    long long matrix = matrix_of(number, queries), i = number - matrix * queries, query = i % 2 ? queries - 1 - i / 2 : i / 2;
     long long row = matrix * queries + query, at = row * keys;
     bool empty = matrix >= matrices;
     if (empty) matrix = query = row = at = 0;
     SinkGradient extra{share && !empty ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
-    team_gradient<VECTORS, false, true>(dx + at, y + at, g + matrix * g_matrix + query * g_row,
+    team_gradient<VECTORS, false, true, EXACT>(dx + at, y + at, g + matrix * g_matrix + query * g_row,
                                         empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra,
                                         EVERYTHING);
 }
 
 // Grid ceil(matrices * queries / (blockDim.x / width)).
-template <typename T, int VECTORS>
+template <typename T, int VECTORS, bool EXACT>
 __global__ void __launch_bounds__(64) causal_softmax_v2_warp(T* out, double* share, const T* x, const double* sink, long long matrices,
                                                               long long queries, int keys, long long x_matrix, long long x_row,
                                                               long long window, double scale, int width) {
-    long long number = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
-    Lanes team(width);
-    row_softmax<VECTORS>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, number, team);
+    Lanes team(EXACT ? 32 : width);
+    long long number = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width;
+    row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, number, team);
 }
 
-template <typename T, int VECTORS>
+template <typename T, int VECTORS, bool EXACT>
 __global__ void __launch_bounds__(64) causal_softmax_v2_warp_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share,
                                                                   const double* share_grad, long long matrices, long long queries,
                                                                   int keys, long long g_matrix, long long g_row, long long window,
                                                                   double scale, int width) {
-    long long number = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
-    Lanes team(width);
-    row_gradient<VECTORS>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, number, team);
+    Lanes team(EXACT ? 32 : width);
+    long long number = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width;
+    row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, number, team);
 }
 
 // Grid matrices * queries.
-template <typename T, int VECTORS, int THREADS>
+template <typename T, int VECTORS, int THREADS, bool EXACT>
 __global__ void __launch_bounds__(THREADS) causal_softmax_v2(T* out, double* share, const T* x, const double* sink,
                                                                      long long matrices, long long queries, int keys, long long x_matrix,
                                                                      long long x_row, long long window, double scale) {
     __shared__ compute_t<T> shared[64];
-    Block<compute_t<T>> team(shared);
-    row_softmax<VECTORS>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
+    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
+    row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
 }
 
-template <typename T, int VECTORS, int THREADS>
+template <typename T, int VECTORS, int THREADS, bool EXACT>
 __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad, long long matrices,
                           long long queries, int keys, long long g_matrix, long long g_row, long long window, double scale) {
     __shared__ compute_t<T> shared[64];
-    Block<compute_t<T>> team(shared);
-    row_gradient<VECTORS>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
+    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
+    row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
 }

@@ -42,16 +42,17 @@ __global__ void softmax_v1(T* out, const T* x, long long rows, long long columns
     for (long long i = 0; i < columns; ++i) out[i] = T(end.of(load_as(x[i])));
 }
 
-// sum_j y_j g_j (delta_ij - y_i) over `count` terms, the i-th of which has delta 1. By sums of 32: one long chain of additions errs more.
+// sum_j y_j g_j (delta_ij - y_i) over `count` terms, the i-th of which has delta 1. Sums of 32 are added up in double: one long chain of
+// additions errs more.
 template <typename T, typename C>
 __device__ __forceinline__ C jacobian_sum(const T* y, const T* g, long long count, long long i, C y_i) {
-    C sum = 0;
+    double sum = 0;
     for (long long first = 0; first < count; first += 32) {
         C here = 0;
         for (long long j = first; j < min(first + 32, count); ++j) here += load_as(y[j]) * load_as(g[j]) * ((i == j ? C(1) : C(0)) - y_i);
         sum += here;
     }
-    return sum;
+    return C(sum);
 }
 
 // dx_i = scale sum_j y_j g_j (delta_ij - y_i)
@@ -213,43 +214,44 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
 
 // ---- v6 and v7: the row in registers
 
+
 // Grid ceil(rows / (blockDim.x / width)). Where the last warp's rows come to an end, its lanes take part with an empty row.
-template <typename T, int VECTORS>
+template <typename T, int VECTORS, bool EXACT>
 __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale,
                                                   bool log) {
-    long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width;
+    Lanes team(EXACT ? 32 : width);
+    long long row = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width;
     if (row >= rows) row = columns = 0;
-    Lanes team(width);
-    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
+    team_softmax<VECTORS, false, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
 }
 
-template <typename T, int VECTORS>
+template <typename T, int VECTORS, bool EXACT>
 __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row,
                                                       int width, double scale, bool log) {
-    long long row = blockIdx.x * (long long)(blockDim.x / width) + threadIdx.x / width, at = row * columns;
+    Lanes team(EXACT ? 32 : width);
+    long long row = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width, at = row * columns;
     if (row >= rows) row = at = columns = 0;
-    Lanes team(width);
-    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+    team_gradient<VECTORS, false, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
                                          EVERYTHING);
 }
 
 // Grid rows. Registers are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
 #define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
-template <typename T, int VECTORS, int THREADS, int BLOCKS>
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale, bool log) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
-    Block<compute_t<T>> team(shared);
-    team_softmax<VECTORS, false, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
+    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
+    team_softmax<VECTORS, false, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
 }
 
-template <typename T, int VECTORS, int THREADS, int BLOCKS>
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
                                                                   double scale, bool log) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>> team(shared);
-    team_gradient<VECTORS, false, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
+    team_gradient<VECTORS, false, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
                                          EVERYTHING);
 }
 
@@ -318,29 +320,29 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
 // much again, for g.
 
 // Grid rows.
-template <typename T, int VECTORS>
+template <typename T, int VECTORS, bool EXACT>
 __global__ void __launch_bounds__(1024) softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
     Block<compute_t<T>> team(shared, part);
-    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
+    team_softmax<VECTORS, true, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
 }
 
-template <typename T, int VECTORS>
+template <typename T, int VECTORS, bool EXACT>
 __global__ void __launch_bounds__(1024) softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale,
                                                       bool log) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
     Block<compute_t<T>> team(shared, part);
-    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+    team_gradient<VECTORS, true, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
                                         Room{slots, most});
 }
 
 #if __CUDA_ARCH__ >= 900
 // Grid rows * SIZE.
-template <typename T, int VECTORS, int SIZE>
+template <typename T, int VECTORS, int SIZE, bool EXACT>
 __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
     softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
     extern __shared__ Words<float> slots[];
@@ -348,10 +350,10 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE;
     Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_softmax<VECTORS, true, false>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
+    team_softmax<VECTORS, true, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
 }
 
-template <typename T, int VECTORS, int SIZE>
+template <typename T, int VECTORS, int SIZE, bool EXACT>
 __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
     softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale, bool log) {
     extern __shared__ Words<float> slots[];
@@ -359,7 +361,7 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE, at = row * columns;
     Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_gradient<VECTORS, true, false>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
+    team_gradient<VECTORS, true, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
                                         Room{slots, most});
 }
 #endif

@@ -98,6 +98,20 @@ def test_every_way_to_hold_a_row(device, dtype):
 
 
 @kernels
+def test_rows_of_whole_vectors(device):
+    """With NaN where the diagonal cuts a vector, above it."""
+    for dtype, lengths in ((torch.bfloat16, (528, 1024, 1040, 8208)), (torch.float32, (264, 520, 1032, 4104))):
+        for keys in lengths:
+            for window in (None, 37):
+                x = torch.randn(2, 11, keys, dtype=dtype, device=device)
+                check(x, window=window)
+                hidden = torch.ones(11, keys, dtype=torch.bool, device=device).triu(keys - 10)
+                assert same_bits(cukern.causal_softmax(x.masked_fill(hidden, nan), window=window), cukern.causal_softmax(x, window=window))
+    T = 264 if PLACE == "sim" else 1040
+    check(torch.randn(1, T, T, device=device))
+
+
+@kernels
 @EVERY_VERSION
 def test_sinks(device, version):
     x = 2 * torch.randn(2, 3, 9, 12, device=device)

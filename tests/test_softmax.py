@@ -77,6 +77,24 @@ def test_every_length(device, name):
 
 
 @kernels
+def test_rows_of_whole_vectors(device):
+    """Each shape of their kernels: a warp, blocks, shared memory, clusters; full and not. bfloat16 has 8 elements a vector, float32 4."""
+    lengths = {
+        2: (520, 1024, 1032, 4096, 4104, 8200, 16_384, 16_392, 40_000, 140_000),
+        4: (260, 516, 1028, 4096, 4100, 8196, 16_388, 70_000),
+    }
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for columns in lengths[dtype.itemsize]:
+            if columns < 50_000 or dtype != torch.float16:
+                check("softmax", 3 * torch.randn(2 if PLACE == "sim" else 9, columns, dtype=dtype, device=device))
+        for version in ("v8", "v9"):
+            x = torch.randn(3, 20_000, dtype=dtype, device=device)
+            x[0, 7], x[1] = -inf, -inf
+            y, truth = cukern.softmax(x, version=version), torch.softmax(x.double(), -1)
+            assert bool(y[1].isnan().all()) and error(y[::2], truth[::2], truth[::2]) <= ROUNDINGS[dtype]
+
+
+@kernels
 @EVERY_VERSION
 def test_scales(device, version):
     for scale, dtype in itertools.product((-0.7, 0.0, 0.125, 8.0), (torch.bfloat16, torch.float32, torch.float64)):
@@ -191,7 +209,7 @@ def test_float32_is_as_good_as_two_roundings(device):
         largest = truth.amax(-1, keepdim=True)
         rounded, ours = (((t.double() - truth).abs() / largest).max() for t in (truth.float(), y))
         assert ours <= max(2 * rounded, 2**-23), f"{float(ours)}, {float(rounded)}"
-        assert error(y, truth, truth) <= 4
+        assert error(y, truth, truth) <= 5  # ex2.approx 2^1.5, the exponential's product and the result one each
 
 
 def extreme_rows(dtype: torch.dtype) -> torch.Tensor:

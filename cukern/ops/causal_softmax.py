@@ -212,17 +212,21 @@ def _block_a_row(template: Template) -> Rung:
 
 def _held(warp: Template, block: Template, loop: Rung) -> Rung:
     def launch(x: Tensor, pointers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        (matrices, queries, keys), device = x.shape, x.get_device()
+        (matrices, queries, keys), device, size = x.shape, x.get_device(), x.itemsize
         # the third pointer is that of the rows that are read as vectors
         steps = numbers[:2] if loop is _v1 else (keys,)  # y, which backward reads, is contiguous
-        misaligned = any(n % plan.VECTOR_BYTES for n in (pointers[2], *(int(step) * x.itemsize for step in steps)))
-        vectors, rows = plan.vectors_of(keys, x.itemsize, not misaligned), matrices * queries
-        if team := plan.warp_team(vectors, x.itemsize):
+        misaligned = any(n % plan.VECTOR_BYTES for n in (pointers[2], *(int(step) * size for step in steps)))
+        vectors, rows = plan.vectors_of(keys, size, not misaligned), matrices * queries
+        of_rows = (pointers[0], pointers[2], *(pointers[3:4] if loop is _v1_bwd else ()))  # out and x, or dx, y and g
+        exact = x.dtype != torch.float64 and not any(
+            n % plan.VECTOR_BYTES for n in (*of_rows, *(int(n) * size for n in (keys, *numbers[:2])))
+        )
+        if team := plan.warp_team(vectors, size):
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
-            kernel = warp[x.dtype, team.vectors].on(device)
+            kernel = warp[x.dtype, team.vectors, plan.exact_warp(team, size, exact)].on(device)
             kernel(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
-        elif (found := plan.block_shape(vectors, plan.SHAPES_CAUSAL[x.itemsize])) and rows <= plan.MOST_BLOCKS:
-            kernel = block[x.dtype, found[0].vectors, found[0].threads].on(device)
+        elif (found := plan.block_shape(vectors, _shapes(x.dtype, exact), exact)) and rows <= plan.MOST_BLOCKS:
+            kernel = block[x.dtype, found[0].vectors, found[0].threads, exact].on(device)
             kernel((rows, 1, 1), (found[1], 1, 1), 0, *pointers, *x.shape, *numbers)
         else:
             loop(x, pointers, numbers)
@@ -236,9 +240,16 @@ _V1, _V1_BWD, _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
 _v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
 
 
+def _shapes(dtype: torch.dtype, exact: bool) -> tuple[plan.Shape, ...]:
+    return (plan.EXACT_SHAPES_CAUSAL if exact else plan.SHAPES_CAUSAL).get(dtype.itemsize, ())
+
+
 def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
-    warps = [template[dtype, v] for template in (_V2_WARP, _V2_WARP_BWD) for v in plan.WARP_VECTORS[dtype.itemsize]]
-    blocks = [t[dtype, s.vectors, s.threads] for t in (_V2, _V2_BWD) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
+    size = dtype.itemsize
+    kinds = [*((v, False) for v in plan.WARP_VECTORS[size]), *((v, True) for v in plan.EXACT_WARP_VECTORS.get(size, ()))]
+    warps = [template[dtype, v, exact] for template in (_V2_WARP, _V2_WARP_BWD) for v, exact in kinds]
+    shapes = [(s, exact) for exact in (False, True) for s in _shapes(dtype, exact)]
+    blocks = [t[dtype, s.vectors, s.threads, exact] for t in (_V2, _V2_BWD) for s, exact in shapes]
     return [_V1[dtype], _V1_BWD[dtype], *warps, *blocks]
 
 

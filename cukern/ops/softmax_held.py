@@ -1,5 +1,9 @@
-"""v6 to v9 of softmax, which hold a row on chip and read it once: which kernel takes a call, and its launch. Forward and backward alike."""
+"""v6 to v9 of softmax, which hold a row on chip and read it once: which kernel takes a call, and its launch. Forward and backward alike.
 
+A forward of negative scale is left to v5: to compare -x instead of x costs these kernels an instruction an element and a pass."""
+
+import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -24,6 +28,11 @@ class Call(NamedTuple):
     number: int
     vectors: int
     backward: bool
+    exact: bool  # only whole vectors, and no logarithm
+
+    @property
+    def holdable(self) -> bool:
+        return self.backward or self.scale >= 0
 
 
 def call_of(x: Tensor, row: int, scale: float, log: bool, backward: bool, *tensors: Tensor) -> Call:
@@ -32,7 +41,9 @@ def call_of(x: Tensor, row: int, scale: float, log: bool, backward: bool, *tenso
     aligned = not (x.data_ptr() | x.stride(0) * x.itemsize) % plan.VECTOR_BYTES
     vectors = plan.vectors_of(columns, x.itemsize, aligned)
     pointers = tuple(t.data_ptr() for t in tensors)
-    return Call(pointers, rows, columns, row, scale, log, x.dtype, x.device, x.get_device(), vectors, backward)
+    low_bits = functools.reduce(operator.or_, pointers, columns * x.itemsize | row * x.itemsize)
+    exact = not low_bits % plan.VECTOR_BYTES and not log and x.dtype != torch.float64
+    return Call(pointers, rows, columns, row, scale, log, x.dtype, x.device, x.get_device(), vectors, backward, exact)
 
 
 def _two(name: str) -> tuple[Template, Template]:
@@ -45,21 +56,23 @@ _V6, _V7, _SCAN, _WRITE, _V8, _V9 = (_two(name) for name in ("v6", "v7", "v7_sca
 def in_a_warp(call: Call) -> bool:
     """v6. Like the other four: False, and nothing done, where a row is too long for it."""
     team = plan.warp_team(call.vectors, call.dtype.itemsize)
-    if team is None:
+    if team is None or not call.holdable:
         return False
     grid = (-(-call.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
     numbers = call.rows, call.columns, call.row, team.width, call.scale, call.log
-    _V6[call.backward][call.dtype, team.vectors].on(call.number)(grid, (plan.WARP_BLOCK, 1, 1), 0, *call.pointers, *numbers)
+    exact = plan.exact_warp(team, call.dtype.itemsize, call.exact)
+    _V6[call.backward][call.dtype, team.vectors, exact].on(call.number)(grid, (plan.WARP_BLOCK, 1, 1), 0, *call.pointers, *numbers)
     return True
 
 
 def in_a_block(call: Call) -> bool:
     """v7, of rows in registers."""
-    found = plan.block_shape(call.vectors, (plan.SHAPES_BWD if call.backward else plan.SHAPES)[call.dtype.itemsize])
-    if found is None or call.rows > plan.MOST_BLOCKS:
+    shapes = _shapes(call.dtype, call.backward, call.exact)
+    found = plan.block_shape(call.vectors, shapes, call.exact)
+    if found is None or call.rows > plan.MOST_BLOCKS or not call.holdable:
         return False
     shape, width = found
-    kernel = _V7[call.backward][call.dtype, shape.vectors, shape.threads, shape.blocks].on(call.number)
+    kernel = _V7[call.backward][call.dtype, shape.vectors, shape.threads, shape.blocks, call.exact].on(call.number)
     kernel((call.rows, 1, 1), (width, 1, 1), 0, *call.pointers, call.columns, call.row, call.scale, call.log)
     return True
 
@@ -102,36 +115,53 @@ def largest_cluster(capability: int) -> int:
 
 
 def _hold(call: Call, held: plan.Hold | None) -> bool:
-    if held is None or call.rows * held.size > plan.MOST_BLOCKS:
+    if held is None or call.rows * held.size > plan.MOST_BLOCKS or not call.holdable:
         return False
     vectors = plan.HELD_VECTORS_BWD if call.backward else plan.HELD_VECTORS
-    key = (call.dtype, vectors) if held.size == 1 else (call.dtype, vectors, held.size)
+    key = (call.dtype, vectors, *([held.size] if held.size > 1 else []), call.exact)
     kernel = (_V8 if held.size == 1 else _V9)[call.backward][key].on(call.number)
     numbers = call.columns, call.row, held.part, held.most, call.scale, call.log
     kernel((call.rows * held.size, 1, 1), (held.threads, 1, 1), held.shared, *call.pointers, *numbers)
     return True
 
 
+def _shapes(dtype: torch.dtype, backward: bool, exact: bool) -> tuple[plan.Shape, ...]:
+    tables = (plan.EXACT_SHAPES_BWD if backward else plan.EXACT_SHAPES) if exact else (plan.SHAPES_BWD if backward else plan.SHAPES)
+    return tables.get(dtype.itemsize, ())
+
+
 # ---- the kernels that each may launch, beyond those of the version before
+
+_EXACT = (False, True)
 
 
 def v6_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [template[dtype, v] for template in _V6 for v in plan.WARP_VECTORS[dtype.itemsize]]
+    size = dtype.itemsize
+    kinds = [*((v, False) for v in plan.WARP_VECTORS[size]), *((v, True) for v in plan.EXACT_WARP_VECTORS.get(size, ()))]
+    return [template[dtype, v, exact] for template in _V6 for v, exact in kinds]
 
 
 def v7_instances(dtype: torch.dtype) -> list[Kernel]:
-    forward = [_V7[0][dtype, s.vectors, s.threads, s.blocks] for s in plan.SHAPES[dtype.itemsize]]
-    backward = [_V7[1][dtype, s.vectors, s.threads, s.blocks] for s in plan.SHAPES_BWD[dtype.itemsize]]
-    return [*forward, *backward, *(template[dtype] for template in (*_SCAN, *_WRITE))]
+    held = [
+        _V7[backward][dtype, s.vectors, s.threads, s.blocks, exact]
+        for backward in (False, True)
+        for exact in _EXACT
+        for s in _shapes(dtype, backward, exact)
+    ]
+    return [*held, *(template[dtype] for template in (*_SCAN, *_WRITE))]
 
 
 def v8_instances(dtype: torch.dtype) -> list[Kernel]:
     if dtype == torch.float64:
         return []
-    return [_V8[0][dtype, plan.HELD_VECTORS], _V8[1][dtype, plan.HELD_VECTORS_BWD]]
+    return [template[dtype, v, exact] for template, v in zip(_V8, _HELD_VECTORS, strict=True) for exact in _EXACT]
 
 
 def v9_instances(dtype: torch.dtype) -> list[Kernel]:
     if dtype == torch.float64:
         return []
-    return [t[dtype, v, size] for t, v in zip(_V9, (plan.HELD_VECTORS, plan.HELD_VECTORS_BWD), strict=True) for size in (2, 4, 8, 16)]
+    pairs = list(zip(_V9, _HELD_VECTORS, strict=True))
+    return [template[dtype, v, size, exact] for template, v in pairs for size in (2, 4, 8, 16) for exact in _EXACT]
+
+
+_HELD_VECTORS = plan.HELD_VECTORS, plan.HELD_VECTORS_BWD

@@ -52,6 +52,19 @@ SHAPES: Shapes = {2: (Shape(2, 1024, 2),), 4: (Shape(2, 512, 2), Shape(8, 512, 1
 SHAPES_BWD: Shapes = {2: (Shape(1, 512, 2), Shape(4, 512, 2)), 4: (Shape(1, 1024, 2), Shape(8, 512, 1)), 8: (Shape(1, 1024, 2),)}
 SHAPES_CAUSAL: Shapes = {2: (Shape(2, 1024, 1),), 4: (Shape(2, 1024, 1),), 8: (Shape(2, 512, 1),)}
 
+# Rows of whole vectors at multiples of 16 bytes, whose kernels need fewer registers and instructions: whole warps, and blocks of just so
+# many threads. Not of float64, which nobody is in a hurry with.
+EXACT_WARP_VECTORS = {2: (4,), 4: (4, 8)}
+EXACT_SHAPES: Shapes = {
+    2: (Shape(2, 256, 8), Shape(2, 512, 4), Shape(2, 1024, 2)),
+    4: (Shape(2, 512, 4), Shape(4, 512, 3), Shape(8, 512, 2)),
+}
+EXACT_SHAPES_BWD: Shapes = {
+    2: (Shape(1, 512, 4), Shape(2, 512, 2), Shape(4, 512, 2)),
+    4: (Shape(1, 1024, 2), Shape(4, 512, 2), Shape(8, 512, 1)),
+}
+EXACT_SHAPES_CAUSAL: Shapes = {2: (Shape(2, 256, 1), Shape(2, 1024, 1)), 4: (Shape(2, 512, 1), Shape(2, 1024, 1))}
+
 
 def vectors_of(columns: int, itemsize: int, aligned: bool) -> int:
     """How many vectors a row of `columns` touches, at most; `aligned`: every row begins at a multiple of 16 bytes."""
@@ -68,12 +81,17 @@ def warp_team(vectors: int, itemsize: int) -> Team | None:
     return None
 
 
-def block_shape(vectors: int, shapes: tuple[Shape, ...]) -> tuple[Shape, int] | None:
+def exact_warp(team: Team, itemsize: int, whole: bool) -> bool:
+    """Whether a row, of `whole` vectors or not, goes to the kernels that know no others."""
+    return whole and team.width == 32 and team.vectors in EXACT_WARP_VECTORS.get(itemsize, ())
+
+
+def block_shape(vectors: int, shapes: tuple[Shape, ...], exact: bool = False) -> tuple[Shape, int] | None:
     """The instance whose block holds a row, and the threads of that block, or None for too long a row."""
     for shape in shapes:
         width = 32 * ceil(vectors / shape.vectors / 32)
         if width <= shape.threads:
-            return shape, width
+            return shape, shape.threads if exact else width
     return None
 
 

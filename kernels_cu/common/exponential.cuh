@@ -1,6 +1,6 @@
 // The exponentials of a softmax, as good as the type of the result can hold.
 //
-// A softmax is taken of u = x, or of -x where scale is negative, so that the largest u has the largest exponential. An exponential is
+// A softmax is taken of u = x, or of -x where scale is negative (`sign`), so that the largest u has the largest exponential. An exponential is
 // relative to a base, which is made of the largest u that was seen; `rescale` takes a sum from one base to another. A row's largest u is
 // -inf where nothing was seen yet: then the exponentials are 0, and the sum is.
 #pragma once
@@ -9,6 +9,8 @@
 #include "reduce.cuh"
 
 constexpr double LOG2_E = 1.4426950408889634;
+__device__ __forceinline__ float sign_of(double scale) { return scale < 0 ? -1.0f : 1.0f; }
+
 constexpr float LEAST_RATE = 1e-45f;  // so that -inf times it is -inf, even where scale is 0
 
 // T is the type of the result. 16 bits: one multiplication and ex2.approx, whose errors are far below theirs.
@@ -17,8 +19,9 @@ struct Exponential {
     using Base = float;
     static constexpr bool KEPT = false;  // it costs less to compute exponentials twice than to keep them
     float sign, size, rate;              // of scale; rate = |scale| log2(e)
-    __device__ __forceinline__ explicit Exponential(double scale, bool log = false)
-        : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), rate(max(float(fabs(scale) * LOG2_E), LEAST_RATE)) {}
+    __device__ __forceinline__ Exponential(double scale, bool log, float sign)
+        : sign(sign), size(fabs(scale)), rate(max(float(fabs(scale) * LOG2_E), LEAST_RATE)) {}
+    __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ float lift(float x) const { return sign * x; }
     __device__ __forceinline__ Base base(float largest) const { return largest == minus_infinity<float>() ? 0.0f : largest; }
     __device__ __forceinline__ float operator()(float u, Base base) const { return exp2_approx((u - base) * rate); }
@@ -37,8 +40,8 @@ struct Exponential<float> {
     static constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits are
     float sign, size, rate, rate_low;            // rate_low: the digits of rate that a float cannot hold
     bool log;                                    // then errors of small exponentials are lost in the sum, and that of 1 is to be 1
-    __device__ __forceinline__ explicit Exponential(double scale, bool log = false)
-        : sign(scale < 0 ? -1.0f : 1.0f), size(fabs(scale)), log(log) {
+    __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
+    __device__ __forceinline__ Exponential(double scale, bool log, float sign) : sign(sign), size(fabs(scale)), log(log) {
         double exact = fabs(scale) * LOG2_E;
         rate = max(float(exact), LEAST_RATE);
         rate_low = exact - rate;
@@ -71,8 +74,8 @@ struct Exponential<double> {
     using Base = double;
     static constexpr bool KEPT = true;
     double sign, size, rate;
-    __device__ __forceinline__ explicit Exponential(double scale, bool log = false)
-        : sign(scale < 0 ? -1.0 : 1.0), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
+    __device__ __forceinline__ Exponential(double scale, bool log, double sign) : sign(sign), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
+    __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ double lift(double x) const { return sign * x; }
     __device__ __forceinline__ Base base(double largest) const { return largest == minus_infinity<double>() ? 0.0 : largest; }
     __device__ __forceinline__ double operator()(double u, Base base) const { return exp((u - base) * rate); }
@@ -90,11 +93,12 @@ struct End {
     bool log;
     __device__ __forceinline__ End(const Exponential<T>& e, C largest, C sum, bool log, C own)
         : exponential(e), largest(e.base(largest)), log_sum(log ? logf(sum) : log2f(sum)), log(log) {}
-    __device__ __forceinline__ C operator()(C kept) const {
+    template <bool LOG>
+    __device__ __forceinline__ C from(C kept) const {
         C d = exponential.lift(kept) - largest;
-        return log ? fma(d, exponential.size, -log_sum) : exp2_approx(fma(d, exponential.rate, -log_sum));
+        return LOG ? fma(d, exponential.size, -log_sum) : exp2_approx(fma(d, exponential.rate, -log_sum));
     }
-    __device__ __forceinline__ C of(C x) const { return (*this)(x); }
+    __device__ __forceinline__ C of(C x) const { return log ? from<true>(x) : from<false>(x); }
 };
 
 template <>
@@ -110,10 +114,11 @@ struct End<float> {
         factor_low = fmaf(-factor, sum, scaled) / sum;  // what the division rounds away
         log_sum = log ? logf(sum) : 0.0f;
     }
-    __device__ __forceinline__ float operator()(float kept) const {
-        return log ? fmaf(exponential.lift(kept) - largest, exponential.size, -log_sum) : fmaf(kept, factor, kept * factor_low);
+    template <bool LOG>
+    __device__ __forceinline__ float from(float kept) const {
+        return LOG ? fmaf(exponential.lift(kept) - largest, exponential.size, -log_sum) : fmaf(kept, factor, kept * factor_low);
     }
-    __device__ __forceinline__ float of(float x) const { return (*this)(log ? x : exponential(exponential.lift(x), base)); }
+    __device__ __forceinline__ float of(float x) const { return log ? from<true>(x) : from<false>(exponential(exponential.lift(x), base)); }
 };
 
 template <>
@@ -123,10 +128,11 @@ struct End<double> {
     bool log;
     __device__ __forceinline__ End(const Exponential<double>& e, double largest, double sum, bool log, double own)
         : exponential(e), base(e.base(largest)), factor(e.rescale(own, base) / sum), log_sum(log ? ::log(sum) : 0.0), log(log) {}
-    __device__ __forceinline__ double operator()(double kept) const {
-        return log ? fma(exponential.lift(kept) - base, exponential.size, -log_sum) : kept * factor;
+    template <bool LOG>
+    __device__ __forceinline__ double from(double kept) const {
+        return LOG ? fma(exponential.lift(kept) - base, exponential.size, -log_sum) : kept * factor;
     }
-    __device__ __forceinline__ double of(double x) const { return (*this)(log ? x : exponential(exponential.lift(x), base)); }
+    __device__ __forceinline__ double of(double x) const { return log ? from<true>(x) : from<false>(exponential(exponential.lift(x), base)); }
 };
 
 // One more term of a row's sum, exp(logit), that has no column of its own.
@@ -176,8 +182,14 @@ struct Gradient {
     C scale;
     bool log;
     __device__ __forceinline__ Gradient(double scale, bool log) : exponential(1.0), scale(scale), log(log) {}
-    __device__ __forceinline__ C term(C y, C g) const { return log ? g : y * g; }
-    __device__ __forceinline__ C operator()(C y, C g, C total) const {
-        return scale * (log ? fma(-exponential.plain(y), total, g) : y * (g - total));
+    template <bool LOG>
+    __device__ __forceinline__ C term(C y, C g) const {
+        return LOG ? g : y * g;
     }
+    template <bool LOG>
+    __device__ __forceinline__ C of(C y, C g, C total) const {
+        return scale * (LOG ? fma(-exponential.plain(y), total, g) : y * (g - total));
+    }
+    __device__ __forceinline__ C term(C y, C g) const { return log ? g : y * g; }
+    __device__ __forceinline__ C operator()(C y, C g, C total) const { return log ? of<true>(y, g, total) : of<false>(y, g, total); }
 };

@@ -107,11 +107,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// Make the compiler believe that a register changes here: what it computed of it before, it computes anew, and keeps nothing of it.
-__device__ __forceinline__ void forget(unsigned& x) {
-    asm volatile("" : "+r"(x));
-}
-
 // Read 16 bytes that other blocks will read again, among streams that nobody will: L2 keeps them longest (sm_80 and newer).
 __device__ __forceinline__ uint4 load_kept(const void* p) {
 #if __CUDA_ARCH__ >= 800

@@ -39,6 +39,33 @@ __device__ __forceinline__ void unpack(const Words<__half>& v, float (&r)[8]) {
     }
 }
 
+// The largest element; a NaN is passed over. 16-bit ones are compared in pairs, before they are unpacked.
+template <typename T>
+__device__ __forceinline__ compute_t<T> largest_of(const Words<T>& v) {
+    compute_t<T> r[WIDTH<T>];
+    unpack(v, r);
+    compute_t<T> largest = r[0];
+#pragma unroll
+    for (int i = 1; i < WIDTH<T>; ++i) largest = max(largest, r[i]);
+    return largest;
+}
+template <typename Pair>
+__device__ __forceinline__ float2 largest_halves(const unsigned (&w)[4]) {
+    const Pair* pairs = reinterpret_cast<const Pair*>(w);
+    Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return make_float2(float(largest.x), float(largest.y));
+}
+template <>
+__device__ __forceinline__ float largest_of(const Words<__nv_bfloat16>& v) {
+    float2 halves = largest_halves<__nv_bfloat162>(v.w);
+    return max(halves.x, halves.y);
+}
+template <>
+__device__ __forceinline__ float largest_of(const Words<__half>& v) {
+    float2 halves = largest_halves<__half2>(v.w);
+    return max(halves.x, halves.y);
+}
+
 // Rounded to T.
 __device__ __forceinline__ void pack(Words<float>& v, const float (&r)[4]) {
 #pragma unroll
@@ -76,6 +103,17 @@ __device__ __forceinline__ int shift_of(const T* p) {
 template <typename T>
 __device__ __forceinline__ long long vectors_to(long long end, int shift) {
     return (end + shift + WIDTH<T> - 1) / WIDTH<T>;
+}
+
+// A vector of one value.
+template <typename T>
+__device__ __forceinline__ Words<T> filled(compute_t<T> value) {
+    compute_t<T> r[WIDTH<T>];
+#pragma unroll
+    for (int j = 0; j < WIDTH<T>; ++j) r[j] = value;
+    Words<T> v;
+    pack(v, r);
+    return v;
 }
 
 // The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). One access of 16 bytes if

@@ -112,10 +112,59 @@ __device__ __forceinline__ void write_gradients(T* dx, const T* y, const T* g, c
 
 // ---- held on chip
 
+// A span of a row that is held, whose columns are counted in 31 bits.
+template <bool MASKED>
+struct Window {
+    int begin, end, from, to;
+    __device__ __forceinline__ explicit Window(const Span& span) : begin(span.begin), end(span.end), from(span.from), to(span.to) {}
+    // All columns of the vector that begins at `first`, or some.
+    __device__ __forceinline__ bool hides_all(int first, int width) const { return MASKED && (first + width <= begin || first >= end); }
+    __device__ __forceinline__ bool hides_some(int first, int width) const { return MASKED && (first < begin || first + width > end); }
+    template <int N, typename C>
+    __device__ __forceinline__ void hide(C (&r)[N], int first, C value) const {
+        if (hides_some(first, N)) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) r[j] = first + j < begin || first + j >= end ? value : r[j];
+        }
+    }
+};
+
+// How a row lies in memory. EXACT: all rows begin at multiples of 16 bytes, and are whole numbers of vectors, so that there are only whole
+// vectors; nor is then a logarithm wanted, which only the other kernels know. Else the vectors that are partly the row's go element by element, which takes many instructions and registers.
+template <bool EXACT>
+struct Access {
+    // `aligned`: whether column `first` is at a multiple of 16 bytes.
+    template <typename T, bool MASKED>
+    static __device__ __forceinline__ Words<T> load(const T* row, int first, const Window<MASKED>& window, bool aligned, compute_t<T> missing) {
+        if constexpr (EXACT) {
+            if (window.hides_all(first, WIDTH<T>) || first >= window.to) return filled<T>(missing);
+            Words<T> v = *reinterpret_cast<const Words<T>*>(row + first);
+            if (window.hides_some(first, WIDTH<T>)) {
+                compute_t<T> r[WIDTH<T>];
+                unpack(v, r);
+                window.hide(r, first, missing);
+                pack(v, r);
+            }
+            return v;
+        } else {
+            return load_columns(row, first, window.begin, window.end, aligned, missing);
+        }
+    }
+    template <typename T, bool MASKED>
+    static __device__ __forceinline__ void store(T* row, int first, const Window<MASKED>& window, bool aligned, const Words<T>& v) {
+        if constexpr (EXACT) {
+            if (first < window.to) *reinterpret_cast<Words<T>*>(row + first) = v;
+        } else {
+            store_columns(row, first, window.from, window.to, aligned, v);
+        }
+    }
+};
+
 // A thread's vectors of a row: the first VECTORS in registers; with SLOTS others in slots of shared memory that are its own, so that no
 // barrier is needed, and that fill in the background. What is beyond `most` vectors of a block is not held.
-template <typename T, int VECTORS, bool SLOTS>
+template <typename T, int VECTORS, bool SLOTS, bool EXACT>
 struct Held {
+    using Memory = Access<EXACT>;
     Words<T> registers[VECTORS], *slots;
     int first, end, step, shift;  // in vectors: the thread's first, the end of what the block holds, from one to the next
     template <class Team>
@@ -130,17 +179,15 @@ struct Held {
     __device__ __forceinline__ bool has(int k) const { return first + k * step < end; }
     __device__ __forceinline__ Words<T>& slot(int k) const { return slots[(k - VECTORS) * step]; }
     // All loads are issued before the first is used, so that their latencies overlap.
-    __device__ __forceinline__ void load(const T* row, const Span& span, bool aligned, compute_t<T> missing) {
-        int from = span.begin, to = span.end;
+    template <bool MASKED>
+    __device__ __forceinline__ void load(const T* row, const Window<MASKED>& window, bool aligned, compute_t<T> missing) {
 #pragma unroll
-        for (int k = 0; k < VECTORS; ++k) registers[k] = load_columns(row, column(k), from, to, aligned, missing);
+        for (int k = 0; k < VECTORS; ++k) registers[k] = Memory::load(row, column(k), window, aligned, missing);
         if constexpr (SLOTS) {
             for (int k = VECTORS; has(k); ++k) {
-                if (aligned && column(k) >= from && column(k) + WIDTH<T> <= to) {
-                    cp_async_16(shared_address(&slot(k)), row + column(k));
-                } else {
-                    slot(k) = load_columns(row, column(k), from, to, false, missing);
-                }
+                bool whole = EXACT ? column(k) < window.to : aligned && column(k) >= window.begin && column(k) + WIDTH<T> <= window.end;
+                if (whole) cp_async_16(shared_address(&slot(k)), row + column(k));
+                else slot(k) = EXACT ? filled<T>(missing) : Memory::load(row, column(k), window, false, missing);
             }
             cp_async_commit();
         }
@@ -148,19 +195,36 @@ struct Held {
     __device__ __forceinline__ void wait() const {
         if constexpr (SLOTS) cp_async_wait<0>();
     }
-    // Between two passes over 16-bit values: keep them, not the floats that were made of them, which need twice the registers.
-    __device__ __forceinline__ void keep_packed() {
+    // Between two passes over 16-bit values: let the compiler forget what it made of them, floats that need twice the registers. `to` is
+    // never negative, so this changes nothing; but the compiler cannot know that.
+    __device__ __forceinline__ void keep_packed(int to) {
+        if constexpr (sizeof(T) == 2) {
 #pragma unroll
-        for (int k = 0; k < VECTORS; ++k)
+            for (int k = 0; k < VECTORS; ++k)
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (sizeof(T) == 2) forget(registers[k].w[j]);
+                for (int j = 0; j < 4; ++j) registers[k].w[j] ^= to >> 31;
+        }
     }
 };
 
+// The largest of a thread's columns. Vectors that `skip(first column)` names are passed over.
+template <typename T, int VECTORS, bool SLOTS, bool EXACT, typename F>
+__device__ __forceinline__ compute_t<T> largest_held(const Held<T, VECTORS, SLOTS, EXACT>& held, F skip) {
+    compute_t<T> largest = minus_infinity<compute_t<T>>();
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k)
+        if (!skip(held.column(k))) largest = max(largest, largest_of(held.registers[k]));
+    if constexpr (SLOTS) {
+#pragma unroll EXACT ? 4 : 1
+        for (int k = VECTORS; held.has(k); ++k)
+            if (!skip(held.column(k))) largest = max(largest, largest_of(held.slot(k)));
+    }
+    return largest;
+}
+
 // f(columns, which is the first) for each of a thread's vectors; with CHANGE what f makes of them is held from then on.
-template <bool CHANGE, typename T, int VECTORS, bool SLOTS, typename F>
-__device__ __forceinline__ void each(Held<T, VECTORS, SLOTS>& held, F f) {
+template <bool CHANGE, typename T, int VECTORS, bool SLOTS, bool EXACT, typename F>
+__device__ __forceinline__ void each(Held<T, VECTORS, SLOTS, EXACT>& held, F f) {
     compute_t<T> r[WIDTH<T>];
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
@@ -169,7 +233,7 @@ __device__ __forceinline__ void each(Held<T, VECTORS, SLOTS>& held, F f) {
         if (CHANGE) pack(held.registers[k], r);
     }
     if constexpr (SLOTS) {
-#pragma unroll sizeof(T) == 8 ? 1 : 4
+#pragma unroll EXACT ? 4 : 1
         for (int k = VECTORS; held.has(k); ++k) {
             unpack(held.slot(k), r);
             f(r, held.column(k));
@@ -179,8 +243,8 @@ __device__ __forceinline__ void each(Held<T, VECTORS, SLOTS>& held, F f) {
 }
 
 // The same with the columns of two rows.
-template <typename T, int VECTORS, bool SLOTS, typename F>
-__device__ __forceinline__ void each(const Held<T, VECTORS, SLOTS>& one, const Held<T, VECTORS, SLOTS>& other, F f) {
+template <typename T, int VECTORS, bool SLOTS, bool EXACT, typename F>
+__device__ __forceinline__ void each(const Held<T, VECTORS, SLOTS, EXACT>& one, const Held<T, VECTORS, SLOTS, EXACT>& other, F f) {
     compute_t<T> a[WIDTH<T>], b[WIDTH<T>];
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
@@ -189,7 +253,7 @@ __device__ __forceinline__ void each(const Held<T, VECTORS, SLOTS>& one, const H
         f(a, b, one.column(k));
     }
     if constexpr (SLOTS) {
-#pragma unroll sizeof(T) == 8 ? 1 : 4
+#pragma unroll EXACT ? 4 : 1
         for (int k = VECTORS; one.has(k); ++k) {
             unpack(one.slot(k), a);
             unpack(other.slot(k), b);
@@ -199,12 +263,11 @@ __device__ __forceinline__ void each(const Held<T, VECTORS, SLOTS>& one, const H
 }
 
 // 0 in the vectors that are wholly hidden, while the loads are under way.
-template <typename T, int VECTORS, bool SLOTS>
-__device__ __forceinline__ void write_hidden(T* out, const Held<T, VECTORS, SLOTS>& held, const Span& span, bool aligned) {
+template <typename T, int VECTORS, bool SLOTS, bool EXACT, bool MASKED>
+__device__ __forceinline__ void write_hidden(T* out, const Held<T, VECTORS, SLOTS, EXACT>& held, const Window<MASKED>& window, bool aligned) {
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k)
-        if (span.hides_all<true>(held.column(k), WIDTH<T>))
-            store_columns(out, held.column(k), int(span.from), int(span.to), aligned, Words<T>{});
+        if (window.hides_all(held.column(k), WIDTH<T>)) Access<EXACT>::store(out, held.column(k), window, aligned, Words<T>{});
 }
 
 // Where a row is held: `slots` is shared memory for what registers do not hold, `most` the vectors of a block that are held at all.
@@ -214,32 +277,46 @@ struct Room {
 };
 __device__ constexpr Room EVERYTHING{nullptr, 0x7fffffff};  // in registers
 
-// What a team does not hold is read twice.
-template <int VECTORS, bool SLOTS, bool MASKED, class Team, typename T>
+// The results of what is held. One loop for each LOG, since the choice within it would cost every column an instruction or two.
+template <bool LOG, typename T, int VECTORS, bool SLOTS, bool EXACT, bool MASKED>
+__device__ __forceinline__ void write_held(T* out, Held<T, VECTORS, SLOTS, EXACT>& held, const End<T>& end, const Window<MASKED>& window,
+                                           bool aligned) {
+    held.keep_packed(window.to);
+    each<false>(held, [&](compute_t<T>(&r)[WIDTH<T>], int first) {
+        if (window.hides_all(first, WIDTH<T>)) return;
+#pragma unroll
+        for (int j = 0; j < WIDTH<T>; ++j) r[j] = end.template from<LOG>(r[j]);
+        window.hide(r, first, compute_t<T>(0));
+        Words<T> v;
+        pack(v, r);
+        Access<EXACT>::store(out, first, window, aligned, v);
+    });
+}
+
+// What a team does not hold is read twice. scale is not negative.
+template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& span, Team& team, double scale, bool log, const Sink& sink,
                                              Room room) {
     using C = compute_t<T>;
     using Row = C[WIDTH<T>];
-    int from = span.from, to = span.to, shift = shift_of(row);
-    bool aligned = shift_of(out) == shift;
-    Held<T, VECTORS, SLOTS> held(team, shift, room.slots, room.most);
-    held.load(row, span, true, scale < 0 ? -minus_infinity<C>() : minus_infinity<C>());
-    if (MASKED) write_hidden(out, held, span, aligned);
-    Exponential<T> exponential(scale, log);
+    if (EXACT) log = false;
+    Window<MASKED> window(span);
+    int shift = EXACT ? 0 : shift_of(row);
+    bool aligned = EXACT || shift_of(out) == shift;
+    Held<T, VECTORS, SLOTS, EXACT> held(team, shift, room.slots, room.most);
+    held.load(row, window, true, minus_infinity<C>());
+    if (MASKED) write_hidden(out, held, window, aligned);
+    Exponential<T> exponential(scale, log, 1);
     C own = minus_infinity<C>(), sum = 0, rest = own, rest_sum = 0;
     Turns beyond{held.end + team.lane(), team.end, team.width};
     if constexpr (SLOTS) scan_columns(row, span, beyond, exponential, rest, rest_sum);
     held.wait();
-    each<false>(held, [&](Row& r, int first) {
-        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) own = max(own, exponential.lift(r[j]));
-    });
-    own = team.template near<Max>(max(own, rest));
-    held.keep_packed();
+    auto hidden = [&](int first) { return window.hides_all(first, WIDTH<T>); };
+    own = team.template near<Max>(max(largest_held(held, hidden), rest));
+    held.keep_packed(window.to);
     auto base = exponential.base(own);
     each<Exponential<T>::KEPT>(held, [&](Row& r, int first) {
-        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
+        if (hidden(first)) return;
         C here = 0;
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) {
@@ -251,55 +328,74 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& s
     });
     if constexpr (SLOTS) sum += rest_sum * exponential.rescale(rest, base);
     sum = team.template near<Sum>(sum);
-    held.keep_packed();
+    held.keep_packed(window.to);
     C found = own;
     team.combine(exponential, found, sum);
     C largest = sink.largest(found);
     if (sink.logit) sum *= exponential.rescale(found, exponential.base(largest));
     sum = sink.add_to<MASKED>(sum, largest, exponential, team.leads());
     End<T> end(exponential, largest, sum, log, own);
-    each<false>(held, [&](Row& r, int first) {
-        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) r[j] = span.hides<MASKED>(first + j) ? C(0) : end(r[j]);
-        store_rounded(out, first, from, to, aligned, r);
-    });
+    if (log) write_held<true>(out, held, end, window, aligned);
+    else write_held<false>(out, held, end, window, aligned);
     if constexpr (SLOTS) write_columns<MASKED>(out, row, span, beyond, End<T>(exponential, largest, sum, log, largest));
 }
 
+template <bool LOG, typename T, int VECTORS, bool SLOTS, bool EXACT, bool MASKED>
+__device__ __forceinline__ compute_t<T> sum_held(Held<T, VECTORS, SLOTS, EXACT>& ys, Held<T, VECTORS, SLOTS, EXACT>& gs,
+                                                 const Gradient<T>& gradient, const Window<MASKED>& window) {
+    using Row = compute_t<T>[WIDTH<T>];
+    compute_t<T> sum = 0;
+    each(ys, gs, [&](Row& a, Row& b, int first) {
+        if (window.hides_all(first, WIDTH<T>)) return;
+        compute_t<T> here = 0;
+#pragma unroll
+        for (int j = 0; j < WIDTH<T>; ++j) here += gradient.template term<LOG>(a[j], b[j]);
+        sum += here;
+    });
+    return sum;
+}
+
+template <bool LOG, typename T, int VECTORS, bool SLOTS, bool EXACT, bool MASKED>
+__device__ __forceinline__ void write_held_gradients(T* dx, Held<T, VECTORS, SLOTS, EXACT>& ys, Held<T, VECTORS, SLOTS, EXACT>& gs,
+                                                     compute_t<T> total, const Gradient<T>& gradient, const Window<MASKED>& window,
+                                                     bool aligned) {
+    using Row = compute_t<T>[WIDTH<T>];
+    ys.keep_packed(window.to);
+    gs.keep_packed(window.to);
+    each(ys, gs, [&](Row& a, Row& b, int first) {
+        if (window.hides_all(first, WIDTH<T>)) return;
+#pragma unroll
+        for (int j = 0; j < WIDTH<T>; ++j) a[j] = gradient.template of<LOG>(a[j], b[j], total);
+        window.hide(a, first, compute_t<T>(0));
+        Words<T> v;
+        pack(v, a);
+        Access<EXACT>::store(dx, first, window, aligned, v);
+    });
+}
+
 // `room.slots` has as much room for g behind that for y.
-template <int VECTORS, bool SLOTS, bool MASKED, class Team, typename T>
+template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, const Span& span, Team& team, double scale, bool log,
                                               const SinkGradient& sink, Room room) {
     using C = compute_t<T>;
-    using Row = C[WIDTH<T>];
-    int from = span.from, to = span.to, shift = shift_of(y);
-    bool aligned = shift_of(dx) == shift;
+    if (EXACT) log = false;
+    Window<MASKED> window(span);
+    int shift = EXACT ? 0 : shift_of(y);
+    bool aligned = EXACT || shift_of(dx) == shift;
     void* behind = static_cast<Words<T>*>(room.slots) + max(room.most - VECTORS * team.width, 0);
-    Held<T, VECTORS, SLOTS> ys(team, shift, room.slots, room.most), gs(team, shift, behind, room.most);
-    ys.load(y, span, true, C(0));
-    gs.load(g, span, shift_of(g) == shift, C(0));
-    if (MASKED) write_hidden(dx, ys, span, aligned);
+    Held<T, VECTORS, SLOTS, EXACT> ys(team, shift, room.slots, room.most), gs(team, shift, behind, room.most);
+    ys.load(y, window, true, C(0));
+    gs.load(g, window, EXACT || shift_of(g) == shift, C(0));
+    if (MASKED) write_hidden(dx, ys, window, aligned);
     Gradient<T> gradient(scale, log);
     Turns beyond{ys.end + team.lane(), team.end, team.width};
     C total = 0;
     if constexpr (SLOTS) total = sum_terms(y, g, span, beyond, gradient);
     ys.wait();
-    each(ys, gs, [&](Row& a, Row& b, int first) {
-        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
-        C here = 0;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) here += gradient.term(a[j], b[j]);
-        total += here;
-    });
-    ys.keep_packed();
-    gs.keep_packed();
+    if (log) total += sum_held<true>(ys, gs, gradient, window);
+    else total += sum_held<false>(ys, gs, gradient, window);
     total = sink.add_to(team.add(total), team.leads());
-    each(ys, gs, [&](Row& a, Row& b, int first) {
-        if (span.hides_all<MASKED>(first, WIDTH<T>)) return;
-#pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) a[j] = span.hides<MASKED>(first + j) ? C(0) : gradient(a[j], b[j], total);
-        store_rounded(dx, first, from, to, aligned, a);
-    });
+    if (log) write_held_gradients<true>(dx, ys, gs, total, gradient, window, aligned);
+    else write_held_gradients<false>(dx, ys, gs, total, gradient, window, aligned);
     if constexpr (SLOTS) write_gradients<MASKED>(dx, y, g, span, beyond, total, gradient);
 }

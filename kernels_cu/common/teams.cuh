@@ -39,7 +39,7 @@ struct Block {
     static constexpr int begin = 0;
     int width, end;
     C* shared;
-    __device__ __forceinline__ explicit Block(C* shared, int end = 0) : width(blockDim.x), end(end), shared(shared) {}
+    __device__ __forceinline__ explicit Block(C* shared, int end = 0, int width = blockDim.x) : width(width), end(end), shared(shared) {}
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
     template <class Op>
