@@ -41,11 +41,28 @@ __device__ __forceinline__ Angles<A> load_angles(const C* cos, const C* sin, int
     return t;
 }
 
-template <typename A>
+// x cos + y sin, computed in A for a result in T. Where both are float, the rounding of y sin would be seen if the two terms cancel: a
+// second FMA computes it, and it is taken back (Kahan's method). Of an infinite y it would make a NaN.
+template <typename T, typename A>
+__device__ __forceinline__ A turned(A x, A cos, A y, A sin) {
+    A product = y * sin, sum = fma(x, cos, product);
+    if constexpr (sizeof(T) == sizeof(float) && sizeof(A) == sizeof(float)) {
+        A better = sum + fma(y, sin, -product);
+        if (!isnan(better)) return better;
+    }
+    return sum;
+}
+
+// The maths of x and of the table's numbers: the wider of the two, at least float. Of float x by a table of double it is double, which is
+// slow on GPUs that have few units for it; angles of float x come to it, as do users' own tables of double, and nothing else.
+template <typename T, typename C>
+using maths_t = decltype(compute_t<T>() * compute_t<C>());
+
+template <typename T, typename A>
 __device__ __forceinline__ void rotate(A& a, A& b, Angles<A> t) {
     A first = a;
-    a = first * t.cos_a - b * t.sin_a;
-    b = b * t.cos_b + first * t.sin_b;
+    a = turned<T>(first, t.cos_a, b, -t.sin_a);
+    b = turned<T>(b, t.cos_b, first, t.sin_b);
 }
 
 // ---- before the rotation
@@ -87,19 +104,16 @@ __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqle
     positions[t] = 0 <= p && p < rows ? int(p) : OUTSIDE;
 }
 
-// The cosine and the sine of n angles, however large, computed in M. In double they are rounded once and err by half an ulp; in float, by up
-// to 1.5, which 16-bit types do not see.
+// The cosine and the sine of n angles, however large, in M. In float they err by up to 1.5 ulp, which 16-bit types do not see, and float
+// does: so it takes them in double.
 __device__ __forceinline__ void sine_and_cosine(float angle, float* sine, float* cosine) { sincosf(angle, sine, cosine); }
 __device__ __forceinline__ void sine_and_cosine(double angle, double* sine, double* cosine) { sincos(angle, sine, cosine); }
 
 template <typename A, typename M>
-__global__ void rope_angles(A* cos, A* sin, const A* angles, long long n) {
+__global__ void rope_angles(M* cos, M* sin, const A* angles, long long n) {
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= n) return;
-    M sine, cosine;
-    sine_and_cosine(M(angles[i]), &sine, &cosine);
-    cos[i] = A(cosine);
-    sin[i] = A(sine);
+    sine_and_cosine(M(angles[i]), &sin[i], &cos[i]);
 }
 
 // Tables of one row a token, where a token has several positions, as (time, height, width): its first end0 pairs take the row
@@ -127,7 +141,7 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
                         long long out_d, long long k_out_b, long long k_out_s, long long k_out_h, long long k_out_d, long long x_b,
                         long long x_s, long long x_h, long long x_d, long long k_b, long long k_s, long long k_h, long long k_d,
                         bool interleaved, bool transpose, double scale) {
-    using A = compute_t<T>;
+    using A = maths_t<T, C>;
     int pairs = rotary_dim / 2;
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     int item = i % (pairs + rest);  // a pair, or an element to copy
@@ -163,7 +177,7 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
             angles = load_angles<A>(cos + row, sin + row, full ? a : item, full ? c : item, transpose, A(scale));
         }
         A y_a = load_as(x_a), y_c = load_as(x_c);
-        rotate(y_a, y_c, angles);
+        rotate<T>(y_a, y_c, angles);
         x_a = T(y_a);
         x_c = T(y_c);
     }
@@ -193,7 +207,7 @@ __device__ __forceinline__ void multiply(A (&v)[N], A factor) {
 }
 
 // Half pairing: a[e] with b[e]. Where the table is FULL, cos_b and sin_b lead to b's own angles.
-template <bool FULL, typename A, typename C, int E>
+template <typename T, bool FULL, typename A, typename C, int E>
 __device__ __forceinline__ void rotate_halves(A (&a)[E], A (&b)[E], const C* cos_a, const C* sin_a, const C* cos_b, const C* sin_b,
                                               A factor) {
     A ca[E], sa[E];
@@ -208,16 +222,16 @@ __device__ __forceinline__ void rotate_halves(A (&a)[E], A (&b)[E], const C* cos
         multiply(cb, factor);
         multiply(sb, factor);
 #pragma unroll
-        for (int e = 0; e < E; e++) rotate<A>(a[e], b[e], {ca[e], sa[e], cb[e], sb[e]});
+        for (int e = 0; e < E; e++) rotate<T, A>(a[e], b[e], {ca[e], sa[e], cb[e], sb[e]});
     } else {
 #pragma unroll
-        for (int e = 0; e < E; e++) rotate<A>(a[e], b[e], {ca[e], sa[e], ca[e], sa[e]});
+        for (int e = 0; e < E; e++) rotate<T, A>(a[e], b[e], {ca[e], sa[e], ca[e], sa[e]});
     }
 }
 
 // Interleaved pairing: the pairs are neighbours, in a as in b, whose columns begin `further` on. A table that is not FULL has half as many
 // columns as x.
-template <bool FULL, typename A, typename C, int E>
+template <typename T, bool FULL, typename A, typename C, int E>
 __device__ __forceinline__ void rotate_neighbours(A (&a)[E], A (&b)[E], const C* cos, const C* sin, unsigned further, bool transpose,
                                                   A factor) {
     constexpr int EACH = FULL ? 2 : 1, N = E / 2 * EACH;  // columns a pair, columns a vector
@@ -234,11 +248,11 @@ __device__ __forceinline__ void rotate_neighbours(A (&a)[E], A (&b)[E], const C*
     for (int i = 0; i < E / 2; i++) {
         int p = i * EACH, q = p + EACH - 1;
         if (FULL && transpose) {
-            rotate<A>(a[2 * i], a[2 * i + 1], {ca[p], sa[q], ca[q], sa[p]});
-            rotate<A>(b[2 * i], b[2 * i + 1], {cb[p], sb[q], cb[q], sb[p]});
+            rotate<T, A>(a[2 * i], a[2 * i + 1], {ca[p], sa[q], ca[q], sa[p]});
+            rotate<T, A>(b[2 * i], b[2 * i + 1], {cb[p], sb[q], cb[q], sb[p]});
         } else {
-            rotate<A>(a[2 * i], a[2 * i + 1], {ca[p], sa[p], ca[q], sa[q]});
-            rotate<A>(b[2 * i], b[2 * i + 1], {cb[p], sb[p], cb[q], sb[q]});
+            rotate<T, A>(a[2 * i], a[2 * i + 1], {ca[p], sa[p], ca[q], sa[q]});
+            rotate<T, A>(b[2 * i], b[2 * i + 1], {cb[p], sb[p], cb[q], sb[q]});
         }
     }
 }
@@ -249,14 +263,17 @@ __device__ __forceinline__ unsigned divide(unsigned n, unsigned magic, unsigned 
 // v2: block (x, y): x threads a head, which are rotary_dim / 2 / E, and half as many as there are vectors to copy; y heads. The heads of a
 // token, k's after x's, are neighbours, then the tokens in their order in memory: `inner` of them follow each other in the sequence, or, if
 // batch_inner, in the batch. Strides, rotary_dim, rotary_offset and rest are in vectors of E elements; the stride of head_dim is one element.
+template <typename T, typename C, bool INTERLEAVED, bool FULL>
+constexpr int BLOCKS = FULL || (sizeof(T) == 4 && sizeof(C) == 8) ? 4 : INTERLEAVED ? 8 : 6;  // of 256 threads, that registers suffice for
+
 template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
-__global__ void __launch_bounds__(256, FULL ? 4 : INTERLEAVED ? 8 : 6)
+__global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     rope_v2(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rest, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
             unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b, unsigned x_s,
             unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
-    using A = compute_t<T>;
+    using A = maths_t<T, C>;
     using Vector = Vec<T, E>;
     unsigned item = blockIdx.x * blockDim.y + threadIdx.y;
     if (item >= items) return;
@@ -301,11 +318,11 @@ __global__ void __launch_bounds__(256, FULL ? 4 : INTERLEAVED ? 8 : 6)
     if constexpr (INTERLEAVED) {
         unsigned long long column = row + (FULL ? first * E : first * E / 2);
         unsigned further = FULL ? half * E : half * E / 2;
-        rotate_neighbours<FULL>(y_a, y_c, cos + column, sin + column, further, transpose, factor);
+        rotate_neighbours<T, FULL>(y_a, y_c, cos + column, sin + column, further, transpose, factor);
     } else {
         cos += row + first * E;
         sin += row + first * E;
-        rotate_halves<FULL>(y_a, y_c, cos + (FULL ? first_a * E : 0), sin, cos + first_b * E, sin + half * E, factor);
+        rotate_halves<T, FULL>(y_a, y_c, cos + (FULL ? first_a * E : 0), sin, cos + first_b * E, sin + half * E, factor);
     }
     a = pack<T>(y_a);
     c = pack<T>(y_c);

@@ -50,10 +50,10 @@ def test_views_are_read_and_written_where_they_lie(device, version, dtype):
 @kernels
 def test_what_models_have_takes_the_fast_path(device, monkeypatch):
     """Vectors of 16 bytes: not a copy beforehand, and not the slow version."""
-    monkeypatch.setattr(rope_versions, "_vectors", lambda dtype: [16 // dtype.itemsize])
+    monkeypatch.setattr(rope_versions, "_vectors", lambda dtype, table: [16 // dtype.itemsize])
     monkeypatch.setattr(rope_versions, "_v1", None)
     rope_plan.plan.cache_clear()
-    for dtype, table in ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+    for dtype, table in [(d, t) for d in (torch.bfloat16, torch.float32) for t in rope_plan.table_dtypes(d)]:
         qkv, hf = torch.randn(2, 3, 5, 32, device=device).to(dtype), tables(3, 32, device, table)
         for interleaved, (cos, sin) in itertools.product((False, True), (tables(3, 16, device, table), hf, [t[None] for t in hf])):
             options = {"interleaved": interleaved}

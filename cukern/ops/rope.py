@@ -39,12 +39,14 @@ def rope(
 
     Args:
         x: float16, bfloat16, float32 or float64, of the shape that `layout` says and any strides, which are read as they are: a slice of a
-            packed qkv and a transposed view need no copy. 16-bit types are computed in float32 and rounded once. Every tensor may also be
-            an array that speaks DLPack. CPU tensors go to plain torch, or to the simulator.
+            packed qkv and a transposed view need no copy. 16-bit types are computed in float32 and rounded once, float32 with float64
+            tables or angles in float64 (slow on GPUs that have few float64 units), and with float32 tables so that an element errs by at
+            most two roundings. Every tensor may also be an array that speaks DLPack. CPU tensors go to plain torch, or to the simulator.
         cos, sin: tables (positions, rotary_dim / 2): one angle for each pair. Or (positions, rotary_dim): each element its own, as
             Hugging Face's `cat((freqs, freqs))`. Or of three dimensions, (batch or 1, sequence, either): the row of each token, with no
-            positions. float32, float64 or x's dtype. sin=None: cos holds the angles in radians, and their cosine and sine are taken
-            accurately in float32, of any size (float64 for float64). The tables have no gradient, and are refused if they require one.
+            positions. float32, float64 or x's dtype. sin=None: cos holds the angles in radians, of any size; their cosine and sine are
+            taken in float64, or of float32 angles for a 16-bit x in float32. The tables have no gradient, and are refused if they
+            require one.
             A table whose last columns have cos 1 and sin 0 leaves their pairs alone ("proportional" partial rotary).
         k: keys, rotated in the same launch: as x, but for the number of heads.
         interleaved: False: element i of the rotated slice is paired with i + rotary_dim / 2 (GPT-NeoX). True: 2 i with 2 i + 1 (GPT-J).
@@ -150,9 +152,11 @@ def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
         rope_checks.values(inputs, options)
         if not backend.simulates(x):
             return _without_kernels(inputs, options, in_place)
-    if cos.dtype not in table_dtypes(x.dtype) or sin is None:
-        dtype = compute_dtype(x.dtype)
-        cos, sin = rope_rows.angles(cos.to(dtype), angle_maths(x.dtype) == torch.float64) if sin is None else (cos.to(dtype), sin.to(dtype))
+    if sin is None:
+        angles = cos if cos.dtype == torch.float64 else cos.float()
+        cos, sin = rope_rows.angles(angles, angle_maths(x.dtype, angles.dtype) == torch.float64)
+    if cos.dtype not in table_dtypes(x.dtype):
+        cos, sin = (t.to(compute_dtype(x.dtype, t.dtype)) for t in (cos, sin))
     positions = None
     if inputs.has_positions:
         cos, sin, positions = rope_rows.rows(inputs._replace(cos=cos, sin=sin), options)

@@ -148,16 +148,16 @@ def plan(
     return choose("rope", o.version, device).forward(call)
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the maths: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def compute_dtype(dtype: torch.dtype, table: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype of the maths: float32 for 16-bit types, else the wider of x's and the table's."""
+    return torch.float32 if dtype.itemsize == 2 else torch.promote_types(dtype, table)
 
 
-def angle_maths(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the sine and cosine of angles are computed, to be rounded to the compute dtype."""
-    return torch.float32 if dtype.itemsize == 2 else torch.float64
+def angle_maths(dtype: torch.dtype, angles: torch.dtype) -> torch.dtype:
+    """The dtype of the tables made of float32 or float64 angles: float32's rounding would be seen in all results but 16-bit ones."""
+    return torch.float32 if dtype.itemsize == 2 and angles == torch.float32 else torch.float64
 
 
 def table_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
-    """The dtypes of tables that the kernels of a dtype read; another one is converted first."""
-    return list(dict.fromkeys((compute_dtype(dtype), dtype)))
+    """The dtypes of tables that the kernels of a dtype read; another one is converted to compute_dtype first."""
+    return list(dict.fromkeys((compute_dtype(dtype), dtype if dtype.itemsize == 2 else torch.float64)))

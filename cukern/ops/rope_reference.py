@@ -14,8 +14,7 @@ def rope(inputs: Inputs, options: Options) -> Any:
     """x rotated, or the pair (x, k)."""
     x, k, cos, sin, *_ = inputs
     if sin is None:
-        angles = cos.to(compute_dtype(x.dtype)).double()
-        cos, sin = (t.to(compute_dtype(x.dtype)) for t in (angles.cos(), angles.sin()))
+        cos, sin = cos.double().cos(), cos.double().sin()
     positions = positions_of(inputs, options) if inputs.has_positions else None
     unrotated = None if inputs.cu_seqlens is None or positions is None else positions == UNROTATED
     sequence = tokens_of(x.shape, options.layout)[1]
@@ -71,8 +70,8 @@ def _rows(table: Tensor, positions: Tensor | None, sequence: int, section: tuple
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor | None, o: Options) -> Tensor:
-    """x rotated, in its layout; cos and sin (batch or 1, sequence, width). Computed in float32, or float64, and rounded once."""
-    y, dtype = _bshd(x, o.layout), compute_dtype(x.dtype)
+    """x rotated, in its layout; cos and sin (batch or 1, sequence, width). Computed in the wider of the dtypes, and rounded to x's."""
+    y, dtype = _bshd(x, o.layout), compute_dtype(x.dtype, cos.dtype)
     start, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     before, middle, after = y[..., :start], y[..., start:end].to(dtype), y[..., end:]
     cos, sin = (o.scale * t.to(dtype)[:, :, None] for t in (cos, sin))  # one for all heads

@@ -46,13 +46,14 @@ def _launch_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
     outs, angles = _fake_angles(angles, in_double), angles.contiguous()
     if angles.numel():
         pointers = (t.data_ptr() for t in (*outs, angles))
-        launch = ANGLES[angles.dtype, torch.float64 if in_double else torch.float32].on(angles.get_device())
+        launch = ANGLES[angles.dtype, outs[0].dtype].on(angles.get_device())
         launch(_blocks(angles.numel()), _BLOCK, 0, *pointers, angles.numel())
     return outs
 
 
 def _fake_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
-    return angles.new_empty(angles.shape), angles.new_empty(angles.shape)
+    dtype = torch.float64 if in_double else torch.float32
+    return angles.new_empty(angles.shape, dtype=dtype), angles.new_empty(angles.shape, dtype=dtype)
 
 
 def _launch_sections(

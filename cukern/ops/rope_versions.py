@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cukern.ops.rope_plan import Call, Layout, Plan, angle_maths, compute_dtype, table_dtypes
+from cukern.ops.rope_plan import Call, Layout, Plan, angle_maths, table_dtypes
 from cukern.ops.rope_rows import ANGLES, ID_TYPES, POSITIONS, SECTIONS
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
@@ -70,7 +70,7 @@ def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
     steps = [s for layout in layouts for s in layout.strides[:3]] + [o.rotary_dim // 2, o.rotary_offset, *call.table.strides[:2]]
     if call.rest:
         steps.append(head_dim)
-    for vector in _vectors(call.dtype) if all(layout.strides[3] == 1 for layout in layouts) else ():
+    for vector in _vectors(call.dtype, call.table.dtype) if all(layout.strides[3] == 1 for layout in layouts) else ():
         table_bytes = min(VECTOR_BYTES, vector * call.table.dtype.itemsize)
         aligned = call.alignment % (vector * call.dtype.itemsize) == 0 == call.table_alignment % table_bytes
         if aligned and not any(step % vector for step in steps):
@@ -78,16 +78,17 @@ def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
     return 0
 
 
-def _vectors(dtype: torch.dtype) -> list[int]:
-    """Elements of v2's vectors: 16 bytes, or a pair."""
-    return list(dict.fromkeys((VECTOR_BYTES // dtype.itemsize, 2)))
+def _vectors(dtype: torch.dtype, table: torch.dtype) -> list[int]:
+    """Elements of v2's vectors: 16 bytes, or a pair; but no pairs of float32 by a table of float64, which is too rare."""
+    widest = VECTOR_BYTES // dtype.itemsize
+    return [widest] if (dtype, table) == (torch.float32, torch.float64) else list(dict.fromkeys((widest, 2)))
 
 
 def _helpers(dtype: torch.dtype) -> Iterable[Kernel]:
     """What any version may need beside its own kernels."""
     return itertools.chain(
         (POSITIONS[name] for name in ID_TYPES.values()),
-        (ANGLES[compute_dtype(dtype), angle_maths(dtype)],),
+        (ANGLES[a, angle_maths(dtype, a)] for a in (torch.float32, torch.float64)),
         (SECTIONS[t] for t in table_dtypes(dtype)),
     )
 
@@ -97,8 +98,9 @@ def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    flags = (False, True)
-    return [*_v1_instances(dtype), *(_V2[key] for key in itertools.product([dtype], table_dtypes(dtype), _vectors(dtype), flags, flags))]
+    vectors = ((table, vector) for table in table_dtypes(dtype) for vector in _vectors(dtype, table))
+    keys = ((dtype, *which, *flags) for which in vectors for flags in itertools.product((False, True), repeat=2))
+    return [*_v1_instances(dtype), *(_V2[key] for key in keys)]
 
 
 VERSIONS = {
