@@ -29,10 +29,12 @@ MAY_IMPORT = {
 MAY_SPILL = {
     ("sm_100a", "matmul_v5"): 40,
     ("sm_120a", "matmul_v5"): 80,
-    ("sm_90a", "softmax_v7_bwd"): 12,
-    ("sm_120a", "softmax_v7"): 12,
-    ("sm_100a", "causal_softmax_v2_warp_bwd"): 4,
-    ("sm_120a", "causal_softmax_v2_warp"): 12,
+    ("sm_80", "softmax_v8"): 16,
+    ("sm_90a", "softmax_v7"): 8,
+    ("sm_90a", "causal_softmax_v2_warp"): 8,
+    ("sm_100a", "causal_softmax_v2_warp"): 16,
+    ("sm_120a", "softmax_v7"): 4,
+    ("sm_120a", "causal_softmax_v2_warp"): 8,
 }
 
 

@@ -23,7 +23,7 @@ from cukern.runtime.registry import Cost, Op, Version, apply_of, choose, raw_op,
 def causal_softmax(
     x: Any, *, scale: float = 1.0, window: int | None = None, sink: Any = None, version: str | tuple[str | None, str | None] | None = None
 ) -> Tensor:
-    """softmax(scale x) of each query over the keys that it may see; 0 for the others, which are not read.
+    """softmax(scale x) of each query over the keys that it may see; 0 for the others, whatever they are.
 
     Args:
         x: (..., queries, keys), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Aligned at the last query

@@ -49,7 +49,7 @@ Shapes = dict[int, tuple[Shape, ...]]
 # By the size of an element, as a 16-bit vector becomes 8 floats.
 WARP_VECTORS = {2: (1, 4), 4: (1, 4, 8), 8: (1, 4)}
 SHAPES: Shapes = {2: (Shape(2, 1024, 2),), 4: (Shape(2, 512, 2), Shape(8, 512, 1)), 8: (Shape(2, 512, 2),)}
-SHAPES_BWD: Shapes = {2: (Shape(1, 512, 2), Shape(4, 512, 2)), 4: (Shape(1, 1024, 2), Shape(8, 512, 1)), 8: (Shape(1, 1024, 2),)}
+SHAPES_BWD: Shapes = {2: (Shape(1, 512, 2), Shape(4, 512, 2)), 4: (Shape(1, 1024, 2), Shape(4, 512, 2)), 8: (Shape(1, 1024, 2),)}
 SHAPES_CAUSAL: Shapes = {2: (Shape(2, 1024, 1),), 4: (Shape(2, 1024, 1),), 8: (Shape(2, 512, 1),)}
 
 # Rows of whole vectors at multiples of 16 bytes, whose kernels need fewer registers and instructions: whole warps, and blocks of just so
