@@ -25,7 +25,7 @@
 
 // ---- v1
 
-// Grid ceil(rows / blockDim.x). The sum is in double, as one thread adds up a whole row.
+// Grid ceil(rows / blockDim.x).
 template <typename T>
 __global__ void softmax_v1(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
     using C = compute_t<T>;
@@ -36,30 +36,25 @@ __global__ void softmax_v1(T* out, const T* x, long long rows, long long columns
     Exponential<T> exponential(scale);
     C largest = minus_infinity<C>();
     for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(load_as(x[i])));
-    double sum = 0;
-    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(load_as(x[i])), exponential.base(largest));
-    End<T> end(exponential, largest, C(sum), false, largest);
+    Accumulator<C> sum;
+    for (long long i = 0; i < columns; ++i) sum.add(exponential(exponential.lift(load_as(x[i])), exponential.base(largest)));
+    End<T> end(exponential, largest, sum.sum, false, largest);
     for (long long i = 0; i < columns; ++i) out[i] = T(end.of(load_as(x[i])));
 }
 
-// sum_j y_j g_j (delta_ij - y_i) over `count` terms, the i-th of which has delta 1. Sums of 32 are added up in double: one long chain of
-// additions errs more.
+// Adds y_j g_j (delta_ij - y_i) for `count` j, the i-th of which has delta 1.
 template <typename T, typename C>
-__device__ __forceinline__ C jacobian_sum(const T* y, const T* g, long long count, long long i, C y_i) {
-    double sum = 0;
-    for (long long first = 0; first < count; first += 32) {
-        C here = 0;
-        for (long long j = first; j < min(first + 32, count); ++j) here += load_as(y[j]) * load_as(g[j]) * ((i == j ? C(1) : C(0)) - y_i);
-        sum += here;
-    }
-    return C(sum);
+__device__ __forceinline__ void add_jacobian(Accumulator<C>& total, const T* y, const T* g, long long count, long long i, C y_i) {
+    for (long long j = 0; j < count; ++j) total.add(load_as(y[j]) * load_as(g[j]) * ((i == j ? C(1) : C(0)) - y_i));
 }
 
 // dx_i = scale sum_j y_j g_j (delta_ij - y_i)
 template <typename T>
 __device__ __forceinline__ void jacobian_column(T* dx, const T* y, const T* g, long long columns, long long i, double scale) {
     using C = compute_t<T>;
-    dx[i] = T(C(scale) * jacobian_sum(y, g, columns, i, load_as(y[i])));
+    Accumulator<C> total;
+    add_jacobian(total, y, g, columns, i, load_as(y[i]));
+    dx[i] = T(C(scale) * total.sum);
 }
 
 // Grid ceil(columns / blockDim.x).
@@ -167,7 +162,8 @@ __global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, lo
     long long i = blockIdx.x % across * 256 + threadIdx.x, row = blockIdx.x / across;
     y += row * columns;
     g += row * g_row;
-    C sum = 0, y_i = i < columns ? load_as(y[i]) : C(0);
+    Accumulator<C> total;
+    C y_i = i < columns ? load_as(y[i]) : C(0);
     for (long long first = 0; first < columns; first += 256) {
         int here = min(256LL, columns - first);
         if (threadIdx.x < here) {
@@ -175,10 +171,10 @@ __global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, lo
             gs[threadIdx.x] = load_as(g[first + threadIdx.x]);
         }
         __syncthreads();
-        sum += jacobian_sum(ys, gs, here, i - first, y_i);
+        add_jacobian(total, ys, gs, here, i - first, y_i);
         __syncthreads();
     }
-    if (i < columns) dx[row * columns + i] = T(C(scale) * sum);
+    if (i < columns) dx[row * columns + i] = T(C(scale) * total.sum);
 }
 
 // ---- v5 and v8: a part of a row by 16-byte vectors, the threads of a block in turns
@@ -367,7 +363,7 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
 #endif
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows,
-// so their accesses lie side by side. Grid ceil(outer * inner / blockDim.x). Sums in double, as in v1.
+// so their accesses lie side by side. Grid ceil(outer * inner / blockDim.x).
 
 template <typename T>
 __global__ void softmax_inner(T* out, const T* x, long long rows, long long columns, long long inner, double scale, bool log) {
@@ -376,10 +372,10 @@ __global__ void softmax_inner(T* out, const T* x, long long rows, long long colu
     if (row >= rows) return;
     Exponential<T> exponential(scale, log);
     C largest = minus_infinity<C>();
-    double sum = 0;
+    Accumulator<C> sum;
     for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(load_as(x[at + i * inner])));
-    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(load_as(x[at + i * inner])), exponential.base(largest));
-    End<T> end(exponential, largest, C(sum), log, largest);
+    for (long long i = 0; i < columns; ++i) sum.add(exponential(exponential.lift(load_as(x[at + i * inner])), exponential.base(largest)));
+    End<T> end(exponential, largest, sum.sum, log, largest);
     for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(end.of(load_as(x[at + i * inner])));
 }
 
@@ -390,7 +386,7 @@ __global__ void softmax_inner_bwd(T* dx, const T* y, const T* g, long long rows,
     long long row = blockIdx.x * (long long)blockDim.x + threadIdx.x, at = row / inner * columns * inner + row % inner;
     if (row >= rows) return;
     Gradient<T> gradient(scale, log);
-    double total = 0;
-    for (long long i = 0; i < columns; ++i) total += gradient.term(load_as(y[at + i * inner]), load_as(g[at + i * inner]));
-    for (long long i = 0; i < columns; ++i) dx[at + i * inner] = T(gradient(load_as(y[at + i * inner]), load_as(g[at + i * inner]), C(total)));
+    Accumulator<C> total;
+    for (long long i = 0; i < columns; ++i) total.add(gradient.term(load_as(y[at + i * inner]), load_as(g[at + i * inner])));
+    for (long long i = 0; i < columns; ++i) dx[at + i * inner] = T(gradient(load_as(y[at + i * inner]), load_as(g[at + i * inner]), total.sum));
 }

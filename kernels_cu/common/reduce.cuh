@@ -45,3 +45,15 @@ __device__ __forceinline__ C block_reduce(C value, C* shared) {
     __syncthreads();
     return warp_reduce<Op>(lane < blockDim.x / 32 ? shared[lane] : Op::template nothing<C>());
 }
+
+// What one thread adds up, however many: Kahan's sum, which keeps what each addition rounds away.
+template <typename C>
+struct Accumulator {
+    C sum = 0, lost = 0;
+    __device__ __forceinline__ void add(C x) {
+        C corrected = x - lost, next = sum + corrected;
+        lost = (next - sum) - corrected;
+        if (lost != lost) lost = 0;  // of infinities
+        sum = next;
+    }
+};

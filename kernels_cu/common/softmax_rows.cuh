@@ -133,19 +133,12 @@ struct Window {
 // vectors; nor is then a logarithm wanted, which only the other kernels know. Else the vectors that are partly the row's go element by element, which takes many instructions and registers.
 template <bool EXACT>
 struct Access {
-    // `aligned`: whether column `first` is at a multiple of 16 bytes.
+    // `aligned`: whether column `first` is at a multiple of 16 bytes. EXACT: of a vector that is hidden in part, all is loaded.
     template <typename T, bool MASKED>
     static __device__ __forceinline__ Words<T> load(const T* row, int first, const Window<MASKED>& window, bool aligned, compute_t<T> missing) {
         if constexpr (EXACT) {
             if (window.hides_all(first, WIDTH<T>) || first >= window.to) return filled<T>(missing);
-            Words<T> v = *reinterpret_cast<const Words<T>*>(row + first);
-            if (window.hides_some(first, WIDTH<T>)) {
-                compute_t<T> r[WIDTH<T>];
-                unpack(v, r);
-                window.hide(r, first, missing);
-                pack(v, r);
-            }
-            return v;
+            return *reinterpret_cast<const Words<T>*>(row + first);
         } else {
             return load_columns(row, first, window.begin, window.end, aligned, missing);
         }
@@ -192,8 +185,23 @@ struct Held {
             cp_async_commit();
         }
     }
-    __device__ __forceinline__ void wait() const {
+    // Wait for what was loaded; and only now hide what is not to be seen, since to look at one vector before the next is loaded would be to
+    // wait for each.
+    template <bool MASKED>
+    __device__ __forceinline__ void wait(const Window<MASKED>& window, compute_t<T> missing) {
         if constexpr (SLOTS) cp_async_wait<0>();
+        if constexpr (MASKED && EXACT) {
+#pragma unroll
+            for (int k = 0; k < VECTORS; ++k) {
+                int first = column(k);
+                if (window.hides_some(first, WIDTH<T>) && !window.hides_all(first, WIDTH<T>)) {
+                    compute_t<T> r[WIDTH<T>];
+                    unpack(registers[k], r);
+                    window.hide(r, first, missing);
+                    pack(registers[k], r);
+                }
+            }
+        }
     }
     // Between two passes over 16-bit values: let the compiler forget what it made of them, floats that need twice the registers. `to` is
     // never negative, so this changes nothing; but the compiler cannot know that.
@@ -310,7 +318,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& s
     C own = minus_infinity<C>(), sum = 0, rest = own, rest_sum = 0;
     Turns beyond{held.end + team.lane(), team.end, team.width};
     if constexpr (SLOTS) scan_columns(row, span, beyond, exponential, rest, rest_sum);
-    held.wait();
+    held.wait(window, minus_infinity<C>());
     auto hidden = [&](int first) { return window.hides_all(first, WIDTH<T>); };
     own = team.template near<Max>(max(largest_held(held, hidden), rest));
     held.keep_packed(window.to);
@@ -391,7 +399,8 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, con
     Turns beyond{ys.end + team.lane(), team.end, team.width};
     C total = 0;
     if constexpr (SLOTS) total = sum_terms(y, g, span, beyond, gradient);
-    ys.wait();
+    ys.wait(window, C(0));
+    gs.wait(window, C(0));
     if (log) total += sum_held<true>(ys, gs, gradient, window);
     else total += sum_held<false>(ys, gs, gradient, window);
     total = sink.add_to(team.add(total), team.leads());
