@@ -1,5 +1,8 @@
 """CUDA kernels for PyTorch with nothing to build."""
 
+from cukern.ops.kron_linear import KronLinear as KronLinear
+from cukern.ops.kron_linear import kron_linear as kron_linear
+from cukern.ops.kron_linear import lokr_linear as lokr_linear
 from cukern.ops.matmul import linear as linear
 from cukern.ops.matmul import matmul as matmul
 from cukern.ops.square import square as square

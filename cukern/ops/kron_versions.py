@@ -1,0 +1,113 @@
+"""The ladder of kron_linear: for each version how its kernels are launched, and the table that the tools and the public function use.
+
+Here an array is 4-D, (S, A, p, C), contiguous, and a factor (S, p, q) of any strides: see kernels_cu/kron_linear.cu. Each launch makes its
+own output.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cukern.ops import kron_chain
+from cukern.ops.kron_torch import PRODUCTS
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Version
+
+_V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
+_BLOCK = (256, 1, 1)
+_WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
+_PIECES = 512  # of a sum over fibers, at most: enough to fill every GPU
+_PIECE = 256  # fibers in a piece, at least
+
+Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
+PLAIN: Epilogue = (1.0, None, None)
+
+
+def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+    """out[s, a, j, c] = scale * sum over k of z[s, a, k, c] w[s, k, j], plus bias and residual: one launch."""
+    samples, A, p, C = z.shape
+    q, (scale, bias, residual) = w.shape[2], epilogue
+    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device)
+    if out.numel():
+        columns = _tile(q)
+        grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
+        pointers = (0 if t is None else t.data_ptr() for t in (out, z, w, bias, residual))
+        launch = _V3[z.dtype, columns].on(z.get_device())
+        launch((grid, 1, 1), _BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
+    return out
+
+
+def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
+    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order."""
+    samples, A, p, C = z.shape
+    q, device = h.shape[2], z.get_device()
+    if not A * C or not samples:
+        return torch.zeros((samples, p, q), dtype=z.dtype, device=z.device)
+    out = torch.empty((samples, p, q), dtype=z.dtype, device=z.device)
+    kind = _sum_dtype(z.dtype)
+    side = _tile(max(p, q))
+    tiles = -(-p // side) * -(-q // side)
+    piece = max(_PIECE, -(-A * C * tiles * samples // _PIECES))
+    pieces = -(-A * C // piece)
+    partials = torch.empty((samples, pieces, p, q), dtype=kind, device=z.device)
+    grid = (samples * pieces * tiles, 1, 1)
+    _V3_BWD[z.dtype, kind, side].on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
+    grid = (samples * -(-p * q // 32), 1, 1)
+    _V3_SUM[z.dtype, kind].on(device)(grid, (32, 8, 1), 0, *_pointers(out, partials), p * q, pieces, scale)
+    return out
+
+
+def _v3(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    """x (rows, prod p) times the factors, one launch each."""
+    z, order = x, kron_chain.plan(factors)
+    for step in order:
+        w = factors[step.index]
+        w = w if w.ndim == 3 else w[None]
+        z = mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
+    return z.view(x.shape[0], -1)
+
+
+def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+    return kron_chain.gradients(x, g, factors, wanted, scale, lambda z, w, s: mode_product(z, w, (s, None, None)), contraction)
+
+
+def _tile(n: int) -> int:
+    return next((width for width in _WIDTHS if n <= width), _WIDTHS[-1])
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a kernel adds: compute_t of common/math.cuh."""
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def _pointers(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(t.data_ptr() for t in tensors)
+
+
+def _v3_instances(dtype: torch.dtype) -> list[Kernel]:
+    kind = _sum_dtype(dtype)
+    widths = [template for width in _WIDTHS for template in (_V3[dtype, width], _V3_BWD[dtype, kind, width])]
+    return [*widths, _V3_SUM[dtype, kind]]
+
+
+def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
+    def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+        return with_epilogue(PRODUCTS[version](x, factors), epilogue)
+
+    return forward
+
+
+def with_epilogue(product: Tensor, epilogue: Epilogue) -> Tensor:
+    scale, bias, residual = epilogue
+    y = product if scale == 1.0 else product * scale
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
+
+
+# v1 and v2 are torch, and torch differentiates them.
+VERSIONS = {
+    "v1": Version("x @ w and movedim, in torch", _in_torch("v1")),
+    "v2": Version("w^T @ x^T and reshape, in torch", _in_torch("v2")),
+    "v3": Version("one GEMM a factor, read and written in place", _v3, _v3_backward, _v3_instances),
+}
