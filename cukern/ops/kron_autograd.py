@@ -5,23 +5,20 @@ runs on two Functions, a mode product and its contraction, which are each other'
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cukern.ops import kron_chain, kron_versions
+from cukern.ops import kron_chain, kron_torch, kron_versions
 from cukern.runtime.registry import apply_of, choose, raw_op
 
 
 def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, scale: float, version: str) -> Tensor:
     """x (rows, prod p) times the factors, by kernels: (rows, prod q)."""
-    if (
-        forward_ad._current_level >= 0
-        or torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in (x, bias, residual, *factors))
-    ):
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        return _KronLinearWithTangent.apply(x, bias, residual, scale, version, *factors)
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, bias, residual, *factors)]):
         return _apply(x, bias, residual, scale, version, *factors)
     return _kron_linear(x, bias, residual, factors, scale, version)
 
@@ -30,7 +27,6 @@ class _KronLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, residual, scale, version, *factors):
         ctx.save_for_backward(x, *factors)
-        ctx.save_for_forward(x, *factors)
         ctx.scale, ctx.version = scale, version
         return _kron_linear(x, bias, residual, factors, scale, version)
 
@@ -47,6 +43,15 @@ class _KronLinear(torch.autograd.Function):
                 made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version))
                 found = [next(made) if w else None for w in wanted]
         return found[0], g.sum(0) if need[1] else None, g if need[2] else None, None, None, *found[1:]
+
+
+class _KronLinearWithTangent(_KronLinear):
+    """The same with a forward-mode derivative, which torch.compile does not trace."""
+
+    @staticmethod
+    def forward(ctx, x, bias, residual, scale, version, *factors):
+        ctx.save_for_forward(x, *factors)
+        return _KronLinear.forward(ctx, x, bias, residual, scale, version, *factors)
 
     @staticmethod
     def jvp(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):
@@ -115,7 +120,7 @@ def _launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Se
 
 
 def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str) -> Tensor:
-    return torch.empty((x.shape[0], prod(w.shape[-1] for w in factors)), dtype=x.dtype, device=x.device)
+    return torch.empty((x.shape[0], kron_torch.width(factors, -1)), dtype=x.dtype, device=x.device)
 
 
 def _launch_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str) -> list[Tensor]:

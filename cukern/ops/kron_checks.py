@@ -1,12 +1,12 @@
 """What kron_linear demands of its arguments, and how it says so."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cukern.ops.kron_torch import width
 from cukern.runtime import backend, checks, interop
 
 COMPLEX = (torch.complex64, torch.complex128)
@@ -41,7 +41,7 @@ def shapes(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: 
             raise ValueError(
                 f"factors[{i}] has {w.shape[0]} samples, one for each of x's first dimension, but x has shape {tuple(x.shape)}"
             )
-    p, q = (prod(w.shape[side] for w in factors) for side in (-2, -1))
+    p, q = width(factors, -2), width(factors, -1)
     if x.shape[-1] != p:
         sizes = " x ".join(str(w.shape[-2]) for w in factors)
         raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the product of the factors' rows, {sizes} = {p}")

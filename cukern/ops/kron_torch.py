@@ -41,7 +41,7 @@ def samples_of(factors: Sequence[Tensor]) -> int:
 
 def width(factors: Sequence[Tensor], side: int) -> int:
     """The number of inputs (side -2) or outputs (side -1) of the layer."""
-    return prod(w.shape[side] for w in factors)
+    return prod([w.shape[side] for w in factors])  # a list: torch.compile takes no generator
 
 
 PRODUCTS: dict[str, Product] = {"v1": movedim_product, "v2": transposed_product}
