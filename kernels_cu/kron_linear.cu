@@ -9,11 +9,13 @@
 //
 //  version  idea
 //  v3       a factor a launch: a GEMM whose rows are fibers, read from and written to their places
+//  v4       a group of neighbouring factors a launch: a tile of the array stays in shared memory from the first to the last
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
 
 #include "common/math.cuh"
+#include "common/vec.cuh"
 
 constexpr int THREADS = 256;
 
@@ -175,4 +177,207 @@ __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long
 #pragma unroll
     for (int y = 1; y < 8; ++y) sum += sums[y][threadIdx.x];
     out[sample * n + i] = T(sum * Acc(scale));
+}
+
+// ------------------------------------------------------------------------------------------------------------ v4
+//
+// Up to MOST factors that are neighbours, from the right to the left: factor 0 is the rightmost. For them the array is
+// [A][P][C], P = p_0 * p_1 * .., and a tile [L][P][R]: L of the A where C is 1, else one of the A and R, a power of two, of
+// the C. A block keeps the factors, and tile after tile, in shared memory. The tile's input and output lie in one place:
+// a step holds all of its sums in registers until every thread has read. The rightmost factor may be cut into `slices` of
+// its columns, so that several blocks share the work of a tile and none does any of it twice.
+//
+// A step sees the tile as [left][p][right]. Number [l][k][r] lies at l * pitch + k * right + r, and pitch is an odd
+// multiple of `right` where that is below 32: then the 32 fibers of a warp's lanes begin in 32 different banks.
+//
+// Wavefronts of shared memory and FMA instructions of a warp, for each k of a step: FIBERS + COLUMNS / 4 and FIBERS *
+// COLUMNS; 4 warps multiply at once, one is served by shared memory, so 8 x 8 needs 40 wavefronts in 64 cycles.
+constexpr int MOST = 8;
+constexpr int MOST_THREADS4 = 512;
+
+struct Step {
+    int p, q, padded, config, pitch, place;  // padded: q, rounded up to a thread's columns; place: of the factor
+};
+
+// What a launch needs to write a tile's outputs: see write() below.
+template <typename T>
+struct Target {
+    T* out;
+    const T *bias, *residual;
+    long long first, left_stride, column_stride, C, features;
+    int R, rows, columns, slice, all;  // columns of the rightmost factor: in the slice, the slice's first, all
+    int valid_c;
+    compute_t<T> scale;
+
+    __device__ __forceinline__ void write(int l, int j, int r, compute_t<T> sum) const {
+        long long at = first + l * left_stride + place(r) + j * column_stride;
+        store_result(out, at, sum, scale, bias, residual, features);
+    }
+    // r counts [columns of the steps before, those of step 0 only in the slice][R]
+    __device__ __forceinline__ long long place(int r) const {
+        int c = r % R, rest = r / R;
+        return ((long long)(rest / columns) * all + slice + rest % columns) * C + c;
+    }
+};
+
+// One step: FIBERS x COLUMNS sums a thread. A warp has 32 * FIBERS fibers and COLUMNS columns.
+template <typename T, int FIBERS, int COLUMNS>
+__device__ __forceinline__ void multiply4(compute_t<T>* tile, const compute_t<T>* w, const Step& s, const Step& next,
+                                          bool last, int left, int right, const Target<T>& target) {
+    using F = compute_t<T>;
+    constexpr int V = COLUMNS * sizeof(F) < 16 ? COLUMNS : 16 / sizeof(F);
+    int groups = s.padded / COLUMNS, warp = threadIdx.x / 32, fibers = left * right;
+    int j0 = warp % groups * COLUMNS, f0 = warp / groups * (32 * FIBERS) + threadIdx.x % 32;
+    int from[FIBERS];
+#pragma unroll
+    for (int i = 0; i < FIBERS; ++i) {
+        int f = min(f0 + 32 * i, fibers - 1);  // a thread without work reads somebody's fiber, and writes nothing
+        from[i] = f / right * s.pitch + f % right;
+    }
+    F sums[FIBERS][COLUMNS] = {};
+    w += j0;
+#pragma unroll 4
+    for (int k = 0; k < s.p; ++k) {
+        F x[FIBERS], c[COLUMNS];
+#pragma unroll
+        for (int i = 0; i < FIBERS; ++i) x[i] = tile[from[i] + k * right];
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j += V) {
+            Vec<F, V> v = load_vec<F, V>(w + k * s.padded + j);
+#pragma unroll
+            for (int e = 0; e < V; ++e) c[j + e] = v.v[e];
+        }
+#pragma unroll
+        for (int i = 0; i < FIBERS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) sums[i][j] += x[i] * c[j];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < FIBERS; ++i) {
+        int f = f0 + 32 * i, l = f / right, r = f % right;
+        if (f >= fibers) continue;
+        if (last) {
+            if (l >= target.rows || r % target.R >= target.valid_c) continue;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                if (j0 + j < s.q) target.write(l, j0 + j, r, sums[i][j]);
+        } else {
+            F* to = tile + l / next.p * next.pitch + l % next.p * (s.q * right) + r;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                if (j0 + j < s.q) to[(j0 + j) * right] = sums[i][j];
+        }
+    }
+    __syncthreads();
+}
+
+// Copy a factor, q columns from the first at w, to shared memory, with zeros up to `padded`.
+template <typename T>
+__device__ __forceinline__ void load_factor(compute_t<T>* to, const T* w, int p, int q, int padded, long long w_p, long long w_q) {
+    for (int e = threadIdx.x; e < p * padded; e += blockDim.x) {
+        int k = e / padded, j = e % padded;
+        to[e] = j < q ? load_as(w[k * w_p + j * w_q]) : compute_t<T>(0);
+    }
+}
+
+// Copy a tile of `total` numbers as step 0 lays it out: pieces of `piece` numbers, `pitch` apart. x has its [R] at a distance
+// C; from number `inside` on, and from valid_c in each R, are zeros. A batch of loads is under way before any is stored.
+template <typename T>
+__device__ __forceinline__ void load_tile4(compute_t<T>* tile, const T* x, int total, int inside, int R, int valid_c,
+                                           long long C, int piece, int pitch) {
+    constexpr int BATCH = 8;
+    int threads = blockDim.x, i = threadIdx.x, l = i / piece, rest = i % piece, dl = threads / piece, dr = threads % piece;
+    int bits = 31 - __clz(R);
+    while (i < total) {
+        T batch[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            int e = i + b * threads, r = e & (R - 1);
+            batch[b] = e < inside && r < valid_c ? x[(long long)(e >> bits) * C + r] : T(0.0f);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (i < total) tile[l * pitch + rest] = load_as(batch[b]);
+            i += threads;
+            l += dl;
+            rest += dr;
+            if (rest >= piece) {
+                rest -= piece;
+                ++l;
+            }
+        }
+    }
+}
+
+// A thread's fibers, if floats would have n: doubles take twice the registers.
+template <typename F>
+__device__ constexpr int many(int n) {
+    return sizeof(F) == 8 ? n / 2 : n;
+}
+
+// wN: factor N, with the distances wN_p and wN_q between its rows and columns. sN: p + (q << 16) + (padded << 32) +
+// (config << 48); padded is that of a slice for factor 0, which has `columns` of the q. tiles: of the array, for a slice.
+// Grid slices * (tiles, or fewer), block 32 * the warps of the step that has most; dynamic shared memory: the factors, then
+// the tile, as large as any step's.
+template <typename T>
+__global__ void __launch_bounds__(MOST_THREADS4)
+kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+               const T* w7, const T* bias, const T* residual, long long A, long long C, long long tiles, int count, int L,
+               int R, int slices, int columns, long long s0, long long s1, long long s2, long long s3, long long s4,
+               long long s5, long long s6, long long s7, long long w0_p, long long w0_q, long long w1_p, long long w1_q,
+               long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+               long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+               long long features) {
+    using F = compute_t<T>;
+    extern __shared__ double dynamic[];
+    __shared__ Step steps[MOST + 1];
+    F* shared = reinterpret_cast<F*>(dynamic);
+    const T* const ws[MOST] = {w0, w1, w2, w3, w4, w5, w6, w7};
+    const long long sizes[MOST] = {s0, s1, s2, s3, s4, s5, s6, s7};
+    const long long ps[MOST] = {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p};
+    const long long qs[MOST] = {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q};
+    int slice = blockIdx.x % slices * columns, all = s0 >> 16 & 0xffff, P = 1, place = 0, right = R;
+    long long before = C, Q = C;  // outputs of all factors but the last, of all
+#pragma unroll
+    for (int n = 0; n < MOST; ++n) {  // unrolled, so that the parameters need not be an array in memory
+        if (n >= count) break;
+        int p = sizes[n] & 0xffff, q = sizes[n] >> 16 & 0xffff, padded = sizes[n] >> 32 & 0xffff;
+        P *= p;
+        before = Q;
+        Q *= q;
+        if (n == 0) q = min(columns, all - slice);
+        load_factor(shared + place, ws[n] + (n == 0 ? slice * w0_q : 0), p, q, padded, ps[n], qs[n]);
+        if (threadIdx.x == 0) steps[n] = {p, q, padded, int(sizes[n] >> 48), right * (right < 32 ? p | 1 : p), place};
+        place += (p * padded + 3) / 4 * 4;
+        right *= q;
+    }
+    __syncthreads();
+    F* tile = shared + place;
+    long long across = (C + R - 1) / R, step = gridDim.x / slices;
+    for (long long number = blockIdx.x / slices; number < tiles; number += step) {
+        long long a = number / across * L, c = number % across * R;
+        int rows = int(A - a < L ? A - a : L), valid_c = int(C - c < R ? C - c : R);
+        load_tile4(tile, x + a * P * C + c, L * P * R, rows * P * R, R, valid_c, C, steps[0].p * R, steps[0].pitch);
+        __syncthreads();
+        Target<T> target = {out, bias, residual, a * Q + c, Q, before, C, features, R, rows, steps[0].q, slice, all, valid_c,
+                            F(scale)};
+        int left = L * P;
+        right = R;
+        for (int n = 0; n < count; ++n) {
+            const Step &s = steps[n], &next = steps[n + 1];
+            left /= s.p;
+            bool last = n == count - 1;
+            const F* w = shared + s.place;
+            switch (s.config) {
+                case 0: multiply4<T, many<F>(8), 8>(tile, w, s, next, last, left, right, target); break;
+                case 1: multiply4<T, many<F>(4), 16>(tile, w, s, next, last, left, right, target); break;
+                case 2: multiply4<T, many<F>(4), 8>(tile, w, s, next, last, left, right, target); break;
+                case 3: multiply4<T, many<F>(4), 4>(tile, w, s, next, last, left, right, target); break;
+                case 4: multiply4<T, 1, 8>(tile, w, s, next, last, left, right, target); break;
+                default: multiply4<T, many<F>(8), 2>(tile, w, s, next, last, left, right, target);
+            }
+            right *= s.q;
+        }
+    }
 }

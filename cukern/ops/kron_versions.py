@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_chain
+from cukern.ops import kron_chain, kron_groups
 from cukern.ops.kron_torch import PRODUCTS
+from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
 _V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
+_V4 = Template("kron_linear.cu", "kron_linear_v4")
 _BLOCK = (256, 1, 1)
 _WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
 _PIECES = 512  # of a sum over fibers, at most: enough to fill every GPU
@@ -24,11 +26,11 @@ Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
 PLAIN: Epilogue = (1.0, None, None)
 
 
-def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
+def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor | None = None) -> Tensor:
     """out[s, a, j, c] = scale * sum over k of z[s, a, k, c] w[s, k, j], plus bias and residual: one launch."""
     samples, A, p, C = z.shape
     q, (scale, bias, residual) = w.shape[2], epilogue
-    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device)
+    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device) if out is None else out
     if out.numel():
         columns = _tile(q)
         grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
@@ -68,8 +70,58 @@ def _v3(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
     return z.view(x.shape[0], -1)
 
 
+def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    """A group of factors a launch; rows in parts, so that an array between two launches is still in the cache for the second."""
+    if any([w.ndim == 3 for w in factors]):
+        return _v3(x, factors, epilogue)
+    device, (scale, bias, residual) = x.get_device(), epilogue
+    sizes = tuple([(w.shape[0], w.shape[1]) for w in factors])
+    limit = kron_groups.SHARED if backend.capability(device) >= 90 else kron_groups.OLD_SHARED
+    plan = kron_groups.groups(sizes, x.shape[0], x.itemsize, backend.multiprocessors(device), limit)
+    rows, part = x.shape[0], kron_groups.rows_at_once(plan, x.shape[0], x.itemsize)
+    last = plan[-1].steps[-1]
+    out = torch.empty((rows, last.left * last.q * last.right), dtype=x.dtype, device=x.device)
+    for first in range(0, rows, part):
+        z, end = x[first : first + part], out[first : first + part]
+        for group in plan[:-1]:
+            z = _launch_group(group, z, factors, PLAIN, None)
+        _launch_group(plan[-1], z, factors, (scale, bias, residual if residual is None else residual[first : first + part]), end)
+    return out
+
+
+def _launch_group(group: kron_groups.Group, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None) -> Tensor:
+    first, last, rows = group.steps[0], group.steps[-1], z.shape[0]
+    if not group.configs:
+        w = factors[first.index][None]
+        return mode_product(kron_chain.seen(z, w, first.p, first.right), w, epilogue, out).view(rows, -1)
+    features = last.left * last.q * last.right
+    out = torch.empty((rows, features), dtype=z.dtype, device=z.device) if out is None else out
+    scale, bias, residual = epilogue
+    A, C, unused = rows * last.left, first.right, kron_groups.MOST - len(group.steps)
+    tiles = -(-A // group.L) * -(-C // group.R)
+    device = z.get_device()
+    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
+    ws = [factors[s.index] for s in group.steps]
+    sizes = [s.p + (s.q << 16) + (w << 32) + (c << 48) for s, w, c in zip(group.steps, group.padded, group.configs, strict=True)]
+    numbers = A, C, tiles, len(ws), group.L, group.R, group.slices, group.columns, *sizes, *(0,) * unused
+    pointers = out, z, *ws, *(None,) * unused, bias, residual
+    strides = [stride for w in ws for stride in w.stride()] + [0, 0] * unused
+    _V4[z.dtype].on(device)(
+        (blocks, 1, 1), (group.threads, 1, 1), group.shared,
+        *[0 if t is None else t.data_ptr() for t in pointers], *numbers, *strides, scale, features,
+    )  # fmt: skip
+    return out
+
+
 def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
     return kron_chain.gradients(x, g, factors, wanted, scale, lambda z, w, s: mode_product(z, w, (s, None, None)), contraction)
+
+
+def _v4_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+    """dx alone is the layer of the transposed factors; with the factors' gradients, v3's chain."""
+    if any(wanted[1:]):
+        return _v3_backward(x, g, factors, wanted, scale)
+    return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
 
 
 def _tile(n: int) -> int:
@@ -110,4 +162,5 @@ VERSIONS = {
     "v1": Version("x @ w and movedim, in torch", _in_torch("v1")),
     "v2": Version("w^T @ x^T and reshape, in torch", _in_torch("v2")),
     "v3": Version("one GEMM a factor, read and written in place", _v3, _v3_backward, _v3_instances),
+    "v4": Version("a group of factors a launch, in shared memory", _v4, _v4_backward, lambda dtype: [_V4[dtype], *_v3_instances(dtype)]),
 }
