@@ -24,14 +24,14 @@ __device__ __forceinline__ long long fiber_offset(long long f, int n, long long 
     return C == 1 ? f * n : f / C * n * C + f % C;
 }
 
-// y = scale * product + bias + residual, each rounded once. bias has `features` elements, one for each output of a row.
+// y = scale * product + bias + residual, rounded once, at out[i]. bias and residual may be null pointers.
 template <typename T>
-__device__ __forceinline__ void store_result(T* out, long long at, compute_t<T> sum, compute_t<T> scale, const T* bias,
-                                             const T* residual, long long features) {
+__device__ __forceinline__ void store_result(T* out, const T* bias, const T* residual, long long i, compute_t<T> sum,
+                                             compute_t<T> scale) {
     sum *= scale;
-    if (bias) sum += load_as(bias[at % features]);
-    if (residual) sum += load_as(residual[at]);
-    out[at] = T(sum);
+    if (bias) sum += load_as(bias[i]);
+    if (residual) sum += load_as(residual[i]);
+    out[i] = T(sum);
 }
 
 // ------------------------------------------------------------------------------------------------------------ v3
@@ -88,10 +88,12 @@ kron_linear_v3(T* out, const T* x, const T* w, const T* bias, const T* residual,
         long long f = m0 + tm + S::TM * i;
         if (f >= fibers) continue;
         long long first = sample * fibers * q + fiber_offset(f, q, C);
+        const T* b = bias ? bias + first % features : nullptr;  // bias has `features` elements, one for each output of a row
+        const T* r = residual ? residual + first : nullptr;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             int n = n0 + tn + S::TN * j;
-            if (n < q) store_result(out, first + n * C, sums[i][j], F(scale), bias, residual, features);
+            if (n < q) store_result(out + first, b, r, n * C, sums[i][j], F(scale));
         }
     }
 }
@@ -101,7 +103,7 @@ kron_linear_v3(T* out, const T* x, const T* w, const T* bias, const T* residual,
 // every GROUPS-th fiber of a chunk, and the groups' sums are added at the end, always in the same order.
 // Acc is compute_t<T>. Grid S * pieces * ceil(p / BT) * ceil(q / BT), block 256.
 template <typename T, typename Acc, int BT>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
 kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, int q, long long C, long long pieces,
                    long long piece) {
     constexpr int SIDE = BT / 4, GROUP = SIDE * SIDE, GROUPS = THREADS / GROUP, CHUNK = GROUPS < 16 ? 16 : GROUPS;
@@ -133,7 +135,7 @@ kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, in
             gs[i * LD + n] = in && j0 + n < q ? load_as(g[g_places[i] + (j0 + n) * C]) : Acc(0);
         }
         __syncthreads();
-#pragma unroll 4
+#pragma unroll 2
         for (int i = group; i < CHUNK; i += GROUPS)
 #pragma unroll
             for (int k = 0; k < 4; ++k)
@@ -187,60 +189,71 @@ __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long
 // a step holds all of its sums in registers until every thread has read. The rightmost factor may be cut into `slices` of
 // its columns, so that several blocks share the work of a tile and none does any of it twice.
 //
-// A step sees the tile as [left][p][right]. Number [l][k][r] lies at l * pitch + k * right + r, and pitch is an odd
-// multiple of `right` where that is below 32: then the 32 fibers of a warp's lanes begin in 32 different banks.
+// A step sees the tile as [left][p][right], and number [l][k][r] lies at l * pitch + k * stride + r. Where a dimension is
+// shorter than a warp, its distance is an odd multiple of what a warp's other lanes cover, so that the lanes, which read
+// fibers that are neighbours and write them where the next step wants them, meet 32 different banks.
 //
 // Wavefronts of shared memory and FMA instructions of a warp, for each k of a step: FIBERS + COLUMNS / 4 and FIBERS *
 // COLUMNS; 4 warps multiply at once, one is served by shared memory, so 8 x 8 needs 40 wavefronts in 64 cycles.
 constexpr int MOST = 8;
 constexpr int MOST_THREADS4 = 512;
 
-struct Step {
-    int p, q, padded, config, pitch, place;  // padded: q, rounded up to a thread's columns; place: of the factor
+// Division of numbers below 2^16 by one of them that is not known at compile time: a multiplication.
+struct Divisor {
+    int by;
+    unsigned reciprocal;  // 2^32 / by, rounded up; 0 for 1
+
+    __device__ __forceinline__ void set(int d) {
+        by = d;
+        reciprocal = d > 1 ? 0xffffffffu / d + 1 : 0;
+    }
+    __device__ __forceinline__ int divide(int n) const { return reciprocal ? __umulhi(n, reciprocal) : n; }
 };
 
-// What a launch needs to write a tile's outputs: see write() below.
+struct Step {
+    Divisor p, right;
+    int q, padded, config, stride, pitch, place;  // padded: q, rounded up to a thread's columns; place: of the factor
+};
+
+// Where the outputs of a tile go.
 template <typename T>
 struct Target {
     T* out;
     const T *bias, *residual;
-    long long first, left_stride, column_stride, C, features;
-    int R, rows, columns, slice, all;  // columns of the rightmost factor: in the slice, the slice's first, all
-    int valid_c;
+    long long first, row_stride, column_stride, C, features;
+    int bits, rows, valid_c, slice, all;  // R is 1 << bits; of the rightmost factor's columns: the slice's first, all
+    Divisor columns;                      // of the rightmost factor in the slice
     compute_t<T> scale;
 
-    __device__ __forceinline__ void write(int l, int j, int r, compute_t<T> sum) const {
-        long long at = first + l * left_stride + place(r) + j * column_stride;
-        store_result(out, at, sum, scale, bias, residual, features);
+    // Number r of a row: [columns of the steps before, those of the rightmost only in the slice][R].
+    __device__ __forceinline__ long long place(int l, int r) const {
+        int rest = r >> bits, others = columns.divide(rest);
+        return first + l * row_stride + ((long long)others * (all - columns.by) + slice + rest) * C + (r & ((1 << bits) - 1));
     }
-    // r counts [columns of the steps before, those of step 0 only in the slice][R]
-    __device__ __forceinline__ long long place(int r) const {
-        int c = r % R, rest = r / R;
-        return ((long long)(rest / columns) * all + slice + rest % columns) * C + c;
-    }
+    __device__ __forceinline__ bool holds(int l, int r) const { return l < rows && (r & ((1 << bits) - 1)) < valid_c; }
 };
 
 // One step: FIBERS x COLUMNS sums a thread. A warp has 32 * FIBERS fibers and COLUMNS columns.
 template <typename T, int FIBERS, int COLUMNS>
 __device__ __forceinline__ void multiply4(compute_t<T>* tile, const compute_t<T>* w, const Step& s, const Step& next,
-                                          bool last, int left, int right, const Target<T>& target) {
+                                          bool last, int fibers, const Target<T>& target) {
     using F = compute_t<T>;
     constexpr int V = COLUMNS * sizeof(F) < 16 ? COLUMNS : 16 / sizeof(F);
-    int groups = s.padded / COLUMNS, warp = threadIdx.x / 32, fibers = left * right;
+    int groups = s.padded / COLUMNS, warp = threadIdx.x / 32, right = s.right.by;
     int j0 = warp % groups * COLUMNS, f0 = warp / groups * (32 * FIBERS) + threadIdx.x % 32;
     int from[FIBERS];
 #pragma unroll
     for (int i = 0; i < FIBERS; ++i) {
-        int f = min(f0 + 32 * i, fibers - 1);  // a thread without work reads somebody's fiber, and writes nothing
-        from[i] = f / right * s.pitch + f % right;
+        int f = min(f0 + 32 * i, fibers - 1), l = s.right.divide(f);  // without work: reads somebody's fiber, writes nothing
+        from[i] = l * s.pitch + f - l * right;
     }
     F sums[FIBERS][COLUMNS] = {};
     w += j0;
-#pragma unroll 4
-    for (int k = 0; k < s.p; ++k) {
+#pragma unroll 2
+    for (int k = 0; k < s.p.by; ++k) {
         F x[FIBERS], c[COLUMNS];
 #pragma unroll
-        for (int i = 0; i < FIBERS; ++i) x[i] = tile[from[i] + k * right];
+        for (int i = 0; i < FIBERS; ++i) x[i] = tile[from[i] + k * s.stride];
 #pragma unroll
         for (int j = 0; j < COLUMNS; j += V) {
             Vec<F, V> v = load_vec<F, V>(w + k * s.padded + j);
@@ -255,15 +268,20 @@ __device__ __forceinline__ void multiply4(compute_t<T>* tile, const compute_t<T>
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < FIBERS; ++i) {
-        int f = f0 + 32 * i, l = f / right, r = f % right;
+        int f = f0 + 32 * i, l = s.right.divide(f), r = f - l * right;
         if (f >= fibers) continue;
         if (last) {
-            if (l >= target.rows || r % target.R >= target.valid_c) continue;
+            if (!target.holds(l, r)) continue;
+            long long at = target.place(l, r) + j0 * target.column_stride;
+            const T* bias = target.bias ? target.bias + at % target.features : nullptr;
+            const T* residual = target.residual ? target.residual + at : nullptr;
+            T* out = target.out + at;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
-                if (j0 + j < s.q) target.write(l, j0 + j, r, sums[i][j]);
+                if (j0 + j < s.q) store_result(out, bias, residual, j * target.column_stride, sums[i][j], target.scale);
         } else {
-            F* to = tile + l / next.p * next.pitch + l % next.p * (s.q * right) + r;
+            int block = next.p.divide(l);
+            F* to = tile + block * next.pitch + (l - block * next.p.by) * next.stride + r;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
                 if (j0 + j < s.q) to[(j0 + j) * right] = sums[i][j];
@@ -321,7 +339,7 @@ __device__ constexpr int many(int n) {
 // Grid slices * (tiles, or fewer), block 32 * the warps of the step that has most; dynamic shared memory: the factors, then
 // the tile, as large as any step's.
 template <typename T>
-__global__ void __launch_bounds__(MOST_THREADS4)
+__global__ void __launch_bounds__(sizeof(T) == 8 ? MOST_THREADS4 / 2 : MOST_THREADS4)
 kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
                const T* w7, const T* bias, const T* residual, long long A, long long C, long long tiles, int count, int L,
                int R, int slices, int columns, long long s0, long long s1, long long s2, long long s3, long long s4,
@@ -337,7 +355,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     const long long sizes[MOST] = {s0, s1, s2, s3, s4, s5, s6, s7};
     const long long ps[MOST] = {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p};
     const long long qs[MOST] = {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q};
-    int slice = blockIdx.x % slices * columns, all = s0 >> 16 & 0xffff, P = 1, place = 0, right = R;
+    int slice = blockIdx.x % slices * columns, all = s0 >> 16 & 0xffff, P = 1, place = 0, right = R, stride = R;
     long long before = C, Q = C;  // outputs of all factors but the last, of all
 #pragma unroll
     for (int n = 0; n < MOST; ++n) {  // unrolled, so that the parameters need not be an array in memory
@@ -348,36 +366,48 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
         Q *= q;
         if (n == 0) q = min(columns, all - slice);
         load_factor(shared + place, ws[n] + (n == 0 ? slice * w0_q : 0), p, q, padded, ps[n], qs[n]);
-        if (threadIdx.x == 0) steps[n] = {p, q, padded, int(sizes[n] >> 48), right * (right < 32 ? p | 1 : p), place};
+        if (threadIdx.x == 0) {
+            int pitch = (p * stride + right - 1) / right;  // in units of `right`
+            if (right < 32) pitch |= 1;
+            steps[n].p.set(p);
+            steps[n].right.set(right);
+            steps[n].q = q;
+            steps[n].padded = padded;
+            steps[n].config = int(sizes[n] >> 48);
+            steps[n].stride = stride;
+            steps[n].pitch = right < 32 ? pitch * right : p * stride;
+            steps[n].place = place;
+        }
         place += (p * padded + 3) / 4 * 4;
+        stride = right * (right < 32 ? q | 1 : q);
         right *= q;
     }
     __syncthreads();
     F* tile = shared + place;
+    int bits = 31 - __clz(R);
     long long across = (C + R - 1) / R, step = gridDim.x / slices;
     for (long long number = blockIdx.x / slices; number < tiles; number += step) {
         long long a = number / across * L, c = number % across * R;
         int rows = int(A - a < L ? A - a : L), valid_c = int(C - c < R ? C - c : R);
-        load_tile4(tile, x + a * P * C + c, L * P * R, rows * P * R, R, valid_c, C, steps[0].p * R, steps[0].pitch);
+        load_tile4(tile, x + a * P * C + c, L * P * R, rows * P * R, R, valid_c, C, steps[0].p.by * R, steps[0].pitch);
         __syncthreads();
-        Target<T> target = {out, bias, residual, a * Q + c, Q, before, C, features, R, rows, steps[0].q, slice, all, valid_c,
-                            F(scale)};
-        int left = L * P;
-        right = R;
+        Target<T> target = {out, bias, residual, a * Q + c, Q, before, C, features, bits, rows, valid_c, slice, all, {}, F(scale)};
+        target.columns.set(steps[0].q);
+        int numbers = L * P * R;
         for (int n = 0; n < count; ++n) {
             const Step &s = steps[n], &next = steps[n + 1];
-            left /= s.p;
+            int fibers = numbers / s.p.by;
             bool last = n == count - 1;
             const F* w = shared + s.place;
             switch (s.config) {
-                case 0: multiply4<T, many<F>(8), 8>(tile, w, s, next, last, left, right, target); break;
-                case 1: multiply4<T, many<F>(4), 16>(tile, w, s, next, last, left, right, target); break;
-                case 2: multiply4<T, many<F>(4), 8>(tile, w, s, next, last, left, right, target); break;
-                case 3: multiply4<T, many<F>(4), 4>(tile, w, s, next, last, left, right, target); break;
-                case 4: multiply4<T, 1, 8>(tile, w, s, next, last, left, right, target); break;
-                default: multiply4<T, many<F>(8), 2>(tile, w, s, next, last, left, right, target);
+                case 0: multiply4<T, many<F>(8), 8>(tile, w, s, next, last, fibers, target); break;
+                case 1: multiply4<T, many<F>(4), 16>(tile, w, s, next, last, fibers, target); break;
+                case 2: multiply4<T, many<F>(4), 8>(tile, w, s, next, last, fibers, target); break;
+                case 3: multiply4<T, many<F>(4), 4>(tile, w, s, next, last, fibers, target); break;
+                case 4: multiply4<T, 1, 8>(tile, w, s, next, last, fibers, target); break;
+                default: multiply4<T, many<F>(8), 2>(tile, w, s, next, last, fibers, target);
             }
-            right *= s.q;
+            numbers = fibers * s.q;
         }
     }
 }

@@ -13,10 +13,10 @@ from cukern.ops.kron_plan import Sizes, Step, steps
 
 MOST = 8  # factors in a launch, as in kron_linear.cu
 CONFIGS = (8, 8), (4, 16), (4, 8), (4, 4), (1, 8), (8, 2)  # a thread's fibers (of float) and columns, as there
-MOST_WARPS = 16  # of a block
+MOST_WARPS = 16  # of a block; half as many for doubles
 SHARED = 226 << 10  # bytes that a block may have, the kernel's static ones taken off; 98 KB before sm_80
 OLD_SHARED = 62 << 10  # on the oldest GPUs
-IN_CACHE = 24 << 20  # bytes of an array between two launches that shall stay in the L2 cache
+IN_CACHE = 32 << 20  # bytes of an array between two launches that shall stay in the L2 cache
 
 CYCLES_US = 1700.0
 SM_BYTES_US = 32_000.0  # of device memory, for each multiprocessor
@@ -101,11 +101,12 @@ def _tilings(run: Sequence[Step], rows: int, itemsize: int, multiprocessors: int
 def _tiling(
     run: Sequence[Step], rows: int, size: int, itemsize: int, multiprocessors: int, limit: int, L: int, R: int, slices: int, columns: int
 ) -> Group | None:
-    total, right, largest, cycles, warps = L * R * prod(s.p for s in run), R, 0, 0.0, 1
+    total, right, stride, largest, cycles, warps = L * R * prod(s.p for s in run), R, R, 0, 0.0, 1
     configs, padded = [], []
     for n, s in enumerate(run):
         q = columns if n == 0 else s.q
-        largest = max(largest, total // (s.p * right) * right * (s.p | 1 if right < 32 else s.p))
+        pitch = (-(-s.p * stride // right) | 1) * right if right < 32 else s.p * stride
+        largest = max(largest, total // (s.p * right) * pitch)
         chosen = _config(total // s.p, q, size)
         if chosen is None:
             return None
@@ -113,12 +114,13 @@ def _tiling(
         configs.append(config)
         padded.append(width)
         warps, cycles = max(warps, step_warps), cycles + s.p * step_cycles + BARRIER_CYCLES
+        stride = right * (q | 1 if right < 32 else q)
         total, right = total // s.p * q, right * q
     factors = sum(-(-s.p * w // 4) * 4 for s, w in zip(run, padded, strict=True)) * size
     shared, threads = factors + largest * size, 32 * warps
     if shared > limit:
         return None
-    blocks = min(SHARED // (shared + 2048), 65536 // (128 * threads), 16) or 1
+    blocks = min(SHARED // (shared + 2048), 65536 // (32 * size * threads), 16) or 1
     A, C = rows * run[-1].left, run[0].right
     tiles = ceil(A / L) * ceil(C / R) * slices
     compute = cycles / CYCLES_US * max(1.0, 8 / (warps * min(blocks, ceil(tiles / multiprocessors))))
@@ -137,7 +139,7 @@ def _config(fibers: int, q: int, size: int) -> tuple[int, int, int, float] | Non
         each = most if size == 4 else max(most // 2, 1)
         width = -(-q // columns) * columns
         warps = ceil(fibers / (32 * each)) * (width // columns)
-        if warps > MOST_WARPS:
+        if warps > MOST_WARPS * 4 // size:
             continue
         fetched = (each + columns / 4) * size / 4
         cycles = max(ceil(warps / 4) * (each * columns * size / 4 + each + columns / 4 + 1), warps * fetched)
