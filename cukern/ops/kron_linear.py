@@ -45,7 +45,7 @@ def kron_linear(
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
-    Returns (..., q_1 * .. * q_n), contiguous. float32 is never TF32; 16-bit types are added in float32, and rounded after each launch.
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, for rows in two dimensions). float32 is never TF32; 16-bit types are added in float32, and rounded after each launch.
     Autocast does not change the dtype. Results have the same bits in every run.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
@@ -56,7 +56,7 @@ def kron_linear(
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
-        return with_epilogue(y.view(shape), (scale, bias, residual))
+        return with_epilogue(y.reshape(shape), (scale, bias, residual))
     flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
     y = product(rows, factors, bias, flat, float(scale), version or "")
     return y if x.ndim == 2 else y.view(shape)

@@ -84,12 +84,15 @@ def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
     for first in range(0, rows, part):
         z, end = x[first : first + part], out[first : first + part]
         for group in plan[:-1]:
-            z = _launch_group(group, z, factors, PLAIN, None)
-        _launch_group(plan[-1], z, factors, (scale, bias, residual if residual is None else residual[first : first + part]), end)
+            z = launch_group(group, z, factors, PLAIN)
+        launch_group(plan[-1], z, factors, (scale, bias, residual if residual is None else residual[first : first + part]), end)
     return out
 
 
-def _launch_group(group: kron_groups.Group, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None) -> Tensor:
+def launch_group(
+    group: kron_groups.Group, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None
+) -> Tensor:
+    """One launch of v4: z (rows, numbers), contiguous, through the factors of the group."""
     first, last, rows = group.steps[0], group.steps[-1], z.shape[0]
     if not group.configs:
         w = factors[first.index][None]
