@@ -335,15 +335,15 @@ __device__ constexpr int many(int n) {
 }
 
 // wN: factor N, with the distances wN_p and wN_q between its rows and columns. sN: p + (q << 16) + (padded << 32) +
-// (config << 48); padded is that of a slice for factor 0, which has `columns` of the q. tiles: of the array, for a slice.
-// Grid slices * (tiles, or fewer), block 32 * the warps of the step that has most; dynamic shared memory: the factors, then
-// the tile, as large as any step's.
+// (config << 48); padded is that of a slice for factor 0, which has `columns` of the q. Grid slices * (the tiles, or
+// fewer), block 32 * the warps of the step that has most; dynamic shared memory: the factors, then the tile, as large as any
+// step sees it.
 template <typename T>
 __global__ void __launch_bounds__(sizeof(T) == 8 ? MOST_THREADS4 / 2 : MOST_THREADS4)
 kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-               const T* w7, const T* bias, const T* residual, long long A, long long C, long long tiles, int count, int L,
-               int R, int slices, int columns, long long s0, long long s1, long long s2, long long s3, long long s4,
-               long long s5, long long s6, long long s7, long long w0_p, long long w0_q, long long w1_p, long long w1_q,
+               const T* w7, const T* bias, const T* residual, long long A, long long C, int count, int L, int R,
+               int slices, int columns, long long s0, long long s1, long long s2, long long s3, long long s4, long long s5,
+               long long s6, long long s7, long long w0_p, long long w0_q, long long w1_p, long long w1_q,
                long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
                long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
                long long features) {
@@ -385,7 +385,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     __syncthreads();
     F* tile = shared + place;
     int bits = 31 - __clz(R);
-    long long across = (C + R - 1) / R, step = gridDim.x / slices;
+    long long across = (C + R - 1) / R, tiles = (A + L - 1) / L * across, step = gridDim.x / slices;
     for (long long number = blockIdx.x / slices; number < tiles; number += step) {
         long long a = number / across * L, c = number % across * R;
         int rows = int(A - a < L ? A - a : L), valid_c = int(C - c < R ? C - c : R);

@@ -8,12 +8,12 @@ import pytest
 import torch
 from helpers import PLACE, kernels, places, same_bits
 from torch.autograd import forward_ad
+from typer.testing import CliRunner
 
 import cukern
 from cukern.cli import app
 from cukern.ops import kron_autograd
 from cukern.ops.kron_plan import cost_order, multiply_adds, steps
-from typer.testing import CliRunner
 
 EVERYWHERE = pytest.mark.parametrize("device, version", places("kron_linear"))
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first dual tensor
@@ -117,7 +117,7 @@ def test_only_wanted_gradients_and_only_x_and_the_factors_saved(device, version)
             continue
         inputs = [t.detach().requires_grad_(w) for t, w in zip((x, *ws), wanted, strict=True)]
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.data_ptr()) or t, lambda t: t):
             y = cukern.kron_linear(inputs[0], inputs[1:], version=version)
         assert sorted(saved) == sorted(t.data_ptr() for t in inputs)
         grads = torch.autograd.grad(y.sum(), [t for t, w in zip(inputs, wanted, strict=True) if w])
@@ -183,7 +183,7 @@ def test_under_vmap_and_complex_it_is_torch():
         close(torch.vmap(lambda one: cukern.kron_linear(one, ws))(x), dense(x, ws))
     z, vs = draw(3, ((3, 2), (2, 4)), dtype=torch.complex128)
     close(cukern.kron_linear(z, vs).abs(), dense(z, vs).abs())
-    with cukern.backend("sim"), pytest.raises(ValueError, match="version 'v3' of cukern.kron_linear has no torch.complex128"):
+    with cukern.backend("sim"), pytest.raises(ValueError, match=r"version 'v3' of cukern\.kron_linear has no torch\.complex128"):
         cukern.kron_linear(z, vs, version="v3")
 
 
@@ -208,9 +208,8 @@ def test_check_reproduces_the_numbers_of_the_seed():
     rows, sizes = 3, (2, 3)
     torch.manual_seed(0)
     x = torch.randn(rows * prod(sizes), dtype=torch.float64).view(rows, -1).requires_grad_()
-    layers = []
-    for flat in [torch.randn(sum(f * f for f in sizes), dtype=torch.float64) for _ in range(2)]:
-        layers.append([w.view(f, f) * f**-0.5 for w, f in zip(flat.split([f * f for f in sizes]), sizes, strict=True)])
+    flats = [torch.randn(sum(f * f for f in sizes), dtype=torch.float64).split([f * f for f in sizes]) for _ in range(2)]
+    layers = [[w.view(f, f) * f**-0.5 for w, f in zip(flat, sizes, strict=True)] for flat in flats]
     loss, y = torch.randn(rows * prod(sizes), dtype=torch.float64), x
     for ws in layers:
         y = y.reshape(rows, *reversed(sizes))
@@ -296,7 +295,7 @@ def test_refusals(args, keywords, error, says):
 
 @pytest.mark.skipif(PLACE == "cuda", reason="looks at the CPU alone")
 def test_kernels_need_a_gpu_or_the_simulator():
-    with pytest.raises(ValueError, match="version 'v3' of cukern.kron_linear is a CUDA kernel, the tensor is on cpu"):
+    with pytest.raises(ValueError, match=r"version 'v3' of cukern\.kron_linear is a CUDA kernel, the tensor is on cpu"):
         cukern.kron_linear(t(2, 6), [t(6, 3)], version="v3")
     assert cukern.kron_linear(t(2, 6), [t(6, 3)], version="v2").shape == (2, 3), "torch's own operations run anywhere"
 

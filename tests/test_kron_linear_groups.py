@@ -10,10 +10,10 @@ from helpers import kernels
 from test_kron_linear import close, dense, draw
 
 import cukern
-from cukern.ops import kron_groups
-from cukern.ops.kron_groups import CONFIGS, MOST, MOST_WARPS, SHARED, Group
+from cukern.ops import kron_groups, kron_versions
+from cukern.ops.kron_groups import CONFIGS, MOST, MOST_WARPS, Group
 from cukern.ops.kron_plan import steps
-from cukern.ops.kron_versions import PLAIN, launch_group
+from cukern.ops.kron_versions import PLAIN, launch_group, prepare
 from cukern.runtime import backend
 
 LAYERS = (
@@ -29,7 +29,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.parametrize("limit", (SHARED, kron_groups.OLD_SHARED))
+@pytest.mark.parametrize("limit", (226 << 10, 63 << 10))
 @pytest.mark.parametrize("itemsize", (2, 4, 8))
 def test_plans_cover_every_step_and_fit_a_block(itemsize, limit):
     for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
@@ -40,7 +40,7 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, limit):
                 assert len(group.steps) == 1, "v3 takes one factor"
                 continue
             assert len(group.steps) == len(group.configs) == len(group.padded) <= MOST
-            assert all(a.index == b.index + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps))
+            assert all(a.factor == b.factor + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps))
             assert group.shared <= limit and 32 <= group.threads <= 32 * MOST_WARPS and group.blocks >= 1
             assert (group.L == 1 or group.steps[0].right == 1) and (group.R == 1 or group.steps[0].right > 1)
             assert (group.slices - 1) * group.columns < group.steps[0].q <= group.slices * group.columns
@@ -57,17 +57,22 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, limit):
 
 
 def test_rows_in_parts_stay_in_the_cache():
-    plan = kron_groups.groups(((16, 16),) * 4, 1024, 4, 132, SHARED)
+    plan = kron_groups.groups(((16, 16),) * 4, 1024, 4, 132, 226 << 10)
     part = kron_groups.rows_at_once(plan, 1024, 4)
     assert len(plan) > 1 and 0 < part < 1024 and part * 4 * 16**4 <= kron_groups.IN_CACHE
     assert kron_groups.rows_at_once(plan, 10, 4) == 10 and kron_groups.rows_at_once(plan[:1], 1 << 20, 4) == 1 << 20
+
+
+def forget_plans() -> None:
+    kron_groups.groups.cache_clear()
+    kron_versions._plan.cache_clear()
 
 
 def tilings(sizes, first, count, rows, itemsize) -> list[Group]:
     """All tilings of `count` steps from `first` on."""
     run = steps(sizes)[first : first + count]
     assert kron_groups._end_of_run(steps(sizes), first) >= first + count
-    return list(kron_groups._tilings(run, rows, itemsize, 132, SHARED))
+    return list(kron_groups._tilings(run, rows, itemsize, 132, 226 << 10))
 
 
 CASES = [
@@ -84,16 +89,16 @@ CASES = [
 @pytest.mark.parametrize("sizes, first, count, rows", CASES)
 def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
     order = steps(sizes)
-    before = {s.index for s in order[:first]}
+    before = {s.factor for s in order[:first]}
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
     x = torch.randn(rows, prod(now), dtype=dtype, device=device)
     ws = [torch.randn(p, q, dtype=dtype, device=device) for p, q in sizes]
-    inside = {s.index for s in order[first : first + count]}
+    inside = {s.factor for s in order[first : first + count]}
     exact = dense(x, [w if i in inside else torch.eye(n, dtype=dtype, device=device) for i, (w, n) in enumerate(zip(ws, now, strict=True))])
     found = tilings(sizes, first, count, rows, dtype.itemsize)
-    assert len({(g.L, g.R) for g in found}) > 1 and (len({g.slices for g in found}) > 1 or sizes[order[first].index][1] < 16)
+    assert len({(g.L, g.R) for g in found}) > 1 and (len({g.slices for g in found}) > 1 or sizes[order[first].factor][1] < 16)
     with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
-        results = [launch_group(group, x, ws, PLAIN) for group in found]
+        results = [launch_group(prepare(group, rows, dtype, x.get_device()), x, ws, PLAIN) for group in found]
     for y in results:
         close(y, exact)
 
@@ -103,18 +108,20 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
 def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
     monkeypatch.setattr(kron_groups, "_end_of_run", lambda order, first: min(first + 2, len(order)))
     monkeypatch.setattr(kron_groups, "IN_CACHE", 2 * 81 * dtype.itemsize)
-    kron_groups.groups.cache_clear()
+    forget_plans()
     x, ws = draw(5, ((3, 3),) * 4, device, dtype)
     bias, residual = torch.randn(81, dtype=dtype, device=device), torch.randn(5, 81, dtype=dtype, device=device)
     y = cukern.kron_linear(x, ws, bias=bias, residual=residual, scale=0.5, version="v4")
     exact = 0.5 * dense(x.double(), [w.double() for w in ws]) + bias + residual
     assert torch.allclose(y.double(), exact, rtol=0, atol=float(20 * torch.finfo(dtype).eps * exact.abs().max()))
-    kron_groups.groups.cache_clear()
+    forget_plans()
 
 
 @kernels
 def test_a_factor_that_no_block_holds(device, monkeypatch):
-    monkeypatch.setattr(kron_groups, "SHARED", 1000)
+    monkeypatch.setattr(backend, "shared_memory", lambda device: 2024)
+    forget_plans()
     x, ws = draw(3, ((2, 3), (17, 19), (2, 2)), device)
     assert any(not g.configs for g in kron_groups.groups(((2, 3), (17, 19), (2, 2)), 3, 8, backend.multiprocessors(-1), 1000))
     close(cukern.kron_linear(x, ws, version="v4"), dense(x, ws))
+    forget_plans()

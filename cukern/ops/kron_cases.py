@@ -65,6 +65,13 @@ def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     }
 
 
+def _note(dims: Sequence[int], itemsize: int) -> str:
+    rows, *sizes = dims
+    cost = _cost(dims, itemsize)["fwd"]
+    intensity = cost.flops / cost.bytes
+    return f"state size {prod(sizes)} ({' x '.join(map(str, sizes))}), {rows} rows; arithmetic intensity {intensity:.1f} flop/byte forward"
+
+
 _ONE = Op(
     name="kron_linear",
     stem="kron_linear",
@@ -81,6 +88,7 @@ _ONE = Op(
     inputs=("x", "factor..."),
     cost=_cost,
     bound="memory",
+    note=_note,
     roundings=6,  # a chain of additions for each factor
 )
 register(replace(_ONE, as_checked=replace(_ONE, spread=two_layers, reference=_two_references, make=_make_two)))

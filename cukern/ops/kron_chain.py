@@ -32,18 +32,18 @@ def gradients(
     """The gradients of x and of each factor, those that are wanted, for the gradient g of the output."""
     order, ws = plan(factors), [w if w.ndim == 3 else w[None] for w in factors]
     wanted_x, wanted_w = wanted[0], wanted[1:]
-    last = max((n for n, s in enumerate(order) if wanted_w[s.index]), default=0)  # no Z after it is of use
+    last = max((n for n, s in enumerate(order) if wanted_w[s.factor]), default=0)  # no Z after it is of use
     zs = [x]
     for s in order[:last]:
-        zs.append(mode(seen(zs[-1], ws[s.index], s.p, s.right), ws[s.index], 1.0))
+        zs.append(mode(seen(zs[-1], ws[s.factor], s.p, s.right), ws[s.factor], 1.0))
     found: list[Tensor | None] = [None] * len(wanted)
     h = g
     for n, s in reversed(list(enumerate(order))):
-        w = ws[s.index]
+        w = ws[s.factor]
         h = seen(h, w, s.q, s.right)
-        if wanted_w[s.index]:
-            found[s.index + 1] = contract(seen(zs[n], w, s.p, s.right), h, scale).reshape(factors[s.index].shape)
-        if not wanted_x and not any(wanted_w[earlier.index] for earlier in order[:n]):
+        if wanted_w[s.factor]:
+            found[s.factor + 1] = contract(seen(zs[n], w, s.p, s.right), h, scale).reshape(factors[s.factor].shape)
+        if not wanted_x and not any(wanted_w[earlier.factor] for earlier in order[:n]):
             return found
         h = mode(h, w.mT, scale if n == 0 else 1.0)
     found[0] = h.reshape(x.shape)
@@ -54,7 +54,9 @@ def tangent(x: Tensor, factors: Sequence[Tensor], dx: Tensor | None, dws: Sequen
     """The tangent of the output, for those of x and of the factors; None is zero."""
     z, dz = x, dx
     for s in plan(factors):
-        w, dw = (t if t is None or t.ndim == 3 else t[None] for t in (factors[s.index], dws[s.index]))
+        w, dw = factors[s.factor], dws[s.factor]
+        if w.ndim == 2:
+            w, dw = w[None], None if dw is None else dw[None]
         parts = [] if dz is None else [mode(seen(dz, w, s.p, s.right), w, 1.0)]
         parts += [] if dw is None else [mode(seen(z, w, s.p, s.right), dw, 1.0)]
         z, dz = mode(seen(z, w, s.p, s.right), w, 1.0), sum(parts[1:], parts[0]) if parts else None

@@ -9,11 +9,14 @@ from torch import Tensor
 from cukern.ops.kron_torch import width
 from cukern.runtime import backend, checks, interop
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 COMPLEX = (torch.complex64, torch.complex128)
 
 
-def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
     """The arguments as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
+    if _are_plain(x, factors, bias, residual):
+        return x, factors, bias, residual
     if isinstance(factors, Tensor):
         raise TypeError(f"factors must be a list of matrices, got one tensor of shape {tuple(factors.shape)}")
     factors = [interop.to_torch(f"factors[{i}]", w) for i, w in enumerate(factors)]
@@ -28,6 +31,17 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, lis
             checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
     checks.same(**named)
     return x, factors, bias, residual
+
+
+def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
+    """Whether all is as it must be: the usual case, told in a few microseconds."""
+    if type(factors) not in (list, tuple) or not factors or type(x) not in _PLAIN or x.dtype not in checks.FLOATS:
+        return False
+    dtype, device = x.dtype, x.device
+    for t in (x, *factors, bias, residual):
+        if t is not None and (type(t) not in _PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided):
+            return False
+    return not torch.compiler.is_compiling() and not any([t is not None and t.is_neg() for t in (x, *factors, bias, residual)])
 
 
 def shapes(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None) -> tuple[int, ...]:

@@ -14,8 +14,6 @@ from cukern.ops.kron_plan import Sizes, Step, steps
 MOST = 8  # factors in a launch, as in kron_linear.cu
 CONFIGS = (8, 8), (4, 16), (4, 8), (4, 4), (1, 8), (8, 2)  # a thread's fibers (of float) and columns, as there
 MOST_WARPS = 16  # of a block; half as many for doubles
-SHARED = 226 << 10  # bytes that a block may have, the kernel's static ones taken off; 98 KB before sm_80
-OLD_SHARED = 62 << 10  # on the oldest GPUs
 IN_CACHE = 32 << 20  # bytes of an array between two launches that shall stay in the L2 cache
 
 CYCLES_US = 1700.0
@@ -42,7 +40,7 @@ class Group(NamedTuple):
 
 @functools.lru_cache(512)
 def groups(sizes: Sizes, rows: int, itemsize: int, multiprocessors: int, shared: int) -> tuple[Group, ...]:
-    """The launches of a layer of these factors on `rows` rows of numbers of `itemsize` bytes."""
+    """The launches of a layer of these factors on `rows` rows of numbers of `itemsize` bytes, with `shared` bytes for a block."""
     order = steps(sizes)
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
@@ -67,7 +65,7 @@ def rows_at_once(plan: Sequence[Group], rows: int, itemsize: int) -> int:
 def _end_of_run(order: Sequence[Step], first: int) -> int:
     """The end of the steps from `first` on that go through neighbouring factors from right to left, MOST at most."""
     end = first + 1
-    while end < min(len(order), first + MOST) and order[end].index == order[end - 1].index - 1:
+    while end < min(len(order), first + MOST) and order[end].factor == order[end - 1].factor - 1:
         end += 1
     return end
 
@@ -91,7 +89,7 @@ def _tilings(run: Sequence[Step], rows: int, itemsize: int, multiprocessors: int
             continue
         for power in range(11):
             L, R = (1 << power, 1) if C == 1 else (1, 1 << power)
-            if L * R * P * size > shared or (power and (R >= 2 * C or L >= 2 * rows * run[-1].left)):
+            if L * R * P * size > shared or (power and (R >= 2 * C or 2 * rows * run[-1].left <= L)):
                 break
             group = _tiling(run, rows, size, itemsize, multiprocessors, shared, L, R, slices, columns)
             if group:
@@ -120,7 +118,7 @@ def _tiling(
     shared, threads = factors + largest * size, 32 * warps
     if shared > limit:
         return None
-    blocks = min(SHARED // (shared + 2048), 65536 // (32 * size * threads), 16) or 1
+    blocks = min(limit // (shared + 1024), 65536 // (32 * size * threads), 16) or 1
     A, C = rows * run[-1].left, run[0].right
     tiles = ceil(A / L) * ceil(C / R) * slices
     compute = cycles / CYCLES_US * max(1.0, 8 / (warps * min(blocks, ceil(tiles / multiprocessors))))

@@ -4,8 +4,8 @@ The order is torch.kron's and einsum's: the first factor acts on the slowest ind
 multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: their first factor acts on the fastest index. The command line
 takes its DIMS in that order, as the program that it is compared with does.)
 
-A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink the
-array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py.
+A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
+the array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def kron_linear(
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
-    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, for rows in two dimensions). float32 is never TF32; 16-bit types are added in float32, and rounded after each launch.
-    Autocast does not change the dtype. Results have the same bits in every run.
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is never TF32; 16-bit types are
+    added in float32, and rounded after each launch. Autocast does not change the dtype. Results have the same bits in every run.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """

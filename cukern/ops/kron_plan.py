@@ -11,7 +11,7 @@ Sizes = tuple[tuple[int, int], ...]  # (p, q) of each factor, in torch.kron's or
 class Step(NamedTuple):
     """One mode product: a row is an array [left][p][right], and becomes [left][q][right]."""
 
-    index: int  # of the factor
+    factor: int  # its number
     left: int
     p: int
     q: int

@@ -4,12 +4,15 @@ Here an array is 4-D, (S, A, p, C), contiguous, and a factor (S, p, q) of any st
 own output.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cukern.ops import kron_chain, kron_groups
+from cukern.ops.kron_plan import Sizes
 from cukern.ops.kron_torch import PRODUCTS
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -64,55 +67,87 @@ def _v3(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
     """x (rows, prod p) times the factors, one launch each."""
     z, order = x, kron_chain.plan(factors)
     for step in order:
-        w = factors[step.index]
+        w = factors[step.factor]
         w = w if w.ndim == 3 else w[None]
         z = mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
     return z.view(x.shape[0], -1)
 
 
-def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
-    """A group of factors a launch; rows in parts, so that an array between two launches is still in the cache for the second."""
-    if any([w.ndim == 3 for w in factors]):
-        return _v3(x, factors, epilogue)
-    device, (scale, bias, residual) = x.get_device(), epilogue
-    sizes = tuple([(w.shape[0], w.shape[1]) for w in factors])
-    limit = kron_groups.SHARED if backend.capability(device) >= 90 else kron_groups.OLD_SHARED
-    plan = kron_groups.groups(sizes, x.shape[0], x.itemsize, backend.multiprocessors(device), limit)
-    rows, part = x.shape[0], kron_groups.rows_at_once(plan, x.shape[0], x.itemsize)
-    last = plan[-1].steps[-1]
-    out = torch.empty((rows, last.left * last.q * last.right), dtype=x.dtype, device=x.device)
-    for first in range(0, rows, part):
-        z, end = x[first : first + part], out[first : first + part]
-        for group in plan[:-1]:
-            z = launch_group(group, z, factors, PLAIN)
-        launch_group(plan[-1], z, factors, (scale, bias, residual if residual is None else residual[first : first + part]), end)
+class _Prepared(NamedTuple):
+    """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
+
+    group: kron_groups.Group
+    launch: backend.Launch
+    geometry: tuple[backend.Dim, backend.Dim, int]
+    numbers: tuple[int, ...]
+    indices: tuple[int, ...]  # of the factors
+    unused: tuple[int, ...]  # zeros for those that the kernel could take besides
+    features: int  # of the output
+
+
+@functools.lru_cache(512)
+def _plan(sizes: Sizes, rows: int, dtype: torch.dtype, device: int) -> tuple[int, tuple[_Prepared, ...]]:
+    """How many rows go through all launches at once, and the launches."""
+    limit = backend.shared_memory(device) - 1024  # the kernel has static memory too
+    plan = kron_groups.groups(sizes, rows, dtype.itemsize, backend.multiprocessors(device), limit)
+    part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
+    return part, tuple(prepare(group, part, dtype, device) for group in plan)
+
+
+def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int) -> _Prepared:
+    """The launch of a group for at most so many rows."""
+    first, last = group.steps[0], group.steps[-1]
+    A, unused = rows * last.left, kron_groups.MOST - len(group.steps)
+    tiles = -(-A // group.L) * -(-first.right // group.R) if group.configs else 0
+    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
+    sizes = [s.p + (s.q << 16) + (w << 32) + (c << 48) for s, w, c in zip(group.steps, group.padded, group.configs, strict=False)]
+    numbers = first.right, len(group.steps), group.L, group.R, group.slices, group.columns, *sizes, *(0,) * unused
+    geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
+    indices = tuple(s.factor for s in group.steps)
+    return _Prepared(group, _V4[dtype].on(device), geometry, numbers, indices, (0,) * unused, last.left * last.q * last.right)
+
+
+def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
+    """z (rows, numbers), contiguous, through the factors of a group."""
+    group, rows = made.group, z.shape[0]
+    if not group.configs:
+        step = group.steps[0]
+        w = factors[step.factor][None]
+        return mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue, out).view(rows, -1)
+    out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
+    scale, bias, residual = epilogue
+    pointers: list[int] = []
+    strides: list[int] = []
+    for index in made.indices:
+        w = factors[index]
+        pointers.append(w.data_ptr())
+        strides += w.stride()
+    rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
+    made.launch(
+        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *made.numbers,
+        *strides, *made.unused, *made.unused, scale, made.features,
+    )  # fmt: skip
     return out
 
 
-def launch_group(
-    group: kron_groups.Group, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None
-) -> Tensor:
-    """One launch of v4: z (rows, numbers), contiguous, through the factors of the group."""
-    first, last, rows = group.steps[0], group.steps[-1], z.shape[0]
-    if not group.configs:
-        w = factors[first.index][None]
-        return mode_product(kron_chain.seen(z, w, first.p, first.right), w, epilogue, out).view(rows, -1)
-    features = last.left * last.q * last.right
-    out = torch.empty((rows, features), dtype=z.dtype, device=z.device) if out is None else out
+def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    """A group of factors a launch; rows in parts, so that an array between two launches is still in the cache for the second."""
+    for w in factors:
+        if w.ndim == 3:
+            return _v3(x, factors, epilogue)
+    rows = x.shape[0]
+    part, launches = _plan(tuple([tuple(w.shape) for w in factors]), rows, x.dtype, x.get_device())
+    if len(launches) == 1:
+        return launch_group(launches[0], x, factors, epilogue)
     scale, bias, residual = epilogue
-    A, C, unused = rows * last.left, first.right, kron_groups.MOST - len(group.steps)
-    tiles = -(-A // group.L) * -(-C // group.R)
-    device = z.get_device()
-    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
-    ws = [factors[s.index] for s in group.steps]
-    sizes = [s.p + (s.q << 16) + (w << 32) + (c << 48) for s, w, c in zip(group.steps, group.padded, group.configs, strict=True)]
-    numbers = A, C, tiles, len(ws), group.L, group.R, group.slices, group.columns, *sizes, *(0,) * unused
-    pointers = out, z, *ws, *(None,) * unused, bias, residual
-    strides = [stride for w in ws for stride in w.stride()] + [0, 0] * unused
-    _V4[z.dtype].on(device)(
-        (blocks, 1, 1), (group.threads, 1, 1), group.shared,
-        *[0 if t is None else t.data_ptr() for t in pointers], *numbers, *strides, scale, features,
-    )  # fmt: skip
+    out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
+    for first in range(0, rows, part):
+        whole = part >= rows
+        z, end = (x, out) if whole else (x[first : first + part], out[first : first + part])
+        for made in launches[:-1]:
+            z = launch_group(made, z, factors, PLAIN)
+        added = residual if whole or residual is None else residual[first : first + part]
+        launch_group(launches[-1], z, factors, (scale, bias, added), end)
     return out
 
 

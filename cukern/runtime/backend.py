@@ -44,6 +44,7 @@ class LaunchError(RuntimeError):
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
 SIMULATED_CAPABILITY = (9, 0)
 SIMULATED_MULTIPROCESSORS = 2  # few, so that a small problem has more tiles than run at one time
+SIMULATED_SHARED = 227 << 10  # bytes a block, as on sm_90
 
 BACKENDS = ("gpu", "sim")
 _simulating = False
@@ -115,6 +116,14 @@ def capability(device: int) -> int:
 @functools.cache
 def multiprocessors(device: int) -> int:
     return SIMULATED_MULTIPROCESSORS if device == SIMULATED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a block may have."""
+    if device == SIMULATED:
+        return SIMULATED_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def require_gpu() -> None:

@@ -128,7 +128,7 @@ class Op:
 
     Where the number of inputs depends on the dims, the last name ends with "...", and stands for all others, which are numbered. Where the
     public function takes them otherwise, such as in a list, `spread(*inputs, version=)` calls it. `as_checked` is what `cukern check` takes
-    in the op's place: its versions at work in a larger whole.
+    in the op's place: its versions at work in a larger whole. `note(dims, itemsize)` is a line that `cukern bench` prints over its tables.
 
     Of the inputs, `constants` have no gradient though they are floating point (integers never have one), and `in_place` are those that the
     function writes and returns; the reference writes none.
@@ -154,6 +154,7 @@ class Op:
     in_place: tuple[str, ...] = ()
     spread: Callable[..., torch.Tensor | Tensors] | None = None
     as_checked: "Op | None" = None
+    note: Callable[[Sequence[int], int], str] | None = None
 
     @property
     def call(self) -> Callable[..., torch.Tensor | Tensors]:
