@@ -339,7 +339,7 @@ __device__ constexpr int many(int n) {
 // fewer), block 32 * the warps of the step that has most; dynamic shared memory: the factors, then the tile, as large as any
 // step sees it.
 template <typename T>
-__global__ void __launch_bounds__(sizeof(T) == 8 ? MOST_THREADS4 / 2 : MOST_THREADS4)
+__global__ void __launch_bounds__(sizeof(T) == 8 ? MOST_THREADS4 / 2 : MOST_THREADS4, 1)
 kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
                const T* w7, const T* bias, const T* residual, long long A, long long C, int count, int L, int R,
                int slices, int columns, long long s0, long long s1, long long s2, long long s3, long long s4, long long s5,
@@ -409,5 +409,94 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
             }
             numbers = fibers * s.q;
         }
+    }
+}
+
+// Copy numbers first, first + 1, .. of a chunk of fibers, `count` long, to shared memory, with zeros beyond.
+template <typename T, int BT, int CHUNK, int LD>
+__device__ __forceinline__ void load_fibers(compute_t<T>* to, const T* x, const long long* places, int first, int count,
+                                            long long C) {
+    constexpr int COUNT = CHUNK * BT / THREADS;
+    bool along = C == 1;  // neighbouring threads take neighbours in memory: along the fiber, or across the fibers
+    int i = along ? threadIdx.x / BT : threadIdx.x % CHUNK, di = along ? THREADS / BT : 0;
+    int m = along ? threadIdx.x % BT : threadIdx.x / CHUNK, dm = along ? 0 : THREADS / CHUNK;
+    T values[COUNT];  // all on their way before one is stored
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        long long place = places[i + n * di];
+        int number = first + m + n * dm;
+        values[n] = place >= 0 && number < count ? x[place + number * C] : T(0.0f);
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) to[(i + n * di) * LD + m + n * dm] = load_as(values[n]);
+}
+
+// The gradient of a factor as in kron_linear_v3_bwd, of 64 x 64 numbers a block; 64 threads, of 8 x 8 each, go over every
+// fourth fiber of a chunk. For each fiber a warp fetches 4 x 16 bytes a lane in 4 wavefronts, for 64 FMA instructions.
+// Not for doubles, whose sums do not fit in registers. Acc is compute_t<T>. Grid S * pieces * ceil(p / 64) * ceil(q / 64), block 256.
+template <typename T, typename Acc>
+__global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1000 ? 2 : 1)
+kron_linear_v4_bwd(Acc* partials, const T* x, const T* g, long long A, int p, int q, long long C, long long pieces,
+                   long long piece) {
+    constexpr int BT = 64, GROUPS = 4, CHUNK = 32, LD = BT + 4, V = 16 / sizeof(Acc);
+    __shared__ alignas(16) Acc xs[2 * CHUNK * LD];  // at the end the block's sums, BT x (BT + 1)
+    Acc* gs = xs + CHUNK * LD;
+    __shared__ long long x_places[CHUNK], g_places[CHUNK];
+    int tiles_p = (p + BT - 1) / BT, tiles_q = (q + BT - 1) / BT;
+    long long block = blockIdx.x, fibers = A * C;
+    int j0 = block % tiles_q * BT, k0 = block / tiles_q % tiles_p * BT;
+    long long number = block / tiles_q / tiles_p % pieces, sample = block / tiles_q / tiles_p / pieces;
+    long long begin = number * piece, end = begin + piece < fibers ? begin + piece : fibers;
+    x += sample * fibers * p;
+    g += sample * fibers * q;
+    int t = threadIdx.x, group = t / 64, tk = t % 64 / 8, tj = t % 8;
+
+    Acc sums[8][8] = {};
+    for (long long f0 = begin; f0 < end; f0 += CHUNK) {
+        if (t < CHUNK) {
+            bool in = f0 + t < end;
+            x_places[t] = in ? fiber_offset(f0 + t, p, C) : -1;
+            g_places[t] = in ? fiber_offset(f0 + t, q, C) : -1;
+        }
+        __syncthreads();
+        load_fibers<T, BT, CHUNK, LD>(xs, x, x_places, k0, p, C);
+        load_fibers<T, BT, CHUNK, LD>(gs, g, g_places, j0, q, C);
+        __syncthreads();
+#pragma unroll 1
+        for (int i = group; i < CHUNK; i += GROUPS) {
+            Acc a[8], b[8];  // of k = tk * V + {0 .. V-1} + 8 V * {0, ..}, so that a warp's lanes read 16 bytes side by side
+#pragma unroll
+            for (int n = 0; n < 8; n += V) {
+                Vec<Acc, V> va = load_vec<Acc, V>(xs + i * LD + tk * V + n * 8), vb = load_vec<Acc, V>(gs + i * LD + tj * V + n * 8);
+#pragma unroll
+                for (int v = 0; v < V; ++v) {
+                    a[n + v] = va.v[v];
+                    b[n + v] = vb.v[v];
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sums[k][j] += a[k] * b[j];
+        }
+        __syncthreads();
+    }
+    // The groups add theirs to the block's, one after another.
+#pragma unroll 1
+    for (int turn = 0; turn < GROUPS; ++turn) {
+        if (group == turn)
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    Acc& sum = xs[(tk * V + k / V * 8 * V + k % V) * (BT + 1) + tj * V + j / V * 8 * V + j % V];
+                    sum = turn ? sum + sums[k][j] : sums[k][j];
+                }
+        __syncthreads();
+    }
+    partials += (sample * pieces + number) * p * q;
+    for (int e = t; e < BT * BT; e += THREADS) {
+        int k = k0 + e / BT, j = j0 + e % BT;
+        if (k < p && j < q) partials[(long long)k * q + j] = xs[e / BT * (BT + 1) + e % BT];
     }
 }

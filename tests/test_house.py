@@ -24,8 +24,9 @@ MAY_IMPORT = {
 
 
 # Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers to give: matmul_v5's fill the
-# register file. NVRTC 12.9 puts none of it in the main loop, 13.0 at most 12 loads and stores into its 1195 instructions.
-MAY_SPILL = {("sm_100a", "matmul_v5"): 40, ("sm_120a", "matmul_v5"): 80}
+# register file. NVRTC 12.9 puts none of it in the main loop, 13.0 at most 12 loads and stores into its 1195 instructions. Those of
+# kron_linear_v4 are the 128 registers that 512 threads leave each.
+MAY_SPILL = {("sm_100a", "matmul_v5"): 40, ("sm_120a", "matmul_v5"): 80, ("sm_100a", "kron_linear_v4"): 48}
 
 
 @pytest.mark.parametrize("stem", STEMS)

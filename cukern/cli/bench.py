@@ -57,8 +57,9 @@ def _measure(
             bar.update(task, description=f"{name} {p} {' x '.join(map(str, shape))}")
             tables.append(measure(op, shape, kind, p, place, only))
             bar.advance(task)
-    for shape in shapes if op.note else ():
-        console.print(op.note(shape, kind.itemsize), highlight=False, soft_wrap=True)
+    if op.note:
+        for shape in shapes:
+            console.print(op.note(shape, kind.itemsize), highlight=False, soft_wrap=True)
     return tables
 
 

@@ -54,6 +54,13 @@ def groups(sizes: Sizes, rows: int, itemsize: int, multiprocessors: int, shared:
     return best[-1][1]
 
 
+def one_factor(p: int, q: int, left: int, right: int, itemsize: int, multiprocessors: int, shared: int) -> Group:
+    """The launch of one mode product, [left][p][right] to [left][q][right]."""
+    group = _fastest((Step(0, 1, p, q, right),), left, itemsize, multiprocessors, shared)
+    assert group
+    return group
+
+
 def rows_at_once(plan: Sequence[Group], rows: int, itemsize: int) -> int:
     """How many rows to take through all launches before the next ones, so that what one launch writes is in the cache for the next."""
     if len(plan) == 1:

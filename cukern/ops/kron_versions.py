@@ -19,7 +19,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
 _V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
-_V4 = Template("kron_linear.cu", "kron_linear_v4")
+_V4, _V4_BWD = Template("kron_linear.cu", "kron_linear_v4"), Template("kron_linear.cu", "kron_linear_v4_bwd")
 _BLOCK = (256, 1, 1)
 _WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
 _PIECES = 512  # of a sum over fibers, at most: enough to fill every GPU
@@ -43,8 +43,10 @@ def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor |
     return out
 
 
-def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
-    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order."""
+def contraction(z: Tensor, h: Tensor, scale: float = 1.0, wide: Template | None = None) -> Tensor:
+    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order.
+
+    `wide`: the kernel for tiles of 64 x 64, if not v3's."""
     samples, A, p, C = z.shape
     q, device = h.shape[2], z.get_device()
     if not A * C or not samples:
@@ -57,7 +59,8 @@ def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
     pieces = -(-A * C // piece)
     partials = torch.empty((samples, pieces, p, q), dtype=kind, device=z.device)
     grid = (samples * pieces * tiles, 1, 1)
-    _V3_BWD[z.dtype, kind, side].on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
+    kernel = wide[z.dtype, kind] if wide and side == 64 else _V3_BWD[z.dtype, kind, side]
+    kernel.on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
     grid = (samples * -(-p * q // 32), 1, 1)
     _V3_SUM[z.dtype, kind].on(device)(grid, (32, 8, 1), 0, *_pointers(out, partials), p * q, pieces, scale)
     return out
@@ -156,10 +159,27 @@ def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequen
 
 
 def _v4_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors; with the factors' gradients, v3's chain."""
+    """dx alone is the layer of the transposed factors; with the factors' gradients it is v3's chain, by faster kernels."""
     if any(wanted[1:]):
-        return _v3_backward(x, g, factors, wanted, scale)
+        return kron_chain.gradients(
+            x, g, factors, wanted, scale, _v4_mode, lambda z, h, s: contraction(z, h, s, None if z.itemsize == 8 else _V4_BWD)
+        )
     return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+
+
+def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
+    """mode_product by v4's kernel."""
+    samples, A, p, C = z.shape
+    if samples != 1:
+        return mode_product(z, w, (scale, None, None))
+    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device())
+    return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
+
+
+@functools.lru_cache(512)
+def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int) -> _Prepared:
+    group = kron_groups.one_factor(p, q, A, C, dtype.itemsize, backend.multiprocessors(device), backend.shared_memory(device) - 1024)
+    return prepare(group, A, dtype, device)
 
 
 def _tile(n: int) -> int:
@@ -181,6 +201,11 @@ def _v3_instances(dtype: torch.dtype) -> list[Kernel]:
     return [*widths, _V3_SUM[dtype, kind]]
 
 
+def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
+    wide = [] if dtype.itemsize == 8 else [_V4_BWD[dtype, _sum_dtype(dtype)]]
+    return [_V4[dtype], *wide, *_v3_instances(dtype)]
+
+
 def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
     def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
         return with_epilogue(PRODUCTS[version](x, factors), epilogue)
@@ -200,5 +225,5 @@ VERSIONS = {
     "v1": Version("x @ w and movedim, in torch", _in_torch("v1")),
     "v2": Version("w^T @ x^T and reshape, in torch", _in_torch("v2")),
     "v3": Version("one GEMM a factor, read and written in place", _v3, _v3_backward, _v3_instances),
-    "v4": Version("a group of factors a launch, in shared memory", _v4, _v4_backward, lambda dtype: [_V4[dtype], *_v3_instances(dtype)]),
+    "v4": Version("a group of factors a launch, in shared memory", _v4, _v4_backward, _v4_instances),
 }
