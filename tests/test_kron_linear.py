@@ -154,8 +154,8 @@ def test_second_derivatives_against_differences_of_first_ones(device, version):
 @kernels
 @FORWARD_MODE
 def test_derivatives_of_every_kind_by_torchs_own_checks(device):
-    x, ws = draw((2, 1), ((1, 2), (3, 2)), device, samples=(0,))
-    inputs = [t.requires_grad_() for t in (x, torch.randn(4, dtype=x.dtype, device=device), *ws)]
+    x, ws = draw((2, 1), ((1, 2), (2, 1)), device, samples=(0,))
+    inputs = [t.requires_grad_() for t in (x, torch.randn(2, dtype=x.dtype, device=device), *ws)]
 
     def function(x, bias, *ws):
         return cukern.kron_linear(x, ws, bias=bias, scale=0.7, version="v3")
