@@ -153,7 +153,7 @@ def test_second_derivatives_against_differences_of_first_ones(device, version):
 
 @kernels
 @FORWARD_MODE
-def test_derivatives_of_every_kind_by_torchs_own_checks(device):
+def test_gradients_and_tangents_by_torchs_own_check(device):
     x, ws = draw((2, 1), ((1, 2), (2, 1)), device, samples=(0,))
     inputs = [t.requires_grad_() for t in (x, torch.randn(2, dtype=x.dtype, device=device), *ws)]
 
@@ -161,7 +161,35 @@ def test_derivatives_of_every_kind_by_torchs_own_checks(device):
         return cukern.kron_linear(x, ws, bias=bias, scale=0.7, version="v3")
 
     assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
+
+
+@on_kernels
+def test_third_derivatives(device, version):
+    x, ws = draw(2, ((3, 2), (2, 2)), device)
+    directions = [[torch.randn_like(t) for t in (x, *ws)] for _ in range(2)]
+    found = []
+    for product in (lambda x, ws: cukern.kron_linear(x, ws, version=version), dense):
+        leaves = [t.clone().requires_grad_() for t in (x, *ws)]
+        value = cubed(product)(*leaves)
+        for ds in directions:
+            value = sum((g * d).sum() for g, d in zip(torch.autograd.grad(value, leaves, create_graph=True), ds, strict=True))
+        found.append(torch.autograd.grad(value, leaves))
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+
+
+@on_kernels
+@FORWARD_MODE
+def test_tangents_of_gradients(device, version):
+    x, ws = draw(2, ((3, 2), (2, 2)), device)
+    tangents, found = [torch.randn_like(t) for t in (x, *ws)], []
+    for product in (lambda x, ws: cukern.kron_linear(x, ws, version=version), dense):
+        with forward_ad.dual_level():
+            leaves = [forward_ad.make_dual(t.clone().requires_grad_(), d) for t, d in zip((x, *ws), tangents, strict=True)]
+            grads = torch.autograd.grad(cubed(product)(*leaves), leaves)
+            found.append([forward_ad.unpack_dual(g).tangent for g in grads])
+    for a, b in zip(*found, strict=True):
+        close(a, b)
 
 
 @on_kernels

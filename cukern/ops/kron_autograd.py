@@ -16,11 +16,16 @@ from cukern.runtime.registry import apply_of, choose, raw_op
 
 def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, scale: float, version: str) -> Tensor:
     """x (rows, prod p) times the factors, by kernels: (rows, prod q)."""
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+    if _in_dual_level():
         return _KronLinearWithTangent.apply(x, bias, residual, scale, version, *factors)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, bias, residual, *factors)]):
         return _apply(x, bias, residual, scale, version, *factors)
     return _kron_linear(x, bias, residual, factors, scale, version)
+
+
+def _in_dual_level() -> bool:
+    """Whether tensors may carry tangents. (Never under torch.compile, which traces no such Function)."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 class _KronLinear(torch.autograd.Function):
@@ -37,7 +42,7 @@ class _KronLinear(torch.autograd.Function):
         wanted = [need[0], *need[5:]]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if any(wanted):
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or _in_dual_level():
                 found = kron_chain.gradients(x, g, factors, wanted, ctx.scale, _ModeProduct.apply, _Contraction.apply)
             else:
                 made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version))
