@@ -1,6 +1,9 @@
 """CUDA kernels for PyTorch with nothing to build."""
 
 from cukern.ops.causal_softmax import causal_softmax as causal_softmax
+from cukern.ops.kron_linear import KronLinear as KronLinear
+from cukern.ops.kron_linear import kron_linear as kron_linear
+from cukern.ops.kron_linear import lokr_linear as lokr_linear
 from cukern.ops.matmul import linear as linear
 from cukern.ops.matmul import matmul as matmul
 from cukern.ops.rope import rope as rope

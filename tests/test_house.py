@@ -29,6 +29,7 @@ MAY_IMPORT = {
 MAY_SPILL = {
     ("sm_100a", "matmul_v5"): 40,
     ("sm_120a", "matmul_v5"): 80,
+    ("sm_100a", "kron_linear_v4"): 48,
     ("sm_80", "softmax_v8"): 16,
     ("sm_90a", "softmax_v7"): 8,
     ("sm_90a", "causal_softmax_v2_warp"): 8,

@@ -44,7 +44,7 @@ def draw(op: Op, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> tupl
 
 
 def call(op: Op, version: str | None):
-    return lambda *x: op.function(*x, version=version)
+    return lambda *x: op.call(*x, version=version)
 
 
 @pytest.mark.parametrize("name, device, version", PLACES)
@@ -66,12 +66,12 @@ def test_inputs_are_left_alone(name, device, version):
 
     def function(*x):
         passed.extend(x)
-        return op.function(*x, version=version)
+        return op.call(*x, version=version)
 
     found = results(op, function, inputs, douts)
     assert all(same_bits(x, y) for x, y in zip((*inputs, *douts), before, strict=True))
     memory = {y.data_ptr() for y in found[: len(douts)]}
-    for input_, x, y in zip(op.inputs, passed, before[: len(inputs)], strict=True):
+    for input_, x, y in zip(op.names(inputs), passed, before[: len(inputs)], strict=True):
         written = input_ in op.in_place
         assert (x.data_ptr() in memory) == written and (written or same_bits(x.detach(), y)), input_
 
@@ -160,7 +160,7 @@ def test_torch_compile_without_a_graph_break(name, device, version, compiler):
         torch._dynamo.reset()
 
         def function(*x):
-            return tuple(y + 1 for y in outputs(op.function(*x, version=version)))
+            return tuple(y + 1 for y in outputs(op.call(*x, version=version)))
 
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=compiler)
         first = dims_of(op)[-1] if version else op.check_dims[-1]  # few rows: inductor adds the reference's bias gradient in its own order
@@ -186,7 +186,7 @@ def test_torch_export(name, device, version):
 
     class Module(torch.nn.Module):
         def forward(self, *x):
-            return op.function(*x, version=version)
+            return op.call(*x, version=version)
 
     exported = torch.export.export(Module(), tuple(arguments(op, inputs))).module()
     found, expected = (outputs(f(*arguments(op, inputs))) for f in (exported, call(op, version)))

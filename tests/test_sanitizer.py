@@ -20,7 +20,7 @@ op = OPS[sys.argv[1]]
 for version, row in op.versions.items():
     for dtype in op.dtypes if torch.cuda.get_device_capability() >= (row.requires // 10, row.requires % 10) else ():
         inputs = op.make(op.check_dims[-1], dtype, "cuda")
-        results(op, lambda *x: op.function(*x, version=version), inputs, draw_douts(op, inputs))
+        results(op, lambda *x: op.call(*x, version=version), inputs, draw_douts(op, inputs))
 torch.cuda.synchronize()
 print("done")
 """

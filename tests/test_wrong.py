@@ -93,6 +93,29 @@ def dense(device: str) -> Iterable[Tensors]:
     return ((draw(device, M, K), draw(device, K, N)) for M, N, K in PRODUCTS)
 
 
+def launch_factor(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+    """x (A, p, C) times w (p, q): a thread a fiber, or a block an A."""
+    (A, p, C), q = x.shape, w.shape[1]
+    grid = A if "place" in kernel.name else -(-A * C // 64)
+    kernel(out, x, w, A, p, q, C, *w.stride(), grid=grid, block=64)
+
+
+def launch_pieces(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> None:
+    (S, A, p, C), q, pieces = x.shape, g.shape[2], out.shape[1]
+    kernel(out, x, g, A, p, q, C, pieces, ROWS, grid=S * pieces * -(-p // 64) * -(-q // 64), block=256)
+
+
+def launch_sum(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
+    (S, pieces, n) = partials.shape
+    kernel(out, partials, n, pieces, 1.0, grid=S * -(-n // 32), block=(32, 8))
+
+
+def contracted(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """For each piece of the fibers the sum over them of x g^T."""
+    fibers = [t.movedim(2, -1).flatten(1, 2).split(ROWS, 1) for t in (x, g)]
+    return torch.stack([a.mT @ b for a, b in zip(*fibers, strict=True)], 1)
+
+
 def tile(edge: int, block: Block, shared: int = 0) -> Problem:
     return Problem(torch.matmul, dense, partial(launch_tile, edge, block, shared), sums=True)
 
@@ -127,6 +150,28 @@ LINEAR = Problem(
     lambda kernel, out, x, weight, bias: launch_product(kernel, out, x, weight.t(), bias),
     sums=True,
     shipped="matmul.cu",
+)
+FACTOR = Problem(
+    lambda x, w: torch.einsum("apc,pq->aqc", x, w),
+    lambda device: ((draw(device, A, p, C), draw(device, q, p).t()) for A, p, q, C in ((1, 8, 1, 1), (3, 6, 5, 7), (2, 9, 35, 12))),
+    launch_factor,
+    sums=True,
+)
+PIECES = Problem(
+    contracted,
+    lambda device: (
+        (draw(device, S, A, p, C), draw(device, S, A, q, C)) for S, A, p, q, C in ((1, 1, 1, 2, 1), (2, 3, 5, 9, 7), (2, 40, 66, 3, 1))
+    ),
+    launch_pieces,
+    sums=True,
+    shipped="kron_linear.cu",
+)
+PARTIALS = Problem(
+    lambda partials: partials.sum(1),
+    lambda device: ((draw(device, 1, 1, 1),), (draw(device, 2, 20, 40),)),
+    launch_sum,
+    sums=True,
+    shipped="kron_linear.cu",
 )
 CHUNKS = Problem(
     lambda x: torch.stack([rows.sum(0) for rows in x.split(ROWS)]),
@@ -387,6 +432,17 @@ CASES = [
     Case("causal_softmax_loop.cu", "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT, "shared memory used again too early",
          "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
+    Case("kron_linear_mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
+         Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
+    Case("kron_linear_place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "tile[i] = sums[n]", f"writes {RACE} read at {{there}}: {BARRIER}", there="sums[n] +=")),
+    Case("kron_linear_piece.cu", "kron_linear_v3_bwd<float, float, 64>", PIECES, "an off-by-one-piece bound",
+         "end = begin + piece;", "end = begin + piece < fibers ? begin + piece : fibers;",
+         Reported(sim.OutOfBounds, "xs[i * LD + n] =", "after the end of the tensor of argument 'x'")),
+    Case("kron_linear_sample.cu", "kron_linear_v3_bwd<float, float, 64>", PIECES, "a wrong sample", "g += 0;", "g += sample * fibers * q;"),
+    Case("kron_linear_sum.cu", "kron_linear_v3_sum<float, float>", PARTIALS, "a dropped barrier",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "sum += sums[y]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
 ]
 # fmt: on
 KINDS = {  # that a test suite must have teeth for; the table has more

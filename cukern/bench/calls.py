@@ -18,7 +18,7 @@ def outputs(y: torch.Tensor | Tensors) -> Tensors:
 def wanted_inputs(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
     """Which inputs a backward pass differentiates: "bwd" all that have a gradient, "bwd:x" that one."""
     one = pass_.partition(":")[2]
-    return [i for i, name in enumerate(op.inputs) if op.has_gradient(name, inputs[i]) and one in ("", name)]
+    return [i for i, name in enumerate(op.names(inputs)) if op.has_gradient(name, inputs[i]) and one in ("", name)]
 
 
 def draw_douts(op: Op, inputs: Sequence[torch.Tensor]) -> Tensors:
@@ -34,7 +34,7 @@ def leaves_of(inputs: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[tor
 
 def arguments(op: Op, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What to call the op with: the leaves, and copies of those that it writes, as autograd lets nobody write a leaf."""
-    return [x.clone() if name in op.in_place else x for name, x in zip(op.inputs, leaves, strict=True)]
+    return [x.clone() if name in op.in_place else x for name, x in zip(op.names(leaves), leaves, strict=True)]
 
 
 def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: Tensors, again: bool = True) -> Callable[[], Tensors]:

@@ -123,7 +123,7 @@ def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.
         functions, missing = providers(op, device, only)
         default = next((key for key in reversed(functions) if key[0] == "cukern"), None)
         if default:
-            functions[default] = op.function  # as users call it; to name the version costs a keyword
+            functions[default] = op.call  # as users call it; to name the version costs a keyword
         drawn = op.make(dims, dtype, device)
         inputs = arguments(op, leaves_of(drawn, wanted_inputs(op, "bwd", drawn) if grad else ()))
         for (provider, version), function in list(functions.items()):

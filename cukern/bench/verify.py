@@ -78,14 +78,14 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
         checks.unknown_version(op.name, version, op.versions)
     names = [version] if version else list(op.versions)
     if device.type != "cuda" and not backend.simulating():
-        return {REFERENCE: op.function}, dict.fromkeys(names, "there is no GPU")
+        return {REFERENCE: op.call}, dict.fromkeys(names, "there is no GPU")
     has = backend.capability(device.index if device.type == "cuda" else backend.SIMULATED)
     refused = {
         n: f"needs compute capability {op.versions[n].requires / 10}, this GPU has {has / 10}"
         for n in names
         if op.versions[n].requires > has
     }
-    return {n: partial(op.function, version=n) for n in names if n not in refused}, refused
+    return {n: partial(op.call, version=n) for n in names if n not in refused}, refused
 
 
 def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:
@@ -150,7 +150,7 @@ def poisoned() -> Iterator[None]:
 def _names(op: Op, inputs: Tensors, douts: Tensors) -> list[str]:
     """The one output is "out", several are "out0", "out1" and so on; then "dx" for each input x that has a gradient."""
     outs = ["out"] if len(douts) == 1 else [f"out{i}" for i in range(len(douts))]
-    return [*outs, *(f"d{op.inputs[i]}" for i in wanted_inputs(op, "bwd", inputs))]
+    return [*outs, *(f"d{op.names(inputs)[i]}" for i in wanted_inputs(op, "bwd", inputs))]
 
 
 def _truth(op: Op, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:

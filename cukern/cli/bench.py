@@ -57,6 +57,9 @@ def _measure(
             bar.update(task, description=f"{name} {p} {' x '.join(map(str, shape))}")
             tables.append(measure(op, shape, kind, p, place, only))
             bar.advance(task)
+    if op.note:
+        for shape in shapes:
+            console.print(op.note(shape, kind.itemsize), highlight=False, soft_wrap=True)
     return tables
 
 

@@ -28,6 +28,7 @@ def check(
     Without a GPU the kernels run in the simulator, on smaller shapes. Exits with 1 if anything is wrong.
     """
     found = find_op(op)
+    found = found.as_checked or found
     place = torch.device("cpu") if sim else environment.device()
     simulated = place.type != "cuda"
     shapes = find_dims(found, dims, found.sim_dims if simulated else found.check_dims)
@@ -69,9 +70,14 @@ def _verify(
     return verdicts
 
 
+_MOST_COLUMNS = 4  # outputs and gradients that stand side by side
+
+
 def _print(op: Op, verdict: Verdict) -> None:
     """One table of the versions, one of their pairs; what is allowed is the same in every row, and stands in the last."""
     whats = list(dict.fromkeys(r.what for r in verdict.results))
+    if len(whats) > _MOST_COLUMNS:
+        return _print_in_rows(op, verdict)
     columns = [column for what in whats for column in (f"|{what}|", "error")]
     shown = table(describe(op, verdict.dims, verdict.dtype), "version", *columns, "")
     for version in dict.fromkeys(r.version for r in verdict.results):
@@ -87,6 +93,20 @@ def _print(op: Op, verdict: Verdict) -> None:
         shown.add_row(" and ".join(pair), *(_error(p.difference, p.ok) for p in both), _mark(both, "agree", "DIFFER"))
     shown.add_row("allowed", *(_error(p.allowed) for p in verdict.pairs[: len(whats)]), style="dim")
     console.print(shown)
+
+
+def _print_in_rows(op: Op, verdict: Verdict) -> None:
+    """The same, with a row for each output or gradient."""
+    shown = table(describe(op, verdict.dims, verdict.dtype), "version", "", "norm", "error", "allowed", "")
+    for r in verdict.results:
+        shown.add_row(r.version, f"|{r.what}|", f"{r.norm:.6g}", _error(r.error, r.ok), _error(r.allowed), _mark([r], "right", "WRONG"))
+    console.print(shown)
+    shown = table("", "pair", "", "difference", "allowed", "")
+    for p in verdict.pairs:
+        pair = f"{p.first} and {p.second}"
+        shown.add_row(pair, p.what, _error(p.difference, p.ok), _error(p.allowed), _mark([p], "agree", "DIFFER"))
+    if verdict.pairs:
+        console.print(shown)
 
 
 def _error(value: float, ok: bool = True) -> str:

@@ -26,7 +26,7 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
     Args:
         schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor": tensors, then the version. A raw op is not
             differentiable; the autograd Function outside it is.
-        tensors: how many tensors.
+        tensors: how many tensors, and lists of tensors.
         impl, fake: the launch, and the same for shapes alone.
 
     The result skips torch's dispatcher (1.7 us) where nothing listens to it: no torch.compile or export, no dispatch mode such as
@@ -39,7 +39,7 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
     def simulate(*args: Any) -> Any:
         if not backend.simulating():
             raise ValueError(f"cukern::{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
-        with backend.simulated_memory(args):
+        with backend.simulated_memory(_flat(args)):
             return impl(*args)
 
     _library.impl(name, simulate, "CPU")
@@ -59,7 +59,9 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
         return op(x, *rest)  # a functorch wrapper has no memory: its data_ptr() raised before anything was launched
 
     def call(*args: Any) -> Any:
-        if _tracing() or _modes() or _transforms() or not args[0].is_cuda or not _PLAIN.issuperset(map(type, args[:tensors])):
+        if _tracing() or _modes() or _transforms() or not args[0].is_cuda:
+            return op(*args)
+        if not _PLAIN.issuperset(map(type, args[:tensors])) and not _PLAIN.issuperset(map(type, _flat(args[:tensors]))):
             return op(*args)
         try:
             return impl(*args)
@@ -68,6 +70,11 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
             raise
 
     return call_one if tensors == 1 else call
+
+
+def _flat(args: Iterable[Any]) -> list[Any]:
+    """The arguments, lists opened."""
+    return [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -119,6 +126,10 @@ class Op:
     relative to its scale: `magnitude(inputs, douts)` gives those of the outputs and then of the gradients, from all in float64; by default
     they are the sums of the terms' absolute values, which the reference makes of the inputs' absolute values.
 
+    Where the number of inputs depends on the dims, the last name ends with "...", and stands for all others, which are numbered. Where the
+    public function takes them otherwise, such as in a list, `spread(*inputs, version=)` calls it. `as_checked` is what `cukern check` takes
+    in the op's place: its versions at work in a larger whole. `note(dims, itemsize)` is a line that `cukern bench` prints over its tables.
+
     Of the inputs, `constants` have no gradient though they are floating point (integers never have one), and `in_place` are those that the
     function writes and returns; the reference writes none.
     """
@@ -141,6 +152,21 @@ class Op:
     magnitude: Callable[[Tensors, Tensors], Tensors] | None = None
     constants: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
+    spread: Callable[..., torch.Tensor | Tensors] | None = None
+    as_checked: "Op | None" = None
+    note: Callable[[Sequence[int], int], str] | None = None
+
+    @property
+    def call(self) -> Callable[..., torch.Tensor | Tensors]:
+        """The public function, as a function of the inputs."""
+        return self.spread or self.function
+
+    def names(self, inputs: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """The name of each input."""
+        *first, last = self.inputs
+        if not last.endswith("..."):
+            return self.inputs
+        return *first, *(f"{last[:-3]}{i}" for i in range(len(inputs) - len(first)))
 
     def has_gradient(self, name: str, x: torch.Tensor) -> bool:
         """Whether the input of this name has a gradient."""

@@ -1,0 +1,174 @@
+"""kron_linear's raw ops, and the autograd Functions around them.
+
+The backward of a step of training is one raw op. Where its result shall be differentiated in turn, and for the tangents, the same chain
+runs on two Functions, a mode product and its contraction, which are each other's derivatives; so any order of them is right.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cukern.ops import kron_chain, kron_torch, kron_versions
+from cukern.runtime.registry import apply_of, choose, raw_op
+
+
+def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, scale: float, version: str) -> Tensor:
+    """x (rows, prod p) times the factors, by kernels: (rows, prod q)."""
+    if _in_dual_level():
+        return _KronLinearWithTangent.apply(x, bias, residual, scale, version, *factors)
+    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, bias, residual, *factors)]):
+        return _apply(x, bias, residual, scale, version, *factors)
+    return _kron_linear(x, bias, residual, factors, scale, version)
+
+
+def _in_dual_level() -> bool:
+    """Whether tensors may carry tangents. (Never under torch.compile, which traces no such Function)."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+class _KronLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, residual, scale, version, *factors):
+        ctx.save_for_backward(x, *factors)
+        ctx.scale, ctx.version = scale, version
+        return _kron_linear(x, bias, residual, factors, scale, version)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, *factors = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        wanted = [need[0], *need[5:]]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if any(wanted):
+            if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or _in_dual_level():
+                found = kron_chain.gradients(x, g, factors, wanted, ctx.scale, _ModeProduct.apply, _Contraction.apply)
+            else:
+                made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version))
+                found = [next(made) if w else None for w in wanted]
+        return found[0], g.sum(0) if need[1] else None, g if need[2] else None, None, None, *found[1:]
+
+
+class _KronLinearWithTangent(_KronLinear):
+    """The same with a forward-mode derivative, which torch.compile does not trace."""
+
+    @staticmethod
+    def forward(ctx, x, bias, residual, scale, version, *factors):
+        ctx.save_for_forward(x, *factors)
+        return _KronLinear.forward(ctx, x, bias, residual, scale, version, *factors)
+
+    @staticmethod
+    def jvp(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):
+        x, *factors = ctx.saved_tensors
+        dy = kron_chain.tangent(x, factors, dx, dfactors, ctx.scale, _ModeProduct.apply)
+        dy = dy if dbias is None else dy + dbias
+        return dy if dresidual is None else dy + dresidual
+
+
+class _ModeProduct(torch.autograd.Function):
+    """z, w -> z x w: linear in each, so its derivatives are mode products and contractions."""
+
+    @staticmethod
+    def forward(ctx, z, w, scale):
+        ctx.save_for_backward(z, w)
+        ctx.save_for_forward(z, w)
+        ctx.scale = scale
+        return _kron_mode(z, w, scale)
+
+    @staticmethod
+    def backward(ctx, g):
+        z, w = ctx.saved_tensors
+        dz = _ModeProduct.apply(g, w.mT, ctx.scale) if ctx.needs_input_grad[0] else None
+        dw = _Contraction.apply(z, g, ctx.scale) if ctx.needs_input_grad[1] else None
+        return dz, dw, None
+
+    @staticmethod
+    def jvp(ctx, dz, dw, _):
+        z, w = ctx.saved_tensors
+        return _ModeProduct.apply(dz, w, ctx.scale) + _ModeProduct.apply(z, dw, ctx.scale)
+
+
+class _Contraction(torch.autograd.Function):
+    """z, h -> the gradient that a factor gets where z went in and h came back: linear in each, too."""
+
+    @staticmethod
+    def forward(ctx, z, h, scale):
+        ctx.save_for_backward(z, h)
+        ctx.save_for_forward(z, h)
+        ctx.scale = scale
+        return _kron_contract(z, h, scale)
+
+    @staticmethod
+    def backward(ctx, v):
+        z, h = ctx.saved_tensors
+        dz = _ModeProduct.apply(h, v.mT, ctx.scale) if ctx.needs_input_grad[0] else None
+        dh = _ModeProduct.apply(z, v, ctx.scale) if ctx.needs_input_grad[1] else None
+        return dz, dh, None
+
+    @staticmethod
+    def jvp(ctx, dz, dh, _):
+        z, h = ctx.saved_tensors
+        return _Contraction.apply(dz, h, ctx.scale) + _Contraction.apply(z, dh, ctx.scale)
+
+
+_apply = apply_of(_KronLinear)
+
+# ---- raw ops
+
+
+def _launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str) -> Tensor:
+    if not x.shape[0]:
+        return _fake(x, bias, residual, factors, scale, version)
+    epilogue = scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
+    return choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, epilogue)
+
+
+def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str) -> Tensor:
+    return torch.empty((x.shape[0], kron_torch.width(factors, -1)), dtype=x.dtype, device=x.device)
+
+
+def _launch_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str) -> list[Tensor]:
+    if not x.shape[0]:
+        return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in _wanted(x, factors, wanted)]
+    backward = choose("kron_linear", version, x.get_device()).backward
+    return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale) if t is not None]
+
+
+def _fake_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str) -> list[Tensor]:
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in _wanted(x, factors, wanted)]
+
+
+def _wanted(x: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    return [t for t, w in zip((x, *factors), wanted, strict=True) if w]
+
+
+def _fake_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
+    return z.new_empty((*z.shape[:2], w.shape[2], z.shape[3]))
+
+
+def _fake_contract(z: Tensor, h: Tensor, scale: float) -> Tensor:
+    return z.new_empty((z.shape[0], z.shape[2], h.shape[2]))
+
+
+_kron_linear = raw_op(
+    "_kron_linear(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version) -> Tensor", 4, _launch, _fake
+)
+_kron_linear_backward = raw_op(
+    "_kron_linear_backward(Tensor x, Tensor dout, Tensor[] factors, bool[] wanted, float scale, str version) -> Tensor[]",
+    3,
+    _launch_backward,
+    _fake_backward,
+)
+_kron_mode = raw_op(
+    "_kron_mode(Tensor z, Tensor w, float scale) -> Tensor",
+    2,
+    lambda z, w, scale: kron_versions.mode_product(z.contiguous(), w.resolve_neg(), (scale, None, None)),
+    _fake_mode,
+)
+_kron_contract = raw_op(
+    "_kron_contract(Tensor z, Tensor h, float scale) -> Tensor",
+    2,
+    lambda z, h, scale: kron_versions.contraction(z.contiguous(), h.contiguous(), scale),
+    _fake_contract,
+)

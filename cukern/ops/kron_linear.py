@@ -1,0 +1,121 @@
+"""kron_linear: y = scale * x (W1 (x) W2 (x) .. (x) Wn) + bias + residual, by its factors: the product matrix is never formed.
+
+The order is torch.kron's and einsum's: the first factor acts on the slowest index of a row of x, the last on the fastest. (Programs that
+multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: their first factor acts on the fastest index. The command line
+takes its DIMS in that order, as the program that it is compared with does.)
+
+A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
+the array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops import kron_checks
+from cukern.ops.kron_autograd import product
+from cukern.ops.kron_torch import PRODUCTS, movedim_product
+from cukern.ops.kron_versions import VERSIONS, with_epilogue
+from cukern.runtime import backend
+
+_transforms = torch._C._are_functorch_transforms_active
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+def kron_linear(
+    x: Any,
+    factors: Sequence[Any],
+    *,
+    bias: Any = None,
+    scale: float = 1.0,
+    residual: Any = None,
+    version: str | None = None,
+) -> Tensor:
+    """scale * x @ torch.kron(torch.kron(W1, W2), ..) + bias + residual, differentiable any number of times, backward and forward.
+
+    Args:
+        x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Copied first if it is not
+            contiguous.
+        factors: the matrices W_i, each (p_i, q_i), of any strides, square or not; or (S, p_i, q_i), where S is x's first dimension: then
+            each x[s] has a factor of its own.
+        bias: (q_1 * .. * q_n,) or None; residual: of the output's shape, or None. All of x's dtype and device.
+        scale: a number, no tensor: it has no gradient.
+        version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
+            not on a GPU, complex ones, and those under torch.func's transforms go to v1.
+
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is never TF32; 16-bit types are
+    added in float32, and rounded after each launch. Autocast does not change the dtype. Results have the same bits in every run.
+
+    Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
+    """
+    x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
+    shape = kron_checks.shapes(x, factors, bias, residual)
+    kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
+        y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
+        return with_epilogue(y.reshape(shape), (scale, bias, residual))
+    flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
+    y = product(rows, factors, bias, flat, float(scale), version or "")
+    return y if x.ndim == 2 else y.view(shape)
+
+
+def lokr_linear(
+    x: Any, w1: Any, w2: Any, *, scale: float = 1.0, residual: Any = None, bias: Any = None, version: str | None = None
+) -> Tensor:
+    """residual + scale * x @ torch.kron(W1, W2).T + bias: a LoKr adapter on top of a base layer's output, in one call.
+
+    Args:
+        x: (..., p1 * p2). w1: (q1, p1), as torch.nn.Linear's weights are: output first.
+        w2: (q2, p2), or the pair (a, b) of a low-rank one, W2 = a @ b with a (q2, r) and b (r, p2): that small product is formed.
+        scale, residual, bias, version: as in `kron_linear`; residual is the base layer's output.
+
+    Returns (..., q1 * q2). Raises as `kron_linear` does, with W1 and W2 transposed as its factors.
+    """
+    second = w2[0] @ w2[1] if isinstance(w2, tuple | list) else w2
+    return kron_linear(x, (w1.mT, second.mT), bias=bias, scale=scale, residual=residual, version=version)
+
+
+class KronLinear(torch.nn.Module):
+    """A linear layer whose weight is W1 (x) .. (x) Wn: prod(in_factors) inputs, prod(out_factors) outputs.
+
+    Args:
+        in_factors, out_factors: p_1..p_n and q_1..q_n; factor i is the parameter factors[i], (p_i, q_i).
+        bias: whether a bias is added. version: see `kron_linear`.
+
+    Factor i is drawn from the normal distribution with variance 1/p_i, so that outputs have the variance of the inputs; the bias is 0.
+    """
+
+    def __init__(
+        self,
+        in_factors: Sequence[int],
+        out_factors: Sequence[int],
+        bias: bool = True,
+        *,
+        version: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if len(in_factors) != len(out_factors) or not in_factors:
+            raise ValueError(f"in_factors {tuple(in_factors)} and out_factors {tuple(out_factors)} must be equally many, at least one")
+        self.in_factors, self.out_factors, self.version = tuple(in_factors), tuple(out_factors), version
+        pairs = zip(in_factors, out_factors, strict=True)
+        self.factors = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(p, q, device=device, dtype=dtype)) for p, q in pairs])
+        size = torch.Size(out_factors).numel()
+        self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for p, w in zip(self.in_factors, self.factors, strict=True):
+            torch.nn.init.normal_(w, std=p**-0.5)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kron_linear(x, list(self.factors), bias=self.bias, version=self.version)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_factors} -> {self.out_factors}, bias={self.bias is not None}"

@@ -1,0 +1,229 @@
+"""The ladder of kron_linear: for each version how its kernels are launched, and the table that the tools and the public function use.
+
+Here an array is 4-D, (S, A, p, C), contiguous, and a factor (S, p, q) of any strides: see kernels_cu/kron_linear.cu. Each launch makes its
+own output.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cukern.ops import kron_chain, kron_groups
+from cukern.ops.kron_plan import Sizes
+from cukern.ops.kron_torch import PRODUCTS
+from cukern.runtime import backend
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Version
+
+_V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
+_V4, _V4_BWD = Template("kron_linear.cu", "kron_linear_v4"), Template("kron_linear.cu", "kron_linear_v4_bwd")
+_BLOCK = (256, 1, 1)
+_WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
+_PIECES = 512  # of a sum over fibers, at most: enough to fill every GPU
+_PIECE = 256  # fibers in a piece, at least
+
+Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
+PLAIN: Epilogue = (1.0, None, None)
+
+
+def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor | None = None) -> Tensor:
+    """out[s, a, j, c] = scale * sum over k of z[s, a, k, c] w[s, k, j], plus bias and residual: one launch."""
+    samples, A, p, C = z.shape
+    q, (scale, bias, residual) = w.shape[2], epilogue
+    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device) if out is None else out
+    if out.numel():
+        columns = _tile(q)
+        grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
+        pointers = (0 if t is None else t.data_ptr() for t in (out, z, w, bias, residual))
+        launch = _V3[z.dtype, columns].on(z.get_device())
+        launch((grid, 1, 1), _BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
+    return out
+
+
+def contraction(z: Tensor, h: Tensor, scale: float = 1.0, wide: Template | None = None) -> Tensor:
+    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order.
+
+    `wide`: the kernel for tiles of 64 x 64, if not v3's."""
+    samples, A, p, C = z.shape
+    q, device = h.shape[2], z.get_device()
+    if not A * C or not samples:
+        return torch.zeros((samples, p, q), dtype=z.dtype, device=z.device)
+    out = torch.empty((samples, p, q), dtype=z.dtype, device=z.device)
+    kind = _sum_dtype(z.dtype)
+    side = _tile(max(p, q))
+    tiles = -(-p // side) * -(-q // side)
+    piece = max(_PIECE, -(-A * C * tiles * samples // _PIECES))
+    pieces = -(-A * C // piece)
+    partials = torch.empty((samples, pieces, p, q), dtype=kind, device=z.device)
+    grid = (samples * pieces * tiles, 1, 1)
+    kernel = wide[z.dtype, kind] if wide and side == 64 else _V3_BWD[z.dtype, kind, side]
+    kernel.on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
+    grid = (samples * -(-p * q // 32), 1, 1)
+    _V3_SUM[z.dtype, kind].on(device)(grid, (32, 8, 1), 0, *_pointers(out, partials), p * q, pieces, scale)
+    return out
+
+
+def _v3(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    """x (rows, prod p) times the factors, one launch each."""
+    z, order = x, kron_chain.plan(factors)
+    for step in order:
+        w = factors[step.factor]
+        w = w if w.ndim == 3 else w[None]
+        z = mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue if step is order[-1] else PLAIN)
+    return z.view(x.shape[0], -1)
+
+
+class _Prepared(NamedTuple):
+    """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
+
+    group: kron_groups.Group
+    launch: backend.Launch
+    geometry: tuple[backend.Dim, backend.Dim, int]
+    numbers: tuple[int, ...]
+    indices: tuple[int, ...]  # of the factors
+    unused: tuple[int, ...]  # zeros for those that the kernel could take besides
+    features: int  # of the output
+
+
+@functools.lru_cache(512)
+def _plan(sizes: Sizes, rows: int, dtype: torch.dtype, device: int) -> tuple[int, tuple[_Prepared, ...]]:
+    """How many rows go through all launches at once, and the launches."""
+    limit = backend.shared_memory(device) - 1024  # the kernel has static memory too
+    plan = kron_groups.groups(sizes, rows, dtype.itemsize, backend.multiprocessors(device), limit)
+    part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
+    return part, tuple(prepare(group, part, dtype, device) for group in plan)
+
+
+def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int) -> _Prepared:
+    """The launch of a group for at most so many rows."""
+    first, last = group.steps[0], group.steps[-1]
+    A, unused = rows * last.left, kron_groups.MOST - len(group.steps)
+    tiles = -(-A // group.L) * -(-first.right // group.R) if group.configs else 0
+    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
+    sizes = [s.p + (s.q << 16) + (w << 32) + (c << 48) for s, w, c in zip(group.steps, group.padded, group.configs, strict=False)]
+    numbers = first.right, len(group.steps), group.L, group.R, group.slices, group.columns, *sizes, *(0,) * unused
+    geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
+    indices = tuple(s.factor for s in group.steps)
+    return _Prepared(group, _V4[dtype].on(device), geometry, numbers, indices, (0,) * unused, last.left * last.q * last.right)
+
+
+def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
+    """z (rows, numbers), contiguous, through the factors of a group."""
+    group, rows = made.group, z.shape[0]
+    if not group.configs:
+        step = group.steps[0]
+        w = factors[step.factor][None]
+        return mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue, out).view(rows, -1)
+    out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
+    scale, bias, residual = epilogue
+    pointers: list[int] = []
+    strides: list[int] = []
+    for index in made.indices:
+        w = factors[index]
+        pointers.append(w.data_ptr())
+        strides += w.stride()
+    rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
+    made.launch(
+        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *made.numbers,
+        *strides, *made.unused, *made.unused, scale, made.features,
+    )  # fmt: skip
+    return out
+
+
+def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+    """A group of factors a launch; rows in parts, so that an array between two launches is still in the cache for the second."""
+    for w in factors:
+        if w.ndim == 3:
+            return _v3(x, factors, epilogue)
+    rows = x.shape[0]
+    part, launches = _plan(tuple([tuple(w.shape) for w in factors]), rows, x.dtype, x.get_device())
+    if len(launches) == 1:
+        return launch_group(launches[0], x, factors, epilogue)
+    scale, bias, residual = epilogue
+    out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
+    for first in range(0, rows, part):
+        whole = part >= rows
+        z, end = (x, out) if whole else (x[first : first + part], out[first : first + part])
+        for made in launches[:-1]:
+            z = launch_group(made, z, factors, PLAIN)
+        added = residual if whole or residual is None else residual[first : first + part]
+        launch_group(launches[-1], z, factors, (scale, bias, added), end)
+    return out
+
+
+def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+    return kron_chain.gradients(x, g, factors, wanted, scale, lambda z, w, s: mode_product(z, w, (s, None, None)), contraction)
+
+
+def _v4_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+    """dx alone is the layer of the transposed factors; with the factors' gradients it is v3's chain, by faster kernels."""
+    if any(wanted[1:]):
+        return kron_chain.gradients(
+            x, g, factors, wanted, scale, _v4_mode, lambda z, h, s: contraction(z, h, s, None if z.itemsize == 8 else _V4_BWD)
+        )
+    return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+
+
+def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
+    """mode_product by v4's kernel."""
+    samples, A, p, C = z.shape
+    if samples != 1:
+        return mode_product(z, w, (scale, None, None))
+    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device())
+    return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
+
+
+@functools.lru_cache(512)
+def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int) -> _Prepared:
+    group = kron_groups.one_factor(p, q, A, C, dtype.itemsize, backend.multiprocessors(device), backend.shared_memory(device) - 1024)
+    return prepare(group, A, dtype, device)
+
+
+def _tile(n: int) -> int:
+    return next((width for width in _WIDTHS if n <= width), _WIDTHS[-1])
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a kernel adds: compute_t of common/math.cuh."""
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def _pointers(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(t.data_ptr() for t in tensors)
+
+
+def _v3_instances(dtype: torch.dtype) -> list[Kernel]:
+    kind = _sum_dtype(dtype)
+    widths = [template for width in _WIDTHS for template in (_V3[dtype, width], _V3_BWD[dtype, kind, width])]
+    return [*widths, _V3_SUM[dtype, kind]]
+
+
+def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
+    wide = [] if dtype.itemsize == 8 else [_V4_BWD[dtype, _sum_dtype(dtype)]]
+    return [_V4[dtype], *wide, *_v3_instances(dtype)]
+
+
+def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
+    def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
+        return with_epilogue(PRODUCTS[version](x, factors), epilogue)
+
+    return forward
+
+
+def with_epilogue(product: Tensor, epilogue: Epilogue) -> Tensor:
+    scale, bias, residual = epilogue
+    y = product if scale == 1.0 else product * scale
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
+
+
+# v1 and v2 are torch, and torch differentiates them.
+VERSIONS = {
+    "v1": Version("x @ w and movedim, in torch", _in_torch("v1")),
+    "v2": Version("w^T @ x^T and reshape, in torch", _in_torch("v2")),
+    "v3": Version("one GEMM a factor, read and written in place", _v3, _v3_backward, _v3_instances),
+    "v4": Version("a group of factors a launch, in shared memory", _v4, _v4_backward, _v4_instances),
+}
