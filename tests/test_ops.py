@@ -15,10 +15,17 @@ from cukern.runtime.registry import OPS, Op
 PLACES = [pytest.param(name, *p.values, marks=p.marks, id=f"{name}-{p.id}") for name in OPS for p in places(name)]
 VERSIONS = [pytest.param(name, v, id=f"{name}-{v}") for name, op in OPS.items() for v in op.versions]
 NO_COMPILER = pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="inductor needs a C compiler")
-# The tracing is what may break, and is the same for both backends; inductor is slow, so it gets one version of each op. Another way of
-# calling an op is traced with its last version alone.
+# The tracing is what may break, and is the same for both backends and all versions of a ladder: the first and the last stand for them.
+# inductor is slow, so it gets one version of each op. Another way of calling an op is traced with its last version alone.
 OWN = own_names()
-TRACED = [p for p in PLACES if p.values[0] in OWN or p.values[2] == list(OPS[p.values[0]].versions)[-1]]
+
+
+def is_traced(name: str, version: str | None) -> bool:
+    versions = list(OPS[name].versions)
+    return version == versions[-1] or (name in OWN and version in (None, versions[0]))
+
+
+TRACED = [p for p in PLACES if is_traced(p.values[0], p.values[2])]
 COMPILED = [
     *(pytest.param(*p.values, "aot_eager", marks=p.marks, id=f"{p.id}-aot_eager") for p in TRACED),
     *(pytest.param(name, "cpu", None, "inductor", marks=NO_COMPILER, id=f"{name}-cpu-inductor") for name in OWN),
