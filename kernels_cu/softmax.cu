@@ -21,7 +21,7 @@
 // v6 to v9 each do what the last did where they have nothing better.
 //
 // H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.26 (0.003), v3 0.43 (0.01), v4 0.49 (0.01),
-// v5 0.64 (0.88), v6 0.83 (0.89). v9:
+// v5 0.64 (0.88), v6 0.83 (0.89); v1 to v4 before their sums were compensated, which is yet to be measured. v9:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
 //  float     0.95 (0.96)  0.96 (1.01)  0.98 (1.01)  0.87 (0.95)  0.91 (0.94)  0.90 (0.89)  0.78 (0.58)

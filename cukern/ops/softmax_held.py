@@ -1,6 +1,4 @@
-"""v6 to v9 of softmax, which hold a row on chip and read it once: which kernel takes a call, and its launch. Forward and backward alike.
-
-A forward of negative scale is left to v5: to compare -x instead of x costs these kernels an instruction an element and a pass."""
+"""v6 to v9 of softmax, which hold a row on chip and read it once: which kernel takes a call, and its launch. Forward and backward alike."""
 
 import functools
 import operator
@@ -30,10 +28,6 @@ class Call(NamedTuple):
     backward: bool
     exact: bool  # only whole vectors, and no logarithm
 
-    @property
-    def holdable(self) -> bool:
-        return self.backward or self.scale >= 0
-
 
 def call_of(x: Tensor, row: int, scale: float, log: bool, backward: bool, *tensors: Tensor) -> Call:
     """`x`: what is read as vectors: forward's x, backward's y."""
@@ -56,7 +50,7 @@ _V6, _V7, _SCAN, _WRITE, _V8, _V9 = (_two(name) for name in ("v6", "v7", "v7_sca
 def in_a_warp(call: Call) -> bool:
     """v6. Like the other four: False, and nothing done, where a row is too long for it."""
     team = plan.warp_team(call.vectors, call.dtype.itemsize)
-    if team is None or not call.holdable:
+    if team is None:
         return False
     grid = (-(-call.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
     numbers = call.rows, call.columns, call.row, team.width, call.scale, call.log
@@ -69,7 +63,7 @@ def in_a_block(call: Call) -> bool:
     """v7, of rows in registers."""
     shapes = _shapes(call.dtype, call.backward, call.exact)
     found = plan.block_shape(call.vectors, shapes, call.exact)
-    if found is None or call.rows > plan.MOST_BLOCKS or not call.holdable:
+    if found is None or call.rows > plan.MOST_BLOCKS:
         return False
     shape, width = found
     kernel = _V7[call.backward][call.dtype, shape.vectors, shape.threads, shape.blocks, call.exact].on(call.number)
@@ -115,7 +109,7 @@ def largest_cluster(capability: int) -> int:
 
 
 def _hold(call: Call, held: plan.Hold | None) -> bool:
-    if held is None or call.rows * held.size > plan.MOST_BLOCKS or not call.holdable:
+    if held is None or call.rows * held.size > plan.MOST_BLOCKS:
         return False
     vectors = plan.HELD_VECTORS_BWD if call.backward else plan.HELD_VECTORS
     key = (call.dtype, vectors, *([held.size] if held.size > 1 else []), call.exact)

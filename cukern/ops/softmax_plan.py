@@ -4,6 +4,7 @@ A row is counted in vectors of 16 bytes. Where rows do not all begin at a multip
 The shapes are those that were fastest on one H200.
 """
 
+import functools
 from math import ceil
 from typing import NamedTuple
 
@@ -117,6 +118,7 @@ def block_hold(vectors: int, shared: int, backward: bool) -> Hold | None:
     return found if vectors <= MOST_VECTORS and found.most == found.part else None
 
 
+@functools.lru_cache(maxsize=4096)
 def cluster_hold(rows: int, vectors: int, shared: int, sms: int, most: int, backward: bool) -> Hold | None:
     """The smallest cluster, up to `most` blocks, of which two blocks fit a multiprocessor; a larger one where rows are few. Of a row that
     is too long even for the largest a part is not held; None if then rows are too few for all multiprocessors."""

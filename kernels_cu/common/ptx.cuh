@@ -93,9 +93,6 @@ __device__ __forceinline__ float2 ld_cluster(unsigned address) {
 __device__ __forceinline__ void st_cluster(unsigned address, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(x) : "memory");
 }
-__device__ __forceinline__ void st_cluster(unsigned address, double x) {
-    asm volatile("st.shared::cluster.f64 [%0], %1;" :: "r"(address), "d"(x) : "memory");
-}
 __device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");
 }

@@ -15,11 +15,6 @@ struct Span {
     __device__ __forceinline__ bool hides(long long column) const {
         return MASKED && (column < begin || column >= end);
     }
-    // All columns of the vector that begins at `first`.
-    template <bool MASKED>
-    __device__ __forceinline__ bool hides_all(long long first, int width) const {
-        return MASKED && (first + width <= begin || first >= end);
-    }
 };
 
 // ---- in a loop
@@ -185,11 +180,12 @@ struct Held {
             cp_async_commit();
         }
     }
-    // Wait for what was loaded; and only now hide what is not to be seen, since to look at one vector before the next is loaded would be to
-    // wait for each.
-    template <bool MASKED>
-    __device__ __forceinline__ void wait(const Window<MASKED>& window, compute_t<T> missing) {
+    __device__ __forceinline__ void wait() const {
         if constexpr (SLOTS) cp_async_wait<0>();
+    }
+    // Once all loads are issued, since to look at one vector before the next is loaded would be to wait for each.
+    template <bool MASKED>
+    __device__ __forceinline__ void hide_cut(const Window<MASKED>& window, compute_t<T> missing) {
         if constexpr (MASKED && EXACT) {
 #pragma unroll
             for (int k = 0; k < VECTORS; ++k) {
@@ -318,7 +314,8 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, const Span& s
     C own = minus_infinity<C>(), sum = 0, rest = own, rest_sum = 0;
     Turns beyond{held.end + team.lane(), team.end, team.width};
     if constexpr (SLOTS) scan_columns(row, span, beyond, exponential, rest, rest_sum);
-    held.wait(window, minus_infinity<C>());
+    held.wait();
+    held.hide_cut(window, minus_infinity<C>());
     auto hidden = [&](int first) { return window.hides_all(first, WIDTH<T>); };
     own = team.template near<Max>(max(largest_held(held, hidden), rest));
     held.keep_packed(window.to);
@@ -399,8 +396,9 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, con
     Turns beyond{ys.end + team.lane(), team.end, team.width};
     C total = 0;
     if constexpr (SLOTS) total = sum_terms(y, g, span, beyond, gradient);
-    ys.wait(window, C(0));
-    gs.wait(window, C(0));
+    ys.wait();
+    ys.hide_cut(window, C(0));
+    gs.hide_cut(window, C(0));
     if (log) total += sum_held<true>(ys, gs, gradient, window);
     else total += sum_held<false>(ys, gs, gradient, window);
     total = sink.add_to(team.add(total), team.leads());
