@@ -17,8 +17,9 @@
 //  v7       a block a row, which stays in registers; a few longer rows are cut into pieces, for two launches
 //  v8       what registers do not hold stays in shared memory, which asynchronous copies fill (sm_80)
 //  v9       clusters of blocks hold a longer row, and tell one another through distributed shared memory (sm_90)
+//  v10      so many blocks hold a row as it needs, and tell one another through global memory
 //
-// v6 to v9 each do what the last did where they have nothing better.
+// v6 to v10 each do what the last did where they have nothing better.
 //
 // H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.26 (0.003), v3 0.43 (0.01), v4 0.49 (0.01),
 // v5 0.64 (0.88), v6 0.83 (0.89); v1 to v4 before their sums were compensated, which is yet to be measured. v9:
@@ -32,6 +33,7 @@
 // next row while they write this one: slower, since DRAM likes its reads and writes in long phases.
 //
 // Grids are 1-D. Offsets are 64-bit.
+#include "common/held_rows.cuh"
 #include "common/softmax_rows.cuh"
 
 // ---- v1
@@ -219,47 +221,45 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
     }
 }
 
-// ---- v6 and v7: the row in registers
+// ---- v6 and v7: the row in registers. They are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
 
-
-// Grid ceil(rows / (blockDim.x / width)). Where the last warp's rows come to an end, its lanes take part with an empty row.
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale,
-                                                  bool log) {
-    Lanes team(EXACT ? 32 : width);
-    long long row = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width;
-    if (row >= rows) row = columns = 0;
-    team_softmax<VECTORS, false, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
-}
-
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row,
-                                                      int width, double scale, bool log) {
-    Lanes team(EXACT ? 32 : width);
-    long long row = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width, at = row * columns;
-    if (row >= rows) row = at = columns = 0;
-    team_gradient<VECTORS, false, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                         EVERYTHING);
-}
-
-// Grid rows. Registers are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
 #define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
-template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
-__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale, bool log) {
+
+// Grid ceil(rows / (blockDim.x / width)), block 128; WIDTH is width, or 0 for any that is a power of 2, but for the edges at least
+// 2 vectors' elements. Where the last warp's rows come to an end, its lanes take part with an empty row.
+template <typename T, int VECTORS, int WIDTH, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale) {
+    Lanes team(WIDTH ? WIDTH : width);
+    long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width;
+    if (row >= rows) row = columns = 0;
+    team_softmax<VECTORS, false, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
+}
+
+template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row, int width,
+                                                      double scale) {
+    Lanes team(WIDTH ? WIDTH : width);
+    long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width, at = row * columns;
+    if (row >= rows) row = at = columns = 0;
+    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
+}
+
+// Grid rows.
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
-    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
-    team_softmax<VECTORS, false, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
+    Block<compute_t<T>, THREADS> team(shared);
+    team_softmax<VECTORS, false, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
 }
 
-template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
-                                                                  double scale, bool log) {
+                                                                            double scale) {
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
-    team_gradient<VECTORS, false, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                         EVERYTHING);
+    Block<compute_t<T>, THREADS> team(shared);
+    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
 }
 
 // Few rows that no block can hold: `pieces` blocks share each, in two launches. What the first found in each piece is in `parts`, (rows,
@@ -322,56 +322,81 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
     write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(y + at, begin, end), total, gradient);
 }
 
-// ---- v8 and v9: the row in registers and in shared memory, of one block, or of the SIZE blocks of a cluster, of which each takes `part`
-// of its vectors and holds the first `most`. Dynamic shared memory: 16 bytes for each of these beyond VECTORS * blockDim.x; backward as
-// much again, for g.
+// ---- v8 to v10: the row in registers and in shared memory, of one block, or of several, each of which has `part` of its vectors and room
+// for `most`. Dynamic shared memory: 16 bytes for each of these beyond VECTORS * THREADS; backward as much again, for g. Grid rows times
+// the blocks of a row.
 
-// Grid rows.
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(1024) softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x;
-    Block<compute_t<T>> team(shared, part);
-    team_softmax<VECTORS, true, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
+    Block<compute_t<T>, THREADS> team(shared);
+    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+                                                         Room{slots, part, most});
 }
 
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(1024) softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale,
-                                                      bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64];
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>> team(shared, part);
-    team_gradient<VECTORS, true, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                        Room{slots, most});
+    Block<compute_t<T>, THREADS> team(shared);
+    team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
+                                                    Room{slots, part, most});
 }
 
 #if __CUDA_ARCH__ >= 900
-// Grid rows * SIZE.
-template <typename T, int VECTORS, int SIZE, bool EXACT>
-__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
-    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool KEEP, bool EXACT, bool LOG>
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE;
-    Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_softmax<VECTORS, true, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
+    Cluster<compute_t<T>, THREADS, SIZE> team(shared, from_peers);
+    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+                                                         Room{slots, part, most});
 }
 
-template <typename T, int VECTORS, int SIZE, bool EXACT>
-__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
-    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale, bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool EXACT, bool LOG>
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE, at = row * columns;
-    Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_gradient<VECTORS, true, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                        Room{slots, most});
+    Cluster<compute_t<T>, THREADS, SIZE> team(shared, from_peers);
+    team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
+                                                    Room{slots, part, most});
 }
 #endif
+
+// `board`: a word for each block, all 0.
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v10(T* out, const T* x, unsigned long long* board, int size, int columns, long long x_row, int part, int most, double scale) {
+    extern __shared__ Words<float> slots[];
+    __shared__ float shared[64];
+    long long row = blockIdx.x / size;
+    Crowd<THREADS> team(shared, board, size);
+    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+                                                         Room{slots, part, most});
+}
+
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v10_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int size, int columns, long long g_row, int part, int most,
+                    double scale) {
+    extern __shared__ Words<float> slots[];
+    __shared__ float shared[64];
+    long long row = blockIdx.x / size, at = row * columns;
+    Crowd<THREADS> team(shared, board, size);
+    team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
+                                                    Room{slots, part, most});
+}
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows,
 // so their accesses lie side by side. Grid ceil(outer * inner / blockDim.x).
