@@ -29,19 +29,19 @@ __device__ __forceinline__ Span seen(long long query, long long queries, long lo
 template <typename T>
 __global__ void causal_softmax_v1(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
                                   long long keys, long long x_matrix, long long x_row, long long window, double scale) {
-    using C = compute_t<T>;
-    __shared__ C shared[64];
+    __shared__ Found<T> found;
     Exponential<T> exponential(scale);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long matrix = row / queries, query = row % queries;
         Span span = seen(query, queries, keys, window);
         const T* from = x + matrix * x_matrix + query * x_row;
         Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
-        C found, sum;
-        scan_columns(from, span, block_turns(from, span.begin, span.end), exponential, found, sum);
-        merge_block(exponential, shared, found, sum);
-        C largest = extra.largest(found);
-        sum = extra.add_to<true>(sum * exponential.rescale(found, exponential.base(largest)), largest, exponential, threadIdx.x == 0);
+        compute_t<T> own;
+        sum_t<T> sum;
+        scan_columns(from, span, block_turns(from, span.begin, span.end), exponential, own, sum);
+        merge_block(exponential, found, own, sum);
+        compute_t<T> largest = extra.largest(own);
+        sum = extra.add_to<true>(sum * exponential.rescale(own, exponential.base(largest)), largest, exponential, threadIdx.x == 0);
         End<T> end(exponential, largest, sum, false, largest);
         write_columns<true>(out + row * keys, from, span, block_turns(from, 0, keys), end);
         __syncthreads();
@@ -131,8 +131,8 @@ template <typename T, int VECTORS, int THREADS, bool EXACT>
 __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries, int keys,
                       long long x_matrix, long long x_row, long long window, double scale) {
-    __shared__ compute_t<T> shared[64];
-    Block<compute_t<T>, THREADS> team(shared);
+    __shared__ Found<T> found;
+    Block<T, THREADS> team(found);
     row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
 }
 
@@ -140,7 +140,7 @@ template <typename T, int VECTORS, int THREADS, bool EXACT>
 __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad, long long matrices,
                           long long queries, int keys, long long g_matrix, long long g_row, long long window, double scale) {
-    __shared__ compute_t<T> shared[64];
-    Block<compute_t<T>, THREADS> team(shared);
+    __shared__ Found<T> found;
+    Block<T, THREADS> team(found);
     row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
 }

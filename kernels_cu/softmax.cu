@@ -194,14 +194,14 @@ __global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, lo
 
 template <typename T>
 __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns, long long x_row, double scale, bool log) {
-    using C = compute_t<T>;
-    __shared__ C shared[64];
+    __shared__ Found<T> found;
     Exponential<T> exponential(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        C largest, sum;
+        compute_t<T> largest;
+        sum_t<T> sum;
         Turns turns = block_turns(x + row * x_row, 0, columns);
         scan_columns(x + row * x_row, Span(0, columns), turns, exponential, largest, sum);
-        merge_block(exponential, shared, largest, sum);
+        merge_block(exponential, found, largest, sum);
         End<T> end(exponential, largest, sum, log, largest);
         write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), turns, end);
         __syncthreads();
@@ -247,18 +247,18 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
 // Grid rows.
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale) {
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x;
-    Block<compute_t<T>, THREADS> team(shared);
+    Block<T, THREADS> team(found);
     team_softmax<VECTORS, false, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
                                                                             double scale) {
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>, THREADS> team(shared);
+    Block<T, THREADS> team(found);
     team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
 }
 
@@ -268,13 +268,14 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* d
 template <typename T>
 __global__ void softmax_v7_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length,
                                 double scale, bool log) {
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns);
-    compute_t<T> largest, sum;
+    compute_t<T> largest;
+    sum_t<T> sum;
     Exponential<T> exponential(scale, log);
     const T* from = x + row * x_row;
     scan_columns(from, Span(begin, end), block_turns(from, begin, end), exponential, largest, sum);
-    merge_block(exponential, shared, largest, sum);
+    merge_block(exponential, found, largest, sum);
     if (threadIdx.x == 0) {
         parts[2LL * blockIdx.x] = largest;
         parts[2LL * blockIdx.x + 1] = sum;
@@ -284,16 +285,16 @@ __global__ void softmax_v7_scan(double* parts, const T* x, long long columns, lo
 template <typename T>
 __global__ void softmax_v7_write(T* out, const T* x, const double* parts, long long columns, long long x_row, int pieces,
                                  long long length, double scale, bool log) {
-    using C = compute_t<T>;
-    __shared__ C shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, stop = min(begin + length, columns);
     Exponential<T> exponential(scale, log);
-    C largest = minus_infinity<C>(), sum = 0;
+    compute_t<T> largest = minus_infinity<compute_t<T>>();
+    sum_t<T> sum = 0;
     if (threadIdx.x < pieces) {
         largest = parts[2 * (row * pieces + threadIdx.x)];
         sum = parts[2 * (row * pieces + threadIdx.x) + 1];
     }
-    merge_block(exponential, shared, largest, sum);
+    merge_block(exponential, found, largest, sum);
     End<T> end(exponential, largest, sum, log, largest);
     const T* from = x + row * x_row;
     write_columns<false>(out + row * columns, from, Span(begin, stop), block_turns(from, begin, stop), end);
@@ -330,9 +331,9 @@ template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXAC
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x;
-    Block<compute_t<T>, THREADS> team(shared);
+    Block<T, THREADS> team(found);
     team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }
@@ -341,9 +342,9 @@ template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>, THREADS> team(shared);
+    Block<T, THREADS> team(found);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
                                                     Room{slots, part, most});
 }
@@ -353,10 +354,11 @@ template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool KEEP,
 __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
+    __shared__ Found<T> found;
+    __shared__ Found<T, SIZE> from_peers;
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE;
-    Cluster<compute_t<T>, THREADS, SIZE> team(shared, from_peers);
+    Cluster<T, THREADS, SIZE> team(found, from_peers);
     team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }
@@ -365,10 +367,11 @@ template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool EXACT
 __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
+    __shared__ Found<T> found;
+    __shared__ Found<T, SIZE> from_peers;
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE, at = row * columns;
-    Cluster<compute_t<T>, THREADS, SIZE> team(shared, from_peers);
+    Cluster<T, THREADS, SIZE> team(found, from_peers);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
                                                     Room{slots, part, most});
 }
@@ -379,9 +382,9 @@ template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXAC
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v10(T* out, const T* x, unsigned long long* board, int size, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ float shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x / size;
-    Crowd<THREADS> team(shared, board, size);
+    Crowd<T, THREADS> team(found, board, size);
     team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }
@@ -391,9 +394,9 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v10_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int size, int columns, long long g_row, int part, int most,
                     double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ float shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x / size, at = row * columns;
-    Crowd<THREADS> team(shared, board, size);
+    Crowd<T, THREADS> team(found, board, size);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
                                                     Room{slots, part, most});
 }

@@ -205,15 +205,15 @@ def test_extreme_values_in_long_rows(device):
 
 
 @kernels
-def test_float32_errs_at_most_twice_as_much_as_a_correctly_rounded_result(device):
-    """In the largest results, of which a bench's errors are made. Relative to itself each has two roundings, a
-    polynomial's error and the sum's; torch's err by 10 half epsilons."""
-    for columns in (1024, 5000):
+def test_float32_errs_little_more_than_twice_a_rounding(device):
+    """Of exp and of the division one each, in half epsilons: of the largest results, of which a bench's errors are made, and of each, where
+    torch's err by 10."""
+    for columns in (1024, 5000, 16_400):
         x = 4 * torch.randn(16 if PLACE == "cuda" else 2, columns, device=device)
         y, (truth, *_) = cukern.softmax(x), exact("softmax", x, x)
         largest = truth.amax(-1, keepdim=True)
         assert ((y.double() - truth).abs() / largest).max() <= 2 * 2**-24
-        assert error(y, truth, truth) <= 4
+        assert error(y, truth, truth) <= 2.7
 
 
 def extreme_rows(dtype: torch.dtype) -> torch.Tensor:

@@ -114,12 +114,12 @@ struct End<float> {
     Exponential<float>::Base base;
     float largest, factor, factor_low, log_sum;
     bool log;
-    __device__ __forceinline__ End(const Exponential<float>& e, float largest, float sum, bool log, float own)
+    __device__ __forceinline__ End(const Exponential<float>& e, float largest, double whole, bool log, float own)
         : exponential(e), base(e.base(largest)), largest(largest), log(log) {
-        float scaled = e.rescale(own, base), inverse = reciprocal_approx(sum), near = scaled * inverse;
-        factor = fmaf(fmaf(-near, sum, scaled), inverse, near);
-        factor_low = fmaf(-factor, sum, scaled) * inverse;  // what the division rounds away
-        log_sum = log ? logf(sum) : 0.0f;
+        float sum = whole, low = whole - sum, scaled = e.rescale(own, base), inverse = reciprocal_approx(sum), near = scaled * inverse;
+        factor = fmaf(fmaf(-near, sum, scaled) - near * low, inverse, near);
+        factor_low = (fmaf(-factor, sum, scaled) - factor * low) * inverse;  // what the division rounds away
+        log_sum = log ? logf(sum) + low * inverse : 0.0f;
     }
     template <bool LOG>
     __device__ __forceinline__ float from(float kept) const {
@@ -154,14 +154,14 @@ struct Sink {
     }
     // The whole sum. Of a row of which nothing is seen it is 0: with MASKED its results shall be 0, too.
     template <bool MASKED, typename T, typename C>
-    __device__ __forceinline__ C add_to(C sum, C largest, const Exponential<T>& exponential, bool first) const {
-        C term = 0;
+    __device__ __forceinline__ sum_t<T> add_to(sum_t<T> sum, C largest, const Exponential<T>& exponential, bool first) const {
+        sum_t<T> term = 0;
         if (logit) {
             C point = largest == minus_infinity<C>() ? C(0) : largest;
             term = exponential(point, exponential.base(largest)) * exp(C(*logit - scale * point));
             sum += term;
         }
-        if (MASKED && sum == C(0)) sum = 1;
+        if (MASKED && sum == 0) sum = 1;
         if (share && first) *share = term / sum;
         return sum;
     }

@@ -128,6 +128,16 @@ __device__ __forceinline__ void write_hidden(T* out, const Cut<T, EXACT, 16>& cu
     }
 }
 
+// In pairs, so that there are few roundings, and few that wait for one another.
+template <typename C, int N>
+__device__ __forceinline__ C sum_of(const C (&r)[N]) {
+    C half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) half[i] = r[i] + r[i + N / 2];
+    if constexpr (N == 2) return half[0];
+    else return sum_of(half);
+}
+
 // A row's columns [begin, end), the others are 0 with MASKED. EXACT also of `out`. KEEP: 16-bit values in registers become floats, so that
 // no exponential is computed twice. scale is not negative.
 template <int VECTORS, bool SLOTS, bool KEEP, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
@@ -146,7 +156,8 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
     if constexpr (MASKED) write_hidden(out, cut, columns, team);
     E exponential(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
-    C own = held.edge, sum = 0;
+    C own = held.edge;
+    sum_t<T> sum = 0;
     held.wait();
     held.each(share, [&](const Words<T>& v, int) { own = max(own, largest_of(v)); });
     own = team.near_max(own);
@@ -154,15 +165,14 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     auto base = exponential.base(own);
     if (EDGES) {
         C e = exponential(held.edge, base);
-        sum = shown ? e : C(0);
+        if (shown) sum = e;
         if (KEPT) held.edge = e;
     }
     auto add = [&](const Words<T>& v, C (&e)[WIDTH<T>]) {
-        C here = 0;
         unpack(v, e);
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j) here += e[j] = exponential(e[j], base);
-        sum += here;
+        for (int j = 0; j < WIDTH<T>; ++j) e[j] = exponential(e[j], base);
+        sum += sum_of(e);
     };
     C floats[FLOATS ? VECTORS : 1][WIDTH<T>];
     if constexpr (FLOATS) {

@@ -18,6 +18,22 @@ struct Compute<__nv_bfloat16> {
 template <typename T>
 using compute_t = typename Compute<T>::type;
 
+// The type of a sum over a row. Of float there are so many roundings else that they are the larger part of a result's error.
+template <typename T>
+struct SumOf {
+    using type = double;
+};
+template <>
+struct SumOf<__half> {
+    using type = float;
+};
+template <>
+struct SumOf<__nv_bfloat16> {
+    using type = float;
+};
+template <typename T>
+using sum_t = typename SumOf<T>::type;
+
 template <typename T>
 __device__ __forceinline__ compute_t<T> load_as(T x) {
     return static_cast<compute_t<T>>(x);

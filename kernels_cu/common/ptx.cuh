@@ -75,7 +75,7 @@ __device__ __forceinline__ unsigned shared_of_rank(unsigned shared_address, unsi
     return address;
 }
 
-// Load and store through such an address: a float, or two at a multiple of 8 bytes.
+// Load and store through such an address: a float, or two or a double at a multiple of 8 bytes.
 template <typename T>
 __device__ __forceinline__ T ld_cluster(unsigned address);
 template <>
@@ -92,6 +92,9 @@ __device__ __forceinline__ float2 ld_cluster(unsigned address) {
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void st_cluster(unsigned address, double x) {
+    asm volatile("st.shared::cluster.f64 [%0], %1;" :: "r"(address), "d"(x) : "memory");
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");

@@ -32,7 +32,7 @@ __device__ __forceinline__ Turns block_turns(const T* row, long long from, long 
 // Largest u and sum of exponentials of a thread's vectors, in one pass: where a larger u turns up, the sum so far is scaled down.
 template <typename T>
 __device__ __forceinline__ void scan_columns(const T* row, const Span& span, Turns turns, const Exponential<T>& exponential,
-                                             compute_t<T>& largest, compute_t<T>& sum) {
+                                             compute_t<T>& largest, sum_t<T>& sum) {
     using C = compute_t<T>;
     int shift = shift_of(row);
     largest = minus_infinity<C>();
