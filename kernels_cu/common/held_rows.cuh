@@ -157,7 +157,8 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     if constexpr (MASKED) write_hidden(out, cut, columns, team);
     E exponential(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
     C own = held.edge;
-    sum_t<T> sum = 0;
+    // Rows in registers have few columns a thread: float does for its sum, and for its warp's, and a double would be some cycles late.
+    conditional_t<SLOTS, sum_t<T>, C> near = 0;
     held.wait();
     held.each(share, [&](const Words<T>& v, int) { own = max(own, largest_of(v)); });
     own = team.near_max(own);
@@ -165,14 +166,14 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     auto base = exponential.base(own);
     if (EDGES) {
         C e = exponential(held.edge, base);
-        if (shown) sum = e;
+        if (shown) near = e;
         if (KEPT) held.edge = e;
     }
     auto add = [&](const Words<T>& v, C (&e)[WIDTH<T>]) {
         unpack(v, e);
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) e[j] = exponential(e[j], base);
-        sum += sum_of(e);
+        near += sum_of(e);
     };
     C floats[FLOATS ? VECTORS : 1][WIDTH<T>];
     if constexpr (FLOATS) {
@@ -185,7 +186,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
         add(v, e);
         if (KEPT) pack(v, e);
     });
-    sum = team.near_sum(sum);
+    sum_t<T> sum = team.near_sum(near);
     C found = own;
     team.combine(exponential, found, sum);
     C largest = sink.largest(found);

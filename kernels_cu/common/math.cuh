@@ -18,6 +18,17 @@ struct Compute<__nv_bfloat16> {
 template <typename T>
 using compute_t = typename Compute<T>::type;
 
+template <bool FIRST, typename A, typename B>
+struct Conditional {
+    using type = A;
+};
+template <typename A, typename B>
+struct Conditional<false, A, B> {
+    using type = B;
+};
+template <bool FIRST, typename A, typename B>
+using conditional_t = typename Conditional<FIRST, A, B>::type;
+
 // The type of a sum over a row. Of float there are so many roundings else that they are the larger part of a result's error.
 template <typename T>
 struct SumOf {

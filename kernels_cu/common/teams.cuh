@@ -6,12 +6,12 @@
 #include "ptx.cuh"
 #include "reduce.cuh"
 
-// Each lane holds a part's largest u and sum. All get those of the whole.
+// Each of `width` neighbouring lanes holds a part's largest u and sum, and every group of them the same. All get those of the whole.
 template <typename T>
-__device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, compute_t<T>& largest, sum_t<T>& sum) {
+__device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, compute_t<T>& largest, sum_t<T>& sum, int width = 32) {
     compute_t<T> own = largest;
     largest = warp_max(own);
-    sum = warp_reduce<Sum>(sum * exponential.rescale(own, exponential.base(largest)));
+    sum = warp_reduce<Sum>(sum * exponential.rescale(own, exponential.base(largest)), width);
 }
 
 // What each of a block's warps, or each of a cluster's blocks, found.
@@ -19,12 +19,11 @@ template <typename T, int COUNT = 32>
 struct Found {
     sum_t<T> sums[COUNT];
     compute_t<T> largest[COUNT];
-    // All of them, put together by each warp.
+    // The first `count` of them, a power of 2, put together by each warp.
     __device__ __forceinline__ void merge(const Exponential<T>& exponential, int count, compute_t<T>& all, sum_t<T>& sum) const {
-        int lane = threadIdx.x % 32;
-        all = lane < count ? largest[lane] : minus_infinity<compute_t<T>>();
-        sum = lane < count ? sums[lane] : sum_t<T>(0);
-        merge_lanes(exponential, all, sum);
+        all = largest[threadIdx.x % count];
+        sum = sums[threadIdx.x % count];
+        merge_lanes(exponential, all, sum, count);
     }
 };
 
@@ -51,7 +50,7 @@ struct Lanes {
     }
 };
 
-// A block of THREADS, whole warps.
+// A block of THREADS, a power of 2 of whole warps.
 template <typename T, int THREADS>
 struct Block {
     using C = compute_t<T>;
@@ -62,7 +61,10 @@ struct Block {
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
     __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
-    __device__ __forceinline__ sum_t<T> near_sum(sum_t<T> value) const { return warp_reduce<Sum>(value); }
+    template <typename S>
+    __device__ __forceinline__ S near_sum(S value) const {
+        return warp_reduce<Sum>(value);
+    }
     __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, sum_t<T>& sum) const {
         int warp = threadIdx.x / 32;
         if (threadIdx.x % 32 == 0) {
@@ -98,7 +100,10 @@ struct Cluster {
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return cluster_rank() == 0 && threadIdx.x == 0; }
     __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
-    __device__ __forceinline__ sum_t<T> near_sum(sum_t<T> value) const { return warp_reduce<Sum>(value); }
+    template <typename S>
+    __device__ __forceinline__ S near_sum(S value) const {
+        return warp_reduce<Sum>(value);
+    }
     __device__ __forceinline__ void tell(C largest, sum_t<T> sum) const {
         cluster_wait();  // until all have started
         if (threadIdx.x < SIZE) {
@@ -135,7 +140,10 @@ struct Crowd {
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return number == 0 && threadIdx.x == 0; }
     __device__ __forceinline__ float near_max(float value) const { return warp_max(value); }
-    __device__ __forceinline__ sum_t<T> near_sum(sum_t<T> value) const { return warp_reduce<Sum>(value); }
+    template <typename S>
+    __device__ __forceinline__ S near_sum(S value) const {
+        return warp_reduce<Sum>(value);
+    }
     __device__ __forceinline__ void tell(float a, float b) const {  // not both +0
         if (threadIdx.x == 0) post(board + number, (unsigned long long)__float_as_uint(a) << 32 | __float_as_uint(b));
     }
