@@ -35,11 +35,14 @@ MAY_SPILL = {
     ("sm_120a", "matmul_v5"): 80,
     ("sm_100a", "kron_linear_v4"): 48,
     ("sm_90a", "softmax_v8_bwd"): 12,
-    ("sm_90a", "softmax_v10_bwd"): 8,
+    ("sm_90a", "softmax_v9"): 16,
+    ("sm_90a", "softmax_v10_bwd"): 16,
     ("sm_100a", "softmax_v8_bwd"): 8,
     ("sm_100a", "softmax_v9_bwd"): 16,
+    ("sm_100a", "causal_softmax_v2"): 4,
     ("sm_120a", "softmax_v8_bwd"): 20,
     ("sm_120a", "softmax_v9_bwd"): 32,
+    ("sm_120a", "causal_softmax_v2_warp"): 16,
 }
 
 

@@ -3,6 +3,7 @@
 Results are compared with the formulas in float64. See test_causal_softmax.py for the scores of attention.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -11,8 +12,9 @@ import torch
 from helpers import FLOATS, PLACE, gpu, kernels, same_bits
 
 import cukern
+from cukern.ops import softmax_held as held
 from cukern.ops import softmax_plan as plan
-from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS
+from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS, _first
 
 inf, nan = float("inf"), float("nan")
 FUNCTIONS = {"softmax": (cukern.softmax, torch.softmax), "log_softmax": (cukern.log_softmax, torch.log_softmax)}
@@ -180,17 +182,22 @@ def test_long_rows(device):
 
 @kernels
 def test_rows_that_many_blocks_hold(device, monkeypatch):
-    """With less shared memory for each block a cluster cannot hold them. Their edges are the first block's, wherever the row begins."""
-    monkeypatch.setattr("cukern.runtime.backend.shared_memory", lambda device: 6 << 10)
-    for columns, dtype in ((150_001, torch.float32), (200_003, torch.bfloat16)):
-        vectors = plan.vectors_of(columns, dtype.itemsize)
-        for backward in (False, True):
-            assert not plan.cluster_hold(1, vectors, dtype.itemsize, 6 << 10, 132, backward)
-            assert plan.crowd_hold(1, vectors, dtype.itemsize, 6 << 10, 132, backward)
-        x = torch.randn(2, columns + 2, dtype=dtype, device=device)
-        check("softmax", x[:, 1:-1], "v10")
-        check("log_softmax", x, "v10")
-        check("softmax", x[:, : columns // 8 * 8], "v10")
+    """More blocks than a cluster has, and than a warp has lanes. A row's edges are the first block's, wherever it begins."""
+    launched = []
+    forward, backward = _first(lambda problem: launched.append(problem) or held.in_a_crowd(problem))
+    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 132)
+    monkeypatch.setattr(plan, "LEAST_PART", 1024 if PLACE == "cuda" else 64)
+    for table in (VERSIONS, LOG_VERSIONS):
+        monkeypatch.setitem(table, "v10", dataclasses.replace(table["v10"], forward=forward, backward=backward))
+    for name, vectors, edges, dtype in (
+        ("softmax", 34, 1, torch.float32),
+        ("log_softmax", 35, 3, torch.bfloat16),
+        ("softmax", 36, 0, torch.bfloat16),
+    ):
+        x = torch.randn(2 if PLACE == "cuda" else 1, vectors * plan.LEAST_PART * 16 // dtype.itemsize + edges, dtype=dtype, device=device)
+        x[-1, 7] = 9.0
+        check(name, x, "v10")
+    assert len(launched) == 6 and all(plan.crowd_hold(*held.numbers(p)).size > 32 for p in launched)
 
 
 @kernels

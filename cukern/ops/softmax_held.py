@@ -108,27 +108,27 @@ def in_shared_memory(p: Problem) -> Run | None:
 
 def in_a_cluster(p: Problem) -> Run | None:
     """v9."""
-    found = plan.cluster_hold(*_numbers(p))
+    found = plan.cluster_hold(*numbers(p))
     return _launch_held(_V9, p, found, _shape_key(found.shape, p.backward, found.size)) if found else None
 
 
 def in_a_crowd(p: Problem) -> Run | None:
     """v10."""
-    found = plan.crowd_hold(*_numbers(p))
+    found = plan.crowd_hold(*numbers(p))
     if found is None:
         return None
     grid, block = (p.rows * found.size, 1, 1), (found.shape.threads, 1, 1)
-    numbers = found.size, p.columns, p.row, found.part, found.most, p.scale
+    rest = found.size, p.columns, p.row, found.part, found.most, p.scale
     kernel = _kernel(_V10, p, _shape_key(found.shape, p.backward))
 
     def run(pointers: tuple[int, ...]) -> None:
         board = torch.zeros(p.rows * found.size, dtype=torch.int64, device=p.device)
-        kernel(grid, block, found.shared, *pointers, board.data_ptr(), *numbers)
+        kernel(grid, block, found.shared, *pointers, board.data_ptr(), *rest)
 
     return run
 
 
-def _numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
+def numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
     return p.rows, p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), backend.multiprocessors(p.number), p.backward
 
 
