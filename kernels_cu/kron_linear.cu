@@ -24,6 +24,7 @@
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
 
 #include "common/math.cuh"
+#include "common/pack.cuh"
 #include "common/vec.cuh"
 
 constexpr int THREADS = 256;
@@ -192,232 +193,472 @@ __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long
 
 // ------------------------------------------------------------------------------------------------------------ v4
 //
-// Up to MOST factors that are neighbours, from the right to the left: factor 0 is the rightmost. For them the array is
-// [A][P][C], P = p_0 * p_1 * .., and a tile [L][P][R]: L of the A where C is 1, else one of the A and R, a power of two, of
-// the C. A block keeps the factors, and tile after tile, in shared memory. The tile's input and output lie in one place:
-// a step holds all of its sums in registers until every thread has read. The rightmost factor may be cut into `slices` of
-// its columns, so that several blocks share the work of a tile and none does any of it twice.
+// A group of neighbouring factors a launch; compiled for the factors' sizes and the tile's:
+// every distance is a constant. Factor 0 is the rightmost. For the group the array is [A][P][C], and a tile [L][P][R]: L of
+// the A where C is 1, else one of the A and R of the C, where R divides C. A step multiplies the tile, [left][P][right],
+// along one index by the Kronecker product of one or more neighbouring factors: tiny ones, merged, cost no more and go over
+// the tile once.
 //
-// A step sees the tile as [left][p][right], and number [l][k][r] lies at l * pitch + k * stride + r. Where a dimension is
-// shorter than a warp, its distance is an odd multiple of what a warp's other lanes cover, so that the lanes, which read
-// fibers that are neighbours and write them where the next step wants them, meet 32 different banks.
+// A tile arrives in `stage`, as it is stored, by copies that run while the tile before is multiplied; where shared memory does
+// not hold two tiles, only the first AHEAD fibers do, and the others come late, to where the results go. Results go to
+// `tile`, in float. It has room for one: a step holds all its sums in registers until every thread has read. The rightmost
+// factor may be cut into SLICES of its columns, so that several blocks share the work of a tile and none does any twice.
 //
-// Wavefronts of shared memory and FMA instructions of a warp, for each k of a step: FIBERS + COLUMNS / 4 and FIBERS *
-// COLUMNS; 4 warps multiply at once, one is served by shared memory, so 8 x 8 needs 40 wavefronts in 64 cycles.
-constexpr int MOST = 8;
-constexpr int MOST_THREADS4 = 512;
+// Everything moves as 16 bytes. A Layout puts a unit of 16 bytes, u, at u ^ (u >> S & M) ^ (u >> S2 & M2), so that the lanes
+// which one access serves meet different banks; that is linear in the bits of u, so where all sizes are powers of two the
+// place of a sum is the "sum", by exclusive or, of places. (Where they are not, nothing is moved.)
+constexpr int MOST = 8;  // factors in a launch
 
-// Division of numbers below 2^16 by one of them that is not known at compile time: a multiplication.
-struct Divisor {
-    int by;
-    unsigned reciprocal;  // 2^32 / by, rounded up; 0 for 1
-
-    __device__ __forceinline__ void set(int d) {
-        by = d;
-        reciprocal = d > 1 ? 0xffffffffu / d + 1 : 0;
+template <int S, int M, int S2, int M2, int V>
+struct Layout {
+    __device__ static constexpr int at(int e) { return e ^ (e >> S & M * V) ^ (e >> S2 & M2 * V); }
+    // The place of a + b, from that of a, and from that of b, a constant.
+    __device__ static __forceinline__ int join(int a, int b) {
+        if (M == 0 && M2 == 0) return a + b;
+        return (a ^ (b & (8 * V - 1))) + (b & ~(8 * V - 1));
     }
-    __device__ __forceinline__ int divide(int n) const { return reciprocal ? __umulhi(n, reciprocal) : n; }
 };
 
-struct Step {
-    Divisor p, right;
-    int q, padded, config, stride, pitch, place;  // padded: q, rounded up to a thread's columns; place: of the factor
+__device__ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
+
+template <int P_, int Q_>
+struct Factor {
+    static constexpr int P = P_, Q = Q_;
+};
+
+// One step. A thread has FIBERS x COLUMNS sums, a warp LANES x 32 / LANES threads; on tensor cores a warp has FIBERS x COLUMNS.
+// PADDED is Q, of a slice for step 0, rounded up to whole warps. In: the layout of what it reads.
+template <int FIBERS_, int COLUMNS_, int LANES_, int PADDED_, class In_, class... Factors>
+struct Step4 {
+    static constexpr int FIBERS = FIBERS_, COLUMNS = COLUMNS_, LANES = LANES_, PADDED = PADDED_, COUNT = sizeof...(Factors);
+    static constexpr int P = (Factors::P * ...), Q = (Factors::Q * ...);
+    using In = In_;
+};
+
+template <class... Steps>
+struct Steps4 {};
+
+template <class S, class...>
+struct First {
+    using type = S;
+};
+
+template <int THREADS_, int BLOCKS_, int L_, int R_, bool ROWS_, int BYTES_, int AHEAD_, int SLICES_, bool TENSOR_, class... Steps>
+struct Plan4 {
+    // ROWS: C is 1. BYTES: of a copy from memory. TENSOR: multiplied in TF32, on tensor cores.
+    static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
+    static constexpr bool ROWS = ROWS_, TENSOR = TENSOR_;
+    static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
+    using List = Steps4<Steps...>;
+    using Rightmost = typename First<Steps...>::type;
+    static constexpr int NUMBERS = L * P * R, COLUMNS = Rightmost::Q / SLICES;  // of a tile; of the rightmost step in a slice
 };
 
 // Where the outputs of a tile go.
 template <typename T>
-struct Target {
+struct Global4 {
     T* out;
     const T *bias, *residual;
-    long long first, row_stride, column_stride, C, features;
-    int bits, rows, valid_c, slice, all;  // R is 1 << bits; of the rightmost factor's columns: the slice's first, all
-    Divisor columns;                      // of the rightmost factor in the slice
+    long long first, C, features;
+    int rows;
     compute_t<T> scale;
-
-    // Number r of a row: [columns of the steps before, those of the rightmost only in the slice][R].
-    __device__ __forceinline__ long long place(int l, int r) const {
-        int rest = r >> bits, others = columns.divide(rest);
-        return first + l * row_stride + ((long long)others * (all - columns.by) + slice + rest) * C + (r & ((1 << bits) - 1));
-    }
-    __device__ __forceinline__ bool holds(int l, int r) const { return l < rows && (r & ((1 << bits) - 1)) < valid_c; }
 };
 
-// One step: FIBERS x COLUMNS sums a thread. A warp has 32 * FIBERS fibers and COLUMNS columns.
-template <typename T, int FIBERS, int COLUMNS>
-__device__ __forceinline__ void multiply4(compute_t<T>* tile, const compute_t<T>* w, const Step& s, const Step& next,
-                                          bool last, int fibers, const Target<T>& target) {
-    using F = compute_t<T>;
-    constexpr int V = COLUMNS * sizeof(F) < 16 ? COLUMNS : 16 / sizeof(F);
-    int groups = s.padded / COLUMNS, warp = threadIdx.x / 32, right = s.right.by;
-    int j0 = warp % groups * COLUMNS, f0 = warp / groups * (32 * FIBERS) + threadIdx.x % 32;
-    int from[FIBERS];
-#pragma unroll
-    for (int i = 0; i < FIBERS; ++i) {
-        int f = min(f0 + 32 * i, fibers - 1), l = s.right.divide(f);  // without work: reads somebody's fiber, writes nothing
-        from[i] = l * s.pitch + f - l * right;
+// Number j of fiber f of an array [left][N][RIGHT].
+template <int N, int RIGHT>
+__device__ constexpr int spot(int f, int j) {
+    return (f / RIGHT * N + j) * RIGHT + f % RIGHT;
+}
+
+// Where a step's sums go: number j of fiber f. `place` is that of the thread's first sum; others are found by adding a constant,
+// unless the fibers do not come in a step's whole pieces (see LINEAR below).
+template <class Plan, class S, class Out, int Q, int RIGHT, bool LAST>
+struct Sums4 {
+    int l, place;
+    long long at;
+
+    // In the outputs of the tile, in units of C, and along it.
+    __device__ static constexpr int row(int f, int j) {
+        int others = f % RIGHT / Plan::R;
+        if (Plan::COUNT > 1) others = others / Plan::COLUMNS * (Plan::COLUMNS * Plan::SLICES) + others % Plan::COLUMNS;
+        return f / RIGHT * Plan::Q + j * (Plan::Q / S::Q) + others;
     }
-    F sums[FIBERS][COLUMNS] = {};
-    w += j0;
-#pragma unroll 2
-    for (int k = 0; k < s.p.by; ++k) {
-        F x[FIBERS], c[COLUMNS];
-#pragma unroll
-        for (int i = 0; i < FIBERS; ++i) x[i] = tile[from[i] + k * s.stride];
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j += V) {
-            Vec<F, V> v = load_vec<F, V>(w + k * s.padded + j);
-#pragma unroll
-            for (int e = 0; e < V; ++e) c[j + e] = v.v[e];
-        }
-#pragma unroll
-        for (int i = 0; i < FIBERS; ++i)
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) sums[i][j] += x[i] * c[j];
+    __device__ static constexpr int column(int f) { return f % RIGHT % Plan::R; }
+
+    template <typename T>
+    __device__ __forceinline__ void set(int f, int j, const Global4<T>& global) {
+        l = f / RIGHT;
+        if constexpr (LAST) at = global.first + (Plan::ROWS ? row(f, j) : row(f, j) * global.C) + column(f);
+        else place = Out::at(spot<Q, RIGHT>(f, j));
     }
-    __syncthreads();
+
+    // Store N sums, neighbours along j where RIGHT is 1, else along f, from (f, j) after the thread's first on.
+    template <int N, typename F, typename T>
+    __device__ __forceinline__ void store(F* tile, const Global4<T>& global, int f, int j, const F (&sums)[N]) const {
+        if constexpr (!LAST) {
+            Vec<F, N> v;
 #pragma unroll
-    for (int i = 0; i < FIBERS; ++i) {
-        int f = f0 + 32 * i, l = s.right.divide(f), r = f - l * right;
-        if (f >= fibers) continue;
-        if (last) {
-            if (!target.holds(l, r)) continue;
-            long long at = target.place(l, r) + j0 * target.column_stride;
-            const T* bias = target.bias ? target.bias + at % target.features : nullptr;
-            const T* residual = target.residual ? target.residual + at : nullptr;
-            T* out = target.out + at;
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                if (j0 + j < s.q) store_result(out, bias, residual, j * target.column_stride, sums[i][j], target.scale);
+            for (int i = 0; i < N; ++i) {
+                if constexpr (Plan::TENSOR) v.v[i] = to_tf32(sums[i]);
+                else v.v[i] = sums[i];
+            }
+            store_vec(tile + Out::join(place, Out::at(spot<Q, RIGHT>(f, j))), v);
         } else {
-            int block = next.p.divide(l);
-            F* to = tile + block * next.pitch + (l - block * next.p.by) * next.stride + r;
+            constexpr int W = Plan::BYTES / sizeof(T), G = Plan::ROWS ? N : gcd(N, W ? W : 1);
+            if (l + f / RIGHT >= global.rows) return;
+            long long first = at + (Plan::ROWS ? row(f, j) : row(f, j) * global.C) + column(f);
+            const T* bias = global.bias ? global.bias + first % global.features : nullptr;
+            const T* residual = global.residual ? global.residual + first : nullptr;
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                if (j0 + j < s.q) to[(j0 + j) * right] = sums[i][j];
+            for (int n = 0; n < N; n += G) {
+                Vec<T, G> v;
+#pragma unroll
+                for (int i = 0; i < G; ++i) {
+                    F sum = sums[n + i] * global.scale;
+                    if (bias) sum += load_as(bias[n + i]);
+                    if (residual) sum += load_as(residual[n + i]);
+                    v.v[i] = T(sum);
+                }
+                store_vec(global.out + first + n, v);
+            }
         }
     }
-    __syncthreads();
-}
+};
 
-// Copy a factor, q columns from the first at w, to shared memory, with zeros up to `padded`.
-template <typename T>
-__device__ __forceinline__ void load_factor(compute_t<T>* to, const T* w, int p, int q, int padded, long long w_p, long long w_q) {
-    for (int e = threadIdx.x; e < p * padded; e += blockDim.x) {
-        int k = e / padded, j = e % padded;
-        to[e] = j < q ? load_as(w[k * w_p + j * w_q]) : compute_t<T>(0);
+// One step on the FMA units.
+template <class Plan, class S, class Out, int Q, int LEFT, int RIGHT, int AHEAD, bool LAST, typename In, typename F, typename T, class After>
+__device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile, const F* w, const Global4<T>& global, const After& after) {
+    constexpr int P = S::P, LC = 32 / S::LANES, ALL = LEFT * RIGHT, V = 16 / sizeof(F);
+    constexpr int FV = gcd(gcd(RIGHT, S::FIBERS), V), KV = RIGHT == 1 ? gcd(P, 16 / sizeof(In)) : 1, JV = gcd(S::COLUMNS, V);
+    constexpr int GROUPS = S::PADDED / (LC * S::COLUMNS), KC = P <= 16 ? P : gcd(P, 16), QV = gcd(Q, JV);
+    int warp = threadIdx.x / 32, lf = threadIdx.x % 32 % S::LANES, lc = threadIdx.x % 32 / S::LANES;
+    int f0 = warp / GROUPS * (S::LANES * S::FIBERS), j0 = warp % GROUPS * (LC * S::COLUMNS) + lc * JV;
+    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
+    constexpr bool LINEAR = ALL % (S::LANES * S::FIBERS) == 0 && (RIGHT & (RIGHT - 1)) == 0;
+    int from[S::FIBERS / FV];
+#pragma unroll
+    for (int i = 0; i < S::FIBERS / FV; ++i) {  // a warp without work reads somebody's fibers, and writes nothing
+        constexpr int STEP = S::LANES * FV;
+        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>((f0 < ALL ? f0 : 0) + lf * FV, 0)), S::In::at(spot<P, RIGHT>(i * STEP, 0)));
+        else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * STEP + lf * FV, ALL - FV), 0));
+    }
+    F sums[S::FIBERS][S::COLUMNS] = {};
+    w += j0;
+#pragma unroll 1
+    for (int k0 = 0; k0 < P; k0 += KC) {
+        int at[S::FIBERS / FV];
+#pragma unroll
+        for (int i = 0; i < S::FIBERS / FV; ++i) at[i] = S::In::join(from[i], S::In::at(k0 * RIGHT));
+#pragma unroll
+        for (int k = 0; k < KC; k += KV) {
+            F x[S::FIBERS][KV];
+#pragma unroll
+            for (int i = 0; i < S::FIBERS; i += FV) {
+                const In* p = source + S::In::join(at[i / FV], S::In::at(k * RIGHT));
+                if constexpr (KV > 1) {
+                    unpack(x[i], load_vec<In, KV>(p));
+                } else {
+                    Vec<In, FV> v = load_vec<In, FV>(p);
+#pragma unroll
+                    for (int e = 0; e < FV; ++e) x[i + e][0] = load_as(v.v[e]);
+                }
+            }
+#pragma unroll
+            for (int kk = 0; kk < KV; ++kk) {
+                F c[S::COLUMNS];
+#pragma unroll
+                for (int j = 0; j < S::COLUMNS; j += JV) {
+                    Vec<F, JV> v = load_vec<F, JV>(w + (k + kk) * S::PADDED + j * LC);
+#pragma unroll
+                    for (int e = 0; e < JV; ++e) c[j + e] = v.v[e];
+                }
+#pragma unroll
+                for (int i = 0; i < S::FIBERS; ++i)
+#pragma unroll
+                    for (int j = 0; j < S::COLUMNS; ++j) sums[i][j] += x[i][kk] * c[j];
+            }
+        }
+        w += KC * S::PADDED;
+    }
+    after();
+    Sums4<Plan, S, Out, Q, RIGHT, LAST> to;
+    to.set(f0 + lf * FV, j0, global);
+#pragma unroll
+    for (int i = 0; i < S::FIBERS; i += FV) {
+        int f = i * S::LANES;
+        if (f0 + lf * FV + f >= ALL) continue;
+        if (!LINEAR) {
+            to.set(f0 + lf * FV + f, j0, global);
+            f = 0;
+        }
+#pragma unroll
+        for (int j = 0; j < S::COLUMNS; j += RIGHT == 1 ? QV : 1) {
+            int n = j / JV * (JV * LC) + j % JV;
+            if (S::PADDED > Q && j0 + n >= Q) continue;
+            F part[RIGHT == 1 ? QV : FV];
+#pragma unroll
+            for (int e = 0; e < (RIGHT == 1 ? QV : FV); ++e) part[e] = RIGHT == 1 ? sums[i][j + e] : sums[i + e][j];
+            to.store(tile, global, f, n, part);
+        }
     }
 }
 
-// Copy a tile of `total` numbers as step 0 lays it out: pieces of `piece` numbers, `pitch` apart. x has its [R] at a distance
-// C; from number `inside` on, and from valid_c in each R, are zeros. A batch of loads is under way before any is stored.
-template <typename T>
-__device__ __forceinline__ void load_tile4(compute_t<T>* tile, const T* x, int total, int inside, int R, int valid_c,
-                                           long long C, int piece, int pitch) {
-    constexpr int BATCH = 8;
-    int threads = blockDim.x, i = threadIdx.x, l = i / piece, rest = i % piece, dl = threads / piece, dr = threads % piece;
-    int bits = 31 - __clz(R);
-    while (i < total) {
-        T batch[BATCH];
+// The place of number [k][j] of a step's matrix in shared memory: row by row, or as the lanes of mma_tf32 fetch it, WIDE numbers
+// at once of the columns that are their sums'. A lane's k are neighbours where the fibers' are (RIGHT is 1).
+template <class S, bool TENSOR, int RIGHT>
+__device__ __forceinline__ int place_of(int k, int j) {
+    if constexpr (!TENSOR) return k * S::PADDED + j;
+    constexpr int WIDE = gcd(S::COLUMNS / 8, 4), BLOCKS = S::PADDED / (8 * WIDE);
+    int t = RIGHT == 1 ? k % 8 / 2 : k % 4, h = RIGHT == 1 ? k % 2 : k % 8 / 4, g = j / WIDE % 8;
+    return (((k / 8 * BLOCKS + j / (8 * WIDE)) * 2 + h) * 32 + g * 4 + t) * WIDE + j % WIDE;
+}
+
+// One step on tensor cores, in TF32. Where RIGHT is 1 the rows of the product are fibers, else the columns are: so that a lane has
+// neighbours in memory. P and PADDED are multiples of 8, RIGHT is 1 or a multiple of 4.
+template <class Plan, class S, class Out, int Q, int LEFT, int RIGHT, int AHEAD, bool LAST, typename In, typename T, class After>
+__device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const float* w, const Global4<T>& global,
+                                                 const After& after) {
+    constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = gcd(S::COLUMNS / 8, 4), BLOCKS = S::COLUMNS / (8 * WIDE);
+    constexpr int GROUPS = S::PADDED / S::COLUMNS;
+    constexpr bool ROWS = RIGHT == 1;  // M of the products: the fibers' 16s, or the columns'
+    constexpr int FV = ROWS ? 8 : 32, FN = S::FIBERS / FV, MS = ROWS ? S::FIBERS / 16 : S::COLUMNS / 16;
+    constexpr int NS = ROWS ? S::COLUMNS / 8 : S::FIBERS / 8;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int f0 = warp / GROUPS * S::FIBERS, j0 = warp % GROUPS * S::COLUMNS;
+    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
+    constexpr bool LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
+    int from[FN];
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            int e = i + b * threads, r = e & (R - 1);
-            batch[b] = e < inside && r < valid_c ? x[(long long)(e >> bits) * C + r] : T(0.0f);
+    for (int i = 0; i < FN; ++i) {  // as above
+        constexpr int LEAST = ROWS ? 1 : 4;
+        int f = f0 + g * LEAST;
+        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f < ALL ? f : 0, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
+        else from[i] = S::In::at(spot<P, RIGHT>(min(f + i * FV, ALL - LEAST), 0));
+        from[i] = S::In::join(from[i], S::In::at(ROWS ? 2 * t : t * RIGHT));
+    }
+    float sums[MS][NS][4] = {};
+    w += (j0 / (8 * WIDE) * 64 + threadIdx.x % 32) * WIDE;
+#pragma unroll 2
+    for (int k0 = 0; k0 < P; k0 += 8) {
+        float x[FN][2][ROWS ? 1 : 4], c[BLOCKS][2][WIDE];
+#pragma unroll
+        for (int i = 0; i < FN; ++i) {
+            int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
+            if constexpr (ROWS) {
+                Vec<In, 2> v = load_vec<In, 2>(source + at);
+                x[i][0][0] = to_tf32(load_as(v.v[0]));
+                x[i][1][0] = to_tf32(load_as(v.v[1]));
+            } else {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) x[i][h][e] = to_tf32(load_as(v.v[e]));
+                }
+            }
         }
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            if (i < total) tile[l * pitch + rest] = load_as(batch[b]);
-            i += threads;
-            l += dl;
-            rest += dr;
-            if (rest >= piece) {
-                rest -= piece;
-                ++l;
+        for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                Vec<float, WIDE> v = load_vec<float, WIDE>(w + (b * 2 + h) * 32 * WIDE);
+#pragma unroll
+                for (int e = 0; e < WIDE; ++e) c[b][h][e] = v.v[e];
+            }
+        w += S::PADDED * 8;
+#pragma unroll
+        for (int m = 0; m < MS; ++m)
+#pragma unroll
+            for (int n = 0; n < NS; ++n) {
+                if constexpr (ROWS) {
+                    float a[4] = {x[2 * m][0][0], x[2 * m + 1][0][0], x[2 * m][1][0], x[2 * m + 1][1][0]};
+                    float b[2] = {c[n / WIDE][0][n % WIDE], c[n / WIDE][1][n % WIDE]};
+                    mma_tf32(sums[m][n], a, b);
+                } else {
+                    constexpr int HALF = WIDE / 2 ? WIDE / 2 : 1;
+                    int i = m / HALF, e = m % HALF * 2;
+                    float a[4] = {c[i][0][e], c[i][0][e + 1], c[i][1][e], c[i][1][e + 1]};
+                    float b[2] = {x[n / 4][0][n % 4], x[n / 4][1][n % 4]};
+                    mma_tf32(sums[m][n], a, b);
+                }
+            }
+    }
+    after();
+    Sums4<Plan, S, Out, Q, RIGHT, LAST> to;
+    int f1 = f0 + (ROWS ? g : 8 * t), j1 = j0 + (ROWS ? 2 * t : g) * WIDE;
+    to.set(f1, j1, global);
+#pragma unroll
+    for (int i = 0; i < (ROWS ? FN : 2 * FN); ++i) {
+        int f = ROWS ? i * 8 : i / 2 * 32 + i % 2 * 4;
+        if (f1 + f >= ALL) continue;
+        if (!LINEAR) {
+            to.set(f1 + f, j1, global);
+            f = 0;
+        }
+        if constexpr (ROWS) {
+            constexpr int N = gcd(gcd(2 * WIDE, 4), Q);
+#pragma unroll
+            for (int e = 0; e < 2 * WIDE * BLOCKS; e += N) {
+                int b = e / (2 * WIDE), j = b * 8 * WIDE + e % (2 * WIDE);
+                if (S::PADDED > Q && j1 + j >= Q) continue;
+                float part[N];
+#pragma unroll
+                for (int u = 0; u < N; ++u) part[u] = sums[i / 2][b * WIDE + (e + u) % WIDE][i % 2 * 2 + (e + u) % (2 * WIDE) / WIDE];
+                to.store(tile, global, f, j, part);
+            }
+        } else {
+            constexpr int HALF = WIDE / 2 ? WIDE / 2 : 1;
+#pragma unroll
+            for (int m = 0; m < 2 * MS; ++m) {
+                int j = m / (2 * HALF) * 8 * WIDE + m % (2 * HALF);
+                if (S::PADDED > Q && j1 + j >= Q) continue;
+                float part[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) part[e] = sums[m / 2][i / 2 * 4 + e][i % 2 + m % 2 * 2];
+                to.store(tile, global, f, j, part);
             }
         }
     }
 }
 
-// A thread's fibers, if floats would have n: doubles take twice the registers.
-template <typename F>
-__device__ constexpr int many(int n) {
-    return sizeof(F) == 8 ? n / 2 : n;
+// The group's factors, as views.
+template <typename T>
+struct Factors4 {
+    const T* at[MOST];
+    long long p[MOST], q[MOST];  // distances between rows, between columns
+};
+
+// Number [k][j] of the Kronecker product of factors N, N + 1, .. of which the first is the rightmost.
+template <int N, class Factor, class... Others, typename T>
+__device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int k, int j) {
+    compute_t<T> value = load_as(factors.at[N][k % Factor::P * factors.p[N] + j % Factor::Q * factors.q[N]]);
+    if constexpr (sizeof...(Others)) value *= element<N + 1, Others...>(factors, k / Factor::P, j / Factor::Q);
+    return value;
 }
 
-// wN: factor N, with the distances wN_p and wN_q between its rows and columns. sN: p + (q << 16) + (padded << 32) +
-// (config << 48); padded is that of a slice for factor 0, which has `columns` of the q. Grid slices * (the tiles, or
-// fewer), block 32 * the warps of the step that has most; dynamic shared memory: the factors, then the tile, as large as any
-// step sees it.
-template <typename T>
-__global__ void __launch_bounds__(sizeof(T) == 8 ? MOST_THREADS4 / 2 : MOST_THREADS4, 1)
-kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-               const T* w7, const T* bias, const T* residual, long long A, long long C, int count, int L, int R,
-               int slices, int columns, long long s0, long long s1, long long s2, long long s3, long long s4, long long s5,
-               long long s6, long long s7, long long w0_p, long long w0_q, long long w1_p, long long w1_q,
-               long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
-               long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
-               long long features) {
-    using F = compute_t<T>;
-    extern __shared__ double dynamic[];
-    __shared__ Step steps[MOST + 1];
-    F* shared = reinterpret_cast<F*>(dynamic);
-    const T* const ws[MOST] = {w0, w1, w2, w3, w4, w5, w6, w7};
-    const long long sizes[MOST] = {s0, s1, s2, s3, s4, s5, s6, s7};
-    const long long ps[MOST] = {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p};
-    const long long qs[MOST] = {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q};
-    int slice = blockIdx.x % slices * columns, all = s0 >> 16 & 0xffff, P = 1, place = 0, right = R, stride = R;
-    long long before = C, Q = C;  // outputs of all factors but the last, of all
-#pragma unroll
-    for (int n = 0; n < MOST; ++n) {  // unrolled, so that the parameters need not be an array in memory
-        if (n >= count) break;
-        int p = sizes[n] & 0xffff, q = sizes[n] >> 16 & 0xffff, padded = sizes[n] >> 32 & 0xffff;
-        P *= p;
-        before = Q;
-        Q *= q;
-        if (n == 0) q = min(columns, all - slice);
-        load_factor(shared + place, ws[n] + (n == 0 ? slice * w0_q : 0), p, q, padded, ps[n], qs[n]);
-        if (threadIdx.x == 0) {
-            int pitch = (p * stride + right - 1) / right;  // in units of `right`
-            if (right < 32) pitch |= 1;
-            steps[n].p.set(p);
-            steps[n].right.set(right);
-            steps[n].q = q;
-            steps[n].padded = padded;
-            steps[n].config = int(sizes[n] >> 48);
-            steps[n].stride = stride;
-            steps[n].pitch = right < 32 ? pitch * right : p * stride;
-            steps[n].place = place;
+// Copy a step's matrix, `columns` from the first on, to shared memory, with zeros beyond. Blocks of 4 x 8: a factor may be transposed.
+template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
+__device__ __forceinline__ void load_matrix(compute_t<T>* to, const Factors4<T>& factors, int first,
+                                            Step4<F, C, L, PADDED, In, Factors...>) {
+    using S = Step4<F, C, L, PADDED, In, Factors...>;
+    constexpr int ACROSS = (PADDED + 7) / 8, BLOCKS = (S::P + 3) / 4 * ACROSS;
+#pragma unroll 4
+    for (int e = threadIdx.x; e < BLOCKS * 32; e += Plan::THREADS) {
+        int k = e / 32 / ACROSS * 4 + e % 32 / 8, j = e / 32 % ACROSS * 8 + e % 8;
+        if (k >= S::P || j >= PADDED) continue;
+        compute_t<T>* place = to + place_of<S, Plan::TENSOR, RIGHT>(k, j);
+        if constexpr (S::COUNT == 1 && sizeof(T) >= 4 && !Plan::TENSOR) {
+            cp_async<sizeof(T)>(shared_address(place), factors.at[N] + k * factors.p[N] + (first + j) * factors.q[N], j < COLUMNS);
+        } else {
+            compute_t<T> value = j < COLUMNS ? element<N, Factors...>(factors, k, first + j) : compute_t<T>(0);
+            if constexpr (Plan::TENSOR) value = to_tf32(value);
+            *place = value;
         }
-        place += (p * padded + 3) / 4 * 4;
-        stride = right * (right < 32 ? q | 1 : q);
-        right *= q;
     }
-    __syncthreads();
-    F* tile = shared + place;
-    int bits = 31 - __clz(R);
-    long long across = (C + R - 1) / R, tiles = (A + L - 1) / L * across, step = gridDim.x / slices;
-    for (long long number = blockIdx.x / slices; number < tiles; number += step) {
-        long long a = number / across * L, c = number % across * R;
-        int rows = int(A - a < L ? A - a : L), valid_c = int(C - c < R ? C - c : R);
-        load_tile4(tile, x + a * P * C + c, L * P * R, rows * P * R, R, valid_c, C, steps[0].p.by * R, steps[0].pitch);
+}
+
+template <class S, int V>
+__device__ constexpr int matrix_size() {
+    return (S::P * S::PADDED + V - 1) / V * V;
+}
+
+template <int V, class... Steps>
+__device__ constexpr int matrix_sizes(Steps4<Steps...>) {
+    return (matrix_size<Steps, V>() + ...);
+}
+
+// The matrices of the steps from factor N on.
+template <class Plan, int N, int RIGHT, typename T, class S, class... Others>
+__device__ __forceinline__ void load_matrices(compute_t<T>* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
+    constexpr int COLUMNS = N == 0 ? Plan::COLUMNS : S::Q;
+    load_matrix<Plan, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0, S());
+    if constexpr (N == 0) cp_async_commit();  // step 0 waits for these, and for its tile, alone
+    if constexpr (sizeof...(Others))
+        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_size<S, 16 / sizeof(*to)>(), factors, slice, Steps4<Others...>());
+}
+
+// Numbers `begin` to `end` of a tile, in the background, and zeros to the end of a unit.
+template <class Plan, class In, typename T>
+__device__ __forceinline__ void load_tile4(T* to, const T* x, int begin, int end, int rows, long long C) {
+    constexpr int W = Plan::BYTES / sizeof(T), UNIT = 16 / sizeof(T);
+    for (int e = begin + threadIdx.x * W; e < (end + UNIT - 1) / UNIT * UNIT; e += Plan::THREADS * W) {
+        const T* from = Plan::ROWS ? x + e : x + e / Plan::R * C + e % Plan::R;
+        bool in = e < (Plan::ROWS && rows < Plan::L ? rows * Plan::P : end);
+        if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), from, in);
+        else to[In::at(e)] = in ? *from : T(0.0f);
+    }
+}
+
+// The steps from S on, of which `in` and `rest`, from number AHEAD on, are the input. LEFT and RIGHT are those of S.
+template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class S, class... Others>
+__device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, const F* w, const Global4<T>& global, const After& after,
+                                     Steps4<S, Others...>) {
+    constexpr bool LAST = sizeof...(Others) == 0;
+    constexpr int Q = FIRST ? Plan::COLUMNS : S::Q, AHEAD = FIRST ? Plan::AHEAD : LEFT * S::P * RIGHT;
+    using Next = typename First<Others..., S>::type;
+    auto have_read = [&] {
+        if constexpr (FIRST) after();
+        else if constexpr (!LAST || Plan::AHEAD < Plan::NUMBERS) __syncthreads();
+    };
+    if constexpr (Plan::TENSOR) multiply4_tensor<Plan, S, typename Next::In, Q, LEFT, RIGHT, AHEAD, LAST>(in, rest, tile, w, global, have_read);
+    else multiply4<Plan, S, typename Next::In, Q, LEFT, RIGHT, AHEAD, LAST>(in, rest, tile, w, global, have_read);
+    if constexpr (!LAST) {
+        if constexpr (FIRST) cp_async_wait<1>();  // for the other steps' matrices
         __syncthreads();
-        Target<T> target = {out, bias, residual, a * Q + c, Q, before, C, features, bits, rows, valid_c, slice, all, {}, F(scale)};
-        target.columns.set(steps[0].q);
-        int numbers = L * P * R;
-        for (int n = 0; n < count; ++n) {
-            const Step &s = steps[n], &next = steps[n + 1];
-            int fibers = numbers / s.p.by;
-            bool last = n == count - 1;
-            const F* w = shared + s.place;
-            switch (s.config) {
-                case 0: multiply4<T, many<F>(8), 8>(tile, w, s, next, last, fibers, target); break;
-                case 1: multiply4<T, many<F>(4), 16>(tile, w, s, next, last, fibers, target); break;
-                case 2: multiply4<T, many<F>(4), 8>(tile, w, s, next, last, fibers, target); break;
-                case 3: multiply4<T, many<F>(4), 4>(tile, w, s, next, last, fibers, target); break;
-                case 4: multiply4<T, 1, 8>(tile, w, s, next, last, fibers, target); break;
-                default: multiply4<T, many<F>(8), 2>(tile, w, s, next, last, fibers, target);
-            }
-            numbers = fibers * s.q;
-        }
+        const F* next_w = w + matrix_size<S, 16 / sizeof(F)>();
+        run4<Plan, false, LEFT / Next::P, RIGHT * Q>(tile, tile, tile, next_w, global, after, Steps4<Others...>());
+    }
+}
+
+// wN: factor N, with the distances wN_p and wN_q between its rows and columns; null from the group's count on. Grid SLICES * (the
+// tiles, or fewer), block THREADS; dynamic shared memory: the matrices, the stage, the tile.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+               const T* w7, const T* bias, const T* residual, long long A, long long C, long long w0_p, long long w0_q,
+               long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+               long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+               long long w7_p, long long w7_q, double scale, long long features) {
+    using F = compute_t<T>;
+    using In = typename Plan::Rightmost::In;
+    extern __shared__ uint4 dynamic[];
+    constexpr int MATRICES = matrix_sizes<16 / sizeof(F)>(typename Plan::List());
+    F* matrices = reinterpret_cast<F*>(dynamic);
+    T* stage = reinterpret_cast<T*>(matrices + MATRICES);
+    F* tile = reinterpret_cast<F*>(stage + (Plan::AHEAD * sizeof(T) + 15) / 16 * 16 / sizeof(T));
+    Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
+                           {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
+                           {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
+    int slice = blockIdx.x % Plan::SLICES;
+    long long across = Plan::ROWS ? 1 : C / Plan::R, tiles = (A + Plan::L - 1) / Plan::L * across, step = gridDim.x / Plan::SLICES;
+    long long number = blockIdx.x / Plan::SLICES;
+    auto load = [&](T* to, int begin, int end) {
+        if (begin == end || number >= tiles) return;
+        long long a = number / across * Plan::L, c = number % across * Plan::R;
+        load_tile4<Plan, In>(to, x + a * Plan::P * C + c, begin, end, int(A - a < Plan::L ? A - a : Plan::L), C);
+    };
+    load(stage, 0, Plan::AHEAD);
+    load(reinterpret_cast<T*>(tile), Plan::AHEAD, Plan::NUMBERS);
+    load_matrices<Plan, 0, Plan::R>(matrices, factors, slice, typename Plan::List());
+    cp_async_commit();
+    cp_async_wait<1>();
+    while (true) {
+        __syncthreads();
+        long long a = number / across * Plan::L, c = number % across * Plan::R;
+        int rows = int(A - a < Plan::L ? A - a : Plan::L);
+        Global4<T> global = {out, bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * C + c, C, features, rows, F(scale)};
+        number += step;
+        auto after = [&] {
+            __syncthreads();
+            load(stage, 0, Plan::AHEAD);  // of the next tile
+            cp_async_commit();
+        };
+        run4<Plan, true, Plan::NUMBERS / Plan::Rightmost::P / Plan::R, Plan::R>(stage, reinterpret_cast<const T*>(tile), tile, matrices, global,
+                                                                                after, typename Plan::List());
+        if (number >= tiles) break;
+        load(reinterpret_cast<T*>(tile), Plan::AHEAD, Plan::NUMBERS);
+        cp_async_commit();
+        cp_async_wait<0>();
     }
 }
 

@@ -6,13 +6,14 @@ own output.
 
 import functools
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cukern.ops import kron_chain, kron_groups
-from cukern.ops.kron_plan import Sizes
+from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_torch import PRODUCTS
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -21,6 +22,7 @@ from cukern.runtime.registry import Version
 _V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
 _V4, _V4_BWD = Template("kron_linear.cu", "kron_linear_v4"), Template("kron_linear.cu", "kron_linear_v4_bwd")
 _BLOCK = (256, 1, 1)
+_COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 _WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
 _PIECES = 512  # of a sum over fibers, at most: enough to fill every GPU
 _PIECE = 256  # fibers in a piece, at least
@@ -82,39 +84,42 @@ class _Prepared(NamedTuple):
     group: kron_groups.Group
     launch: backend.Launch
     geometry: tuple[backend.Dim, backend.Dim, int]
-    numbers: tuple[int, ...]
     indices: tuple[int, ...]  # of the factors
     unused: tuple[int, ...]  # zeros for those that the kernel could take besides
     features: int  # of the output
 
 
 @functools.lru_cache(512)
-def _plan(sizes: Sizes, rows: int, dtype: torch.dtype, device: int) -> tuple[int, tuple[_Prepared, ...]]:
+def _plan(sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> tuple[int, tuple[_Prepared, ...]]:
     """How many rows go through all launches at once, and the launches."""
-    limit = backend.shared_memory(device) - 1024  # the kernel has static memory too
-    plan = kron_groups.groups(sizes, rows, dtype.itemsize, backend.multiprocessors(device), limit)
+    plan = kron_groups.groups(sizes, rows, _target(dtype, device, tensor, aligned))
     part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device) for group in plan)
+
+
+def _target(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kron_groups.Target:
+    shared = backend.shared_memory(device) - 1024  # what the driver keeps of it
+    return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned)
 
 
 def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int) -> _Prepared:
     """The launch of a group for at most so many rows."""
     first, last = group.steps[0], group.steps[-1]
-    A, unused = rows * last.left, kron_groups.MOST - len(group.steps)
-    tiles = -(-A // group.L) * -(-first.right // group.R) if group.configs else 0
+    indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
+    unused = (0,) * (kron_groups.MOST - len(group.steps))
+    if not group.parts:
+        return _Prepared(group, _V3[dtype, _tile(first.q)].on(device), ((1, 1, 1), _BLOCK, 0), indices, unused, features)
+    tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
-    sizes = [s.p + (s.q << 16) + (w << 32) + (c << 48) for s, w, c in zip(group.steps, group.padded, group.configs, strict=False)]
-    numbers = first.right, len(group.steps), group.L, group.R, group.slices, group.columns, *sizes, *(0,) * unused
     geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
-    indices = tuple(s.factor for s in group.steps)
-    return _Prepared(group, _V4[dtype].on(device), geometry, numbers, indices, (0,) * unused, last.left * last.q * last.right)
+    return _Prepared(group, _V4[dtype, group.template].on(device), geometry, indices, unused, features)
 
 
 def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
     """z (rows, numbers), contiguous, through the factors of a group."""
     group, rows = made.group, z.shape[0]
-    if not group.configs:
-        step = group.steps[0]
+    step = group.steps[0]
+    if not group.parts:
         w = factors[step.factor][None]
         return mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue, out).view(rows, -1)
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
@@ -127,8 +132,8 @@ def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue
         strides += w.stride()
     rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
     made.launch(
-        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *made.numbers,
-        *strides, *made.unused, *made.unused, scale, made.features,
+        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, step.right, *strides,
+        *made.unused, *made.unused, scale, made.features,
     )  # fmt: skip
     return out
 
@@ -138,8 +143,8 @@ def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
     for w in factors:
         if w.ndim == 3:
             return _v3(x, factors, epilogue)
-    rows = x.shape[0]
-    part, launches = _plan(tuple([tuple(w.shape) for w in factors]), rows, x.dtype, x.get_device())
+    rows, sizes = x.shape[0], tuple([tuple(w.shape) for w in factors])
+    part, launches = _plan(sizes, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16))
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
     scale, bias, residual = epilogue
@@ -152,6 +157,11 @@ def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
         added = residual if whole or residual is None else residual[first : first + part]
         launch_group(launches[-1], z, factors, (scale, bias, added), end)
     return out
+
+
+def _on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether products are made in TF32, which holds 16-bit numbers as they are; for float32 torch's own switch says so."""
+    return dtype.itemsize == 2 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
 
 
 def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
@@ -172,13 +182,14 @@ def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
     samples, A, p, C = z.shape
     if samples != 1:
         return mode_product(z, w, (scale, None, None))
-    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device())
+    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device(), _on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
     return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
 
 
 @functools.lru_cache(512)
-def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int) -> _Prepared:
-    group = kron_groups.one_factor(p, q, A, C, dtype.itemsize, backend.multiprocessors(device), backend.shared_memory(device) - 1024)
+def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> _Prepared:
+    group = kron_groups.fastest((Step(0, 1, p, q, C),), A, _target(dtype, device, tensor, aligned))
+    assert group
     return prepare(group, A, dtype, device)
 
 
@@ -203,7 +214,8 @@ def _v3_instances(dtype: torch.dtype) -> list[Kernel]:
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
     wide = [] if dtype.itemsize == 8 else [_V4_BWD[dtype, _sum_dtype(dtype)]]
-    return [_V4[dtype], *wide, *_v3_instances(dtype)]
+    known = [kron_groups.groups(((f, f),) * n, 64, _target(dtype, backend.SIMULATED, _on_tensor_cores(dtype), 16)) for f, n in _COMMON]
+    return [*[_V4[dtype, group.template] for plan in known for group in plan], *wide, *_v3_instances(dtype)]
 
 
 def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
@@ -225,5 +237,5 @@ VERSIONS = {
     "v1": Version("x @ w and movedim, in torch", _in_torch("v1")),
     "v2": Version("w^T @ x^T and reshape, in torch", _in_torch("v2")),
     "v3": Version("one GEMM a factor, read and written in place", _v3, _v3_backward, _v3_instances),
-    "v4": Version("a group of factors a launch, in shared memory", _v4, _v4_backward, _v4_instances),
+    "v4": Version("a group of factors a launch, in shared memory, compiled for their sizes", _v4, _v4_backward, _v4_instances, requires=80),
 }

@@ -123,3 +123,19 @@ __device__ __forceinline__ void store_past_l1(void* p, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+
+// The nearest number that the tensor cores' TF32 can hold: 8 bits of exponent, 10 of fraction (sm_80 and newer).
+__device__ __forceinline__ float to_tf32(float x) {
+    unsigned bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return __uint_as_float(bits);
+}
+
+// d += a b of a warp, a 16 x 8 and b 8 x 8, in TF32, added in float. Lane l, with g = l / 4 and t = l % 4, holds
+// a[g + 8 i][t + 4 k] in a[i + 2 k], b[t + 4 k][g] in b[k] and d[g + 8 i][2 t + j] in d[2 i + j].
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+          "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
