@@ -193,16 +193,18 @@ __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long
 
 // ------------------------------------------------------------------------------------------------------------ v4
 //
-// A group of neighbouring factors a launch; compiled for the factors' sizes and the tile's:
-// every distance is a constant. Factor 0 is the rightmost. For the group the array is [A][P][C], and a tile [L][P][R]: L of
-// the A where C is 1, else one of the A and R of the C, where R divides C. A step multiplies the tile, [left][P][right],
-// along one index by the Kronecker product of one or more neighbouring factors: tiny ones, merged, cost no more and go over
-// the tile once.
+// A group of neighbouring factors a launch, compiled for the factors' sizes and the tile's: every distance is a constant. Factor
+// 0 is the rightmost. For the group the array is [A][P][C], and a tile [L][P][R]: L of the A where R is C (WHOLE), else one of
+// the A and R of the C, where R divides C. A step sees the tile as [left][P][right] and multiplies it along one index by the
+// Kronecker product of one or more neighbouring factors: tiny ones, merged, cost little more and go over the tile once.
 //
 // A tile arrives in `stage`, as it is stored, by copies that run while the tile before is multiplied; where shared memory does
-// not hold two tiles, only the first AHEAD fibers do, and the others come late, to where the results go. Results go to
+// not hold two tiles, only the first AHEAD numbers do, and the others come late, to where the results go. Results go to
 // `tile`, in float. It has room for one: a step holds all its sums in registers until every thread has read. The rightmost
 // factor may be cut into SLICES of its columns, so that several blocks share the work of a tile and none does any twice.
+//
+// A step is LOCAL where each warp writes what it alone has read. Then warps wait for none but themselves, and while one fetches
+// another multiplies; a block's barriers would have all fetch at one time, and all multiply at another.
 //
 // Everything moves as 16 bytes. A Layout puts a unit of 16 bytes, u, at u ^ (u >> S & M) ^ (u >> S2 & M2), so that the lanes
 // which one access serves meet different banks; that is linear in the bits of u, so where all sizes are powers of two the
@@ -226,13 +228,20 @@ struct Factor {
     static constexpr int P = P_, Q = Q_;
 };
 
-// One step. A thread has FIBERS x COLUMNS sums, a warp LANES x 32 / LANES threads; on tensor cores a warp has FIBERS x COLUMNS.
+// One step. A thread has FIBERS x COLUMNS sums, a warp LANES x 32 / LANES threads; on tensor cores, LANES being 1,
+// a warp has FIBERS x COLUMNS.
 // PADDED is Q, of a slice for step 0, rounded up to whole warps. In: the layout of what it reads.
 template <int FIBERS_, int COLUMNS_, int LANES_, int PADDED_, class In_, class... Factors>
 struct Step4 {
     static constexpr int FIBERS = FIBERS_, COLUMNS = COLUMNS_, LANES = LANES_, PADDED = PADDED_, COUNT = sizeof...(Factors);
-    static constexpr int P = (Factors::P * ...), Q = (Factors::Q * ...);
+    static constexpr int P = (Factors::P * ...), Q = (Factors::Q * ...), GROUPS = PADDED / (LANES == 1 ? COLUMNS : COLUMNS * 32 / LANES);
+    static constexpr int FETCHED = FIBERS * LANES * P;  // by a warp
     using In = In_;
+
+    // Whether each warp writes what it alone has read.
+    __device__ static constexpr bool local(int numbers, int right) {
+        return GROUPS == 1 && P == Q && PADDED == Q && FIBERS * LANES % right == 0 && numbers % FETCHED == 0;
+    }
 };
 
 template <class... Steps>
@@ -243,15 +252,17 @@ struct First {
     using type = S;
 };
 
-template <int THREADS_, int BLOCKS_, int L_, int R_, bool ROWS_, int BYTES_, int AHEAD_, int SLICES_, bool TENSOR_, class... Steps>
+// BYTES: of a copy from memory. TENSOR: multiplied in TF32, on tensor cores. ADDED: with a bias or a residual.
+template <int THREADS_, int BLOCKS_, int L_, int R_, bool WHOLE_, int BYTES_, int AHEAD_, int SLICES_, bool TENSOR_, bool ADDED_, class... Steps>
 struct Plan4 {
-    // ROWS: C is 1. BYTES: of a copy from memory. TENSOR: multiplied in TF32, on tensor cores.
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
-    static constexpr bool ROWS = ROWS_, TENSOR = TENSOR_;
+    static constexpr bool WHOLE = WHOLE_, TENSOR = TENSOR_, ADDED = ADDED_;
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;
     static constexpr int NUMBERS = L * P * R, COLUMNS = Rightmost::Q / SLICES;  // of a tile; of the rightmost step in a slice
+    static constexpr bool LOCAL = SLICES == 1 && Rightmost::local(NUMBERS, R);  // the first step: each warp copies what it reads
+    static constexpr bool REST = AHEAD < NUMBERS;
 };
 
 // Where the outputs of a tile go.
@@ -270,9 +281,9 @@ __device__ constexpr int spot(int f, int j) {
     return (f / RIGHT * N + j) * RIGHT + f % RIGHT;
 }
 
-// Where a step's sums go: number j of fiber f. `place` is that of the thread's first sum; others are found by adding a constant,
+// Where a step's sums go: number j of fiber f. `place` and `at` are those of the thread's first sum; the others are a constant away,
 // unless the fibers do not come in a step's whole pieces (see LINEAR below).
-template <class Plan, class S, class Out, int Q, int RIGHT, bool LAST>
+template <class Plan, class S, int Q, int RIGHT, class Out, bool LAST>
 struct Sums4 {
     int l, place;
     long long at;
@@ -283,12 +294,15 @@ struct Sums4 {
         if (Plan::COUNT > 1) others = others / Plan::COLUMNS * (Plan::COLUMNS * Plan::SLICES) + others % Plan::COLUMNS;
         return f / RIGHT * Plan::Q + j * (Plan::Q / S::Q) + others;
     }
-    __device__ static constexpr int column(int f) { return f % RIGHT % Plan::R; }
+    template <typename T>
+    __device__ static __forceinline__ long long along(int f, int j, const Global4<T>& global) {
+        return (Plan::WHOLE ? row(f, j) * Plan::R : row(f, j) * global.C) + f % RIGHT % Plan::R;
+    }
 
     template <typename T>
     __device__ __forceinline__ void set(int f, int j, const Global4<T>& global) {
         l = f / RIGHT;
-        if constexpr (LAST) at = global.first + (Plan::ROWS ? row(f, j) : row(f, j) * global.C) + column(f);
+        if constexpr (LAST) at = global.first + along(f, j, global);
         else place = Out::at(spot<Q, RIGHT>(f, j));
     }
 
@@ -304,48 +318,55 @@ struct Sums4 {
             }
             store_vec(tile + Out::join(place, Out::at(spot<Q, RIGHT>(f, j))), v);
         } else {
-            constexpr int W = Plan::BYTES / sizeof(T), G = Plan::ROWS ? N : gcd(N, W ? W : 1);
+            constexpr int W = Plan::BYTES / sizeof(T), G = Plan::WHOLE ? N : gcd(N, W ? W : 1);
             if (l + f / RIGHT >= global.rows) return;
-            long long first = at + (Plan::ROWS ? row(f, j) : row(f, j) * global.C) + column(f);
-            const T* bias = global.bias ? global.bias + first % global.features : nullptr;
-            const T* residual = global.residual ? global.residual + first : nullptr;
+            long long first = at + along(f, j, global);
 #pragma unroll
             for (int n = 0; n < N; n += G) {
-                Vec<T, G> v;
+                F part[G];
 #pragma unroll
                 for (int i = 0; i < G; ++i) {
-                    F sum = sums[n + i] * global.scale;
-                    if (bias) sum += load_as(bias[n + i]);
-                    if (residual) sum += load_as(residual[n + i]);
-                    v.v[i] = T(sum);
+                    part[i] = sums[n + i] * global.scale;
+                    if (Plan::ADDED && global.bias) part[i] += load_as(global.bias[first % global.features + n + i]);
+                    if (Plan::ADDED && global.residual) part[i] += load_as(global.residual[first + n + i]);
                 }
-                store_vec(global.out + first + n, v);
+                store_vec(global.out + first + n, pack<T, G>(part));
             }
         }
     }
 };
 
-// One step on the FMA units.
-template <class Plan, class S, class Out, int Q, int LEFT, int RIGHT, int AHEAD, bool LAST, typename In, typename F, typename T, class After>
-__device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile, const F* w, const Global4<T>& global, const After& after) {
+// The place of number [k][j] of a step's matrix in shared memory: row by row, or as the lanes of mma_tf32 fetch it as operand a,
+// whose rows are the matrix's columns: a lane's are neighbours, WIDE of them, and so are its k where a fiber's numbers are.
+template <class S, bool TENSOR, int RIGHT>
+__device__ __forceinline__ int place_of(int k, int j) {
+    if constexpr (!TENSOR) return k * S::PADDED + j;
+    constexpr int WIDE = gcd(S::COLUMNS / 8, 4);
+    int t = RIGHT == 1 ? k % 8 / 2 : k % 4, h = RIGHT == 1 ? k % 2 : k % 8 / 4, m = j / (8 * WIDE) * (WIDE / 2) + j % WIDE / 2;
+    return ((k / 8 * (S::PADDED / 16) + m) * 32 + j / WIDE % 8 * 4 + t) * 4 + h * 2 + j % 2;
+}
+
+// One step on the FMA units. AHEAD: how many numbers lie at `in`, the others at `rest`.
+template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename F, typename M, typename T,
+          class After>
+__device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile, const M* w, const Global4<T>& global, const After& after) {
     constexpr int P = S::P, LC = 32 / S::LANES, ALL = LEFT * RIGHT, V = 16 / sizeof(F);
     constexpr int FV = gcd(gcd(RIGHT, S::FIBERS), V), KV = RIGHT == 1 ? gcd(P, 16 / sizeof(In)) : 1, JV = gcd(S::COLUMNS, V);
-    constexpr int GROUPS = S::PADDED / (LC * S::COLUMNS), KC = P <= 16 ? P : gcd(P, 16), QV = gcd(Q, JV);
-    int warp = threadIdx.x / 32, lf = threadIdx.x % 32 % S::LANES, lc = threadIdx.x % 32 / S::LANES;
-    int f0 = warp / GROUPS * (S::LANES * S::FIBERS), j0 = warp % GROUPS * (LC * S::COLUMNS) + lc * JV;
-    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
+    constexpr int KC = P <= 16 ? P : gcd(P, 16), QV = gcd(Q, JV), STEP = S::LANES * FV;
     constexpr bool LINEAR = ALL % (S::LANES * S::FIBERS) == 0 && (RIGHT & (RIGHT - 1)) == 0;
+    int warp = threadIdx.x / 32, lf = threadIdx.x % 32 % S::LANES, lc = threadIdx.x % 32 / S::LANES;
+    int f0 = warp / S::GROUPS * (S::LANES * S::FIBERS), j0 = warp % S::GROUPS * (LC * S::COLUMNS) + lc * JV;
+    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
     int from[S::FIBERS / FV];
 #pragma unroll
-    for (int i = 0; i < S::FIBERS / FV; ++i) {  // a warp without work reads somebody's fibers, and writes nothing
-        constexpr int STEP = S::LANES * FV;
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>((f0 < ALL ? f0 : 0) + lf * FV, 0)), S::In::at(spot<P, RIGHT>(i * STEP, 0)));
+    for (int i = 0; i < S::FIBERS / FV; ++i) {
+        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + lf * FV, 0)), S::In::at(spot<P, RIGHT>(i * STEP, 0)));
         else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * STEP + lf * FV, ALL - FV), 0));
     }
     F sums[S::FIBERS][S::COLUMNS] = {};
     w += j0;
 #pragma unroll 1
-    for (int k0 = 0; k0 < P; k0 += KC) {
+    for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += KC) {  // a warp without fibers has no work
         int at[S::FIBERS / FV];
 #pragma unroll
         for (int i = 0; i < S::FIBERS / FV; ++i) at[i] = S::In::join(from[i], S::In::at(k0 * RIGHT));
@@ -368,9 +389,9 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
                 F c[S::COLUMNS];
 #pragma unroll
                 for (int j = 0; j < S::COLUMNS; j += JV) {
-                    Vec<F, JV> v = load_vec<F, JV>(w + (k + kk) * S::PADDED + j * LC);
+                    Vec<M, JV> v = load_vec<M, JV>(w + (k + kk) * S::PADDED + j * LC);
 #pragma unroll
-                    for (int e = 0; e < JV; ++e) c[j + e] = v.v[e];
+                    for (int e = 0; e < JV; ++e) c[j + e] = load_as(v.v[e]);
                 }
 #pragma unroll
                 for (int i = 0; i < S::FIBERS; ++i)
@@ -381,7 +402,7 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
         w += KC * S::PADDED;
     }
     after();
-    Sums4<Plan, S, Out, Q, RIGHT, LAST> to;
+    Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
     to.set(f0 + lf * FV, j0, global);
 #pragma unroll
     for (int i = 0; i < S::FIBERS; i += FV) {
@@ -403,120 +424,77 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
     }
 }
 
-// The place of number [k][j] of a step's matrix in shared memory: row by row, or as the lanes of mma_tf32 fetch it, WIDE numbers
-// at once of the columns that are their sums'. A lane's k are neighbours where the fibers' are (RIGHT is 1).
-template <class S, bool TENSOR, int RIGHT>
-__device__ __forceinline__ int place_of(int k, int j) {
-    if constexpr (!TENSOR) return k * S::PADDED + j;
-    constexpr int WIDE = gcd(S::COLUMNS / 8, 4), BLOCKS = S::PADDED / (8 * WIDE);
-    int t = RIGHT == 1 ? k % 8 / 2 : k % 4, h = RIGHT == 1 ? k % 2 : k % 8 / 4, g = j / WIDE % 8;
-    return (((k / 8 * BLOCKS + j / (8 * WIDE)) * 2 + h) * 32 + g * 4 + t) * WIDE + j % WIDE;
-}
-
-// One step on tensor cores, in TF32. Where RIGHT is 1 the rows of the product are fibers, else the columns are: so that a lane has
-// neighbours in memory. P and PADDED are multiples of 8, RIGHT is 1 or a multiple of 4.
-template <class Plan, class S, class Out, int Q, int LEFT, int RIGHT, int AHEAD, bool LAST, typename In, typename T, class After>
-__device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const float* w, const Global4<T>& global,
+// One step on tensor cores, in TF32: the transposed product, of the matrix's columns (M) and the fibers (N). Two fibers that mma_tf32
+// has side by side are neighbours where RIGHT is 1, else 4 apart, so that a lane's of 4 products are. P is a multiple of 8, COLUMNS
+// of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
+template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
+__device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
                                                  const After& after) {
-    constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = gcd(S::COLUMNS / 8, 4), BLOCKS = S::COLUMNS / (8 * WIDE);
-    constexpr int GROUPS = S::PADDED / S::COLUMNS;
-    constexpr bool ROWS = RIGHT == 1;  // M of the products: the fibers' 16s, or the columns'
-    constexpr int FV = ROWS ? 8 : 32, FN = S::FIBERS / FV, MS = ROWS ? S::FIBERS / 16 : S::COLUMNS / 16;
-    constexpr int NS = ROWS ? S::COLUMNS / 8 : S::FIBERS / 8;
+    constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = gcd(S::COLUMNS / 8, 4), MS = S::COLUMNS / 16, NS = S::FIBERS / 8;
+    constexpr bool ONE = RIGHT == 1, LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
+    constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int f0 = warp / GROUPS * S::FIBERS, j0 = warp % GROUPS * S::COLUMNS;
+    int f0 = warp / S::GROUPS * S::FIBERS, j0 = warp % S::GROUPS * S::COLUMNS;
     const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
-    constexpr bool LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
-    int from[FN];
+    int from[S::FIBERS / FV];
 #pragma unroll
-    for (int i = 0; i < FN; ++i) {  // as above
-        constexpr int LEAST = ROWS ? 1 : 4;
-        int f = f0 + g * LEAST;
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f < ALL ? f : 0, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(f + i * FV, ALL - LEAST), 0));
-        from[i] = S::In::join(from[i], S::In::at(ROWS ? 2 * t : t * RIGHT));
+    for (int i = 0; i < S::FIBERS / FV; ++i) {
+        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + g * LEAST, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
+        else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * FV + g * LEAST, ALL - LEAST), 0));
+        from[i] = S::In::join(from[i], S::In::at(ONE ? 2 * t : t * RIGHT));
     }
+    auto number = [](In v) { return sizeof(In) == 4 && AHEAD < (1 << 30) ? to_tf32(load_as(v)) : load_as(v); };
     float sums[MS][NS][4] = {};
-    w += (j0 / (8 * WIDE) * 64 + threadIdx.x % 32) * WIDE;
+    w += (j0 / 16 * 32 + threadIdx.x % 32) * 4;
 #pragma unroll 2
-    for (int k0 = 0; k0 < P; k0 += 8) {
-        float x[FN][2][ROWS ? 1 : 4], c[BLOCKS][2][WIDE];
+    for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8) {
+        float x[NS][2], c[MS][4];
 #pragma unroll
-        for (int i = 0; i < FN; ++i) {
+        for (int i = 0; i < S::FIBERS / FV; ++i) {
             int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
-            if constexpr (ROWS) {
+            if constexpr (ONE) {
                 Vec<In, 2> v = load_vec<In, 2>(source + at);
-                x[i][0][0] = to_tf32(load_as(v.v[0]));
-                x[i][1][0] = to_tf32(load_as(v.v[1]));
+                x[i][0] = number(v.v[0]);
+                x[i][1] = number(v.v[1]);
             } else {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) x[i][h][e] = to_tf32(load_as(v.v[e]));
+                    for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
                 }
             }
         }
 #pragma unroll
-        for (int b = 0; b < BLOCKS; ++b)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                Vec<float, WIDE> v = load_vec<float, WIDE>(w + (b * 2 + h) * 32 * WIDE);
-#pragma unroll
-                for (int e = 0; e < WIDE; ++e) c[b][h][e] = v.v[e];
-            }
+        for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<M, 4>(w + m * 128));
         w += S::PADDED * 8;
 #pragma unroll
         for (int m = 0; m < MS; ++m)
 #pragma unroll
-            for (int n = 0; n < NS; ++n) {
-                if constexpr (ROWS) {
-                    float a[4] = {x[2 * m][0][0], x[2 * m + 1][0][0], x[2 * m][1][0], x[2 * m + 1][1][0]};
-                    float b[2] = {c[n / WIDE][0][n % WIDE], c[n / WIDE][1][n % WIDE]};
-                    mma_tf32(sums[m][n], a, b);
-                } else {
-                    constexpr int HALF = WIDE / 2 ? WIDE / 2 : 1;
-                    int i = m / HALF, e = m % HALF * 2;
-                    float a[4] = {c[i][0][e], c[i][0][e + 1], c[i][1][e], c[i][1][e + 1]};
-                    float b[2] = {x[n / 4][0][n % 4], x[n / 4][1][n % 4]};
-                    mma_tf32(sums[m][n], a, b);
-                }
-            }
+            for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
     }
     after();
-    Sums4<Plan, S, Out, Q, RIGHT, LAST> to;
-    int f1 = f0 + (ROWS ? g : 8 * t), j1 = j0 + (ROWS ? 2 * t : g) * WIDE;
+    Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
+    int f1 = f0 + (ONE ? 2 : 8) * t, j1 = j0 + g * WIDE;
     to.set(f1, j1, global);
+    constexpr int PAIR = ONE ? WIDE : 4;
 #pragma unroll
-    for (int i = 0; i < (ROWS ? FN : 2 * FN); ++i) {
-        int f = ROWS ? i * 8 : i / 2 * 32 + i % 2 * 4;
+    for (int n = 0; n < 2 * NS / (ONE ? 1 : 4); ++n) {
+        int f = ONE ? n / 2 * 8 + n % 2 : n / 2 * 32 + n % 2 * 4;
         if (f1 + f >= ALL) continue;
         if (!LINEAR) {
             to.set(f1 + f, j1, global);
             f = 0;
         }
-        if constexpr (ROWS) {
-            constexpr int N = gcd(gcd(2 * WIDE, 4), Q);
 #pragma unroll
-            for (int e = 0; e < 2 * WIDE * BLOCKS; e += N) {
-                int b = e / (2 * WIDE), j = b * 8 * WIDE + e % (2 * WIDE);
-                if (S::PADDED > Q && j1 + j >= Q) continue;
-                float part[N];
+        for (int m = 0; m < (ONE ? 2 * MS / WIDE : 2 * MS); ++m) {
+            int j = ONE ? m * 8 * WIDE : m / WIDE * 8 * WIDE + m % WIDE;
+            if (S::PADDED > Q && j1 + j >= Q) continue;
+            float part[PAIR];
 #pragma unroll
-                for (int u = 0; u < N; ++u) part[u] = sums[i / 2][b * WIDE + (e + u) % WIDE][i % 2 * 2 + (e + u) % (2 * WIDE) / WIDE];
-                to.store(tile, global, f, j, part);
-            }
-        } else {
-            constexpr int HALF = WIDE / 2 ? WIDE / 2 : 1;
-#pragma unroll
-            for (int m = 0; m < 2 * MS; ++m) {
-                int j = m / (2 * HALF) * 8 * WIDE + m % (2 * HALF);
-                if (S::PADDED > Q && j1 + j >= Q) continue;
-                float part[4];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) part[e] = sums[m / 2][i / 2 * 4 + e][i % 2 + m % 2 * 2];
-                to.store(tile, global, f, j, part);
-            }
+            for (int e = 0; e < PAIR; ++e)
+                part[e] = ONE ? sums[(m * WIDE + e) / 2][n / 2][e % 2 * 2 + n % 2] : sums[m / 2][n / 2 * 4 + e][m % 2 * 2 + n % 2];
+            to.store(tile, global, f, j, part);
         }
     }
 }
@@ -536,54 +514,92 @@ __device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int 
     return value;
 }
 
-// Copy a step's matrix, `columns` from the first on, to shared memory, with zeros beyond. Blocks of 4 x 8: a factor may be transposed.
+// A step's matrix in shared memory: numbers as the factor has them, products of merged ones as they are computed.
+template <typename T, class S>
+struct Matrix {
+    using type = compute_t<T>;
+};
+template <typename T, int F, int C, int L, int PADDED, class In, class One>
+struct Matrix<T, Step4<F, C, L, PADDED, In, One>> {
+    using type = T;
+};
+
+template <typename T, class S>
+__device__ constexpr int matrix_bytes() {
+    return (S::P * S::PADDED * sizeof(typename Matrix<T, S>::type) + 15) / 16 * 16;
+}
+template <typename T, class... Steps>
+__device__ constexpr int matrices_bytes(Steps4<Steps...>) {
+    return (matrix_bytes<T, Steps>() + ...);
+}
+
+// Copy a step's matrix, COLUMNS from the first on, to shared memory, with zeros beyond: 16 bytes at once along whichever of its
+// dimensions is contiguous.
 template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
-__device__ __forceinline__ void load_matrix(compute_t<T>* to, const Factors4<T>& factors, int first,
-                                            Step4<F, C, L, PADDED, In, Factors...>) {
+__device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PADDED, In, Factors...>>::type* to, const Factors4<T>& factors,
+                                            int first, Step4<F, C, L, PADDED, In, Factors...>) {
     using S = Step4<F, C, L, PADDED, In, Factors...>;
-    constexpr int ACROSS = (PADDED + 7) / 8, BLOCKS = (S::P + 3) / 4 * ACROSS;
+    constexpr int U = 16 / sizeof(T), P = S::P;
+    using M = typename Matrix<T, S>::type;
+    auto put = [&](int k, int j, M value) {
+        if constexpr (Plan::TENSOR && sizeof(M) == 4) value = to_tf32(value);
+        to[place_of<S, Plan::TENSOR, RIGHT>(k, j)] = value;
+    };
+    long long p = factors.p[N], q = factors.q[N];
+    const T* from = factors.at[N] + first * q;
+    bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
+    if (S::COUNT == 1 && COLUMNS % U == 0 && q == 1 && p % U == 0 && aligned) {
 #pragma unroll 4
-    for (int e = threadIdx.x; e < BLOCKS * 32; e += Plan::THREADS) {
-        int k = e / 32 / ACROSS * 4 + e % 32 / 8, j = e / 32 % ACROSS * 8 + e % 8;
-        if (k >= S::P || j >= PADDED) continue;
-        compute_t<T>* place = to + place_of<S, Plan::TENSOR, RIGHT>(k, j);
-        if constexpr (S::COUNT == 1 && sizeof(T) >= 4 && !Plan::TENSOR) {
-            cp_async<sizeof(T)>(shared_address(place), factors.at[N] + k * factors.p[N] + (first + j) * factors.q[N], j < COLUMNS);
-        } else {
-            compute_t<T> value = j < COLUMNS ? element<N, Factors...>(factors, k, first + j) : compute_t<T>(0);
-            if constexpr (Plan::TENSOR) value = to_tf32(value);
-            *place = value;
+        for (int e = threadIdx.x; e < P * (COLUMNS / U); e += Plan::THREADS) {
+            int k = e / (COLUMNS / U), j = e % (COLUMNS / U) * U;
+            if constexpr (!Plan::TENSOR && PADDED % U == 0) {
+                cp_async_16(shared_address(to + k * PADDED + j), from + k * p + j);
+            } else {
+                Vec<T, U> v = load_vec<T, U>(from + k * p + j);
+#pragma unroll
+                for (int u = 0; u < U; ++u) put(k, j + u, M(v.v[u]));
+            }
+        }
+    } else if (S::COUNT == 1 && P % U == 0 && p == 1 && q % U == 0 && aligned) {
+#pragma unroll 4
+        for (int e = threadIdx.x; e < COLUMNS * (P / U); e += Plan::THREADS) {
+            int k = e / COLUMNS * U, j = e % COLUMNS;
+            Vec<T, U> v = load_vec<T, U>(from + k + j * q);
+#pragma unroll
+            for (int u = 0; u < U; ++u) put(k + u, j, M(v.v[u]));
+        }
+    } else {
+#pragma unroll 4
+        for (int e = threadIdx.x; e < P * COLUMNS; e += Plan::THREADS) {
+            int k = e / COLUMNS, j = e % COLUMNS;
+            if constexpr (S::COUNT == 1) put(k, j, from[k * p + j * q]);
+            else put(k, j, element<N, Factors...>(factors, k, first + j));
         }
     }
-}
-
-template <class S, int V>
-__device__ constexpr int matrix_size() {
-    return (S::P * S::PADDED + V - 1) / V * V;
-}
-
-template <int V, class... Steps>
-__device__ constexpr int matrix_sizes(Steps4<Steps...>) {
-    return (matrix_size<Steps, V>() + ...);
+    constexpr int MORE = PADDED > COLUMNS ? PADDED - COLUMNS : 1;
+    for (int e = threadIdx.x; PADDED > COLUMNS && e < P * MORE; e += Plan::THREADS) put(e / MORE, COLUMNS + e % MORE, M(0.0f));
 }
 
 // The matrices of the steps from factor N on.
 template <class Plan, int N, int RIGHT, typename T, class S, class... Others>
-__device__ __forceinline__ void load_matrices(compute_t<T>* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
+__device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
     constexpr int COLUMNS = N == 0 ? Plan::COLUMNS : S::Q;
-    load_matrix<Plan, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0, S());
+    load_matrix<Plan, N, RIGHT, COLUMNS>(reinterpret_cast<typename Matrix<T, S>::type*>(to), factors, N == 0 ? slice * COLUMNS : 0, S());
     if constexpr (N == 0) cp_async_commit();  // step 0 waits for these, and for its tile, alone
     if constexpr (sizeof...(Others))
-        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_size<S, 16 / sizeof(*to)>(), factors, slice, Steps4<Others...>());
+        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<T, S>(), factors, slice, Steps4<Others...>());
 }
 
-// Numbers `begin` to `end` of a tile, in the background, and zeros to the end of a unit.
-template <class Plan, class In, typename T>
-__device__ __forceinline__ void load_tile4(T* to, const T* x, int begin, int end, int rows, long long C) {
-    constexpr int W = Plan::BYTES / sizeof(T), UNIT = 16 / sizeof(T);
-    for (int e = begin + threadIdx.x * W; e < (end + UNIT - 1) / UNIT * UNIT; e += Plan::THREADS * W) {
-        const T* from = Plan::ROWS ? x + e : x + e / Plan::R * C + e % Plan::R;
-        bool in = e < (Plan::ROWS && rows < Plan::L ? rows * Plan::P : end);
+// Numbers BEGIN to END of a tile, in the background, and zeros to the end of a unit.
+template <class Plan, int BEGIN, int END, class In, typename T>
+__device__ __forceinline__ void load_tile4(T* to, const T* x, int rows, long long C) {
+    constexpr int W = Plan::BYTES / sizeof(T), UNIT = 16 / sizeof(T), OWN = Plan::LOCAL ? Plan::Rightmost::FETCHED : END - BEGIN;
+    int thread = Plan::LOCAL ? threadIdx.x % 32 : threadIdx.x, threads = Plan::LOCAL ? 32 : Plan::THREADS;
+    int begin = Plan::LOCAL ? threadIdx.x / 32 * OWN : BEGIN, end = begin + OWN;
+    if (Plan::LOCAL && (begin < BEGIN || begin >= END)) return;
+    for (int e = begin + thread * W; e < (end + UNIT - 1) / UNIT * UNIT; e += threads * W) {
+        const T* from = Plan::WHOLE ? x + e : x + e / Plan::R * C + e % Plan::R;
+        bool in = e < (Plan::WHOLE && rows < Plan::L ? min(rows * (Plan::P * Plan::R), end) : end);
         if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), from, in);
         else to[In::at(e)] = in ? *from : T(0.0f);
     }
@@ -591,22 +607,27 @@ __device__ __forceinline__ void load_tile4(T* to, const T* x, int begin, int end
 
 // The steps from S on, of which `in` and `rest`, from number AHEAD on, are the input. LEFT and RIGHT are those of S.
 template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class S, class... Others>
-__device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, const F* w, const Global4<T>& global, const After& after,
-                                     Steps4<S, Others...>) {
+__device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, const char* matrices, const Global4<T>& global,
+                                     const After& after, Steps4<S, Others...>) {
     constexpr bool LAST = sizeof...(Others) == 0;
-    constexpr int Q = FIRST ? Plan::COLUMNS : S::Q, AHEAD = FIRST ? Plan::AHEAD : LEFT * S::P * RIGHT;
+    constexpr int Q = FIRST ? Plan::COLUMNS : S::Q, AHEAD = !FIRST ? 1 << 30 : Plan::REST ? Plan::AHEAD : LEFT * S::P * RIGHT;
+    constexpr bool LOCAL = S::local(LEFT * S::P * RIGHT, RIGHT) && (!FIRST || Plan::LOCAL);
     using Next = typename First<Others..., S>::type;
+    using Out = typename Next::In;
     auto have_read = [&] {
         if constexpr (FIRST) after();
-        else if constexpr (!LAST || Plan::AHEAD < Plan::NUMBERS) __syncthreads();
+        else if constexpr (LOCAL && (!LAST || S::FETCHED == Plan::Rightmost::FETCHED)) __syncwarp();
+        else if constexpr (!LAST || Plan::REST || Plan::LOCAL) __syncthreads();
     };
-    if constexpr (Plan::TENSOR) multiply4_tensor<Plan, S, typename Next::In, Q, LEFT, RIGHT, AHEAD, LAST>(in, rest, tile, w, global, have_read);
-    else multiply4<Plan, S, typename Next::In, Q, LEFT, RIGHT, AHEAD, LAST>(in, rest, tile, w, global, have_read);
+    const auto* w = reinterpret_cast<const typename Matrix<T, S>::type*>(matrices);
+    if constexpr (Plan::TENSOR) multiply4_tensor<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
+    else multiply4<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
     if constexpr (!LAST) {
-        if constexpr (FIRST) cp_async_wait<1>();  // for the other steps' matrices
-        __syncthreads();
-        const F* next_w = w + matrix_size<S, 16 / sizeof(F)>();
-        run4<Plan, false, LEFT / Next::P, RIGHT * Q>(tile, tile, tile, next_w, global, after, Steps4<Others...>());
+        constexpr int NEXT = LEFT / Next::P;
+        if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
+        if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
+        else __syncthreads();
+        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<T, S>(), global, after, Steps4<Others...>());
     }
 }
 
@@ -622,43 +643,50 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     using F = compute_t<T>;
     using In = typename Plan::Rightmost::In;
     extern __shared__ uint4 dynamic[];
-    constexpr int MATRICES = matrix_sizes<16 / sizeof(F)>(typename Plan::List());
-    F* matrices = reinterpret_cast<F*>(dynamic);
-    T* stage = reinterpret_cast<T*>(matrices + MATRICES);
+    char* matrices = reinterpret_cast<char*>(dynamic);
+    T* stage = reinterpret_cast<T*>(matrices + matrices_bytes<T>(typename Plan::List()));
     F* tile = reinterpret_cast<F*>(stage + (Plan::AHEAD * sizeof(T) + 15) / 16 * 16 / sizeof(T));
     Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
                            {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
                            {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
     int slice = blockIdx.x % Plan::SLICES;
-    long long across = Plan::ROWS ? 1 : C / Plan::R, tiles = (A + Plan::L - 1) / Plan::L * across, step = gridDim.x / Plan::SLICES;
-    long long number = blockIdx.x / Plan::SLICES;
-    auto load = [&](T* to, int begin, int end) {
-        if (begin == end || number >= tiles) return;
+    long long across = Plan::WHOLE ? 1 : C / Plan::R, tiles = (A + Plan::L - 1) / Plan::L * across, step = gridDim.x / Plan::SLICES;
+    long long number = blockIdx.x / Plan::SLICES;  // of the tile that is loaded next
+    auto load = [&](bool ahead) {
+        if (number >= tiles) return;
         long long a = number / across * Plan::L, c = number % across * Plan::R;
-        load_tile4<Plan, In>(to, x + a * Plan::P * C + c, begin, end, int(A - a < Plan::L ? A - a : Plan::L), C);
+        const T* from = x + a * Plan::P * C + c;
+        int rows = int(A - a < Plan::L ? A - a : Plan::L);
+        if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows, C);
+        else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows, C);
     };
-    load(stage, 0, Plan::AHEAD);
-    load(reinterpret_cast<T*>(tile), Plan::AHEAD, Plan::NUMBERS);
+    load(true);
+    load(false);
     load_matrices<Plan, 0, Plan::R>(matrices, factors, slice, typename Plan::List());
     cp_async_commit();
-    cp_async_wait<1>();
+    cp_async_wait<Plan::LOCAL ? 0 : 1>();
+    __syncthreads();
     while (true) {
-        __syncthreads();
         long long a = number / across * Plan::L, c = number % across * Plan::R;
         int rows = int(A - a < Plan::L ? A - a : Plan::L);
         Global4<T> global = {out, bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * C + c, C, features, rows, F(scale)};
         number += step;
         auto after = [&] {
-            __syncthreads();
-            load(stage, 0, Plan::AHEAD);  // of the next tile
+            if constexpr (Plan::LOCAL) __syncwarp();
+            else __syncthreads();
+            load(true);
             cp_async_commit();
         };
         run4<Plan, true, Plan::NUMBERS / Plan::Rightmost::P / Plan::R, Plan::R>(stage, reinterpret_cast<const T*>(tile), tile, matrices, global,
                                                                                 after, typename Plan::List());
         if (number >= tiles) break;
-        load(reinterpret_cast<T*>(tile), Plan::AHEAD, Plan::NUMBERS);
-        cp_async_commit();
+        if constexpr (Plan::REST) {
+            load(false);
+            cp_async_commit();
+        }
         cp_async_wait<0>();
+        if constexpr (Plan::LOCAL) __syncwarp();
+        else __syncthreads();
     }
 }
 

@@ -6,6 +6,7 @@ faster.
 
 import functools
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 LAUNCH_US = 2.5
 START_US = 1.5  # from a block's start to its first numbers
-BARRIER_CYCLES = 80
+BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 MMA_CYCLES = 6.5  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
 
 
@@ -33,6 +34,11 @@ class Part(NamedTuple):
     lanes: int
     padded: int
     layout: tuple[int, ...] = ()
+
+    @property
+    def wide(self) -> int:
+        """Columns of a warp."""
+        return self.columns * (1 if self.lanes == 1 else 32 // self.lanes)
 
     @property
     def template(self) -> str:
@@ -56,11 +62,10 @@ class Group(NamedTuple):
     shared: int = 0  # bytes
     us: float = 0.0
 
-    @property
-    def template(self) -> str:
-        """The plan as the kernel's template argument."""
-        flags = self.threads, self.blocks, self.L, self.R, self.steps[0].right == 1, self.bytes, self.ahead, self.slices, self.tensor
-        return f"Plan4<{_text(*flags, *[p.template for p in self.parts])}>"
+    def template(self, added: bool = False) -> str:
+        """The plan as the kernel's template argument; `added`: with a bias or a residual."""
+        tile = self.L, self.R, self.steps[0].right == self.R, self.bytes, self.ahead, self.slices
+        return f"Plan4<{_text(self.threads, self.blocks, *tile, self.tensor, added, *[p.template for p in self.parts])}>"
 
 
 class Target(NamedTuple):
@@ -121,14 +126,13 @@ def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
     C, P = run[0].right, prod(s.p for s in run)
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
-    for parts, slices, power, warps in ((m, s, p, w) for m in matrices for s in (1, 2, 4, 8) for p in range(11) for w in (4, 8, 16)):
+    powers = [1 << n for n in range(12)]
+    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 14) and L < 2 * rows * run[-1].left]
+    tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
+    for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         q = prod(s.q for s in parts[0])
-        if slices > 1 and (q % (8 * slices) or (target.tensor and q % (16 * slices))):
-            continue
-        L, R = (1 << power, 1) if C == 1 else (1, 1 << power)
-        if L * R * P > 1 << 17 or C % R or (power and 2 * rows * run[-1].left <= L):
-            continue
-        yield from _tiling(parts, rows, target, L, R, slices, warps)
+        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if target.tensor else 8) * slices) == 0):
+            yield from _tiling(parts, rows, target, L, R, slices, warps)
 
 
 def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
@@ -149,94 +153,102 @@ def _tiling(
     """The launches of a tile and a number of warps: with as much of the next tile fetched ahead as there is room for, and with none."""
     size, itemsize = max(target.itemsize, 4), target.itemsize
     run = [s for piece in pieces for s in piece]
-    P = prod(s.p for s in run)
+    A, C, P = rows * run[-1].left, run[0].right, prod(s.p for s in run)
     numbers = total = L * R * P
-    right, largest, cycles, matrices, registers, parts = R, 0, 0.0, 0, 0, []
-    writer: tuple[int, int] | None = None  # q and right of the step before
+    right, largest, matrices, registers, parts = R, 0, 0, 0, []
+    busy = 0  # warps
+    multiplied = fetched = waiting = 0.0  # cycles: of the arithmetic units, of shared memory, at barriers
+    writer: Part | None = None
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
         chosen = _config(total // p, p, q, right, size, warps, target.tensor)
         if chosen is None:
             return
-        part, part_cycles = chosen
+        part, issued, waves = chosen
+        busy = max(busy, ceil(total // p / (part.fibers * part.lanes)) * (part.padded // part.wide))
         layout = _layout(p, right, writer, total, itemsize if n == 0 else size, target.tensor)
-        parts.append(part._replace(factors=piece, layout=layout))
-        cycles += part_cycles + BARRIER_CYCLES
-        matrices += -(-p * part.padded * size // 16) * 16
+        writer = part._replace(factors=piece, layout=layout)
+        parts.append(writer)
+        local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
+        multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
+        matrices += -(-p * part.padded * (itemsize if len(piece) == 1 else size) // 16) * 16
         registers = max(registers, part.fibers * part.columns * size // 4 // (32 if target.tensor else 1) + 64)
-        writer, total = (q, right), total // p * q
-        right *= q
+        total, right = total // p * q, right * q
         if n < len(pieces) - 1:
             largest = max(largest, total)
-    threads = 32 * warps
-    A, C = rows * run[-1].left, run[0].right
-    tiles = ceil(A / L) * (C // R) * slices
-    bytes_ = gcd(16, target.aligned, (P if C == 1 else gcd(C, R)) * itemsize)
-    block = parts[0].lanes if not target.tensor else 1
-    step = parts[0].fibers * block * prod(s.p for s in pieces[0])  # numbers that a warp reads of the tile
+    if 2 * busy <= warps and warps > 4:
+        return
+    threads, tiles = 32 * warps, ceil(A / L) * (C // R) * slices
+    bytes_ = gcd(16, target.aligned, (P * R if R == C else gcd(C, R)) * itemsize)
+    step = parts[0].fibers * parts[0].lanes * prod(s.p for s in pieces[0])  # numbers that a warp reads of the tile
     room = target.shared - matrices - largest * size
     partly = max(0, target.shared - matrices - max(largest * size, numbers * itemsize)) // itemsize // step * step
     for ahead in {numbers if numbers * itemsize <= room else partly, 0 if len(pieces) > 1 else numbers}:
         tile = max(largest * size, numbers * itemsize if ahead < numbers else 0)
         shared = matrices + -(-ahead * itemsize // 16) * 16 + tile
-        if shared > target.shared or (0 < ahead < numbers and (numbers % step or ahead * itemsize % 128)):
+        if shared > target.shared or (ahead < numbers and itemsize < size):  # in the tile a warp's own inputs lie where its outputs will
+            continue
+        if 0 < ahead < numbers and (numbers % step or ahead * itemsize % 128):
             continue
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(registers, 255)), 2048 // threads, 8))
-        resident = min(blocks, ceil(tiles / target.multiprocessors))
-        compute = cycles / CYCLES_US * max(1.0, 8 / (warps * resident))
-        memory = (numbers + total) * itemsize / SM_BYTES_US * (1 if R * itemsize >= 64 or C == 1 else 64 / (R * itemsize))
-        hidden = 1.0 if resident > 1 else ahead / numbers
         each = ceil(tiles / target.multiprocessors)
-        busy = each * (max(compute, memory) + (1 - hidden) * min(compute, memory)) + min(compute, memory) / resident
-        us = LAUNCH_US + START_US + busy + matrices / SM_BYTES_US / 2 * resident
+        resident = min(blocks, each)
+        idle = max(1.0, 6 / (busy * resident))  # the arithmetic's latency shows
+        overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
+        compute = each * (overlap + waiting / resident) / CYCLES_US
+        coarse = 1 if R == C or R * itemsize >= 64 else 64 / (R * itemsize)
+        read, written = numbers * itemsize * coarse / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
+        hidden = each * (read + written) if resident > 1 else each * (read * ahead / numbers + written)
+        streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
+        us = LAUNCH_US + START_US + streams + resident * matrices / (2 * SM_BYTES_US)
         yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, target.tensor, shared, us)
 
 
 @functools.lru_cache(1 << 14)
-def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tensor: bool) -> tuple[Part, float] | None:
-    """The fastest way for so many warps to make a step's sums, and a block's cycles for it."""
+def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tensor: bool) -> tuple[Part, float, float] | None:
+    """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
     best = None
     if tensor:
         if p % 8 or q % 8 or (right > 1 and right % 4):
             return None
-        lane, kinds = 16 if right == 1 else 32, [(f, c, 1) for f in (16, 32, 64, 128, 256) for c in (8, 16, 32, 64)]
-        kinds = [(f, c, n) for f, c, n in kinds if f >= lane and f * c <= 2048 and (c > 8 or right == 1)]
+        least = 8 if right == 1 else 32
+        kinds = [(f, c, 1) for f in (8, 16, 32, 64, 128) for c in (16, 32, 48, 64, 80) if f >= least and f * c <= 2048]
     else:
         kinds = [(f, c, n) for f in (8, 4, 2, 1) for c in (8, 4, 2, 1) for n in (32, 16, 8) if size == 4 or f * c <= 32]
     for f, c, lanes in kinds:
-        wide_f, wide_c = (f, c) if tensor else (f * lanes, c * 32 // lanes)
-        padded = -(-q // wide_c) * wide_c
-        items = ceil(fibers / wide_f) * (padded // wide_c)
-        if items > warps or padded >= 2 * max(q, 8):
+        part = Part((), f, c, lanes, 0)
+        part = part._replace(padded=-(-q // part.wide) * part.wide)
+        groups = part.padded // part.wide
+        items = ceil(fibers / (f * lanes)) * groups
+        if items > warps or part.padded >= 2 * max(q, 9):
             continue
         if tensor:
             issue, waves = f * c / 128 * MMA_CYCLES / 8, (f + c) / 32
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
-            issue, waves = (f * c * size / 4) + loads + 1, (max(wide_f, f * 8) + max(wide_c, 4 * c)) * size / 128
-        cycles = p * max(ceil(items / 4) * issue, items * waves) + 2 * fibers * q * size / 128
-        if best is None or cycles < best[1]:
-            best = Part((), f, c, lanes, padded), cycles
-    return best
+            issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
+        multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
+        cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
+        if best is None or cycles < best[0]:
+            best = cycles, (part, multiplied, fetched)
+    return best[1] if best else None
 
 
-def _layout(p: int, right: int, writer: tuple[int, int] | None, total: int, size: int, tensor: bool) -> tuple[int, ...]:
-    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and one of writer's q and right wrote."""
-    v = 16 // size
-    sizes = (p, right, *(writer or ()))
-    plain = 3, 0, 3, 0, v
-    if any(n & (n - 1) for n in sizes) or total % (8 * v):
-        return plain
+def _layout(p: int, right: int, writer: Part | None, total: int, size: int, tensor: bool) -> tuple[int, ...]:
+    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and the `writer` wrote."""
+    v, q = 16 // size, prod(s.q for s in writer.factors) if writer else 1
+    before = right // q
+    if any(n & (n - 1) for n in (p, right, q)) or total % (8 * v):
+        return 3, 0, 3, 0, v
+    read, written = (3, 0), (3, 0)
     if tensor:
-        read = (_spread(1, right // v, 2) if right > 1 else _spread(1, p // v, 2) if size == 4 else _spread(0, p // v, 3))
+        read = _spread(1, right // v, 2) if right > 1 else _spread(1, p // v, 2) if size == 4 else _spread(0, p // v, 3)
+        if writer:
+            written = _spread(1, 2 * q // v, 2) if before == 1 else _spread(0, gcd(writer.columns // 8, 4) * before // v, 1)
     else:
-        read = _spread(_bits(right // v), p * right // v, 3) if right == 1 or right >= v else (3, 0)
-    written = 3, 0
-    if writer:
-        q, before = writer
-        if tensor:
-            written = _spread(0, q // v if before == 1 else 4 * before // v, 1)
-        elif before == 1 or before >= v:
+        if right == 1 or right >= v:
+            read = _spread(_bits(right // v), p * right // v, 3)
+        if writer and (before == 1 or before >= v):
             written = _spread(_bits(before // v), q * before // v, 3)
     return (*read, *written, v)
 

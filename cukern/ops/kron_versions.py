@@ -90,11 +90,13 @@ class _Prepared(NamedTuple):
 
 
 @functools.lru_cache(512)
-def _plan(sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> tuple[int, tuple[_Prepared, ...]]:
+def _plan(
+    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
+) -> tuple[int, tuple[_Prepared, ...]]:
     """How many rows go through all launches at once, and the launches."""
     plan = kron_groups.groups(sizes, rows, _target(dtype, device, tensor, aligned))
     part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
-    return part, tuple(prepare(group, part, dtype, device) for group in plan)
+    return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
 
 def _target(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kron_groups.Target:
@@ -102,8 +104,8 @@ def _target(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kron
     return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned)
 
 
-def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int) -> _Prepared:
-    """The launch of a group for at most so many rows."""
+def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> _Prepared:
+    """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
     first, last = group.steps[0], group.steps[-1]
     indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
     unused = (0,) * (kron_groups.MOST - len(group.steps))
@@ -112,7 +114,7 @@ def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
     geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
-    return _Prepared(group, _V4[dtype, group.template].on(device), geometry, indices, unused, features)
+    return _Prepared(group, _V4[dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
 
 def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
@@ -144,10 +146,11 @@ def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
         if w.ndim == 3:
             return _v3(x, factors, epilogue)
     rows, sizes = x.shape[0], tuple([tuple(w.shape) for w in factors])
-    part, launches = _plan(sizes, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16))
+    scale, bias, residual = epilogue
+    added = bias is not None or residual is not None
+    part, launches = _plan(sizes, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
-    scale, bias, residual = epilogue
     out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
     for first in range(0, rows, part):
         whole = part >= rows
@@ -215,7 +218,7 @@ def _v3_instances(dtype: torch.dtype) -> list[Kernel]:
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
     wide = [] if dtype.itemsize == 8 else [_V4_BWD[dtype, _sum_dtype(dtype)]]
     known = [kron_groups.groups(((f, f),) * n, 64, _target(dtype, backend.SIMULATED, _on_tensor_cores(dtype), 16)) for f, n in _COMMON]
-    return [*[_V4[dtype, group.template] for plan in known for group in plan], *wide, *_v3_instances(dtype)]
+    return [*[_V4[dtype, group.template()] for plan in known for group in plan], *wide, *_v3_instances(dtype)]
 
 
 def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
