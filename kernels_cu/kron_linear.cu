@@ -690,91 +690,207 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     }
 }
 
-// Copy numbers first, first + 1, .. of a chunk of fibers, `count` long, to shared memory, with zeros beyond.
-template <typename T, int BT, int CHUNK, int LD>
-__device__ __forceinline__ void load_fibers(compute_t<T>* to, const T* x, const long long* places, int first, int count,
-                                            long long C) {
-    constexpr int COUNT = CHUNK * BT / THREADS;
-    bool along = C == 1;  // neighbouring threads take neighbours in memory: along the fiber, or across the fibers
-    int i = along ? threadIdx.x / BT : threadIdx.x % CHUNK, di = along ? THREADS / BT : 0;
-    int m = along ? threadIdx.x % BT : threadIdx.x / CHUNK, dm = along ? 0 : THREADS / CHUNK;
-    T values[COUNT];  // all on their way before one is stored
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) {
-        long long place = places[i + n * di];
-        int number = first + m + n * dm;
-        values[n] = place >= 0 && number < count ? x[place + number * C] : T(0.0f);
+// The gradient of a factor: partials[piece][k][j] = sum over the piece's fibers of z[a][k][c] * h[a][j][c], z [A][P][C], h [A][Q][C].
+// A block makes K x J of them of chunks of fibers, [L][K][R] and [L][J][R], a chunk arriving while the one before is multiplied; its
+// threads share out the sums, as many times as they are more than that takes, each time with other fibers of a chunk, and add theirs
+// up at the end, always in the same order.
+//
+// On the FMA units a thread has KW x JW sums. On tensor cores, in TF32, a warp has them, of 8 x 8 of which a lane has two.
+template <bool, class X, class>
+struct Pick {
+    using type = X;
+};
+template <class X, class Y>
+struct Pick<false, X, Y> {
+    using type = Y;
+};
+
+template <int THREADS_, int L_, int R_, bool WHOLE_, int BYTES_, bool TENSOR_, int P_, int Q_, int K_, int J_, int KW_, int JW_, class Z_, class H_>
+struct Gradient4 {
+    static constexpr int THREADS = THREADS_, L = L_, R = R_, BYTES = BYTES_, P = P_, Q = Q_, K = K_, J = J_, KW = KW_, JW = JW_;
+    static constexpr bool WHOLE = WHOLE_, TENSOR = TENSOR_;
+    static constexpr int FIBERS = L * R, ACROSS = (K + KW - 1) / KW, DOWN = (J + JW - 1) / JW;
+    static constexpr int WORKERS = THREADS / (TENSOR ? 32 : 1), TIMES = WORKERS / (ACROSS * DOWN);
+    using Z = Z_;
+    using H = H_;
+};
+
+// Numbers k0 to k0 + K of the fibers of a chunk, of N in all; zeros beyond N and beyond `rows`.
+template <class Plan, class In, int K, int N, typename T>
+__device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int rows, long long C) {
+    constexpr int W = Plan::BYTES / sizeof(T), R = Plan::R;
+    for (int e = threadIdx.x * W; e < Plan::L * K * R; e += Plan::THREADS * W) {
+        int l = e / (K * R), k = e / R % K + k0, r = e % R;
+        bool in = l < rows && k < N;
+        const T* x = from + (Plan::WHOLE ? (l * N + k) * R + r : k * C + r);
+        if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), x, in);
+        else to[In::at(e)] = in ? *x : T(0.0f);
     }
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n) to[(i + n * di) * LD + m + n * dm] = load_as(values[n]);
 }
 
-// The gradient of a factor as in kron_linear_v3_bwd, of 64 x 64 numbers a block; 64 threads, of 8 x 8 each, go over every
-// fourth fiber of a chunk. For each fiber a warp fetches 4 x 16 bytes a lane in 4 wavefronts, for 64 FMA instructions.
-// Not for doubles, whose sums do not fit in registers. Acc is compute_t<T>. Grid S * pieces * ceil(p / 64) * ceil(q / 64), block 256.
-template <typename T, typename Acc>
-__global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ < 1000 ? 2 : 1)
-kron_linear_v4_bwd(Acc* partials, const T* x, const T* g, long long A, int p, int q, long long C, long long pieces,
-                   long long piece) {
-    constexpr int BT = 64, GROUPS = 4, CHUNK = 32, LD = BT + 4, V = 16 / sizeof(Acc);
-    __shared__ alignas(16) Acc xs[2 * CHUNK * LD];  // at the end the block's sums, BT x (BT + 1)
-    Acc* gs = xs + CHUNK * LD;
-    __shared__ long long x_places[CHUNK], g_places[CHUNK];
-    int tiles_p = (p + BT - 1) / BT, tiles_q = (q + BT - 1) / BT;
-    long long block = blockIdx.x, fibers = A * C;
-    int j0 = block % tiles_q * BT, k0 = block / tiles_q % tiles_p * BT;
-    long long number = block / tiles_q / tiles_p % pieces, sample = block / tiles_q / tiles_p / pieces;
-    long long begin = number * piece, end = begin + piece < fibers ? begin + piece : fibers;
-    x += sample * fibers * p;
-    g += sample * fibers * q;
-    int t = threadIdx.x, group = t / 64, tk = t % 64 / 8, tj = t % 8;
-
-    Acc sums[8][8] = {};
-    for (long long f0 = begin; f0 < end; f0 += CHUNK) {
-        if (t < CHUNK) {
-            bool in = f0 + t < end;
-            x_places[t] = in ? fiber_offset(f0 + t, p, C) : -1;
-            g_places[t] = in ? fiber_offset(f0 + t, q, C) : -1;
-        }
-        __syncthreads();
-        load_fibers<T, BT, CHUNK, LD>(xs, x, x_places, k0, p, C);
-        load_fibers<T, BT, CHUNK, LD>(gs, g, g_places, j0, q, C);
-        __syncthreads();
+template <class Plan, typename T, typename Acc>
+__device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const T* zs, const T* hs) {
+    using Z = typename Plan::Z;
+    using H = typename Plan::H;
+    constexpr int K = Plan::K, J = Plan::J, KW = Plan::KW, JW = Plan::JW, R = Plan::R, V = 16 / sizeof(Acc);
+    constexpr int FV = gcd(R, V), KV = R == 1 ? gcd(gcd(K, KW), V) : 1, JV = R == 1 ? gcd(gcd(J, JW), V) : 1;
+    int tj = threadIdx.x % Plan::DOWN, tk = threadIdx.x / Plan::DOWN % Plan::ACROSS, time = threadIdx.x / (Plan::DOWN * Plan::ACROSS);
 #pragma unroll 1
-        for (int i = group; i < CHUNK; i += GROUPS) {
-            Acc a[8], b[8];  // of k = tk * V + {0 .. V-1} + 8 V * {0, ..}, so that a warp's lanes read 16 bytes side by side
+    for (int f = time * FV; f < (time < Plan::TIMES ? Plan::FIBERS : 0); f += Plan::TIMES * FV) {
+        int l = f / R, r = f % R;
+        Acc h[JW][FV];
 #pragma unroll
-            for (int n = 0; n < 8; n += V) {
-                Vec<Acc, V> va = load_vec<Acc, V>(xs + i * LD + tk * V + n * 8), vb = load_vec<Acc, V>(gs + i * LD + tj * V + n * 8);
+        for (int j = 0; j < JW; j += JV) {
+            int at = min((j / JV * Plan::DOWN + tj) * JV, J - JV);
+            Vec<T, FV * JV> v = load_vec<T, FV * JV>(hs + H::join(H::at((l * J) * R + r), H::at(at * R)));
 #pragma unroll
-                for (int v = 0; v < V; ++v) {
-                    a[n + v] = va.v[v];
-                    b[n + v] = vb.v[v];
+            for (int e = 0; e < FV * JV; ++e) h[j + e / FV][e % FV] = load_as(v.v[e]);
+        }
+#pragma unroll
+        for (int k = 0; k < KW; k += KV) {
+            int at = min((k / KV * Plan::ACROSS + tk) * KV, K - KV);
+            Vec<T, FV * KV> v = load_vec<T, FV * KV>(zs + Z::join(Z::at((l * K) * R + r), Z::at(at * R)));
+#pragma unroll
+            for (int e = 0; e < FV * KV; ++e)
+#pragma unroll
+                for (int j = 0; j < JW; ++j) sums[k + e / FV][j] += load_as(v.v[e]) * h[j][e % FV];
+        }
+    }
+}
+
+// Row `group` of 8 of a warp's WIDTH: the number that lane g has. Where a fiber's numbers are neighbours a lane has up to 4 of them.
+template <class Plan, int WIDTH>
+__device__ __forceinline__ int row_of(int group, int g) {
+    constexpr int N = Plan::R == 1 ? gcd(WIDTH / 8, 4) : 1;
+    return group / N * (8 * N) + g * N + group % N;
+}
+
+// A lane's part of the operands for 8 fibers (16 where the fibers are neighbours): x[group][i], i the fibers t, t + 4, ..
+template <class Plan, class In, int WIDTH, int N, typename T, int FIBERS>
+__device__ __forceinline__ void fetch_rows(float (&x)[WIDTH / 8][FIBERS], const T* from, int first, int f0) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    auto number = [](T v) { return sizeof(T) == 4 ? to_tf32(load_as(v)) : load_as(v); };
+    if constexpr (Plan::R == 1) {
+        constexpr int WIDE = gcd(WIDTH / 8, 4);
+#pragma unroll
+        for (int group = 0; group < WIDTH / 8; group += WIDE)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                Vec<T, WIDE> v = load_vec<T, WIDE>(from + In::join(In::at((f0 + t + 4 * i) * N), In::at(first + row_of<Plan, WIDTH>(group, g))));
+#pragma unroll
+                for (int e = 0; e < WIDE; ++e) x[group + e][i] = number(v.v[e]);
+            }
+    } else {
+        int f = f0 + 4 * t, l = f / Plan::R, r = f % Plan::R;
+#pragma unroll
+        for (int group = 0; group < WIDTH / 8; ++group) {
+            Vec<T, 4> v = load_vec<T, 4>(from + In::join(In::at(l * N * Plan::R + r), In::at((first + group * 8 + g) * Plan::R)));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[group][e] = number(v.v[e]);
+        }
+    }
+}
+
+template <class Plan, typename T>
+__device__ __forceinline__ void contract_tensor(float (&sums)[(Plan::KW + 15) / 16][Plan::JW / 8][4], const T* zs, const T* hs) {
+    constexpr int AT_ONCE = Plan::R == 1 ? 8 : 16;
+    int warp = threadIdx.x / 32, j0 = warp % Plan::DOWN * Plan::JW, k0 = warp / Plan::DOWN % Plan::ACROSS * Plan::KW;
+    int time = warp / (Plan::DOWN * Plan::ACROSS);
+#pragma unroll 1
+    for (int f = time * AT_ONCE; f < Plan::FIBERS; f += Plan::TIMES * AT_ONCE) {
+        float z[Plan::KW / 8][AT_ONCE / 4], h[Plan::JW / 8][AT_ONCE / 4];
+        fetch_rows<Plan, typename Plan::Z, Plan::KW, Plan::K>(z, zs, k0, f);
+        fetch_rows<Plan, typename Plan::H, Plan::JW, Plan::J>(h, hs, j0, f);
+#pragma unroll
+        for (int s = 0; s < AT_ONCE / 4; s += 2)
+#pragma unroll
+            for (int m = 0; m < (Plan::KW + 15) / 16; ++m) {
+                constexpr int LAST = Plan::KW / 8 - 1;
+                const float(&low)[AT_ONCE / 4] = z[2 * m], (&high)[AT_ONCE / 4] = z[2 * m + 1 < LAST ? 2 * m + 1 : LAST];
+                float a[4] = {low[s], high[s], low[s + 1], high[s + 1]};
+#pragma unroll
+                for (int n = 0; n < Plan::JW / 8; ++n) {
+                    float b[2] = {h[n][s], h[n][s + 1]};
+                    mma_tf32(sums[m][n], a, b);
                 }
             }
+    }
+}
+
+// Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of each, or the sums.
+template <typename T, typename Acc, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS)
+kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
+    constexpr int P = Plan::P, Q = Plan::Q, K = Plan::K, J = Plan::J, TILES_K = (P + K - 1) / K, TILES_J = (Q + J - 1) / J;
+    constexpr int ZS = (Plan::FIBERS * K + 63) / 64 * 64, HS = (Plan::FIBERS * J + 63) / 64 * 64;
+    extern __shared__ uint4 dynamic[];
+    T *zs = reinterpret_cast<T*>(dynamic), *hs = zs + 2 * ZS;
+    long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = Plan::WHOLE ? 1 : C / Plan::R;
+    long long chunks = (A + Plan::L - 1) / Plan::L * across;
+    int k0 = blockIdx.x / TILES_J % TILES_K * K, j0 = blockIdx.x % TILES_J * J, stage = 0;
+    auto load = [&](int to) {
+        if (number < chunks) {
+            long long a = number / across * Plan::L, c = number % across * Plan::R;
+            int rows = int(A - a < Plan::L ? A - a : Plan::L);
+            load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C);
+            load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C);
+        }
+        cp_async_commit();
+    };
+    constexpr int ROWS = Plan::TENSOR ? (Plan::KW + 15) / 16 : Plan::KW, COLUMNS = Plan::TENSOR ? Plan::JW / 8 : Plan::JW;
+    typename Pick<Plan::TENSOR, Acc[ROWS][COLUMNS][4], Acc[ROWS][COLUMNS]>::type sums = {};
+    for (load(0); number < chunks; stage ^= 1) {
+        number += pieces;
+        load(stage ^ 1);
+        cp_async_wait<1>();
+        __syncthreads();
+        if constexpr (Plan::TENSOR) contract_tensor<Plan>(sums, zs + stage * ZS, hs + stage * HS);
+        else contract<Plan>(sums, zs + stage * ZS, hs + stage * HS);
+        __syncthreads();
+    }
+    cp_async_wait<0>();
+    Acc* all = reinterpret_cast<Acc*>(dynamic);
+    constexpr int TEAM = Plan::ACROSS * Plan::DOWN, WORKER = Plan::TENSOR ? 32 : 1;
+    int worker = threadIdx.x / WORKER, tj = worker % Plan::DOWN, tk = worker / Plan::DOWN % Plan::ACROSS, time = worker / TEAM;
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    constexpr bool IN_WARPS = !Plan::TENSOR && 32 % TEAM == 0;  // several teams in a warp, whose sums are added first
+    if constexpr (IN_WARPS) {
 #pragma unroll
-            for (int k = 0; k < 8; ++k)
+        for (int lanes = 16; lanes >= TEAM; lanes /= 2)
 #pragma unroll
-                for (int j = 0; j < 8; ++j) sums[k][j] += a[k] * b[j];
+            for (int e = 0; e < ROWS * COLUMNS; ++e)
+                sums[e / COLUMNS][e % COLUMNS] += __shfl_xor_sync(~0u, sums[e / COLUMNS][e % COLUMNS], lanes);
+        time = threadIdx.x % 32 < TEAM ? threadIdx.x / 32 : -1;
+    }
+    auto add = [&](int k, int j, Acc sum) {
+        if (k < K && j < J) all[k * J + j] = time ? all[k * J + j] + sum : sum;
+    };
+#pragma unroll 1
+    for (int turn = 0; turn < (IN_WARPS ? Plan::THREADS / 32 : Plan::TIMES); ++turn) {
+        if (turn == time) {
+            if constexpr (Plan::TENSOR) {
+#pragma unroll
+                for (int m = 0; m < ROWS; ++m)
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            if (2 * m + e / 2 < Plan::KW / 8)
+                                add(tk * Plan::KW + row_of<Plan, Plan::KW>(2 * m + e / 2, g),
+                                    tj * Plan::JW + row_of<Plan, Plan::JW>(n, 2 * t + e % 2), sums[m][n][e]);
+            } else {
+                constexpr int V = 16 / sizeof(Acc), KV = Plan::R == 1 ? gcd(gcd(K, Plan::KW), V) : 1;
+                constexpr int JV = Plan::R == 1 ? gcd(gcd(J, Plan::JW), V) : 1;
+#pragma unroll
+                for (int k = 0; k < ROWS; ++k)
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j)
+                        add((k / KV * Plan::ACROSS + tk) * KV + k % KV, (j / JV * Plan::DOWN + tj) * JV + j % JV, sums[k][j]);
+            }
         }
         __syncthreads();
     }
-    // The groups add theirs to the block's, one after another.
-#pragma unroll 1
-    for (int turn = 0; turn < GROUPS; ++turn) {
-        if (group == turn)
-#pragma unroll
-            for (int k = 0; k < 8; ++k)
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    Acc& sum = xs[(tk * V + k / V * 8 * V + k % V) * (BT + 1) + tj * V + j / V * 8 * V + j % V];
-                    sum = turn ? sum + sums[k][j] : sums[k][j];
-                }
-        __syncthreads();
-    }
-    partials += (sample * pieces + number) * p * q;
-    for (int e = t; e < BT * BT; e += THREADS) {
-        int k = k0 + e / BT, j = j0 + e % BT;
-        if (k < p && j < q) partials[(long long)k * q + j] = xs[e / BT * (BT + 1) + e % BT];
-    }
+    partials += piece * P * Q;
+    for (int e = threadIdx.x; e < K * J; e += Plan::THREADS)
+        if (k0 + e / J < P && j0 + e % J < Q) partials[(k0 + e / J) * Q + j0 + e % J] = all[e];
 }

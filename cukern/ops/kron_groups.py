@@ -43,7 +43,7 @@ class Part(NamedTuple):
     @property
     def template(self) -> str:
         factors = [f"Factor<{s.p}, {s.q}>" for s in self.factors]
-        return f"Step4<{_text(self.fibers, self.columns, self.lanes, self.padded, f'Layout<{_text(*self.layout)}>', *factors)}>"
+        return f"Step4<{text(self.fibers, self.columns, self.lanes, self.padded, f'Layout<{text(*self.layout)}>', *factors)}>"
 
 
 class Group(NamedTuple):
@@ -65,7 +65,7 @@ class Group(NamedTuple):
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; `added`: with a bias or a residual."""
         tile = self.L, self.R, self.steps[0].right == self.R, self.bytes, self.ahead, self.slices
-        return f"Plan4<{_text(self.threads, self.blocks, *tile, self.tensor, added, *[p.template for p in self.parts])}>"
+        return f"Plan4<{text(self.threads, self.blocks, *tile, self.tensor, added, *[p.template for p in self.parts])}>"
 
 
 class Target(NamedTuple):
@@ -80,9 +80,9 @@ class Target(NamedTuple):
 
 
 @functools.lru_cache(512)
-def groups(sizes: Sizes, rows: int, target: Target) -> tuple[Group, ...]:
-    """The launches of a layer of these factors on `rows` rows."""
-    order = steps(sizes)
+def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Group, ...]:
+    """The launches of a layer of these factors on `rows` rows, or of its first `count` steps."""
+    order = steps(sizes)[:count]
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []
@@ -242,14 +242,14 @@ def _layout(p: int, right: int, writer: Part | None, total: int, size: int, tens
         return 3, 0, 3, 0, v
     read, written = (3, 0), (3, 0)
     if tensor:
-        read = _spread(1, right // v, 2) if right > 1 else _spread(1, p // v, 2) if size == 4 else _spread(0, p // v, 3)
+        read = spread(1, right // v, 2) if right > 1 else spread(1, p // v, 2) if size == 4 else spread(0, p // v, 3)
         if writer:
-            written = _spread(1, 2 * q // v, 2) if before == 1 else _spread(0, gcd(writer.columns // 8, 4) * before // v, 1)
+            written = spread(1, 2 * q // v, 2) if before == 1 else spread(0, gcd(writer.columns // 8, 4) * before // v, 1)
     else:
         if right == 1 or right >= v:
-            read = _spread(_bits(right // v), p * right // v, 3)
+            read = spread(_bits(right // v), p * right // v, 3)
         if writer and (before == 1 or before >= v):
-            written = _spread(_bits(before // v), q * before // v, 3)
+            written = spread(_bits(before // v), q * before // v, 3)
     return (*read, *written, v)
 
 
@@ -257,7 +257,7 @@ def _bits(n: int) -> int:
     return max(n, 1).bit_length() - 1
 
 
-def _spread(low: int, distance: int, bits: int) -> tuple[int, int]:
+def spread(low: int, distance: int, bits: int) -> tuple[int, int]:
     """The shift and the mask that bring the lowest bits of an index, whose numbers lie `distance` units apart, to a unit's bits from `low`
     on, of the lowest three; those below `low` tell other lanes apart."""
     at, bits = _bits(distance), min(bits, 3 - low)
@@ -267,5 +267,5 @@ def _spread(low: int, distance: int, bits: int) -> tuple[int, int]:
     return max(at, 3) - low, ((1 << max(moved, 0)) - 1) << low
 
 
-def _text(*values: object) -> str:
+def text(*values: object) -> str:
     return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)

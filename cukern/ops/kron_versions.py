@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops import kron_chain, kron_groups
+from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_torch import PRODUCTS
 from cukern.runtime import backend
@@ -45,26 +46,27 @@ def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor |
     return out
 
 
-def contraction(z: Tensor, h: Tensor, scale: float = 1.0, wide: Template | None = None) -> Tensor:
-    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order.
-
-    `wide`: the kernel for tiles of 64 x 64, if not v3's."""
+def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
+    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order."""
     samples, A, p, C = z.shape
     q, device = h.shape[2], z.get_device()
     if not A * C or not samples:
         return torch.zeros((samples, p, q), dtype=z.dtype, device=z.device)
-    out = torch.empty((samples, p, q), dtype=z.dtype, device=z.device)
-    kind = _sum_dtype(z.dtype)
-    side = _tile(max(p, q))
+    kind, side = _sum_dtype(z.dtype), _tile(max(p, q))
     tiles = -(-p // side) * -(-q // side)
     piece = max(_PIECE, -(-A * C * tiles * samples // _PIECES))
     pieces = -(-A * C // piece)
     partials = torch.empty((samples, pieces, p, q), dtype=kind, device=z.device)
-    grid = (samples * pieces * tiles, 1, 1)
-    kernel = wide[z.dtype, kind] if wide and side == 64 else _V3_BWD[z.dtype, kind, side]
-    kernel.on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
-    grid = (samples * -(-p * q // 32), 1, 1)
-    _V3_SUM[z.dtype, kind].on(device)(grid, (32, 8, 1), 0, *_pointers(out, partials), p * q, pieces, scale)
+    _V3_BWD[z.dtype, kind, side].on(device)((samples * pieces * tiles, 1, 1), _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
+    return _sum(partials, z.dtype, scale)
+
+
+def _sum(partials: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """scale times the sum of the second index of partials, (samples, pieces, p, q)."""
+    samples, pieces, p, q = partials.shape
+    out = torch.empty((samples, p, q), dtype=dtype, device=partials.device)
+    launch = _V3_SUM[dtype, partials.dtype].on(partials.get_device())
+    launch((samples * -(-p * q // 32), 1, 1), (32, 8, 1), 0, *_pointers(out, partials), p * q, pieces, scale)
     return out
 
 
@@ -91,10 +93,10 @@ class _Prepared(NamedTuple):
 
 @functools.lru_cache(512)
 def _plan(
-    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
+    sizes: Sizes, count: int | None, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[int, tuple[_Prepared, ...]]:
     """How many rows go through all launches at once, and the launches."""
-    plan = kron_groups.groups(sizes, rows, _target(dtype, device, tensor, aligned))
+    plan = kron_groups.groups(sizes, rows, _target(dtype, device, tensor, aligned), count)
     part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
@@ -140,15 +142,15 @@ def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue
     return out
 
 
-def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
-    """A group of factors a launch; rows in parts, so that an array between two launches is still in the cache for the second."""
+def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
+    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, so that an array between two launches is still in the cache for the second."""
     for w in factors:
         if w.ndim == 3:
             return _v3(x, factors, epilogue)
     rows, sizes = x.shape[0], tuple([tuple(w.shape) for w in factors])
     scale, bias, residual = epilogue
     added = bias is not None or residual is not None
-    part, launches = _plan(sizes, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
+    part, launches = _plan(sizes, count, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
     out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
@@ -172,12 +174,26 @@ def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequen
 
 
 def _v4_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors; with the factors' gradients it is v3's chain, by faster kernels."""
-    if any(wanted[1:]):
-        return kron_chain.gradients(
-            x, g, factors, wanted, scale, _v4_mode, lambda z, h, s: contraction(z, h, s, None if z.itemsize == 8 else _V4_BWD)
-        )
-    return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+    """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each factor is
+    multiplied anew from x, in few launches: no more than two arrays of the layer's inputs and outputs exist at one time."""
+    if not any(wanted[1:]):
+        return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+    if any(w.ndim == 3 for w in factors):
+        return _v3_backward(x, g, factors, wanted, scale)
+    order, h = kron_chain.plan(factors), g
+    found: list[Tensor | None] = [None] * len(wanted)
+    for n, s in reversed(list(enumerate(order))):
+        w = factors[s.factor][None]
+        h = kron_chain.seen(h, w, s.q, s.right)
+        if wanted[s.factor + 1]:
+            z = _v4(x, factors, PLAIN, n) if n else x
+            found[s.factor + 1] = _v4_contraction(kron_chain.seen(z, w, s.p, s.right), h, scale)[0]
+            del z
+        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
+            return found
+        h = _v4_mode(h, w.mT, scale if n == 0 else 1.0)
+    found[0] = h.reshape(x.shape)
+    return found
 
 
 def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
@@ -187,6 +203,20 @@ def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
         return mode_product(z, w, (scale, None, None))
     made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device(), _on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
     return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
+
+
+def _v4_contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
+    """contraction by v4's kernel."""
+    samples, A, p, C = z.shape
+    if samples != 1 or not A * C:
+        return contraction(z, h, scale)
+    device, kind = z.get_device(), _sum_dtype(z.dtype)
+    target = _target(z.dtype, device, _on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
+    plan = gradient(A, p, h.shape[2], C, target)
+    partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
+    launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
+    launch((plan.blocks, 1, 1), (plan.threads, 1, 1), plan.shared, *_pointers(partials, z, h), A, C, plan.pieces)
+    return _sum(partials, z.dtype, scale)
 
 
 @functools.lru_cache(512)
@@ -216,9 +246,11 @@ def _v3_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    wide = [] if dtype.itemsize == 8 else [_V4_BWD[dtype, _sum_dtype(dtype)]]
-    known = [kron_groups.groups(((f, f),) * n, 64, _target(dtype, backend.SIMULATED, _on_tensor_cores(dtype), 16)) for f, n in _COMMON]
-    return [*[_V4[dtype, group.template()] for plan in known for group in plan], *wide, *_v3_instances(dtype)]
+    target = _target(dtype, backend.SIMULATED, _on_tensor_cores(dtype), 16)
+    groups = [group for f, n in _COMMON for group in kron_groups.groups(((f, f),) * n, 64, target)]
+    gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
+    made = [*[_V4[dtype, group.template()] for group in groups], *[_V4_BWD[dtype, _sum_dtype(dtype), one] for one in gradients]]
+    return [*made, *_v3_instances(dtype)]
 
 
 def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
