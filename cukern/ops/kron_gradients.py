@@ -73,4 +73,4 @@ def _layout(n: int, R: int, L: int, itemsize: int, tensor: bool) -> tuple[int, .
         return (*one, 3, 0, v)
     if R == 1:
         return (*spread(0, n // v, 3), 3, 0, v)
-    return (*spread(0, R // v, 3), *spread((R // v).bit_length() - 1 if R >= v else 0, n * R // v, 3), v)
+    return (*spread(0, R // v, 3), *spread((R // v).bit_length() - 1 if v <= R else 0, n * R // v, 3), v)

@@ -127,7 +127,7 @@ def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
     powers = [1 << n for n in range(12)]
-    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 14) and L < 2 * rows * run[-1].left]
+    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 14) and 2 * rows * run[-1].left > L]
     tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         q = prod(s.q for s in parts[0])
@@ -147,9 +147,7 @@ def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
     return tuple(pieces)
 
 
-def _tiling(
-    pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: int, R: int, slices: int, warps: int
-) -> Iterator[Group]:
+def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: int, R: int, slices: int, warps: int) -> Iterator[Group]:
     """The launches of a tile and a number of warps: with as much of the next tile fetched ahead as there is room for, and with none."""
     size, itemsize = max(target.itemsize, 4), target.itemsize
     run = [s for piece in pieces for s in piece]
@@ -185,7 +183,7 @@ def _tiling(
     partly = max(0, target.shared - matrices - max(largest * size, numbers * itemsize)) // itemsize // step * step
     for ahead in {numbers if numbers * itemsize <= room else partly, 0 if len(pieces) > 1 else numbers}:
         tile = max(largest * size, numbers * itemsize if ahead < numbers else 0)
-        shared = matrices + -(-ahead * itemsize // 16) * 16 + tile
+        shared = matrices + -(-ahead * itemsize // 16) * 16 + -(-tile // 16) * 16
         if shared > target.shared or (ahead < numbers and itemsize < size):  # in the tile a warp's own inputs lie where its outputs will
             continue
         if 0 < ahead < numbers and (numbers % step or ahead * itemsize % 128):

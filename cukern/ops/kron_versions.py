@@ -57,7 +57,8 @@ def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
     piece = max(_PIECE, -(-A * C * tiles * samples // _PIECES))
     pieces = -(-A * C // piece)
     partials = torch.empty((samples, pieces, p, q), dtype=kind, device=z.device)
-    _V3_BWD[z.dtype, kind, side].on(device)((samples * pieces * tiles, 1, 1), _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
+    grid = (samples * pieces * tiles, 1, 1)
+    _V3_BWD[z.dtype, kind, side].on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
     return _sum(partials, z.dtype, scale)
 
 
@@ -143,7 +144,8 @@ def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue
 
 
 def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
-    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, so that an array between two launches is still in the cache for the second."""
+    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, so that an array between two launches
+    is still in the cache for the second."""
     for w in factors:
         if w.ndim == 3:
             return _v3(x, factors, epilogue)
@@ -159,14 +161,44 @@ def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | N
         z, end = (x, out) if whole else (x[first : first + part], out[first : first + part])
         for made in launches[:-1]:
             z = launch_group(made, z, factors, PLAIN)
-        added = residual if whole or residual is None else residual[first : first + part]
-        launch_group(launches[-1], z, factors, (scale, bias, added), end)
+        added_here = residual if whole or residual is None else residual[first : first + part]
+        launch_group(launches[-1], z, factors, (scale, bias, added_here), end)
     return out
 
 
+def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
+    """_v4 for tensors of these shapes and strides, if one launch of its kernel does all: nothing is left to do but to make the launch."""
+    rows, sizes = x.numel() // x.shape[-1], tuple([tuple(w.shape) for w in factors])
+    aligned = gcd(x.data_ptr(), 16)
+    _, launches = _plan(sizes, None, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), aligned, False)
+    made = launches[0]
+    if len(launches) > 1 or not made.group.parts:
+        return None
+    launch, (grid, block, shared), shape = made.launch, made.geometry, (*x.shape[:-1], made.features)
+    strides = [n for i in made.indices for n in factors[i].stride()]
+    numbers = rows * made.group.steps[-1].left, made.group.steps[0].right, *strides, *made.unused, *made.unused, scale, made.features
+    tail = (*made.unused, 0, 0, *numbers)
+
+    def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        out = x.new_empty(shape)
+        launch(grid, block, shared, out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in made.indices], *tail)
+        return out
+
+    return call
+
+
+def tf32() -> bool:
+    """Whether torch's switches let float32 products be made in TF32."""
+    return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32
+
+
+# Since torch 2.9, which refuses to read the older switch once the newer has been set.
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 def _on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether products are made in TF32, which holds 16-bit numbers as they are; for float32 torch's own switch says so."""
-    return dtype.itemsize == 2 or (dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
+    """Whether products are made in TF32, which holds 16-bit numbers as they are."""
+    return dtype.itemsize == 2 or (dtype == torch.float32 and tf32())
 
 
 def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
