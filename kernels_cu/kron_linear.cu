@@ -253,10 +253,11 @@ struct First {
 };
 
 // BYTES: of a copy from memory. TENSOR: multiplied in TF32, on tensor cores. ADDED: with a bias or a residual.
-template <int THREADS_, int BLOCKS_, int L_, int R_, bool WHOLE_, int BYTES_, int AHEAD_, int SLICES_, bool TENSOR_, bool ADDED_, class... Steps>
+template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, bool TENSOR_, bool ADDED_, class... Steps>
 struct Plan4 {
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
-    static constexpr bool WHOLE = WHOLE_, TENSOR = TENSOR_, ADDED = ADDED_;
+    static constexpr long long C = C_;
+    static constexpr bool WHOLE = R == C, TENSOR = TENSOR_, ADDED = ADDED_;
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;
@@ -270,7 +271,7 @@ template <typename T>
 struct Global4 {
     T* out;
     const T *bias, *residual;
-    long long first, C, features;
+    long long first, features;
     int rows;
     compute_t<T> scale;
 };
@@ -294,15 +295,12 @@ struct Sums4 {
         if (Plan::COUNT > 1) others = others / Plan::COLUMNS * (Plan::COLUMNS * Plan::SLICES) + others % Plan::COLUMNS;
         return f / RIGHT * Plan::Q + j * (Plan::Q / S::Q) + others;
     }
-    template <typename T>
-    __device__ static __forceinline__ long long along(int f, int j, const Global4<T>& global) {
-        return (Plan::WHOLE ? row(f, j) * Plan::R : row(f, j) * global.C) + f % RIGHT % Plan::R;
-    }
+    __device__ static constexpr long long along(int f, int j) { return row(f, j) * Plan::C + f % RIGHT % Plan::R; }
 
     template <typename T>
     __device__ __forceinline__ void set(int f, int j, const Global4<T>& global) {
         l = f / RIGHT;
-        if constexpr (LAST) at = global.first + along(f, j, global);
+        if constexpr (LAST) at = global.first + along(f, j);
         else place = Out::at(spot<Q, RIGHT>(f, j));
     }
 
@@ -320,7 +318,7 @@ struct Sums4 {
         } else {
             constexpr int W = Plan::BYTES / sizeof(T), G = Plan::WHOLE ? N : gcd(N, W ? W : 1);
             if (l + f / RIGHT >= global.rows) return;
-            long long first = at + along(f, j, global);
+            long long first = at + along(f, j);
 #pragma unroll
             for (int n = 0; n < N; n += G) {
                 F part[G];
@@ -592,15 +590,16 @@ __device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& facto
 
 // Numbers BEGIN to END of a tile, in the background, and zeros to the end of a unit.
 template <class Plan, int BEGIN, int END, class In, typename T>
-__device__ __forceinline__ void load_tile4(T* to, const T* x, int rows, long long C) {
+__device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
     constexpr int W = Plan::BYTES / sizeof(T), UNIT = 16 / sizeof(T), OWN = Plan::LOCAL ? Plan::Rightmost::FETCHED : END - BEGIN;
     int thread = Plan::LOCAL ? threadIdx.x % 32 : threadIdx.x, threads = Plan::LOCAL ? 32 : Plan::THREADS;
     int begin = Plan::LOCAL ? threadIdx.x / 32 * OWN : BEGIN, end = begin + OWN;
     if (Plan::LOCAL && (begin < BEGIN || begin >= END)) return;
     for (int e = begin + thread * W; e < (end + UNIT - 1) / UNIT * UNIT; e += threads * W) {
-        const T* from = Plan::WHOLE ? x + e : x + e / Plan::R * C + e % Plan::R;
+        const T* from = x + e / Plan::R * Plan::C + e % Plan::R;
         bool in = e < (Plan::WHOLE && rows < Plan::L ? min(rows * (Plan::P * Plan::R), end) : end);
-        if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), from, in);
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + In::at(e)), from, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), from, in);
         else to[In::at(e)] = in ? *from : T(0.0f);
     }
 }
@@ -636,7 +635,7 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-               const T* w7, const T* bias, const T* residual, long long A, long long C, long long w0_p, long long w0_q,
+               const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
                long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
                long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
                long long w7_p, long long w7_q, double scale, long long features) {
@@ -650,15 +649,16 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
                            {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
                            {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
     int slice = blockIdx.x % Plan::SLICES;
-    long long across = Plan::WHOLE ? 1 : C / Plan::R, tiles = (A + Plan::L - 1) / Plan::L * across, step = gridDim.x / Plan::SLICES;
+    constexpr long long ACROSS = Plan::C / Plan::R;
+    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, step = gridDim.x / Plan::SLICES;
     long long number = blockIdx.x / Plan::SLICES;  // of the tile that is loaded next
     auto load = [&](bool ahead) {
         if (number >= tiles) return;
-        long long a = number / across * Plan::L, c = number % across * Plan::R;
-        const T* from = x + a * Plan::P * C + c;
+        long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
+        const T* from = x + a * Plan::P * Plan::C + c;
         int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows, C);
-        else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows, C);
+        if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows);
+        else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows);
     };
     load(true);
     load(false);
@@ -667,9 +667,9 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     cp_async_wait<Plan::LOCAL ? 0 : 1>();
     __syncthreads();
     while (true) {
-        long long a = number / across * Plan::L, c = number % across * Plan::R;
+        long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
         int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        Global4<T> global = {out, bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * C + c, C, features, rows, F(scale)};
+        Global4<T> global = {out, bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * Plan::C + c, features, rows, F(scale)};
         number += step;
         auto after = [&] {
             if constexpr (Plan::LOCAL) __syncwarp();
@@ -723,7 +723,8 @@ __device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int row
         int l = e / (K * R), k = e / R % K + k0, r = e % R;
         bool in = l < rows && k < N;
         const T* x = from + (Plan::WHOLE ? (l * N + k) * R + r : k * C + r);
-        if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), x, in);
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + In::at(e)), x, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), x, in);
         else to[In::at(e)] = in ? *x : T(0.0f);
     }
 }
@@ -830,7 +831,7 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     int k0 = blockIdx.x / TILES_J % TILES_K * K, j0 = blockIdx.x % TILES_J * J, stage = 0;
     auto load = [&](int to) {
         if (number < chunks) {
-            long long a = number / across * Plan::L, c = number % across * Plan::R;
+            long long a = unsigned(number) / unsigned(across) * (long long)Plan::L, c = unsigned(number) % unsigned(across) * (long long)Plan::R;
             int rows = int(A - a < Plan::L ? A - a : Plan::L);
             load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C);
             load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C);

@@ -140,7 +140,7 @@ def test_a_factor_that_no_block_holds(device, monkeypatch):
 
 @kernels
 def test_float32_is_tf32_where_torchs_switch_says_so(device):
-    x, ws = draw(3, ((16, 16), (8, 32)), device, torch.float32)
+    x, ws = draw(3, ((64, 64), (64, 64)), device, torch.float32)
     exact, errors = dense(x.double(), [w.double() for w in ws]), []
     before = torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):

@@ -22,7 +22,8 @@ SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 LAUNCH_US = 2.5
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
-MMA_CYCLES = 6.5  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
+TILE_CYCLES = 1000  # from the end of a tile to the next
+MMA_CYCLES = 10  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
 
 
 class Part(NamedTuple):
@@ -64,7 +65,7 @@ class Group(NamedTuple):
 
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; `added`: with a bias or a residual."""
-        tile = self.L, self.R, self.steps[0].right == self.R, self.bytes, self.ahead, self.slices
+        tile = self.L, self.R, self.steps[0].right, self.bytes, self.ahead, self.slices
         return f"Plan4<{text(self.threads, self.blocks, *tile, self.tensor, added, *[p.template for p in self.parts])}>"
 
 
@@ -156,7 +157,7 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
     right, largest, matrices, registers, parts = R, 0, 0, 0, []
     busy = 0  # warps
     multiplied = fetched = waiting = 0.0  # cycles: of the arithmetic units, of shared memory, at barriers
-    writer: Part | None = None
+    writer, before = None, 1  # the step before, and its right
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
         chosen = _config(total // p, p, q, right, size, warps, target.tensor)
@@ -164,14 +165,14 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
             return
         part, issued, waves = chosen
         busy = max(busy, ceil(total // p / (part.fibers * part.lanes)) * (part.padded // part.wide))
-        layout = _layout(p, right, writer, total, itemsize if n == 0 else size, target.tensor)
+        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, target.tensor)
         writer = part._replace(factors=piece, layout=layout)
         parts.append(writer)
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
         matrices += -(-p * part.padded * (itemsize if len(piece) == 1 else size) // 16) * 16
         registers = max(registers, part.fibers * part.columns * size // 4 // (32 if target.tensor else 1) + 64)
-        total, right = total // p * q, right * q
+        total, before, right = total // p * q, right, right * q
         if n < len(pieces) - 1:
             largest = max(largest, total)
     if 2 * busy <= warps and warps > 4:
@@ -193,10 +194,10 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
         resident = min(blocks, each)
         idle = max(1.0, 6 / (busy * resident))  # the arithmetic's latency shows
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
-        compute = each * (overlap + waiting / resident) / CYCLES_US
-        coarse = 1 if R == C or R * itemsize >= 64 else 64 / (R * itemsize)
+        compute = each * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
+        coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         read, written = numbers * itemsize * coarse / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
-        hidden = each * (read + written) if resident > 1 else each * (read * ahead / numbers + written)
+        hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
         us = LAUNCH_US + START_US + streams + resident * matrices / (2 * SM_BYTES_US)
         yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, target.tensor, shared, us)
@@ -213,6 +214,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
         kinds = [(f, c, 1) for f in (8, 16, 32, 64, 128) for c in (16, 32, 48, 64, 80) if f >= least and f * c <= 2048]
     else:
         kinds = [(f, c, n) for f in (8, 4, 2, 1) for c in (8, 4, 2, 1) for n in (32, 16, 8) if size == 4 or f * c <= 32]
+        kinds += [(8, 16, n) for n in (16, 8, 4) if size == 4]
     for f, c, lanes in kinds:
         part = Part((), f, c, lanes, 0)
         part = part._replace(padded=-(-q // part.wide) * part.wide)
@@ -232,10 +234,9 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
     return best[1] if best else None
 
 
-def _layout(p: int, right: int, writer: Part | None, total: int, size: int, tensor: bool) -> tuple[int, ...]:
-    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and the `writer` wrote."""
-    v, q = 16 // size, prod(s.q for s in writer.factors) if writer else 1
-    before = right // q
+def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool) -> tuple[int, ...]:
+    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and the `writer`, its right `before`, wrote."""
+    v, q = 16 // size, right // before
     if any(n & (n - 1) for n in (p, right, q)) or total % (8 * v):
         return 3, 0, 3, 0, v
     read, written = (3, 0), (3, 0)

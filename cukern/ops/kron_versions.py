@@ -137,7 +137,7 @@ def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue
         strides += w.stride()
     rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
     made.launch(
-        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, step.right, *strides,
+        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *strides,
         *made.unused, *made.unused, scale, made.features,
     )  # fmt: skip
     return out
@@ -176,7 +176,7 @@ def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callabl
         return None
     launch, (grid, block, shared), shape = made.launch, made.geometry, (*x.shape[:-1], made.features)
     strides = [n for i in made.indices for n in factors[i].stride()]
-    numbers = rows * made.group.steps[-1].left, made.group.steps[0].right, *strides, *made.unused, *made.unused, scale, made.features
+    numbers = rows * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
     tail = (*made.unused, 0, 0, *numbers)
 
     def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:

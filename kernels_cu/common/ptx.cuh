@@ -14,6 +14,9 @@ __device__ __forceinline__ void cp_async(unsigned shared_dst, const void* src, b
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_dst), "l"(src) : "memory");
 }
+__device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+}
 
 // Close the group of copies that this thread has issued since the last call.
 __device__ __forceinline__ void cp_async_commit() {
