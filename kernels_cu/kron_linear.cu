@@ -543,10 +543,15 @@ __device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PA
         if constexpr (Plan::TENSOR && sizeof(M) == 4) value = to_tf32(value);
         to[place_of<S, Plan::TENSOR, RIGHT>(k, j)] = value;
     };
+    auto put_two = [&](int k, int j, M one, M two) {  // j is even: side by side
+        Vec<M, 2> pair = {one, two};
+        if constexpr (Plan::TENSOR && sizeof(M) == 4) pair = {to_tf32(one), to_tf32(two)};
+        store_vec(to + place_of<S, Plan::TENSOR, RIGHT>(k, j), pair);
+    };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
-    if (S::COUNT == 1 && COLUMNS % U == 0 && q == 1 && p % U == 0 && aligned) {
+    if (S::COUNT == 1 && COLUMNS % U == 0 && PADDED % 2 == 0 && q == 1 && p % U == 0 && aligned) {
 #pragma unroll 4
         for (int e = threadIdx.x; e < P * (COLUMNS / U); e += Plan::THREADS) {
             int k = e / (COLUMNS / U), j = e % (COLUMNS / U) * U;
@@ -555,7 +560,7 @@ __device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PA
             } else {
                 Vec<T, U> v = load_vec<T, U>(from + k * p + j);
 #pragma unroll
-                for (int u = 0; u < U; ++u) put(k, j + u, M(v.v[u]));
+                for (int u = 0; u < U; u += 2) put_two(k, j + u, M(v.v[u]), M(v.v[u + 1]));
             }
         }
     } else if (S::COUNT == 1 && P % U == 0 && p == 1 && q % U == 0 && aligned) {
@@ -709,6 +714,7 @@ template <int THREADS_, int L_, int R_, bool WHOLE_, int BYTES_, bool TENSOR_, i
 struct Gradient4 {
     static constexpr int THREADS = THREADS_, L = L_, R = R_, BYTES = BYTES_, P = P_, Q = Q_, K = K_, J = J_, KW = KW_, JW = JW_;
     static constexpr bool WHOLE = WHOLE_, TENSOR = TENSOR_;
+    static constexpr int BLOCKS = THREADS <= 256 ? 2 : 1;  // of a multiprocessor, at least
     static constexpr int FIBERS = L * R, ACROSS = (K + KW - 1) / KW, DOWN = (J + JW - 1) / JW;
     static constexpr int WORKERS = THREADS / (TENSOR ? 32 : 1), TIMES = WORKERS / (ACROSS * DOWN);
     using Z = Z_;
@@ -735,26 +741,30 @@ __device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const 
     using H = typename Plan::H;
     constexpr int K = Plan::K, J = Plan::J, KW = Plan::KW, JW = Plan::JW, R = Plan::R, V = 16 / sizeof(Acc);
     constexpr int FV = gcd(R, V), KV = R == 1 ? gcd(gcd(K, KW), V) : 1, JV = R == 1 ? gcd(gcd(J, JW), V) : 1;
+    constexpr int HALF = R > 1 && JW % 2 == 0 ? JW / 2 : JW;
     int tj = threadIdx.x % Plan::DOWN, tk = threadIdx.x / Plan::DOWN % Plan::ACROSS, time = threadIdx.x / (Plan::DOWN * Plan::ACROSS);
-#pragma unroll 1
+#pragma unroll (R == 1 ? 2 : 1)
     for (int f = time * FV; f < (time < Plan::TIMES ? Plan::FIBERS : 0); f += Plan::TIMES * FV) {
         int l = f / R, r = f % R;
-        Acc h[JW][FV];
 #pragma unroll
-        for (int j = 0; j < JW; j += JV) {
-            int at = min((j / JV * Plan::DOWN + tj) * JV, J - JV);
-            Vec<T, FV * JV> v = load_vec<T, FV * JV>(hs + H::join(H::at((l * J) * R + r), H::at(at * R)));
+        for (int part = 0; part < JW; part += HALF) {  // in halves where each of h is FV numbers: they would not fit in registers
+            Acc h[HALF][FV];
 #pragma unroll
-            for (int e = 0; e < FV * JV; ++e) h[j + e / FV][e % FV] = load_as(v.v[e]);
-        }
+            for (int j = 0; j < HALF; j += JV) {
+                int at = min(((part + j) / JV * Plan::DOWN + tj) * JV, J - JV);
+                Vec<T, FV * JV> v = load_vec<T, FV * JV>(hs + H::join(H::at((l * J) * R + r), H::at(at * R)));
 #pragma unroll
-        for (int k = 0; k < KW; k += KV) {
-            int at = min((k / KV * Plan::ACROSS + tk) * KV, K - KV);
-            Vec<T, FV * KV> v = load_vec<T, FV * KV>(zs + Z::join(Z::at((l * K) * R + r), Z::at(at * R)));
+                for (int e = 0; e < FV * JV; ++e) h[j + e / FV][e % FV] = load_as(v.v[e]);
+            }
 #pragma unroll
-            for (int e = 0; e < FV * KV; ++e)
+            for (int k = 0; k < KW; k += KV) {
+                int at = min((k / KV * Plan::ACROSS + tk) * KV, K - KV);
+                Vec<T, FV * KV> v = load_vec<T, FV * KV>(zs + Z::join(Z::at((l * K) * R + r), Z::at(at * R)));
 #pragma unroll
-                for (int j = 0; j < JW; ++j) sums[k + e / FV][j] += load_as(v.v[e]) * h[j][e % FV];
+                for (int e = 0; e < FV * KV; ++e)
+#pragma unroll
+                    for (int j = 0; j < HALF; ++j) sums[k + e / FV][part + j] += load_as(v.v[e]) * h[j][e % FV];
+            }
         }
     }
 }
@@ -797,7 +807,7 @@ __device__ __forceinline__ void contract_tensor(float (&sums)[(Plan::KW + 15) / 
     constexpr int AT_ONCE = Plan::R == 1 ? 8 : 16;
     int warp = threadIdx.x / 32, j0 = warp % Plan::DOWN * Plan::JW, k0 = warp / Plan::DOWN % Plan::ACROSS * Plan::KW;
     int time = warp / (Plan::DOWN * Plan::ACROSS);
-#pragma unroll 1
+#pragma unroll 2
     for (int f = time * AT_ONCE; f < Plan::FIBERS; f += Plan::TIMES * AT_ONCE) {
         float z[Plan::KW / 8][AT_ONCE / 4], h[Plan::JW / 8][AT_ONCE / 4];
         fetch_rows<Plan, typename Plan::Z, Plan::KW, Plan::K>(z, zs, k0, f);
@@ -820,7 +830,7 @@ __device__ __forceinline__ void contract_tensor(float (&sums)[(Plan::KW + 15) / 
 
 // Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of each, or the sums.
 template <typename T, typename Acc, class Plan>
-__global__ void __launch_bounds__(Plan::THREADS)
+__global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS : 1)
 kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
     constexpr int P = Plan::P, Q = Plan::Q, K = Plan::K, J = Plan::J, TILES_K = (P + K - 1) / K, TILES_J = (Q + J - 1) / J;
     constexpr int ZS = (Plan::FIBERS * K + 63) / 64 * 64, HS = (Plan::FIBERS * J + 63) / 64 * 64;
@@ -831,7 +841,7 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     int k0 = blockIdx.x / TILES_J % TILES_K * K, j0 = blockIdx.x % TILES_J * J, stage = 0;
     auto load = [&](int to) {
         if (number < chunks) {
-            long long a = unsigned(number) / unsigned(across) * (long long)Plan::L, c = unsigned(number) % unsigned(across) * (long long)Plan::R;
+            long long a = number / across * Plan::L, c = number % across * Plan::R;
             int rows = int(A - a < Plan::L ? A - a : Plan::L);
             load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C);
             load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C);

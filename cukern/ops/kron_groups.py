@@ -14,7 +14,7 @@ from cukern.ops.kron_plan import Sizes, Step, steps
 
 MOST = 8  # factors in a launch, as in kron_linear.cu
 MOST_WARPS = 16  # of a block
-IN_CACHE = 32 << 20  # bytes of an array between two launches that shall stay in the L2 cache
+BETWEEN = 128 << 20  # bytes of an array between two launches, at most, if the rows go in parts
 MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at most
 
 CYCLES_US = 1750.0
@@ -22,7 +22,7 @@ SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 LAUNCH_US = 2.5
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
-TILE_CYCLES = 1000  # from the end of a tile to the next
+TILE_CYCLES = 1500  # from the end of a tile to the next
 MMA_CYCLES = 10  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
 
 
@@ -97,11 +97,9 @@ def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) ->
 
 
 def rows_at_once(plan: Sequence[Group], rows: int, itemsize: int) -> int:
-    """How many rows to take through all launches before the next ones, so that what one launch writes is in the cache for the next."""
-    if len(plan) == 1:
-        return rows
-    widest = max(s.left * s.q * s.right for g in plan[:-1] for s in g.steps[-1:]) * itemsize
-    return rows if rows * widest <= IN_CACHE else max(1, IN_CACHE // widest)
+    """How many rows to take through all launches before the next ones, so that what lies between two launches takes little memory."""
+    widest = max((s.left * s.q * s.right for g in plan[:-1] for s in g.steps[-1:]), default=0) * itemsize
+    return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
 
 
 def _end_of_run(order: Sequence[Step], first: int) -> int:
@@ -199,7 +197,7 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
         read, written = numbers * itemsize * coarse / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
-        us = LAUNCH_US + START_US + streams + resident * matrices / (2 * SM_BYTES_US)
+        us = LAUNCH_US + START_US + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
         yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, target.tensor, shared, us)
 
 
@@ -214,7 +212,6 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
         kinds = [(f, c, 1) for f in (8, 16, 32, 64, 128) for c in (16, 32, 48, 64, 80) if f >= least and f * c <= 2048]
     else:
         kinds = [(f, c, n) for f in (8, 4, 2, 1) for c in (8, 4, 2, 1) for n in (32, 16, 8) if size == 4 or f * c <= 32]
-        kinds += [(8, 16, n) for n in (16, 8, 4) if size == 4]
     for f, c, lanes in kinds:
         part = Part((), f, c, lanes, 0)
         part = part._replace(padded=-(-q // part.wide) * part.wide)
@@ -235,7 +232,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
 
 
 def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool) -> tuple[int, ...]:
-    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and the `writer`, its right `before`, wrote."""
+    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and `writer`, of right `before`, wrote."""
     v, q = 16 // size, right // before
     if any(n & (n - 1) for n in (p, right, q)) or total % (8 * v):
         return 3, 0, 3, 0, v

@@ -144,8 +144,8 @@ def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue
 
 
 def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
-    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, so that an array between two launches
-    is still in the cache for the second."""
+    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, where what lies between two launches
+    would take much memory."""
     for w in factors:
         if w.ndim == 3:
             return _v3(x, factors, epilogue)
