@@ -273,7 +273,9 @@ struct Global4 {
     const T *bias, *residual;
     long long first, features;
     int rows;
-    compute_t<T> scale;
+    // One: what is stored as a vector lies in consecutive registers, and sums that do would often be in the bank of an operand: an
+    // FMA that fetches two values from one of the two banks waits. The compiler does not know that the product is the sum itself.
+    compute_t<T> scale, one;
 };
 
 // Number j of fiber f of an array [left][N][RIGHT].
@@ -312,7 +314,7 @@ struct Sums4 {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 if constexpr (Plan::TENSOR) v.v[i] = to_tf32(sums[i]);
-                else v.v[i] = sums[i];
+                else v.v[i] = sums[i] * global.one;
             }
             store_vec(tile + Out::join(place, Out::at(spot<Q, RIGHT>(f, j))), v);
         } else {
@@ -391,10 +393,13 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
 #pragma unroll
                     for (int e = 0; e < JV; ++e) c[j + e] = load_as(v.v[e]);
                 }
+                constexpr int OUTER = S::COLUMNS, INNER = S::FIBERS * S::COLUMNS / OUTER;
 #pragma unroll
-                for (int i = 0; i < S::FIBERS; ++i)
-#pragma unroll
-                    for (int j = 0; j < S::COLUMNS; ++j) sums[i][j] += x[i][kk] * c[j];
+                for (int n = 0; n < OUTER * INNER; ++n) {  // to and fro, so that one operand always stays
+                    int outer = n / INNER, inner = outer % 2 ? INNER - 1 - n % INNER : n % INNER;
+                    int i = inner, j = outer;
+                    sums[i][j] += x[i][kk] * c[j];
+                }
             }
         }
         w += KC * S::PADDED;
@@ -609,10 +614,11 @@ __device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
     }
 }
 
-// The steps from S on, of which `in` and `rest`, from number AHEAD on, are the input. LEFT and RIGHT are those of S.
-template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class S, class... Others>
+// The steps from S on, of which `in` and `rest`, from number AHEAD on, are the input. LEFT and RIGHT are those of S. `after` and
+// `late`: what to do when the first and the last step's input has been read.
+template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class Late, class S, class... Others>
 __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, const char* matrices, const Global4<T>& global,
-                                     const After& after, Steps4<S, Others...>) {
+                                     const After& after, const Late& late, Steps4<S, Others...>) {
     constexpr bool LAST = sizeof...(Others) == 0;
     constexpr int Q = FIRST ? Plan::COLUMNS : S::Q, AHEAD = !FIRST ? 1 << 30 : Plan::REST ? Plan::AHEAD : LEFT * S::P * RIGHT;
     constexpr bool LOCAL = S::local(LEFT * S::P * RIGHT, RIGHT) && (!FIRST || Plan::LOCAL);
@@ -620,8 +626,9 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
     using Out = typename Next::In;
     auto have_read = [&] {
         if constexpr (FIRST) after();
+        else if constexpr (LAST && Plan::REST) late();
         else if constexpr (LOCAL && (!LAST || S::FETCHED == Plan::Rightmost::FETCHED)) __syncwarp();
-        else if constexpr (!LAST || Plan::REST || Plan::LOCAL) __syncthreads();
+        else if constexpr (!LAST || Plan::LOCAL) __syncthreads();
     };
     const auto* w = reinterpret_cast<const typename Matrix<T, S>::type*>(matrices);
     if constexpr (Plan::TENSOR) multiply4_tensor<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
@@ -631,7 +638,7 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
         if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
         if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
         else __syncthreads();
-        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<T, S>(), global, after, Steps4<Others...>());
+        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<T, S>(), global, after, late, Steps4<Others...>());
     }
 }
 
@@ -674,7 +681,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     while (true) {
         long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
         int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        Global4<T> global = {out, bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * Plan::C + c, features, rows, F(scale)};
+        Global4<T> global = {out, bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * Plan::C + c, features, rows, F(scale), A > 0 ? F(1) : F(0)};
         number += step;
         auto after = [&] {
             if constexpr (Plan::LOCAL) __syncwarp();
@@ -682,13 +689,14 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
             load(true);
             cp_async_commit();
         };
-        run4<Plan, true, Plan::NUMBERS / Plan::Rightmost::P / Plan::R, Plan::R>(stage, reinterpret_cast<const T*>(tile), tile, matrices, global,
-                                                                                after, typename Plan::List());
-        if (number >= tiles) break;
-        if constexpr (Plan::REST) {
+        auto late = [&] {
+            __syncthreads();
             load(false);
             cp_async_commit();
-        }
+        };
+        run4<Plan, true, Plan::NUMBERS / Plan::Rightmost::P / Plan::R, Plan::R>(stage, reinterpret_cast<const T*>(tile), tile, matrices, global,
+                                                                                after, late, typename Plan::List());
+        if (number >= tiles) break;
         cp_async_wait<0>();
         if constexpr (Plan::LOCAL) __syncwarp();
         else __syncthreads();
@@ -763,7 +771,10 @@ __device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const 
 #pragma unroll
                 for (int e = 0; e < FV * KV; ++e)
 #pragma unroll
-                    for (int j = 0; j < HALF; ++j) sums[k + e / FV][part + j] += load_as(v.v[e]) * h[j][e % FV];
+                    for (int n = 0; n < HALF; ++n) {
+                        int j = (k + e) % 2 ? HALF - 1 - n : n;  // to and fro, as above
+                        sums[k + e / FV][part + j] += load_as(v.v[e]) * h[j][e % FV];
+                    }
             }
         }
     }

@@ -19,6 +19,7 @@ MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at m
 
 CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
+L2_READ = 0.4  # the time to read from the L2 cache, if that of device memory is 1
 LAUNCH_US = 2.5
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
@@ -130,7 +131,7 @@ def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
     tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         q = prod(s.q for s in parts[0])
-        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if target.tensor else 8) * slices) == 0):
+        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if target.tensor else 4) * slices) == 0):
             yield from _tiling(parts, rows, target, L, R, slices, warps)
 
 
@@ -194,7 +195,8 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
         compute = each * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
-        read, written = numbers * itemsize * coarse / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
+        shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
+        read, written = numbers * itemsize * coarse * shared_read / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
         us = LAUNCH_US + START_US + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
