@@ -336,14 +336,31 @@ struct Sums4 {
     }
 };
 
-// The place of number [k][j] of a step's matrix in shared memory: row by row, or as the lanes of mma_tf32 fetch it as operand a,
-// whose rows are the matrix's columns: a lane's are neighbours, WIDE of them, and so are its k where a fiber's numbers are.
-template <class S, bool TENSOR, int RIGHT>
+// Whether a step multiplies 16-bit numbers as they are, with no conversion: the first one, if its matrix is a factor.
+template <class S, typename In, typename M>
+__device__ constexpr bool in_pairs() {
+    return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 16 == 0;
+}
+template <typename T>
+__device__ __forceinline__ unsigned pair_of(T a, T b) {
+    Vec<T, 2> pair = {a, b};
+    return *reinterpret_cast<unsigned*>(&pair);
+}
+__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) { mma_f16(d, a, b); }
+__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) { mma_bf16(d, a, b); }
+template <typename T>
+__device__ __forceinline__ void mma_16_bit(float (&)[4], const unsigned (&)[4], const unsigned (&)[2], T) {}  // never called
+
+// The place of number [k][j] of a step's matrix in shared memory: row by row, or as the lanes of mma_tf32, or of mma_f16 (PAIRS), fetch
+// it as operand a, whose rows are the matrix's columns: a lane's are neighbours, WIDE of them, and so are its k where a fiber's
+// numbers are.
+template <class S, bool TENSOR, bool PAIRS, int RIGHT>
 __device__ __forceinline__ int place_of(int k, int j) {
     if constexpr (!TENSOR) return k * S::PADDED + j;
-    constexpr int WIDE = gcd(S::COLUMNS / 8, 4);
-    int t = RIGHT == 1 ? k % 8 / 2 : k % 4, h = RIGHT == 1 ? k % 2 : k % 8 / 4, m = j / (8 * WIDE) * (WIDE / 2) + j % WIDE / 2;
-    return ((k / 8 * (S::PADDED / 16) + m) * 32 + j / WIDE % 8 * 4 + t) * 4 + h * 2 + j % 2;
+    constexpr int WIDE = gcd(S::COLUMNS / 8, 4), K = PAIRS ? 2 : 1;
+    int t = RIGHT == 1 ? k % (8 * K) / (2 * K) : k % (4 * K) / K, h = RIGHT == 1 ? k % (2 * K) / K : k % (8 * K) / (4 * K);
+    int m = j / (8 * WIDE) * (WIDE / 2) + j % WIDE / 2;
+    return (((k / (8 * K) * (S::PADDED / 16) + m) * 32 + j / WIDE % 8 * 4 + t) * 4 + h * 2 + j % 2) * K + k % K;
 }
 
 // One step on the FMA units. AHEAD: how many numbers lie at `in`, the others at `rest`.
@@ -427,7 +444,7 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
     }
 }
 
-// One step on tensor cores, in TF32: the transposed product, of the matrix's columns (M) and the fibers (N). Two fibers that mma_tf32
+// One step on tensor cores, in TF32 or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the fibers (N). Two fibers that mma_tf32
 // has side by side are neighbours where RIGHT is 1, else 4 apart, so that a lane's of 4 products are. P is a multiple of 8, COLUMNS
 // of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
 template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
@@ -435,7 +452,8 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
                                                  const After& after) {
     constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = gcd(S::COLUMNS / 8, 4), MS = S::COLUMNS / 16, NS = S::FIBERS / 8;
     constexpr bool ONE = RIGHT == 1, LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
-    constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4;
+    constexpr bool PAIRS = in_pairs<S, In, M>();
+    constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4, K = PAIRS ? 2 : 1;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     int f0 = warp / S::GROUPS * S::FIBERS, j0 = warp % S::GROUPS * S::COLUMNS;
     const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
@@ -444,37 +462,73 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     for (int i = 0; i < S::FIBERS / FV; ++i) {
         if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + g * LEAST, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
         else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * FV + g * LEAST, ALL - LEAST), 0));
-        from[i] = S::In::join(from[i], S::In::at(ONE ? 2 * t : t * RIGHT));
+        from[i] = S::In::join(from[i], S::In::at(K * t * (ONE ? 2 : RIGHT)));
     }
-    auto number = [](In v) { return sizeof(In) == 4 && AHEAD < (1 << 30) ? to_tf32(load_as(v)) : load_as(v); };
     float sums[MS][NS][4] = {};
-    w += (j0 / 16 * 32 + threadIdx.x % 32) * 4;
+    if constexpr (PAIRS) {
+        w += (j0 / 16 * 32 + threadIdx.x % 32) * 8;
 #pragma unroll 2
-    for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8) {
-        float x[NS][2], c[MS][4];
+        for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 16) {
+            unsigned x[NS][2], c[MS][4];
 #pragma unroll
-        for (int i = 0; i < S::FIBERS / FV; ++i) {
-            int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
-            if constexpr (ONE) {
-                Vec<In, 2> v = load_vec<In, 2>(source + at);
-                x[i][0] = number(v.v[0]);
-                x[i][1] = number(v.v[1]);
-            } else {
+            for (int i = 0; i < S::FIBERS / FV; ++i) {
+                int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
+                if constexpr (ONE) {
+                    Vec<In, 4> v = load_vec<In, 4>(source + at);
+                    x[i][0] = pair_of(v.v[0], v.v[1]);
+                    x[i][1] = pair_of(v.v[2], v.v[3]);
+                } else {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
+                    for (int h = 0; h < 2; ++h) {
+                        Vec<In, 4> even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
+                        Vec<In, 4> odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
+                        for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = pair_of(even.v[e], odd.v[e]);
+                    }
                 }
             }
+#pragma unroll
+            for (int m = 0; m < MS; ++m) {
+                Vec<unsigned, 4> v = load_vec<unsigned, 4>(reinterpret_cast<const unsigned*>(w + m * 256));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[m][e] = v.v[e];
+            }
+            w += S::PADDED * 16;
+#pragma unroll
+            for (int m = 0; m < MS; ++m)
+#pragma unroll
+                for (int n = 0; n < NS; ++n) mma_16_bit(sums[m][n], c[m], x[n], In());
         }
+    } else {
+        auto number = [](In v) { return sizeof(In) == 4 && AHEAD < (1 << 30) ? to_tf32(load_as(v)) : load_as(v); };
+        w += (j0 / 16 * 32 + threadIdx.x % 32) * 4;
+#pragma unroll 2
+        for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8) {
+            float x[NS][2], c[MS][4];
 #pragma unroll
-        for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<M, 4>(w + m * 128));
-        w += S::PADDED * 8;
+            for (int i = 0; i < S::FIBERS / FV; ++i) {
+                int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
+                if constexpr (ONE) {
+                    Vec<In, 2> v = load_vec<In, 2>(source + at);
+                    x[i][0] = number(v.v[0]);
+                    x[i][1] = number(v.v[1]);
+                } else {
 #pragma unroll
-        for (int m = 0; m < MS; ++m)
+                    for (int h = 0; h < 2; ++h) {
+                        Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
 #pragma unroll
-            for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
+                        for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<M, 4>(w + m * 128));
+            w += S::PADDED * 8;
+#pragma unroll
+            for (int m = 0; m < MS; ++m)
+#pragma unroll
+                for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
+        }
     }
     after();
     Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
@@ -544,14 +598,15 @@ __device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PA
     using S = Step4<F, C, L, PADDED, In, Factors...>;
     constexpr int U = 16 / sizeof(T), P = S::P;
     using M = typename Matrix<T, S>::type;
+    constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
     auto put = [&](int k, int j, M value) {
         if constexpr (Plan::TENSOR && sizeof(M) == 4) value = to_tf32(value);
-        to[place_of<S, Plan::TENSOR, RIGHT>(k, j)] = value;
+        to[place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j)] = value;
     };
     auto put_two = [&](int k, int j, M one, M two) {  // j is even: side by side
         Vec<M, 2> pair = {one, two};
         if constexpr (Plan::TENSOR && sizeof(M) == 4) pair = {to_tf32(one), to_tf32(two)};
-        store_vec(to + place_of<S, Plan::TENSOR, RIGHT>(k, j), pair);
+        store_vec(to + place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j), pair);
     };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
@@ -565,7 +620,14 @@ __device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PA
             } else {
                 Vec<T, U> v = load_vec<T, U>(from + k * p + j);
 #pragma unroll
-                for (int u = 0; u < U; u += 2) put_two(k, j + u, M(v.v[u]), M(v.v[u + 1]));
+                for (int u = 0; u < U; u += 2) {
+                    if constexpr (Plan::TENSOR && PAIRS) {
+                        put(k, j + u, M(v.v[u]));
+                        put(k, j + u + 1, M(v.v[u + 1]));
+                    } else {
+                        put_two(k, j + u, M(v.v[u]), M(v.v[u + 1]));
+                    }
+                }
             }
         }
     } else if (S::COUNT == 1 && P % U == 0 && p == 1 && q % U == 0 && aligned) {
@@ -813,29 +875,68 @@ __device__ __forceinline__ void fetch_rows(float (&x)[WIDTH / 8][FIBERS], const 
     }
 }
 
+// The same of 16-bit numbers for 16 fibers, as they are, two fibers in a register.
+template <class Plan, class In, int WIDTH, int N, typename T>
+__device__ __forceinline__ void fetch_pairs(unsigned (&x)[WIDTH / 8][2], const T* from, int first, int f0) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if constexpr (Plan::R == 1) {
+        constexpr int WIDE = gcd(WIDTH / 8, 4);
+#pragma unroll
+        for (int group = 0; group < WIDTH / 8; group += WIDE)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                int at = In::at(first + row_of<Plan, WIDTH>(group, g)), f = f0 + 2 * t + 8 * i;
+                Vec<T, WIDE> even = load_vec<T, WIDE>(from + In::join(In::at(f * N), at));
+                Vec<T, WIDE> odd = load_vec<T, WIDE>(from + In::join(In::at((f + 1) * N), at));
+#pragma unroll
+                for (int e = 0; e < WIDE; ++e) x[group + e][i] = pair_of(even.v[e], odd.v[e]);
+            }
+    } else {
+        int f = f0 + 4 * t, l = f / Plan::R, r = f % Plan::R;
+#pragma unroll
+        for (int group = 0; group < WIDTH / 8; ++group) {
+            Vec<T, 4> v = load_vec<T, 4>(from + In::join(In::at(l * N * Plan::R + r), In::at((first + group * 8 + g) * Plan::R)));
+            x[group][0] = pair_of(v.v[0], v.v[1]);
+            x[group][1] = pair_of(v.v[2], v.v[3]);
+        }
+    }
+}
+
 template <class Plan, typename T>
 __device__ __forceinline__ void contract_tensor(float (&sums)[(Plan::KW + 15) / 16][Plan::JW / 8][4], const T* zs, const T* hs) {
-    constexpr int AT_ONCE = Plan::R == 1 ? 8 : 16;
+    constexpr int AT_ONCE = sizeof(T) == 4 && Plan::R == 1 ? 8 : 16, LAST = Plan::KW / 8 - 1;
     int warp = threadIdx.x / 32, j0 = warp % Plan::DOWN * Plan::JW, k0 = warp / Plan::DOWN % Plan::ACROSS * Plan::KW;
     int time = warp / (Plan::DOWN * Plan::ACROSS);
 #pragma unroll 2
     for (int f = time * AT_ONCE; f < Plan::FIBERS; f += Plan::TIMES * AT_ONCE) {
-        float z[Plan::KW / 8][AT_ONCE / 4], h[Plan::JW / 8][AT_ONCE / 4];
-        fetch_rows<Plan, typename Plan::Z, Plan::KW, Plan::K>(z, zs, k0, f);
-        fetch_rows<Plan, typename Plan::H, Plan::JW, Plan::J>(h, hs, j0, f);
-#pragma unroll
-        for (int s = 0; s < AT_ONCE / 4; s += 2)
+        if constexpr (sizeof(T) == 2) {
+            unsigned z[Plan::KW / 8][2], h[Plan::JW / 8][2];
+            fetch_pairs<Plan, typename Plan::Z, Plan::KW, Plan::K>(z, zs, k0, f);
+            fetch_pairs<Plan, typename Plan::H, Plan::JW, Plan::J>(h, hs, j0, f);
 #pragma unroll
             for (int m = 0; m < (Plan::KW + 15) / 16; ++m) {
-                constexpr int LAST = Plan::KW / 8 - 1;
-                const float(&low)[AT_ONCE / 4] = z[2 * m], (&high)[AT_ONCE / 4] = z[2 * m + 1 < LAST ? 2 * m + 1 : LAST];
-                float a[4] = {low[s], high[s], low[s + 1], high[s + 1]};
+                int high = 2 * m + 1 < LAST ? 2 * m + 1 : LAST;
+                unsigned a[4] = {z[2 * m][0], z[high][0], z[2 * m][1], z[high][1]};
 #pragma unroll
-                for (int n = 0; n < Plan::JW / 8; ++n) {
-                    float b[2] = {h[n][s], h[n][s + 1]};
-                    mma_tf32(sums[m][n], a, b);
-                }
+                for (int n = 0; n < Plan::JW / 8; ++n) mma_16_bit(sums[m][n], a, h[n], T());
             }
+        } else {
+            float z[Plan::KW / 8][AT_ONCE / 4], h[Plan::JW / 8][AT_ONCE / 4];
+            fetch_rows<Plan, typename Plan::Z, Plan::KW, Plan::K>(z, zs, k0, f);
+            fetch_rows<Plan, typename Plan::H, Plan::JW, Plan::J>(h, hs, j0, f);
+#pragma unroll
+            for (int s = 0; s < AT_ONCE / 4; s += 2)
+#pragma unroll
+                for (int m = 0; m < (Plan::KW + 15) / 16; ++m) {
+                    int high = 2 * m + 1 < LAST ? 2 * m + 1 : LAST;
+                    float a[4] = {z[2 * m][s], z[high][s], z[2 * m][s + 1], z[high][s + 1]};
+#pragma unroll
+                    for (int n = 0; n < Plan::JW / 8; ++n) {
+                        float b[2] = {h[n][s], h[n][s + 1]};
+                        mma_tf32(sums[m][n], a, b);
+                    }
+                }
+        }
     }
 }
 

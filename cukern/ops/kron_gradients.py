@@ -29,7 +29,7 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     if tensor:
         K, J = _side(p), _side(q)
         KW, JW = max(((k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _SUMS), key=lambda s: (s[0] * s[1], -abs(s[0] - s[1])))
-        team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 else 16
+        team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
     else:
         K, J, most = min(p, _MOST), min(q, _MOST), 8 if size == 4 else 4
         KW, JW = min(K, most), min(J, most)
@@ -69,7 +69,13 @@ def _layout(n: int, R: int, L: int, itemsize: int, tensor: bool) -> tuple[int, .
     if n & (n - 1) or R & (R - 1) or L * R * n % (8 * v):
         return 3, 0, 3, 0, v
     if tensor:
-        one = spread(1, n // v, 2) if R == 1 else spread(2, R // v, 1) if itemsize == 4 else spread(1, R // v, 2)
+        one = (
+            spread(1, n // v * (1 if itemsize == 4 else 2), 2)
+            if R == 1
+            else spread(2, R // v, 1)
+            if itemsize == 4
+            else spread(1, R // v, 2)
+        )
         return (*one, 3, 0, v)
     if R == 1:
         return (*spread(0, n // v, 3), 3, 0, v)

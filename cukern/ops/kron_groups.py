@@ -159,12 +159,13 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
     writer, before = None, 1  # the step before, and its right
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
-        chosen = _config(total // p, p, q, right, size, warps, target.tensor)
+        pairs = n == 0 and itemsize == 2 and len(piece) == 1 and p % 16 == 0  # multiplied as they are: in_pairs
+        chosen = _config(total // p, p, q, right, size, warps, target.tensor, pairs)
         if chosen is None:
             return
         part, issued, waves = chosen
         busy = max(busy, ceil(total // p / (part.fibers * part.lanes)) * (part.padded // part.wide))
-        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, target.tensor)
+        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, target.tensor, pairs)
         writer = part._replace(factors=piece, layout=layout)
         parts.append(writer)
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
@@ -204,7 +205,7 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
 
 
 @functools.lru_cache(1 << 14)
-def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tensor: bool) -> tuple[Part, float, float] | None:
+def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tensor: bool, pairs: bool) -> tuple[Part, float, float] | None:
     """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
     best = None
     if tensor:
@@ -222,7 +223,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
         if items > warps or part.padded >= 2 * max(q, 9):
             continue
         if tensor:
-            issue, waves = f * c / 128 * MMA_CYCLES / 8, (f + c) / 32
+            issue, waves = f * c / 128 * MMA_CYCLES / (24 if pairs else 8), (f + c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
@@ -233,14 +234,16 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
     return best[1] if best else None
 
 
-def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool) -> tuple[int, ...]:
+def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool, pairs: bool) -> tuple[int, ...]:
     """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and `writer`, of right `before`, wrote."""
     v, q = 16 // size, right // before
     if any(n & (n - 1) for n in (p, right, q)) or total % (8 * v):
         return 3, 0, 3, 0, v
     read, written = (3, 0), (3, 0)
     if tensor:
-        read = spread(1, right // v, 2) if right > 1 else spread(1, p // v, 2) if size == 4 else spread(0, p // v, 3)
+        read = spread(0, p // v, 3) if right == 1 and size == 2 else spread(1, p // v if right == 1 else right // v, 2)
+        if pairs:
+            read = spread(1, p // v if right == 1 else 2 * right // v, 2)
         if writer:
             written = spread(1, 2 * q // v, 2) if before == 1 else spread(0, gcd(writer.columns // 8, 4) * before // v, 1)
     else:
