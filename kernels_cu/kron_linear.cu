@@ -726,6 +726,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     constexpr long long ACROSS = Plan::C / Plan::R;
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, step = gridDim.x / Plan::SLICES;
     long long number = blockIdx.x / Plan::SLICES;  // of the tile that is loaded next
+    if (number >= tiles) return;                   // a launch is planned for the most rows that there may be
     auto load = [&](bool ahead) {
         if (number >= tiles) return;
         long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;

@@ -21,6 +21,8 @@ CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 L2_READ = 0.4  # the time to read from the L2 cache, if that of device memory is 1
 LAUNCH_US = 2.5
+ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
+BETWEEN_US = 5.0  # two launches are slower than the model says of each
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
@@ -92,7 +94,7 @@ def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) ->
             us, rest = best[len(order) - end]
             group = fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
             if group:
-                options.append((us + group.us, (group, *rest)))
+                options.append((us + group.us + (BETWEEN_US if rest else 0), (group, *rest)))
         best.append(min(options, key=lambda o: o[0]))
     return best[-1][1]
 
@@ -192,7 +194,7 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(registers, 255)), 2048 // threads, 8))
         each = ceil(tiles / target.multiprocessors)
         resident = min(blocks, each)
-        idle = max(1.0, 6 / (busy * resident))  # the arithmetic's latency shows
+        idle = max(1.0, 4 / (busy * resident))  # the arithmetic's latency shows
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
         compute = each * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
@@ -200,7 +202,8 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
         read, written = numbers * itemsize * coarse * shared_read / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
-        us = LAUNCH_US + START_US + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
+        alone = ALONE_US if resident == 1 else 0.0
+        us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
         yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, target.tensor, shared, us)
 
 
@@ -229,8 +232,9 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
             issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
         multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
-        if best is None or cycles < best[0]:
-            best = cycles, (part, multiplied, fetched)
+        rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
+        if best is None or rank < best[0]:
+            best = rank, (part, multiplied, fetched)
     return best[1] if best else None
 
 

@@ -45,8 +45,10 @@ def kron_linear(
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
-    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is never TF32; 16-bit types are
-    added in float32, and rounded after each launch. Autocast does not change the dtype. Results have the same bits in every run.
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is TF32 where torch's switch for
+    matrix products, torch.backends.cuda.matmul.fp32_precision or torch.set_float32_matmul_precision, lets it be. 16-bit types are added in
+    float32 and rounded after each launch; between the factors of one launch v4 keeps them in TF32, on tensor cores, or float32. Autocast
+    does not change the dtype. Results have the same bits in every run.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """
