@@ -12,10 +12,12 @@
 //  v1       one block a row, in turns of 16-byte vectors; read twice
 //  v2       up to 32 lanes or a block a row, which stays in registers; zeros are written while the loads are under way
 //
-// H200, of a copy of the bytes that are seen and written. float, 48 matrices of 1024: v1 0.31, backward 0.61; v2 0.80. v2, bfloat16: 192 of
-// 1024 0.89, backward 0.88; 48 of 4096 0.72, backward 0.89. float, 192 of 1024: 0.81, backward 0.97 by the kernels of any alignment; 0.48 by
-// those of whole vectors as first written, which hid what the diagonal cuts in one vector before they loaded the next. They now load all
-// first, which is yet to be measured.
+// H200, of a copy of the bytes that are seen and written, forward (backward). 48 matrices of 1024, float: v1 0.25 (0.61), v2 0.88 (0.96).
+// v2, 192 of 1024 and 48 of 4096: float 0.88 (0.96), 0.89 (0.95), with all sums in float 0.91 and 0.92, as they are again but between warps;
+// bfloat16 0.93 (0.95), 0.93 (0.96). What made it so, bfloat16, 4096: 0.72 to 0.91 by no load before a row's own, fewer threads with
+// more vectors each, and the diagonal's vectors as elements of a few threads instead of masks in all loops; 0.93 by the maximum in one
+// instruction a warp. Kept exponentials, which softmax gains from, cost more registers than they save here: 0.87.
+#include "common/held_rows.cuh"
 #include "common/softmax_rows.cuh"
 
 // What a row of the scores sees.
@@ -28,19 +30,19 @@ __device__ __forceinline__ Span seen(long long query, long long queries, long lo
 template <typename T>
 __global__ void causal_softmax_v1(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
                                   long long keys, long long x_matrix, long long x_row, long long window, double scale) {
-    using C = compute_t<T>;
-    __shared__ C shared[64];
+    __shared__ Found<T> found;
     Exponential<T> exponential(scale);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long matrix = row / queries, query = row % queries;
         Span span = seen(query, queries, keys, window);
         const T* from = x + matrix * x_matrix + query * x_row;
         Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
-        C found, sum;
-        scan_columns(from, span, block_turns(from, span.begin, span.end), exponential, found, sum);
-        merge_block(exponential, shared, found, sum);
-        C largest = extra.largest(found);
-        sum = extra.add_to<true>(sum * exponential.rescale(found, exponential.base(largest)), largest, exponential, threadIdx.x == 0);
+        compute_t<T> own;
+        sum_t<T> sum;
+        scan_columns(from, span, block_turns(from, span.begin, span.end), exponential, own, sum);
+        merge_block(exponential, found, own, sum);
+        compute_t<T> largest = extra.largest(own);
+        sum = extra.add_to<true>(sum * exponential.rescale(own, exponential.base(largest)), largest, exponential, threadIdx.x == 0);
         End<T> end(exponential, largest, sum, false, largest);
         write_columns<true>(out + row * keys, from, span, block_turns(from, 0, keys), end);
         __syncthreads();
@@ -70,17 +72,21 @@ __device__ __forceinline__ long long matrix_of(long long number, long long queri
     return (number | queries) >> 31 ? number / queries : unsigned(number) / unsigned(queries);
 }
 
-// v2. A team takes one row, the number-th.
+// v2. A team takes one row, the number-th. Beyond the last matrix it takes part in its warp's reductions, with an empty row.
 template <int VECTORS, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
-                                            int keys, long long x_matrix, long long x_row, long long window, double scale,
-                                            long long number, Team& team) {
-    long long row = number, matrix = matrix_of(row, queries), query = row - matrix * queries;
-    bool empty = matrix >= matrices;  // a team with nothing to do takes part in its warp's reductions, with an empty row
-    if (empty) matrix = query = row = 0;
-    Sink extra{sink && !empty ? sink + matrix : nullptr, share && !empty ? share + row : nullptr, scale};
-    team_softmax<VECTORS, false, true, EXACT>(out + row * keys, x + matrix * x_matrix + query * x_row,
-                                       empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra, EVERYTHING);
+                                            int keys, long long x_matrix, long long x_row, long long window, double scale, long long row,
+                                            Team& team) {
+    long long matrix = matrix_of(row, queries), query = row - matrix * queries;
+    Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
+    Span span = seen(query, queries, keys, window);
+    if (matrix >= matrices) {
+        matrix = query = row = keys = 0;
+        span = Span(0, 0);
+        extra = Sink{};
+    }
+    team_softmax<VECTORS, false, false, true, EXACT, false>(out + row * keys, x + matrix * x_matrix + query * x_row, span.begin, span.end, keys, team,
+                                                     scale, extra, Room{});
 }
 
 template <int VECTORS, bool EXACT, class Team, typename T>
@@ -89,42 +95,45 @@ __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, c
                                              long long window, double scale, long long number, Team& team) {
     // The first query, the last, the second, the last but one, ...: long rows and short ones at the same time.
     long long matrix = matrix_of(number, queries), i = number - matrix * queries, query = i % 2 ? queries - 1 - i / 2 : i / 2;
-    long long row = matrix * queries + query, at = row * keys;
-    bool empty = matrix >= matrices;
-    if (empty) matrix = query = row = at = 0;
-    SinkGradient extra{share && !empty ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
-    team_gradient<VECTORS, false, true, EXACT>(dx + at, y + at, g + matrix * g_matrix + query * g_row,
-                                        empty ? Span(0, 0) : seen(query, queries, keys, window), team, scale, false, extra,
-                                        EVERYTHING);
+    long long row = matrix * queries + query;
+    SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
+    Span span = seen(query, queries, keys, window);
+    if (matrix >= matrices) {
+        matrix = query = row = keys = 0;
+        span = Span(0, 0);
+        extra = SinkGradient{};
+    }
+    team_gradient<VECTORS, false, true, EXACT, false>(dx + row * keys, y + row * keys, g + matrix * g_matrix + query * g_row, span.begin,
+                                                      span.end, keys, team, scale, extra, Room{});
 }
 
-// Grid ceil(matrices * queries / (blockDim.x / width)).
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(64) causal_softmax_v2_warp(T* out, double* share, const T* x, const double* sink, long long matrices,
-                                                              long long queries, int keys, long long x_matrix, long long x_row,
-                                                              long long window, double scale, int width) {
-    Lanes team(EXACT ? 32 : width);
-    long long number = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width;
-    row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, number, team);
+// Grid ceil(matrices * queries / (THREADS / width)); WIDTH as in softmax_v6.
+template <typename T, int VECTORS, int WIDTH, int THREADS, bool EXACT>
+__global__ void __launch_bounds__(THREADS)
+    causal_softmax_v2_warp(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries, int keys,
+                           long long x_matrix, long long x_row, long long window, double scale, int width) {
+    Lanes team(WIDTH ? WIDTH : width);
+    long long row = blockIdx.x * (long long)(THREADS / team.width) + threadIdx.x / team.width;
+    row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, row, team);
 }
 
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(64) causal_softmax_v2_warp_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share,
-                                                                  const double* share_grad, long long matrices, long long queries,
-                                                                  int keys, long long g_matrix, long long g_row, long long window,
-                                                                  double scale, int width) {
-    Lanes team(EXACT ? 32 : width);
-    long long number = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width;
+template <typename T, int VECTORS, int WIDTH, int THREADS, bool EXACT>
+__global__ void __launch_bounds__(THREADS)
+    causal_softmax_v2_warp_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
+                               long long matrices, long long queries, int keys, long long g_matrix, long long g_row, long long window,
+                               double scale, int width) {
+    Lanes team(WIDTH ? WIDTH : width);
+    long long number = blockIdx.x * (long long)(THREADS / team.width) + threadIdx.x / team.width;
     row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, number, team);
 }
 
 // Grid matrices * queries.
 template <typename T, int VECTORS, int THREADS, bool EXACT>
-__global__ void __launch_bounds__(THREADS) causal_softmax_v2(T* out, double* share, const T* x, const double* sink,
-                                                                     long long matrices, long long queries, int keys, long long x_matrix,
-                                                                     long long x_row, long long window, double scale) {
-    __shared__ compute_t<T> shared[64];
-    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
+__global__ void __launch_bounds__(THREADS)
+    causal_softmax_v2(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries, int keys,
+                      long long x_matrix, long long x_row, long long window, double scale) {
+    __shared__ Found<T> found;
+    Block<T, THREADS> team(found);
     row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
 }
 
@@ -132,7 +141,7 @@ template <typename T, int VECTORS, int THREADS, bool EXACT>
 __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad, long long matrices,
                           long long queries, int keys, long long g_matrix, long long g_row, long long window, double scale) {
-    __shared__ compute_t<T> shared[64];
-    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
+    __shared__ Found<T> found;
+    Block<T, THREADS> team(found);
     row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
 }

@@ -17,21 +17,29 @@
 //  v7       a block a row, which stays in registers; a few longer rows are cut into pieces, for two launches
 //  v8       what registers do not hold stays in shared memory, which asynchronous copies fill (sm_80)
 //  v9       clusters of blocks hold a longer row, and tell one another through distributed shared memory (sm_90)
+//  v10      so many blocks hold a row as it needs, and tell one another through global memory
 //
-// v6 to v9 each do what the last did where they have nothing better.
+// v6 to v10 each do what the last did where they have nothing better.
 //
-// H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.26 (0.003), v3 0.43 (0.01), v4 0.49 (0.01),
-// v5 0.64 (0.88), v6 0.83 (0.89); v1 to v4 before their sums were compensated, which is yet to be measured. v9:
+// H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.24 (0.002), v3 0.36 (0.006), v4 0.42 (0.008),
+// v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10, before only long rows were summed in double:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     0.95 (0.96)  0.96 (1.01)  0.98 (1.01)  0.87 (0.95)  0.91 (0.94)  0.90 (0.89)  0.78 (0.58)
-//  bfloat16  0.92 (0.95)  0.97 (1.01)  0.90 (1.01)  0.89 (0.93)  0.94 (0.91)  0.79 (0.91)  0.78 (0.83)
+//  float     0.97 (1.00)  0.98 (1.02)  0.98 (1.02)  0.92 (1.01)  0.95 (1.02)  0.84 (0.90)  0.87 (0.86)
+//  bfloat16  0.98 (0.98)  0.99 (1.02)  0.97 (1.01)  0.94 (1.00)  0.96 (1.01)  0.92 (0.96)  0.92 (0.91)
 //
-// What made it so: half of the instructions in kernels that know only whole vectors (EXACT): float 8192x16384 0.85 to 0.98, 8192x1024 0.82
-// to 0.95. Two blocks of a multiprocessor rather than one: everything of v8 and v9 hangs on it (0.83 else). Persistent blocks that load the
-// next row while they write this one: slower, since DRAM likes its reads and writes in long phases.
+// On another H200 1024x131072 of float was 0.90 (0.99), by the same kernels but for their sums: clusters depend on how a chip's
+// multiprocessors are grouped. What made it so, in a copy's speed, bfloat16 but where said otherwise:
+// * No load before a row's own. A constant that the compiler had put into global memory: 8192x16384 0.90 to 0.96.
+// * Exponentials kept as floats, fewer and fuller threads: 8192x4096 0.96 to 0.98, 8192x16384 0.96 to 0.98.
+// * Edges as elements of a few threads, not masks in every loop: 131072 0.79 to 0.87; cut at multiples of 128 bytes: float 50257 0.89 to 0.93.
+// * Four blocks of 256 threads on a multiprocessor, not two of 512: 131072 0.87 to 0.92.
+// * v10: 512x1M 0.78 to 0.92, float backward 0.58 to 0.86. For rows that a cluster holds it was no faster: its board has to be cleared.
+// The exponentials themselves cost nothing: without them 16384 and 131072 take as long. Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints
+// on all loads and stores, more threads or more than 16 vectors a thread, rows that are partly read twice, persistent blocks.
 //
 // Grids are 1-D. Offsets are 64-bit.
+#include "common/held_rows.cuh"
 #include "common/softmax_rows.cuh"
 
 // ---- v1
@@ -192,14 +200,14 @@ __global__ void softmax_v4_bwd(T* dx, const T* y, const T* g, long long rows, lo
 
 template <typename T>
 __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns, long long x_row, double scale, bool log) {
-    using C = compute_t<T>;
-    __shared__ C shared[64];
+    __shared__ Found<T> found;
     Exponential<T> exponential(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-        C largest, sum;
+        compute_t<T> largest;
+        sum_t<T> sum;
         Turns turns = block_turns(x + row * x_row, 0, columns);
         scan_columns(x + row * x_row, Span(0, columns), turns, exponential, largest, sum);
-        merge_block(exponential, shared, largest, sum);
+        merge_block(exponential, found, largest, sum);
         End<T> end(exponential, largest, sum, log, largest);
         write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), turns, end);
         __syncthreads();
@@ -219,47 +227,45 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
     }
 }
 
-// ---- v6 and v7: the row in registers
+// ---- v6 and v7: the row in registers. They are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
 
-
-// Grid ceil(rows / (blockDim.x / width)). Where the last warp's rows come to an end, its lanes take part with an empty row.
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale,
-                                                  bool log) {
-    Lanes team(EXACT ? 32 : width);
-    long long row = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width;
-    if (row >= rows) row = columns = 0;
-    team_softmax<VECTORS, false, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
-}
-
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row,
-                                                      int width, double scale, bool log) {
-    Lanes team(EXACT ? 32 : width);
-    long long row = blockIdx.x * (long long)(blockDim.x / team.width) + threadIdx.x / team.width, at = row * columns;
-    if (row >= rows) row = at = columns = 0;
-    team_gradient<VECTORS, false, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                         EVERYTHING);
-}
-
-// Grid rows. Registers are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
 #define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
-template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
-__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale, bool log) {
-    __shared__ compute_t<T> shared[64];
-    long long row = blockIdx.x;
-    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
-    team_softmax<VECTORS, false, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, EVERYTHING);
+
+// Grid ceil(rows / (blockDim.x / width)), block 128; WIDTH is width, or 0 for any that is a power of 2, but for the edges at least
+// 2 vectors' elements. Where the last warp's rows come to an end, its lanes take part with an empty row.
+template <typename T, int VECTORS, int WIDTH, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale) {
+    Lanes team(WIDTH ? WIDTH : width);
+    long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width;
+    if (row >= rows) row = columns = 0;
+    team_softmax<VECTORS, false, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
 }
 
-template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
+template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row, int width,
+                                                      double scale) {
+    Lanes team(WIDTH ? WIDTH : width);
+    long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width, at = row * columns;
+    if (row >= rows) row = at = columns = 0;
+    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
+}
+
+// Grid rows.
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale) {
+    __shared__ Found<T> found;
+    long long row = blockIdx.x;
+    Block<T, THREADS> team(found);
+    team_softmax<VECTORS, false, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
+}
+
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
-                                                                  double scale, bool log) {
-    __shared__ compute_t<T> shared[64];
+                                                                            double scale) {
+    __shared__ Found<T> found;
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>> team(shared, 0, EXACT ? THREADS : blockDim.x);
-    team_gradient<VECTORS, false, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                         EVERYTHING);
+    Block<T, THREADS> team(found);
+    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
 }
 
 // Few rows that no block can hold: `pieces` blocks share each, in two launches. What the first found in each piece is in `parts`, (rows,
@@ -268,13 +274,14 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* d
 template <typename T>
 __global__ void softmax_v7_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length,
                                 double scale, bool log) {
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns);
-    compute_t<T> largest, sum;
+    compute_t<T> largest;
+    sum_t<T> sum;
     Exponential<T> exponential(scale, log);
     const T* from = x + row * x_row;
     scan_columns(from, Span(begin, end), block_turns(from, begin, end), exponential, largest, sum);
-    merge_block(exponential, shared, largest, sum);
+    merge_block(exponential, found, largest, sum);
     if (threadIdx.x == 0) {
         parts[2LL * blockIdx.x] = largest;
         parts[2LL * blockIdx.x + 1] = sum;
@@ -284,16 +291,16 @@ __global__ void softmax_v7_scan(double* parts, const T* x, long long columns, lo
 template <typename T>
 __global__ void softmax_v7_write(T* out, const T* x, const double* parts, long long columns, long long x_row, int pieces,
                                  long long length, double scale, bool log) {
-    using C = compute_t<T>;
-    __shared__ C shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, stop = min(begin + length, columns);
     Exponential<T> exponential(scale, log);
-    C largest = minus_infinity<C>(), sum = 0;
+    compute_t<T> largest = minus_infinity<compute_t<T>>();
+    sum_t<T> sum = 0;
     if (threadIdx.x < pieces) {
         largest = parts[2 * (row * pieces + threadIdx.x)];
         sum = parts[2 * (row * pieces + threadIdx.x) + 1];
     }
-    merge_block(exponential, shared, largest, sum);
+    merge_block(exponential, found, largest, sum);
     End<T> end(exponential, largest, sum, log, largest);
     const T* from = x + row * x_row;
     write_columns<false>(out + row * columns, from, Span(begin, stop), block_turns(from, begin, stop), end);
@@ -322,56 +329,83 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
     write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(y + at, begin, end), total, gradient);
 }
 
-// ---- v8 and v9: the row in registers and in shared memory, of one block, or of the SIZE blocks of a cluster, of which each takes `part`
-// of its vectors and holds the first `most`. Dynamic shared memory: 16 bytes for each of these beyond VECTORS * blockDim.x; backward as
-// much again, for g.
+// ---- v8 to v10: the row in registers and in shared memory, of one block, or of several, each of which has `part` of its vectors and room
+// for `most`. Dynamic shared memory: 16 bytes for each of these beyond VECTORS * THREADS; backward as much again, for g. Grid rows times
+// the blocks of a row.
 
-// Grid rows.
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(1024) softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x;
-    Block<compute_t<T>> team(shared, part);
-    team_softmax<VECTORS, true, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
+    Block<T, THREADS> team(found);
+    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+                                                         Room{slots, part, most});
 }
 
-template <typename T, int VECTORS, bool EXACT>
-__global__ void __launch_bounds__(1024) softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale,
-                                                      bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64];
+    __shared__ Found<T> found;
     long long row = blockIdx.x, at = row * columns;
-    Block<compute_t<T>> team(shared, part);
-    team_gradient<VECTORS, true, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                        Room{slots, most});
+    Block<T, THREADS> team(found);
+    team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
+                                                    Room{slots, part, most});
 }
 
 #if __CUDA_ARCH__ >= 900
-// Grid rows * SIZE.
-template <typename T, int VECTORS, int SIZE, bool EXACT>
-__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
-    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale, bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool KEEP, bool EXACT, bool LOG>
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
+    __shared__ Found<T> found;
+    __shared__ Found<T, SIZE> from_peers;
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE;
-    Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_softmax<VECTORS, true, false, EXACT>(out + row * columns, x + row * x_row, Span(0, columns), team, scale, log, Sink{}, Room{slots, most});
+    Cluster<T, THREADS, SIZE> team(found, from_peers);
+    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+                                                         Room{slots, part, most});
 }
 
-template <typename T, int VECTORS, int SIZE, bool EXACT>
-__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(1024)
-    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale, bool log) {
+template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool EXACT, bool LOG>
+__global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
-    __shared__ compute_t<T> shared[64], from_peers[2 * SIZE];
+    __shared__ Found<T> found;
+    __shared__ Found<T, SIZE> from_peers;
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE, at = row * columns;
-    Cluster<compute_t<T>, SIZE> team(shared, from_peers, part);
-    team_gradient<VECTORS, true, false, EXACT>(dx + at, y + at, g + row * g_row, Span(0, columns), team, scale, log, SinkGradient{},
-                                        Room{slots, most});
+    Cluster<T, THREADS, SIZE> team(found, from_peers);
+    team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
+                                                    Room{slots, part, most});
 }
 #endif
+
+// `board`: a word for each block, all 0.
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v10(T* out, const T* x, unsigned long long* board, int size, int columns, long long x_row, int part, int most, double scale) {
+    extern __shared__ Words<float> slots[];
+    __shared__ Found<T> found;
+    long long row = blockIdx.x / size;
+    Crowd<T, THREADS> team(found, board, size);
+    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+                                                         Room{slots, part, most});
+}
+
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v10_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int size, int columns, long long g_row, int part, int most,
+                    double scale) {
+    extern __shared__ Words<float> slots[];
+    __shared__ Found<T> found;
+    long long row = blockIdx.x / size, at = row * columns;
+    Crowd<T, THREADS> team(found, board, size);
+    team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
+                                                    Room{slots, part, most});
+}
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows,
 // so their accesses lie side by side. Grid ceil(outer * inner / blockDim.x).

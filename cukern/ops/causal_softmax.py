@@ -6,6 +6,7 @@
 The sink is one more column of every row, whose share is written nowhere, as in gpt-oss; with logit 0 it is softmax's "off by one".
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -211,27 +212,36 @@ def _block_a_row(template: Template) -> Rung:
 
 
 def _held(warp: Template, block: Template, loop: Rung) -> Rung:
+    backward = loop is _v1_bwd
+
     def launch(x: Tensor, pointers: tuple[int, ...], numbers: tuple[float, ...]) -> None:
         (matrices, queries, keys), device, size = x.shape, x.get_device(), x.itemsize
-        # the third pointer is that of the rows that are read as vectors
-        steps = numbers[:2] if loop is _v1 else (keys,)  # y, which backward reads, is contiguous
-        misaligned = any(n % plan.VECTOR_BYTES for n in (pointers[2], *(int(step) * size for step in steps)))
-        vectors, rows = plan.vectors_of(keys, size, not misaligned), matrices * queries
-        of_rows = (pointers[0], pointers[2], *(pointers[3:4] if loop is _v1_bwd else ()))  # out and x, or dx, y and g
-        exact = x.dtype != torch.float64 and not any(
-            n % plan.VECTOR_BYTES for n in (*of_rows, *(int(n) * size for n in (keys, *numbers[:2])))
-        )
-        if team := plan.warp_team(vectors, size):
+        vectors, rows = plan.vectors_of(keys, size), matrices * queries
+        begins = (*pointers[2:4], pointers[0]) if backward else (pointers[2], pointers[0])  # of y, g and dx; of x and out
+        steps = (keys * size, *(int(n) * size for n in numbers[:2]))  # of contiguous rows, and of the matrices and rows of x or g
+        apart = [begins[0] - p for p in begins] + [(matrices > 1) * (queries * steps[0] - steps[1]), (queries > 1) * (steps[0] - steps[2])]
+        exact = not any(n % plan.VECTOR_BYTES for n in (begins[0], steps[0], *apart))
+        if any(n % plan.VECTOR_BYTES for n in apart):  # what is a vector in one tensor is none in another
+            return loop(x, pointers, numbers)
+        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL):  # the diagonal cuts vectors, so that there are edges
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
-            kernel = warp[x.dtype, team.vectors, plan.exact_warp(team, size, exact)].on(device)
-            kernel(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
-        elif (found := plan.block_shape(vectors, _shapes(x.dtype, exact), exact)) and rows <= plan.MOST_BLOCKS:
-            kernel = block[x.dtype, found[0].vectors, found[0].threads, exact].on(device)
-            kernel((rows, 1, 1), (found[1], 1, 1), 0, *pointers, *x.shape, *numbers)
+            key = _warp_key(x.dtype, team.vectors, exact)
+            warp[key].on(device)(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
+        elif (shape := plan.block_shape(vectors, plan.SHAPES_CAUSAL[size])) and rows <= plan.MOST_BLOCKS:
+            key = _block_key(x.dtype, shape, exact)
+            block[key].on(device)((rows, 1, 1), (shape.threads, 1, 1), 0, *pointers, *x.shape, *numbers)
         else:
             loop(x, pointers, numbers)
 
     return launch
+
+
+def _warp_key(dtype: torch.dtype, vectors: int, exact: bool) -> tuple[Any, ...]:
+    return dtype, vectors, 32 if vectors > 1 else 0, WARP_BLOCK, exact
+
+
+def _block_key(dtype: torch.dtype, shape: plan.Shape, exact: bool) -> tuple[Any, ...]:
+    return dtype, shape.vectors, shape.threads, exact
 
 
 _V1, _V1_BWD, _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
@@ -240,17 +250,14 @@ _V1, _V1_BWD, _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
 _v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
 
 
-def _shapes(dtype: torch.dtype, exact: bool) -> tuple[plan.Shape, ...]:
-    return (plan.EXACT_SHAPES_CAUSAL if exact else plan.SHAPES_CAUSAL).get(dtype.itemsize, ())
-
-
 def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
-    size = dtype.itemsize
-    kinds = [*((v, False) for v in plan.WARP_VECTORS[size]), *((v, True) for v in plan.EXACT_WARP_VECTORS.get(size, ()))]
-    warps = [template[dtype, v, exact] for template in (_V2_WARP, _V2_WARP_BWD) for v, exact in kinds]
-    shapes = [(s, exact) for exact in (False, True) for s in _shapes(dtype, exact)]
-    blocks = [t[dtype, s.vectors, s.threads, exact] for t in (_V2, _V2_BWD) for s, exact in shapes]
-    return [_V1[dtype], _V1_BWD[dtype], *warps, *blocks]
+    found = [_V1[dtype], _V1_BWD[dtype]]
+    for backward, exact in itertools.product((False, True), repeat=2):
+        warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
+        warps = [_warp_key(dtype, v, exact) for v in plan.WARP_VECTORS_CAUSAL]
+        blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
+        found += [*(warp[key] for key in warps), *(block[key] for key in blocks)]
+    return found
 
 
 VERSIONS = {

@@ -1,161 +1,197 @@
-"""v6 to v9 of softmax, which hold a row on chip and read it once: which kernel takes a call, and its launch. Forward and backward alike."""
+"""v6 to v10 of softmax, which hold a row on chip and read it once: which kernel takes a problem, and its launch."""
 
 import functools
-import operator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from cukern.ops import softmax_plan as plan
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
 
-class Call(NamedTuple):
-    """`pointers`: the output's, then the inputs'. `row`: from one row of x, or of g, to the next, in elements. `vectors`: of a row."""
+class Problem(NamedTuple):
+    """All that a launch depends on, but for where its tensors are."""
 
-    pointers: tuple[int, ...]
     rows: int
     columns: int
-    row: int
+    row: int  # from one row of x, or of g, to the next, in elements
     scale: float
     log: bool
+    backward: bool
     dtype: torch.dtype
     device: torch.device
-    number: int
-    vectors: int
-    backward: bool
-    exact: bool  # only whole vectors, and no logarithm
+    number: int  # of the device
+    begin: int  # bytes that the output begins past a multiple of 16
+    apart: int  # the bits in which inputs begin at other such distances
+
+    @property
+    def vectors(self) -> int:
+        return plan.vectors_of(self.columns, self.dtype.itemsize)
+
+    @property
+    def matched(self) -> bool:
+        """Whether a row begins as far past a multiple of 16 bytes in all tensors. Else only in_pieces is for it."""
+        steps = (self.columns - self.row) * self.dtype.itemsize if self.rows > 1 else 0
+        return not (self.apart | steps) % plan.VECTOR_BYTES
+
+    @property
+    def exact(self) -> bool:
+        """Whether all rows begin at such multiples, and are whole vectors; nor is a logarithm wanted: so few kernels are compiled."""
+        return self.matched and not self.log and not (self.begin | self.columns * self.dtype.itemsize) % plan.VECTOR_BYTES
 
 
-def call_of(x: Tensor, row: int, scale: float, log: bool, backward: bool, *tensors: Tensor) -> Call:
-    """`x`: what is read as vectors: forward's x, backward's y."""
-    rows, columns = x.shape
-    aligned = not (x.data_ptr() | x.stride(0) * x.itemsize) % plan.VECTOR_BYTES
-    vectors = plan.vectors_of(columns, x.itemsize, aligned)
-    pointers = tuple(t.data_ptr() for t in tensors)
-    low_bits = functools.reduce(operator.or_, pointers, columns * x.itemsize | row * x.itemsize)
-    exact = not low_bits % plan.VECTOR_BYTES and not log and x.dtype != torch.float64
-    return Call(pointers, rows, columns, row, scale, log, x.dtype, x.device, x.get_device(), vectors, backward, exact)
+Run = Callable[[tuple[int, ...]], None]  # launches on the pointers of the output and of the inputs
+Way = Callable[[Problem], "Run | None"]
+Key = tuple[int | bool, ...]  # template arguments, between the dtype and those of KINDS
+KINDS = (False, False), (True, False), (False, True)  # EXACT, LOG
 
 
 def _two(name: str) -> tuple[Template, Template]:
     return Template("softmax.cu", f"softmax_{name}"), Template("softmax.cu", f"softmax_{name}_bwd")
 
 
-_V6, _V7, _SCAN, _WRITE, _V8, _V9 = (_two(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9"))
+_V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_two(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9", "v10"))
 
 
-def in_a_warp(call: Call) -> bool:
-    """v6. Like the other four: False, and nothing done, where a row is too long for it."""
-    team = plan.warp_team(call.vectors, call.dtype.itemsize)
+@functools.lru_cache(maxsize=4096)
+def first(ways: tuple[Way, ...], problem: Problem) -> Run | None:
+    """The first way that holds a row on chip, if there is one."""
+    found = (way(problem) for way in ways if problem.matched or way is in_pieces)
+    return next(filter(None, found), None)
+
+
+def in_a_warp(p: Problem) -> Run | None:
+    """v6. None where a row is too long for it, as of the others."""
+    team = plan.warp_team(p.vectors, p.dtype.itemsize, p.exact, plan.WARP_VECTORS[p.dtype.itemsize])
     if team is None:
-        return False
-    grid = (-(-call.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
-    numbers = call.rows, call.columns, call.row, team.width, call.scale, call.log
-    exact = plan.exact_warp(team, call.dtype.itemsize, call.exact)
-    _V6[call.backward][call.dtype, team.vectors, exact].on(call.number)(grid, (plan.WARP_BLOCK, 1, 1), 0, *call.pointers, *numbers)
-    return True
+        return None
+    grid = (-(-p.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
+    kernel = _kernel(_V6, p, _warp_key(team.vectors, p.backward))
+    return _launch(kernel, grid, plan.WARP_BLOCK, 0, p.rows, p.columns, p.row, team.width, p.scale)
 
 
-def in_a_block(call: Call) -> bool:
+def in_a_block(p: Problem) -> Run | None:
     """v7, of rows in registers."""
-    shapes = _shapes(call.dtype, call.backward, call.exact)
-    found = plan.block_shape(call.vectors, shapes, call.exact)
-    if found is None or call.rows > plan.MOST_BLOCKS:
-        return False
-    shape, width = found
-    kernel = _V7[call.backward][call.dtype, shape.vectors, shape.threads, shape.blocks, call.exact].on(call.number)
-    kernel((call.rows, 1, 1), (width, 1, 1), 0, *call.pointers, call.columns, call.row, call.scale, call.log)
-    return True
+    shape = plan.block_shape(p.vectors, plan.SHAPES[p.backward][p.dtype.itemsize])
+    if shape is None or p.rows > plan.MOST_BLOCKS:
+        return None
+    return _launch(_kernel(_V7, p, _shape_key(shape, p.backward)), (p.rows, 1, 1), shape.threads, 0, p.columns, p.row, p.scale)
 
 
-def in_pieces(call: Call) -> bool:
-    """v7, of a few long rows: in two launches. False where there are enough rows for all of the GPU."""
-    pieces = plan.pieces(call.rows, call.vectors, backend.multiprocessors(call.number))
-    width = plan.VECTOR_BYTES // call.dtype.itemsize
-    length = width * -(-call.columns // (width * pieces))
-    pieces = -(-call.columns // length)
-    if pieces == 1 or call.rows * pieces > plan.MOST_BLOCKS:
-        return False
-    parts = torch.empty((call.rows, pieces, 1 if call.backward else 2), dtype=torch.float64, device=call.device)
-    grid, block = (call.rows * pieces, 1, 1), (plan.LOOP_THREADS, 1, 1)
-    numbers = call.columns, call.row, pieces, length, call.scale, call.log
-    scan, write = (both[call.backward][call.dtype].on(call.number) for both in (_SCAN, _WRITE))
-    scan(grid, block, 0, parts.data_ptr(), *call.pointers[1:], *numbers)
-    write(grid, block, 0, *call.pointers, parts.data_ptr(), *numbers)
-    return True
+def in_pieces(p: Problem) -> Run | None:
+    """v7, of a few long rows: in two launches. None where there are enough rows for all of the GPU."""
+    pieces = plan.pieces(p.rows, p.vectors, backend.multiprocessors(p.number))
+    width = plan.VECTOR_BYTES // p.dtype.itemsize
+    length = width * -(-p.columns // (width * pieces))
+    pieces = -(-p.columns // length)
+    if pieces == 1 or p.rows * pieces > plan.MOST_BLOCKS:
+        return None
+    grid, block = (p.rows * pieces, 1, 1), (plan.LOOP_THREADS, 1, 1)
+    numbers = p.columns, p.row, pieces, length, p.scale, p.log
+    scan, write = (both[p.backward][p.dtype].on(p.number) for both in (_SCAN, _WRITE))
+
+    def run(pointers: tuple[int, ...]) -> None:
+        parts = torch.empty((p.rows, pieces, 1 if p.backward else 2), dtype=torch.float64, device=p.device)
+        scan(grid, block, 0, parts.data_ptr(), *pointers[1:], *numbers)
+        write(grid, block, 0, *pointers, parts.data_ptr(), *numbers)
+
+    return run
 
 
-def in_shared_memory(call: Call) -> bool:
-    """v8. Not of float64, which nobody is in a hurry with."""
-    if call.dtype == torch.float64:
-        return False
-    return _hold(call, plan.block_hold(call.vectors, backend.shared_memory(call.number), call.backward))
+def in_shared_memory(p: Problem) -> Run | None:
+    """v8."""
+    found = plan.block_hold(p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), p.backward)
+    return _launch_held(_V8, p, found, _shape_key(found.shape, p.backward)) if found else None
 
 
-def in_a_cluster(call: Call) -> bool:
-    """v9; a cluster of one block is v8."""
-    if call.dtype == torch.float64:
-        return False
-    sms, most = backend.multiprocessors(call.number), largest_cluster(backend.capability(call.number))
-    return _hold(call, plan.cluster_hold(call.rows, call.vectors, backend.shared_memory(call.number), sms, most, call.backward))
+def in_a_cluster(p: Problem) -> Run | None:
+    """v9."""
+    found = plan.cluster_hold(*_numbers(p))
+    return _launch_held(_V9, p, found, _shape_key(found.shape, p.backward, found.size)) if found else None
 
 
-def largest_cluster(capability: int) -> int:
-    """Any GPU with clusters has them of 8 blocks; those of data centres, of 16, where asked for."""
-    return 16 if capability < 120 else 8
+def in_a_crowd(p: Problem) -> Run | None:
+    """v10."""
+    found = plan.crowd_hold(*_numbers(p))
+    if found is None:
+        return None
+    grid, block = (p.rows * found.size, 1, 1), (found.shape.threads, 1, 1)
+    numbers = found.size, p.columns, p.row, found.part, found.most, p.scale
+    kernel = _kernel(_V10, p, _shape_key(found.shape, p.backward))
+
+    def run(pointers: tuple[int, ...]) -> None:
+        board = torch.zeros(p.rows * found.size, dtype=torch.int64, device=p.device)
+        kernel(grid, block, found.shared, *pointers, board.data_ptr(), *numbers)
+
+    return run
 
 
-def _hold(call: Call, held: plan.Hold | None) -> bool:
-    if held is None or call.rows * held.size > plan.MOST_BLOCKS:
-        return False
-    vectors = plan.HELD_VECTORS_BWD if call.backward else plan.HELD_VECTORS
-    key = (call.dtype, vectors, *([held.size] if held.size > 1 else []), call.exact)
-    kernel = (_V8 if held.size == 1 else _V9)[call.backward][key].on(call.number)
-    numbers = call.columns, call.row, held.part, held.most, call.scale, call.log
-    kernel((call.rows * held.size, 1, 1), (held.threads, 1, 1), held.shared, *call.pointers, *numbers)
-    return True
+def _numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
+    return p.rows, p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), backend.multiprocessors(p.number), p.backward
 
 
-def _shapes(dtype: torch.dtype, backward: bool, exact: bool) -> tuple[plan.Shape, ...]:
-    tables = (plan.EXACT_SHAPES_BWD if backward else plan.EXACT_SHAPES) if exact else (plan.SHAPES_BWD if backward else plan.SHAPES)
-    return tables.get(dtype.itemsize, ())
+def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:
+    if p.rows * held.size > plan.MOST_BLOCKS:
+        return None
+    grid, numbers = (p.rows * held.size, 1, 1), (p.columns, p.row, held.part, held.most, p.scale)
+    return _launch(_kernel(templates, p, key), grid, held.shape.threads, held.shared, *numbers)
+
+
+def _launch(kernel: backend.Launch, grid: backend.Dim, threads: int, shared: int, *numbers: float) -> Run:
+    block = (threads, 1, 1)
+
+    def run(pointers: tuple[int, ...]) -> None:
+        kernel(grid, block, shared, *pointers, *numbers)
+
+    return run
+
+
+def _kernel(templates: tuple[Template, Template], p: Problem, key: Key) -> backend.Launch:
+    whole = (p.dtype, *key, p.exact, p.log)
+    return templates[p.backward][whole].on(p.number)
+
+
+def _warp_key(vectors: int, backward: bool) -> Key:
+    key: Key = (vectors, 32 if vectors > 1 else 0)
+    return key if backward else (*key, True)
+
+
+def _shape_key(shape: plan.Shape, backward: bool, size: int = 1) -> Key:
+    """Of a shape, and of a cluster of `size`."""
+    key: Key = (shape.vectors, shape.threads, shape.blocks)
+    key = key if size == 1 else (*key, size)
+    return key if backward else (*key, shape.keep)
 
 
 # ---- the kernels that each may launch, beyond those of the version before
 
-_EXACT = (False, True)
+
+def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Callable[[bool], Iterable[Key]]) -> list[Kernel]:
+    whole = [(backward, (dtype, *key, *kind)) for backward in (False, True) for key in keys(backward) for kind in KINDS]
+    return [templates[backward][key] for backward, key in whole]
 
 
 def v6_instances(dtype: torch.dtype) -> list[Kernel]:
-    size = dtype.itemsize
-    kinds = [*((v, False) for v in plan.WARP_VECTORS[size]), *((v, True) for v in plan.EXACT_WARP_VECTORS.get(size, ()))]
-    return [template[dtype, v, exact] for template in _V6 for v, exact in kinds]
+    return _instances(_V6, dtype, lambda backward: [_warp_key(v, backward) for v in plan.WARP_VECTORS[dtype.itemsize]])
 
 
 def v7_instances(dtype: torch.dtype) -> list[Kernel]:
-    held = [
-        _V7[backward][dtype, s.vectors, s.threads, s.blocks, exact]
-        for backward in (False, True)
-        for exact in _EXACT
-        for s in _shapes(dtype, backward, exact)
-    ]
+    held = _instances(_V7, dtype, lambda backward: [_shape_key(s, backward) for s in plan.SHAPES[backward][dtype.itemsize]])
     return [*held, *(template[dtype] for template in (*_SCAN, *_WRITE))]
 
 
 def v8_instances(dtype: torch.dtype) -> list[Kernel]:
-    if dtype == torch.float64:
-        return []
-    return [template[dtype, v, exact] for template, v in zip(_V8, _HELD_VECTORS, strict=True) for exact in _EXACT]
+    return _instances(_V8, dtype, lambda backward: [_shape_key(s, backward) for s in plan.HOLDS[backward][dtype.itemsize]])
 
 
 def v9_instances(dtype: torch.dtype) -> list[Kernel]:
-    if dtype == torch.float64:
-        return []
-    pairs = list(zip(_V9, _HELD_VECTORS, strict=True))
-    return [template[dtype, v, size, exact] for template, v in pairs for size in (2, 4, 8, 16) for exact in _EXACT]
+    def keys(backward: bool) -> list[Key]:
+        return [_shape_key(s, backward, size) for s in plan.CLUSTERS[backward][dtype.itemsize] for size in plan.CLUSTER_SIZES]
+
+    return _instances(_V9, dtype, keys)
 
 
-_HELD_VECTORS = plan.HELD_VECTORS, plan.HELD_VECTORS_BWD
+def v10_instances(dtype: torch.dtype) -> list[Kernel]:
+    return _instances(_V10, dtype, lambda backward: [_shape_key(s, backward) for s in plan.CROWDS[backward][dtype.itemsize]])

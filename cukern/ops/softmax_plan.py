@@ -1,45 +1,44 @@
-"""How softmax shares rows out to threads: lanes of a warp for short rows, a block for longer ones, clusters of blocks for the longest.
+"""How softmax shares rows out to threads: lanes of a warp for short rows, a block for longer ones, several blocks for the longest.
 
-A row is counted in vectors of 16 bytes. Where rows do not all begin at a multiple of 16 bytes they reach into one vector more.
-The shapes are those that were fastest on one H200.
+A row is counted in whole vectors of 16 bytes. The shapes are those that were fastest on one H200.
 """
 
-import functools
 from math import ceil
 from typing import NamedTuple
 
 VECTOR_BYTES = 16
 WARP_BLOCK = 128  # threads of v6's blocks
 LOOP_THREADS = 256  # of the blocks of v1 to v5, and of v7's that share a row in two launches
-HELD_THREADS = (512, 1024)  # of the blocks of v8 and v9: where two fit a multiprocessor, and where one does
-HELD_VECTORS, HELD_VECTORS_BWD = 2, 1  # that a thread of them holds in registers
 BLOCKS_PER_SM = 8  # that share rows in two launches
 LEAST_PIECE = 2048  # vectors of a row that is cut into pieces, for each
+LEAST_PART = 1024  # vectors of a row that several blocks hold, for each
 MOST_BLOCKS = (1 << 31) - 1  # of a grid
 MOST_VECTORS = 1 << 27  # of a row that is held on chip: its columns are counted in 31 bits
-NEXT_TO_SLOTS = 2048  # bytes of shared memory that a block needs for other things, its driver's among them
-
-
-class Shape(NamedTuple):
-    """An instance of v7: a thread holds `vectors` in registers, of which there are enough for `blocks` of `threads` on a multiprocessor."""
-
-    vectors: int
-    threads: int
-    blocks: int
+MOST_OF_A_THREAD = 16  # vectors where several blocks share a row; with more it was slower
+NEXT_TO_SLOTS = 1536  # bytes of shared memory that a block needs for other things, its driver's among them
 
 
 class Team(NamedTuple):
-    """`width` threads share a row, each holding `vectors` of it in registers."""
+    """`width` lanes share a row, each holding `vectors` of it in registers."""
 
     vectors: int
     width: int
 
 
-class Hold(NamedTuple):
-    """`size` blocks of `threads` share a row. Each has a `part` of its vectors and holds `most`, `shared` bytes not in registers."""
+class Shape(NamedTuple):
+    """A thread holds `vectors` in registers, `keep`: as floats. Registers suffice for `blocks` of `threads` on a multiprocessor."""
 
-    size: int
+    vectors: int
     threads: int
+    blocks: int
+    keep: bool = False
+
+
+class Hold(NamedTuple):
+    """`size` blocks share a row. Each has a `part` of its vectors, room for `most`, and `shared` bytes for those not in registers."""
+
+    shape: Shape
+    size: int
     part: int
     most: int
     shared: int
@@ -47,53 +46,63 @@ class Hold(NamedTuple):
 
 Shapes = dict[int, tuple[Shape, ...]]
 
-# By the size of an element, as a 16-bit vector becomes 8 floats.
-WARP_VECTORS = {2: (1, 4), 4: (1, 4, 8), 8: (1, 4)}
-SHAPES: Shapes = {2: (Shape(2, 1024, 2),), 4: (Shape(2, 512, 2), Shape(8, 512, 1)), 8: (Shape(2, 512, 2),)}
-SHAPES_BWD: Shapes = {2: (Shape(1, 512, 2), Shape(4, 512, 2)), 4: (Shape(1, 1024, 2), Shape(4, 512, 2)), 8: (Shape(1, 1024, 2),)}
-SHAPES_CAUSAL: Shapes = {2: (Shape(2, 1024, 1),), 4: (Shape(2, 1024, 1),), 8: (Shape(2, 512, 1),)}
-
-# Rows of whole vectors at multiples of 16 bytes, whose kernels need fewer registers and instructions: whole warps, and blocks of just so
-# many threads. Not of float64, which nobody is in a hurry with.
-EXACT_WARP_VECTORS = {2: (4,), 4: (4, 8)}
-EXACT_SHAPES: Shapes = {
-    2: (Shape(2, 256, 8), Shape(2, 512, 4), Shape(2, 1024, 2)),
-    4: (Shape(2, 512, 4), Shape(4, 512, 3), Shape(8, 512, 2)),
+# Forward's and backward's, by the size of an element. 16-bit values are kept as floats where registers suffice: a vector takes 8 then. A
+# few vectors a thread keep enough loads under way, and cost fewer instructions a column for what is done once a row.
+WARP_VECTORS = {2: (1, 2), 4: (1, 4), 8: (1, 4)}
+SHAPES: tuple[Shapes, Shapes] = (
+    {
+        2: (Shape(2, 64, 24, True), Shape(2, 128, 12, True), Shape(2, 256, 6, True), Shape(4, 256, 4, True), Shape(4, 512, 2, True)),
+        4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(4, 512, 2), Shape(8, 512, 2)),
+        8: (Shape(2, 512, 2),),
+    },
+    {
+        2: (Shape(1, 128, 12), Shape(1, 512, 4), Shape(2, 512, 2)),
+        4: (Shape(1, 256, 8), Shape(1, 1024, 2), Shape(4, 512, 2), Shape(8, 512, 1)),
+        8: (Shape(1, 1024, 1),),
+    },
+)
+WARP_VECTORS_CAUSAL = 1, 4
+SHAPES_CAUSAL: Shapes = {
+    2: (Shape(4, 128, 1), Shape(8, 256, 1)),
+    4: (Shape(4, 64, 1), Shape(4, 256, 1), Shape(8, 512, 1)),
+    8: (Shape(2, 512, 1),),
 }
-EXACT_SHAPES_BWD: Shapes = {
-    2: (Shape(1, 512, 4), Shape(2, 512, 2), Shape(4, 512, 2)),
-    4: (Shape(1, 1024, 2), Shape(4, 512, 2), Shape(8, 512, 1)),
-}
-EXACT_SHAPES_CAUSAL: Shapes = {2: (Shape(2, 256, 1), Shape(2, 1024, 1)), 4: (Shape(2, 512, 1), Shape(2, 1024, 1))}
+
+# Of a block that has a row to itself, by preference; of those of a cluster, and of a crowd. Not of float64: nobody is in a hurry with it.
+HOLDS: tuple[Shapes, Shapes] = (
+    {2: (Shape(4, 512, 2, True),), 4: (Shape(4, 512, 2), Shape(6, 1024, 1)), 8: ()},
+    {2: (Shape(2, 512, 2), Shape(4, 512, 1)), 4: (Shape(2, 512, 2), Shape(2, 1024, 1)), 8: ()},
+)
+CLUSTERS: tuple[Shapes, Shapes] = (
+    {2: (Shape(4, 256, 4, True),), 4: (Shape(8, 512, 2),), 8: ()},
+    {2: (Shape(4, 512, 1),), 4: (Shape(4, 1024, 1),), 8: ()},
+)
+CROWDS: tuple[Shapes, Shapes] = (
+    {2: (Shape(4, 512, 2, True),), 4: (Shape(8, 512, 2),), 8: ()},
+    {2: (Shape(2, 512, 2),), 4: (Shape(2, 256, 4),), 8: ()},
+)
+CLUSTER_SIZES = 2, 4, 8
 
 
-def vectors_of(columns: int, itemsize: int, aligned: bool) -> int:
-    """How many vectors a row of `columns` touches, at most; `aligned`: every row begins at a multiple of 16 bytes."""
-    width = VECTOR_BYTES // itemsize
-    return ceil((columns + (0 if aligned else width - 1)) / width)
+def vectors_of(columns: int, itemsize: int) -> int:
+    """How many whole vectors a row has, at most."""
+    return columns * itemsize // VECTOR_BYTES
 
 
-def warp_team(vectors: int, itemsize: int) -> Team | None:
-    """Lanes of one warp that hold a row, or None for too long a row."""
-    for each in WARP_VECTORS[itemsize]:
-        width = 1 << (ceil(vectors / each) - 1).bit_length()
-        if width <= (8 if each == 1 else 32):
+def warp_team(vectors: int, itemsize: int, exact: bool, options: tuple[int, ...]) -> Team | None:
+    """Lanes of one warp that hold a row, each one of `options` vectors, all 32 of more than one; or None for too long a row. Where rows are
+    not whole vectors there are lanes for the edges, too."""
+    least = 1 if exact else 2 * VECTOR_BYTES // itemsize
+    for each in options:
+        width = 32 if each > 1 else max(1 << (vectors - 1).bit_length() if vectors else 1, least)
+        if width <= 32 and vectors <= each * width:
             return Team(each, width)
     return None
 
 
-def exact_warp(team: Team, itemsize: int, whole: bool) -> bool:
-    """Whether a row, of `whole` vectors or not, goes to the kernels that know no others."""
-    return whole and team.width == 32 and team.vectors in EXACT_WARP_VECTORS.get(itemsize, ())
-
-
-def block_shape(vectors: int, shapes: tuple[Shape, ...], exact: bool = False) -> tuple[Shape, int] | None:
-    """The instance whose block holds a row, and the threads of that block, or None for too long a row."""
-    for shape in shapes:
-        width = 32 * ceil(vectors / shape.vectors / 32)
-        if width <= shape.threads:
-            return shape, shape.threads if exact else width
-    return None
+def block_shape(vectors: int, shapes: tuple[Shape, ...]) -> Shape | None:
+    """The first whose block holds a row in registers, or None for too long a row."""
+    return next((s for s in shapes if vectors <= s.vectors * s.threads), None)
 
 
 def pieces(rows: int, vectors: int, sms: int) -> int:
@@ -101,35 +110,43 @@ def pieces(rows: int, vectors: int, sms: int) -> int:
     return max(1, min(ceil(BLOCKS_PER_SM * sms / rows), vectors // LEAST_PIECE, LOOP_THREADS))
 
 
-def hold(vectors: int, size: int, shared: int, backward: bool) -> Hold:
-    """A row in `size` blocks, of which two fit a multiprocessor if that can be. `shared`: bytes that one block may have."""
-    part, registers = ceil(vectors / size), HELD_VECTORS_BWD if backward else HELD_VECTORS
-    slot = VECTOR_BYTES * (2 if backward else 1)
-    for threads, room in zip(HELD_THREADS, ((shared + 1024) // 2 - NEXT_TO_SLOTS, shared - NEXT_TO_SLOTS), strict=True):
-        held = min(part, threads * registers + room // slot)
-        if held == part:
-            break
-    return Hold(size, threads, part, held, max(0, held - threads * registers) * slot)
+def _room(shape: Shape, shared: int, backward: bool, most: int = 1 << 10) -> int:
+    """Vectors that a block has room for, `most` a thread, where shape.blocks of them have `shared` bytes of a multiprocessor."""
+    tensors = 2 if backward else 1
+    slots = max((shared + 1024) // shape.blocks - NEXT_TO_SLOTS, 0) // (VECTOR_BYTES * tensors)
+    return shape.threads * min(shape.vectors + slots // shape.threads, most // tensors)
 
 
-def block_hold(vectors: int, shared: int, backward: bool) -> Hold | None:
-    """A row in one block, or None for too long a row."""
-    found = hold(vectors, 1, shared, backward)
-    return found if vectors <= MOST_VECTORS and found.most == found.part else None
+def _hold(shape: Shape, size: int, vectors: int, backward: bool) -> Hold:
+    part = ceil(vectors / size)
+    most = shape.threads * max(ceil(part / shape.threads), shape.vectors)
+    return Hold(shape, size, part, most, (most - shape.vectors * shape.threads) * VECTOR_BYTES * (2 if backward else 1))
 
 
-@functools.lru_cache(maxsize=4096)
-def cluster_hold(rows: int, vectors: int, shared: int, sms: int, most: int, backward: bool) -> Hold | None:
-    """The smallest cluster, up to `most` blocks, of which two blocks fit a multiprocessor; a larger one where rows are few. Of a row that
-    is too long even for the largest a part is not held; None if then rows are too few for all multiprocessors."""
-    if vectors > MOST_VECTORS:
-        return None
-    size = 1
-    while size < most and hold(vectors, size, shared, backward).threads > HELD_THREADS[0]:
-        size *= 2
-    while size < min(most, 8) and rows * size < 2 * sms:
-        size *= 2
-    if size == 8 < most and rows * 64 <= sms:
-        size = 16
-    found = hold(vectors, size, shared, backward)
-    return found if found.most == found.part or rows * size >= sms else None
+def block_hold(vectors: int, itemsize: int, shared: int, backward: bool) -> Hold | None:
+    """A row in one block, with its registers and `shared` bytes of a multiprocessor, or None for too long a row."""
+    found = next((s for s in HOLDS[backward][itemsize] if vectors <= _room(s, shared, backward)), None)
+    return found and _hold(found, 1, vectors, backward)
+
+
+def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
+    """The smallest cluster that holds a row, a larger one where rows are few; or None for too long a row, or too few for all of the GPU."""
+    for shape in CLUSTERS[backward][itemsize]:
+        sizes = [
+            s
+            for s in CLUSTER_SIZES
+            if vectors <= s * _room(shape, shared, backward, MOST_OF_A_THREAD) and (rows * s >= 2 * sms or s == CLUSTER_SIZES[-1])
+        ]
+        if sizes and rows * sizes[0] >= sms // 2:
+            return _hold(shape, sizes[0], vectors, backward)
+    return None
+
+
+def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
+    """As many blocks as hold a row, or as fill the GPU where rows are few; or None for a row of which not half the GPU's blocks hold it."""
+    for shape in CROWDS[backward][itemsize]:
+        blocks = sms * shape.blocks // 2
+        size = max(ceil(vectors / _room(shape, shared, backward, MOST_OF_A_THREAD)), min(blocks // rows, vectors // LEAST_PART), 1)
+        if vectors <= MOST_VECTORS and size <= blocks:
+            return _hold(shape, size, vectors, backward)
+    return None

@@ -4,6 +4,8 @@ Each rung is `forward(out, x, scale, log)` and `backward(dx, y, g, scale, log)`:
 rows any stride apart; out, dx and y are contiguous. `log`: the logarithm of the softmax, from v5 on.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Iterable
 
 import torch
@@ -97,27 +99,35 @@ def _v5_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
     _V5_BWD[y.dtype].on(y.get_device())(grid, _BLOCK, 0, *_pointers(dx, y, g), rows, columns, g.stride(0), scale, log)
 
 
-# ---- v6 to v9: the first way that holds a row on chip, else v5
+# ---- v6 to v10: the first way that holds a row on chip, else v5
 
 _V7 = held.in_a_warp, held.in_a_block, held.in_pieces
 _V8 = held.in_a_warp, held.in_a_block, held.in_shared_memory, held.in_pieces
-_V9 = held.in_a_warp, held.in_a_block, held.in_a_cluster, held.in_pieces
+_V9 = held.in_a_warp, held.in_a_block, held.in_shared_memory, held.in_a_cluster, held.in_pieces
+_V10 = held.in_a_warp, held.in_a_block, held.in_shared_memory, held.in_a_cluster, held.in_a_crowd, held.in_pieces
 
 
-def _first(*ways: Callable[[held.Call], bool]) -> tuple[Forward, Backward]:
+def _first(*ways: held.Way) -> tuple[Forward, Backward]:
     def forward(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-        if scale < 0:  # to compare -x instead of x would cost the kernels that hold a row an instruction an element and a pass
-            return _v5(out, x, scale, log)
-        call = held.call_of(x, x.stride(0), scale, log, False, out, x)
-        if not any(way(call) for way in ways):
-            _v5(out, x, scale, log)
+        rows, columns = x.shape
+        at, row = _pointers(out, x), x.stride(0)
+        # to compare -x instead of x would cost the kernels that hold a row an instruction an element and a pass
+        found = held.first(ways, _problem(at, rows, columns, row, scale, log, False, x)) if scale >= 0 else None
+        found(at) if found else _v5(out, x, scale, log)
 
     def backward(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-        call = held.call_of(y, g.stride(0), scale, log, True, dx, y, g)
-        if not any(way(call) for way in ways):
-            _v5_bwd(dx, y, g, scale, log)
+        rows, columns = y.shape
+        at, row = _pointers(dx, y, g), g.stride(0)
+        found = held.first(ways, _problem(at, rows, columns, row, scale, log, True, y))
+        found(at) if found else _v5_bwd(dx, y, g, scale, log)
 
     return forward, backward
+
+
+def _problem(at: tuple[int, ...], rows: int, columns: int, row: int, scale: float, log: bool, backward: bool, x: Tensor) -> held.Problem:
+    apart = functools.reduce(operator.or_, (p ^ at[0] for p in at))
+    begin, apart = at[0] % plan.VECTOR_BYTES, apart % plan.VECTOR_BYTES
+    return held.Problem(rows, columns, row, scale, log, backward, x.dtype, x.device, x.get_device(), begin, apart)
 
 
 def _instances(
@@ -126,7 +136,7 @@ def _instances(
     return lambda dtype: [*(t[dtype] for t in (*templates, _INNER, _INNER_BWD)), *(k for some in more for k in some(dtype))]
 
 
-_HELD = held.v6_instances, held.v7_instances, held.v8_instances, held.v9_instances
+_HELD = held.v6_instances, held.v7_instances, held.v8_instances, held.v9_instances, held.v10_instances
 VERSIONS = {
     "v1": Version("a thread a row; backward a thread a column", _v1, _v1_bwd, _instances(_V1, _V1_BWD)),
     "v2": Version("a block a row; backward groups of rows side by side", _block_a_row(_V2), _v2_bwd, _instances(_V2, _V2_BWD)),
@@ -138,6 +148,7 @@ VERSIONS = {
     "v6": Version("short rows in the registers of a few lanes", *_first(held.in_a_warp), _instances(_V5, _V5_BWD, more=_HELD[:1])),
     "v7": Version("longer rows in the registers of a block", *_first(*_V7), _instances(_V5, _V5_BWD, more=_HELD[:2])),
     "v8": Version("and in its shared memory", *_first(*_V8), _instances(_V5, _V5_BWD, more=_HELD[:3]), requires=80),
-    "v9": Version("and in that of a cluster of blocks", *_first(*_V9), _instances(_V5, _V5_BWD, more=_HELD), requires=90),
+    "v9": Version("and in that of a cluster of blocks", *_first(*_V9), _instances(_V5, _V5_BWD, more=_HELD[:4]), requires=90),
+    "v10": Version("and in that of as many blocks as a row needs", *_first(*_V10), _instances(_V5, _V5_BWD, more=_HELD), requires=90),
 }
-LOG_VERSIONS = {name: version for name, version in VERSIONS.items() if name >= "v5"}
+LOG_VERSIONS = {name: version for name, version in VERSIONS.items() if int(name[1:]) >= 5}

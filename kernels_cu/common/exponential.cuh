@@ -11,7 +11,7 @@
 constexpr double LOG2_E = 1.4426950408889634;
 __device__ __forceinline__ float sign_of(double scale) { return scale < 0 ? -1.0f : 1.0f; }
 
-constexpr float LEAST_RATE = 1e-45f;  // so that -inf times it is -inf, even where scale is 0
+constexpr float LEAST_RATE = 1e-36f;  // so that -inf counts for nothing, even where scale is 0
 
 // T is the type of the result. 16 bits: one multiplication and ex2.approx, whose errors are far below theirs.
 template <typename T>
@@ -19,7 +19,7 @@ struct Exponential {
     using Base = float;
     static constexpr bool KEPT = false;  // it costs less to compute exponentials twice than to keep them
     float sign, size, rate;              // of scale; rate = |scale| log2(e)
-    __device__ __forceinline__ Exponential(double scale, bool log, float sign)
+    __device__ __forceinline__ Exponential(double scale, bool log, float sign, bool = true)
         : sign(sign), size(fabs(scale)), rate(max(float(fabs(scale) * LOG2_E), LEAST_RATE)) {}
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ float lift(float x) const { return sign * x; }
@@ -30,42 +30,49 @@ struct Exponential {
 };
 
 // 32 bits: to round u - largest, or its product with rate, would be an error of the result as large as they are. So u rate is split
-// exactly, by fused multiplications, into an integer and the rest. The base is an integer too, so that to rescale is exact.
+// exactly, by fused multiplications, into an integer and a rest in [-1/2, 1/2], whose power of 2 is a polynomial. The base is an integer
+// too, so that to rescale is exact.
 template <>
 struct Exponential<float> {
     struct Base {
-        float center, power;  // exponentials are 2^((u - center) rate - power)
+        float center, power, least;  // exponentials are 2^((u - center) rate - power), and 0 where u - center is below `least`
     };
     static constexpr bool KEPT = true;
-    static constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits are
-    float sign, size, rate, rate_low;            // rate_low: the digits of rate that a float cannot hold
-    bool log;                                    // then errors of small exponentials are lost in the sum, and that of 1 is to be 1
+    static constexpr float ROUND = 12582912.0f + 127;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits are
+    static constexpr float LIFT = 64;                  // exponentials go up to 2^64, so that those of the smallest results are normal numbers
+    float sign, size, rate, rate_low, inverse, top;    // rate_low: the digits of rate that a float cannot hold; top: LIFT or 0
+    bool log;                                          // then errors of small exponentials are lost in the sum, and that of 1 is to be 1
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
-    __device__ __forceinline__ Exponential(double scale, bool log, float sign) : sign(sign), size(fabs(scale)), log(log) {
-        double exact = fabs(scale) * LOG2_E;
-        rate = max(float(exact), LEAST_RATE);
+    __device__ __forceinline__ Exponential(double scale, bool log, float sign, bool lifted = true)
+        : sign(sign), size(fabs(scale)), top(lifted && !log ? LIFT : 0.0f), log(log) {
+        double exact = max(fabs(scale) * LOG2_E, double(LEAST_RATE));
+        rate = exact;
         rate_low = exact - rate;
+        inverse = 1 / rate;
     }
     __device__ __forceinline__ float lift(float x) const { return sign * x; }
     __device__ __forceinline__ Base base(float largest) const {
         if (largest == minus_infinity<float>()) largest = 0;
         float whole = largest * rate;
-        bool far = log || !(fabsf(whole) < 2097152.0f);  // 2^21: the largest is taken off first, exactly for what is not 0 then
-        return {far ? largest : 0.0f, far ? 0.0f : (whole + ROUND) - ROUND};
+        bool far = log || !(fabsf(whole) < 65536.0f);  // the largest is taken off first, exactly for what is not 0 then
+        float power = (far ? 0.0f : rintf(whole)) - top;
+        return {far ? largest : 0.0f, power, least(power)};
     }
-    __device__ __forceinline__ float operator()(float u, Base base) const { return power(u - base.center, base.power); }
-    __device__ __forceinline__ float rescale(float largest, Base to) const {
+    __device__ __forceinline__ float operator()(float u, const Base& base) const { return power(u - base.center, base.power, base.least); }
+    __device__ __forceinline__ float rescale(float largest, const Base& to) const {
         if (largest == minus_infinity<float>()) return 0;
         Base from = base(largest);
-        return power(from.center - to.center, to.power - from.power);
+        float offset = to.power - from.power - LIFT;  // so that it is no 0 before it must
+        return power(from.center - to.center, offset, least(offset)) * 5.421010862427522e-20f;  // 2^-64
     }
-    __device__ __forceinline__ float plain(float u) const { return power(u, 0.0f); }
-    // 2^(v rate - offset), for an integer offset.
-    __device__ __forceinline__ float power(float v, float offset) const {
-        float round = ROUND - offset, n = max(fmaf(v, rate, round), ROUND - 126.0f);
-        float rest = fmaf(v, rate, round - n);
-        rest = fmaf(max(v, -1e30f), rate_low, rest);  // below -1/2 for a result below 2^-126; NaN, or -inf, where v is
-        return exp2_approx(rest) * __int_as_float((__float_as_int(n) << 23) + (127 << 23));
+    __device__ __forceinline__ float plain(float u) const { return power(u, 0.0f, least(0.0f)); }
+    // Where 2^(v rate - offset) becomes 2^-127, which is 0.
+    __device__ __forceinline__ float least(float offset) const { return (offset - 127.0f) * inverse; }
+    // 2^(v rate - offset), for an integer offset. NaN where v is.
+    __device__ __forceinline__ float power(float v, float offset, float least) const {
+        v = max_or_nan(v, least);
+        float round = ROUND - offset, n = fmaf(v, rate, round), rest = fmaf(v, rate, round - n);
+        return exp2_near_0(fmaf(v, rate_low, rest)) * __int_as_float(__float_as_int(n) << 23);
     }
 };
 
@@ -74,7 +81,7 @@ struct Exponential<double> {
     using Base = double;
     static constexpr bool KEPT = true;
     double sign, size, rate;
-    __device__ __forceinline__ Exponential(double scale, bool log, double sign) : sign(sign), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
+    __device__ __forceinline__ Exponential(double scale, bool log, double sign, bool = true) : sign(sign), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ double lift(double x) const { return sign * x; }
     __device__ __forceinline__ Base base(double largest) const { return largest == minus_infinity<double>() ? 0.0 : largest; }
@@ -92,7 +99,7 @@ struct End {
     C largest, log_sum;  // log_sum: to the base 2 unless `log`
     bool log;
     __device__ __forceinline__ End(const Exponential<T>& e, C largest, C sum, bool log, C own)
-        : exponential(e), largest(e.base(largest)), log_sum(log ? logf(sum) : log2f(sum)), log(log) {}
+        : exponential(e), largest(e.base(largest)), log_sum(log ? logf(sum) : log2_approx(sum)), log(log) {}
     template <bool LOG>
     __device__ __forceinline__ C from(C kept) const {
         C d = exponential.lift(kept) - largest;
@@ -107,12 +114,12 @@ struct End<float> {
     Exponential<float>::Base base;
     float largest, factor, factor_low, log_sum;
     bool log;
-    __device__ __forceinline__ End(const Exponential<float>& e, float largest, float sum, bool log, float own)
+    __device__ __forceinline__ End(const Exponential<float>& e, float largest, double whole, bool log, float own)
         : exponential(e), base(e.base(largest)), largest(largest), log(log) {
-        float scaled = e.rescale(own, base);
-        factor = scaled / sum;
-        factor_low = fmaf(-factor, sum, scaled) / sum;  // what the division rounds away
-        log_sum = log ? logf(sum) : 0.0f;
+        float sum = whole, low = whole - sum, scaled = e.rescale(own, base), inverse = reciprocal_approx(sum), near = scaled * inverse;
+        factor = fmaf(fmaf(-near, sum, scaled) - near * low, inverse, near);
+        factor_low = (fmaf(-factor, sum, scaled) - factor * low) * inverse;  // what the division rounds away
+        log_sum = log ? logf(sum) + low * inverse : 0.0f;
     }
     template <bool LOG>
     __device__ __forceinline__ float from(float kept) const {
@@ -147,14 +154,14 @@ struct Sink {
     }
     // The whole sum. Of a row of which nothing is seen it is 0: with MASKED its results shall be 0, too.
     template <bool MASKED, typename T, typename C>
-    __device__ __forceinline__ C add_to(C sum, C largest, const Exponential<T>& exponential, bool first) const {
-        C term = 0;
+    __device__ __forceinline__ sum_t<T> add_to(sum_t<T> sum, C largest, const Exponential<T>& exponential, bool first) const {
+        sum_t<T> term = 0;
         if (logit) {
             C point = largest == minus_infinity<C>() ? C(0) : largest;
             term = exponential(point, exponential.base(largest)) * exp(C(*logit - scale * point));
             sum += term;
         }
-        if (MASKED && sum == C(0)) sum = 1;
+        if (MASKED && sum == 0) sum = 1;
         if (share && first) *share = term / sum;
         return sum;
     }

@@ -18,7 +18,47 @@ struct Compute<__nv_bfloat16> {
 template <typename T>
 using compute_t = typename Compute<T>::type;
 
+template <bool FIRST, typename A, typename B>
+struct Conditional {
+    using type = A;
+};
+template <typename A, typename B>
+struct Conditional<false, A, B> {
+    using type = B;
+};
+template <bool FIRST, typename A, typename B>
+using conditional_t = typename Conditional<FIRST, A, B>::type;
+
+// The type of a sum over a row. Of float there are so many roundings else that they are the larger part of a result's error.
+template <typename T>
+struct SumOf {
+    using type = double;
+};
+template <>
+struct SumOf<__half> {
+    using type = float;
+};
+template <>
+struct SumOf<__nv_bfloat16> {
+    using type = float;
+};
+template <typename T>
+using sum_t = typename SumOf<T>::type;
+
 template <typename T>
 __device__ __forceinline__ compute_t<T> load_as(T x) {
     return static_cast<compute_t<T>>(x);
+}
+
+// 2^x for x in [-1/2, 1/2], with an error of at most 1.12 * 2^-24: the polynomial of degree 7 that is 1 at 0 and has the least relative
+// error, 2^-34.3 (found by reweighted least squares), evaluated in float.
+__device__ __forceinline__ float exp2_near_0(float x) {
+    float y = 1.5196111235127319e-05f;
+    y = fmaf(y, x, 0.0001546680723549798f);
+    y = fmaf(y, x, 0.0013333936221897602f);
+    y = fmaf(y, x, 0.009618038311600685f);
+    y = fmaf(y, x, 0.055504102259874344f);
+    y = fmaf(y, x, 0.24022650718688965f);
+    y = fmaf(y, x, 0.6931471824645996f);
+    return fmaf(y, x, 1.0f);
 }

@@ -78,7 +78,7 @@ __device__ __forceinline__ unsigned shared_of_rank(unsigned shared_address, unsi
     return address;
 }
 
-// Load and store through such an address: a float, or two at a multiple of 8 bytes.
+// Load and store through such an address: a float, or two or a double at a multiple of 8 bytes.
 template <typename T>
 __device__ __forceinline__ T ld_cluster(unsigned address);
 template <>
@@ -96,8 +96,23 @@ __device__ __forceinline__ float2 ld_cluster(unsigned address) {
 __device__ __forceinline__ void st_cluster(unsigned address, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(x) : "memory");
 }
+__device__ __forceinline__ void st_cluster(unsigned address, double x) {
+    asm volatile("st.shared::cluster.f64 [%0], %1;" :: "r"(address), "d"(x) : "memory");
+}
 __device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
+
+// Write a word that other blocks wait for, and wait for one, which is not 0. Nothing else is told by it.
+__device__ __forceinline__ void post(unsigned long long* to, unsigned long long word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+}
+__device__ __forceinline__ unsigned long long wait_for(const unsigned long long* from) {
+    unsigned long long word;
+    do {
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    } while (word == 0);
+    return word;
 }
 
 // 2^x with an error of at most 2 units in the last place; results below 2^-126 become 0.
@@ -105,6 +120,31 @@ __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// The logarithm to base 2, with an error of at most 2^-22 where x is in [1/2, 2], else as many units in the last place.
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x with an error of at most 1 unit in the last place; 0 for what is beyond 2^126.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The larger, or NaN where one of them is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#else
+    return a == a ? fmaxf(a, b) : a;
+#endif
 }
 
 // Read 16 bytes that other blocks will read again, among streams that nobody will: L2 keeps them longest (sm_80 and newer).

@@ -36,6 +36,17 @@ __device__ __forceinline__ C warp_reduce(C value, int width = 32) {
     return value;
 }
 
+// The maximum of floats over a whole warp: as integers, of the same order, in one instruction.
+__device__ __forceinline__ float warp_max(float value) {
+#if __CUDA_ARCH__ >= 800
+    int bits = __float_as_int(value), sorted = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(sorted ^ (sorted >> 31 & 0x7fffffff));
+#else
+    return warp_reduce<Max>(value);
+#endif
+}
+__device__ __forceinline__ double warp_max(double value) { return warp_reduce<Max>(value); }
+
 // Over a block of whole warps. `shared` has room for 32 values; before it is used again there must be a __syncthreads().
 template <class Op, typename C>
 __device__ __forceinline__ C block_reduce(C value, C* shared) {

@@ -1,111 +1,194 @@
 // The threads that share a row, and what they tell one another: first the lanes that are near, by shuffles, then all, each with the
-// largest u and the sum of the exponentials that it and its near ones found. Every thread of a block must take part. Vectors [begin, end)
-// of the row are the block's part; end matters only where not all of it is held on chip.
+// largest u and the sum of the exponentials that it and its near ones found. Every thread of a block must take part. rank() is the block's
+// number among those that share a row.
 #pragma once
 #include "exponential.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
 
-// Each lane holds a part's largest u and sum. All get those of the whole.
-template <typename T, typename C>
-__device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, C& largest, C& sum) {
-    C own = largest;
-    largest = warp_reduce<Max>(own);
-    sum = warp_reduce<Sum>(sum * exponential.rescale(own, exponential.base(largest)));
+// Each of `width` neighbouring lanes holds a part's largest u and sum, and every group of them the same. All get those of the whole.
+template <typename T>
+__device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, compute_t<T>& largest, sum_t<T>& sum, int width = 32) {
+    compute_t<T> own = largest;
+    largest = warp_max(own);
+    sum = warp_reduce<Sum>(sum * exponential.rescale(own, exponential.base(largest)), width);
 }
+
+// What each of a block's warps, or each of a cluster's blocks, found.
+template <typename T, int COUNT = 32>
+struct Found {
+    sum_t<T> sums[COUNT];
+    compute_t<T> largest[COUNT];
+    // The first `count` of them, a power of 2, put together by each warp.
+    __device__ __forceinline__ void merge(const Exponential<T>& exponential, int count, compute_t<T>& all, sum_t<T>& sum) const {
+        all = largest[threadIdx.x % count];
+        sum = sums[threadIdx.x % count];
+        merge_lanes(exponential, all, sum, count);
+    }
+};
 
 // Neighbouring lanes of a warp, a power of 2.
 struct Lanes {
-    static constexpr int begin = 0, end = 0;
     int width;
     __device__ __forceinline__ explicit Lanes(int width) : width(width) {}
+    static __device__ __forceinline__ int rank() { return 0; }
     __device__ __forceinline__ int lane() const { return threadIdx.x % width; }
-    __device__ __forceinline__ bool leads() const { return threadIdx.x % width == 0; }
-    template <class Op, typename C>
-    __device__ __forceinline__ C near(C value) const {
-        return warp_reduce<Op>(value, width);
-    }
-    template <typename T, typename C>
-    __device__ __forceinline__ void combine(const Exponential<T>&, C&, C&) const {}
+    __device__ __forceinline__ bool leads() const { return lane() == 0; }
     template <typename C>
-    __device__ __forceinline__ C add(C value) const {
-        return near<Sum>(value);
+    __device__ __forceinline__ C near_max(C value) const {
+        return width == 32 ? warp_max(value) : warp_reduce<Max>(value, width);
     }
-};
-
-// A block. `shared` has room for 64.
-template <typename C>
-struct Block {
-    static constexpr int begin = 0;
-    int width, end;
-    C* shared;
-    __device__ __forceinline__ explicit Block(C* shared, int end = 0, int width = blockDim.x) : width(width), end(end), shared(shared) {}
-    __device__ __forceinline__ int lane() const { return threadIdx.x; }
-    __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
-    template <class Op>
-    __device__ __forceinline__ C near(C value) const {
-        return warp_reduce<Op>(value);
+    template <typename C>
+    __device__ __forceinline__ C near_sum(C value) const {
+        return warp_reduce<Sum>(value, width);
     }
     template <typename T>
-    __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, C& sum) const {
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if (lane == 0) {
-            shared[warp] = largest;
-            shared[32 + warp] = sum;
-        }
-        __syncthreads();
-        bool is_one = lane < blockDim.x / 32;
-        largest = is_one ? shared[lane] : minus_infinity<C>();
-        sum = is_one ? shared[32 + lane] : C(0);
-        merge_lanes(exponential, largest, sum);
+    __device__ __forceinline__ void combine(const Exponential<T>&, compute_t<T>&, sum_t<T>&) const {}
+    template <typename C>
+    __device__ __forceinline__ C add(C value) const {
+        return near_sum(value);
     }
-    __device__ __forceinline__ C add(C value) const { return block_reduce<Sum>(value, shared); }
 };
 
-// The same of what each thread found by itself, over the block.
-template <typename T, typename C>
-__device__ __forceinline__ void merge_block(const Exponential<T>& exponential, C* shared, C& largest, C& sum) {
+// A block of THREADS, a power of 2 of whole warps.
+template <typename T, int THREADS>
+struct Block {
+    using C = compute_t<T>;
+    static constexpr int width = THREADS;
+    Found<T>& found;
+    __device__ __forceinline__ explicit Block(Found<T>& found) : found(found) {}
+    static __device__ __forceinline__ int rank() { return 0; }
+    __device__ __forceinline__ int lane() const { return threadIdx.x; }
+    __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
+    __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
+    template <typename S>
+    __device__ __forceinline__ S near_sum(S value) const {
+        return warp_reduce<Sum>(value);
+    }
+    __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, sum_t<T>& sum) const {
+        int warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 == 0) {
+            found.largest[warp] = largest;
+            found.sums[warp] = sum;
+        }
+        __syncthreads();
+        found.merge(exponential, THREADS / 32, largest, sum);
+    }
+    __device__ __forceinline__ C add(C value) const { return block_reduce<Sum>(value, found.largest); }
+};
+
+constexpr int LOOP_THREADS = 256;  // of the blocks that go over a row in a loop
+
+// The same of what each thread of such a block found by itself.
+template <typename T>
+__device__ __forceinline__ void merge_block(const Exponential<T>& exponential, Found<T>& found, compute_t<T>& largest, sum_t<T>& sum) {
     merge_lanes(exponential, largest, sum);
-    Block<C>(shared).combine(exponential, largest, sum);
+    Block<T, LOOP_THREADS>(found).combine(exponential, largest, sum);
 }
 
 #if __CUDA_ARCH__ >= 900
-// The SIZE blocks of a cluster, of which each has `part` of the row's vectors. `shared` has room for 64, `from_peers` for 2 * SIZE. The
-// kernel calls cluster_arrive_relaxed() when it starts. Nobody writes to a peer after the second barrier, so that none is needed at the end.
-template <typename C, int SIZE>
+// The SIZE blocks of a cluster. The kernel calls cluster_arrive_relaxed() when it starts. Nobody writes to a peer after the second barrier,
+// so that none is needed at the end.
+template <typename T, int THREADS, int SIZE>
 struct Cluster {
-    Block<C> block;
-    C* from_peers;
-    int width, begin, end;
-    __device__ __forceinline__ Cluster(C* shared, C* from_peers, int part)
-        : block(shared), from_peers(from_peers), width(block.width), begin(cluster_rank() * part), end(begin + part) {}
+    using C = compute_t<T>;
+    static constexpr int width = THREADS;
+    Block<T, THREADS> block;
+    Found<T, SIZE>& from_peers;
+    __device__ __forceinline__ Cluster(Found<T>& found, Found<T, SIZE>& from_peers) : block(found), from_peers(from_peers) {}
+    static __device__ __forceinline__ int rank() { return cluster_rank(); }
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return cluster_rank() == 0 && threadIdx.x == 0; }
-    template <class Op>
-    __device__ __forceinline__ C near(C value) const {
-        return warp_reduce<Op>(value);
+    __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
+    template <typename S>
+    __device__ __forceinline__ S near_sum(S value) const {
+        return warp_reduce<Sum>(value);
     }
-    __device__ __forceinline__ void tell(C largest, C sum) const {
+    __device__ __forceinline__ void tell(C largest, sum_t<T> sum) const {
         cluster_wait();  // until all have started
         if (threadIdx.x < SIZE) {
-            st_cluster(shared_of_rank(shared_address(from_peers + cluster_rank()), threadIdx.x), largest);
-            st_cluster(shared_of_rank(shared_address(from_peers + SIZE + cluster_rank()), threadIdx.x), sum);
+            st_cluster(shared_of_rank(shared_address(from_peers.largest + cluster_rank()), threadIdx.x), largest);
+            st_cluster(shared_of_rank(shared_address(from_peers.sums + cluster_rank()), threadIdx.x), sum);
         }
         cluster_sync();
     }
-    template <typename T>
-    __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, C& sum) const {
+    __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, sum_t<T>& sum) const {
         block.combine(exponential, largest, sum);
         tell(largest, sum);
-        int lane = threadIdx.x % 32;
-        largest = lane < SIZE ? from_peers[lane] : minus_infinity<C>();
-        sum = lane < SIZE ? from_peers[SIZE + lane] : C(0);
-        merge_lanes(exponential, largest, sum);
+        from_peers.merge(exponential, SIZE, largest, sum);
     }
     __device__ __forceinline__ C add(C value) const {
         tell(C(0), block.add(value));
         int lane = threadIdx.x % 32;
-        return warp_reduce<Sum>(lane < SIZE ? from_peers[SIZE + lane] : C(0));
+        return warp_reduce<Sum>(lane < SIZE ? C(from_peers.sums[lane]) : C(0));
     }
 };
 #endif
+
+// `size` neighbouring blocks, as many as a row needs, each of THREADS, which tell one another through `board` in global memory: a word for
+// each, all 0 before. Blocks start in the order of their numbers; those of a row can wait for each other as long as `size` of them fit the
+// GPU at a time. Not of double.
+template <typename T, int THREADS>
+struct Crowd {
+    static constexpr int width = THREADS;
+    Block<T, THREADS> block;
+    unsigned long long* board;
+    int size, number;
+    __device__ __forceinline__ Crowd(Found<T>& found, unsigned long long* board, int size)
+        : block(found), board(board + blockIdx.x / size * size), size(size), number(blockIdx.x % size) {}
+    __device__ __forceinline__ int rank() const { return number; }
+    __device__ __forceinline__ int lane() const { return threadIdx.x; }
+    __device__ __forceinline__ bool leads() const { return number == 0 && threadIdx.x == 0; }
+    __device__ __forceinline__ float near_max(float value) const { return warp_max(value); }
+    template <typename S>
+    __device__ __forceinline__ S near_sum(S value) const {
+        return warp_reduce<Sum>(value);
+    }
+    __device__ __forceinline__ void tell(float a, float b) const {  // not both +0
+        if (threadIdx.x == 0) post(board + number, (unsigned long long)__float_as_uint(a) << 32 | __float_as_uint(b));
+    }
+    __device__ __forceinline__ float2 hear(int i) const {
+        unsigned long long word = wait_for(board + i);
+        return make_float2(__uint_as_float(unsigned(word >> 32)), __uint_as_float(unsigned(word)));
+    }
+    // What the first warp found, to all.
+    __device__ __forceinline__ void pass_on(float& largest, sum_t<T>& sum) const {
+        if (threadIdx.x == 0) {
+            block.found.largest[0] = largest;
+            block.found.sums[0] = sum;
+        }
+        __syncthreads();
+        largest = block.found.largest[0];
+        sum = block.found.sums[0];
+    }
+    __device__ __forceinline__ void combine(const Exponential<T>& exponential, float& largest, sum_t<T>& sum) const {
+        block.combine(exponential, largest, sum);
+        tell(largest, sum);
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            largest = minus_infinity<float>();
+            sum = 0;
+            for (int i = threadIdx.x; i < size; i += 32) {
+                float2 heard = hear(i);
+                float before = largest;
+                largest = max(before, heard.x);
+                auto base = exponential.base(largest);
+                sum = sum * exponential.rescale(before, base) + sum_t<T>(heard.y) * exponential.rescale(heard.x, base);
+            }
+            merge_lanes(exponential, largest, sum);
+        }
+        pass_on(largest, sum);
+    }
+    __device__ __forceinline__ float add(float value) const {
+        float told = block.add(value), unused = 0;
+        tell(1, told);
+        __syncthreads();
+        sum_t<T> sum = 0;
+        if (threadIdx.x < 32) {
+            for (int i = threadIdx.x; i < size; i += 32) sum += hear(i).y;
+            sum = warp_reduce<Sum>(sum);
+        }
+        pass_on(unused, sum);
+        return sum;
+    }
+};
