@@ -182,7 +182,7 @@ def _pointer(x: Tensor | None) -> int:
 def _fake(x: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     """The result, and a number for each row where there are sinks."""
     rows = x.shape[:2] if sinks is not None else (0, 0)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(rows, dtype=torch.float64, device=x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(rows, dtype=torch.float64, device=x.device)
 
 
 _causal_softmax = raw_op(

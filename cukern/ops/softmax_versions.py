@@ -4,8 +4,6 @@ Each rung is `forward(out, x, scale, log)` and `backward(dx, y, g, scale, log)`:
 rows any stride apart; out, dx and y are contiguous. `log`: the logarithm of the softmax, from v5 on.
 """
 
-import functools
-import operator
 from collections.abc import Callable, Iterable
 
 import torch
@@ -109,25 +107,23 @@ _V10 = held.in_a_warp, held.in_a_block, held.in_shared_memory, held.in_a_cluster
 
 def _first(*ways: held.Way) -> tuple[Forward, Backward]:
     def forward(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-        rows, columns = x.shape
-        at, row = _pointers(out, x), x.stride(0)
+        at = to, from_ = out.data_ptr(), x.data_ptr()
         # to compare -x instead of x would cost the kernels that hold a row an instruction an element and a pass
-        found = held.first(ways, _problem(at, rows, columns, row, scale, log, False, x)) if scale >= 0 else None
+        found = held.first(ways, _problem(x, x.stride(0), scale, log, False, to, to ^ from_)) if scale >= 0 else None
         found(at) if found else _v5(out, x, scale, log)
 
     def backward(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-        rows, columns = y.shape
-        at, row = _pointers(dx, y, g), g.stride(0)
-        found = held.first(ways, _problem(at, rows, columns, row, scale, log, True, y))
+        at = to, *_ = dx.data_ptr(), y.data_ptr(), g.data_ptr()
+        found = held.first(ways, _problem(y, g.stride(0), scale, log, True, to, (to ^ at[1]) | (to ^ at[2])))
         found(at) if found else _v5_bwd(dx, y, g, scale, log)
 
     return forward, backward
 
 
-def _problem(at: tuple[int, ...], rows: int, columns: int, row: int, scale: float, log: bool, backward: bool, x: Tensor) -> held.Problem:
-    apart = functools.reduce(operator.or_, (p ^ at[0] for p in at))
-    begin, apart = at[0] % plan.VECTOR_BYTES, apart % plan.VECTOR_BYTES
-    return held.Problem(rows, columns, row, scale, log, backward, x.dtype, x.device, x.get_device(), begin, apart)
+def _problem(x: Tensor, row: int, scale: float, log: bool, backward: bool, to: int, apart: int) -> held.Problem:
+    rows, columns = x.shape
+    low = plan.VECTOR_BYTES - 1
+    return held.Problem(rows, columns, row, scale, log, backward, x.dtype, x.device, x.get_device(), to & low, apart & low)
 
 
 def _instances(
