@@ -33,7 +33,10 @@ AS_SM_80 = ("sm_86", "sm_89")
 MAY_SPILL = {
     ("sm_100a", "matmul_v5"): 40,
     ("sm_120a", "matmul_v5"): 80,
-    ("sm_100a", "kron_linear_v4"): 48,
+    ("sm_80", "kron_linear_v4_bwd"): 32,
+    ("sm_86", "kron_linear_v4_bwd"): 32,
+    ("sm_89", "kron_linear_v4_bwd"): 32,
+    ("sm_90a", "kron_linear_v4_bwd"): 16,
     ("sm_90a", "softmax_v8_bwd"): 12,
     ("sm_90a", "softmax_v9"): 16,
     ("sm_90a", "softmax_v10_bwd"): 16,

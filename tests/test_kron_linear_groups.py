@@ -6,12 +6,12 @@ from math import prod
 
 import pytest
 import torch
-from helpers import kernels
+from helpers import gpu, kernels, same_bits
 from test_kron_linear import close, dense, draw
 
 import cukern
-from cukern.ops import kron_groups, kron_versions
-from cukern.ops.kron_groups import CONFIGS, MOST, MOST_WARPS, Group
+from cukern.ops import kron_groups, kron_quick, kron_versions
+from cukern.ops.kron_groups import MOST, MOST_WARPS, Group, Target
 from cukern.ops.kron_plan import steps
 from cukern.ops.kron_versions import PLAIN, launch_group, prepare
 from cukern.runtime import backend
@@ -19,7 +19,6 @@ from cukern.runtime import backend
 LAYERS = (
     ((128, 128),) * 2,
     ((8, 8),) * 5,
-    ((8, 8),) * 7,
     ((64, 64),) * 3,
     ((2, 2),) * 16,
     ((16, 16), (240, 240)),
@@ -30,84 +29,96 @@ LAYERS = (
 
 
 @pytest.mark.parametrize("limit", (226 << 10, 63 << 10))
-@pytest.mark.parametrize("itemsize", (2, 4, 8))
-def test_plans_cover_every_step_and_fit_a_block(itemsize, limit):
+@pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, False), (8, False)))
+def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
-        plan = kron_groups.groups(sizes, rows, itemsize, 132, limit)
+        plan = kron_groups.groups(sizes, rows, Target(itemsize, 132, limit, tensor))
         assert [s for g in plan for s in g.steps] == list(steps(sizes))
         for group in plan:
-            if not group.configs:
+            if not group.parts:
                 assert len(group.steps) == 1, "v3 takes one factor"
                 continue
-            assert len(group.steps) == len(group.configs) == len(group.padded) <= MOST
+            assert [s for part in group.parts for s in part.factors] == list(group.steps) and len(group.steps) <= MOST
             assert all(a.factor == b.factor + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps))
             assert group.shared <= limit and 32 <= group.threads <= 32 * MOST_WARPS and group.blocks >= 1
-            assert (group.L == 1 or group.steps[0].right == 1) and (group.R == 1 or group.steps[0].right > 1)
-            assert (group.slices - 1) * group.columns < group.steps[0].q <= group.slices * group.columns
-            numbers = group.L * group.R * prod(s.p for s in group.steps)
-            for n, (s, config, padded) in enumerate(zip(group.steps, group.configs, group.padded, strict=True)):
-                fibers, columns = CONFIGS[config]
-                fibers = fibers if itemsize < 8 else max(fibers // 2, 1)
-                q = s.q if n else group.columns
-                assert q <= padded < q + columns and padded % columns == 0
-                assert -(-numbers // s.p // (32 * fibers)) * (padded // columns) * 32 <= group.threads, "each warp has one piece of work"
-                numbers = numbers // s.p * q
-    last = kron_groups.groups(((2000, 2000), (4, 4)), 8, itemsize, 132, limit)[-1]
-    assert last.steps[0].p == 2000 and not last.configs, "a factor that no block can hold is v3's"
+            C, numbers = group.steps[0].right, group.L * group.R * prod(s.p for s in group.steps)
+            assert C % group.R == 0 and (group.L == 1 or group.R == C) and 0 <= group.ahead <= numbers
+            for n, part in enumerate(group.parts):
+                p, q = prod(s.p for s in part.factors), prod(s.q for s in part.factors) // (1 if n else group.slices)
+                assert q <= part.padded < q + part.wide and part.padded % part.wide == 0
+                fibers = part.fibers * part.lanes
+                assert -(-numbers // p // fibers) * (part.padded // part.wide) * 32 <= group.threads, "each warp has one piece of work"
+                numbers = numbers // p * q
+    last = kron_groups.groups(((2000, 2000), (4, 4)), 8, Target(itemsize, 132, limit, tensor))[-1]
+    assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is v3's"
 
 
-def test_rows_in_parts_stay_in_the_cache():
-    plan = kron_groups.groups(((16, 16),) * 4, 1024, 4, 132, 226 << 10)
+def test_tiny_factors_are_merged():
+    (group,) = kron_groups.groups(((2, 2),) * 8, 4096, Target(4, 132, 226 << 10))
+    assert len(group.parts) < len(group.steps) == 8
+
+
+def test_rows_go_in_parts_where_the_array_between_launches_is_large():
+    plan = kron_groups.groups(((16, 16),) * 4, 1024, Target(4, 132, 226 << 10))
     part = kron_groups.rows_at_once(plan, 1024, 4)
-    assert len(plan) > 1 and 0 < part < 1024 and part * 4 * 16**4 <= kron_groups.IN_CACHE
+    assert len(plan) > 1 and 0 < part < 1024 and part * 4 * 16**4 <= kron_groups.BETWEEN
     assert kron_groups.rows_at_once(plan, 10, 4) == 10 and kron_groups.rows_at_once(plan[:1], 1 << 20, 4) == 1 << 20
 
 
 def forget_plans() -> None:
-    kron_groups.groups.cache_clear()
-    kron_versions._plan.cache_clear()
+    for function in (kron_groups.groups, kron_groups.fastest, kron_versions._plan, kron_versions._plan_one):
+        function.cache_clear()
 
 
-def tilings(sizes, first, count, rows, itemsize) -> list[Group]:
-    """All tilings of `count` steps from `first` on."""
+def tilings(sizes, first, count, rows, target) -> list[Group]:
+    """Tilings of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
     run = steps(sizes)[first : first + count]
     assert kron_groups._end_of_run(steps(sizes), first) >= first + count
-    return list(kron_groups._tilings(run, rows, itemsize, 132, 226 << 10))
+    kinds: dict[object, Group] = {}
+    for g in kron_groups.tilings(run, rows, target):
+        numbers = g.L * g.R * prod(s.p for s in run)
+        merged = max(len(part.factors) for part in g.parts) > 1
+        groups = any(part.padded > part.wide for part in g.parts)
+        kinds.setdefault((g.slices > 1, run[0].right == g.R, g.L > 1, (g.ahead > 0) + (g.ahead < numbers), merged, groups), g)
+    return list(kinds.values())
 
 
 CASES = [
-    (((3, 5), (16, 18)), 0, 2, 5),  # slices of 18, 9 and 5 columns; rows that do not fill the last tile
-    (((2, 2), (5, 4), (21, 40)), 0, 2, 3),  # an array [..][21]: R of 1 to 32, also more than there are
-    (((2, 2), (2, 2), (2, 2), (8, 8)), 0, 4, 3),
-    (((40, 36),), 0, 1, 9),
-    (((3, 3), (33, 17), (5, 5)), 1, 1, 2),  # one factor in the middle
+    (((3, 5), (16, 24)), 0, 2, 5, torch.float32),  # slices; rows that do not fill the last tile
+    (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32),  # an array [..][21], which no power of two divides
+    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32),  # merged; steps that need no barrier of the block
+    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.bfloat16),
+    (((16, 16), (32, 32)), 0, 2, 3, torch.bfloat16),
+    (((16, 16), (32, 32)), 1, 1, 3, torch.bfloat16),  # a tile of some of the numbers to the right
+    (((3, 3), (33, 17), (5, 5)), 1, 1, 2, torch.float16),  # one factor in the middle
 ]
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-@pytest.mark.parametrize("sizes, first, count, rows", CASES)
+@pytest.mark.parametrize("sizes, first, count, rows, dtype", CASES)
 def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
     order = steps(sizes)
     before = {s.factor for s in order[:first]}
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
     x = torch.randn(rows, prod(now), dtype=dtype, device=device)
-    ws = [torch.randn(p, q, dtype=dtype, device=device) for p, q in sizes]
+    ws = [torch.randn(q, p, dtype=dtype, device=device).mT if p == 16 else torch.randn(p, q, dtype=dtype, device=device) for p, q in sizes]
     inside = {s.factor for s in order[first : first + count]}
-    exact = dense(x, [w if i in inside else torch.eye(n, dtype=dtype, device=device) for i, (w, n) in enumerate(zip(ws, now, strict=True))])
-    found = tilings(sizes, first, count, rows, dtype.itemsize)
-    assert len({(g.L, g.R) for g in found}) > 1 and (len({g.slices for g in found}) > 1 or sizes[order[first].factor][1] < 16)
+    wide = [w.double() if i in inside else torch.eye(n, device=device).double() for i, (w, n) in enumerate(zip(ws, now, strict=True))]
+    exact = dense(x.double(), wide)
+    found = tilings(sizes, first, count, rows, Target(dtype.itemsize, 132, 226 << 10, dtype.itemsize == 2))
+    if not found:
+        found = tilings(sizes, first, count, rows, Target(dtype.itemsize, 132, 226 << 10))
     with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
         results = [launch_group(prepare(group, rows, dtype, x.get_device()), x, ws, PLAIN) for group in found]
     for y in results:
-        close(y, exact)
+        assert float((y.double() - exact).abs().max() / exact.abs().max()) < 4 * torch.finfo(dtype).eps
 
 
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
     monkeypatch.setattr(kron_groups, "_end_of_run", lambda order, first: min(first + 2, len(order)))
-    monkeypatch.setattr(kron_groups, "IN_CACHE", 2 * 81 * dtype.itemsize)
+    monkeypatch.setattr(kron_groups, "BETWEEN", 2 * 81 * dtype.itemsize)
     forget_plans()
     x, ws = draw(5, ((3, 3),) * 4, device, dtype)
     bias, residual = torch.randn(81, dtype=dtype, device=device), torch.randn(5, 81, dtype=dtype, device=device)
@@ -121,7 +132,54 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 def test_a_factor_that_no_block_holds(device, monkeypatch):
     monkeypatch.setattr(backend, "shared_memory", lambda device: 2024)
     forget_plans()
-    x, ws = draw(3, ((2, 3), (17, 19), (2, 2)), device)
-    assert any(not g.configs for g in kron_groups.groups(((2, 3), (17, 19), (2, 2)), 3, 8, backend.multiprocessors(-1), 1000))
+    sizes = (2, 3), (17, 19), (2, 2)
+    x, ws = draw(3, sizes, device)
+    assert any(not g.parts for g in kron_groups.groups(sizes, 3, Target(8, backend.multiprocessors(-1), 1000)))
     close(cukern.kron_linear(x, ws, version="v4"), dense(x, ws))
     forget_plans()
+
+
+@kernels
+def test_float32_is_tf32_where_torchs_switch_says_so(device):
+    x, ws = draw(3, ((64, 64), (64, 64)), device, torch.float32)
+    exact, errors = dense(x.double(), [w.double() for w in ws]), []
+    before = torch.get_float32_matmul_precision()
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        y = cukern.kron_linear(x, ws, version="v4")
+        errors.append(float((y.double() - exact).norm() / exact.norm()))
+    torch.set_float32_matmul_precision(before)
+    assert errors[0] < 1e-6 and 1e-5 < errors[1] < 1e-3, errors
+
+
+CHUNKS = ((70, 8, 8, 1), (9, 8, 8, 64), (9, 16, 16, 16), (50, 64, 32, 1), (3, 32, 64, 32), (7, 3, 5, 7), (20, 12, 7, 1), (6, 40, 144, 1))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_gradients_of_factors_of_many_sizes(device, dtype):
+    """[A][p][C] and [A][q][C]: chunks of whole rows and of pieces, tiles with and without remainders, several teams in a block."""
+    for A, p, q, C in CHUNKS:
+        z, h = (torch.randn(1, A, n, C, dtype=dtype, device=device) for n in (p, q))
+        exact = torch.einsum("sakc,sajc->skj", z.double(), h.double())
+        with backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext():
+            first, again = (kron_versions._v4_contraction(z, h, 1.0) for _ in range(2))
+        assert same_bits(first, again)
+        assert float((first.double() - exact).abs().max() / exact.abs().max()) < 4 * torch.finfo(dtype).eps
+
+
+@gpu
+def test_a_call_like_an_earlier_one_is_made_at_once():
+    kron_quick._known.clear()
+    x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
+    first = cukern.kron_linear(x, ws)
+    assert len(kron_quick._known) == 1
+    assert same_bits(cukern.kron_linear(x, ws), first) and len(kron_quick._known) == 1
+    columns, wide = [w.t().contiguous().t() for w in ws], [w.double() for w in ws]
+    for x2, ws2, scale in ((x[:1], ws, 1.0), (x, columns, 1.0), (x, ws, 0.5), (x.double(), wide, 1.0)):
+        for _ in range(2):
+            close(cukern.kron_linear(x2, ws2, scale=scale), scale * dense(x2, ws2))
+    leaf = x.clone().requires_grad_()
+    assert cukern.kron_linear(leaf, ws).requires_grad and not cukern.kron_linear(x, ws).requires_grad
+    with pytest.raises(ValueError, match="the last dimension of x"):
+        cukern.kron_linear(x[..., 1:], ws)

@@ -19,7 +19,7 @@ import torch
 
 Call = Callable[[], object]
 
-GRAPH_BELOW_US = 200.0  # shorter calls are replayed from a CUDA graph: their host time would be in the way
+GRAPH_BELOW_US = 600.0  # shorter calls are replayed from a CUDA graph: their host time would be in the way, of a backward pass above all
 BATCH_US = 1000.0  # aimed at between two clock readings
 MAX_BATCH = 1000  # calls; the driver's queue holds about as many launches
 CPU_BATCH_US = 2000.0

@@ -1,72 +1,108 @@
-"""How kron_linear v4 groups the factors into launches, and cuts each launch's work into tiles.
+"""How kron_linear v4 groups the factors into launches, merges tiny ones, and cuts each launch's work into tiles.
 
-A model of a launch's time chooses among all groupings, and tiles of powers of two. Its constants are an H200's data sheet, not yet
-measurements; only which of two plans is the faster depends on them.
+A model of a launch's time chooses among all groupings, and tilings of powers of two. Its constants only decide which of two plans is the
+faster.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
-from math import ceil, prod
+from itertools import product
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_plan import Sizes, Step, steps
 
 MOST = 8  # factors in a launch, as in kron_linear.cu
-CONFIGS = (8, 8), (4, 16), (4, 8), (4, 4), (1, 8), (8, 2)  # a thread's fibers (of float) and columns, as there
-MOST_WARPS = 16  # of a block; half as many for doubles
-IN_CACHE = 32 << 20  # bytes of an array between two launches that shall stay in the L2 cache
+MOST_WARPS = 16  # of a block
+BETWEEN = 128 << 20  # bytes of an array between two launches, at most, if the rows go in parts
+MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at most
 
-CYCLES_US = 1700.0
-SM_BYTES_US = 32_000.0  # of device memory, for each multiprocessor
+CYCLES_US = 1750.0
+SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
+L2_READ = 0.4  # the time to read from the L2 cache, if that of device memory is 1
 LAUNCH_US = 2.5
-BARRIER_CYCLES = 150
+ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
+BETWEEN_US = 5.0  # two launches are slower than the model says of each
+START_US = 1.5  # from a block's start to its first numbers
+BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
+TILE_CYCLES = 1500  # from the end of a tile to the next
+MMA_CYCLES = 10  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
+
+
+class Part(NamedTuple):
+    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of kron_linear.cu."""
+
+    factors: tuple[Step, ...]
+    fibers: int
+    columns: int
+    lanes: int
+    padded: int
+    layout: tuple[int, ...] = ()
+
+    @property
+    def wide(self) -> int:
+        """Columns of a warp."""
+        return self.columns * (1 if self.lanes == 1 else 32 // self.lanes)
+
+    @property
+    def template(self) -> str:
+        factors = [f"Factor<{s.p}, {s.q}>" for s in self.factors]
+        return f"Step4<{text(self.fibers, self.columns, self.lanes, self.padded, f'Layout<{text(*self.layout)}>', *factors)}>"
 
 
 class Group(NamedTuple):
-    """One launch: `steps` from the rightmost factor on; L, R, slices, columns, configs as in kron_linear_v4. No configs: v3's kernel."""
+    """One launch, as in Plan4 of kron_linear.cu. No parts: v3's kernel."""
 
     steps: tuple[Step, ...]
-    L: int
-    R: int
-    slices: int
-    columns: int
-    configs: tuple[int, ...]
-    padded: tuple[int, ...]
-    threads: int
-    shared: int  # bytes
-    blocks: int  # that a multiprocessor holds
-    us: float
+    parts: tuple[Part, ...] = ()
+    threads: int = 0
+    blocks: int = 1  # that a multiprocessor holds
+    L: int = 0
+    R: int = 0
+    bytes: int = 0
+    ahead: int = 0
+    slices: int = 1
+    tensor: bool = False
+    shared: int = 0  # bytes
+    us: float = 0.0
+
+    def template(self, added: bool = False) -> str:
+        """The plan as the kernel's template argument; `added`: with a bias or a residual."""
+        tile = self.L, self.R, self.steps[0].right, self.bytes, self.ahead, self.slices
+        return f"Plan4<{text(self.threads, self.blocks, *tile, self.tensor, added, *[p.template for p in self.parts])}>"
+
+
+class Target(NamedTuple):
+    """What a plan is made for: numbers of `itemsize` bytes at addresses that are multiples of `aligned`; a GPU's multiprocessors, and
+    the shared memory of a block; tensor cores or not."""
+
+    itemsize: int
+    multiprocessors: int
+    shared: int
+    tensor: bool = False
+    aligned: int = 16
 
 
 @functools.lru_cache(512)
-def groups(sizes: Sizes, rows: int, itemsize: int, multiprocessors: int, shared: int) -> tuple[Group, ...]:
-    """The launches of a layer of these factors on `rows` rows of numbers of `itemsize` bytes, with `shared` bytes for a block."""
-    order = steps(sizes)
+def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Group, ...]:
+    """The launches of a layer of these factors on `rows` rows, or of its first `count` steps."""
+    order = steps(sizes)[:count]
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []
         for end in range(first + 1, _end_of_run(order, first) + 1):
-            group = _fastest(order[first:end], rows, itemsize, multiprocessors, shared)
+            us, rest = best[len(order) - end]
+            group = fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
             if group:
-                us, rest = best[len(order) - end]
-                options.append((us + group.us, (group, *rest)))
+                options.append((us + group.us + (BETWEEN_US if rest else 0), (group, *rest)))
         best.append(min(options, key=lambda o: o[0]))
     return best[-1][1]
 
 
-def one_factor(p: int, q: int, left: int, right: int, itemsize: int, multiprocessors: int, shared: int) -> Group:
-    """The launch of one mode product, [left][p][right] to [left][q][right]."""
-    group = _fastest((Step(0, 1, p, q, right),), left, itemsize, multiprocessors, shared)
-    assert group
-    return group
-
-
 def rows_at_once(plan: Sequence[Group], rows: int, itemsize: int) -> int:
-    """How many rows to take through all launches before the next ones, so that what one launch writes is in the cache for the next."""
-    if len(plan) == 1:
-        return rows
-    widest = max(s.left * s.q * s.right for g in plan[:-1] for s in g.steps[-1:]) * itemsize
-    return rows if rows * widest <= IN_CACHE else max(1, IN_CACHE // widest)
+    """How many rows to take through all launches before the next ones, so that what lies between two launches takes little memory."""
+    widest = max((s.left * s.q * s.right for g in plan[:-1] for s in g.steps[-1:]), default=0) * itemsize
+    return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
 
 
 def _end_of_run(order: Sequence[Step], first: int) -> int:
@@ -77,77 +113,164 @@ def _end_of_run(order: Sequence[Step], first: int) -> int:
     return end
 
 
-def _fastest(run: Sequence[Step], rows: int, itemsize: int, multiprocessors: int, shared: int) -> Group | None:
-    found = [g for g in _tilings(run, rows, itemsize, multiprocessors, shared)]
-    if found:
-        return min(found, key=lambda g: g.us)
-    if len(run) > 1:
-        return None
-    work = rows * run[0].left * run[0].p * run[0].q * run[0].right
-    return Group(tuple(run), 0, 0, 1, 0, (), (), 0, 0, 1, LAUNCH_US + work / (multiprocessors * 40 * CYCLES_US))
-
-
-def _tilings(run: Sequence[Step], rows: int, itemsize: int, multiprocessors: int, shared: int) -> Iterator[Group]:
-    C, P = run[0].right, prod(s.p for s in run)
-    size = max(itemsize, 4)  # in shared memory
-    for slices in (1, 2, 4, 8):
-        columns = ceil(run[0].q / slices)
-        if ceil(run[0].q / columns) != slices or (slices > 1 and columns < 8):
-            continue
-        for power in range(11):
-            L, R = (1 << power, 1) if C == 1 else (1, 1 << power)
-            if L * R * P * size > shared or (power and (R >= 2 * C or 2 * rows * run[-1].left <= L)):
-                break
-            group = _tiling(run, rows, size, itemsize, multiprocessors, shared, L, R, slices, columns)
-            if group:
-                yield group
-
-
-def _tiling(
-    run: Sequence[Step], rows: int, size: int, itemsize: int, multiprocessors: int, limit: int, L: int, R: int, slices: int, columns: int
-) -> Group | None:
-    total, right, stride, largest, cycles, warps = L * R * prod(s.p for s in run), R, R, 0, 0.0, 1
-    configs, padded = [], []
-    for n, s in enumerate(run):
-        q = columns if n == 0 else s.q
-        pitch = (-(-s.p * stride // right) | 1) * right if right < 32 else s.p * stride
-        largest = max(largest, total // (s.p * right) * pitch)
-        chosen = _config(total // s.p, q, size)
-        if chosen is None:
-            return None
-        config, width, step_warps, step_cycles = chosen
-        configs.append(config)
-        padded.append(width)
-        warps, cycles = max(warps, step_warps), cycles + s.p * step_cycles + BARRIER_CYCLES
-        stride = right * (q | 1 if right < 32 else q)
-        total, right = total // s.p * q, right * q
-    factors = sum(-(-s.p * w // 4) * 4 for s, w in zip(run, padded, strict=True)) * size
-    shared, threads = factors + largest * size, 32 * warps
-    if shared > limit:
-        return None
-    blocks = min(limit // (shared + 1024), 65536 // (32 * size * threads), 16) or 1
-    A, C = rows * run[-1].left, run[0].right
-    tiles = ceil(A / L) * ceil(C / R) * slices
-    compute = cycles / CYCLES_US * max(1.0, 8 / (warps * min(blocks, ceil(tiles / multiprocessors))))
-    memory = (L * R * prod(s.p for s in run) + total) * itemsize / SM_BYTES_US * (1 if R >= 32 or C == 1 else 32 / R)
-    each = ceil(tiles / multiprocessors)
-    busy = each * (max(compute, memory) if blocks > 1 else compute + memory) + (min(compute, memory) if blocks > 1 else 0)
-    us = LAUNCH_US + busy + factors / SM_BYTES_US * min(each, blocks)
-    return Group(tuple(run), L, R, slices, columns, tuple(configs), tuple(padded), threads, shared, blocks, us)
-
-
 @functools.lru_cache(4096)
-def _config(fibers: int, q: int, size: int) -> tuple[int, int, int, float] | None:
-    """The fastest of CONFIGS for a step: its number, q rounded up to its columns, its warps, and a block's cycles for each k."""
-    best = None
-    for number, (most, columns) in enumerate(CONFIGS):
-        each = most if size == 4 else max(most // 2, 1)
-        width = -(-q // columns) * columns
-        warps = ceil(fibers / (32 * each)) * (width // columns)
-        if warps > MOST_WARPS * 4 // size:
+def fastest(run: Sequence[Step], rows: int, target: Target) -> Group | None:
+    """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
+    kinds = {target, target._replace(tensor=False)}
+    found = min([g for kind in kinds for g in tilings(run, rows, kind)], key=lambda g: (g.us, g.tensor), default=None)
+    if found or len(run) > 1:
+        return found
+    work = rows * run[0].left * run[0].p * run[0].q * run[0].right
+    return Group(tuple(run), us=LAUNCH_US + work / (target.multiprocessors * 40 * CYCLES_US))
+
+
+def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
+    C, P = run[0].right, prod(s.p for s in run)
+    backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
+    matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
+    powers = [1 << n for n in range(12)]
+    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 14) and 2 * rows * run[-1].left > L]
+    tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
+    for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
+        q = prod(s.q for s in parts[0])
+        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if target.tensor else 4) * slices) == 0):
+            yield from _tiling(parts, rows, target, L, R, slices, warps)
+
+
+def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
+    """The run cut into pieces whose matrices, merged, have at most so many rows and columns."""
+    pieces: list[tuple[Step, ...]] = []
+    for s in run:
+        longer = (*(pieces[-1] if pieces else ()), s)
+        if pieces and max(prod(t.p for t in longer), prod(t.q for t in longer)) <= most:
+            pieces[-1] = longer
+        else:
+            pieces.append((s,))
+    return tuple(pieces)
+
+
+def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: int, R: int, slices: int, warps: int) -> Iterator[Group]:
+    """The launches of a tile and a number of warps: with as much of the next tile fetched ahead as there is room for, and with none."""
+    size, itemsize = max(target.itemsize, 4), target.itemsize
+    run = [s for piece in pieces for s in piece]
+    A, C, P = rows * run[-1].left, run[0].right, prod(s.p for s in run)
+    numbers = total = L * R * P
+    right, largest, matrices, registers, parts = R, 0, 0, 0, []
+    busy = 0  # warps
+    multiplied = fetched = waiting = 0.0  # cycles: of the arithmetic units, of shared memory, at barriers
+    writer, before = None, 1  # the step before, and its right
+    for n, piece in enumerate(pieces):
+        p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
+        pairs = n == 0 and itemsize == 2 and len(piece) == 1 and p % 16 == 0  # multiplied as they are: in_pairs
+        chosen = _config(total // p, p, q, right, size, warps, target.tensor, pairs)
+        if chosen is None:
+            return
+        part, issued, waves = chosen
+        busy = max(busy, ceil(total // p / (part.fibers * part.lanes)) * (part.padded // part.wide))
+        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, target.tensor, pairs)
+        writer = part._replace(factors=piece, layout=layout)
+        parts.append(writer)
+        local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
+        multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
+        matrices += -(-p * part.padded * (itemsize if len(piece) == 1 else size) // 16) * 16
+        registers = max(registers, part.fibers * part.columns * size // 4 // (32 if target.tensor else 1) + 64)
+        total, before, right = total // p * q, right, right * q
+        if n < len(pieces) - 1:
+            largest = max(largest, total)
+    if 2 * busy <= warps and warps > 4:
+        return
+    threads, tiles = 32 * warps, ceil(A / L) * (C // R) * slices
+    bytes_ = gcd(16, target.aligned, (P * R if R == C else gcd(C, R)) * itemsize)
+    step = parts[0].fibers * parts[0].lanes * prod(s.p for s in pieces[0])  # numbers that a warp reads of the tile
+    room = target.shared - matrices - largest * size
+    partly = max(0, target.shared - matrices - max(largest * size, numbers * itemsize)) // itemsize // step * step
+    for ahead in {numbers if numbers * itemsize <= room else partly, 0 if len(pieces) > 1 else numbers}:
+        tile = max(largest * size, numbers * itemsize if ahead < numbers else 0)
+        shared = matrices + -(-ahead * itemsize // 16) * 16 + -(-tile // 16) * 16
+        if shared > target.shared or (ahead < numbers and itemsize < size):  # in the tile a warp's own inputs lie where its outputs will
             continue
-        fetched = (each + columns / 4) * size / 4
-        cycles = max(ceil(warps / 4) * (each * columns * size / 4 + each + columns / 4 + 1), warps * fetched)
-        if best is None or cycles < best[3]:
-            best = number, width, warps, cycles
-    return best
+        if 0 < ahead < numbers and (numbers % step or ahead * itemsize % 128):
+            continue
+        blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(registers, 255)), 2048 // threads, 8))
+        each = ceil(tiles / target.multiprocessors)
+        resident = min(blocks, each)
+        idle = max(1.0, 4 / (busy * resident))  # the arithmetic's latency shows
+        overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
+        compute = each * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
+        coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
+        shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
+        read, written = numbers * itemsize * coarse * shared_read / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
+        hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
+        streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
+        alone = ALONE_US if resident == 1 else 0.0
+        us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
+        yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, target.tensor, shared, us)
+
+
+@functools.lru_cache(1 << 14)
+def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tensor: bool, pairs: bool) -> tuple[Part, float, float] | None:
+    """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
+    best = None
+    if tensor:
+        if p % 8 or q % 8 or (right > 1 and right % 4):
+            return None
+        least = 8 if right == 1 else 32
+        kinds = [(f, c, 1) for f in (8, 16, 32, 64, 128) for c in (16, 32, 48, 64, 80) if f >= least and f * c <= 2048]
+    else:
+        kinds = [(f, c, n) for f in (8, 4, 2, 1) for c in (8, 4, 2, 1) for n in (32, 16, 8) if size == 4 or f * c <= 32]
+    for f, c, lanes in kinds:
+        part = Part((), f, c, lanes, 0)
+        part = part._replace(padded=-(-q // part.wide) * part.wide)
+        groups = part.padded // part.wide
+        items = ceil(fibers / (f * lanes)) * groups
+        if items > warps or part.padded >= 2 * max(q, 9):
+            continue
+        if tensor:
+            issue, waves = f * c / 128 * MMA_CYCLES / (24 if pairs else 8), (f + c) / (64 if pairs else 32)
+        else:
+            loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
+            issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
+        multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
+        cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
+        rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
+        if best is None or rank < best[0]:
+            best = rank, (part, multiplied, fetched)
+    return best[1] if best else None
+
+
+def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool, pairs: bool) -> tuple[int, ...]:
+    """Layout's arguments for an array of `total` numbers that a step of `p` and `right` reads, and `writer`, of right `before`, wrote."""
+    v, q = 16 // size, right // before
+    if any(n & (n - 1) for n in (p, right, q)) or total % (8 * v):
+        return 3, 0, 3, 0, v
+    read, written = (3, 0), (3, 0)
+    if tensor:
+        read = spread(0, p // v, 3) if right == 1 and size == 2 else spread(1, p // v if right == 1 else right // v, 2)
+        if pairs:
+            read = spread(1, p // v if right == 1 else 2 * right // v, 2)
+        if writer:
+            written = spread(1, 2 * q // v, 2) if before == 1 else spread(0, gcd(writer.columns // 8, 4) * before // v, 1)
+    else:
+        if right == 1 or right >= v:
+            read = spread(_bits(right // v), p * right // v, 3)
+        if writer and (before == 1 or before >= v):
+            written = spread(_bits(before // v), q * before // v, 3)
+    return (*read, *written, v)
+
+
+def _bits(n: int) -> int:
+    return max(n, 1).bit_length() - 1
+
+
+def spread(low: int, distance: int, bits: int) -> tuple[int, int]:
+    """The shift and the mask that bring the lowest bits of an index, whose numbers lie `distance` units apart, to a unit's bits from `low`
+    on, of the lowest three; those below `low` tell other lanes apart."""
+    at, bits = _bits(distance), min(bits, 3 - low)
+    if at <= low:
+        return 3, 0
+    moved = bits - max(0, 3 - at)  # the others lie right as they are
+    return max(at, 3) - low, ((1 << max(moved, 0)) - 1) << low
+
+
+def text(*values: object) -> str:
+    return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)

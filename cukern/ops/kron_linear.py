@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_checks
+from cukern.ops import kron_checks, kron_quick
 from cukern.ops.kron_autograd import product
 from cukern.ops.kron_torch import PRODUCTS, movedim_product
 from cukern.ops.kron_versions import VERSIONS, with_epilogue
@@ -45,13 +45,22 @@ def kron_linear(
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
-    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is never TF32; 16-bit types are
-    added in float32, and rounded after each launch. Autocast does not change the dtype. Results have the same bits in every run.
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is TF32 where torch's switch for
+    matrix products, torch.backends.cuda.matmul.fp32_precision or torch.set_float32_matmul_precision, lets it be. 16-bit types are added in
+    float32 and rounded after each launch; between the factors of one launch v4 keeps them in TF32, on tensor cores, or float32. Autocast
+    does not change the dtype. Results have the same bits in every run.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """
+    key = kron_quick.key_of(x, factors, scale) if bias is residual is version is None else None
+    if key:
+        call = kron_quick.known(key)
+        if call:
+            return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
+    if key:
+        kron_quick.remember(key, x, factors, float(scale))
     kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):

@@ -6,13 +6,15 @@ own output.
 
 import functools
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cukern.ops import kron_chain, kron_groups
-from cukern.ops.kron_plan import Sizes
+from cukern.ops.kron_gradients import gradient
+from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_torch import PRODUCTS
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -21,6 +23,7 @@ from cukern.runtime.registry import Version
 _V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
 _V4, _V4_BWD = Template("kron_linear.cu", "kron_linear_v4"), Template("kron_linear.cu", "kron_linear_v4_bwd")
 _BLOCK = (256, 1, 1)
+_COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 _WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
 _PIECES = 512  # of a sum over fibers, at most: enough to fill every GPU
 _PIECE = 256  # fibers in a piece, at least
@@ -43,26 +46,28 @@ def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor |
     return out
 
 
-def contraction(z: Tensor, h: Tensor, scale: float = 1.0, wide: Template | None = None) -> Tensor:
-    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order.
-
-    `wide`: the kernel for tiles of 64 x 64, if not v3's."""
+def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
+    """out[s, k, j] = scale * sum over a and c of z[s, a, k, c] h[s, a, j, c], in pieces, always added in the same order."""
     samples, A, p, C = z.shape
     q, device = h.shape[2], z.get_device()
     if not A * C or not samples:
         return torch.zeros((samples, p, q), dtype=z.dtype, device=z.device)
-    out = torch.empty((samples, p, q), dtype=z.dtype, device=z.device)
-    kind = _sum_dtype(z.dtype)
-    side = _tile(max(p, q))
+    kind, side = _sum_dtype(z.dtype), _tile(max(p, q))
     tiles = -(-p // side) * -(-q // side)
     piece = max(_PIECE, -(-A * C * tiles * samples // _PIECES))
     pieces = -(-A * C // piece)
     partials = torch.empty((samples, pieces, p, q), dtype=kind, device=z.device)
     grid = (samples * pieces * tiles, 1, 1)
-    kernel = wide[z.dtype, kind] if wide and side == 64 else _V3_BWD[z.dtype, kind, side]
-    kernel.on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
-    grid = (samples * -(-p * q // 32), 1, 1)
-    _V3_SUM[z.dtype, kind].on(device)(grid, (32, 8, 1), 0, *_pointers(out, partials), p * q, pieces, scale)
+    _V3_BWD[z.dtype, kind, side].on(device)(grid, _BLOCK, 0, *_pointers(partials, z, h), A, p, q, C, pieces, piece)
+    return _sum(partials, z.dtype, scale)
+
+
+def _sum(partials: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """scale times the sum of the second index of partials, (samples, pieces, p, q)."""
+    samples, pieces, p, q = partials.shape
+    out = torch.empty((samples, p, q), dtype=dtype, device=partials.device)
+    launch = _V3_SUM[dtype, partials.dtype].on(partials.get_device())
+    launch((samples * -(-p * q // 32), 1, 1), (32, 8, 1), 0, *_pointers(out, partials), p * q, pieces, scale)
     return out
 
 
@@ -82,39 +87,44 @@ class _Prepared(NamedTuple):
     group: kron_groups.Group
     launch: backend.Launch
     geometry: tuple[backend.Dim, backend.Dim, int]
-    numbers: tuple[int, ...]
     indices: tuple[int, ...]  # of the factors
     unused: tuple[int, ...]  # zeros for those that the kernel could take besides
     features: int  # of the output
 
 
 @functools.lru_cache(512)
-def _plan(sizes: Sizes, rows: int, dtype: torch.dtype, device: int) -> tuple[int, tuple[_Prepared, ...]]:
+def _plan(
+    sizes: Sizes, count: int | None, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
+) -> tuple[int, tuple[_Prepared, ...]]:
     """How many rows go through all launches at once, and the launches."""
-    limit = backend.shared_memory(device) - 1024  # the kernel has static memory too
-    plan = kron_groups.groups(sizes, rows, dtype.itemsize, backend.multiprocessors(device), limit)
+    plan = kron_groups.groups(sizes, rows, _target(dtype, device, tensor, aligned), count)
     part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
-    return part, tuple(prepare(group, part, dtype, device) for group in plan)
+    return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
 
-def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int) -> _Prepared:
-    """The launch of a group for at most so many rows."""
+def _target(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kron_groups.Target:
+    shared = backend.shared_memory(device) - 1024  # what the driver keeps of it
+    return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned)
+
+
+def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> _Prepared:
+    """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
     first, last = group.steps[0], group.steps[-1]
-    A, unused = rows * last.left, kron_groups.MOST - len(group.steps)
-    tiles = -(-A // group.L) * -(-first.right // group.R) if group.configs else 0
+    indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
+    unused = (0,) * (kron_groups.MOST - len(group.steps))
+    if not group.parts:
+        return _Prepared(group, _V3[dtype, _tile(first.q)].on(device), ((1, 1, 1), _BLOCK, 0), indices, unused, features)
+    tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
-    sizes = [s.p + (s.q << 16) + (w << 32) + (c << 48) for s, w, c in zip(group.steps, group.padded, group.configs, strict=False)]
-    numbers = first.right, len(group.steps), group.L, group.R, group.slices, group.columns, *sizes, *(0,) * unused
     geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
-    indices = tuple(s.factor for s in group.steps)
-    return _Prepared(group, _V4[dtype].on(device), geometry, numbers, indices, (0,) * unused, last.left * last.q * last.right)
+    return _Prepared(group, _V4[dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
 
 def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
     """z (rows, numbers), contiguous, through the factors of a group."""
     group, rows = made.group, z.shape[0]
-    if not group.configs:
-        step = group.steps[0]
+    step = group.steps[0]
+    if not group.parts:
         w = factors[step.factor][None]
         return mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue, out).view(rows, -1)
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
@@ -127,31 +137,68 @@ def launch_group(made: _Prepared, z: Tensor, factors: Sequence[Tensor], epilogue
         strides += w.stride()
     rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
     made.launch(
-        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *made.numbers,
-        *strides, *made.unused, *made.unused, scale, made.features,
+        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *strides,
+        *made.unused, *made.unused, scale, made.features,
     )  # fmt: skip
     return out
 
 
-def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> Tensor:
-    """A group of factors a launch; rows in parts, so that an array between two launches is still in the cache for the second."""
+def _v4(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
+    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, where what lies between two launches
+    would take much memory."""
     for w in factors:
         if w.ndim == 3:
             return _v3(x, factors, epilogue)
-    rows = x.shape[0]
-    part, launches = _plan(tuple([tuple(w.shape) for w in factors]), rows, x.dtype, x.get_device())
+    rows, sizes = x.shape[0], tuple([tuple(w.shape) for w in factors])
+    scale, bias, residual = epilogue
+    added = bias is not None or residual is not None
+    part, launches = _plan(sizes, count, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
-    scale, bias, residual = epilogue
     out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
     for first in range(0, rows, part):
         whole = part >= rows
         z, end = (x, out) if whole else (x[first : first + part], out[first : first + part])
         for made in launches[:-1]:
             z = launch_group(made, z, factors, PLAIN)
-        added = residual if whole or residual is None else residual[first : first + part]
-        launch_group(launches[-1], z, factors, (scale, bias, added), end)
+        added_here = residual if whole or residual is None else residual[first : first + part]
+        launch_group(launches[-1], z, factors, (scale, bias, added_here), end)
     return out
+
+
+def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
+    """_v4 for tensors of these shapes and strides, if one launch of its kernel does all: nothing is left to do but to make the launch."""
+    rows, sizes = x.numel() // x.shape[-1], tuple([tuple(w.shape) for w in factors])
+    aligned = gcd(x.data_ptr(), 16)
+    _, launches = _plan(sizes, None, rows, x.dtype, x.get_device(), _on_tensor_cores(x.dtype), aligned, False)
+    made = launches[0]
+    if len(launches) > 1 or not made.group.parts:
+        return None
+    launch, (grid, block, shared), shape = made.launch, made.geometry, (*x.shape[:-1], made.features)
+    strides = [n for i in made.indices for n in factors[i].stride()]
+    numbers = rows * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
+    tail = (*made.unused, 0, 0, *numbers)
+
+    def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        out = x.new_empty(shape)
+        launch(grid, block, shared, out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in made.indices], *tail)
+        return out
+
+    return call
+
+
+def tf32() -> bool:
+    """Whether torch's switches let float32 products be made in TF32."""
+    return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32
+
+
+# Since torch 2.9, which refuses to read the older switch once the newer has been set.
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def _on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether products are made in TF32, which holds 16-bit numbers as they are."""
+    return dtype.itemsize == 2 or (dtype == torch.float32 and tf32())
 
 
 def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
@@ -159,12 +206,26 @@ def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequen
 
 
 def _v4_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors; with the factors' gradients it is v3's chain, by faster kernels."""
-    if any(wanted[1:]):
-        return kron_chain.gradients(
-            x, g, factors, wanted, scale, _v4_mode, lambda z, h, s: contraction(z, h, s, None if z.itemsize == 8 else _V4_BWD)
-        )
-    return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+    """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each factor is
+    multiplied anew from x, in few launches: no more than two arrays of the layer's inputs and outputs exist at one time."""
+    if not any(wanted[1:]):
+        return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+    if any(w.ndim == 3 for w in factors):
+        return _v3_backward(x, g, factors, wanted, scale)
+    order, h = kron_chain.plan(factors), g
+    found: list[Tensor | None] = [None] * len(wanted)
+    for n, s in reversed(list(enumerate(order))):
+        w = factors[s.factor][None]
+        h = kron_chain.seen(h, w, s.q, s.right)
+        if wanted[s.factor + 1]:
+            z = _v4(x, factors, PLAIN, n) if n else x
+            found[s.factor + 1] = _v4_contraction(kron_chain.seen(z, w, s.p, s.right), h, scale)[0]
+            del z
+        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
+            return found
+        h = _v4_mode(h, w.mT, scale if n == 0 else 1.0)
+    found[0] = h.reshape(x.shape)
+    return found
 
 
 def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
@@ -172,13 +233,28 @@ def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
     samples, A, p, C = z.shape
     if samples != 1:
         return mode_product(z, w, (scale, None, None))
-    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device())
+    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device(), _on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
     return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
 
 
+def _v4_contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
+    """contraction by v4's kernel."""
+    samples, A, p, C = z.shape
+    if samples != 1 or not A * C:
+        return contraction(z, h, scale)
+    device, kind = z.get_device(), _sum_dtype(z.dtype)
+    target = _target(z.dtype, device, _on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
+    plan = gradient(A, p, h.shape[2], C, target)
+    partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
+    launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
+    launch((plan.blocks, 1, 1), (plan.threads, 1, 1), plan.shared, *_pointers(partials, z, h), A, C, plan.pieces)
+    return _sum(partials, z.dtype, scale)
+
+
 @functools.lru_cache(512)
-def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int) -> _Prepared:
-    group = kron_groups.one_factor(p, q, A, C, dtype.itemsize, backend.multiprocessors(device), backend.shared_memory(device) - 1024)
+def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> _Prepared:
+    group = kron_groups.fastest((Step(0, 1, p, q, C),), A, _target(dtype, device, tensor, aligned))
+    assert group
     return prepare(group, A, dtype, device)
 
 
@@ -202,8 +278,11 @@ def _v3_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    wide = [] if dtype.itemsize == 8 else [_V4_BWD[dtype, _sum_dtype(dtype)]]
-    return [_V4[dtype], *wide, *_v3_instances(dtype)]
+    target = _target(dtype, backend.SIMULATED, _on_tensor_cores(dtype), 16)
+    groups = [group for f, n in _COMMON for group in kron_groups.groups(((f, f),) * n, 64, target)]
+    gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
+    made = [*[_V4[dtype, group.template()] for group in groups], *[_V4_BWD[dtype, _sum_dtype(dtype), one] for one in gradients]]
+    return [*made, *_v3_instances(dtype)]
 
 
 def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Tensor]:
@@ -225,5 +304,5 @@ VERSIONS = {
     "v1": Version("x @ w and movedim, in torch", _in_torch("v1")),
     "v2": Version("w^T @ x^T and reshape, in torch", _in_torch("v2")),
     "v3": Version("one GEMM a factor, read and written in place", _v3, _v3_backward, _v3_instances),
-    "v4": Version("a group of factors a launch, in shared memory", _v4, _v4_backward, _v4_instances),
+    "v4": Version("a group of factors a launch, in shared memory, compiled for their sizes", _v4, _v4_backward, _v4_instances, requires=80),
 }

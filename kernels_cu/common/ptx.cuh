@@ -14,6 +14,9 @@ __device__ __forceinline__ void cp_async(unsigned shared_dst, const void* src, b
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_dst), "l"(src) : "memory");
 }
+__device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+}
 
 // Close the group of copies that this thread has issued since the last call.
 __device__ __forceinline__ void cp_async_commit() {
@@ -162,4 +165,31 @@ __device__ __forceinline__ uint4 load_kept(const void* p) {
 __device__ __forceinline__ void store_past_l1(void* p, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// The nearest number that the tensor cores' TF32 can hold: 8 bits of exponent, 10 of fraction (sm_80 and newer).
+__device__ __forceinline__ float to_tf32(float x) {
+    unsigned bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return __uint_as_float(bits);
+}
+
+// d += a b of a warp, a 16 x 8 and b 8 x 8, in TF32, added in float. Lane l, with g = l / 4 and t = l % 4, holds
+// a[g + 8 i][t + 4 k] in a[i + 2 k], b[t + 4 k][g] in b[k] and d[g + 8 i][2 t + j] in d[2 i + j].
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+          "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+
+// The same of 16-bit numbers, a 16 x 16 and b 16 x 8, two neighbours along k in a register: lane l holds a[g + 8 i][2 t + 8 k ..] in
+// a[i + 2 k] and b[2 t + 8 k ..][g] in b[k].
+__device__ __forceinline__ void mma_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

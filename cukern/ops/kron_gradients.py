@@ -1,0 +1,82 @@
+"""How kron_linear v4 cuts the gradient of a factor into tiles and chunks: see Gradient4 in kron_linear.cu."""
+
+import functools
+from math import ceil, gcd
+from typing import NamedTuple
+
+from cukern.ops.kron_groups import Target, spread, text
+
+_STAGE = 32 << 10  # bytes of a chunk
+_MOST = 128  # rows and columns of a block's tile
+_SUMS = 2048  # of a warp, on tensor cores
+
+
+class Gradient(NamedTuple):
+    """One launch: the kernel's template argument, how many chunks' sums are kept apart, and the geometry."""
+
+    template: str
+    pieces: int
+    blocks: int
+    threads: int
+    shared: int  # bytes
+
+
+@functools.lru_cache(512)
+def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
+    """For z [A][p][C] and h [A][q][C]."""
+    tensor = target.tensor and p % 8 == 0 and q % 8 == 0 and (C == 1 or C % 4 == 0)
+    size, itemsize = max(target.itemsize, 4), target.itemsize
+    if tensor:
+        K, J = _side(p), _side(q)
+        KW, JW = max(((k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _SUMS), key=lambda s: (s[0] * s[1], -abs(s[0] - s[1])))
+        team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
+    else:
+        K, J, most = min(p, _MOST), min(q, _MOST), 8 if size == 4 else 4
+        KW, JW = min(K, most), min(J, most)
+        team, least = ceil(K / KW) * ceil(J / JW), gcd(C, 16 // size)
+    threads = max(team, 256 // team * team) if tensor else ceil(max(team, 256) / 32) * 32
+    fibers = max(_STAGE // ((K + J) * itemsize), 1)
+    if C * least <= fibers or C == 1:
+        L, R = 1 << (fibers // C).bit_length() - 1, C
+    else:
+        L, R = 1, max((r for r in range(1, min(fibers, C) + 1) if C % r == 0 and r % least == 0), default=C)
+    while tensor and L * R % least:
+        L *= 2
+    whole = R == C
+    bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if R == 1 else gcd(C, R)) * itemsize)
+    layouts = [_layout(n, R, L, itemsize, tensor) for n in (K, J)]
+    chunks, tiles = ceil(A / L) * (C // R), ceil(p / K) * ceil(q / J)
+    stages = 2 * sum(-(-L * R * n // 64) * 64 for n in (K, J)) * itemsize
+    shared = max(stages, K * J * size)
+    resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
+    pieces = min(chunks, max(1, target.multiprocessors * resident // tiles))
+    names = [f"Layout<{text(*one)}>" for one in layouts]
+    template = f"Gradient4<{text(threads, L, R, whole, bytes_, tensor, p, q, K, J, KW, JW, *names)}>"
+    return Gradient(template, pieces, pieces * tiles, threads, shared)
+
+
+def _side(n: int) -> int:
+    """The rows of a tile: a multiple of 8 that divides n."""
+    return max(d for d in _divisors(n) if d <= _MOST)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(8, n + 1, 8) if n % d == 0]
+
+
+def _layout(n: int, R: int, L: int, itemsize: int, tensor: bool) -> tuple[int, ...]:
+    v = 16 // itemsize
+    if n & (n - 1) or R & (R - 1) or L * R * n % (8 * v):
+        return 3, 0, 3, 0, v
+    if tensor:
+        one = (
+            spread(1, n // v * (1 if itemsize == 4 else 2), 2)
+            if R == 1
+            else spread(2, R // v, 1)
+            if itemsize == 4
+            else spread(1, R // v, 2)
+        )
+        return (*one, 3, 0, v)
+    if R == 1:
+        return (*spread(0, n // v, 3), 3, 0, v)
+    return (*spread(0, R // v, 3), *spread((R // v).bit_length() - 1 if v <= R else 0, n * R // v, 3), v)
