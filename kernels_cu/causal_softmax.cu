@@ -85,7 +85,7 @@ __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, c
         span = Span(0, 0);
         extra = Sink{};
     }
-    team_softmax<VECTORS, false, false, true, EXACT, false>(out + row * keys, x + matrix * x_matrix + query * x_row, span.begin, span.end, keys, team,
+    team_softmax<VECTORS, false, true, EXACT, false>(out + row * keys, x + matrix * x_matrix + query * x_row, span.begin, span.end, keys, team,
                                                      scale, extra, Room{});
 }
 

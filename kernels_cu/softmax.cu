@@ -234,12 +234,12 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
 
 // Grid ceil(rows / (blockDim.x / width)), block 128; WIDTH is width, or 0 for any that is a power of 2, but for the edges at least
 // 2 vectors' elements. Where the last warp's rows come to an end, its lanes take part with an empty row.
-template <typename T, int VECTORS, int WIDTH, bool KEEP, bool EXACT, bool LOG>
+template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale) {
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width;
     if (row >= rows) row = columns = 0;
-    team_softmax<VECTORS, false, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
+    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
 }
 
 template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
@@ -252,12 +252,12 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
 }
 
 // Grid rows.
-template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale) {
     __shared__ Found<T> found;
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
-    team_softmax<VECTORS, false, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
+    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
@@ -334,14 +334,14 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
 // for `most`. Dynamic shared memory: 16 bytes for each of these beyond VECTORS * THREADS; backward as much again, for g. Grid rows times
 // the blocks of a row.
 
-template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
-    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }
 
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
 }
 
 #if __CUDA_ARCH__ >= 900
-template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool KEEP, bool EXACT, bool LOG>
+template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool EXACT, bool LOG>
 __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
@@ -366,7 +366,7 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
     cluster_arrive_relaxed();
     long long row = blockIdx.x / SIZE;
     Cluster<T, THREADS, SIZE> team(found, from_peers);
-    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }
 
@@ -385,14 +385,14 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
 #endif
 
 // `board`: a word for each block, all 0.
-template <typename T, int VECTORS, int THREADS, int BLOCKS, bool KEEP, bool EXACT, bool LOG>
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v10(T* out, const T* x, unsigned long long* board, int size, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     long long row = blockIdx.x / size;
     Crowd<T, THREADS> team(found, board, size);
-    team_softmax<VECTORS, true, KEEP, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
+    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }
 

@@ -1,4 +1,4 @@
-"""How kron_linear v4 cuts the gradient of a factor into tiles and chunks: see Gradient4 in kron_linear.cu."""
+"""How kron_linear v4 cuts the gradient of a factor into tiles and chunks: see Gradient4 in kron_gradient.cuh."""
 
 import functools
 from math import ceil, gcd

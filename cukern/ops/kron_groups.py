@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cukern.ops.kron_plan import Sizes, Step, steps
 
-MOST = 8  # factors in a launch, as in kron_linear.cu
+MOST = 8  # factors in a launch, as in kron_tile.cuh
 MOST_WARPS = 16  # of a block
 BETWEEN = 128 << 20  # bytes of an array between two launches, at most, if the rows go in parts
 MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at most
@@ -30,7 +30,7 @@ MMA_CYCLES = 10  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
 
 
 class Part(NamedTuple):
-    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of kron_linear.cu."""
+    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of kron_tile.cuh."""
 
     factors: tuple[Step, ...]
     fibers: int
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One launch, as in Plan4 of kron_linear.cu. No parts: v3's kernel."""
+    """One launch, as in Plan4 of kron_tile.cuh. No parts: v3's kernel."""
 
     steps: tuple[Step, ...]
     parts: tuple[Part, ...] = ()

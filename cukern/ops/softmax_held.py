@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 Run = Callable[[tuple[int, ...]], None]  # launches on the pointers of the output and of the inputs
 Way = Callable[[Problem], "Run | None"]
-Key = tuple[int | bool, ...]  # template arguments, between the dtype and those of KINDS
+Key = tuple[int, ...]  # template arguments, between the dtype and those of KINDS
 KINDS = (False, False), (True, False), (False, True)  # EXACT, LOG
 
 
@@ -68,7 +68,7 @@ def in_a_warp(p: Problem) -> Run | None:
     if team is None:
         return None
     grid = (-(-p.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
-    kernel = _kernel(_V6, p, _warp_key(team.vectors, p.backward))
+    kernel = _kernel(_V6, p, _warp_key(team.vectors))
     return _launch(kernel, grid, plan.WARP_BLOCK, 0, p.rows, p.columns, p.row, team.width, p.scale)
 
 
@@ -77,7 +77,7 @@ def in_a_block(p: Problem) -> Run | None:
     shape = plan.block_shape(p.vectors, plan.SHAPES[p.backward][p.dtype.itemsize])
     if shape is None or p.rows > plan.MOST_BLOCKS:
         return None
-    return _launch(_kernel(_V7, p, _shape_key(shape, p.backward)), (p.rows, 1, 1), shape.threads, 0, p.columns, p.row, p.scale)
+    return _launch(_kernel(_V7, p, _shape_key(shape)), (p.rows, 1, 1), shape.threads, 0, p.columns, p.row, p.scale)
 
 
 def in_pieces(p: Problem) -> Run | None:
@@ -103,13 +103,13 @@ def in_pieces(p: Problem) -> Run | None:
 def in_shared_memory(p: Problem) -> Run | None:
     """v8."""
     found = plan.block_hold(p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), p.backward)
-    return _launch_held(_V8, p, found, _shape_key(found.shape, p.backward)) if found else None
+    return _launch_held(_V8, p, found, _shape_key(found.shape)) if found else None
 
 
 def in_a_cluster(p: Problem) -> Run | None:
     """v9."""
     found = plan.cluster_hold(*numbers(p))
-    return _launch_held(_V9, p, found, _shape_key(found.shape, p.backward, found.size)) if found else None
+    return _launch_held(_V9, p, found, _shape_key(found.shape, found.size)) if found else None
 
 
 def in_a_crowd(p: Problem) -> Run | None:
@@ -119,7 +119,7 @@ def in_a_crowd(p: Problem) -> Run | None:
         return None
     grid, block = (p.rows * found.size, 1, 1), (found.shape.threads, 1, 1)
     rest = found.size, p.columns, p.row, found.part, found.most, p.scale
-    kernel = _kernel(_V10, p, _shape_key(found.shape, p.backward))
+    kernel = _kernel(_V10, p, _shape_key(found.shape))
 
     def run(pointers: tuple[int, ...]) -> None:
         board = torch.zeros(p.rows * found.size, dtype=torch.int64, device=p.device)
@@ -153,16 +153,13 @@ def _kernel(templates: tuple[Template, Template], p: Problem, key: Key) -> backe
     return templates[p.backward][whole].on(p.number)
 
 
-def _warp_key(vectors: int, backward: bool) -> Key:
-    key: Key = (vectors, 32 if vectors > 1 else 0)
-    return key if backward else (*key, True)
+def _warp_key(vectors: int) -> Key:
+    return vectors, 32 if vectors > 1 else 0
 
 
-def _shape_key(shape: plan.Shape, backward: bool, size: int = 1) -> Key:
+def _shape_key(shape: plan.Shape, size: int = 1) -> Key:
     """Of a shape, and of a cluster of `size`."""
-    key: Key = (shape.vectors, shape.threads, shape.blocks)
-    key = key if size == 1 else (*key, size)
-    return key if backward else (*key, shape.keep)
+    return shape if size == 1 else (*shape, size)
 
 
 # ---- the kernels that each may launch, beyond those of the version before
@@ -174,24 +171,24 @@ def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: C
 
 
 def v6_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V6, dtype, lambda backward: [_warp_key(v, backward) for v in plan.WARP_VECTORS[dtype.itemsize]])
+    return _instances(_V6, dtype, lambda _: [_warp_key(v) for v in plan.WARP_VECTORS[dtype.itemsize]])
 
 
 def v7_instances(dtype: torch.dtype) -> list[Kernel]:
-    held = _instances(_V7, dtype, lambda backward: [_shape_key(s, backward) for s in plan.SHAPES[backward][dtype.itemsize]])
+    held = _instances(_V7, dtype, lambda backward: [_shape_key(s) for s in plan.SHAPES[backward][dtype.itemsize]])
     return [*held, *(template[dtype] for template in (*_SCAN, *_WRITE))]
 
 
 def v8_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V8, dtype, lambda backward: [_shape_key(s, backward) for s in plan.HOLDS[backward][dtype.itemsize]])
+    return _instances(_V8, dtype, lambda backward: [_shape_key(s) for s in plan.HOLDS[backward][dtype.itemsize]])
 
 
 def v9_instances(dtype: torch.dtype) -> list[Kernel]:
     def keys(backward: bool) -> list[Key]:
-        return [_shape_key(s, backward, size) for s in plan.CLUSTERS[backward][dtype.itemsize] for size in plan.CLUSTER_SIZES]
+        return [_shape_key(s, size) for s in plan.CLUSTERS[backward][dtype.itemsize] for size in plan.CLUSTER_SIZES]
 
     return _instances(_V9, dtype, keys)
 
 
 def v10_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V10, dtype, lambda backward: [_shape_key(s, backward) for s in plan.CROWDS[backward][dtype.itemsize]])
+    return _instances(_V10, dtype, lambda backward: [_shape_key(s) for s in plan.CROWDS[backward][dtype.itemsize]])

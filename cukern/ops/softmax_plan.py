@@ -26,12 +26,11 @@ class Team(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A thread holds `vectors` in registers, `keep`: as floats. Registers suffice for `blocks` of `threads` on a multiprocessor."""
+    """A thread holds `vectors` in registers, which suffice for `blocks` of `threads` on a multiprocessor."""
 
     vectors: int
     threads: int
     blocks: int
-    keep: bool = False
 
 
 class Hold(NamedTuple):
@@ -46,12 +45,12 @@ class Hold(NamedTuple):
 
 Shapes = dict[int, tuple[Shape, ...]]
 
-# Forward's and backward's, by the size of an element. 16-bit values are kept as floats where registers suffice: a vector takes 8 then. A
-# few vectors a thread keep enough loads under way, and cost fewer instructions a column for what is done once a row.
+# Forward's and backward's, by the size of an element. A few vectors a thread keep enough loads under way, and cost fewer instructions a
+# column for what is done once a row.
 WARP_VECTORS = {2: (1, 2), 4: (1, 4), 8: (1, 4)}
 SHAPES: tuple[Shapes, Shapes] = (
     {
-        2: (Shape(2, 64, 24, True), Shape(2, 128, 12, True), Shape(2, 256, 6, True), Shape(4, 256, 4, True), Shape(4, 512, 2, True)),
+        2: (Shape(2, 64, 24), Shape(2, 128, 12), Shape(2, 256, 6), Shape(4, 256, 4), Shape(4, 512, 2)),
         4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(4, 512, 2), Shape(8, 512, 2)),
         8: (Shape(2, 512, 2),),
     },
@@ -70,15 +69,15 @@ SHAPES_CAUSAL: Shapes = {
 
 # Of a block that has a row to itself, by preference; of those of a cluster, and of a crowd. Not of float64: nobody is in a hurry with it.
 HOLDS: tuple[Shapes, Shapes] = (
-    {2: (Shape(4, 512, 2, True),), 4: (Shape(4, 512, 2), Shape(6, 1024, 1)), 8: ()},
+    {2: (Shape(4, 512, 2),), 4: (Shape(4, 512, 2), Shape(6, 1024, 1)), 8: ()},
     {2: (Shape(2, 512, 2), Shape(4, 512, 1)), 4: (Shape(2, 512, 2), Shape(2, 1024, 1)), 8: ()},
 )
 CLUSTERS: tuple[Shapes, Shapes] = (
-    {2: (Shape(4, 256, 4, True),), 4: (Shape(8, 512, 2),), 8: ()},
+    {2: (Shape(4, 256, 4),), 4: (Shape(8, 512, 2),), 8: ()},
     {2: (Shape(4, 512, 1),), 4: (Shape(4, 1024, 1),), 8: ()},
 )
 CROWDS: tuple[Shapes, Shapes] = (
-    {2: (Shape(4, 512, 2, True),), 4: (Shape(8, 512, 2),), 8: ()},
+    {2: (Shape(4, 512, 2),), 4: (Shape(8, 512, 2),), 8: ()},
     {2: (Shape(2, 512, 2),), 4: (Shape(2, 256, 4),), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8

@@ -138,14 +138,14 @@ __device__ __forceinline__ C sum_of(const C (&r)[N]) {
     else return sum_of(half);
 }
 
-// A row's columns [begin, end), the others are 0 with MASKED. EXACT also of `out`. KEEP: 16-bit values in registers become floats, so that
-// no exponential is computed twice. scale is not negative.
-template <int VECTORS, bool SLOTS, bool KEEP, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
+// A row's columns [begin, end), the others are 0 with MASKED. EXACT also of `out`. 16-bit values in registers become floats, so
+// that no exponential is computed twice, but with MASKED, where the registers are worth more. scale is not negative.
+template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns, Team& team, double scale,
                                              const Sink& sink, const Room& room) {
     using C = compute_t<T>;
     using E = Exponential<T>;
-    constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = KEEP && sizeof(T) == 2 && !LOG;
+    constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = sizeof(T) == 2 && !MASKED && !LOG;
     Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(row, begin, end);
     Share share(team, cut.count, room);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + (share.begin + share.lane) * WIDTH<T>;

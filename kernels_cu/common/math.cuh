@@ -3,21 +3,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-template <typename T>
-struct Compute {
-    using type = T;
-};
-template <>
-struct Compute<__half> {
-    using type = float;
-};
-template <>
-struct Compute<__nv_bfloat16> {
-    using type = float;
-};
-template <typename T>
-using compute_t = typename Compute<T>::type;
-
 template <bool FIRST, typename A, typename B>
 struct Conditional {
     using type = A;
@@ -29,21 +14,12 @@ struct Conditional<false, A, B> {
 template <bool FIRST, typename A, typename B>
 using conditional_t = typename Conditional<FIRST, A, B>::type;
 
+template <typename T>
+using compute_t = conditional_t<sizeof(T) == 2, float, T>;
+
 // The type of a sum over a row. Of float there are so many roundings else that they are the larger part of a result's error.
 template <typename T>
-struct SumOf {
-    using type = double;
-};
-template <>
-struct SumOf<__half> {
-    using type = float;
-};
-template <>
-struct SumOf<__nv_bfloat16> {
-    using type = float;
-};
-template <typename T>
-using sum_t = typename SumOf<T>::type;
+using sum_t = conditional_t<sizeof(T) == 2, float, double>;
 
 template <typename T>
 __device__ __forceinline__ compute_t<T> load_as(T x) {

@@ -1,13 +1,6 @@
 // kron_linear_v3_sum. Bug: a barrier is dropped.
 #include "common/math.cuh"
 
-constexpr int THREADS = 256;
-
-// Where fiber f begins in an array [A][n][C], for f = a * C + c.
-__device__ __forceinline__ long long fiber_offset(long long f, int n, long long C) {
-    return C == 1 ? f * n : f / C * n * C + f % C;
-}
-
 // out[sample][i] = scale * sum over the pieces of partials[sample][piece][i], i < n, always in the same order.
 // Grid S * ceil(n / 32), block (32, 8).
 template <typename T, typename Acc>
