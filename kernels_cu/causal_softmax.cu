@@ -112,6 +112,7 @@ template <typename T, int VECTORS, int WIDTH, int THREADS, bool EXACT>
 __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2_warp(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries, int keys,
                            long long x_matrix, long long x_row, long long window, double scale, int width) {
+    wait_for_previous();
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(THREADS / team.width) + threadIdx.x / team.width;
     row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, row, team);
@@ -122,6 +123,7 @@ __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2_warp_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
                                long long matrices, long long queries, int keys, long long g_matrix, long long g_row, long long window,
                                double scale, int width) {
+    wait_for_previous();
     Lanes team(WIDTH ? WIDTH : width);
     long long number = blockIdx.x * (long long)(THREADS / team.width) + threadIdx.x / team.width;
     row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, number, team);
@@ -133,6 +135,7 @@ __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries, int keys,
                       long long x_matrix, long long x_row, long long window, double scale) {
     __shared__ Found<T> found;
+    wait_for_previous();
     Block<T, THREADS> team(found);
     row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
 }
@@ -142,6 +145,7 @@ __global__ void __launch_bounds__(THREADS)
     causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad, long long matrices,
                           long long queries, int keys, long long g_matrix, long long g_row, long long window, double scale) {
     __shared__ Found<T> found;
+    wait_for_previous();
     Block<T, THREADS> team(found);
     row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
 }

@@ -74,6 +74,7 @@ __device__ __forceinline__ void rotate(A& a, A& b, Angles<A> t) {
 template <typename ID>
 __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqlens, const ID* starts, long long tokens, int sequence,
                                int sequences, int rows, int cp_size, int cp_rank) {
+    wait_for_previous();
     long long t = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (t >= tokens) return;
     long long b = t / sequence, p = t % sequence, length = sequence;
@@ -111,6 +112,7 @@ __device__ __forceinline__ void sine_and_cosine(double angle, double* sine, doub
 
 template <typename A, typename M>
 __global__ void rope_angles(M* cos, M* sin, const A* angles, long long n) {
+    wait_for_previous();
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= n) return;
     sine_and_cosine(M(angles[i]), &sin[i], &cos[i]);
@@ -121,6 +123,7 @@ __global__ void rope_angles(M* cos, M* sin, const A* angles, long long n) {
 template <typename C>
 __global__ void rope_sections(C* cos_out, C* sin_out, const C* cos, const C* sin, const int* positions, long long tokens, int width,
                               int pairs, bool interleaved, int end0, int end1, int rows, long long row_stride) {
+    wait_for_previous();
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x, t = i / width;
     if (t >= tokens) return;
     int column = i % width;
@@ -280,6 +283,7 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
     unsigned outer_index = divide(token, inner_magic, inner_shift), inner_index = token - outer_index * inner;
     unsigned b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;
+    wait_for_previous();
     int position = positions ? positions[b * positions_b + s] : int(s);
     const Vector* from = reinterpret_cast<const Vector*>(x);
     Vector* to = reinterpret_cast<Vector*>(out);

@@ -236,6 +236,7 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
 // 2 vectors' elements. Where the last warp's rows come to an end, its lanes take part with an empty row.
 template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale) {
+    wait_for_previous();
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width;
     if (row >= rows) row = columns = 0;
@@ -245,6 +246,7 @@ __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long 
 template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row, int width,
                                                       double scale) {
+    wait_for_previous();
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width, at = row * columns;
     if (row >= rows) row = at = columns = 0;
@@ -255,6 +257,7 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale) {
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
     team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
@@ -264,6 +267,7 @@ template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
                                                                             double scale) {
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x, at = row * columns;
     Block<T, THREADS> team(found);
     team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
@@ -276,6 +280,7 @@ template <typename T>
 __global__ void softmax_v7_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length,
                                 double scale, bool log) {
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns);
     compute_t<T> largest;
     sum_t<T> sum;
@@ -293,6 +298,7 @@ template <typename T>
 __global__ void softmax_v7_write(T* out, const T* x, const double* parts, long long columns, long long x_row, int pieces,
                                  long long length, double scale, bool log) {
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, stop = min(begin + length, columns);
     Exponential<T> exponential(scale, log);
     compute_t<T> largest = minus_infinity<compute_t<T>>();
@@ -311,6 +317,7 @@ template <typename T>
 __global__ void softmax_v7_scan_bwd(double* parts, const T* y, const T* g, long long columns, long long g_row, int pieces, long long length,
                                     double scale, bool log) {
     __shared__ compute_t<T> sums[32];
+    wait_for_previous();
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns);
     Gradient<T> gradient(scale, log);
     const T* ys = y + row * columns;
@@ -324,6 +331,7 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
                                      long long length, double scale, bool log) {
     using C = compute_t<T>;
     __shared__ C sums[32];
+    wait_for_previous();
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns), at = row * columns;
     C total = block_reduce<Sum>(threadIdx.x < pieces ? C(parts[row * pieces + threadIdx.x]) : C(0), sums);
     Gradient<T> gradient(scale, log);
@@ -339,6 +347,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
     team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
@@ -350,6 +359,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x, at = row * columns;
     Block<T, THREADS> team(found);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
@@ -364,6 +374,7 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
     __shared__ Found<T> found;
     __shared__ Found<T, SIZE> from_peers;
     cluster_arrive_relaxed();
+    wait_for_previous();
     long long row = blockIdx.x / SIZE;
     Cluster<T, THREADS, SIZE> team(found, from_peers);
     team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
@@ -377,6 +388,7 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
     __shared__ Found<T> found;
     __shared__ Found<T, SIZE> from_peers;
     cluster_arrive_relaxed();
+    wait_for_previous();
     long long row = blockIdx.x / SIZE, at = row * columns;
     Cluster<T, THREADS, SIZE> team(found, from_peers);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
@@ -390,6 +402,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v10(T* out, const T* x, unsigned long long* board, int size, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x / size;
     Crowd<T, THREADS> team(found, board, size);
     team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
@@ -402,6 +415,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
                     double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
+    wait_for_previous();
     long long row = blockIdx.x / size, at = row * columns;
     Crowd<T, THREADS> team(found, board, size);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},

@@ -9,6 +9,8 @@ from helpers import gpu, kernels, run_python
 import cukern
 from cukern.runtime import backend
 from cukern.runtime.compiler import arch_of
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.sources import Source
 
 NOTHING = 'extern "C" __global__ void nothing() {}'
 TILE = """
@@ -113,6 +115,53 @@ def test_the_way_through_raw_module_does_the_same():
             launch((1, 1, 1), (2000, 1, 1), shared, out.data_ptr(), *arguments)
         with pytest.raises((TypeError, ValueError), match=kernel.name):
             launch((1, 1, 1), (32, 1, 1), shared, "pointer", *arguments)
+
+
+NEXT = """
+#include "common/ptx.cuh"
+extern "C" __global__ void next(float* out, const float* x, int n) {
+    wait_for_previous();
+    if (blockIdx.x == 0) __nanosleep(20000);
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = x[(i + blockDim.x) % n] + 1;
+}
+"""
+
+
+@gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
+def test_programmatic_dependent_launch_waits_for_what_is_ahead(captured):
+    """Each launch reads what other blocks of the one before wrote, late; before some there is a fill, a copy, or another stream."""
+    kernel, n = Kernel(Source.from_text(NEXT), "next", pdl=True), 64 * 256
+    a, b, start = (torch.zeros(n, device="cuda") for _ in range(3))
+    first, other = torch.cuda.Stream(), torch.cuda.Stream()
+    kernel(a, b, n, grid=64, block=256)
+
+    def run():
+        a.zero_()
+        for _ in range(10):
+            kernel(b, a, n, grid=64, block=256)
+            kernel(a, b, n, grid=64, block=256)
+        b.copy_(a)
+        kernel(a, b, n, grid=64, block=256)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            kernel(b, a, n, grid=64, block=256)
+        torch.cuda.current_stream().wait_stream(other)
+        kernel(a, b, n, grid=64, block=256)
+        a.add_(start)
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=first) if captured else torch.cuda.stream(first):
+        run()
+    for value in (0, 5):
+        start.fill_(value)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            graph.replay() if captured else run()
+        torch.cuda.synchronize()
+        assert (a == 23 + value).all()
 
 
 @gpu

@@ -116,6 +116,21 @@ print(took, torch.cuda.is_initialized(), *heavy.intersection(sys.modules))
     assert min(float(run[0]) for run in runs) <= 0.1
 
 
+TOUCHES = re.compile(r"(@\S+ )?(ld\.(?!param|shared|local|const)|st\.(?!param|shared|local)|atom|red\.|cp\.)")  # global memory
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_kernel_that_may_be_launched_early_waits_before_it_touches_memory(stem):
+    """As its Template says `pdl`, and no other kernel does. In the order of the PTX's lines."""
+    for op in (op for op in OPS.values() if op.stem == stem):
+        for name, kernel in op.kernels(90, (torch.float32,)).items():
+            lines = [line.strip() for line in compiler.compile_ptx(kernel.source, kernel.name).text.splitlines()]
+            waits = [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line]
+            touches = (i for i, line in enumerate(lines) if TOUCHES.match(line))
+            assert bool(waits) == kernel.pdl, name
+            assert not waits or waits[0] < next(touches), name
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_kernel_compiles_without_spills(stem, arch):

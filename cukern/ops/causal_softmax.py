@@ -244,8 +244,9 @@ def _block_key(dtype: torch.dtype, shape: plan.Shape, exact: bool) -> tuple[Any,
     return dtype, shape.vectors, shape.threads, exact
 
 
-_V1, _V1_BWD, _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
-    Template("causal_softmax.cu", f"causal_softmax_{name}") for name in ("v1", "v1_bwd", "v2", "v2_bwd", "v2_warp", "v2_warp_bwd")
+_V1, _V1_BWD = (Template("causal_softmax.cu", f"causal_softmax_{name}") for name in ("v1", "v1_bwd"))
+_V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
+    Template("causal_softmax.cu", f"causal_softmax_{name}", pdl=True) for name in ("v2", "v2_bwd", "v2_warp", "v2_warp_bwd")
 )
 _v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
 

@@ -1,7 +1,7 @@
 """rope's rows of the registry: the ways of calling it that the tools check and time, each an op to them.
 
 Tables are float32, with a column for each pair and the angles position * 10000^(-2 i / rotary_dim). Bytes are those of x and k, read and
-written; the tables, which all heads share, are not counted.
+written, and of the tables, read once.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from cukern.runtime import checks
 from cukern.runtime.registry import Cost, Op, register
 
 Tensors = tuple[Tensor, ...]
+Count = Callable[[Sequence[int]], int]  # of the dims
 BASE = 10000.0
 
 
@@ -112,10 +113,12 @@ def _te_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
 # ---- the rows
 
 
-def _cost(elements: Callable[[Sequence[int]], int]) -> Callable[[Sequence[int], int], dict[str, Cost]]:
+def _cost(elements: Count, table: Count) -> Callable[[Sequence[int], int], dict[str, Cost]]:
+    """Of so many elements of x and k, by tables of so many numbers together."""
+
     def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
         n = elements(dims)
-        return dict.fromkeys(("fwd", "bwd"), Cost(2 * n * itemsize, 3 * n))
+        return dict.fromkeys(("fwd", "bwd"), Cost(2 * n * itemsize + 4 * table(dims), 3 * n))
 
     return cost
 
@@ -132,11 +135,11 @@ _TWO: dict[str, Any] = {
     "dims": "B S H K D",
     "inputs": ("q", "k", "cos", "sin"),
     "bench_dims": ((4, 4096, 32, 8, 128), (8, 4096, 32, 8, 64), (4, 2048, 32, 8, 256)),
-    "cost": _cost(lambda d: d[0] * d[1] * (d[2] + d[3]) * d[4]),
+    "cost": _cost(lambda d: d[0] * d[1] * (d[2] + d[3]) * d[4], lambda d: d[1] * d[4]),
     "sim_dims": ((1, 3, 2, 1, 16),),
     "check_dims": ((1, 3, 2, 1, 16), (2, 33, 8, 2, 64)),
 }
-_X = _cost(lambda d: d[0] * d[1] * d[2] * d[3])
+_X = _cost(lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[1] * d[3])
 
 _row("rope", rope, reference, _one, **_ONE, cost=_X, sim_dims=((1, 1, 1, 2), (2, 5, 3, 32)), check_dims=((1, 1, 1, 2), (2, 33, 5, 96)))
 _row("rope_qk", _qk, partial(_qk, function=reference), _two, **_TWO)
@@ -149,7 +152,7 @@ _row(
     _quarter_of_one,
     **_ONE,
     in_place=("x",),
-    cost=_cost(lambda d: d[0] * d[1] * d[2] * _quarter(d)),
+    cost=_cost(lambda d: d[0] * d[1] * d[2] * _quarter(d), lambda d: d[1] * _quarter(d)),
     sim_dims=((2, 3, 2, 64),),
     check_dims=((2, 3, 2, 64), (2, 33, 5, 128)),
 )
@@ -161,7 +164,7 @@ _row(
     _packed,
     dims="TOKENS SEQUENCES H D",
     inputs=("x", "cos", "sin", "cu_seqlens"),
-    cost=_cost(lambda d: d[0] * d[2] * d[3]),
+    cost=_cost(lambda d: d[0] * d[2] * d[3], lambda d: d[0] * d[3]),
     sim_dims=((9, 4, 2, 16),),
     check_dims=((9, 4, 2, 16), (1000, 70, 3, 64)),
     bench_dims=((65536, 2401, 16, 128), (65536, 1, 16, 128)),
@@ -175,7 +178,7 @@ _row(
     inputs=("t", "freqs"),
     constants=("freqs",),
     magnitude=_te_magnitude,
-    cost=_X,
+    cost=_cost(lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
     sim_dims=((3, 2, 2, 16),),
     check_dims=((3, 2, 2, 16), (65, 2, 5, 64)),
     bench_dims=((4096, 1, 128, 128), (8192, 4, 24, 128), (2048, 4, 32, 128)),

@@ -13,7 +13,7 @@ from cukern.runtime.kernel import Template
 from cukern.runtime.registry import raw_op
 
 THREADS = 256
-POSITIONS, ANGLES, SECTIONS = (Template("rope.cu", f"rope_{name}") for name in ("positions", "angles", "sections"))
+POSITIONS, ANGLES, SECTIONS = (Template("rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections"))
 ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
 _BLOCK = (THREADS, 1, 1)
 

@@ -14,7 +14,7 @@ THREADS = 256
 VECTOR_BYTES = 16
 V2_THREADS = 64  # of a block; 128 is as fast, more is slower
 MOST_V2_THREADS = 256
-_V1, _V2 = Template("rope.cu", "rope_v1"), Template("rope.cu", "rope_v2")
+_V1, _V2 = Template("rope.cu", "rope_v1"), Template("rope.cu", "rope_v2", pdl=True)
 
 
 def _v1(call: Call) -> Plan:

@@ -20,8 +20,8 @@ class Kernel:
     checked against the kernel's own parameter list.
     """
 
-    def __init__(self, source: Source, name: str):
-        self.source, self.name = source, name
+    def __init__(self, source: Source, name: str, pdl: bool = False):
+        self.source, self.name, self.pdl = source, name, pdl
         self.params = signature.parse(source, name)
         self._loaded: dict[int, backend.Launch] = {}
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Kernel:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
         cubin = self.compile(arch_of(torch.cuda.get_device_capability(device)))
-        self._loaded[device] = backend.load(self.name, cubin, self.params, device)
+        self._loaded[device] = backend.load(self.name, cubin, self.params, device, self.pdl)
         return self._loaded[device]
 
     def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:
@@ -83,17 +83,20 @@ class Kernel:
 
 
 class Template:
-    """The instances of one template of kernels_cu, made when first asked for: `Template("square.cu", "square_v2")[torch.float32, 4]`."""
+    """The instances of one template of kernels_cu, made when first asked for: `Template("square.cu", "square_v2")[torch.float32, 4]`.
 
-    def __init__(self, file: str, name: str):
-        self.file, self.name = file, name
+    `pdl`: programmatic dependent launch; the kernel calls wait_for_previous() of common/ptx.cuh before it touches global memory.
+    """
+
+    def __init__(self, file: str, name: str, pdl: bool = False):
+        self.file, self.name, self.pdl = file, name, pdl
         self._instances: dict[Any, Kernel] = {}
 
     def __getitem__(self, key: Any) -> Kernel:
         kernel = self._instances.get(key)
         if kernel is None:
             arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
-            kernel = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>")
+            kernel = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl)
             kernel = self._instances.setdefault(key, kernel)
         return kernel
 

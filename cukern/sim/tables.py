@@ -21,6 +21,7 @@ STEPS: dict[str, decode.Maker] = {
     "prefetch": access.nothing,
     "prefetchu": access.nothing,
     "nanosleep": access.nothing,
+    "griddepcontrol": access.nothing,
     "pmevent": access.nothing,
 }
 ALU: decode.Maker = arithmetic.arithmetic

@@ -37,6 +37,16 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// Programmatic dependent launch (sm_90 and newer). A kernel that calls this before it touches global memory, and whose Template says `pdl`,
+// is put onto the multiprocessors while the kernels before it on the stream come to an end: from here on they have ended, and what they
+// wrote is seen. It saves 0.2 to 0.6 us a launch on an H200. (To let it come even earlier, by griddepcontrol.launch_dependents in the
+// kernel before, costs more than it saves where blocks are many: each block's signal takes a multiprocessor 80 ns.)
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Thread-block clusters (sm_90 and newer). The blocks of a cluster run at the same time and read and write each other's
 // shared memory. `__cluster_dims__` of the kernel says how many they are, and the grid must be a multiple of it. NVRTC
 // refuses that word for older GPUs, even in a template that nobody instantiates: put the kernel in
