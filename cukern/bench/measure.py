@@ -200,8 +200,6 @@ def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
 def _copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:
     """Copies that move `total` bytes, read and written together, as many as a call of the op moves at least."""
     floats = max(total // 8 // 32 * 32, 32)  # whole cache lines, so that both halves are aligned
-    if floats % (1 << 27) == 0:  # on some H200s the driver takes half as long again for a copy of 2^29 bytes as for one of 4 KiB more
-        floats += 1024
     pairs = [torch.randn(2, floats, device=device) for _ in range(sets)]
     return [lambda dst=pair[0], src=pair[1]: dst.copy_(src) for pair in pairs]  # type: ignore[misc]
 

@@ -19,7 +19,9 @@ import torch
 
 Call = Callable[[], object]
 
-GRAPH_BELOW_US = 600.0  # shorter calls are replayed from a CUDA graph: their host time would be in the way, of a backward pass above all
+# Shorter calls are replayed from a CUDA graph, and longer ones that keep the host busy for half of their time, as backward passes of many
+# launches do. Others are not: in a graph the driver may leave a copy to a copy engine, which has two thirds of the speed.
+GRAPH_BELOW_US, HOST_SHARE = 200.0, 0.5
 BATCH_US = 1000.0  # aimed at between two clock readings
 MAX_BATCH = 1000  # calls; the driver's queue holds about as many launches
 CPU_BATCH_US = 2000.0
@@ -172,7 +174,7 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     (call_us,) = _gpu_round([_Batch(lambda: run(1), 1, 0.0)])
     if call_us < BATCH_US:
         (call_us,) = _gpu_round([_Batch(lambda: run(10), 10, 0.0)])
-    if call_us >= GRAPH_BELOW_US:
+    if call_us >= GRAPH_BELOW_US and _host_us(run) < HOST_SHARE * call_us:
         few = math.ceil(BATCH_US / call_us)
         return _Batch(lambda: run(few), few, call_us)
     count = _calls_in_batch(call_us, len(calls), BATCH_US)  # a replay begins anew, so all input sets must be in the graph
@@ -183,6 +185,16 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
         reason = str(error).strip().partition("\n")[0]
         return _Batch(lambda: run(count), count, call_us, f"not captured in a CUDA graph, so host time may be in it ({reason})")
     return _Batch(graph.replay, count, call_us)
+
+
+def _host_us(run: Callable[[int], None]) -> float:
+    """What a call takes of the host, which does not wait for the GPU."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(3)
+    us = (time.perf_counter() - start) * 1e6 / 3
+    torch.cuda.synchronize()
+    return us
 
 
 def _capture(run: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:

@@ -157,17 +157,24 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 #endif
 }
 
-// Read 16 bytes that other blocks will read again, among streams that nobody will: L2 keeps them longest (sm_80 and newer).
-__device__ __forceinline__ uint4 load_kept(const void* p) {
+// Read 8 or 16 bytes that other blocks will read again, among streams that nobody will: L2 keeps them longest (sm_80 and newer).
+__device__ __forceinline__ void load_kept(uint2& to, const void* p) {
 #if __CUDA_ARCH__ >= 800
-    uint4 v;
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    asm("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
-    return v;
+    asm volatile("ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;" : "=r"(to.x), "=r"(to.y) : "l"(p), "l"(policy));
 #else
-    return *static_cast<const uint4*>(p);
+    to = *static_cast<const uint2*>(p);
+#endif
+}
+__device__ __forceinline__ void load_kept(uint4& to, const void* p) {
+#if __CUDA_ARCH__ >= 800
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(p), "l"(policy));
+#else
+    to = *static_cast<const uint4*>(p);
 #endif
 }
 

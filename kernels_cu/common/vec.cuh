@@ -17,15 +17,14 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x) {
     *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
-// The same with a hint to the caches, where the vector has 16 bytes (see ptx.cuh).
+// The same with a hint to the caches, where the vector has 16 bytes, or to read it 8 (see ptx.cuh).
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_vec_kept(const T* p) {
-    if constexpr (sizeof(T) * N == 16) {
-        uint4 word = load_kept(p);
-        return *reinterpret_cast<const Vec<T, N>*>(&word);
-    } else {
-        return load_vec<T, N>(p);
-    }
+    Vec<T, N> v;
+    if constexpr (sizeof(v) == 16) load_kept(reinterpret_cast<uint4&>(v), p);
+    else if constexpr (sizeof(v) == 8) load_kept(reinterpret_cast<uint2&>(v), p);
+    else v = load_vec<T, N>(p);
+    return v;
 }
 
 template <typename T, int N>
