@@ -1,5 +1,6 @@
 """What else computes an op: torch's own ways, torch.compile, Triton, load_inline. The one place of the tools that knows ops by name."""
 
+import functools
 import importlib.util
 import shutil
 from collections.abc import Callable, Collection
@@ -10,6 +11,7 @@ import torch
 
 from cukern.bench import rope_peers
 from cukern.bench.calls import Function
+from cukern.ops.kron_torch import movedim_product
 from cukern.runtime.registry import Op
 
 STARTUP_OPS = ("square", "matmul")  # whose first calls `cukern bench startup` times: the least and the most to compile
@@ -17,10 +19,21 @@ STARTUP_OPS = ("square", "matmul")  # whose first calls `cukern bench startup` t
 Missing = str  # why a peer cannot run here
 Maker = Callable[[Op, torch.device], "Function | Missing"]
 
+_MOST_MATERIALISED = 4096  # columns
+
+
+def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+    """A Kronecker-factored layer by the matrix itself, made anew in each call, as LoKr's users make it."""
+    if x.shape[-1] > _MOST_MATERIALISED:
+        raise ValueError(f"the product would have {x.shape[-1]} rows, and more than {_MOST_MATERIALISED} are not tried")
+    return x @ functools.reduce(torch.kron, factors)
+
+
 _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
     "matmul": {"torch": torch.matmul},
     "linear": {"torch": torch.nn.functional.linear},
+    "kron_linear": {"torch": lambda x, *factors: movedim_product(x, factors), "materialised": _materialised},
     "rope": {"torch": rope_peers.eager},
     "rope_qk": {"torch": rope_peers.eager_qk},
     "rope_interleaved": {"torch": partial(rope_peers.eager_qk, interleaved=True)},
