@@ -18,7 +18,13 @@
 //              by constants, 32-bit offsets in vectors, elements in pairs), predicted since 330 a thread took 70 % of the issue slots. 0.98
 //              with the table kept in L2 while x streams through it: it was read from memory once a batch element, 5 % of all reads.
 //              Between them: registers are capped, so that 1500 to 2000 threads of an SM have their 32 bytes in flight (0.93 with 1300), and
-//              L1 keeps no line of the outputs. Four heads a thread 0.96 of that, persistent blocks 0.9, other orders of the heads 0.85-0.95.
+//              L1 keeps no line of the outputs. Interleaved float, whose reads of the table have 8 bytes: 0.977 to 0.997 by keeping those
+//              too. 0.99 with programmatic dependent launch. Heads of 64 in half pairing are at 0.97: their halves are half lines.
+//              Slower: four heads a thread (0.96 of that), persistent blocks (0.9), other orders of the heads (0.85-0.96), blocks of 256
+//              threads. Angles for each element (TransformerEngine's) 0.93: no faster with a third fewer registers, nor with rows read once
+//              whose halves are alike; sines taken by the rotation's own blocks, in shared memory, 0.74.
+//              A quarter of a head of 128 in bfloat16 is 64 of 256 bytes: these take an H200 0.48 of the whole's time, whoever reads and
+//              writes them (128 of 256 bytes take 0.55), and so they do here.
 //
 // Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
 #include "common/math.cuh"
