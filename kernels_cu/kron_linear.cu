@@ -214,7 +214,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     using In = typename Plan::Rightmost::In;
     extern __shared__ uint4 dynamic[];
     char* matrices = reinterpret_cast<char*>(dynamic);
-    T* stage = reinterpret_cast<T*>(matrices + matrices_bytes<T>(typename Plan::List()));
+    T* stage = reinterpret_cast<T*>(matrices + matrices_bytes<Plan, T>(typename Plan::List()));
     F* tile = reinterpret_cast<F*>(stage + (Plan::AHEAD * sizeof(T) + 15) / 16 * 16 / sizeof(T));
     Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
                            {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},

@@ -27,6 +27,12 @@ START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
 MMA_CYCLES = 10  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
+MMA_ISSUE = 6  # of which no other instruction is issued
+
+Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in kron_tile.cuh
+FMA: Kind = (0, False)
+TENSOR: Kind = (1, False)
+SPLIT: tuple[Kind, ...] = ((3, False), (3, True))
 
 
 class Part(NamedTuple):
@@ -62,19 +68,20 @@ class Group(NamedTuple):
     bytes: int = 0
     ahead: int = 0
     slices: int = 1
-    tensor: bool = False
+    products: int = 0
+    split: bool = False
     shared: int = 0  # bytes
     us: float = 0.0
 
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; `added`: with a bias or a residual."""
         tile = self.L, self.R, self.steps[0].right, self.bytes, self.ahead, self.slices
-        return f"Plan4<{text(self.threads, self.blocks, *tile, self.tensor, added, *[p.template for p in self.parts])}>"
+        return f"Plan4<{text(self.threads, self.blocks, *tile, self.products, self.split, added, *[p.template for p in self.parts])}>"
 
 
 class Target(NamedTuple):
     """What a plan is made for: numbers of `itemsize` bytes at addresses that are multiples of `aligned`; a GPU's multiprocessors, and
-    the shared memory of a block; tensor cores or not."""
+    the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are."""
 
     itemsize: int
     multiprocessors: int
@@ -116,15 +123,15 @@ def _end_of_run(order: Sequence[Step], first: int) -> int:
 @functools.lru_cache(4096)
 def fastest(run: Sequence[Step], rows: int, target: Target) -> Group | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
-    kinds = {target, target._replace(tensor=False)}
-    found = min([g for kind in kinds for g in tilings(run, rows, kind)], key=lambda g: (g.us, g.tensor), default=None)
+    kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
+    found = min([g for kind in kinds for g in tilings(run, rows, target, kind)], key=lambda g: (g.us, g.products), default=None)
     if found or len(run) > 1:
         return found
     work = rows * run[0].left * run[0].p * run[0].q * run[0].right
     return Group(tuple(run), us=LAUNCH_US + work / (target.multiprocessors * 40 * CYCLES_US))
 
 
-def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
+def tilings(run: Sequence[Step], rows: int, target: Target, kind: Kind) -> Iterator[Group]:
     C, P = run[0].right, prod(s.p for s in run)
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
@@ -133,8 +140,8 @@ def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
     tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         q = prod(s.q for s in parts[0])
-        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if target.tensor else 4) * slices) == 0):
-            yield from _tiling(parts, rows, target, L, R, slices, warps)
+        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if kind[0] else 4) * slices) == 0):
+            yield from _tiling(parts, rows, target, kind, L, R, slices, warps)
 
 
 def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
@@ -149,9 +156,11 @@ def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
     return tuple(pieces)
 
 
-def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: int, R: int, slices: int, warps: int) -> Iterator[Group]:
+def _tiling(
+    pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, kind: Kind, L: int, R: int, slices: int, warps: int
+) -> Iterator[Group]:
     """The launches of a tile and a number of warps: with as much of the next tile fetched ahead as there is room for, and with none."""
-    size, itemsize = max(target.itemsize, 4), target.itemsize
+    size, itemsize, (products, split) = max(target.itemsize, 4), target.itemsize, kind
     run = [s for piece in pieces for s in piece]
     A, C, P = rows * run[-1].left, run[0].right, prod(s.p for s in run)
     numbers = total = L * R * P
@@ -162,18 +171,18 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
         pairs = n == 0 and itemsize == 2 and len(piece) == 1 and p % 16 == 0  # multiplied as they are: in_pairs
-        chosen = _config(total // p, p, q, right, size, warps, target.tensor, pairs)
+        chosen = _config(total // p, p, q, right, size, warps, kind, pairs)
         if chosen is None:
             return
         part, issued, waves = chosen
         busy = max(busy, ceil(total // p / (part.fibers * part.lanes)) * (part.padded // part.wide))
-        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, target.tensor, pairs)
+        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, products > 0, pairs)
         writer = part._replace(factors=piece, layout=layout)
         parts.append(writer)
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
-        matrices += -(-p * part.padded * (itemsize if len(piece) == 1 else size) // 16) * 16
-        registers = max(registers, part.fibers * part.columns * size // 4 // (32 if target.tensor else 1) + 64)
+        matrices += -(-p * part.padded * (itemsize if len(piece) == 1 else size) // 16) * 16 * (2 if split else 1)
+        registers = max(registers, _registers(part, size, products, p))
         total, before, right = total // p * q, right, right * q
         if n < len(pieces) - 1:
             largest = max(largest, total)
@@ -204,14 +213,14 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
         streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
         alone = ALONE_US if resident == 1 else 0.0
         us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
-        yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, target.tensor, shared, us)
+        yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, products, split, shared, us)
 
 
 @functools.lru_cache(1 << 14)
-def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tensor: bool, pairs: bool) -> tuple[Part, float, float] | None:
+def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind: Kind, pairs: bool) -> tuple[Part, float, float] | None:
     """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
-    best = None
-    if tensor:
+    best, (products, split) = None, kind
+    if products:
         if p % 8 or q % 8 or (right > 1 and right % 4):
             return None
         least = 8 if right == 1 else 32
@@ -225,8 +234,11 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
         items = ceil(fibers / (f * lanes)) * groups
         if items > warps or part.padded >= 2 * max(q, 9):
             continue
-        if tensor:
+        if products:
             issue, waves = f * c / 128 * MMA_CYCLES / (24 if pairs else 8), (f + c) / (64 if pairs else 32)
+            if products == 3:  # sums, x and matrix split, and fetched
+                others = f * c / 32 / _depth(f, p) + f + (0 if split else c) + f / 8 + c / (8 if split else 16) + 6
+                issue, waves = (f * c / 128 * 3 * MMA_ISSUE + others) / 8, waves + (c / 32 if split else 0)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
@@ -236,6 +248,17 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
+
+
+def _depth(fibers: int, p: int) -> int:
+    """Of how many times 8 numbers along k products are added to the sums at once: DEPTH in multiply4_tensor."""
+    return 1 if p % 16 or fibers > 32 else 2
+
+
+def _registers(part: Part, size: int, products: int, p: int) -> int:
+    """About how many a thread needs."""
+    sums = part.fibers * part.columns * size // 4 // (32 if products else 1)
+    return sums + 64 + (part.fibers // 2 * _depth(part.fibers, p) + part.fibers // 2 if products == 3 else 0)
 
 
 def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool, pairs: bool) -> tuple[int, ...]:

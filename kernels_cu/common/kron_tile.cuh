@@ -64,12 +64,14 @@ struct First {
     using type = S;
 };
 
-// BYTES: of a copy from memory. TENSOR: multiplied in TF32, on tensor cores. ADDED: with a bias or a residual.
-template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, bool TENSOR_, bool ADDED_, class... Steps>
+// BYTES: of a copy from memory. PRODUCTS: for each product that many on tensor cores: 1, in TF32 or of 16-bit numbers, or 3, of floats that
+// are split; or 0, on the FMA units. SPLIT: the matrices lie split in shared memory. ADDED: with a bias or a residual.
+template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, int PRODUCTS_, bool SPLIT_, bool ADDED_, class... Steps>
 struct Plan4 {
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
+    static constexpr int PRODUCTS = PRODUCTS_;
     static constexpr long long C = C_;
-    static constexpr bool WHOLE = R == C, TENSOR = TENSOR_, ADDED = ADDED_;
+    static constexpr bool WHOLE = R == C, TENSOR = PRODUCTS > 0, IN_TF32 = PRODUCTS == 1, SPLIT = SPLIT_, ADDED = ADDED_;
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;
@@ -125,7 +127,7 @@ struct Sums4 {
             Vec<F, N> v;
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                if constexpr (Plan::TENSOR) v.v[i] = to_tf32(sums[i]);
+                if constexpr (Plan::IN_TF32) v.v[i] = to_tf32(sums[i]);
                 else v.v[i] = sums[i] * global.one;
             }
             store_vec(tile + Out::join(place, Out::at(spot<Q, RIGHT>(f, j))), v);
@@ -256,7 +258,35 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
     }
 }
 
-// One step on tensor cores, in TF32 or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the fibers (N). Two fibers that mma_tf32
+// sums += c x, of 8 DEPTH numbers along k. Tensor cores cut what they add: few products begin at zero, and floats are added to the sums.
+template <int MS, int NS, int DEPTH, class Fetch>
+__device__ __forceinline__ void multiply_split(float (&sums)[MS][NS][4], float (&x)[DEPTH][NS][2], const Fetch& fetch) {
+    float small_x[DEPTH][NS][2];
+#pragma unroll
+    for (int i = 0; i < DEPTH * NS * 2; ++i) {
+        float& number = x[i / (2 * NS)][i / 2 % NS][i % 2];
+        split_tf32(number, number, small_x[i / (2 * NS)][i / 2 % NS][i % 2]);
+    }
+#pragma unroll
+    for (int m = 0; m < MS; ++m) {
+        float products[NS][4] = {};
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+            float c[4], small_c[4];
+            fetch(c, small_c, d, m);
+#pragma unroll
+            for (int n = 0; n < NS; ++n) mma_tf32(products[n], small_c, x[d][n]);
+#pragma unroll
+            for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, small_x[d][n]);
+#pragma unroll
+            for (int n = 0; n < NS; ++n) mma_tf32(products[n], c, x[d][n]);
+        }
+#pragma unroll
+        for (int i = 0; i < NS * 4; ++i) sums[m][i / 4][i % 4] += products[i / 4][i % 4];
+    }
+}
+
+// One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the fibers (N). Two fibers that mma_tf32
 // has side by side are neighbours where RIGHT is 1, else 4 apart, so that a lane's of 4 products are. P is a multiple of 8, COLUMNS
 // of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
 template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
@@ -312,14 +342,11 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
                 for (int n = 0; n < NS; ++n) mma_16_bit(sums[m][n], c[m], x[n], In());
         }
     } else {
-        auto number = [](In v) { return sizeof(In) == 4 && AHEAD < (1 << 30) ? to_tf32(load_as(v)) : load_as(v); };
-        w += (j0 / 16 * 32 + threadIdx.x % 32) * 4;
-#pragma unroll 2
-        for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8) {
-            float x[NS][2], c[MS][4];
+        auto number = [](In v) { return Plan::IN_TF32 && sizeof(In) == 4 && AHEAD < (1 << 30) ? to_tf32(load_as(v)) : load_as(v); };
+        auto fetch = [&](float(&x)[NS][2], int k) {
 #pragma unroll
             for (int i = 0; i < S::FIBERS / FV; ++i) {
-                int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
+                int at = S::In::join(from[i], S::In::at(k * RIGHT));
                 if constexpr (ONE) {
                     Vec<In, 2> v = load_vec<In, 2>(source + at);
                     x[i][0] = number(v.v[0]);
@@ -333,13 +360,40 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
                     }
                 }
             }
+        };
+        w += (j0 / 16 * 32 + threadIdx.x % 32) * 4;
+        if constexpr (Plan::PRODUCTS == 3) {
+            constexpr int DEPTH = P % 16 || S::FIBERS > 32 ? 1 : 2;
+#pragma unroll 1
+            for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8 * DEPTH) {
+                float x[DEPTH][NS][2];
 #pragma unroll
-            for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<M, 4>(w + m * 128));
-            w += S::PADDED * 8;
+                for (int d = 0; d < DEPTH; ++d) fetch(x[d], k0 + 8 * d);
+                multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
+                    const M* from = w + d * (S::PADDED * 8) + m * 128;
+                    unpack(c, load_vec<M, 4>(from));
+                    if constexpr (Plan::SPLIT) {
+                        unpack(small, load_vec<M, 4>(from + P * S::PADDED));
+                    } else {
 #pragma unroll
-            for (int m = 0; m < MS; ++m)
+                        for (int i = 0; i < 4; ++i) split_tf32(c[i], c[i], small[i]);
+                    }
+                });
+                w += S::PADDED * 8 * DEPTH;
+            }
+        } else {
+#pragma unroll 2
+            for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8) {
+                float x[NS][2], c[MS][4];
+                fetch(x, k0);
 #pragma unroll
-                for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
+                for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<M, 4>(w + m * 128));
+                w += S::PADDED * 8;
+#pragma unroll
+                for (int m = 0; m < MS; ++m)
+#pragma unroll
+                    for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
+            }
         }
     }
     after();
@@ -393,13 +447,13 @@ struct Matrix<T, Step4<F, C, L, PADDED, In, One>> {
     using type = T;
 };
 
-template <typename T, class S>
+template <class Plan, typename T, class S>
 __device__ constexpr int matrix_bytes() {
-    return (S::P * S::PADDED * sizeof(typename Matrix<T, S>::type) + 15) / 16 * 16;
+    return (S::P * S::PADDED * sizeof(typename Matrix<T, S>::type) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
 }
-template <typename T, class... Steps>
+template <class Plan, typename T, class... Steps>
 __device__ constexpr int matrices_bytes(Steps4<Steps...>) {
-    return (matrix_bytes<T, Steps>() + ...);
+    return (matrix_bytes<Plan, T, Steps>() + ...);
 }
 
 // Copy a step's matrix, COLUMNS from the first on, to shared memory, with zeros beyond: 16 bytes at once along whichever of its
@@ -412,13 +466,22 @@ __device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PA
     using M = typename Matrix<T, S>::type;
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
     auto put = [&](int k, int j, M value) {
-        if constexpr (Plan::TENSOR && sizeof(M) == 4) value = to_tf32(value);
-        to[place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j)] = value;
+        if constexpr (Plan::IN_TF32 && sizeof(M) == 4) value = to_tf32(value);
+        M* at = to + place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j);
+        if constexpr (Plan::SPLIT) split_tf32(value, at[0], at[P * PADDED]);
+        else *at = value;
     };
     auto put_two = [&](int k, int j, M one, M two) {  // j is even: side by side
         Vec<M, 2> pair = {one, two};
-        if constexpr (Plan::TENSOR && sizeof(M) == 4) pair = {to_tf32(one), to_tf32(two)};
-        store_vec(to + place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j), pair);
+        if constexpr (Plan::IN_TF32 && sizeof(M) == 4) pair = {to_tf32(one), to_tf32(two)};
+        M* at = to + place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j);
+        if constexpr (Plan::SPLIT) {
+            Vec<M, 2> small;
+            split_tf32(one, pair.v[0], small.v[0]);
+            split_tf32(two, pair.v[1], small.v[1]);
+            store_vec(at + P * PADDED, small);
+        }
+        store_vec(at, pair);
     };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
@@ -469,7 +532,7 @@ __device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& facto
     load_matrix<Plan, N, RIGHT, COLUMNS>(reinterpret_cast<typename Matrix<T, S>::type*>(to), factors, N == 0 ? slice * COLUMNS : 0, S());
     if constexpr (N == 0) cp_async_commit();  // step 0 waits for these, and for its tile, alone
     if constexpr (sizeof...(Others))
-        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<T, S>(), factors, slice, Steps4<Others...>());
+        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, T, S>(), factors, slice, Steps4<Others...>());
 }
 
 // Numbers BEGIN to END of a tile, in the background, and zeros to the end of a unit.
@@ -512,6 +575,6 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
         if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
         if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
         else __syncthreads();
-        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<T, S>(), global, after, late, Steps4<Others...>());
+        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, T, S>(), global, after, late, Steps4<Others...>());
     }
 }

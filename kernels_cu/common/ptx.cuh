@@ -189,7 +189,7 @@ __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
 #else
     big = fmaxf(fminf(x, LARGEST), -LARGEST);
 #endif
-    big = to_tf32(big);
+    big = __uint_as_float((__float_as_uint(big) + 0x1000) & 0xffffe000);  // to nearest: of a finite number in two instructions
     small = x - big;
 }
 
