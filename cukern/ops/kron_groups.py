@@ -268,11 +268,19 @@ def _layout(p: int, right: int, writer: Part | None, before: int, total: int, si
         return 3, 0, 3, 0, v
     read, written = (3, 0), (3, 0)
     if tensor:
-        read = spread(0, p // v, 3) if right == 1 and size == 2 else spread(1, p // v if right == 1 else right // v, 2)
-        if pairs:
-            read = spread(1, p // v if right == 1 else 2 * right // v, 2)
-        if writer:
-            written = spread(1, 2 * q // v, 2) if before == 1 else spread(0, gcd(writer.columns // 8, 4) * before // v, 1)
+        rows = (2 if pairs else 1) * right // v  # between the numbers of a fiber that neighbouring lanes read
+        if right == 1:
+            read = spread(0, p // v, 3) if size == 2 and not pairs else spread(1, p // v, 2)
+        elif size == 2 and right >= 32:
+            read, written = (_bits(rows), 1), (_bits(rows) - 1, 4)
+        elif size == 2 or right < 16:
+            read = spread(1, rows, 2)
+        else:
+            read = spread(0, rows, 3 if writer and before == 1 and right >= 32 else 2)
+        if writer and before == 1 and right < 32:
+            written = spread(1, 2 * q // v, 2)
+        elif writer and before > 1:
+            written = spread(2 if before >= 16 else 0, gcd(writer.columns // 8, 4) * before // v, 1)
     else:
         if right == 1 or right >= v:
             read = spread(_bits(right // v), p * right // v, 3)

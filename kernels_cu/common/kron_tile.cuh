@@ -286,24 +286,27 @@ __device__ __forceinline__ void multiply_split(float (&sums)[MS][NS][4], float (
     }
 }
 
-// One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the fibers (N). Two fibers that mma_tf32
-// has side by side are neighbours where RIGHT is 1, else 4 apart, so that a lane's of 4 products are. P is a multiple of 8, COLUMNS
-// of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
+// One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the
+// fibers (N). P is a multiple of 8, COLUMNS of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
+//
+// Two fibers that mma_tf32 has side by side, 2 t and 2 t + 1, are neighbours where RIGHT is 1. Else a lane has 4 neighbours, of 4 products,
+// the two are PAIR apart, and four lanes' t are neighbours as far as RIGHT goes, so that what they store together are whole sectors.
 template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
 __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
                                                  const After& after) {
     constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = gcd(S::COLUMNS / 8, 4), MS = S::COLUMNS / 16, NS = S::FIBERS / 8;
     constexpr bool ONE = RIGHT == 1, LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
     constexpr bool PAIRS = in_pairs<S, In, M>();
-    constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4, K = PAIRS ? 2 : 1;
+    constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4, K = PAIRS ? 2 : 1, PAIR = ONE ? 1 : RIGHT >= 32 ? 16 : RIGHT >= 16 ? 8 : 4;
+    auto fiber = [](int t) { return ONE ? 2 * t : PAIR == 16 ? 4 * t : PAIR == 8 ? t % 2 * 4 + t / 2 * 16 : 8 * t; };
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     int f0 = warp / S::GROUPS * S::FIBERS, j0 = warp % S::GROUPS * S::COLUMNS;
     const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
-    int from[S::FIBERS / FV];
+    int from[S::FIBERS / FV], mine = f0 + g % 2 * PAIR + fiber(g / 2);
 #pragma unroll
     for (int i = 0; i < S::FIBERS / FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + g * LEAST, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * FV + g * LEAST, ALL - LEAST), 0));
+        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(mine, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
+        else from[i] = S::In::at(spot<P, RIGHT>(min(mine + i * FV, ALL - LEAST), 0));
         from[i] = S::In::join(from[i], S::In::at(K * t * (ONE ? 2 : RIGHT)));
     }
     float sums[MS][NS][4] = {};
@@ -398,12 +401,12 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     }
     after();
     Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
-    int f1 = f0 + (ONE ? 2 : 8) * t, j1 = j0 + g * WIDE;
+    int f1 = f0 + fiber(t), j1 = j0 + g * WIDE;
     to.set(f1, j1, global);
-    constexpr int PAIR = ONE ? WIDE : 4;
+    constexpr int SIDE = ONE ? WIDE : 4;
 #pragma unroll
     for (int n = 0; n < 2 * NS / (ONE ? 1 : 4); ++n) {
-        int f = ONE ? n / 2 * 8 + n % 2 : n / 2 * 32 + n % 2 * 4;
+        int f = ONE ? n / 2 * 8 + n % 2 : n / 2 * 32 + n % 2 * PAIR;
         if (f1 + f >= ALL) continue;
         if (!LINEAR) {
             to.set(f1 + f, j1, global);
@@ -413,9 +416,9 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
         for (int m = 0; m < (ONE ? 2 * MS / WIDE : 2 * MS); ++m) {
             int j = ONE ? m * 8 * WIDE : m / WIDE * 8 * WIDE + m % WIDE;
             if (S::PADDED > Q && j1 + j >= Q) continue;
-            float part[PAIR];
+            float part[SIDE];
 #pragma unroll
-            for (int e = 0; e < PAIR; ++e)
+            for (int e = 0; e < SIDE; ++e)
                 part[e] = ONE ? sums[(m * WIDE + e) / 2][n / 2][e % 2 * 2 + n % 2] : sums[m / 2][n / 2 * 4 + e][m % 2 * 2 + n % 2];
             to.store(tile, global, f, j, part);
         }
@@ -456,73 +459,80 @@ __device__ constexpr int matrices_bytes(Steps4<Steps...>) {
     return (matrix_bytes<Plan, T, Steps>() + ...);
 }
 
+// f(row, column) of ROWS x COLUMNS, by all threads of a block; the column stays, where it can.
+template <int ROWS, int COLUMNS, int THREADS, class F>
+__device__ __forceinline__ void share(const F& f) {
+    if constexpr (THREADS % COLUMNS == 0) {
+#pragma unroll 4
+        for (int row = threadIdx.x / COLUMNS; row < ROWS; row += THREADS / COLUMNS) f(row, threadIdx.x % COLUMNS);
+    } else {
+#pragma unroll 4
+        for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) f(e / COLUMNS, e % COLUMNS);
+    }
+}
+
+// Numbers of a step's matrix to their place; their small parts lie `apart`.
+template <class Plan, typename M, int N>
+__device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
+    if constexpr (Plan::SPLIT) {
+        Vec<M, N> small;
+#pragma unroll
+        for (int e = 0; e < N; ++e) split_tf32(numbers.v[e], numbers.v[e], small.v[e]);
+        store_vec(to + apart, small);
+    } else if constexpr (Plan::IN_TF32 && sizeof(M) == 4) {
+#pragma unroll
+        for (int e = 0; e < N; ++e) numbers.v[e] = to_tf32(numbers.v[e]);
+    }
+    store_vec(to, numbers);
+}
+
 // Copy a step's matrix, COLUMNS from the first on, to shared memory, with zeros beyond: 16 bytes at once along whichever of its
 // dimensions is contiguous.
 template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
 __device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PADDED, In, Factors...>>::type* to, const Factors4<T>& factors,
                                             int first, Step4<F, C, L, PADDED, In, Factors...>) {
     using S = Step4<F, C, L, PADDED, In, Factors...>;
-    constexpr int U = 16 / sizeof(T), P = S::P;
     using M = typename Matrix<T, S>::type;
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
-    auto put = [&](int k, int j, M value) {
-        if constexpr (Plan::IN_TF32 && sizeof(M) == 4) value = to_tf32(value);
-        M* at = to + place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j);
-        if constexpr (Plan::SPLIT) split_tf32(value, at[0], at[P * PADDED]);
-        else *at = value;
-    };
-    auto put_two = [&](int k, int j, M one, M two) {  // j is even: side by side
-        Vec<M, 2> pair = {one, two};
-        if constexpr (Plan::IN_TF32 && sizeof(M) == 4) pair = {to_tf32(one), to_tf32(two)};
-        M* at = to + place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j);
-        if constexpr (Plan::SPLIT) {
-            Vec<M, 2> small;
-            split_tf32(one, pair.v[0], small.v[0]);
-            split_tf32(two, pair.v[1], small.v[1]);
-            store_vec(at + P * PADDED, small);
-        }
-        store_vec(at, pair);
-    };
+    constexpr int U = 16 / sizeof(T), P = S::P, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
+    constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
+    auto place = [](int k, int j) { return place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j); };
+    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, P * PADDED); };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
-    if (S::COUNT == 1 && COLUMNS % U == 0 && PADDED % 2 == 0 && q == 1 && p % U == 0 && aligned) {
-#pragma unroll 4
-        for (int e = threadIdx.x; e < P * (COLUMNS / U); e += Plan::THREADS) {
-            int k = e / (COLUMNS / U), j = e % (COLUMNS / U) * U;
-            if constexpr (!Plan::TENSOR && PADDED % U == 0) {
-                cp_async_16(shared_address(to + k * PADDED + j), from + k * p + j);
-            } else {
-                Vec<T, U> v = load_vec<T, U>(from + k * p + j);
+    if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
+        if constexpr (BY_ROWS && !Plan::TENSOR) {
+            share<P, COLUMNS / U, THREADS>([&](int k, int i) { cp_async_16(shared_address(to + k * PADDED + i * U), from + k * p + i * U); });
+        } else if constexpr (BY_ROWS) {  // what neighbouring lanes store is contiguous: of all k that an mma takes
+            share<P / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
+                int k = i % 8 * K, j = i / 8 * U;
+                Vec<T, U> rows[K];
+#pragma unroll
+                for (int r = 0; r < K; ++r) rows[r] = load_vec<T, U>(from + (block * (8 * K) + k + r) * p + j);
 #pragma unroll
                 for (int u = 0; u < U; u += 2) {
-                    if constexpr (Plan::TENSOR && PAIRS) {
-                        put(k, j + u, M(v.v[u]));
-                        put(k, j + u + 1, M(v.v[u + 1]));
-                    } else {
-                        put_two(k, j + u, M(v.v[u]), M(v.v[u + 1]));
-                    }
-                }
-            }
-        }
-    } else if (S::COUNT == 1 && P % U == 0 && p == 1 && q % U == 0 && aligned) {
-#pragma unroll 4
-        for (int e = threadIdx.x; e < COLUMNS * (P / U); e += Plan::THREADS) {
-            int k = e / COLUMNS * U, j = e % COLUMNS;
-            Vec<T, U> v = load_vec<T, U>(from + k + j * q);
+                    Vec<M, 2 * K> numbers;
 #pragma unroll
-            for (int u = 0; u < U; ++u) put(k + u, j, M(v.v[u]));
+                    for (int e = 0; e < 2 * K; ++e) numbers.v[e] = M(rows[e % K].v[u + e / K]);
+                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, P * PADDED);
+                }
+            });
         }
+    } else if (BY_COLUMNS && p == 1 && q % U == 0 && aligned) {
+        if constexpr (BY_COLUMNS)
+            share<P / U, COLUMNS, THREADS>([&](int i, int j) {
+                Vec<T, U> v = load_vec<T, U>(from + i * U + j * q);
+#pragma unroll
+                for (int u = 0; u < U; ++u) put_one(i * U + u, j, M(v.v[u]));
+            });
     } else {
-#pragma unroll 4
-        for (int e = threadIdx.x; e < P * COLUMNS; e += Plan::THREADS) {
-            int k = e / COLUMNS, j = e % COLUMNS;
-            if constexpr (S::COUNT == 1) put(k, j, from[k * p + j * q]);
-            else put(k, j, element<N, Factors...>(factors, k, first + j));
-        }
+        share<P, COLUMNS, THREADS>([&](int k, int j) {
+            if constexpr (S::COUNT == 1) put_one(k, j, from[k * p + j * q]);
+            else put_one(k, j, element<N, Factors...>(factors, k, first + j));
+        });
     }
-    constexpr int MORE = PADDED > COLUMNS ? PADDED - COLUMNS : 1;
-    for (int e = threadIdx.x; PADDED > COLUMNS && e < P * MORE; e += Plan::THREADS) put(e / MORE, COLUMNS + e % MORE, M(0.0f));
+    if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
 // The matrices of the steps from factor N on.
