@@ -19,15 +19,14 @@ MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at m
 
 CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
-L2_READ = 0.4  # the time to read from the L2 cache, if that of device memory is 1
+L2_READ = 0.45  # the time to read from the L2 cache, if that of device memory is 1
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
 BETWEEN_US = 5.0  # two launches are slower than the model says of each
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
-MMA_CYCLES = 10  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
-MMA_ISSUE = 6  # of which no other instruction is issued
+MMA_CYCLES = 6  # of 16 x 8 x 8 in TF32, or 16 x 8 x 16, on a quarter of a multiprocessor, which issues nothing else in them
 
 Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in kron_tile.cuh
 FMA: Kind = (0, False)
@@ -203,14 +202,15 @@ def _tiling(
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(registers, 255)), 2048 // threads, 8))
         each = ceil(tiles / target.multiprocessors)
         resident = min(blocks, each)
-        idle = max(1.0, 4 / (busy * resident))  # the arithmetic's latency shows
+        idle = max(1.0, (2 if products else 1) * 4 / (busy * resident))  # the arithmetic's latency shows
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
-        compute = each * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
+        rounds = (each + ceil(each / resident) * resident) / 2  # in the last one blocks may be missing
+        compute = rounds * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
         read, written = numbers * itemsize * coarse * shared_read / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
-        streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
+        streams = resident * read + (compute**6 + hidden**6) ** (1 / 6) + (each * (read + written) - hidden) + resident * written
         alone = ALONE_US if resident == 1 else 0.0
         us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
         yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, products, split, shared, us)
@@ -235,10 +235,11 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         if items > warps or part.padded >= 2 * max(q, 9):
             continue
         if products:
-            issue, waves = f * c / 128 * MMA_CYCLES / (24 if pairs else 8), (f + c) / (64 if pairs else 32)
-            if products == 3:  # sums, x and matrix split, and fetched
-                others = f * c / 32 / _depth(f, p) + f + (0 if split else c) + f / 8 + c / (8 if split else 16) + 6
-                issue, waves = (f * c / 128 * 3 * MMA_ISSUE + others) / 8, waves + (c / 32 if split else 0)
+            others = f / 8 + c / (8 if split else 16) + 6  # fetch
+            if products == 3:  # add, split
+                others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
+            issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
+            waves = (f + (2 if split else 1) * c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
@@ -252,7 +253,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
 
 def _depth(fibers: int, p: int) -> int:
     """Of how many times 8 numbers along k products are added to the sums at once: DEPTH in multiply4_tensor."""
-    return 1 if p % 16 or fibers > 32 else 2
+    return 2 if p >= 64 and p % 16 == 0 and fibers <= 32 else 1
 
 
 def _registers(part: Part, size: int, products: int, p: int) -> int:
