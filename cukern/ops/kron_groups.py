@@ -180,7 +180,8 @@ def _tiling(
         parts.append(writer)
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
-        matrices += -(-p * part.padded * (itemsize if len(piece) == 1 else size) // 16) * 16 * (2 if split else 1)
+        stored = itemsize if len(piece) == 1 and (pairs or not products) else size  # bytes of a number: matrix_t
+        matrices += -(-p * part.padded * stored // 16) * 16 * (2 if split else 1)
         registers = max(registers, _registers(part, size, products, p))
         total, before, right = total // p * q, right, right * q
         if n < len(pieces) - 1:

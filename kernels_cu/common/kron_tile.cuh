@@ -440,23 +440,18 @@ __device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int 
     return value;
 }
 
-// A step's matrix in shared memory: numbers as the factor has them, products of merged ones as they are computed.
-template <typename T, class S>
-struct Matrix {
-    using type = compute_t<T>;
-};
-template <typename T, int F, int C, int L, int PADDED, class In, class One>
-struct Matrix<T, Step4<F, C, L, PADDED, In, One>> {
-    using type = T;
-};
+// A step's matrix in shared memory: numbers as the factor has them, but products of merged ones as they are computed, and what tensor cores
+// take as floats converted once.
+template <class Plan, bool FIRST, typename T, class S>
+using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_pairs<S, T, T>())), T, compute_t<T>>;
 
-template <class Plan, typename T, class S>
+template <class Plan, bool FIRST, typename T, class S>
 __device__ constexpr int matrix_bytes() {
-    return (S::P * S::PADDED * sizeof(typename Matrix<T, S>::type) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
+    return (S::P * S::PADDED * sizeof(matrix_t<Plan, FIRST, T, S>) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
 }
-template <class Plan, typename T, class... Steps>
-__device__ constexpr int matrices_bytes(Steps4<Steps...>) {
-    return (matrix_bytes<Plan, T, Steps>() + ...);
+template <class Plan, typename T, class S, class... Others>
+__device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
+    return matrix_bytes<Plan, true, T, S>() + (0 + ... + matrix_bytes<Plan, false, T, Others>());
 }
 
 // f(row, column) of ROWS x COLUMNS, by all threads of a block; the column stays, where it can.
@@ -489,10 +484,10 @@ __device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
 // Copy a step's matrix, COLUMNS from the first on, to shared memory, with zeros beyond: 16 bytes at once along whichever of its
 // dimensions is contiguous.
 template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
-__device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PADDED, In, Factors...>>::type* to, const Factors4<T>& factors,
-                                            int first, Step4<F, C, L, PADDED, In, Factors...>) {
+__device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first, Step4<F, C, L, PADDED, In, Factors...>) {
     using S = Step4<F, C, L, PADDED, In, Factors...>;
-    using M = typename Matrix<T, S>::type;
+    using M = matrix_t<Plan, N == 0, T, S>;
+    M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
     constexpr int U = 16 / sizeof(T), P = S::P, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
     constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
@@ -539,10 +534,10 @@ __device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PA
 template <class Plan, int N, int RIGHT, typename T, class S, class... Others>
 __device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
     constexpr int COLUMNS = N == 0 ? Plan::COLUMNS : S::Q;
-    load_matrix<Plan, N, RIGHT, COLUMNS>(reinterpret_cast<typename Matrix<T, S>::type*>(to), factors, N == 0 ? slice * COLUMNS : 0, S());
+    load_matrix<Plan, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0, S());
     if constexpr (N == 0) cp_async_commit();  // step 0 waits for these, and for its tile, alone
     if constexpr (sizeof...(Others))
-        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, T, S>(), factors, slice, Steps4<Others...>());
+        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, N == 0, T, S>(), factors, slice, Steps4<Others...>());
 }
 
 // Numbers BEGIN to END of a tile, in the background, and zeros to the end of a unit.
@@ -577,7 +572,7 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
         else if constexpr (LOCAL && (!LAST || S::FETCHED == Plan::Rightmost::FETCHED)) __syncwarp();
         else if constexpr (!LAST || Plan::LOCAL) __syncthreads();
     };
-    const auto* w = reinterpret_cast<const typename Matrix<T, S>::type*>(matrices);
+    const auto* w = reinterpret_cast<const matrix_t<Plan, FIRST, T, S>*>(matrices);
     if constexpr (Plan::TENSOR) multiply4_tensor<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
     else multiply4<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
     if constexpr (!LAST) {
@@ -585,6 +580,6 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
         if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
         if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
         else __syncthreads();
-        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, T, S>(), global, after, late, Steps4<Others...>());
+        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, FIRST, T, S>(), global, after, late, Steps4<Others...>());
     }
 }
