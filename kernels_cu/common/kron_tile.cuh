@@ -71,7 +71,7 @@ struct Plan4 {
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
     static constexpr int PRODUCTS = PRODUCTS_;
     static constexpr long long C = C_;
-    static constexpr bool WHOLE = R == C, TENSOR = PRODUCTS > 0, IN_TF32 = PRODUCTS == 1, SPLIT = SPLIT_, ADDED = ADDED_;
+    static constexpr bool WHOLE = R == C, TENSOR = PRODUCTS > 0, IN_TF32 = PRODUCTS == 1, SPLIT = SPLIT_, BY_LANES = TENSOR && (IN_TF32 || SPLIT), ADDED = ADDED_;
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;
@@ -165,12 +165,18 @@ __device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4]
 template <typename T>
 __device__ __forceinline__ void mma_16_bit(float (&)[4], const unsigned (&)[4], const unsigned (&)[2], T) {}  // never called
 
-// The place of number [k][j] of a step's matrix in shared memory: row by row, or as the lanes of mma_tf32, or of mma_f16 (PAIRS), fetch
-// it as operand a, whose rows are the matrix's columns: a lane's are neighbours, WIDE of them, and so are its k where a fiber's
-// numbers are.
-template <class S, bool TENSOR, bool PAIRS, int RIGHT>
+// What a row of a step's matrix is turned by in shared memory, for lanes of tensor cores that fetch from 4 rows to meet different banks.
+template <class Plan, class S, int RIGHT>
+__device__ constexpr int turn(int k) {
+    return Plan::TENSOR && S::PADDED % 32 == 0 && S::COLUMNS % 32 == 0 ? (RIGHT == 1 ? k / 2 : k) % 4 * 8 : 0;
+}
+
+// The place of number [k][j] of a step's matrix in shared memory: row by row, or (BY_LANES) as the lanes of mma_tf32, or of mma_f16
+// (PAIRS), fetch it as operand a, whose rows are the matrix's columns: a lane's are neighbours, WIDE of them, and so are its k where a
+// fiber's numbers are.
+template <class Plan, class S, bool PAIRS, int RIGHT>
 __device__ __forceinline__ int place_of(int k, int j) {
-    if constexpr (!TENSOR) return k * S::PADDED + j;
+    if constexpr (!Plan::BY_LANES) return k * S::PADDED + (j ^ turn<Plan, S, RIGHT>(k));
     constexpr int WIDE = gcd(S::COLUMNS / 8, 4), K = PAIRS ? 2 : 1;
     int t = RIGHT == 1 ? k % (8 * K) / (2 * K) : k % (4 * K) / K, h = RIGHT == 1 ? k % (2 * K) / K : k % (8 * K) / (4 * K);
     int m = j / (8 * WIDE) * (WIDE / 2) + j % WIDE / 2;
@@ -364,7 +370,7 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
                 }
             }
         };
-        w += (j0 / 16 * 32 + threadIdx.x % 32) * 4;
+        w += Plan::BY_LANES ? (j0 / 16 * 32 + threadIdx.x % 32) * 4 : (ONE ? 2 : 1) * t * S::PADDED + ((j0 + g * WIDE) ^ turn<Plan, S, RIGHT>((ONE ? 2 : 1) * t));
         if constexpr (Plan::PRODUCTS == 3) {
             constexpr int DEPTH = P >= 64 && P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1;  // the fewer numbers are added, the less SGEMM errs
 #pragma unroll 1
@@ -372,14 +378,18 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
                 float x[DEPTH][NS][2];
 #pragma unroll
                 for (int d = 0; d < DEPTH; ++d) fetch(x[d], k0 + 8 * d);
+                Vec<M, WIDE> rows[DEPTH][2];
                 multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
-                    const M* from = w + d * (S::PADDED * 8) + m * 128;
-                    unpack(c, load_vec<M, 4>(from));
                     if constexpr (Plan::SPLIT) {
-                        unpack(small, load_vec<M, 4>(from + P * S::PADDED));
+                        unpack(c, load_vec<M, 4>(w + d * (S::PADDED * 8) + m * 128));
+                        unpack(small, load_vec<M, 4>(w + (P + d * 8) * S::PADDED + m * 128));
                     } else {
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) split_tf32(c[i], c[i], small[i]);
+                        for (int i = 0; i < 4; ++i) {
+                            if (m % (WIDE / 2) == 0 && i % 2 == 0)
+                                rows[d][i / 2] = load_vec<M, WIDE>(w + (d * 8 + i / 2 * (ONE ? 1 : 4)) * S::PADDED + m * 16);
+                            split_tf32(rows[d][i / 2].v[m % (WIDE / 2) * 2 + i % 2], c[i], small[i]);
+                        }
                     }
                 });
                 w += S::PADDED * 8 * DEPTH;
@@ -458,10 +468,10 @@ __device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
 template <int ROWS, int COLUMNS, int THREADS, class F>
 __device__ __forceinline__ void share(const F& f) {
     if constexpr (THREADS % COLUMNS == 0) {
-#pragma unroll 4
+#pragma unroll 8
         for (int row = threadIdx.x / COLUMNS; row < ROWS; row += THREADS / COLUMNS) f(row, threadIdx.x % COLUMNS);
     } else {
-#pragma unroll 4
+#pragma unroll 8
         for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) f(e / COLUMNS, e % COLUMNS);
     }
 }
@@ -491,14 +501,14 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
     constexpr int U = 16 / sizeof(T), P = S::P, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
     constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
-    auto place = [](int k, int j) { return place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j); };
+    auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
     auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, P * PADDED); };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
     if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
-        if constexpr (BY_ROWS && !Plan::TENSOR) {
-            share<P, COLUMNS / U, THREADS>([&](int k, int i) { cp_async_16(shared_address(to + k * PADDED + i * U), from + k * p + i * U); });
+        if constexpr (BY_ROWS && !Plan::BY_LANES) {
+            share<P, COLUMNS / U, THREADS>([&](int k, int i) { cp_async_16(shared_address(to + place(k, i * U)), from + k * p + i * U); });
         } else if constexpr (BY_ROWS) {  // what neighbouring lanes store is contiguous: of all k that an mma takes
             share<P / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
                 int k = i % 8 * K, j = i / 8 * U;
