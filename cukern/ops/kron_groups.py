@@ -28,14 +28,14 @@ BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
 MMA_CYCLES = 6  # of 16 x 8 x 8 in TF32, or 16 x 8 x 16, on a quarter of a multiprocessor, which issues nothing else in them
 
-Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in kron_tile.cuh
+Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in kron_step.cuh
 FMA: Kind = (0, False)
 TENSOR: Kind = (1, False)
 SPLIT: tuple[Kind, ...] = ((3, False), (3, True))
 
 
 class Part(NamedTuple):
-    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of kron_tile.cuh."""
+    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of kron_step.cuh."""
 
     factors: tuple[Step, ...]
     fibers: int
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One launch, as in Plan4 of kron_tile.cuh. No parts: v3's kernel."""
+    """One launch, as in Plan4 of kron_step.cuh. No parts: v3's kernel."""
 
     steps: tuple[Step, ...]
     parts: tuple[Part, ...] = ()
