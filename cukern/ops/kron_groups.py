@@ -182,7 +182,7 @@ def _tiling(
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
         stored = itemsize if len(piece) == 1 and (pairs or not products) else size  # bytes of a number: matrix_t
         matrices += -(-p * part.padded * stored // 16) * 16 * (2 if split else 1)
-        registers = max(registers, _registers(part, size, products, p))
+        registers = max(registers, _registers(part, itemsize, products, p))
         total, before, right = total // p * q, right, right * q
         if n < len(pieces) - 1:
             largest = max(largest, total)
@@ -257,10 +257,12 @@ def _depth(fibers: int, p: int) -> int:
     return 2 if p >= 64 and p % 16 == 0 and fibers <= 32 else 1
 
 
-def _registers(part: Part, size: int, products: int, p: int) -> int:
-    """About how many a thread needs."""
-    sums = part.fibers * part.columns * size // 4 // (32 if products else 1)
-    return sums + 64 + (part.fibers // 2 * _depth(part.fibers, p) + part.fibers // 2 if products == 3 else 0)
+def _registers(part: Part, itemsize: int, products: int, p: int) -> int:
+    """About how many a thread needs, beyond its sums: split numbers; on the FMA units numbers of 16 bits and what they are converted to."""
+    sums = part.fibers * part.columns
+    if products:
+        return sums // 32 + 64 + (part.fibers // 2 * (_depth(part.fibers, p) + 1) if products == 3 else 0)
+    return sums * max(itemsize, 4) // 4 + (96 if itemsize == 2 else 64)
 
 
 def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool, pairs: bool) -> tuple[int, ...]:
