@@ -19,13 +19,14 @@ MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at m
 
 CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
-L2_READ = 0.45  # the time to read from the L2 cache, if that of device memory is 1
+L2_READ = 0.42  # the time to read from the L2 cache, if that of device memory is 1
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
 BETWEEN_US = 5.0  # two launches are slower than the model says of each
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
+FMA_CYCLES = 1.08  # some wait for a bank of registers
 MMA_CYCLES = 6  # of 16 x 8 x 8 in TF32, or 16 x 8 x 16, on a quarter of a multiprocessor, which issues nothing else in them
 
 Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in kron_step.cuh
@@ -203,7 +204,7 @@ def _tiling(
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(registers, 255)), 2048 // threads, 8))
         each = ceil(tiles / target.multiprocessors)
         resident = min(blocks, each)
-        idle = max(1.0, (2 if products else 1) * 4 / (busy * resident))  # the arithmetic's latency shows
+        idle = max(1.0, (4.4 if products else 4) / (busy * resident))  # the arithmetic's latency shows
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
         rounds = (each + ceil(each / resident) * resident) / 2  # in the last one blocks may be missing
         compute = rounds * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
@@ -243,7 +244,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
             waves = (f + (2 if split else 1) * c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
-            issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
+            issue, waves = FMA_CYCLES * f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
         multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
         rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
