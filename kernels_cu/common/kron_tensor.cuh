@@ -67,131 +67,133 @@ __device__ __forceinline__ void multiply_split(float (&sums)[MS][NS][4], float (
     }
 }
 
-// One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the
-// fibers (N). P is a multiple of 8, COLUMNS of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
-//
-// Two fibers that mma_tf32 has side by side, 2 t and 2 t + 1, are neighbours where RIGHT is 1. Else a lane has 4 neighbours, of 4 products,
-// the two are PAIR apart, and four lanes' t are neighbours as far as RIGHT goes, so that what they store together are whole sectors.
-template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
-__device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
-                                                 const After& after) {
-    constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = gcd(S::COLUMNS / 8, 4), MS = S::COLUMNS / 16, NS = S::FIBERS / 8;
-    constexpr bool ONE = RIGHT == 1, LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
-    constexpr bool PAIRS = in_pairs<S, In, M>();
-    constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4, K = PAIRS ? 2 : 1, PAIR = ONE ? 1 : RIGHT >= 32 ? 16 : RIGHT >= 16 ? 8 : 4;
-    auto fiber = [](int t) { return ONE ? 2 * t : PAIR == 16 ? 4 * t : PAIR == 8 ? t % 2 * 4 + t / 2 * 16 : 8 * t; };
-    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int f0 = warp / S::GROUPS * S::FIBERS, j0 = warp % S::GROUPS * S::COLUMNS;
-    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
-    int from[S::FIBERS / FV], mine = f0 + g % 2 * PAIR + fiber(g / 2);
-#pragma unroll
-    for (int i = 0; i < S::FIBERS / FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(mine, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(mine + i * FV, ALL - LEAST), 0));
-        from[i] = S::In::join(from[i], S::In::at(K * t * (ONE ? 2 : RIGHT)));
-    }
-    float sums[MS][NS][4] = {};
-    if constexpr (PAIRS) {
-        w += (j0 / 16 * 32 + threadIdx.x % 32) * 8;
+// Which numbers a lane (g = lane / 4, t = lane % 4) has of what a warp multiplies. Two fibers that mma_tf32 has side by side, 2 t and 2 t + 1,
+// are neighbours where RIGHT is 1. Else a lane has 4 neighbours, of 4 products, the two are PAIR apart, and four lanes' t are neighbours as
+// far as RIGHT goes, so that what they store together are whole sectors.
+template <class S, int RIGHT>
+struct Lanes4 {
+    static constexpr bool ONE = RIGHT == 1;
+    static constexpr int WIDE = gcd(S::COLUMNS / 8, 4), MS = S::COLUMNS / 16, NS = S::FIBERS / 8;
+    static constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4, PAIR = ONE ? 1 : RIGHT >= 32 ? 16 : RIGHT >= 16 ? 8 : 4;
+
+    __device__ static constexpr int fiber(int t) { return ONE ? 2 * t : PAIR == 16 ? 4 * t : PAIR == 8 ? t % 2 * 4 + t / 2 * 16 : 8 * t; }
+};
+
+// sums += the products of `count` 16-bit numbers of each fiber, as they are.
+template <class S, int RIGHT, int MS, int NS, int FROM, typename In>
+__device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const In* w, int count) {
 #pragma unroll 2
-        for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 16) {
-            unsigned x[NS][2], c[MS][4];
+    for (int k0 = 0; k0 < count; k0 += 16) {
+        unsigned x[NS][2], c[MS][4];
 #pragma unroll
-            for (int i = 0; i < S::FIBERS / FV; ++i) {
-                int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
-                if constexpr (ONE) {
-                    Vec<In, 4> v = load_vec<In, 4>(source + at);
-                    x[i][0] = pair_of(v.v[0], v.v[1]);
-                    x[i][1] = pair_of(v.v[2], v.v[3]);
-                } else {
+        for (int i = 0; i < FROM; ++i) {
+            int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
+            if constexpr (RIGHT == 1) {
+                Vec<In, 4> v = load_vec<In, 4>(source + at);
+                x[i][0] = pair_of(v.v[0], v.v[1]);
+                x[i][1] = pair_of(v.v[2], v.v[3]);
+            } else {
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        Vec<In, 4> even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
-                        Vec<In, 4> odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
+                for (int h = 0; h < 2; ++h) {
+                    Vec<In, 4> even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
+                    Vec<In, 4> odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = pair_of(even.v[e], odd.v[e]);
-                    }
+                    for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = pair_of(even.v[e], odd.v[e]);
                 }
             }
-#pragma unroll
-            for (int m = 0; m < MS; ++m) {
-                Vec<unsigned, 4> v = load_vec<unsigned, 4>(reinterpret_cast<const unsigned*>(w + m * 256));
-#pragma unroll
-                for (int e = 0; e < 4; ++e) c[m][e] = v.v[e];
-            }
-            w += S::PADDED * 16;
-#pragma unroll
-            for (int m = 0; m < MS; ++m)
-#pragma unroll
-                for (int n = 0; n < NS; ++n) mma_16_bit(sums[m][n], c[m], x[n], In());
         }
-    } else {
-        auto number = [](In v) { return Plan::IN_TF32 && sizeof(In) == 4 && AHEAD < (1 << 30) ? to_tf32(load_as(v)) : load_as(v); };
-        auto fetch = [&](float(&x)[NS][2], int k) {
 #pragma unroll
-            for (int i = 0; i < S::FIBERS / FV; ++i) {
-                int at = S::In::join(from[i], S::In::at(k * RIGHT));
-                if constexpr (ONE) {
-                    Vec<In, 2> v = load_vec<In, 2>(source + at);
-                    x[i][0] = number(v.v[0]);
-                    x[i][1] = number(v.v[1]);
-                } else {
+        for (int m = 0; m < MS; ++m) {
+            Vec<unsigned, 4> v = load_vec<unsigned, 4>(reinterpret_cast<const unsigned*>(w + m * 256));
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
+            for (int e = 0; e < 4; ++e) c[m][e] = v.v[e];
+        }
+        w += S::PADDED * 16;
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
-                    }
-                }
-            }
-        };
-        w += Plan::BY_LANES ? (j0 / 16 * 32 + threadIdx.x % 32) * 4 : (ONE ? 2 : 1) * t * S::PADDED + ((j0 + g * WIDE) ^ turn<Plan, S, RIGHT>((ONE ? 2 : 1) * t));
-        if constexpr (Plan::PRODUCTS == 3) {
-            constexpr int DEPTH = P >= 64 && P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1;  // the fewer numbers are added, the less SGEMM errs
-#pragma unroll 1
-            for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8 * DEPTH) {
-                float x[DEPTH][NS][2];
+        for (int m = 0; m < MS; ++m)
 #pragma unroll
-                for (int d = 0; d < DEPTH; ++d) fetch(x[d], k0 + 8 * d);
-                Vec<M, WIDE> rows[DEPTH][2];
-                multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
-                    if constexpr (Plan::SPLIT) {
-                        unpack(c, load_vec<M, 4>(w + d * (S::PADDED * 8) + m * 128));
-                        unpack(small, load_vec<M, 4>(w + (P + d * 8) * S::PADDED + m * 128));
-                    } else {
+            for (int n = 0; n < NS; ++n) mma_16_bit(sums[m][n], c[m], x[n], In());
+    }
+}
+
+// A lane's 8 numbers along k, from k on, of a warp's fibers; ROUND: to TF32.
+template <class S, int RIGHT, bool ROUND, int NS, int FROM, typename In>
+__device__ __forceinline__ void fetch_fibers(float (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
+    auto number = [](In v) { return ROUND ? to_tf32(load_as(v)) : load_as(v); };
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            if (m % (WIDE / 2) == 0 && i % 2 == 0)
-                                rows[d][i / 2] = load_vec<M, WIDE>(w + (d * 8 + i / 2 * (ONE ? 1 : 4)) * S::PADDED + m * 16);
-                            split_tf32(rows[d][i / 2].v[m % (WIDE / 2) * 2 + i % 2], c[i], small[i]);
-                        }
-                    }
-                });
-                w += S::PADDED * 8 * DEPTH;
-            }
+    for (int i = 0; i < FROM; ++i) {
+        int at = S::In::join(from[i], S::In::at(k * RIGHT));
+        if constexpr (RIGHT == 1) {
+            Vec<In, 2> v = load_vec<In, 2>(source + at);
+            x[i][0] = number(v.v[0]);
+            x[i][1] = number(v.v[1]);
         } else {
-#pragma unroll 2
-            for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8) {
-                float x[NS][2], c[MS][4];
-                fetch(x, k0);
 #pragma unroll
-                for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<M, 4>(w + m * 128));
-                w += S::PADDED * 8;
+            for (int h = 0; h < 2; ++h) {
+                Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
 #pragma unroll
-                for (int m = 0; m < MS; ++m)
-#pragma unroll
-                    for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
+                for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
             }
         }
     }
-    after();
+}
+
+// sums += the products of `count` numbers of each fiber, in TF32.
+template <class S, int RIGHT, bool ROUND, int MS, int NS, int FROM, typename In>
+__device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const float* w, int count) {
+#pragma unroll 2
+    for (int k0 = 0; k0 < count; k0 += 8) {
+        float x[NS][2], c[MS][4];
+        fetch_fibers<S, RIGHT, ROUND>(x, source, from, k0);
+#pragma unroll
+        for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<float, 4>(w + m * 128));
+        w += S::PADDED * 8;
+#pragma unroll
+        for (int m = 0; m < MS; ++m)
+#pragma unroll
+            for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
+    }
+}
+
+// The same of split numbers. The fewer numbers are added, the less SGEMM errs, and the fewer are added here before they are rounded.
+template <class S, int RIGHT, bool SPLIT, int MS, int NS, int FROM>
+__device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w, int count) {
+    constexpr int DEPTH = S::P >= 64 && S::P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1, WIDE = Lanes4<S, RIGHT>::WIDE;
+#pragma unroll 1
+    for (int k0 = 0; k0 < count; k0 += 8 * DEPTH) {
+        float x[DEPTH][NS][2];
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) fetch_fibers<S, RIGHT, false>(x[d], source, from, k0 + 8 * d);
+        Vec<float, WIDE> rows[DEPTH][2];
+        multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
+            if constexpr (SPLIT) {
+                unpack(c, load_vec<float, 4>(w + d * (S::PADDED * 8) + m * 128));
+                unpack(small, load_vec<float, 4>(w + (S::P + d * 8) * S::PADDED + m * 128));
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (m % (WIDE / 2) == 0 && i % 2 == 0)
+                        rows[d][i / 2] = load_vec<float, WIDE>(w + (d * 8 + i / 2 * (RIGHT == 1 ? 1 : 4)) * S::PADDED + m * 16);
+                    split_tf32(rows[d][i / 2].v[m % (WIDE / 2) * 2 + i % 2], c[i], small[i]);
+                }
+            }
+        });
+        w += S::PADDED * 8 * DEPTH;
+    }
+}
+
+// Store a warp's sums, of fibers from f0 and columns from j0 on.
+template <class Plan, class S, int Q, int RIGHT, int ALL, class Out, bool LAST, int MS, int NS, typename T>
+__device__ __forceinline__ void store_tensor(const float (&sums)[MS][NS][4], float* tile, const Global4<T>& global, int f0, int j0) {
+    using Lanes = Lanes4<S, RIGHT>;
+    constexpr bool ONE = Lanes::ONE, LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
+    constexpr int WIDE = Lanes::WIDE, SIDE = ONE ? WIDE : 4;
     Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
-    int f1 = f0 + fiber(t), j1 = j0 + g * WIDE;
+    int f1 = f0 + Lanes::fiber(threadIdx.x % 4), j1 = j0 + threadIdx.x % 32 / 4 * WIDE;
     to.set(f1, j1, global);
-    constexpr int SIDE = ONE ? WIDE : 4;
 #pragma unroll
     for (int n = 0; n < 2 * NS / (ONE ? 1 : 4); ++n) {
-        int f = ONE ? n / 2 * 8 + n % 2 : n / 2 * 32 + n % 2 * PAIR;
+        int f = n / 2 * Lanes::FV + n % 2 * Lanes::PAIR;
         if (f1 + f >= ALL) continue;
         if (!LINEAR) {
             to.set(f1 + f, j1, global);
@@ -208,4 +210,32 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
             to.store(tile, global, f, j, part);
         }
     }
+}
+
+// One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the
+// fibers (N). P is a multiple of 8, COLUMNS of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
+template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
+__device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
+                                                 const After& after) {
+    using Lanes = Lanes4<S, RIGHT>;
+    constexpr int P = S::P, ALL = LEFT * RIGHT;
+    constexpr bool LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0, PAIRS = in_pairs<S, In, M>();
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = t * (RIGHT == 1 ? 2 : 1);  // of the matrix
+    int f0 = warp / S::GROUPS * S::FIBERS, j0 = warp % S::GROUPS * S::COLUMNS, count = f0 < ALL ? P : 0;
+    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
+    int from[S::FIBERS / Lanes::FV], mine = f0 + g % 2 * Lanes::PAIR + Lanes::fiber(g / 2);
+#pragma unroll
+    for (int i = 0; i < S::FIBERS / Lanes::FV; ++i) {
+        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(mine, 0)), S::In::at(spot<P, RIGHT>(i * Lanes::FV, 0)));
+        else from[i] = S::In::at(spot<P, RIGHT>(min(mine + i * Lanes::FV, ALL - Lanes::LEAST), 0));
+        from[i] = S::In::join(from[i], S::In::at((PAIRS ? 2 : 1) * row * RIGHT));
+    }
+    if (Plan::BY_LANES) w += (j0 / 16 * 32 + threadIdx.x % 32) * (PAIRS ? 8 : 4);
+    else w += row * S::PADDED + ((j0 + g * Lanes::WIDE) ^ turn<Plan, S, RIGHT>(row));
+    float sums[Lanes::MS][Lanes::NS][4] = {};
+    if constexpr (PAIRS) multiply_pairs<S, RIGHT>(sums, source, from, w, count);
+    else if constexpr (Plan::PRODUCTS == 3) multiply_three<S, RIGHT, Plan::SPLIT>(sums, source, from, w, count);
+    else multiply_tf32<S, RIGHT, sizeof(In) == 4 && AHEAD < (1 << 30)>(sums, source, from, w, count);
+    after();
+    store_tensor<Plan, S, Q, RIGHT, ALL, Out, LAST>(sums, tile, global, f0, j0);
 }
