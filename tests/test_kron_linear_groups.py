@@ -53,6 +53,13 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is v3's"
 
 
+def test_sums_of_few_numbers_are_not_split():
+    for sizes in (((16, 16),) * 4, ((2, 2),) * 16, ((128, 128), (16, 16))):
+        assert all(not g.products for g in kron_groups.groups(sizes, 1024, Target(4, 132, 226 << 10)))
+    for sizes in (((128, 128),) * 2, ((32, 32),) * 3, ((64, 64),) * 3):
+        assert all(g.products == 3 for g in kron_groups.groups(sizes, 1024, Target(4, 132, 226 << 10)))
+
+
 def test_tiny_factors_are_merged():
     (group,) = kron_groups.groups(((2, 2),) * 8, 4096, Target(4, 132, 226 << 10))
     assert len(group.parts) < len(group.steps) == 8
@@ -168,7 +175,7 @@ def test_a_factor_that_no_block_holds(device, monkeypatch):
 
 @kernels
 def test_float32_is_tf32_where_torchs_switch_says_so(device):
-    x, ws = draw(3, ((64, 64), (64, 64)), device, torch.float32)
+    x, ws = draw(128, ((128, 128),), device, torch.float32)  # where TF32 pays on two multiprocessors, and on 132
     exact, errors = dense(x.double(), [w.double() for w in ws]), []
     before = torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):

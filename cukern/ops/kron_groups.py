@@ -26,13 +26,13 @@ BETWEEN_US = 5.0  # two launches are slower than the model says of each
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
-FMA_CYCLES = 1.08  # some wait for a bank of registers
 MMA_CYCLES = 6  # of 16 x 8 x 8 in TF32, or 16 x 8 x 16, on a quarter of a multiprocessor, which issues nothing else in them
 
 Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in kron_step.cuh
 FMA: Kind = (0, False)
 TENSOR: Kind = (1, False)
 SPLIT: tuple[Kind, ...] = ((3, False), (3, True))
+LEAST_SPLIT = 32  # numbers in a sum of split products: of 16 SGEMM rounds so seldom that their error is 1.3 times its own, of 32 1.1 times
 
 
 class Part(NamedTuple):
@@ -124,7 +124,9 @@ def _end_of_run(order: Sequence[Step], first: int) -> int:
 def fastest(run: Sequence[Step], rows: int, target: Target) -> Group | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
-    found = min([g for kind in kinds for g in tilings(run, rows, target, kind)], key=lambda g: (g.us, g.products), default=None)
+    made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
+    exact = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
+    found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if found or len(run) > 1:
         return found
     work = rows * run[0].left * run[0].p * run[0].q * run[0].right
@@ -206,13 +208,15 @@ def _tiling(
         resident = min(blocks, each)
         idle = max(1.0, (4.4 if products else 4) / (busy * resident))  # the arithmetic's latency shows
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
-        rounds = (each + ceil(each / resident) * resident) / 2  # in the last one blocks may be missing
-        compute = rounds * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
+        # As measured on tensor cores: a multiprocessor whose last blocks are fewer is idle, and of two times near each other both show.
+        turns = (each + ceil(each / resident) * resident) / 2 if products else each
+        compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
         read, written = numbers * itemsize * coarse * shared_read / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
-        streams = resident * read + (compute**6 + hidden**6) ** (1 / 6) + (each * (read + written) - hidden) + resident * written
+        longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
+        streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
         alone = ALONE_US if resident == 1 else 0.0
         us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
         yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, products, split, shared, us)
@@ -244,7 +248,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
             waves = (f + (2 if split else 1) * c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
-            issue, waves = FMA_CYCLES * f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
+            issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
         multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
         rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
