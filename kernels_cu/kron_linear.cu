@@ -10,23 +10,26 @@
 //  version  idea
 //  v3       a factor a launch: a GEMM whose rows are fibers, read from and written to their places
 //  v4       a group of neighbouring factors a launch: a tile of the array stays in shared memory from the first to the last;
-//           compiled for the factors' sizes, with 16-bit types (and TF32) on tensor cores
+//           compiled for the factors' sizes, with 16-bit types (and TF32, and float as split numbers) on tensor cores
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors        float: v2       v3    v4            bfloat16: v2    v4
-//     32 x (128, 128)       16 (60)         46    10.6 (60)     6.8 (33)        8.5 (43)
-//     1024 x 8^5            1308 (4588)     1636  107 (1168)    771 (2102)      115 (853)
-//     16 x 8^7              1832 (6152)     2308  157 (1794)    1075 (2699)     168 (1379)
-//     1024 x 16^4           1351 (4663)     4950  312 (2009)    533 (1833)      259 (1342)
-//     1024 x 32^3           380 (1876)      1500  180 (1008)    133 (604)       90 (535)
-//     16 x 64^3             60 (221)        158   50 (248)      19 (79)         28 (143)
-//     1024 x (64, 64)       41 (171)        108   32 (149)      13 (77)         17 (82)
-//     1024 x (128, 128)     235 (804)       806   226 (862)     41 (237)        75 (249)
-//     4096 x (32, 32)       34 (178)        119   21 (117)      14 (81)         12 (69)
-//     16 x 2^16             605 (2540)      356   14.3 (1580)   415 (2272)      14 (2304)
+//     32 x (128, 128)       16 (60)         46    8.3 (60)      6.6 (33)        6.8 (43)
+//     1024 x 8^5            1308 (4588)     1636  105 (1168)    776 (2102)      107 (853)
+//     16 x 8^7              1832 (6152)     2308  157 (1794)    1090 (2699)     158 (1379)
+//     1024 x 16^4           1351 (4663)     4950  312 (2009)    542 (1833)      179 (1342)
+//     1024 x 32^3           380 (1876)      1500  154 (1008)    134 (604)       62 (535)
+//     16 x 64^3             60 (221)        158   38 (248)      19 (79)         20 (143)
+//     1024 x (64, 64)       41 (171)        108   24 (149)      13 (77)         11.5 (82)
+//     1024 x (128, 128)     235 (804)       806   153 (862)     43 (237)        51 (249)
+//     4096 x (32, 32)       34 (178)        119   16 (117)      14 (81)         7.6 (69)
+//     16 x 2^16             605 (2540)      356   14.3 (1580)   418 (2272)      10 (2304)
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves
-// (130), copies past L1 and the distance C at compile time (113), the late loads before the stores (107). What did not: 8 x 16 sums
-// a thread; two slices of a row of 8^5. Its backward's time goes to the gradients of the factors, at half the speed of the FMA units.
+// (130), copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores
+// (1024 x (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3
+// from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6). What did not: 8 x 16 sums
+// a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB). Its
+// backward's time goes to the gradients of the factors, at half the speed of the FMA units.
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
@@ -214,7 +217,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     using In = typename Plan::Rightmost::In;
     extern __shared__ uint4 dynamic[];
     char* matrices = reinterpret_cast<char*>(dynamic);
-    T* stage = reinterpret_cast<T*>(matrices + matrices_bytes<T>(typename Plan::List()));
+    T* stage = reinterpret_cast<T*>(matrices + matrices_bytes<Plan, T>(typename Plan::List()));
     F* tile = reinterpret_cast<F*>(stage + (Plan::AHEAD * sizeof(T) + 15) / 16 * 16 / sizeof(T));
     Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
                            {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},

@@ -11,7 +11,7 @@ from test_kron_linear import close, dense, draw
 
 import cukern
 from cukern.ops import kron_groups, kron_quick, kron_versions
-from cukern.ops.kron_groups import MOST, MOST_WARPS, Group, Target
+from cukern.ops.kron_groups import FMA, MOST, MOST_WARPS, SPLIT, TENSOR, Group, Target
 from cukern.ops.kron_plan import steps
 from cukern.ops.kron_versions import PLAIN, launch_group, prepare
 from cukern.runtime import backend
@@ -53,6 +53,13 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is v3's"
 
 
+def test_sums_of_few_numbers_are_not_split():
+    for sizes in (((16, 16),) * 4, ((2, 2),) * 16, ((128, 128), (16, 16))):
+        assert all(not g.products for g in kron_groups.groups(sizes, 1024, Target(4, 132, 226 << 10)))
+    for sizes in (((128, 128),) * 2, ((32, 32),) * 3, ((64, 64),) * 3):
+        assert all(g.products == 3 for g in kron_groups.groups(sizes, 1024, Target(4, 132, 226 << 10)))
+
+
 def test_tiny_factors_are_merged():
     (group,) = kron_groups.groups(((2, 2),) * 8, 4096, Target(4, 132, 226 << 10))
     assert len(group.parts) < len(group.steps) == 8
@@ -70,12 +77,12 @@ def forget_plans() -> None:
         function.cache_clear()
 
 
-def tilings(sizes, first, count, rows, target) -> list[Group]:
+def tilings(sizes, first, count, rows, target, kind) -> list[Group]:
     """Tilings of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
     run = steps(sizes)[first : first + count]
     assert kron_groups._end_of_run(steps(sizes), first) >= first + count
     kinds: dict[object, Group] = {}
-    for g in kron_groups.tilings(run, rows, target):
+    for g in kron_groups.tilings(run, rows, target, kind):
         numbers = g.L * g.R * prod(s.p for s in run)
         merged = max(len(part.factors) for part in g.parts) > 1
         groups = any(part.padded > part.wide for part in g.parts)
@@ -83,20 +90,26 @@ def tilings(sizes, first, count, rows, target) -> list[Group]:
     return list(kinds.values())
 
 
-CASES = [
-    (((3, 5), (16, 24)), 0, 2, 5, torch.float32),  # slices; rows that do not fill the last tile
-    (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32),  # an array [..][21], which no power of two divides
-    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32),  # merged; steps that need no barrier of the block
-    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.bfloat16),
-    (((16, 16), (32, 32)), 0, 2, 3, torch.bfloat16),
-    (((16, 16), (32, 32)), 1, 1, 3, torch.bfloat16),  # a tile of some of the numbers to the right
-    (((3, 3), (33, 17), (5, 5)), 1, 1, 2, torch.float16),  # one factor in the middle
+CASES = [  # sizes, first step, count, rows, dtype, kind
+    (((3, 5), (16, 24)), 0, 2, 5, torch.float32, FMA),  # slices; rows that do not fill the last tile
+    (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32, FMA),  # an array [..][21], which no power of two divides
+    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, FMA),  # merged; steps that need no barrier of the block
+    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, SPLIT[0]),
+    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, SPLIT[1]),
+    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.bfloat16, TENSOR),
+    (((16, 16), (32, 32)), 0, 2, 3, torch.float32, SPLIT[0]),
+    (((16, 16), (32, 32)), 0, 2, 3, torch.float32, SPLIT[1]),
+    (((16, 16), (32, 32)), 0, 2, 3, torch.bfloat16, TENSOR),
+    (((16, 16), (32, 32)), 1, 1, 3, torch.float32, SPLIT[0]),  # a tile of some of the numbers to the right
+    (((16, 16), (32, 32)), 1, 1, 3, torch.float32, SPLIT[1]),
+    (((16, 16), (32, 32)), 1, 1, 3, torch.bfloat16, TENSOR),
+    (((3, 3), (33, 17), (5, 5)), 1, 1, 2, torch.float16, FMA),  # one factor in the middle
 ]
 
 
 @kernels
-@pytest.mark.parametrize("sizes, first, count, rows, dtype", CASES)
-def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
+@pytest.mark.parametrize("sizes, first, count, rows, dtype, kind", CASES)
+def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype, kind):
     order = steps(sizes)
     before = {s.factor for s in order[:first]}
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
@@ -105,13 +118,34 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
     inside = {s.factor for s in order[first : first + count]}
     wide = [w.double() if i in inside else torch.eye(n, device=device).double() for i, (w, n) in enumerate(zip(ws, now, strict=True))]
     exact = dense(x.double(), wide)
-    found = tilings(sizes, first, count, rows, Target(dtype.itemsize, 132, 226 << 10, dtype.itemsize == 2))
-    if not found:
-        found = tilings(sizes, first, count, rows, Target(dtype.itemsize, 132, 226 << 10))
+    found = tilings(sizes, first, count, rows, Target(dtype.itemsize, 132, 226 << 10), kind)
+    assert found
     with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
         results = [launch_group(prepare(group, rows, dtype, x.get_device()), x, ws, PLAIN) for group in found]
     for y in results:
         assert float((y.double() - exact).abs().max() / exact.abs().max()) < 4 * torch.finfo(dtype).eps
+
+
+@kernels
+@pytest.mark.parametrize("special", (None, float("inf"), float("nan")))
+def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, special):
+    """As on the FMA units: no difference of infinities, and nothing that TF32 would round to infinity. Below 2^-112 bits are lost."""
+    sizes, largest = ((16, 16), (32, 32)), torch.finfo(torch.float32).max
+    x, ws = draw(7, sizes, device, torch.float32)
+    for row, value in enumerate((largest, -largest, float("inf"), float("-inf"), float("nan"))):
+        x[row, 7 * row] = value
+    x[5:] *= torch.tensor([2.0**-108, 2.0**-124], device=device)[:, None]
+    ws = [w / w.abs().sum(0) for w in ws]  # so that the largest stay finite
+    if special is not None:
+        ws[1][3, 5] = special
+    for count in (1, 2):
+        run = [next(kron_groups.tilings(steps(sizes)[:count], 7, Target(4, 132, 226 << 10), kind)) for kind in (FMA, *SPLIT)]
+        with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
+            fma, *split = (launch_group(prepare(group, 7, x.dtype, x.get_device()), x, ws, PLAIN) for group in run)
+        for y in split:
+            for a, b in zip(fma, y, strict=True):
+                most = float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
+                assert torch.allclose(a, b, rtol=1e-6, atol=1e-6 * most + 2.0**-134, equal_nan=True)
 
 
 @kernels
@@ -141,7 +175,7 @@ def test_a_factor_that_no_block_holds(device, monkeypatch):
 
 @kernels
 def test_float32_is_tf32_where_torchs_switch_says_so(device):
-    x, ws = draw(3, ((64, 64), (64, 64)), device, torch.float32)
+    x, ws = draw(128, ((128, 128),), device, torch.float32)  # where TF32 pays on two multiprocessors, and on 132
     exact, errors = dense(x.double(), [w.double() for w in ws]), []
     before = torch.get_float32_matmul_precision()
     for precision in ("highest", "high"):

@@ -19,18 +19,24 @@ MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at m
 
 CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
-L2_READ = 0.4  # the time to read from the L2 cache, if that of device memory is 1
+L2_READ = 0.42  # the time to read from the L2 cache, if that of device memory is 1
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
 BETWEEN_US = 5.0  # two launches are slower than the model says of each
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
-MMA_CYCLES = 10  # of 16 x 8 x 8 in TF32, on a quarter of a multiprocessor
+MMA_CYCLES = 6  # of 16 x 8 x 8 in TF32, or 16 x 8 x 16, on a quarter of a multiprocessor, which issues nothing else in them
+
+Kind = tuple[int, bool]  # PRODUCTS and SPLIT of Plan4 in kron_step.cuh
+FMA: Kind = (0, False)
+TENSOR: Kind = (1, False)
+SPLIT: tuple[Kind, ...] = ((3, False), (3, True))
+LEAST_SPLIT = 32  # numbers in a sum of split products: of 16 SGEMM rounds so seldom that their error is 1.3 times its own, of 32 1.1 times
 
 
 class Part(NamedTuple):
-    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of kron_tile.cuh."""
+    """One step of a launch: neighbouring factors, the rightmost first, multiplied as one matrix. The rest as in Step4 of kron_step.cuh."""
 
     factors: tuple[Step, ...]
     fibers: int
@@ -51,7 +57,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One launch, as in Plan4 of kron_tile.cuh. No parts: v3's kernel."""
+    """One launch, as in Plan4 of kron_step.cuh. No parts: v3's kernel."""
 
     steps: tuple[Step, ...]
     parts: tuple[Part, ...] = ()
@@ -62,19 +68,20 @@ class Group(NamedTuple):
     bytes: int = 0
     ahead: int = 0
     slices: int = 1
-    tensor: bool = False
+    products: int = 0
+    split: bool = False
     shared: int = 0  # bytes
     us: float = 0.0
 
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; `added`: with a bias or a residual."""
         tile = self.L, self.R, self.steps[0].right, self.bytes, self.ahead, self.slices
-        return f"Plan4<{text(self.threads, self.blocks, *tile, self.tensor, added, *[p.template for p in self.parts])}>"
+        return f"Plan4<{text(self.threads, self.blocks, *tile, self.products, self.split, added, *[p.template for p in self.parts])}>"
 
 
 class Target(NamedTuple):
     """What a plan is made for: numbers of `itemsize` bytes at addresses that are multiples of `aligned`; a GPU's multiprocessors, and
-    the shared memory of a block; tensor cores or not."""
+    the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are."""
 
     itemsize: int
     multiprocessors: int
@@ -116,15 +123,17 @@ def _end_of_run(order: Sequence[Step], first: int) -> int:
 @functools.lru_cache(4096)
 def fastest(run: Sequence[Step], rows: int, target: Target) -> Group | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
-    kinds = {target, target._replace(tensor=False)}
-    found = min([g for kind in kinds for g in tilings(run, rows, kind)], key=lambda g: (g.us, g.tensor), default=None)
+    kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
+    made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
+    exact = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
+    found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if found or len(run) > 1:
         return found
     work = rows * run[0].left * run[0].p * run[0].q * run[0].right
     return Group(tuple(run), us=LAUNCH_US + work / (target.multiprocessors * 40 * CYCLES_US))
 
 
-def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
+def tilings(run: Sequence[Step], rows: int, target: Target, kind: Kind) -> Iterator[Group]:
     C, P = run[0].right, prod(s.p for s in run)
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
@@ -133,8 +142,8 @@ def tilings(run: Sequence[Step], rows: int, target: Target) -> Iterator[Group]:
     tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         q = prod(s.q for s in parts[0])
-        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if target.tensor else 4) * slices) == 0):
-            yield from _tiling(parts, rows, target, L, R, slices, warps)
+        if L * R * P <= 1 << 17 and (slices == 1 or q % ((16 if kind[0] else 4) * slices) == 0):
+            yield from _tiling(parts, rows, target, kind, L, R, slices, warps)
 
 
 def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
@@ -149,9 +158,11 @@ def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
     return tuple(pieces)
 
 
-def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: int, R: int, slices: int, warps: int) -> Iterator[Group]:
+def _tiling(
+    pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, kind: Kind, L: int, R: int, slices: int, warps: int
+) -> Iterator[Group]:
     """The launches of a tile and a number of warps: with as much of the next tile fetched ahead as there is room for, and with none."""
-    size, itemsize = max(target.itemsize, 4), target.itemsize
+    size, itemsize, (products, split) = max(target.itemsize, 4), target.itemsize, kind
     run = [s for piece in pieces for s in piece]
     A, C, P = rows * run[-1].left, run[0].right, prod(s.p for s in run)
     numbers = total = L * R * P
@@ -162,18 +173,19 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
         pairs = n == 0 and itemsize == 2 and len(piece) == 1 and p % 16 == 0  # multiplied as they are: in_pairs
-        chosen = _config(total // p, p, q, right, size, warps, target.tensor, pairs)
+        chosen = _config(total // p, p, q, right, size, warps, kind, pairs)
         if chosen is None:
             return
         part, issued, waves = chosen
         busy = max(busy, ceil(total // p / (part.fibers * part.lanes)) * (part.padded // part.wide))
-        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, target.tensor, pairs)
+        layout = _layout(p, right, writer, before, total, itemsize if n == 0 else size, products > 0, pairs)
         writer = part._replace(factors=piece, layout=layout)
         parts.append(writer)
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
-        matrices += -(-p * part.padded * (itemsize if len(piece) == 1 else size) // 16) * 16
-        registers = max(registers, part.fibers * part.columns * size // 4 // (32 if target.tensor else 1) + 64)
+        stored = itemsize if len(piece) == 1 and (pairs or not products) else size  # bytes of a number: matrix_t
+        matrices += -(-p * part.padded * stored // 16) * 16 * (2 if split else 1)
+        registers = max(registers, _registers(part, itemsize, products, p))
         total, before, right = total // p * q, right, right * q
         if n < len(pieces) - 1:
             largest = max(largest, total)
@@ -194,24 +206,27 @@ def _tiling(pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, L: in
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(registers, 255)), 2048 // threads, 8))
         each = ceil(tiles / target.multiprocessors)
         resident = min(blocks, each)
-        idle = max(1.0, 4 / (busy * resident))  # the arithmetic's latency shows
+        idle = max(1.0, (4.4 if products else 4) / (busy * resident))  # the arithmetic's latency shows
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
-        compute = each * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
+        # As measured on tensor cores: a multiprocessor whose last blocks are fewer is idle, and of two times near each other both show.
+        turns = (each + ceil(each / resident) * resident) / 2 if products else each
+        compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
         read, written = numbers * itemsize * coarse * shared_read / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
-        streams = resident * read + max(compute, hidden) + (each * (read + written) - hidden) + resident * written
+        longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
+        streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
         alone = ALONE_US if resident == 1 else 0.0
         us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
-        yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, target.tensor, shared, us)
+        yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, products, split, shared, us)
 
 
 @functools.lru_cache(1 << 14)
-def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tensor: bool, pairs: bool) -> tuple[Part, float, float] | None:
+def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind: Kind, pairs: bool) -> tuple[Part, float, float] | None:
     """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
-    best = None
-    if tensor:
+    best, (products, split) = None, kind
+    if products:
         if p % 8 or q % 8 or (right > 1 and right % 4):
             return None
         least = 8 if right == 1 else 32
@@ -225,17 +240,34 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, tens
         items = ceil(fibers / (f * lanes)) * groups
         if items > warps or part.padded >= 2 * max(q, 9):
             continue
-        if tensor:
-            issue, waves = f * c / 128 * MMA_CYCLES / (24 if pairs else 8), (f + c) / (64 if pairs else 32)
+        if products:
+            others = f / 8 + c / (8 if split else 16) + 6  # fetch
+            if products == 3:  # add, split
+                others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
+            issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
+            waves = (f + (2 if split else 1) * c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
-            issue, waves = (f * c * size / 4) + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
+            issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
         multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
         rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
+
+
+def _depth(fibers: int, p: int) -> int:
+    """Of how many times 8 numbers along k products are added to the sums at once: DEPTH in multiply4_tensor."""
+    return 2 if p >= 64 and p % 16 == 0 and fibers <= 32 else 1
+
+
+def _registers(part: Part, itemsize: int, products: int, p: int) -> int:
+    """About how many a thread needs, beyond its sums: split numbers; on the FMA units numbers of 16 bits and what they are converted to."""
+    sums = part.fibers * part.columns
+    if products:
+        return sums // 32 + 64 + (part.fibers // 2 * (_depth(part.fibers, p) + 1) if products == 3 else 0)
+    return sums * max(itemsize, 4) // 4 + (96 if itemsize == 2 else 64)
 
 
 def _layout(p: int, right: int, writer: Part | None, before: int, total: int, size: int, tensor: bool, pairs: bool) -> tuple[int, ...]:
@@ -245,11 +277,19 @@ def _layout(p: int, right: int, writer: Part | None, before: int, total: int, si
         return 3, 0, 3, 0, v
     read, written = (3, 0), (3, 0)
     if tensor:
-        read = spread(0, p // v, 3) if right == 1 and size == 2 else spread(1, p // v if right == 1 else right // v, 2)
-        if pairs:
-            read = spread(1, p // v if right == 1 else 2 * right // v, 2)
-        if writer:
-            written = spread(1, 2 * q // v, 2) if before == 1 else spread(0, gcd(writer.columns // 8, 4) * before // v, 1)
+        rows = (2 if pairs else 1) * right // v  # between the numbers of a fiber that neighbouring lanes read
+        if right == 1:
+            read = spread(0, p // v, 3) if size == 2 and not pairs else spread(1, p // v, 2)
+        elif size == 2 and right >= 32:
+            read, written = (_bits(rows), 1), (_bits(rows) - 1, 4)
+        elif size == 2 or right < 16:
+            read = spread(1, rows, 2)
+        else:
+            read = spread(0, rows, 3 if writer and before == 1 and right >= 32 else 2)
+        if writer and before == 1 and right < 32:
+            written = spread(1, 2 * q // v, 2)
+        elif writer and before > 1:
+            written = spread(2 if before >= 16 else 0, gcd(writer.columns // 8, 4) * before // v, 1)
     else:
         if right == 1 or right >= v:
             read = spread(_bits(right // v), p * right // v, 3)

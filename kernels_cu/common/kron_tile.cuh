@@ -17,356 +17,9 @@
 // which one access serves meet different banks; that is linear in the bits of u, so where all sizes are powers of two the
 // place of a sum is the "sum", by exclusive or, of places. (Where they are not, nothing is moved.)
 #pragma once
-#include "math.cuh"
-#include "pack.cuh"
-#include "vec.cuh"
+#include "kron_tensor.cuh"
 
 constexpr int MOST = 8;  // factors in a launch
-
-template <int S, int M, int S2, int M2, int V>
-struct Layout {
-    __device__ static constexpr int at(int e) { return e ^ (e >> S & M * V) ^ (e >> S2 & M2 * V); }
-    // The place of a + b, from that of a, and from that of b, a constant.
-    __device__ static __forceinline__ int join(int a, int b) {
-        if (M == 0 && M2 == 0) return a + b;
-        return (a ^ (b & (8 * V - 1))) + (b & ~(8 * V - 1));
-    }
-};
-
-__device__ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
-
-template <int P_, int Q_>
-struct Factor {
-    static constexpr int P = P_, Q = Q_;
-};
-
-// One step. A thread has FIBERS x COLUMNS sums, a warp LANES x 32 / LANES threads; on tensor cores, LANES being 1,
-// a warp has FIBERS x COLUMNS.
-// PADDED is Q, of a slice for step 0, rounded up to whole warps. In: the layout of what it reads.
-template <int FIBERS_, int COLUMNS_, int LANES_, int PADDED_, class In_, class... Factors>
-struct Step4 {
-    static constexpr int FIBERS = FIBERS_, COLUMNS = COLUMNS_, LANES = LANES_, PADDED = PADDED_, COUNT = sizeof...(Factors);
-    static constexpr int P = (Factors::P * ...), Q = (Factors::Q * ...), GROUPS = PADDED / (LANES == 1 ? COLUMNS : COLUMNS * 32 / LANES);
-    static constexpr int FETCHED = FIBERS * LANES * P;  // by a warp
-    using In = In_;
-
-    // Whether each warp writes what it alone has read.
-    __device__ static constexpr bool local(int numbers, int right) {
-        return GROUPS == 1 && P == Q && PADDED == Q && FIBERS * LANES % right == 0 && numbers % FETCHED == 0;
-    }
-};
-
-template <class... Steps>
-struct Steps4 {};
-
-template <class S, class...>
-struct First {
-    using type = S;
-};
-
-// BYTES: of a copy from memory. TENSOR: multiplied in TF32, on tensor cores. ADDED: with a bias or a residual.
-template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, bool TENSOR_, bool ADDED_, class... Steps>
-struct Plan4 {
-    static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
-    static constexpr long long C = C_;
-    static constexpr bool WHOLE = R == C, TENSOR = TENSOR_, ADDED = ADDED_;
-    static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
-    using List = Steps4<Steps...>;
-    using Rightmost = typename First<Steps...>::type;
-    static constexpr int NUMBERS = L * P * R, COLUMNS = Rightmost::Q / SLICES;  // of a tile; of the rightmost step in a slice
-    static constexpr bool LOCAL = SLICES == 1 && Rightmost::local(NUMBERS, R);  // the first step: each warp copies what it reads
-    static constexpr bool REST = AHEAD < NUMBERS;
-};
-
-// Where the outputs of a tile go.
-template <typename T>
-struct Global4 {
-    T* out;
-    const T *bias, *residual;
-    long long first, features;
-    int rows;
-    // One: what is stored as a vector lies in consecutive registers, and sums that do would often be in the bank of an operand: an
-    // FMA that fetches two values from one of the two banks waits. The compiler does not know that the product is the sum itself.
-    compute_t<T> scale, one;
-};
-
-// Number j of fiber f of an array [left][N][RIGHT].
-template <int N, int RIGHT>
-__device__ constexpr int spot(int f, int j) {
-    return (f / RIGHT * N + j) * RIGHT + f % RIGHT;
-}
-
-// Where a step's sums go: number j of fiber f. `place` and `at` are those of the thread's first sum; the others are a constant away,
-// unless the fibers do not come in a step's whole pieces (see LINEAR below).
-template <class Plan, class S, int Q, int RIGHT, class Out, bool LAST>
-struct Sums4 {
-    int l, place;
-    long long at;
-
-    // In the outputs of the tile, in units of C, and along it.
-    __device__ static constexpr int row(int f, int j) {
-        int others = f % RIGHT / Plan::R;
-        if (Plan::COUNT > 1) others = others / Plan::COLUMNS * (Plan::COLUMNS * Plan::SLICES) + others % Plan::COLUMNS;
-        return f / RIGHT * Plan::Q + j * (Plan::Q / S::Q) + others;
-    }
-    __device__ static constexpr long long along(int f, int j) { return row(f, j) * Plan::C + f % RIGHT % Plan::R; }
-
-    template <typename T>
-    __device__ __forceinline__ void set(int f, int j, const Global4<T>& global) {
-        l = f / RIGHT;
-        if constexpr (LAST) at = global.first + along(f, j);
-        else place = Out::at(spot<Q, RIGHT>(f, j));
-    }
-
-    // Store N sums, neighbours along j where RIGHT is 1, else along f, from (f, j) after the thread's first on.
-    template <int N, typename F, typename T>
-    __device__ __forceinline__ void store(F* tile, const Global4<T>& global, int f, int j, const F (&sums)[N]) const {
-        if constexpr (!LAST) {
-            Vec<F, N> v;
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                if constexpr (Plan::TENSOR) v.v[i] = to_tf32(sums[i]);
-                else v.v[i] = sums[i] * global.one;
-            }
-            store_vec(tile + Out::join(place, Out::at(spot<Q, RIGHT>(f, j))), v);
-        } else {
-            constexpr int W = Plan::BYTES / sizeof(T), G = Plan::WHOLE ? N : gcd(N, W ? W : 1);
-            if (l + f / RIGHT >= global.rows) return;
-            long long first = at + along(f, j);
-#pragma unroll
-            for (int n = 0; n < N; n += G) {
-                F part[G];
-#pragma unroll
-                for (int i = 0; i < G; ++i) {
-                    part[i] = sums[n + i] * global.scale;
-                    if (Plan::ADDED && global.bias) part[i] += load_as(global.bias[first % global.features + n + i]);
-                    if (Plan::ADDED && global.residual) part[i] += load_as(global.residual[first + n + i]);
-                }
-                store_vec(global.out + first + n, pack<T, G>(part));
-            }
-        }
-    }
-};
-
-// Whether a step multiplies 16-bit numbers as they are, with no conversion: the first one, if its matrix is a factor.
-template <class S, typename In, typename M>
-__device__ constexpr bool in_pairs() {
-    return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 16 == 0;
-}
-template <typename T>
-__device__ __forceinline__ unsigned pair_of(T a, T b) {
-    Vec<T, 2> pair = {a, b};
-    return *reinterpret_cast<unsigned*>(&pair);
-}
-__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) { mma_f16(d, a, b); }
-__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) { mma_bf16(d, a, b); }
-template <typename T>
-__device__ __forceinline__ void mma_16_bit(float (&)[4], const unsigned (&)[4], const unsigned (&)[2], T) {}  // never called
-
-// The place of number [k][j] of a step's matrix in shared memory: row by row, or as the lanes of mma_tf32, or of mma_f16 (PAIRS), fetch
-// it as operand a, whose rows are the matrix's columns: a lane's are neighbours, WIDE of them, and so are its k where a fiber's
-// numbers are.
-template <class S, bool TENSOR, bool PAIRS, int RIGHT>
-__device__ __forceinline__ int place_of(int k, int j) {
-    if constexpr (!TENSOR) return k * S::PADDED + j;
-    constexpr int WIDE = gcd(S::COLUMNS / 8, 4), K = PAIRS ? 2 : 1;
-    int t = RIGHT == 1 ? k % (8 * K) / (2 * K) : k % (4 * K) / K, h = RIGHT == 1 ? k % (2 * K) / K : k % (8 * K) / (4 * K);
-    int m = j / (8 * WIDE) * (WIDE / 2) + j % WIDE / 2;
-    return (((k / (8 * K) * (S::PADDED / 16) + m) * 32 + j / WIDE % 8 * 4 + t) * 4 + h * 2 + j % 2) * K + k % K;
-}
-
-// One step on the FMA units. AHEAD: how many numbers lie at `in`, the others at `rest`.
-template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename F, typename M, typename T,
-          class After>
-__device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile, const M* w, const Global4<T>& global, const After& after) {
-    constexpr int P = S::P, LC = 32 / S::LANES, ALL = LEFT * RIGHT, V = 16 / sizeof(F);
-    constexpr int FV = gcd(gcd(RIGHT, S::FIBERS), V), KV = RIGHT == 1 ? gcd(P, 16 / sizeof(In)) : 1, JV = gcd(S::COLUMNS, V);
-    constexpr int KC = P <= 16 ? P : gcd(P, 16), QV = gcd(Q, JV), STEP = S::LANES * FV;
-    constexpr bool LINEAR = ALL % (S::LANES * S::FIBERS) == 0 && (RIGHT & (RIGHT - 1)) == 0;
-    int warp = threadIdx.x / 32, lf = threadIdx.x % 32 % S::LANES, lc = threadIdx.x % 32 / S::LANES;
-    int f0 = warp / S::GROUPS * (S::LANES * S::FIBERS), j0 = warp % S::GROUPS * (LC * S::COLUMNS) + lc * JV;
-    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
-    int from[S::FIBERS / FV];
-#pragma unroll
-    for (int i = 0; i < S::FIBERS / FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + lf * FV, 0)), S::In::at(spot<P, RIGHT>(i * STEP, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * STEP + lf * FV, ALL - FV), 0));
-    }
-    F sums[S::FIBERS][S::COLUMNS] = {};
-    w += j0;
-#pragma unroll 1
-    for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += KC) {  // a warp without fibers has no work
-        int at[S::FIBERS / FV];
-#pragma unroll
-        for (int i = 0; i < S::FIBERS / FV; ++i) at[i] = S::In::join(from[i], S::In::at(k0 * RIGHT));
-#pragma unroll
-        for (int k = 0; k < KC; k += KV) {
-            F x[S::FIBERS][KV];
-#pragma unroll
-            for (int i = 0; i < S::FIBERS; i += FV) {
-                const In* p = source + S::In::join(at[i / FV], S::In::at(k * RIGHT));
-                if constexpr (KV > 1) {
-                    unpack(x[i], load_vec<In, KV>(p));
-                } else {
-                    Vec<In, FV> v = load_vec<In, FV>(p);
-#pragma unroll
-                    for (int e = 0; e < FV; ++e) x[i + e][0] = load_as(v.v[e]);
-                }
-            }
-#pragma unroll
-            for (int kk = 0; kk < KV; ++kk) {
-                F c[S::COLUMNS];
-#pragma unroll
-                for (int j = 0; j < S::COLUMNS; j += JV) {
-                    Vec<M, JV> v = load_vec<M, JV>(w + (k + kk) * S::PADDED + j * LC);
-#pragma unroll
-                    for (int e = 0; e < JV; ++e) c[j + e] = load_as(v.v[e]);
-                }
-                constexpr int OUTER = S::COLUMNS, INNER = S::FIBERS * S::COLUMNS / OUTER;
-#pragma unroll
-                for (int n = 0; n < OUTER * INNER; ++n) {  // to and fro, so that one operand always stays
-                    int outer = n / INNER, inner = outer % 2 ? INNER - 1 - n % INNER : n % INNER;
-                    int i = inner, j = outer;
-                    sums[i][j] += x[i][kk] * c[j];
-                }
-            }
-        }
-        w += KC * S::PADDED;
-    }
-    after();
-    Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
-    to.set(f0 + lf * FV, j0, global);
-#pragma unroll
-    for (int i = 0; i < S::FIBERS; i += FV) {
-        int f = i * S::LANES;
-        if (f0 + lf * FV + f >= ALL) continue;
-        if (!LINEAR) {
-            to.set(f0 + lf * FV + f, j0, global);
-            f = 0;
-        }
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j += RIGHT == 1 ? QV : 1) {
-            int n = j / JV * (JV * LC) + j % JV;
-            if (S::PADDED > Q && j0 + n >= Q) continue;
-            F part[RIGHT == 1 ? QV : FV];
-#pragma unroll
-            for (int e = 0; e < (RIGHT == 1 ? QV : FV); ++e) part[e] = RIGHT == 1 ? sums[i][j + e] : sums[i + e][j];
-            to.store(tile, global, f, n, part);
-        }
-    }
-}
-
-// One step on tensor cores, in TF32 or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the fibers (N). Two fibers that mma_tf32
-// has side by side are neighbours where RIGHT is 1, else 4 apart, so that a lane's of 4 products are. P is a multiple of 8, COLUMNS
-// of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
-template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
-__device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
-                                                 const After& after) {
-    constexpr int P = S::P, ALL = LEFT * RIGHT, WIDE = gcd(S::COLUMNS / 8, 4), MS = S::COLUMNS / 16, NS = S::FIBERS / 8;
-    constexpr bool ONE = RIGHT == 1, LINEAR = ALL % S::FIBERS == 0 && (RIGHT & (RIGHT - 1)) == 0;
-    constexpr bool PAIRS = in_pairs<S, In, M>();
-    constexpr int FV = ONE ? 8 : 32, LEAST = ONE ? 1 : 4, K = PAIRS ? 2 : 1;
-    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int f0 = warp / S::GROUPS * S::FIBERS, j0 = warp % S::GROUPS * S::COLUMNS;
-    const In* source = AHEAD == ALL * P || f0 * P < AHEAD ? in : rest;
-    int from[S::FIBERS / FV];
-#pragma unroll
-    for (int i = 0; i < S::FIBERS / FV; ++i) {
-        if (LINEAR) from[i] = S::In::join(S::In::at(spot<P, RIGHT>(f0 + g * LEAST, 0)), S::In::at(spot<P, RIGHT>(i * FV, 0)));
-        else from[i] = S::In::at(spot<P, RIGHT>(min(f0 + i * FV + g * LEAST, ALL - LEAST), 0));
-        from[i] = S::In::join(from[i], S::In::at(K * t * (ONE ? 2 : RIGHT)));
-    }
-    float sums[MS][NS][4] = {};
-    if constexpr (PAIRS) {
-        w += (j0 / 16 * 32 + threadIdx.x % 32) * 8;
-#pragma unroll 2
-        for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 16) {
-            unsigned x[NS][2], c[MS][4];
-#pragma unroll
-            for (int i = 0; i < S::FIBERS / FV; ++i) {
-                int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
-                if constexpr (ONE) {
-                    Vec<In, 4> v = load_vec<In, 4>(source + at);
-                    x[i][0] = pair_of(v.v[0], v.v[1]);
-                    x[i][1] = pair_of(v.v[2], v.v[3]);
-                } else {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        Vec<In, 4> even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
-                        Vec<In, 4> odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = pair_of(even.v[e], odd.v[e]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < MS; ++m) {
-                Vec<unsigned, 4> v = load_vec<unsigned, 4>(reinterpret_cast<const unsigned*>(w + m * 256));
-#pragma unroll
-                for (int e = 0; e < 4; ++e) c[m][e] = v.v[e];
-            }
-            w += S::PADDED * 16;
-#pragma unroll
-            for (int m = 0; m < MS; ++m)
-#pragma unroll
-                for (int n = 0; n < NS; ++n) mma_16_bit(sums[m][n], c[m], x[n], In());
-        }
-    } else {
-        auto number = [](In v) { return sizeof(In) == 4 && AHEAD < (1 << 30) ? to_tf32(load_as(v)) : load_as(v); };
-        w += (j0 / 16 * 32 + threadIdx.x % 32) * 4;
-#pragma unroll 2
-        for (int k0 = 0; k0 < (f0 < ALL ? P : 0); k0 += 8) {
-            float x[NS][2], c[MS][4];
-#pragma unroll
-            for (int i = 0; i < S::FIBERS / FV; ++i) {
-                int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
-                if constexpr (ONE) {
-                    Vec<In, 2> v = load_vec<In, 2>(source + at);
-                    x[i][0] = number(v.v[0]);
-                    x[i][1] = number(v.v[1]);
-                } else {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < MS; ++m) unpack(c[m], load_vec<M, 4>(w + m * 128));
-            w += S::PADDED * 8;
-#pragma unroll
-            for (int m = 0; m < MS; ++m)
-#pragma unroll
-                for (int n = 0; n < NS; ++n) mma_tf32(sums[m][n], c[m], x[n]);
-        }
-    }
-    after();
-    Sums4<Plan, S, Q, RIGHT, Out, LAST> to;
-    int f1 = f0 + (ONE ? 2 : 8) * t, j1 = j0 + g * WIDE;
-    to.set(f1, j1, global);
-    constexpr int PAIR = ONE ? WIDE : 4;
-#pragma unroll
-    for (int n = 0; n < 2 * NS / (ONE ? 1 : 4); ++n) {
-        int f = ONE ? n / 2 * 8 + n % 2 : n / 2 * 32 + n % 2 * 4;
-        if (f1 + f >= ALL) continue;
-        if (!LINEAR) {
-            to.set(f1 + f, j1, global);
-            f = 0;
-        }
-#pragma unroll
-        for (int m = 0; m < (ONE ? 2 * MS / WIDE : 2 * MS); ++m) {
-            int j = ONE ? m * 8 * WIDE : m / WIDE * 8 * WIDE + m % WIDE;
-            if (S::PADDED > Q && j1 + j >= Q) continue;
-            float part[PAIR];
-#pragma unroll
-            for (int e = 0; e < PAIR; ++e)
-                part[e] = ONE ? sums[(m * WIDE + e) / 2][n / 2][e % 2 * 2 + n % 2] : sums[m / 2][n / 2 * 4 + e][m % 2 * 2 + n % 2];
-            to.store(tile, global, f, j, part);
-        }
-    }
-}
 
 // The group's factors, as views.
 template <typename T>
@@ -383,93 +36,104 @@ __device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int 
     return value;
 }
 
-// A step's matrix in shared memory: numbers as the factor has them, products of merged ones as they are computed.
-template <typename T, class S>
-struct Matrix {
-    using type = compute_t<T>;
-};
-template <typename T, int F, int C, int L, int PADDED, class In, class One>
-struct Matrix<T, Step4<F, C, L, PADDED, In, One>> {
-    using type = T;
-};
+// A step's matrix in shared memory: numbers as the factor has them, but products of merged ones as they are computed, and what tensor cores
+// take as floats converted once.
+template <class Plan, bool FIRST, typename T, class S>
+using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_pairs<S, T, T>())), T, compute_t<T>>;
 
-template <typename T, class S>
+template <class Plan, bool FIRST, typename T, class S>
 __device__ constexpr int matrix_bytes() {
-    return (S::P * S::PADDED * sizeof(typename Matrix<T, S>::type) + 15) / 16 * 16;
+    return (S::P * S::PADDED * sizeof(matrix_t<Plan, FIRST, T, S>) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
 }
-template <typename T, class... Steps>
-__device__ constexpr int matrices_bytes(Steps4<Steps...>) {
-    return (matrix_bytes<T, Steps>() + ...);
+template <class Plan, typename T, class S, class... Others>
+__device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
+    return matrix_bytes<Plan, true, T, S>() + (0 + ... + matrix_bytes<Plan, false, T, Others>());
+}
+
+// f(row, column) of ROWS x COLUMNS, by all threads of a block; the column stays, where it can.
+template <int ROWS, int COLUMNS, int THREADS, class F>
+__device__ __forceinline__ void share(const F& f) {
+    if constexpr (THREADS % COLUMNS == 0) {
+#pragma unroll 8
+        for (int row = threadIdx.x / COLUMNS; row < ROWS; row += THREADS / COLUMNS) f(row, threadIdx.x % COLUMNS);
+    } else {
+#pragma unroll 8
+        for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) f(e / COLUMNS, e % COLUMNS);
+    }
+}
+
+// Numbers of a step's matrix to their place; their small parts lie `apart`.
+template <class Plan, typename M, int N>
+__device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
+    if constexpr (Plan::SPLIT) {
+        Vec<M, N> small;
+#pragma unroll
+        for (int e = 0; e < N; ++e) split_tf32(numbers.v[e], numbers.v[e], small.v[e]);
+        store_vec(to + apart, small);
+    } else if constexpr (Plan::IN_TF32 && sizeof(M) == 4) {
+#pragma unroll
+        for (int e = 0; e < N; ++e) numbers.v[e] = to_tf32(numbers.v[e]);
+    }
+    store_vec(to, numbers);
 }
 
 // Copy a step's matrix, COLUMNS from the first on, to shared memory, with zeros beyond: 16 bytes at once along whichever of its
 // dimensions is contiguous.
 template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
-__device__ __forceinline__ void load_matrix(typename Matrix<T, Step4<F, C, L, PADDED, In, Factors...>>::type* to, const Factors4<T>& factors,
-                                            int first, Step4<F, C, L, PADDED, In, Factors...>) {
+__device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first, Step4<F, C, L, PADDED, In, Factors...>) {
     using S = Step4<F, C, L, PADDED, In, Factors...>;
-    constexpr int U = 16 / sizeof(T), P = S::P;
-    using M = typename Matrix<T, S>::type;
+    using M = matrix_t<Plan, N == 0, T, S>;
+    M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
-    auto put = [&](int k, int j, M value) {
-        if constexpr (Plan::TENSOR && sizeof(M) == 4) value = to_tf32(value);
-        to[place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j)] = value;
-    };
-    auto put_two = [&](int k, int j, M one, M two) {  // j is even: side by side
-        Vec<M, 2> pair = {one, two};
-        if constexpr (Plan::TENSOR && sizeof(M) == 4) pair = {to_tf32(one), to_tf32(two)};
-        store_vec(to + place_of<S, Plan::TENSOR, PAIRS, RIGHT>(k, j), pair);
-    };
+    constexpr int U = 16 / sizeof(T), P = S::P, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
+    constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
+    auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
+    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, P * PADDED); };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
-    if (S::COUNT == 1 && COLUMNS % U == 0 && PADDED % 2 == 0 && q == 1 && p % U == 0 && aligned) {
-#pragma unroll 4
-        for (int e = threadIdx.x; e < P * (COLUMNS / U); e += Plan::THREADS) {
-            int k = e / (COLUMNS / U), j = e % (COLUMNS / U) * U;
-            if constexpr (!Plan::TENSOR && PADDED % U == 0) {
-                cp_async_16(shared_address(to + k * PADDED + j), from + k * p + j);
-            } else {
-                Vec<T, U> v = load_vec<T, U>(from + k * p + j);
+    if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
+        if constexpr (BY_ROWS && !Plan::BY_LANES) {
+            share<P, COLUMNS / U, THREADS>([&](int k, int i) { cp_async_16(shared_address(to + place(k, i * U)), from + k * p + i * U); });
+        } else if constexpr (BY_ROWS) {  // what neighbouring lanes store is contiguous: of all k that an mma takes
+            share<P / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
+                int k = i % 8 * K, j = i / 8 * U;
+                Vec<T, U> rows[K];
+#pragma unroll
+                for (int r = 0; r < K; ++r) rows[r] = load_vec<T, U>(from + (block * (8 * K) + k + r) * p + j);
 #pragma unroll
                 for (int u = 0; u < U; u += 2) {
-                    if constexpr (Plan::TENSOR && PAIRS) {
-                        put(k, j + u, M(v.v[u]));
-                        put(k, j + u + 1, M(v.v[u + 1]));
-                    } else {
-                        put_two(k, j + u, M(v.v[u]), M(v.v[u + 1]));
-                    }
-                }
-            }
-        }
-    } else if (S::COUNT == 1 && P % U == 0 && p == 1 && q % U == 0 && aligned) {
-#pragma unroll 4
-        for (int e = threadIdx.x; e < COLUMNS * (P / U); e += Plan::THREADS) {
-            int k = e / COLUMNS * U, j = e % COLUMNS;
-            Vec<T, U> v = load_vec<T, U>(from + k + j * q);
+                    Vec<M, 2 * K> numbers;
 #pragma unroll
-            for (int u = 0; u < U; ++u) put(k + u, j, M(v.v[u]));
+                    for (int e = 0; e < 2 * K; ++e) numbers.v[e] = M(rows[e % K].v[u + e / K]);
+                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, P * PADDED);
+                }
+            });
         }
+    } else if (BY_COLUMNS && p == 1 && q % U == 0 && aligned) {
+        if constexpr (BY_COLUMNS)
+            share<P / U, COLUMNS, THREADS>([&](int i, int j) {
+                Vec<T, U> v = load_vec<T, U>(from + i * U + j * q);
+#pragma unroll
+                for (int u = 0; u < U; ++u) put_one(i * U + u, j, M(v.v[u]));
+            });
     } else {
-#pragma unroll 4
-        for (int e = threadIdx.x; e < P * COLUMNS; e += Plan::THREADS) {
-            int k = e / COLUMNS, j = e % COLUMNS;
-            if constexpr (S::COUNT == 1) put(k, j, from[k * p + j * q]);
-            else put(k, j, element<N, Factors...>(factors, k, first + j));
-        }
+        share<P, COLUMNS, THREADS>([&](int k, int j) {
+            if constexpr (S::COUNT == 1) put_one(k, j, from[k * p + j * q]);
+            else put_one(k, j, element<N, Factors...>(factors, k, first + j));
+        });
     }
-    constexpr int MORE = PADDED > COLUMNS ? PADDED - COLUMNS : 1;
-    for (int e = threadIdx.x; PADDED > COLUMNS && e < P * MORE; e += Plan::THREADS) put(e / MORE, COLUMNS + e % MORE, M(0.0f));
+    if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
 // The matrices of the steps from factor N on.
 template <class Plan, int N, int RIGHT, typename T, class S, class... Others>
 __device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
     constexpr int COLUMNS = N == 0 ? Plan::COLUMNS : S::Q;
-    load_matrix<Plan, N, RIGHT, COLUMNS>(reinterpret_cast<typename Matrix<T, S>::type*>(to), factors, N == 0 ? slice * COLUMNS : 0, S());
+    load_matrix<Plan, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0, S());
     if constexpr (N == 0) cp_async_commit();  // step 0 waits for these, and for its tile, alone
     if constexpr (sizeof...(Others))
-        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<T, S>(), factors, slice, Steps4<Others...>());
+        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, N == 0, T, S>(), factors, slice, Steps4<Others...>());
 }
 
 // Numbers BEGIN to END of a tile, in the background, and zeros to the end of a unit.
@@ -504,7 +168,7 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
         else if constexpr (LOCAL && (!LAST || S::FETCHED == Plan::Rightmost::FETCHED)) __syncwarp();
         else if constexpr (!LAST || Plan::LOCAL) __syncthreads();
     };
-    const auto* w = reinterpret_cast<const typename Matrix<T, S>::type*>(matrices);
+    const auto* w = reinterpret_cast<const matrix_t<Plan, FIRST, T, S>*>(matrices);
     if constexpr (Plan::TENSOR) multiply4_tensor<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
     else multiply4<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
     if constexpr (!LAST) {
@@ -512,6 +176,6 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
         if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
         if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
         else __syncthreads();
-        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<T, S>(), global, after, late, Steps4<Others...>());
+        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, FIRST, T, S>(), global, after, late, Steps4<Others...>());
     }
 }
