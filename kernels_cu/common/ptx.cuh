@@ -167,11 +167,30 @@ __device__ __forceinline__ void store_past_l1(void* p, uint4 v) {
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// The nearest number that the tensor cores' TF32 can hold: 8 bits of exponent, 10 of fraction (sm_80 and newer).
+// The nearest number that the tensor cores' TF32 can hold: 8 bits of exponent, 10 of fraction (sm_80 and newer). Of two as near
+// the even one where an instruction rounds, from sm_90 on.
 __device__ __forceinline__ float to_tf32(float x) {
     unsigned bits;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#else
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#endif
     return __uint_as_float(bits);
+}
+
+// x = big + small, for tensor cores: with small products before the big one, a b = small_a big_b + big_a small_b + big_a big_b but for
+// 2^-22 of it. big is in TF32 and finite: small is what has the infinity or the NaN, so that none comes of their difference. small
+// is exact, 12 bits at most of fraction and sign, of which tensor cores see 11: rounding it would be no better than their cutting.
+__device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
+    constexpr float LARGEST = 3.40116213e38f;
+#if __CUDA_ARCH__ >= 860
+    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(big) : "f"(x), "f"(LARGEST));
+#else
+    big = fmaxf(fminf(x, LARGEST), -LARGEST);
+#endif
+    big = to_tf32(big);
+    small = x - big;
 }
 
 // d += a b of a warp, a 16 x 8 and b 8 x 8, in TF32, added in float. Lane l, with g = l / 4 and t = l % 4, holds
