@@ -14,26 +14,30 @@
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors        float: v2       v3    v4            bfloat16: v2    v4
-//     32 x (128, 128)       16 (60)         46    8.3 (60)      6.6 (33)        6.8 (43)
-//     1024 x 8^5            1308 (4588)     1636  105 (1168)    776 (2102)      107 (853)
-//     16 x 8^7              1832 (6152)     2308  157 (1794)    1090 (2699)     158 (1379)
-//     1024 x 16^4           1351 (4663)     4950  312 (2009)    542 (1833)      179 (1342)
-//     1024 x 32^3           380 (1876)      1500  154 (1008)    134 (604)       62 (535)
-//     16 x 64^3             60 (221)        158   38 (248)      19 (79)         20 (143)
-//     1024 x (64, 64)       41 (171)        108   24 (149)      13 (77)         11.5 (82)
-//     1024 x (128, 128)     235 (804)       806   153 (862)     43 (237)        51 (249)
-//     4096 x (32, 32)       34 (178)        119   16 (117)      14 (81)         7.6 (69)
-//     16 x 2^16             605 (2540)      356   14.3 (1580)   418 (2272)      10 (2304)
+//     32 x (128, 128)       16 (60)         46    8.3 (52)      6.6 (33)        6.8 (38)
+//     1024 x 8^5            1308 (4588)     1636  105 (852)    776 (2102)      107 (394)
+//     16 x 8^7              1832 (6152)     2308  157 (1252)    1090 (2699)     158 (654)
+//     1024 x 16^4           1351 (4663)     4950  312 (1300)    542 (1833)      179 (670)
+//     1024 x 32^3           380 (1876)      1500  154 (696)    134 (604)       62 (306)
+//     16 x 64^3             60 (221)        158   38 (182)      19 (79)         20 (85)
+//     1024 x (64, 64)       41 (171)        108   24 (102)      13 (77)         11.5 (39)
+//     1024 x (128, 128)     235 (804)       806   153 (709)     43 (237)        51 (218)
+//     4096 x (32, 32)       34 (178)        119   16 (64)      14 (81)         7.6 (28)
+//     16 x 2^16             605 (2540)      356   14.3 (68)   418 (2272)      10 (45)
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves
 // (130), copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores
 // (1024 x (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3
 // from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6). What did not: 8 x 16 sums
-// a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB). Its
-// backward's time goes to the gradients of the factors, at half the speed of the FMA units.
+// a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB).
+// Its backward, of one or two factors a launch (common/kron_backward.cuh), was 1.2 to 60 times slower when each factor had a launch for
+// its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
+// stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
+// In float, splitting the numbers takes as long as their products. LoKr, 4096 x (16, 240) in bfloat16, takes 250 us forward and backward.
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
 
+#include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
 #include "common/kron_tile.cuh"
 #include "common/math.cuh"
@@ -326,8 +330,8 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
 #pragma unroll
                         for (int e = 0; e < 4; ++e)
                             if (2 * m + e / 2 < Plan::KW / 8)
-                                add(tk * Plan::KW + row_of<Plan, Plan::KW>(2 * m + e / 2, g),
-                                    tj * Plan::JW + row_of<Plan, Plan::JW>(n, 2 * t + e % 2), sums[m][n][e]);
+                                add(tk * Plan::KW + row_of<Plan, T, Plan::KW>(2 * m + e / 2, g),
+                                    tj * Plan::JW + row_of<Plan, T, Plan::JW>(n, 2 * t + e % 2), sums[m][n][e]);
             } else {
                 constexpr int V = 16 / sizeof(Acc), KV = Plan::R == 1 ? gcd(gcd(K, Plan::KW), V) : 1;
                 constexpr int JV = Plan::R == 1 ? gcd(gcd(J, Plan::JW), V) : 1;
@@ -343,4 +347,132 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     partials += piece * P * Q;
     for (int e = threadIdx.x; e < K * J; e += Plan::THREADS)
         if (k0 + e / J < P && j0 + e % J < Q) partials[(k0 + e / J) * Q + j0 + e % J] = all[e];
+}
+
+// The backward of one or two neighbouring factors: see common/kron_backward.cuh. wN: factor N, the rightmost first. partials[block] is a
+// block's sums for the factors' gradients, one after another. dx may be x. Grid the tiles, or fewer, block THREADS; dynamic shared
+// memory: the matrices, the tiles of x and g, Z, H, or the sums.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4,
+                         const T* w5, const T* w6, const T* w7, long long A, long long w0_p, long long w0_q, long long w1_p,
+                         long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p,
+                         long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p,
+                         long long w7_q, double scale) {
+    using Left = typename Plan::Left;
+    using Right = typename Plan::Right;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, L = Plan::L, R = Plan::R, FIRST = Right::COUNT;
+    constexpr int SX = Plan::SX, SG = Plan::SG, S2 = Plan::S2, LD1 = Plan::LD1, LD2 = Plan::LD2;
+    constexpr bool ONE = Plan::ONE;
+    extern __shared__ uint4 dynamic[];
+    T *left = reinterpret_cast<T*>(dynamic), *right = left + Plan::W1, *tiles = right + Plan::W2;
+    T *zs = tiles + Plan::STAGES * (Plan::X + Plan::G), *hs = zs + Plan::Z;
+    Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
+                           {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
+                           {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
+    constexpr long long ACROSS = Plan::C / R;
+    long long count = (A + L - 1) / L * ACROSS, number = blockIdx.x, next = number;
+    auto rows_of = [&](long long n) { return int(A - n / ACROSS * L < L ? A - n / ACROSS * L : L); };
+    auto load = [&](T* to) {
+        if (next < count) {
+            long long a = next / ACROSS * L, c = next % ACROSS * R;
+            load_arrays<Plan, P1, P2, SX>(to, x + a * Plan::P * Plan::C + c, rows_of(next));
+            load_arrays<Plan, Q1, Q2, SG>(to + Plan::X, g + a * Plan::Q * Plan::C + c, rows_of(next));
+        }
+        cp_async_commit();
+        next += gridDim.x;
+    };
+    load_factor<Plan, FIRST, 1, LD1>(left, factors, Left());  // transposed
+    load_factor<Plan, 0, LD2, 1>(right, factors, Right());
+    load(tiles);
+
+    using S1 = Sums<P1, Q1, Plan::WARPS>;
+    using Sr = Sums<P2, Q2, Plan::WARPS>;
+    float sums1[Left::COUNT ? S1::MI : 1][Left::COUNT ? S1::NI : 1][4] = {}, sums2[Right::COUNT ? Sr::MI : 1][Right::COUNT ? Sr::NI : 1][4] = {};
+    for (int stage = 0; number < count; number += gridDim.x) {
+        T *xs = tiles + stage * (Plan::X + Plan::G), *gs = xs + Plan::X;
+        if constexpr (Plan::STAGES == 2) {
+            stage ^= 1;
+            load(tiles + stage * (Plan::X + Plan::G));
+        }
+        cp_async_wait<Plan::STAGES - 1>();
+        __syncthreads();
+        auto keep = [](T* at, float one, float two) {
+            float pair[2] = {one, two};
+            store_vec(at, pack<T, 2>(pair));
+        };
+        constexpr int N1 = ONE ? Q2 : R, EACH = ONE ? 1 : Q2;  // G as matrices of Q1 rows: columns, and how many to a row of the array
+        auto back_left = [&](T* to, float times) {             // W1 G
+            multiply_all<Plan, Left, P1, N1, Q1, Operand<1, LD1>, Operand<1, SG>, Batches<L * EACH, EACH, 0, 0, Q1 * SG, S2>>(
+                left, gs, [&](int n, int m, int j, float one, float two) {
+                    keep(to + (n / EACH * P1 + m) * SG + n % EACH * S2 + j, one * times, two * times);
+                });
+        };
+        T* back = Plan::PAIR ? hs : gs;
+        if constexpr (Plan::PAIR) {  // H, and Z = X W2
+            back_left(hs, 1.0f);
+            if constexpr (ONE)
+                multiply_all<Plan, Right, L * P1, Q2, P2, Operand<SX, 1>, Operand<1, LD2>, Batches<1, 1, 0, 0, 0, 0>>(
+                    xs, right, [&](int, int m, int j, float one, float two) { keep(zs + m * SG + j, one, two); });
+            else
+                multiply_all<Plan, Right, Q2, R, P2, Operand<1, LD2>, Operand<1, S2>, Batches<L * P1, 1, 0, 0, SX, 0>>(
+                    right, xs, [&](int n, int m, int j, float one, float two) { keep(zs + n * SG + m * S2 + j, one, two); });
+            __syncthreads();
+        }
+        if constexpr (Left::COUNT)  // dW1 += Z G^T
+            contract_all<Plan, Left, P1, Q1, N1, Operand<SG, 1>, Operand<SG, 1>, Batches<L * EACH, EACH, P1 * SG, S2, Q1 * SG, S2>>(
+                sums1, Plan::PAIR ? zs : xs, gs, S1());
+        if constexpr (Right::COUNT && ONE)  // dW2 += X^T H
+            contract_all<Plan, Right, P2, Q2, L * P1, Operand<1, SX>, Operand<1, SG>, Batches<1, 1, 0, 0, 0, 0>>(sums2, xs, back, Sr());
+        if constexpr (Right::COUNT && !ONE)
+            contract_all<Plan, Right, P2, Q2, R, Operand<S2, 1>, Operand<S2, 1>, Batches<L * P1, 1, SX, 0, SG, 0>>(sums2, xs, back, Sr());
+        __syncthreads();
+        if constexpr (!Right::COUNT)  // dX = H W2^T, in the place of X
+            back_left(xs, float(scale));
+        else if constexpr (ONE)
+            multiply_all<Plan, Right, L * P1, P2, Q2, Operand<SG, 1>, Operand<LD2, 1>, Batches<1, 1, 0, 0, 0, 0>>(
+                back, right, [&](int, int m, int j, float one, float two) { keep(xs + m * SX + j, one * float(scale), two * float(scale)); });
+        else
+            multiply_all<Plan, Right, P2, R, Q2, Operand<LD2, 1>, Operand<1, S2>, Batches<L * P1, 1, 0, 0, SG, 0>>(
+                right, back, [&](int n, int m, int j, float one, float two) {
+                    keep(xs + n * SX + m * S2 + j, one * float(scale), two * float(scale));
+                });
+        __syncthreads();
+        store_arrays<Plan>(dx + number / ACROSS * L * Plan::P * Plan::C + number % ACROSS * R, xs, rows_of(number));
+        __syncthreads();
+        if constexpr (Plan::STAGES == 1) load(tiles);
+    }
+    cp_async_wait<0>();
+    float* all = reinterpret_cast<float*>(tiles);
+    if constexpr (Right::COUNT) gather_sums<P2, Q2>(all, sums2, Sr());
+    if constexpr (Left::COUNT) gather_sums<P1, Q1>(all + Plan::SUMS2, sums1, S1());
+    partials += (long long)blockIdx.x * (Right::OUTPUTS + Left::OUTPUTS);
+    separate<Plan, 0>(partials, all, factors, Right());
+    separate<Plan, FIRST>(partials + Right::OUTPUTS, all + Plan::SUMS2, factors, Left());
+}
+
+// outN = scale * the sum over the pieces of its part of partials[piece], always in the same order: nN numbers, those of out0 first.
+// Grid ceil(numbers / 32), block (32, 32).
+template <typename T>
+__global__ void __launch_bounds__(1024)
+kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials, int n0, int n1, int n2,
+                   int n3, int n4, int n5, int n6, int n7, int pieces, double scale) {
+    __shared__ double sums[32][32];
+    T* outs[] = {out0, out1, out2, out3, out4, out5, out6, out7};
+    int counts[] = {n0, n1, n2, n3, n4, n5, n6, n7}, all = n0 + n1 + n2 + n3 + n4 + n5 + n6 + n7;
+    int at = blockIdx.x * 32 + threadIdx.x;
+    double sum = 0;
+    if (at < all)
+#pragma unroll 8
+        for (int piece = threadIdx.y; piece < pieces; piece += 32) sum += partials[(long long)piece * all + at];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y || at >= all) return;
+#pragma unroll
+    for (int y = 1; y < 32; ++y) sum += sums[y][threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (at >= 0 && at < counts[i]) outs[i][at] = T(sum * scale);
+        at -= counts[i];
+    }
 }

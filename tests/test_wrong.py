@@ -110,6 +110,18 @@ def launch_sum(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> Non
     kernel(out, partials, n, pieces, 1.0, grid=S * -(-n // 32), block=(32, 8))
 
 
+def launch_parts(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
+    """The sum over the rows of partials, in two arrays: the first 5 numbers, and the others."""
+    pieces, n = partials.shape
+    parts = out[:5], out[5:], *[None] * 6
+    kernel(*parts, partials, 5, n - 5, *[0] * 6, pieces, 1.0, grid=-(-n // 32), block=(32, 32))
+
+
+def fused_backward(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The gradients of w and x, of y = x w."""
+    return torch.cat(((x.mT @ g).flatten(), (g @ w.mT).flatten()))
+
+
 def contracted(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """For each piece of the fibers the sum over them of x g^T."""
     fibers = [t.movedim(2, -1).flatten(1, 2).split(ROWS, 1) for t in (x, g)]
@@ -172,6 +184,19 @@ PARTIALS = Problem(
     launch_sum,
     sums=True,
     shipped="kron_linear.cu",
+)
+PARTS = Problem(
+    lambda partials: partials.sum(0),
+    lambda device: ((draw(device, 1, 6),), (draw(device, 20, 40),)),
+    launch_parts,
+    sums=True,
+    shipped="kron_linear.cu",
+)
+BACK = Problem(
+    fused_backward,
+    lambda device: ((draw(device, A, p), draw(device, A, q), draw(device, p, q)) for A, p, q in ((1, 1, 1), (20, 9, 40))),
+    lambda kernel, out, x, g, w: kernel(out, x, g, w, *x.shape, g.shape[1], grid=1, block=64),
+    sums=True,
 )
 CHUNKS = Problem(
     lambda x: torch.stack([rows.sum(0) for rows in x.split(ROWS)]),
@@ -439,6 +464,9 @@ CASES = [
     Case("kron_linear_piece.cu", "kron_linear_v3_bwd<float, float, 64>", PIECES, "an off-by-one-piece bound",
          "end = begin + piece;", "end = begin + piece < fibers ? begin + piece : fibers;",
          Reported(sim.OutOfBounds, "sum += load_as(x", "after the end of the tensor of argument '[xg]'")),
+    Case("kron_linear_back.cu", "kron_back", BACK, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "xs[i] = back", f"writes {RACE} read at {{there}}: {BARRIER}", there="sum += xs")),
+    Case("kron_linear_parts.cu", "kron_linear_v4_sum<float>", PARTS, "a wrong place", "at -= i * counts[i];", "at -= counts[i];"),
     Case("kron_linear_sample.cu", "kron_linear_v3_sum<float, float>", PARTIALS, "a wrong sample", "first = 0;", "first = sample * pieces;"),
     Case("kron_linear_sum.cu", "kron_linear_v3_sum<float, float>", PARTIALS, "a dropped barrier",
          "// no __syncthreads()", "__syncthreads();",

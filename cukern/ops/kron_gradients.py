@@ -28,7 +28,7 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     size, itemsize = max(target.itemsize, 4), target.itemsize
     if tensor:
         K, J = _side(p), _side(q)
-        KW, JW = max(((k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _SUMS), key=lambda s: (s[0] * s[1], -abs(s[0] - s[1])))
+        KW, JW = _share(K, J)
         team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
     else:
         K, J, most = min(p, _MOST), min(q, _MOST), 8 if size == 4 else 4
@@ -55,6 +55,15 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     return Gradient(template, pieces, pieces * tiles, threads, shared)
 
 
+def _share(K: int, J: int) -> tuple[int, int]:
+    """The rows and columns of a warp: as many as it can have sums of, or, where that takes more than 8 warps, such that up to 16 share."""
+    shares = [(k, j) for k in _divisors(K) for j in _divisors(J) if k * j <= _SUMS]
+    warps = min(K * J // (k * j) for k, j in shares)
+    if warps > 8:
+        warps = max(w for w in (K * J // (k * j) for k, j in shares) if w <= max(warps, 16))
+    return min(((k, j) for k, j in shares if K * J // (k * j) == warps), key=lambda s: abs(s[0] - s[1]))
+
+
 def _side(n: int) -> int:
     """The rows of a tile: a multiple of 8 that divides n."""
     return max(d for d in _divisors(n) if d <= _MOST)
@@ -68,15 +77,10 @@ def _layout(n: int, R: int, L: int, itemsize: int, tensor: bool) -> tuple[int, .
     v = 16 // itemsize
     if n & (n - 1) or R & (R - 1) or L * R * n % (8 * v):
         return 3, 0, 3, 0, v
-    if tensor:
-        one = (
-            spread(1, n // v * (1 if itemsize == 4 else 2), 2)
-            if R == 1
-            else spread(2, R // v, 1)
-            if itemsize == 4
-            else spread(1, R // v, 2)
-        )
-        return (*one, 3, 0, v)
+    if tensor and R > 1:
+        return (*(spread(2, R // v, 1) if itemsize == 4 else spread(1, R // v, 2)), 3, 0, v)
+    if tensor and itemsize == 4:
+        return (*spread(1, n // v, 2), 3, 0, v)
     if R == 1:
         return (*spread(0, n // v, 3), 3, 0, v)
     return (*spread(0, R // v, 3), *spread((R // v).bit_length() - 1 if v <= R else 0, n * R // v, 3), v)

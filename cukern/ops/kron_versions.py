@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_chain, kron_groups
+from cukern.ops import kron_backward, kron_chain, kron_groups
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_torch import PRODUCTS
@@ -22,6 +22,7 @@ from cukern.runtime.registry import Version
 
 _V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
 _V4, _V4_BWD = Template("kron_linear.cu", "kron_linear_v4"), Template("kron_linear.cu", "kron_linear_v4_bwd")
+_V4_GROUP_BWD, _V4_SUM = Template("kron_linear.cu", "kron_linear_v4_group_bwd"), Template("kron_linear.cu", "kron_linear_v4_sum")
 _BLOCK = (256, 1, 1)
 _COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 _WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
@@ -206,7 +207,7 @@ def _v3_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequen
 
 
 def _v4_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
-    """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each factor is
+    """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each launch is
     multiplied anew from x, in few launches: no more than two arrays of the layer's inputs and outputs exist at one time."""
     if not any(wanted[1:]):
         return [_v4(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
@@ -214,18 +215,84 @@ def _v4_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequen
         return _v3_backward(x, g, factors, wanted, scale)
     order, h = kron_chain.plan(factors), g
     found: list[Tensor | None] = [None] * len(wanted)
-    for n, s in reversed(list(enumerate(order))):
+    n, plan = len(order), _backward_plan(x, g, factors)
+    if all(wanted) and kron_backward.better_swapped(plan):
+        return _swapped_backward(plan, x, g, factors, scale, found)
+    for launch in reversed(plan):
+        n -= len(launch.steps)
+        own = [s.factor for s in launch.steps]
+        if launch.template and all(wanted[i + 1] for i in own):
+            z = _v4(x, factors, PLAIN, n) if n else x
+            h = _fused_backward(launch, z, h, z if n else None, factors, found, 1.0 if n else scale, scale)
+            del z
+        else:
+            h = _backward_in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
+        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
+            return found
+    found[0] = h.reshape(x.shape)
+    return found
+
+
+def _swapped_backward(
+    plan: Sequence[kron_backward.Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The backward of two factors whose second has a fused launch. Mode products commute, so g goes back through the first one first: that
+    makes what the fused launch takes, and it is the small second one that g is multiplied by anew."""
+    (first,), (second,) = (launch.steps for launch in plan)
+    large, small = factors[first.factor][None], factors[second.factor][None]
+    h = _v4_mode(kron_chain.seen(g, large, first.q, first.right), large.mT, 1.0)
+    found[0] = _fused_backward(plan[1], x, h, None, factors, found, scale, scale)
+    del h
+    h = _v4_mode(kron_chain.seen(g, small, second.q, second.right), small.mT, 1.0)
+    z, h = kron_chain.seen(x, large, first.p, first.right), kron_chain.seen(h, large, first.q, first.right)
+    found[first.factor + 1] = _v4_contraction(z, h, scale)[0]
+    return found
+
+
+def _backward_plan(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[kron_backward.Backward, ...]:
+    target = _target(x.dtype, x.get_device(), _on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16))
+    return kron_backward.backwards(tuple([tuple(w.shape) for w in factors]), x.shape[0], target)
+
+
+def _fused_backward(
+    launch: kron_backward.Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
+    scale: float, factors_scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out` or a new tensor."""
+    out = torch.empty_like(z) if out is None else out
+    ws = [factors[s.factor] for s in launch.steps]
+    grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
+    counts = [w.numel() for w in ws]
+    unused = (0,) * (kron_groups.MOST - len(ws))
+    device, partials = z.get_device(), torch.empty((launch.blocks, sum(counts)), dtype=torch.float32, device=z.device)
+    strides = [n for w in ws for n in w.stride()]
+    _V4_GROUP_BWD[z.dtype, launch.template].on(device)(
+        (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *_pointers(partials, out, z, h, *ws), *unused,
+        z.shape[0] * launch.steps[-1].left, *strides, *unused, *unused, scale,
+    )  # fmt: skip
+    _V4_SUM[z.dtype].on(device)(
+        (-(-sum(counts) // 32), 1, 1), (32, 32, 1), 0, *_pointers(*grads), *unused, partials.data_ptr(), *counts, *unused,
+        launch.blocks, factors_scale,
+    )  # fmt: skip
+    for s, grad in zip(launch.steps, grads, strict=True):
+        found[s.factor + 1] = grad
+    return out
+
+
+def _backward_in_steps(
+    run: Sequence[Step], n: int, x: Tensor, h: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float,
+    found: list[Tensor | None],
+) -> Tensor:  # fmt: skip
+    """The same by launches for each thing and for each of the steps, of which the first is step n, and for the wanted gradients alone."""
+    for at, s in reversed(list(enumerate(run, n))):
         w = factors[s.factor][None]
         h = kron_chain.seen(h, w, s.q, s.right)
         if wanted[s.factor + 1]:
-            z = _v4(x, factors, PLAIN, n) if n else x
+            z = _v4(x, factors, PLAIN, at) if at else x
             found[s.factor + 1] = _v4_contraction(kron_chain.seen(z, w, s.p, s.right), h, scale)[0]
             del z
-        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
-            return found
-        h = _v4_mode(h, w.mT, scale if n == 0 else 1.0)
-    found[0] = h.reshape(x.shape)
-    return found
+        h = _v4_mode(h, w.mT, 1.0 if at else scale)
+    return h
 
 
 def _v4_mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
@@ -282,6 +349,9 @@ def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
     groups = [group for f, n in _COMMON for group in kron_groups.groups(((f, f),) * n, 64, target)]
     gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
     made = [*[_V4[dtype, group.template()] for group in groups], *[_V4_BWD[dtype, _sum_dtype(dtype), one] for one in gradients]]
+    if dtype.itemsize <= 4:
+        launches = [launch for f, n in _COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, target)]
+        made += [*[_V4_GROUP_BWD[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
     return [*made, *_v3_instances(dtype)]
 
 

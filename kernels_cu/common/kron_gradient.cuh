@@ -69,10 +69,10 @@ __device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const 
     }
 }
 
-// Row `group` of 8 of a warp's WIDTH: the number that lane g has. Where a fiber's numbers are neighbours a lane has up to 4 of them.
-template <class Plan, int WIDTH>
+// Row `group` of 8 of a warp's WIDTH: the number that lane g has. Where a fiber's numbers are neighbours a lane has up to 4 of them, of float.
+template <class Plan, typename T, int WIDTH>
 __device__ __forceinline__ int row_of(int group, int g) {
-    constexpr int N = Plan::R == 1 ? gcd(WIDTH / 8, 4) : 1;
+    constexpr int N = Plan::R == 1 && sizeof(T) == 4 ? gcd(WIDTH / 8, 4) : 1;
     return group / N * (8 * N) + g * N + group % N;
 }
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void fetch_rows(float (&x)[WIDTH / 8][FIBERS], const 
         for (int group = 0; group < WIDTH / 8; group += WIDE)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                Vec<T, WIDE> v = load_vec<T, WIDE>(from + In::join(In::at((f0 + t + 4 * i) * N), In::at(first + row_of<Plan, WIDTH>(group, g))));
+                Vec<T, WIDE> v = load_vec<T, WIDE>(from + In::join(In::at((f0 + t + 4 * i) * N), In::at(first + row_of<Plan, T, WIDTH>(group, g))));
 #pragma unroll
                 for (int e = 0; e < WIDE; ++e) x[group + e][i] = number(v.v[e]);
             }
@@ -107,17 +107,16 @@ template <class Plan, class In, int WIDTH, int N, typename T>
 __device__ __forceinline__ void fetch_pairs(unsigned (&x)[WIDTH / 8][2], const T* from, int first, int f0) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if constexpr (Plan::R == 1) {
-        constexpr int WIDE = gcd(WIDTH / 8, 4);
+        int f = f0 + threadIdx.x % 16, second = threadIdx.x % 32 / 16;  // tiles: 8 fibers, 8 more; then of the next group
 #pragma unroll
-        for (int group = 0; group < WIDTH / 8; group += WIDE)
+        for (int group = 0; group < WIDTH / 8; group += 2) {
+            int next = group + 1 < WIDTH / 8 ? second : 0;
+            unsigned tiles[4];
+            load_tiles<true>(tiles, shared_address(from + In::join(In::at(f * N), In::at(first + 8 * (group + next)))));
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                int at = In::at(first + row_of<Plan, WIDTH>(group, g)), f = f0 + 2 * t + 8 * i;
-                Vec<T, WIDE> even = load_vec<T, WIDE>(from + In::join(In::at(f * N), at));
-                Vec<T, WIDE> odd = load_vec<T, WIDE>(from + In::join(In::at((f + 1) * N), at));
-#pragma unroll
-                for (int e = 0; e < WIDE; ++e) x[group + e][i] = pair_of(even.v[e], odd.v[e]);
-            }
+            for (int i = 0; i < 4; ++i)
+                if (group + i / 2 < WIDTH / 8) x[group + i / 2][i % 2] = tiles[i];
+        }
     } else {
         int f = f0 + 4 * t, l = f / Plan::R, r = f % Plan::R;
 #pragma unroll

@@ -229,3 +229,22 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+// Tiles of 8 x 8 numbers of 16 bits from shared memory to a warp's registers, as mma takes them: lane 8 i + j has the address of row j of
+// tile i, of 16 bytes. A lane gets numbers 2 t and 2 t + 1 of row g, or, where the tiles are TRANSPOSED, of column g.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_tiles(unsigned (&tiles)[4], unsigned row) {
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3]) : "r"(row) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3]) : "r"(row) : "memory");
+}
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_tiles(unsigned (&tiles)[2], unsigned row) {
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(tiles[0]), "=r"(tiles[1]) : "r"(row) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(tiles[0]), "=r"(tiles[1]) : "r"(row) : "memory");
+}

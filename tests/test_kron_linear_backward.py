@@ -1,0 +1,136 @@
+"""kron_linear v4's fused backward: its plans cover every factor and fit a block, and in every tiling the numbers hold."""
+
+import contextlib
+import itertools
+from math import prod
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+from test_kron_linear import dense, draw
+from test_kron_linear_groups import LAYERS
+
+import cukern
+from cukern.ops import kron_backward, kron_groups, kron_versions
+from cukern.ops.kron_backward import Backward
+from cukern.ops.kron_groups import Target
+from cukern.ops.kron_plan import steps
+from cukern.runtime import backend
+
+
+@pytest.mark.parametrize("limit", (226 << 10, 63 << 10))
+@pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
+def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
+    for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
+        plan = kron_backward.backwards(sizes, rows, Target(itemsize, 132, limit, tensor))
+        assert [s for launch in plan for s in launch.steps] == list(steps(sizes))
+        for launch in plan:
+            if not launch.template:
+                assert len(launch.steps) == 1
+                continue
+            assert itemsize <= 4, "there is no double on these tensor cores"
+            assert 0 < launch.shared <= limit and launch.threads in (128, 256, 512) and launch.blocks > 0
+            assert all(a.factor == b.factor + 1 for a, b in itertools.pairwise(launch.steps))
+    plan = kron_backward.backwards(((2, 2),) * 16, 16, Target(itemsize, 132, limit, tensor))
+    assert len(plan) <= 3 or itemsize == 8, "tiny factors are merged"
+
+
+def variants(sizes, first, count, rows, dtype) -> list[Backward]:
+    """Launches of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
+    kinds: dict[object, Backward] = {}
+    assert kron_groups._end_of_run(steps(sizes), first) >= first + count
+    for pieces in kron_backward._pieces(steps(sizes)[first : first + count], dtype == torch.float32):
+        for launch in kron_backward._tilings(pieces, rows, Target(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)):
+            threads, _, _, _, stages, L, R, *_ = launch.template.removeprefix("Backward4<").split(", ")
+            kinds.setdefault((len(pieces[0]), threads, stages, int(L) > 1, int(R) % 16), launch)
+    return list(kinds.values())
+
+
+def gradients(inputs, h, inside) -> list[torch.Tensor]:
+    """Those of x and of the factors `inside`, by torch, of half of the layer."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = cukern.kron_linear(leaves[0], leaves[1:], scale=0.5, version="v2")
+    return list(torch.autograd.grad(y, [leaves[0], *[leaves[i + 1] for i in inside]], h))
+
+
+def error(y, exact) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+CASES = [
+    (((16, 24), (24, 8)), 0, 2, 5, torch.float32),  # rows that do not fill the last tile; half of 16 rows
+    (((16, 24), (24, 8)), 0, 2, 5, torch.bfloat16),
+    (((8, 8), (16, 16), (8, 8)), 1, 2, 3, torch.float32),  # with an array to the right, which tiles hold whole or not
+    (((8, 8), (16, 16), (24, 24)), 1, 2, 3, torch.float16),
+    (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.float32),  # merged, not square
+    (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.bfloat16),
+    (((40, 24),), 0, 1, 19, torch.float32),  # one factor, the rightmost
+    (((40, 24), (8, 8)), 1, 1, 3, torch.bfloat16),  # one factor, with an array to the right
+]
+
+
+@kernels
+@pytest.mark.parametrize("sizes, first, count, rows, dtype", CASES)
+def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
+    run, order = steps(sizes)[first : first + count], steps(sizes)
+    before, inside = {s.factor for s in order[:first]}, [s.factor for s in run]
+    now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
+    ws = [torch.randn(q, p, dtype=dtype, device=device).mT if p == 8 else torch.randn(p, q, dtype=dtype, device=device) for p, q in sizes]
+    every = [w if i in inside else torch.eye(n, dtype=dtype, device=device) for i, (w, n) in enumerate(zip(ws, now, strict=True))]
+    z = torch.randn(rows, prod(now), dtype=dtype, device=device)
+    h = torch.randn(rows, prod(w.shape[1] for w in every), dtype=dtype, device=device)
+    exact, torchs = [gradients([t.to(kind) for t in (z, *every)], h.to(kind), inside) for kind in (torch.float64, dtype)]
+    found = variants(sizes, first, count, rows, dtype)
+    assert found
+    for launch in found:
+        results = []
+        for _ in range(2):
+            grads: list[torch.Tensor | None] = [None] * (len(sizes) + 1)
+            with backend.simulated_memory([z, h, *ws]) if device == "cpu" else contextlib.nullcontext():
+                back = kron_versions._fused_backward(launch, z, h, None, ws, grads, 0.5, 0.5)
+            results.append([back, *[grads[i + 1] for i in inside]])
+        for a, again, right, other in zip(*results, exact, torchs, strict=True):
+            assert same_bits(a, again), launch.template
+            assert error(a, right) <= 2 * error(other, right) + torch.finfo(dtype).eps, launch.template
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_layers_of_several_launches(device, dtype):
+    """What went into each launch is multiplied anew; some factors have no place in a fused launch, and some are views."""
+    for sizes in (((8, 8),) * 4, ((3, 5), (8, 16), (24, 8), (16, 16)), ((16, 16), (8, 24), (7, 7))):
+        x, ws = draw(3, sizes, device, dtype)
+        ws = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
+        plan = kron_versions._backward_plan(x, x, ws)
+        assert any(launch.template for launch in plan)
+        leaves, wide = [t.detach().requires_grad_() for t in (x, *ws)], [t.double().requires_grad_() for t in (x, *ws)]
+        y, exact = cukern.kron_linear(leaves[0], leaves[1:], scale=0.5, version="v4"), 0.5 * dense(wide[0], wide[1:])
+        dy = torch.randn_like(y)
+        for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
+            assert float((a.double() - right).norm() / right.norm()) < 8 * torch.finfo(dtype).eps
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
+    x, ws = draw(3, ((8, 8), (160, 160)), device, dtype)
+    leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
+    y, exact = cukern.kron_linear(x, ws, scale=0.5, version="v4"), 0.5 * dense(wide[0], wide[1:])
+    dy = torch.randn_like(y)
+    assert kron_backward.better_swapped(kron_versions._backward_plan(x.detach(), dy, ws))
+    for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
+        assert float((a.double() - right).norm() / right.norm()) < 8 * torch.finfo(dtype).eps
+
+
+@kernels
+def test_infinities_and_large_numbers(device):
+    """They go where ordinary products take them: numbers split in two make no NaN of an infinity, and no infinity of a large number."""
+    for value in (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39):
+        x, ws = draw(4, ((8, 8), (16, 16)), device, torch.float32)
+        x[1, 37] = value
+        leaves, others = [t.detach().requires_grad_() for t in (x, *ws)], [t.detach().requires_grad_() for t in (x, *ws)]
+        y, plain = (cukern.kron_linear(t[0], t[1:], version=v) for t, v in ((leaves, "v4"), (others, "v2")))
+        dy = torch.randn_like(y) / 64
+        for a, b in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, others, dy), strict=True):
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), value
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True), value
