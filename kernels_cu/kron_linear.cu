@@ -193,6 +193,7 @@ kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, in
 template <typename T, typename Acc>
 __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long pieces, double scale) {
     __shared__ Acc sums[8][32];
+    wait_for_previous();
     int tiles = (n + 31) / 32, i = blockIdx.x % tiles * 32 + threadIdx.x;
     long long sample = blockIdx.x / tiles;
     Acc sum = 0;
@@ -239,6 +240,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
         if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows);
         else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows);
     };
+    wait_for_previous();
     load(true);
     load(false);
     load_matrices<Plan, 0, Plan::R>(matrices, factors, slice, typename Plan::List());
@@ -293,6 +295,7 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     };
     constexpr int ROWS = Plan::TENSOR ? (Plan::KW + 15) / 16 : Plan::KW, COLUMNS = Plan::TENSOR ? Plan::JW / 8 : Plan::JW;
     conditional_t<Plan::TENSOR, Acc[ROWS][COLUMNS][4], Acc[ROWS][COLUMNS]> sums = {};
+    wait_for_previous();
     for (load(0); number < chunks; stage ^= 1) {
         number += pieces;
         load(stage ^ 1);
@@ -382,6 +385,7 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
         cp_async_commit();
         next += gridDim.x;
     };
+    wait_for_previous();
     load_factor<Plan, FIRST, 1, LD1>(left, factors, Left());  // transposed
     load_factor<Plan, 0, LD2, 1>(right, factors, Right());
     load(tiles);
@@ -458,6 +462,7 @@ __global__ void __launch_bounds__(1024)
 kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials, int n0, int n1, int n2,
                    int n3, int n4, int n5, int n6, int n7, int pieces, double scale) {
     __shared__ double sums[32][32];
+    wait_for_previous();
     T* outs[] = {out0, out1, out2, out3, out4, out5, out6, out7};
     int counts[] = {n0, n1, n2, n3, n4, n5, n6, n7}, all = n0 + n1 + n2 + n3 + n4 + n5 + n6 + n7;
     int at = blockIdx.x * 32 + threadIdx.x;

@@ -20,9 +20,10 @@ from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
-_V3, _V3_BWD, _V3_SUM = (Template("kron_linear.cu", f"kron_linear_v3{name}") for name in ("", "_bwd", "_sum"))
-_V4, _V4_BWD = Template("kron_linear.cu", "kron_linear_v4"), Template("kron_linear.cu", "kron_linear_v4_bwd")
-_V4_GROUP_BWD, _V4_SUM = Template("kron_linear.cu", "kron_linear_v4_group_bwd"), Template("kron_linear.cu", "kron_linear_v4_sum")
+_V3, _V3_BWD = Template("kron_linear.cu", "kron_linear_v3"), Template("kron_linear.cu", "kron_linear_v3_bwd")
+_V3_SUM, _V4, _V4_BWD, _V4_GROUP_BWD, _V4_SUM = (
+    Template("kron_linear.cu", f"kron_linear_{name}", pdl=True) for name in ("v3_sum", "v4", "v4_bwd", "v4_group_bwd", "v4_sum")
+)
 _BLOCK = (256, 1, 1)
 _COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 _WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
