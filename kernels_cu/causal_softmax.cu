@@ -13,8 +13,8 @@
 //  v2       up to 32 lanes or a block a row, which stays in registers; zeros are written while the loads are under way
 //
 // H200, of a copy of the bytes that are seen and written, forward (backward). 48 matrices of 1024, float: v1 0.25 (0.61), v2 0.88 (0.96).
-// v2, 192 of 1024 and 48 of 4096: float 0.88 (0.96), 0.89 (0.95), with all sums in float 0.91 and 0.92, as they are again but between warps;
-// bfloat16 0.93 (0.95), 0.93 (0.96). What made it so, bfloat16, 4096: 0.72 to 0.91 by no load before a row's own, fewer threads with
+// v2, 192 of 1024 and 48 of 4096: float 0.91 (0.97), 0.91 (0.95), with sums in double within the warps as well 0.88; bfloat16 0.93 (0.96),
+// 0.93 (0.96). What made it so, bfloat16, 4096: 0.72 to 0.91 by no load before a row's own, fewer threads with
 // more vectors each, and the diagonal's vectors as elements of a few threads instead of masks in all loops; 0.93 by the maximum in one
 // instruction a warp. Kept exponentials, which softmax gains from, cost more registers than they save here: 0.87.
 #include "common/held_rows.cuh"

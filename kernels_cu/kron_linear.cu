@@ -13,17 +13,18 @@
 //           compiled for the factors' sizes, with 16-bit types (and TF32, and float as split numbers) on tensor cores
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
-//     rows x factors        float: v2       v3    v4            bfloat16: v2    v4
-//     32 x (128, 128)       16 (60)         46    8.3 (52)      6.6 (33)        6.8 (38)
-//     1024 x 8^5            1308 (4588)     1636  105 (852)    776 (2102)      107 (394)
-//     16 x 8^7              1832 (6152)     2308  157 (1252)    1090 (2699)     158 (654)
-//     1024 x 16^4           1351 (4663)     4950  312 (1300)    542 (1833)      179 (670)
-//     1024 x 32^3           380 (1876)      1500  154 (696)    134 (604)       62 (306)
-//     16 x 64^3             60 (221)        158   38 (182)      19 (79)         20 (85)
-//     1024 x (64, 64)       41 (171)        108   24 (102)      13 (77)         11.5 (39)
-//     1024 x (128, 128)     235 (804)       806   153 (709)     43 (237)        51 (218)
-//     4096 x (32, 32)       34 (178)        119   16 (64)      14 (81)         7.6 (28)
-//     16 x 2^16             605 (2540)      356   14.3 (68)   418 (2272)      10 (45)
+//     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
+//     32 x (128, 128)     16 (57)       46    8.1 (48)     6.2 (29)      6.8 (34)
+//     1024 x 8^5          1311 (4619)   1636  105 (843)    759 (2070)    110 (395)
+//     16 x 8^7            1835 (6183)   2308  156 (1230)   1063 (2659)   157 (648)
+//     1024 x 16^4         1355 (4701)   4950  320 (1319)   534 (1837)    179 (608)
+//     1024 x 32^3         379 (1884)    1500  153 (644)    132 (599)     62 (256)
+//     16 x 64^3           59 (217)      158   37 (170)     18 (75)       19 (68)
+//     1024 x (64, 64)     40 (169)      108   23.5 (98)    13 (74)       11.9 (35)
+//     1024 x (128, 128)   235 (804)     806   152 (592)    41 (233)      51 (188)
+//     4096 x (32, 32)     34 (175)      119   16.4 (66)    13 (78)       7.4 (27)
+//     16 x 2^16           587 (2466)    356   11.6 (65)    413 (1393)    9.3 (43)
+// LoKr, 4096 x (16, 240) in bfloat16, forward and backward: 213, and 674 by the matrix itself.
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves
 // (130), copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores
 // (1024 x (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3
@@ -32,7 +33,7 @@
 // Its backward, of one or two factors a launch (common/kron_backward.cuh), was 1.2 to 60 times slower when each factor had a launch for
 // its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
-// In float, splitting the numbers takes as long as their products. LoKr, 4096 x (16, 240) in bfloat16, takes 250 us forward and backward.
+// In float, splitting the numbers takes as long as their products.
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.

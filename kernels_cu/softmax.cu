@@ -23,19 +23,20 @@
 // in out; v5 takes the others, such as a slice x[:, 1:] of an even number of columns.
 //
 // H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.24 (0.002), v3 0.36 (0.006), v4 0.42 (0.008),
-// v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10, before only long rows were summed in double:
+// v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     0.97 (1.00)  0.98 (1.02)  0.98 (1.02)  0.92 (1.01)  0.95 (1.02)  0.84 (0.90)  0.87 (0.86)
-//  bfloat16  0.98 (0.98)  0.99 (1.02)  0.97 (1.01)  0.94 (1.00)  0.96 (1.01)  0.92 (0.96)  0.92 (0.91)
+//  float     0.98 (1.01)  0.98 (1.03)  0.98 (1.03)  0.92 (1.02)  0.95 (1.03)  0.92 (0.96)  0.87 (0.86)
+//  bfloat16  1.00 (1.00)  0.99 (1.03)  0.97 (1.02)  0.95 (1.01)  0.97 (1.02)  0.92 (0.96)  0.92 (0.91)
 //
-// On another H200 1024x131072 of float was 0.90 (0.99), by the same kernels but for their sums: clusters depend on how a chip's
-// multiprocessors are grouped. What made it so, in a copy's speed, bfloat16 but where said otherwise:
+// What made it so, in a copy's speed, bfloat16 but where said otherwise:
 // * No load before a row's own. A constant that the compiler had put into global memory: 8192x16384 0.90 to 0.96.
 // * Exponentials kept as floats, fewer and fuller threads: 8192x4096 0.96 to 0.98, 8192x16384 0.96 to 0.98.
 // * Edges as elements of a few threads, not masks in every loop: 131072 0.79 to 0.87; cut at multiples of 128 bytes: float 50257 0.89 to 0.93.
 // * Four blocks of 256 threads on a multiprocessor, not two of 512: 131072 0.87 to 0.92.
-// * v10: 512x1M 0.78 to 0.92, float backward 0.58 to 0.86. For rows that a cluster holds it was no faster: its board has to be cleared.
+// * v10: 512x1M 0.78 to 0.92, float backward 0.58 to 0.86. Of rows that a cluster holds, in float, 131072 0.85 to 0.92 and backward 0.91 to
+//   0.96; in bfloat16, and in clusters of two, it is slower: its board has to be cleared.
+// * Programmatic dependent launch (ptx.cuh): 8192x1024 0.98 to 1.00, 8192x4096 0.98 to 0.99.
 // The exponentials themselves cost nothing: without them 16384 and 131072 take as long. Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints
 // on all loads and stores, more threads or more than 16 vectors a thread, rows that are partly read twice, persistent blocks.
 //
