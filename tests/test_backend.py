@@ -1,13 +1,16 @@
 """Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
 
+import ctypes
+import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import gpu, kernels, run_python
 
 import cukern
-from cukern.runtime import backend
+from cukern.runtime import backend, pdl
 from cukern.runtime.compiler import arch_of
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.sources import Source
@@ -115,6 +118,41 @@ def test_the_way_through_raw_module_does_the_same():
             launch((1, 1, 1), (2000, 1, 1), shared, out.data_ptr(), *arguments)
         with pytest.raises((TypeError, ValueError), match=kernel.name):
             launch((1, 1, 1), (32, 1, 1), shared, "pointer", *arguments)
+
+
+def test_programmatic_dependent_launch_packs_what_the_driver_reads(monkeypatch):
+    """CUlaunchConfig and its one CUlaunchAttribute, byte by byte, in each thread its own; an error is CuPy's; old GPUs and drivers do
+    without."""
+    runtime, driver = pytest.importorskip("cupy_backends.cuda.api.runtime"), pytest.importorskip("cupy_backends.cuda.api.driver")
+    calls, status = [], [0]
+
+    def launch(config, function, params, extra):
+        parts = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
+        calls.append((*parts[:8], *struct.unpack("I4xI60x", ctypes.string_at(parts[8], 72)), parts[9], function, params, extra))
+        return status[0]
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: 13000)
+    monkeypatch.setattr(driver, "CUDADriverError", KeyError)  # its own constructor asks the driver for words
+    pdl.launcher.cache_clear()
+    run = pdl.launcher(90)
+    for start in (run, lambda *args: threads_call(run, *args)):
+        start(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
+        assert calls.pop() == (1, 2, 3, 4, 5, 6, 99, 0xABC, 6, 1, 1, 7, None, 0xDEF)
+    status[0] = 1
+    with pytest.raises(KeyError, match="1"):
+        run(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
+    assert pdl.launcher(80) is None
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: 12020)
+    pdl.launcher.cache_clear()
+    assert pdl.launcher(90) is None
+    pdl.launcher.cache_clear()
+
+
+def threads_call(function, *args):
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join()
 
 
 NEXT = """

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cukern.runtime import pdl
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
 from cukern.runtime.signature import Param, explain_misfit, packer
 
@@ -33,7 +34,6 @@ _CLUSTER_ATTRIBUTES = (11, 12, 13)  # CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, 
 _LARGE_CLUSTER_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER = 8  # blocks of a cluster that need no attribute
 _FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic, that need no attribute
-_PDL_CAPABILITY, _PDL_DRIVER = 90, 12030  # the least for programmatic dependent launch; older drivers cannot capture it in a CUDA graph
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -135,9 +135,9 @@ def require_gpu() -> None:
         raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
 
 
-def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, pdl: bool = False) -> Launch:
-    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which runs it on torch's current stream of that GPU; with
-    `pdl` perhaps before what is ahead of it on the stream has ended, for which it waits itself."""
+def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, early: bool = False) -> Launch:
+    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which runs it on torch's current stream of that GPU; if
+    `early`, by programmatic dependent launch: the kernel itself waits for what is ahead of it on the stream."""
     try:
         from cupy_backends.cuda.api import driver
     except ImportError as error:
@@ -145,7 +145,7 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, pdl: b
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # makes torch's context, which the module belongs to
         fast = hasattr(driver, "launchKernel") and hasattr(driver, "moduleLoadData")
-        launch = _through_driver(name, cubin, params, device, pdl) if fast else _through_raw_module(name, cubin, params, device)
+        launch = _through_driver(name, cubin, params, device, early) if fast else _through_raw_module(name, cubin, params, device)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device)
@@ -198,41 +198,7 @@ def _allow_cluster(function: int, device: int) -> Dim:
     return x, y, z
 
 
-class _LaunchConfig(threading.local):
-    """CUlaunchConfig, one for each thread, with the one attribute that programmatic dependent launch is."""
-
-    layout = struct.Struct("7I4xQQI4x")  # grid, block, shared memory; stream, attributes, their number
-
-    def __init__(self) -> None:
-        self._attribute = ctypes.create_string_buffer(struct.pack("I4xI60x", 6, 1))  # PROGRAMMATIC_STREAM_SERIALIZATION: allowed
-        config = ctypes.create_string_buffer(self.layout.size)
-        self.parts = config, ctypes.addressof(config), ctypes.addressof(self._attribute)
-
-
-@functools.cache
-def _pdl_launcher(device: int) -> Callable[..., None] | None:
-    """The driver's launchKernel, but with programmatic dependent launch, which CuPy does not bind; None where the GPU or the driver has no
-    such thing."""
-    from cupy_backends.cuda.api import driver, runtime
-
-    if capability(device) < _PDL_CAPABILITY or runtime.driverGetVersion() < _PDL_DRIVER:
-        return None
-    launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
-    launch.argtypes = [ctypes.c_void_p] * 4
-    local, pack = _LaunchConfig(), _LaunchConfig.layout.pack_into
-
-    def run(function: int, *geometry: int) -> None:
-        config, address, attribute = local.parts
-        *dims, stream, _, extra = geometry
-        pack(config, 0, *dims, stream, attribute, 1)
-        status = launch(address, function, None, extra)
-        if status:
-            raise driver.CUDADriverError(status)
-
-    return run
-
-
-def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, pdl: bool) -> Launch:
+def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, early: bool) -> Launch:
     from cupy_backends.cuda.api import driver
 
     try:
@@ -242,7 +208,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
     layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
     pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(layout.size)
-    launch = (pdl and _pdl_launcher(device)) or driver.launchKernel
+    launch = (early and pdl.launcher(capability(device))) or driver.launchKernel
     allowed = _FREE_SHARED - cubin.report.shared
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
