@@ -657,14 +657,14 @@ def test_mended_kernel_is_right_and_not_accused(case):
 def test_instruction_that_is_not_simulated_is_named_where_it_is_executed():
     text = """
 __global__ void k(int* out, int go) {
-    if (go) asm volatile("griddepcontrol.wait;");  // here
+    if (go) asm volatile("discard.global.L2 [%0], 128;" :: "l"(out));  // here
     *out = 1;
 }
 """
     out = ints(1)
     simulate(text, out, 0, block=1)
     assert out.item() == 1
-    with pytest.raises(sim.NotSimulated, match=rf"griddepcontrol\.wait, in k, <cukern.compile \w+>:{line_of(text, 'here')}"):
+    with pytest.raises(sim.NotSimulated, match=rf"discard\.global\.L2, in k, <cukern.compile \w+>:{line_of(text, 'here')}"):
         simulate(text, out, 1, block=1)
 
 
