@@ -138,7 +138,7 @@ def test_programmatic_dependent_launch_packs_what_the_driver_reads(monkeypatch):
     run = pdl.launcher(90)
     for start in (run, lambda *args: threads_call(run, *args)):
         start(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
-        assert calls.pop() == (1, 2, 3, 4, 5, 6, 99, 0xABC, 6, 1, 1, 7, None, 0xDEF)
+        assert calls.pop() == (1, 2, 3, 4, 5, 6, 99, 0xABC, 6, 1, 1, 7, 0, 0xDEF)
     status[0] = 1
     with pytest.raises(KeyError, match="1"):
         run(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)

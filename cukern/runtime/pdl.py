@@ -35,11 +35,12 @@ def launcher(capability: int) -> Callable[..., None] | None:
     launch.argtypes = [ctypes.c_void_p] * 4
     local, pack = _Config(), _Config.layout.pack_into
 
-    def run(function: int, *geometry: int) -> None:
+    def run(
+        function: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, params: int, extra: int
+    ) -> None:  # fmt: skip
         config, address, attribute = local.parts
-        *dims, stream, _, extra = geometry
-        pack(config, 0, *dims, stream, attribute, 1)
-        status = launch(address, function, None, extra)
+        pack(config, 0, gx, gy, gz, bx, by, bz, shared, stream, attribute, 1)
+        status = launch(address, function, params, extra)
         if status:
             raise driver.CUDADriverError(status)
 
