@@ -11,7 +11,7 @@ from test_kron_linear import dense, draw
 from test_kron_linear_groups import LAYERS
 
 import cukern
-from cukern.ops import kron_backward, kron_groups, kron_versions
+from cukern.ops import kron_backward, kron_groups, kron_v4_backward
 from cukern.ops.kron_backward import Backward
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import steps
@@ -87,7 +87,7 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
         for _ in range(2):
             grads: list[torch.Tensor | None] = [None] * (len(sizes) + 1)
             with backend.simulated_memory([z, h, *ws]) if device == "cpu" else contextlib.nullcontext():
-                back = kron_versions._fused_backward(launch, z, h, None, ws, grads, 0.5, 0.5)
+                back = kron_v4_backward.fused(launch, z, h, None, ws, grads, 0.5, 0.5)
             results.append([back, *[grads[i + 1] for i in inside]])
         for a, again, right, other in zip(*results, exact, torchs, strict=True):
             assert same_bits(a, again), launch.template
@@ -101,7 +101,7 @@ def test_layers_of_several_launches(device, dtype):
     for sizes in (((8, 8),) * 4, ((3, 5), (8, 16), (24, 8), (16, 16)), ((16, 16), (8, 24), (7, 7))):
         x, ws = draw(3, sizes, device, dtype)
         ws = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
-        plan = kron_versions._backward_plan(x, x, ws)
+        plan = kron_v4_backward.plan_of(x, x, ws)
         assert any(launch.template for launch in plan)
         leaves, wide = [t.detach().requires_grad_() for t in (x, *ws)], [t.double().requires_grad_() for t in (x, *ws)]
         y, exact = cukern.kron_linear(leaves[0], leaves[1:], scale=0.5, version="v4"), 0.5 * dense(wide[0], wide[1:])
@@ -117,7 +117,7 @@ def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
     leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
     y, exact = cukern.kron_linear(x, ws, scale=0.5, version="v4"), 0.5 * dense(wide[0], wide[1:])
     dy = torch.randn_like(y)
-    assert kron_backward.better_swapped(kron_versions._backward_plan(x.detach(), dy, ws))
+    assert kron_backward.better_swapped(kron_v4_backward.plan_of(x.detach(), dy, ws))
     for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
         assert float((a.double() - right).norm() / right.norm()) < 8 * torch.finfo(dtype).eps
 

@@ -10,10 +10,11 @@ from helpers import gpu, kernels, same_bits
 from test_kron_linear import close, dense, draw
 
 import cukern
-from cukern.ops import kron_groups, kron_quick, kron_versions
+from cukern.ops import kron_groups, kron_quick, kron_v4, kron_v4_backward
 from cukern.ops.kron_groups import FMA, MOST, MOST_WARPS, SPLIT, TENSOR, Group, Target
 from cukern.ops.kron_plan import steps
-from cukern.ops.kron_versions import PLAIN, launch_group, prepare
+from cukern.ops.kron_v3 import PLAIN
+from cukern.ops.kron_v4 import launch_group, prepare
 from cukern.runtime import backend
 
 LAYERS = (
@@ -73,7 +74,7 @@ def test_rows_go_in_parts_where_the_array_between_launches_is_large():
 
 
 def forget_plans() -> None:
-    for function in (kron_groups.groups, kron_groups.fastest, kron_versions._plan, kron_versions._plan_one):
+    for function in (kron_groups.groups, kron_groups.fastest, kron_v4._plan, kron_v4._plan_one):
         function.cache_clear()
 
 
@@ -197,7 +198,7 @@ def test_gradients_of_factors_of_many_sizes(device, dtype):
         z, h = (torch.randn(1, A, n, C, dtype=dtype, device=device) for n in (p, q))
         exact = torch.einsum("sakc,sajc->skj", z.double(), h.double())
         with backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext():
-            first, again = (kron_versions._v4_contraction(z, h, 1.0) for _ in range(2))
+            first, again = (kron_v4_backward.contraction(z, h, 1.0) for _ in range(2))
         assert same_bits(first, again)
         assert float((first.double() - exact).abs().max() / exact.abs().max()) < 4 * torch.finfo(dtype).eps
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cukern.ops import kron_chain, kron_torch, kron_versions
+from cukern.ops import kron_chain, kron_torch, kron_v3
 from cukern.runtime.registry import apply_of, choose, raw_op
 
 
@@ -163,12 +163,12 @@ _kron_linear_backward = raw_op(
 _kron_mode = raw_op(
     "_kron_mode(Tensor z, Tensor w, float scale) -> Tensor",
     2,
-    lambda z, w, scale: kron_versions.mode_product(z.contiguous(), w.resolve_neg(), (scale, None, None)),
+    lambda z, w, scale: kron_v3.mode_product(z.contiguous(), w.resolve_neg(), (scale, None, None)),
     _fake_mode,
 )
 _kron_contract = raw_op(
     "_kron_contract(Tensor z, Tensor h, float scale) -> Tensor",
     2,
-    lambda z, h, scale: kron_versions.contraction(z.contiguous(), h.contiguous(), scale),
+    lambda z, h, scale: kron_v3.contraction(z.contiguous(), h.contiguous(), scale),
     _fake_contract,
 )

@@ -5,7 +5,8 @@ multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: th
 takes its DIMS in that order, as the program that it is compared with does.)
 
 A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
-the array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py.
+the array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py,
+their launches in kron_v3.py, kron_v4.py and kron_v4_backward.py.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cukern.ops import kron_versions
+from cukern.ops import kron_v4
+from cukern.ops.kron_versions import VERSIONS
 from cukern.runtime.registry import choose
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -29,7 +30,7 @@ def key_of(x: Any, factors: Any, scale: float) -> Any:
         return None
     if _modes() or _transforms() or forward_ad._current_level >= 0:
         return None
-    records, key = _recording(), [scale, kron_versions.tf32()]
+    records, key = _recording(), [scale, kron_v4.tf32()]
     for t in (x, *factors):
         if type(t) not in _PLAIN or not t.is_cuda or t.is_neg() or (records and t.requires_grad):
             return None
@@ -41,9 +42,9 @@ def remember(key: Any, x: Tensor, factors: Sequence[Tensor], scale: float) -> No
     """Prepare for calls of this key, whose arguments have passed the checks, if one launch will do."""
     if not x.is_contiguous() or x.ndim < 1 or not x.numel() or any(w.ndim != 2 for w in factors):
         return
-    if choose("kron_linear", "", x.get_device()) is not kron_versions.VERSIONS["v4"]:
+    if choose("kron_linear", "", x.get_device()) is not VERSIONS["v4"]:
         return
-    call = kron_versions.single_launch(x, factors, scale)
+    call = kron_v4.single_launch(x, factors, scale)
     if call:
         if len(_known) >= _MOST:
             _known.clear()

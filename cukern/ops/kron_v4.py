@@ -1,0 +1,159 @@
+"""v4 of kron_linear, forward: a group of factors a launch, compiled for their sizes. kron_groups.py plans the launches."""
+
+import functools
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cukern.ops import kron_chain, kron_groups, kron_v3
+from cukern.ops.kron_plan import Sizes, Step
+from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
+from cukern.runtime import backend
+from cukern.runtime.kernel import Kernel, Template
+
+_V4 = Template("kron_linear.cu", "kron_linear_v4", pdl=True)
+COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
+
+
+class Prepared(NamedTuple):
+    """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
+
+    group: kron_groups.Group
+    launch: backend.Launch
+    geometry: tuple[backend.Dim, backend.Dim, int]
+    indices: tuple[int, ...]  # of the factors
+    unused: tuple[int, ...]  # zeros for those that the kernel could take besides
+    features: int  # of the output
+
+
+@functools.lru_cache(512)
+def _plan(
+    sizes: Sizes, count: int | None, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
+) -> tuple[int, tuple[Prepared, ...]]:
+    """How many rows go through all launches at once, and the launches."""
+    plan = kron_groups.groups(sizes, rows, target_of(dtype, device, tensor, aligned), count)
+    part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
+    return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
+
+
+def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kron_groups.Target:
+    shared = backend.shared_memory(device) - 1024  # what the driver keeps of it
+    return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned)
+
+
+def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
+    """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
+    first, last = group.steps[0], group.steps[-1]
+    indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
+    unused = (0,) * (kron_groups.MOST - len(group.steps))
+    if not group.parts:
+        return Prepared(group, kron_v3.launch_of(dtype, first.q, device), ((1, 1, 1), kron_v3.BLOCK, 0), indices, unused, features)
+    tiles = -(-rows * last.left // group.L) * (first.right // group.R)
+    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
+    geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
+    return Prepared(group, _V4[dtype, group.template(added)].on(device), geometry, indices, unused, features)
+
+
+def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
+    """z (rows, numbers), contiguous, through the factors of a group."""
+    group, rows = made.group, z.shape[0]
+    step = group.steps[0]
+    if not group.parts:
+        w = factors[step.factor][None]
+        return mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue, out).view(rows, -1)
+    out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
+    scale, bias, residual = epilogue
+    pointers: list[int] = []
+    strides: list[int] = []
+    for index in made.indices:
+        w = factors[index]
+        pointers.append(w.data_ptr())
+        strides += w.stride()
+    rest = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
+    made.launch(
+        *made.geometry, out.data_ptr(), z.data_ptr(), *pointers, *made.unused, *rest, rows * group.steps[-1].left, *strides,
+        *made.unused, *made.unused, scale, made.features,
+    )  # fmt: skip
+    return out
+
+
+def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> Tensor:
+    """A group of factors a launch, all of them or those of the first `count` steps; rows in parts, where what lies between two launches
+    would take much memory."""
+    for w in factors:
+        if w.ndim == 3:
+            return kron_v3.forward(x, factors, epilogue)
+    rows, sizes = x.shape[0], tuple([tuple(w.shape) for w in factors])
+    scale, bias, residual = epilogue
+    added = bias is not None or residual is not None
+    part, launches = _plan(sizes, count, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
+    if len(launches) == 1:
+        return launch_group(launches[0], x, factors, epilogue)
+    out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
+    for first in range(0, rows, part):
+        whole = part >= rows
+        z, end = (x, out) if whole else (x[first : first + part], out[first : first + part])
+        for made in launches[:-1]:
+            z = launch_group(made, z, factors, PLAIN)
+        added_here = residual if whole or residual is None else residual[first : first + part]
+        launch_group(launches[-1], z, factors, (scale, bias, added_here), end)
+    return out
+
+
+def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
+    """_v4 for tensors of these shapes and strides, if one launch of its kernel does all: nothing is left to do but to make the launch."""
+    rows, sizes = x.numel() // x.shape[-1], tuple([tuple(w.shape) for w in factors])
+    aligned = gcd(x.data_ptr(), 16)
+    _, launches = _plan(sizes, None, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, False)
+    made = launches[0]
+    if len(launches) > 1 or not made.group.parts:
+        return None
+    launch, (grid, block, shared), shape = made.launch, made.geometry, (*x.shape[:-1], made.features)
+    strides = [n for i in made.indices for n in factors[i].stride()]
+    numbers = rows * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
+    tail = (*made.unused, 0, 0, *numbers)
+
+    def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        out = x.new_empty(shape)
+        launch(grid, block, shared, out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in made.indices], *tail)
+        return out
+
+    return call
+
+
+def mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
+    """mode_product by v4's kernel."""
+    samples, A, p, C = z.shape
+    if samples != 1:
+        return mode_product(z, w, (scale, None, None))
+    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device(), on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
+    return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
+
+
+@functools.lru_cache(512)
+def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> Prepared:
+    group = kron_groups.fastest((Step(0, 1, p, q, C),), A, target_of(dtype, device, tensor, aligned))
+    assert group
+    return prepare(group, A, dtype, device)
+
+
+def tf32() -> bool:
+    """Whether torch's switches let float32 products be made in TF32."""
+    return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32
+
+
+# Since torch 2.9, which refuses to read the older switch once the newer has been set.
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether products are made in TF32, which holds 16-bit numbers as they are."""
+    return dtype.itemsize == 2 or (dtype == torch.float32 and tf32())
+
+
+def instances(dtype: torch.dtype) -> list[Kernel]:
+    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
+    return [_V4[dtype, group.template()] for f, n in COMMON for group in kron_groups.groups(((f, f),) * n, 64, target)]

@@ -1,0 +1,132 @@
+"""v4 of kron_linear, backward: one or two neighbouring factors a launch where kron_backward.py plans it so; else a launch for each."""
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from cukern.ops import kron_backward, kron_chain, kron_groups, kron_v3, kron_v4
+from cukern.ops.kron_gradients import gradient
+from cukern.ops.kron_plan import Step
+from cukern.ops.kron_v3 import PLAIN, pointers, sum_dtype
+from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
+from cukern.runtime import backend
+from cukern.runtime.kernel import Kernel, Template
+
+_V4_BWD, _V4_GROUP_BWD, _V4_SUM = (
+    Template("kron_linear.cu", f"kron_linear_{name}", pdl=True) for name in ("v4_bwd", "v4_group_bwd", "v4_sum")
+)
+
+
+def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+    """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each launch is
+    multiplied anew from x, in few launches: no more than two arrays of the layer's inputs and outputs exist at one time."""
+    if not any(wanted[1:]):
+        return [kron_v4.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
+    if any(w.ndim == 3 for w in factors):
+        return kron_v3.backward(x, g, factors, wanted, scale)
+    order, h = kron_chain.plan(factors), g
+    found: list[Tensor | None] = [None] * len(wanted)
+    n, plan = len(order), plan_of(x, g, factors)
+    if all(wanted) and kron_backward.better_swapped(plan):
+        return _swapped(plan, x, g, factors, scale, found)
+    for launch in reversed(plan):
+        n -= len(launch.steps)
+        own = [s.factor for s in launch.steps]
+        if launch.template and all(wanted[i + 1] for i in own):
+            z = kron_v4.forward(x, factors, PLAIN, n) if n else x
+            h = fused(launch, z, h, z if n else None, factors, found, 1.0 if n else scale, scale)
+            del z
+        else:
+            h = _in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
+        if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
+            return found
+    found[0] = h.reshape(x.shape)
+    return found
+
+
+def _swapped(
+    plan: Sequence[kron_backward.Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The backward of two factors whose second has a fused launch. Mode products commute, so g goes back through the first one first: that
+    makes what the fused launch takes, and it is the small second one that g is multiplied by anew."""
+    (first,), (second,) = (launch.steps for launch in plan)
+    large, small = factors[first.factor][None], factors[second.factor][None]
+    h = kron_v4.mode(kron_chain.seen(g, large, first.q, first.right), large.mT, 1.0)
+    found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
+    del h
+    h = kron_v4.mode(kron_chain.seen(g, small, second.q, second.right), small.mT, 1.0)
+    z, h = kron_chain.seen(x, large, first.p, first.right), kron_chain.seen(h, large, first.q, first.right)
+    found[first.factor + 1] = contraction(z, h, scale)[0]
+    return found
+
+
+def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[kron_backward.Backward, ...]:
+    target = target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16))
+    return kron_backward.backwards(tuple([tuple(w.shape) for w in factors]), x.shape[0], target)
+
+
+def fused(
+    launch: kron_backward.Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
+    scale: float, factors_scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out` or a new tensor."""
+    out = torch.empty_like(z) if out is None else out
+    ws = [factors[s.factor] for s in launch.steps]
+    grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
+    counts = [w.numel() for w in ws]
+    unused = (0,) * (kron_groups.MOST - len(ws))
+    device, partials = z.get_device(), torch.empty((launch.blocks, sum(counts)), dtype=torch.float32, device=z.device)
+    strides = [n for w in ws for n in w.stride()]
+    _V4_GROUP_BWD[z.dtype, launch.template].on(device)(
+        (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *unused,
+        z.shape[0] * launch.steps[-1].left, *strides, *unused, *unused, scale,
+    )  # fmt: skip
+    _V4_SUM[z.dtype].on(device)(
+        (-(-sum(counts) // 32), 1, 1), (32, 32, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused,
+        launch.blocks, factors_scale,
+    )  # fmt: skip
+    for s, grad in zip(launch.steps, grads, strict=True):
+        found[s.factor + 1] = grad
+    return out
+
+
+def _in_steps(
+    run: Sequence[Step], n: int, x: Tensor, h: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float,
+    found: list[Tensor | None],
+) -> Tensor:  # fmt: skip
+    """The same by launches for each thing and for each of the steps, of which the first is step n, and for the wanted gradients alone."""
+    for at, s in reversed(list(enumerate(run, n))):
+        w = factors[s.factor][None]
+        h = kron_chain.seen(h, w, s.q, s.right)
+        if wanted[s.factor + 1]:
+            z = kron_v4.forward(x, factors, PLAIN, at) if at else x
+            found[s.factor + 1] = contraction(kron_chain.seen(z, w, s.p, s.right), h, scale)[0]
+            del z
+        h = kron_v4.mode(h, w.mT, 1.0 if at else scale)
+    return h
+
+
+def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
+    """contraction by v4's kernel."""
+    samples, A, p, C = z.shape
+    if samples != 1 or not A * C:
+        return kron_v3.contraction(z, h, scale)
+    device, kind = z.get_device(), sum_dtype(z.dtype)
+    target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
+    plan = gradient(A, p, h.shape[2], C, target)
+    partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
+    launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
+    launch((plan.blocks, 1, 1), (plan.threads, 1, 1), plan.shared, *pointers(partials, z, h), A, C, plan.pieces)
+    return kron_v3.sum_pieces(partials, z.dtype, scale)
+
+
+def instances(dtype: torch.dtype) -> list[Kernel]:
+    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
+    gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
+    made = [_V4_BWD[dtype, sum_dtype(dtype), one] for one in gradients]
+    if dtype.itemsize <= 4:
+        launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, target)]
+        made += [*[_V4_GROUP_BWD[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
+    return made
