@@ -38,7 +38,7 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
 def variants(sizes, first, count, rows, dtype) -> list[Backward]:
     """Launches of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
     kinds: dict[object, Backward] = {}
-    assert kron_groups._end_of_run(steps(sizes), first) >= first + count
+    assert kron_groups.end_of_run(steps(sizes), first) >= first + count
     for pieces in kron_backward._pieces(steps(sizes)[first : first + count], dtype == torch.float32):
         for launch in kron_backward._tilings(pieces, rows, Target(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)):
             threads, _, _, _, stages, L, R, *_ = launch.template.removeprefix("Backward4<").split(", ")
@@ -107,7 +107,7 @@ def test_layers_of_several_launches(device, dtype):
         y, exact = cukern.kron_linear(leaves[0], leaves[1:], scale=0.5, version="v4"), 0.5 * dense(wide[0], wide[1:])
         dy = torch.randn_like(y)
         for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
-            assert float((a.double() - right).norm() / right.norm()) < 8 * torch.finfo(dtype).eps
+            assert error(a, right) < 8 * torch.finfo(dtype).eps
 
 
 @kernels
@@ -119,7 +119,7 @@ def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
     dy = torch.randn_like(y)
     assert kron_backward.better_swapped(kron_v4_backward.plan_of(x.detach(), dy, ws))
     for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
-        assert float((a.double() - right).norm() / right.norm()) < 8 * torch.finfo(dtype).eps
+        assert error(a, right) < 8 * torch.finfo(dtype).eps
 
 
 @kernels

@@ -11,29 +11,19 @@ import torch
 
 from cukern.bench import rope_peers
 from cukern.bench.calls import Function
-from cukern.ops.kron_torch import movedim_product
 from cukern.runtime.registry import Op
 
 STARTUP_OPS = ("square", "matmul")  # whose first calls `cukern bench startup` times: the least and the most to compile
 
-Missing = str  # why a peer cannot run here
-Maker = Callable[[Op, torch.device], "Function | Missing"]
-
 _MOST_MATERIALISED = 4096  # columns
 
-
-def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
-    """A Kronecker-factored layer by the matrix itself, made anew in each call, as LoKr's users make it."""
-    if x.shape[-1] > _MOST_MATERIALISED:
-        raise ValueError(f"the product would have {x.shape[-1]} rows, and more than {_MOST_MATERIALISED} are not tried")
-    return x @ functools.reduce(torch.kron, factors)
-
+Missing = str  # why a peer cannot run here
+Maker = Callable[[Op, torch.device], "Function | Missing"]
 
 _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
     "matmul": {"torch": torch.matmul},
     "linear": {"torch": torch.nn.functional.linear},
-    "kron_linear": {"torch": lambda x, *factors: movedim_product(x, factors), "materialised": _materialised},
     "rope": {"torch": rope_peers.eager},
     "rope_qk": {"torch": rope_peers.eager_qk},
     "rope_interleaved": {"torch": partial(rope_peers.eager_qk, interleaved=True)},
@@ -134,6 +124,13 @@ def _liger_softmax(op: Op, device: torch.device) -> Function | Missing:
     return LigerSoftmaxFunction.apply
 
 
+def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+    """A Kronecker-factored layer by the matrix itself, made anew in each call, as LoKr's users make it."""
+    if x.shape[-1] > _MOST_MATERIALISED:
+        raise ValueError(f"the product would have {x.shape[-1]} rows, and more than {_MOST_MATERIALISED} are not tried")
+    return x @ functools.reduce(torch.kron, factors)
+
+
 def _rope(name: str) -> Maker:
     return lambda op, device: rope_peers.make(name, op.name, device)
 
@@ -145,6 +142,7 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "rope_in_place": {**_FLASH, "liger": _rope("liger")},
     "rope_te": {"transformer_engine": _rope("transformer_engine")},
     "softmax": {"liger": _liger_softmax},
+    "kron_linear": {"materialised": lambda op, device: _materialised},
 }
 
 

@@ -20,7 +20,7 @@ import torch
 Call = Callable[[], object]
 
 # Shorter calls are replayed from a CUDA graph, and longer ones that keep the host busy for half of their time, as backward passes of many
-# launches do. Others are not: in a graph the driver may leave a copy to a copy engine, which has two thirds of the speed.
+# launches do. Others are not: some copies were seen at two thirds of their speed in a graph.
 GRAPH_BELOW_US, HOST_SHARE = 200.0, 0.5
 BATCH_US = 1000.0  # aimed at between two clock readings
 MAX_BATCH = 1000  # calls; the driver's queue holds about as many launches

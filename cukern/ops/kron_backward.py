@@ -44,7 +44,7 @@ def backwards(sizes: Sizes, rows: int, target: Target) -> tuple[Backward, ...]:
     for first in reversed(range(len(order))):
         anew = sum(g.us for g in kron_groups.groups(sizes, rows, target, first)) if first else 0.0
         options = []
-        for end in range(first + 1, kron_groups._end_of_run(order, first) + 1):
+        for end in range(first + 1, kron_groups.end_of_run(order, first) + 1):
             us, rest = best[len(order) - end]
             launch = _fastest(order[first:end], rows, target)
             if launch:

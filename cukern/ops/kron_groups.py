@@ -97,7 +97,7 @@ def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) ->
     best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []
-        for end in range(first + 1, _end_of_run(order, first) + 1):
+        for end in range(first + 1, end_of_run(order, first) + 1):
             us, rest = best[len(order) - end]
             group = fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
             if group:
@@ -112,7 +112,7 @@ def rows_at_once(plan: Sequence[Group], rows: int, itemsize: int) -> int:
     return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
 
 
-def _end_of_run(order: Sequence[Step], first: int) -> int:
+def end_of_run(order: Sequence[Step], first: int) -> int:
     """The end of the steps from `first` on that go through neighbouring factors from right to left, MOST at most."""
     end = first + 1
     while end < min(len(order), first + MOST) and order[end].factor == order[end - 1].factor - 1:

@@ -109,13 +109,13 @@ def in_shared_memory(p: Problem) -> Run | None:
 def in_a_cluster(p: Problem) -> Run | None:
     """v9."""
     found = plan.cluster_hold(*numbers(p))
-    return _launch_held(_V9, p, found, _shape_key(found.shape, found.size)) if found else None
+    return _clustered(p, found) if found else None
 
 
 def in_several_blocks(p: Problem) -> Run | None:
     """v10; or v9, which is faster for 16-bit numbers, and for float in clusters of two, but not in larger ones."""
     found = plan.cluster_hold(*numbers(p))
-    return in_a_cluster(p) if found and (p.dtype.itemsize == 2 or found.size == 2) else in_a_crowd(p)
+    return _clustered(p, found) if found and (p.dtype.itemsize == 2 or found.size == 2) else in_a_crowd(p)
 
 
 def in_a_crowd(p: Problem) -> Run | None:
@@ -135,6 +135,10 @@ def in_a_crowd(p: Problem) -> Run | None:
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
     return p.rows, p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), backend.multiprocessors(p.number), p.backward
+
+
+def _clustered(p: Problem, held: plan.Hold) -> Run | None:
+    return _launch_held(_V9, p, held, _shape_key(held.shape, held.size))
 
 
 def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:

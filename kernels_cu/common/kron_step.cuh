@@ -178,11 +178,9 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
 #pragma unroll
                     for (int e = 0; e < JV; ++e) c[j + e] = load_as(v.v[e]);
                 }
-                constexpr int OUTER = S::COLUMNS, INNER = S::FIBERS * S::COLUMNS / OUTER;
 #pragma unroll
-                for (int n = 0; n < OUTER * INNER; ++n) {  // to and fro, so that one operand always stays
-                    int outer = n / INNER, inner = outer % 2 ? INNER - 1 - n % INNER : n % INNER;
-                    int i = inner, j = outer;
+                for (int n = 0; n < S::FIBERS * S::COLUMNS; ++n) {  // to and fro, so that one operand always stays
+                    int j = n / S::FIBERS, i = j % 2 ? S::FIBERS - 1 - n % S::FIBERS : n % S::FIBERS;
                     sums[i][j] += x[i][kk] * c[j];
                 }
             }
