@@ -81,7 +81,7 @@ def forget_plans() -> None:
 def tilings(sizes, first, count, rows, target, kind) -> list[Group]:
     """Tilings of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
     run = steps(sizes)[first : first + count]
-    assert kron_groups._end_of_run(steps(sizes), first) >= first + count
+    assert kron_groups.end_of_run(steps(sizes), first) >= first + count
     kinds: dict[object, Group] = {}
     for g in kron_groups.tilings(run, rows, target, kind):
         numbers = g.L * g.R * prod(s.p for s in run)
@@ -152,7 +152,7 @@ def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, s
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
-    monkeypatch.setattr(kron_groups, "_end_of_run", lambda order, first: min(first + 2, len(order)))
+    monkeypatch.setattr(kron_groups, "end_of_run", lambda order, first: min(first + 2, len(order)))
     monkeypatch.setattr(kron_groups, "BETWEEN", 2 * 81 * dtype.itemsize)
     forget_plans()
     x, ws = draw(5, ((3, 3),) * 4, device, dtype)
