@@ -12,7 +12,7 @@ from helpers import TREE, gpu
 from turn import TURN
 
 from cukern.bench import environment, peers, record, startup, timing
-from cukern.bench.measure import Row, measure, measure_host, passes, providers
+from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime.registry import OPS
 
@@ -55,6 +55,15 @@ def test_summary_is_median_and_quartiles():
 
 
 # ---- measure and peers
+
+
+@pytest.mark.parametrize("total", [1, 1000, 999_999, 2**25 + 1280, 10**8])
+def test_copies_are_as_large_as_the_call_and_of_whole_pages(total):
+    one, two = copies(total, 2, torch.device("cpu"))
+    moved = 2 * one().nbytes
+    assert one().data_ptr() != two().data_ptr() and one().data_ptr() % 128 == two().data_ptr() % 128
+    assert moved == 256 if total < 256 else 0.998 * total - 256 < moved <= total
+    assert moved % (2 * 8192 if total >= 2**25 else 256) == 0
 
 
 def test_measure_all_passes_on_the_cpu():

@@ -97,7 +97,7 @@ def measure(
         wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
         calls = _calls(op, dims, dtype, pass_, device, functions, sets, missing)
         if op.bound == "memory" and device.type == "cuda":  # the yardstick, whatever else is wanted
-            calls["copy", ""] = _copies(cost.bytes, sets, device)
+            calls["copy", ""] = copies(cost.bytes, sets, device)
         times, failed = timing.device_times({str(k): c for k, c in calls.items()}, device, budget_s)
         calls.clear()
     for key in list(functions):
@@ -197,9 +197,11 @@ def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
     return [hold(i, call) for i, call in enumerate(calls)]
 
 
-def _copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:
-    """Copies that move `total` bytes, read and written together, as many as a call of the op moves at least."""
-    floats = max(total // 8 // 32 * 32, 32)  # whole cache lines, so that both halves are aligned
+def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:
+    """Copies that move `total` bytes, read and written together, as many as a call of the op moves at least: rounded down to 10 binary
+    digits, because in a CUDA graph the driver takes 1.5 times as long for a large copy that is no multiple of 8 KiB."""
+    unit = 1 << max((total // 8).bit_length() - 10, 5)  # whole cache lines at least, so that both halves are aligned
+    floats = max(total // 8 // unit * unit, unit)
     pairs = [torch.randn(2, floats, device=device) for _ in range(sets)]
     return [lambda dst=pair[0], src=pair[1]: dst.copy_(src) for pair in pairs]  # type: ignore[misc]
 

@@ -20,7 +20,7 @@ import torch
 Call = Callable[[], object]
 
 # Shorter calls are replayed from a CUDA graph, and longer ones that keep the host busy for half of their time, as backward passes of many
-# launches do. Others are not: some copies were seen at two thirds of their speed in a graph.
+# launches do. Others are not: the driver's own copies may be slower in a graph (see measure.copies).
 GRAPH_BELOW_US, HOST_SHARE = 200.0, 0.5
 BATCH_US = 1000.0  # aimed at between two clock readings
 MAX_BATCH = 1000  # calls; the driver's queue holds about as many launches
