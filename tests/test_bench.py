@@ -61,7 +61,7 @@ def test_summary_is_median_and_quartiles():
 def test_copies_are_as_large_as_the_call_and_of_whole_pages(total):
     one, two = copies(total, 2, torch.device("cpu"))
     moved = 2 * one().nbytes
-    assert one().data_ptr() != two().data_ptr() and one().data_ptr() % 128 == two().data_ptr() % 128
+    assert one().data_ptr() != two().data_ptr()
     assert moved == 256 if total < 256 else 0.998 * total - 256 < moved <= total
     assert moved % (2 * 8192 if total >= 2**25 else 256) == 0
 

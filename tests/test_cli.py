@@ -79,6 +79,8 @@ def test_importing_it_is_light():
         (("check", "square", "--version", "v99"), "no version 'v99'"),
         (("bench", "square", 8, "--pass", "bwd:q"), "no pass 'bwd:q'"),
         (("bench", "square", 8, "--only", "q"), "no 'q' to measure"),
+        (("bench", "kron_linear", 8, 2, "--tf32", "--dtype", "b"), "--tf32 is for device times of --dtype f, got --dtype b"),
+        (("bench", "kron_linear", 8, 2, "--tf32", "--host"), "got --host"),
         (("profile", "square", 8, "--version", "v99"), "no version 'v99'"),
         (("compile", "square", "--arch", "hopper"), "got 'hopper'"),
     ],
@@ -194,6 +196,17 @@ def test_bench_records_and_draws(tmp_path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["provider"] for r in rows].count("torch") == 2 and rows[0]["shape"] == [64]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_in_tf32(tmp_path, monkeypatch):
+    """The switch is on while float32 is measured, and the record says so."""
+    seen, op = set(), OPS["kron_linear"]
+    spy = dataclasses.replace(op, spread=lambda *x, **k: (seen.add(torch.get_float32_matmul_precision()), op.call(*x, **k))[1])
+    monkeypatch.setitem(OPS, "kron_linear", spy)
+    call("bench", "kron_linear", 4, 3, 2, "--tf32", "--pass", "fwd", "--only", "cukern", "--record-to", tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert seen == {"high"} and {row["dtype"] for row in rows} == {"tf32"}
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_bench_prints_the_table(tmp_path, monkeypatch):

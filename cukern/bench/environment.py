@@ -35,15 +35,15 @@ def short_name() -> str:
 
 
 @contextlib.contextmanager
-def strict_float32() -> Iterator[None]:
-    """cuBLAS without TF32: the peer of a float32 op."""
-    before = torch.get_float32_matmul_precision()
-    if before != "highest":
-        torch.set_float32_matmul_precision("highest")
+def float32_products(tf32: bool = False) -> Iterator[None]:
+    """float32 products as they are, in cuBLAS too; or in TF32."""
+    before, wanted = torch.get_float32_matmul_precision(), "high" if tf32 else "highest"
+    if before != wanted:
+        torch.set_float32_matmul_precision(wanted)
     try:
         yield
     finally:
-        if before != "highest":
+        if before != wanted:
             torch.set_float32_matmul_precision(before)
 
 

@@ -86,14 +86,15 @@ def measure(
     device: torch.device,
     only: Collection[str] | None = None,
     budget_s: float = 3.0,
+    tf32: bool = False,
 ) -> Table:
-    """Time one pass of every provider, in turns, for about `budget_s` seconds."""
+    """Time one pass of every provider, in turns, for about `budget_s` seconds. `tf32`: float32 products in TF32, and rows that say so."""
     functions, missing = providers(op, device, only)
     cost = op.cost(dims, dtype.itemsize)[pass_]
     sets, notes = _sets(cost, device), {}
     if sets == MOST_SETS:
         notes["all"] = f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"
-    with environment.strict_float32(), timing.side_stream(device):
+    with environment.float32_products(tf32), timing.side_stream(device):
         wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
         calls = _calls(op, dims, dtype, pass_, device, functions, sets, missing)
         if op.bound == "memory" and device.type == "cuda":  # the yardstick, whatever else is wanted
@@ -110,10 +111,11 @@ def measure(
     rows = []
     for (provider, version), t in done.items():
         work = cost.bytes, cost.flops if provider != "copy" else 0
-        timed = Row(op.name, version, pass_, tuple(dims), name_of(dtype), provider, t.median_us, t.iqr_us, *work)
+        timed = Row(op.name, version, pass_, tuple(dims), "tf32" if tf32 else name_of(dtype), provider, t.median_us, t.iqr_us, *work)
         rows.append(dataclasses.replace(timed, error=wrong.get((provider, version))))
     notes |= {" ".join(key).strip(): t.note for key, t in done.items() if t.note}
-    return Table(_with_limit(rows, op, dtype, device), missing, notes)
+    peak = None if tf32 else environment.peak_flops(device, dtype)
+    return Table(_with_limit(rows, op, peak), missing, notes)
 
 
 def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.device, only: Collection[str] | None = None) -> list[Table]:
@@ -206,10 +208,9 @@ def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], obj
     return [lambda dst=pair[0], src=pair[1]: dst.copy_(src) for pair in pairs]  # type: ignore[misc]
 
 
-def _with_limit(rows: list[Row], op: Op, dtype: torch.dtype, device: torch.device) -> list[Row]:
+def _with_limit(rows: list[Row], op: Op, peak: float | None) -> list[Row]:
     """Fill of_limit: the time of the copy over one's own for a memory-bound op, TFLOP/s over the GPU's peak for a compute-bound one."""
     copy_us = next((r.median_us for r in rows if r.provider == "copy"), None)
-    peak = environment.peak_flops(device, dtype)
     if op.bound == "memory":
         return [dataclasses.replace(r, of_limit=copy_us / r.median_us if copy_us else None) for r in rows]
     return [dataclasses.replace(r, of_limit=r.tflops * 1e12 / peak if peak and r.tflops else None) for r in rows]

@@ -172,7 +172,7 @@ def _allowed(op: Op, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Ten
     if douts[0].dtype == torch.float64:
         inputs, douts = _cast(inputs, torch.float32), _cast(douts, torch.float32)
         truth, scale = _truth(op, inputs, douts)
-    with environment.strict_float32():
+    with environment.float32_products():
         torchs = results(op, op.reference, inputs, douts)
     finer = eps / torch.finfo(douts[0].dtype).eps
     return [2 * _error(y, t, s) * finer + op.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]

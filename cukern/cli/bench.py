@@ -18,6 +18,7 @@ def bench(
     dims: Dims = None,
     dtype: Dtype = "f",
     pass_: Annotated[str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes.")] = None,
+    tf32: Annotated[bool, typer.Option("--tf32", help="float32 products in TF32, where an op makes such.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Host time of a tiny call, instead of device time.")] = False,
     only: Annotated[str | None, typer.Option(metavar="NAME,...", help="Only these versions and peers.")] = None,
     record: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
@@ -25,7 +26,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
 ) -> None:
     """Time every version and peer of OP; with OP `startup`, what a fresh process pays for cukern."""
-    tables = _startup() if op == STARTUP else _measure(op, dims, dtype or "f", _split(pass_), host, _split(only))
+    tables = _startup() if op == STARTUP else _measure(op, dims, dtype or "f", _split(pass_), tf32, host, _split(only))
     missing: dict[str, str] = {}
     for one in tables:
         _print(one)
@@ -41,10 +42,12 @@ def bench(
 
 
 def _measure(
-    name: str, dims: Sequence[int] | None, letter: str, wanted: list[str] | None, host: bool, only: list[str] | None
+    name: str, dims: Sequence[int] | None, letter: str, wanted: list[str] | None, tf32: bool, host: bool, only: list[str] | None
 ) -> list[Table]:
     op, place = find_op(name), environment.device()
     kind = find_dtype(op, letter)
+    if tf32 and (host or letter != "f"):
+        raise ValueError(f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}")
     if host:
         (shape,) = find_dims(op, dims, op.check_dims[:1])
         return measure_host(op, shape, kind, place, only)
@@ -55,7 +58,7 @@ def _measure(
         task = bar.add_task("", total=len(jobs))
         for shape, p in jobs:
             bar.update(task, description=f"{name} {p} {' x '.join(map(str, shape))}")
-            tables.append(measure(op, shape, kind, p, place, only))
+            tables.append(measure(op, shape, kind, p, place, only, tf32=tf32))
             bar.advance(task)
     if op.note:
         for shape in shapes:
