@@ -244,6 +244,44 @@ __global__ void __cluster_dims__(2, 1, 1) k(int* out) {
         simulate(text.replace("BARRIER", ""), out, grid=2, block=64)
 
 
+# Each block adds up what all tell it, in words of its shared memory for which it waits.
+WORDS = """
+__global__ void __cluster_dims__(4, 1, 1) k(float* out) {
+    __shared__ unsigned long long words[4];
+    if (threadIdx.x < 4) {
+        words[threadIdx.x] = 0;
+        FENCE
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+    unsigned to = shared_of_rank(shared_address(words + cluster_rank()), threadIdx.x % 4);
+    cluster_wait();
+    if (threadIdx.x < 4) post_cluster(to, 1 + blockIdx.x);
+    unsigned long long word = threadIdx.x < HEARD ? wait_for_shared(shared_address(words + threadIdx.x)) : 0;
+    out[blockIdx.x * 32 + threadIdx.x] = __reduce_add_sync(~0u, unsigned(word));
+}
+"""
+
+
+def test_words_for_which_the_blocks_of_a_cluster_wait():
+    out = torch.zeros(2, 4, 32)
+    simulate(PTX + WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "4"), out, grid=8)
+    assert out.unique(dim=1).flatten().unique().tolist() == [10, 26]
+
+
+@pytest.mark.parametrize(
+    "fence, heard, says",
+    [
+        ("", 4, "writes 8 bytes, .* no cluster barrier is between the two"),
+        ("cluster_fence();", 3, "which has exited, or may have, by then"),
+    ],
+    ids=["cleared without a fence", "not heard by an exiting block"],
+)
+def test_words_that_nothing_orders(fence, heard, says):
+    with pytest.raises(sim.Race, match=says):
+        simulate(PTX + WORDS.replace("FENCE", fence).replace("HEARD", str(heard)), torch.zeros(2, 4, 32), grid=8)
+
+
 def test_a_kernel_without_clusters_is_a_cluster_of_one_block():
     text = (
         PTX
@@ -408,9 +446,7 @@ RACES = [
     cluster_sync();
     asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" :: "r"(there + 4 * t), "f"(float(t)) : "memory");  // there
     [[__syncthreads(); => cluster_sync();]]
-    float v;
-    asm volatile("ld.relaxed.cluster.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(shared_address(tile + t)) : "memory");  // here
-    int sum = v;
+    int sum = ld_cluster<float>(shared_address(tile + t));  // here
     """
         + KEEP,
         [0, 1, 0, 1],

@@ -64,8 +64,8 @@ def space_of(c: Context) -> str:
 
 
 def _is_strong(c: Context, space: str) -> bool:
-    """Whether an access may meet another block's without a race; in shared memory none does."""
-    return bool(_STRONG & set(c.parts)) and space not in ("shared", "cluster")
+    """Whether an access may meet another block's without a race; in shared memory those that say .cluster do."""
+    return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
 
 
 def load(c: Context) -> "Step":

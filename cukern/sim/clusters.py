@@ -1,8 +1,8 @@
 """Thread-block clusters: the barrier that all threads of a cluster share, and the shared memory of its blocks that each of them reaches.
 
 That a block has started is known to those that have come through a cluster barrier, and it must not exit before it knows of its
-neighbours' last access to its memory. Strong accesses and atomics of shared memory order nothing here: only barrier.cluster
-does.
+neighbours' last access to its memory: by barrier.cluster, or of a strong write by a strong read of what it wrote. Strong accesses with
+.cluster may meet, but nothing else is ordered by them, nor by atomics of shared memory: only barrier.cluster does.
 PTX ISA, barrier.cluster and mapa.
 """
 

@@ -17,8 +17,8 @@ import numpy as np
 
 IN_FLIGHT = 1 << 62
 STRONG = 1
-_TIME = 28
-_LANES = (1 << _TIME - 1) - 1
+TIME_BITS = 28
+_LANES = (1 << TIME_BITS - 1) - 1
 
 
 class Clock:
@@ -62,12 +62,12 @@ class Order:
     # ---- stamps
 
     def stamps(self, lanes: np.ndarray, flags: int = 0) -> np.ndarray:
-        return (lanes + self.base) * 2 + (self.clock.now << _TIME | flags)
+        return (lanes + self.base) * 2 + (self.clock.now << TIME_BITS | flags)
 
     def unpack(self, stamp: int) -> tuple[int, int]:
         """The lane of the launch and the instruction of a stamp."""
         stamp = int(stamp) & ~IN_FLIGHT
-        return (stamp >> 1) & _LANES, self.clock.pcs[stamp >> _TIME]
+        return (stamp >> 1) & _LANES, self.clock.pcs[stamp >> TIME_BITS]
 
     def by_lane(self, stamps: np.ndarray) -> np.ndarray:
         return (stamps >> 1) & _LANES
@@ -78,7 +78,7 @@ class Order:
     def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """Whether each access happened before what its partner in `lanes` does now."""
         flying = (stamps & IN_FLIGHT) != 0
-        times = stamps >> _TIME
+        times = stamps >> TIME_BITS
         lane = self.by_lane(stamps) - self.base
         inside = (lane >= 0) & (lane < self.lanes)
         lane = np.where(inside, lane, 0)
@@ -99,7 +99,7 @@ class Order:
         now, warps = self.clock.now + 1, self.warps_a_block
         if self.blocks_a_cluster == 1:
             self.known.reshape(self.blocks, -1)[blocks] = now
-            self.floor.reshape(self.blocks, -1)[blocks] = now << _TIME
+            self.floor.reshape(self.blocks, -1)[blocks] = now << TIME_BITS
             return
         for block in blocks:  # what one warp knows of the cluster, all know now
             mine, own = np.arange(block * warps, (block + 1) * warps), block % self.blocks_a_cluster * warps
@@ -133,7 +133,7 @@ class Order:
         self.lane_known[lanes] = told
 
     def _lower_floor(self, warps: np.ndarray) -> None:
-        self.floor.reshape(-1, 32)[warps] = (self.known[warps].min(axis=1) << _TIME)[:, None]
+        self.floor.reshape(-1, 32)[warps] = (self.known[warps].min(axis=1) << TIME_BITS)[:, None]
 
     # ---- between blocks
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukern.sim.order import IN_FLIGHT, STRONG, Order
+from cukern.sim.order import IN_FLIGHT, STRONG, TIME_BITS, Order
 
 _LONGEST_LOG = 1 << 21  # reads that may be noted before they are sorted out
 
@@ -32,6 +32,7 @@ class Shadow:
         self.bits = 4  # log2 of a granule's bytes
         self.writers: np.ndarray | None = None
         self.readers: list[np.ndarray] | None = None  # the last, the last of another lane, and in clusters the last of another block
+        self.heard: np.ndarray | None = None  # in shared memory: when it was last read strongly
         self.log: list[tuple[np.ndarray, int, np.ndarray]] = []
         self.logged = 0
 
@@ -42,6 +43,10 @@ class Shadow:
         if self.writers is None:
             return None
         granules = self._granules(positions, size)
+        if strong and self.reach == "cluster":
+            if self.heard is None:
+                self.heard = np.zeros(self.size >> self.bits, np.int64)
+            self.heard[granules] = order.clock.now << TIME_BITS
         return self._unordered(order, self.writers[granules], lanes, strong)
 
     def unwritten(self, positions: np.ndarray, size: int) -> np.ndarray | None:
@@ -89,11 +94,14 @@ class Shadow:
         self.writers[granules] = stamps if granules.ndim == 1 else stamps[:, None]
 
     def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray]]:
-        """The stamps by granule, from byte `start` to `end`, of the last writes and reads; each array with what they did."""
+        """The stamps by granule, from byte `start` to `end`, of the last writes and reads; each array with what they did. Not of strong
+        writes that were read strongly, by those who waited for them."""
         self._sort_log(order)
         found = [("reads", stamps) for stamps in self.readers or ()]
         if self.writers is not None:
-            found.append(("writes", self.writers))
+            heard = self.writers & STRONG != 0
+            heard &= self.heard > self.writers if self.heard is not None else False
+            found.append(("writes", np.where(heard, 0, self.writers)))
         return [(did, stamps[start >> self.bits : end >> self.bits]) for did, stamps in found]
 
     def written(self) -> np.ndarray | None:
@@ -110,6 +118,8 @@ class Shadow:
             finer >>= self.bits
             if self.writers is not None:
                 self.writers = np.repeat(self.writers, finer)
+            if self.heard is not None:
+                self.heard = np.repeat(self.heard, finer)
             if self.readers is not None:
                 self.readers = [np.repeat(stamps, finer) for stamps in self.readers]
         first = positions >> self.bits
