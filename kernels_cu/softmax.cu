@@ -26,19 +26,27 @@
 // v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     0.98 (1.01)  0.98 (1.03)  0.98 (1.03)  0.92 (1.02)  0.95 (1.03)  0.92 (0.96)  0.87 (0.86)
-//  bfloat16  1.00 (1.00)  0.99 (1.03)  0.97 (1.02)  0.95 (1.01)  0.97 (1.02)  0.92 (0.96)  0.92 (0.91)
+//  float     0.98 (1.01)  0.97 (1.03)  0.98 (1.03)  0.95 (1.02)  0.96 (1.03)  0.96 (0.99)  0.89 (0.86)
+//  bfloat16  0.99 (1.01)  0.98 (1.03)  0.97 (1.02)  0.95 (1.01)  0.97 (1.02)  0.93 (1.00)  0.93 (0.91)
 //
 // What made it so, in a copy's speed, bfloat16 but where said otherwise:
 // * No load before a row's own. A constant that the compiler had put into global memory: 8192x16384 0.90 to 0.96.
 // * Exponentials kept as floats, fewer and fuller threads: 8192x4096 0.96 to 0.98, 8192x16384 0.96 to 0.98.
 // * Edges as elements of a few threads, not masks in every loop: 131072 0.79 to 0.87; cut at multiples of 128 bytes: float 50257 0.89 to 0.93.
 // * Four blocks of 256 threads on a multiprocessor, not two of 512: 131072 0.87 to 0.92.
-// * v10: 512x1M 0.78 to 0.92, float backward 0.58 to 0.86. Of rows that a cluster holds, in float, 131072 0.85 to 0.92 and backward 0.91 to
-//   0.96; in bfloat16, and in clusters of two, it is slower: its board has to be cleared.
+// * v10: 512x1M 0.78 to 0.92, float backward 0.58 to 0.86.
 // * Programmatic dependent launch (ptx.cuh): 8192x1024 0.98 to 1.00, 8192x4096 0.98 to 0.99.
-// The exponentials themselves cost nothing: without them 16384 and 131072 take as long. Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints
-// on all loads and stores, more threads or more than 16 vectors a thread, rows that are partly read twice, persistent blocks.
+// * Exponentials of what has come while the rest is on its way: float 50304 0.95 to 0.96, 50257 0.92 to 0.95, 1M 0.87 to 0.89; 131072 0.92
+//   to 0.935, 1M 0.92 to 0.93.
+// * Words, not a barrier, between the blocks of a cluster, which had taken 3.8 us of a block's 12 to 15 (teams.cuh): float 131072 0.93 to 0.96,
+//   its backward 0.96 to 0.99, that of bfloat16, now with two blocks of 512 threads on a multiprocessor, 0.96 to 1.00.
+//
+// What is left of long rows is that blocks wait for one another: if they do not, 131072 is at 0.95 (float 0.97), 1M at 0.97, and backward at
+// 1.00 to 1.01. Of 1M a block waits 6 of 13 to 18 us: 3 for words through a busy L2, the others for the last of its row, whose loads take 5
+// to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
+// Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints on all loads and stores, more threads or more than 16 vectors a thread, rows that are
+// partly read twice, persistent blocks, clusters for rows that a block holds, a row's blocks in numbers that divide the GPU's (1M 0.89 to
+// 0.85). As fast: blocks that start one after another, launch_dependents in the last blocks, whole warps for rows of 1024.
 //
 // Grids are 1-D. Offsets are 64-bit.
 #include "common/held_rows.cuh"
@@ -373,13 +381,14 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
     softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
-    __shared__ Found<T, SIZE> from_peers;
-    cluster_arrive_relaxed();
+    __shared__ unsigned long long words[SIZE];
+    ClusterBoard<SIZE> board(words);
     wait_for_previous();
     long long row = blockIdx.x / SIZE;
-    Cluster<T, THREADS, SIZE> team(found, from_peers);
+    Crowd<T, THREADS, ClusterBoard<SIZE>> team(found, board);
     team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
+    board.leave();
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool EXACT, bool LOG>
@@ -387,13 +396,14 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
     softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
-    __shared__ Found<T, SIZE> from_peers;
-    cluster_arrive_relaxed();
+    __shared__ unsigned long long words[SIZE];
+    ClusterBoard<SIZE> board(words);
     wait_for_previous();
     long long row = blockIdx.x / SIZE, at = row * columns;
-    Cluster<T, THREADS, SIZE> team(found, from_peers);
+    Crowd<T, THREADS, ClusterBoard<SIZE>> team(found, board);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
                                                     Room{slots, part, most});
+    board.leave();
 }
 #endif
 
@@ -405,7 +415,8 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     __shared__ Found<T> found;
     wait_for_previous();
     long long row = blockIdx.x / size;
-    Crowd<T, THREADS> team(found, board, size);
+    GlobalBoard words(board, size);
+    Crowd<T, THREADS, GlobalBoard> team(found, words);
     team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }
@@ -418,7 +429,8 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     __shared__ Found<T> found;
     wait_for_previous();
     long long row = blockIdx.x / size, at = row * columns;
-    Crowd<T, THREADS> team(found, board, size);
+    GlobalBoard words(board, size);
+    Crowd<T, THREADS, GlobalBoard> team(found, words);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
                                                     Room{slots, part, most});
 }

@@ -198,6 +198,19 @@ def test_rows_that_many_blocks_hold(device, monkeypatch):
 
 
 @kernels
+def test_long_rows_that_rise(device):
+    """What comes later is far above the first, from whose largest their exponentials were taken."""
+    for columns, dtype, version in ((20_001, torch.float32, "v8"), (33_000, torch.bfloat16, "v8"), (66_001, torch.float32, "v9")):
+        x = torch.linspace(-300, 300, columns, device=device)
+        for row in (x, x + 1e6, x.masked_fill(x < 0, -inf)):
+            row = row.to(dtype)[None]
+            for name in FUNCTIONS:
+                result, exact = getattr(cukern, name)(row, version=version), getattr(torch, name)(row.double(), -1)
+                rtol = 1e-6 if dtype == torch.float32 else 2**-8
+                torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-37)
+
+
+@kernels
 def test_extreme_values_in_long_rows(device):
     x = torch.zeros(1, 200_000, device=device)
     x[0, 150_000] = inf

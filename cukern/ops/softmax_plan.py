@@ -74,7 +74,7 @@ HOLDS: tuple[Shapes, Shapes] = (
 )
 CLUSTERS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 256, 4),), 4: (Shape(8, 512, 2),), 8: ()},
-    {2: (Shape(4, 512, 1),), 4: (Shape(4, 1024, 1),), 8: ()},
+    {2: (Shape(2, 512, 2),), 4: (Shape(2, 512, 2),), 8: ()},
 )
 CROWDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2),), 4: (Shape(8, 512, 2),), 8: ()},

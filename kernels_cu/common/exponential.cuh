@@ -27,6 +27,7 @@ struct Exponential {
     __device__ __forceinline__ float operator()(float u, Base base) const { return exp2_approx((u - base) * rate); }
     __device__ __forceinline__ float rescale(float largest, Base to) const { return exp2_approx((largest - to) * rate); }
     __device__ __forceinline__ float plain(float u) const { return exp2_approx(u * rate); }  // relative to u = 0
+    __device__ __forceinline__ float reach(float largest) const { return largest; }
 };
 
 // 32 bits: to round u - largest, or its product with rate, would be an error of the result as large as they are. So u rate is split
@@ -66,6 +67,8 @@ struct Exponential<float> {
         return power(from.center - to.center, offset, least(offset)) * 5.421010862427522e-20f;  // 2^-64
     }
     __device__ __forceinline__ float plain(float u) const { return power(u, 0.0f, least(0.0f)); }
+    // The largest u for which a base made of `largest` will do: its exponential is 2^32 times as large, lifted 2^96.
+    __device__ __forceinline__ float reach(float largest) const { return log ? largest : fmaf(32.0f, inverse, largest); }
     // Where 2^(v rate - offset) becomes 2^-127, which is 0.
     __device__ __forceinline__ float least(float offset) const { return (offset - 127.0f) * inverse; }
     // 2^(v rate - offset), for an integer offset. NaN where v is.

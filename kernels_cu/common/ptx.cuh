@@ -125,6 +125,20 @@ __device__ __forceinline__ unsigned long long wait_for(const unsigned long long*
     return word;
 }
 
+// The same through the shared memory of a cluster's blocks, of another block to write and one's own to wait.
+__device__ __forceinline__ void post_cluster(unsigned address, unsigned long long word) {
+    asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" :: "r"(address), "l"(word) : "memory");
+}
+__device__ __forceinline__ unsigned long long wait_for_shared(unsigned address) {
+    unsigned long long word;
+    do {
+        asm volatile("ld.relaxed.cluster.shared::cta.u64 %0, [%1];" : "=l"(word) : "r"(address) : "memory");
+    } while (word == 0);
+    return word;
+}
+// What this thread wrote before is seen by those of the cluster that learn, by what it does next, that it did.
+__device__ __forceinline__ void cluster_fence() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+
 // 2^x with an error of at most 2 units in the last place; results below 2^-126 become 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

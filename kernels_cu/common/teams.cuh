@@ -86,69 +86,69 @@ __device__ __forceinline__ void merge_block(const Exponential<T>& exponential, F
     Block<T, LOOP_THREADS>(found).combine(exponential, largest, sum);
 }
 
+// Where the blocks that share a row tell one another: a word for each, 0 until it has told. Here in global memory, where all are 0 before,
+// and a row has `size` neighbouring blocks, as many as it needs. Blocks start in the order of their numbers; those of a row can wait for
+// each other as long as `size` of them fit the GPU at a time.
+struct GlobalBoard {
+    unsigned long long* words;
+    int size, number;
+    __device__ __forceinline__ GlobalBoard(unsigned long long* all, int size)
+        : words(all + blockIdx.x / size * size), size(size), number(blockIdx.x % size) {}
+    __device__ __forceinline__ int rank() const { return number; }
+    __device__ __forceinline__ void tell(unsigned long long word) const {
+        if (threadIdx.x == 0) post(words + number, word);
+    }
+    __device__ __forceinline__ unsigned long long hear(int i) const { return wait_for(words + i); }
+    static __device__ __forceinline__ void heard_all() {}
+};
+
 #if __CUDA_ARCH__ >= 900
-// The SIZE blocks of a cluster. The kernel calls cluster_arrive_relaxed() when it starts. Nobody writes to a peer after the second barrier,
-// so that none is needed at the end.
-template <typename T, int THREADS, int SIZE>
-struct Cluster {
-    using C = compute_t<T>;
-    static constexpr int width = THREADS;
-    Block<T, THREADS> block;
-    Found<T, SIZE>& from_peers;
-    __device__ __forceinline__ Cluster(Found<T>& found, Found<T, SIZE>& from_peers) : block(found), from_peers(from_peers) {}
-    static __device__ __forceinline__ int rank() { return cluster_rank(); }
-    __device__ __forceinline__ int lane() const { return threadIdx.x; }
-    __device__ __forceinline__ bool leads() const { return cluster_rank() == 0 && threadIdx.x == 0; }
-    __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
-    template <typename S>
-    __device__ __forceinline__ S near_sum(S value) const {
-        return warp_reduce<Sum>(value);
-    }
-    __device__ __forceinline__ void tell(C largest, sum_t<T> sum) const {
-        cluster_wait();  // until all have started
+// In the shared memory of each of a cluster's blocks. There is no barrier where they tell: its release would wait for all that the
+// multiprocessor has under way, 3 us on a busy H200. The kernel calls leave() at its end: no block exits before all have heard.
+template <int SIZE>
+struct ClusterBoard {
+    static constexpr int size = SIZE;
+    unsigned long long* words;
+    // Before the kernel does anything else: then the fence has little to wait for, and the other warps need none.
+    __device__ __forceinline__ explicit ClusterBoard(unsigned long long (&words)[SIZE]) : words(words) {
         if (threadIdx.x < SIZE) {
-            st_cluster(shared_of_rank(shared_address(from_peers.largest + cluster_rank()), threadIdx.x), largest);
-            st_cluster(shared_of_rank(shared_address(from_peers.sums + cluster_rank()), threadIdx.x), sum);
+            words[threadIdx.x] = 0;
+            cluster_fence();
         }
-        cluster_sync();
+        __syncwarp();
+        cluster_arrive_relaxed();
     }
-    __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, sum_t<T>& sum) const {
-        block.combine(exponential, largest, sum);
-        tell(largest, sum);
-        from_peers.merge(exponential, SIZE, largest, sum);
+    static __device__ __forceinline__ int rank() { return cluster_rank(); }
+    __device__ __forceinline__ void tell(unsigned long long word) const {
+        cluster_wait();  // until all have cleared theirs
+        if (threadIdx.x < SIZE) post_cluster(shared_of_rank(shared_address(words + rank()), threadIdx.x), word);
     }
-    __device__ __forceinline__ C add(C value) const {
-        tell(C(0), block.add(value));
-        int lane = threadIdx.x % 32;
-        return warp_reduce<Sum>(lane < SIZE ? C(from_peers.sums[lane]) : C(0));
-    }
+    __device__ __forceinline__ unsigned long long hear(int i) const { return wait_for_shared(shared_address(words + i)); }
+    static __device__ __forceinline__ void heard_all() { cluster_arrive_relaxed(); }
+    static __device__ __forceinline__ void leave() { cluster_wait(); }
 };
 #endif
 
-// `size` neighbouring blocks, as many as a row needs, each of THREADS, which tell one another through `board` in global memory: a word for
-// each, all 0 before. Blocks start in the order of their numbers; those of a row can wait for each other as long as `size` of them fit the
-// GPU at a time. Not of double.
-template <typename T, int THREADS>
+// Several blocks of THREADS, which tell one another through a board. Not of double.
+template <typename T, int THREADS, class Board>
 struct Crowd {
     static constexpr int width = THREADS;
     Block<T, THREADS> block;
-    unsigned long long* board;
-    int size, number;
-    __device__ __forceinline__ Crowd(Found<T>& found, unsigned long long* board, int size)
-        : block(found), board(board + blockIdx.x / size * size), size(size), number(blockIdx.x % size) {}
-    __device__ __forceinline__ int rank() const { return number; }
+    const Board& board;
+    __device__ __forceinline__ Crowd(Found<T>& found, const Board& board) : block(found), board(board) {}
+    __device__ __forceinline__ int rank() const { return board.rank(); }
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
-    __device__ __forceinline__ bool leads() const { return number == 0 && threadIdx.x == 0; }
+    __device__ __forceinline__ bool leads() const { return rank() == 0 && threadIdx.x == 0; }
     __device__ __forceinline__ float near_max(float value) const { return warp_max(value); }
     template <typename S>
     __device__ __forceinline__ S near_sum(S value) const {
         return warp_reduce<Sum>(value);
     }
     __device__ __forceinline__ void tell(float a, float b) const {  // not both +0
-        if (threadIdx.x == 0) post(board + number, (unsigned long long)__float_as_uint(a) << 32 | __float_as_uint(b));
+        board.tell((unsigned long long)__float_as_uint(a) << 32 | __float_as_uint(b));
     }
     __device__ __forceinline__ float2 hear(int i) const {
-        unsigned long long word = wait_for(board + i);
+        unsigned long long word = board.hear(i);
         return make_float2(__uint_as_float(unsigned(word >> 32)), __uint_as_float(unsigned(word)));
     }
     // What the first warp found, to all.
@@ -158,6 +158,7 @@ struct Crowd {
             block.found.sums[0] = sum;
         }
         __syncthreads();
+        board.heard_all();
         largest = block.found.largest[0];
         sum = block.found.sums[0];
     }
@@ -168,7 +169,7 @@ struct Crowd {
         if (threadIdx.x < 32) {
             largest = minus_infinity<float>();
             sum = 0;
-            for (int i = threadIdx.x; i < size; i += 32) {
+            for (int i = threadIdx.x; i < board.size; i += 32) {
                 float2 heard = hear(i);
                 float before = largest;
                 largest = max(before, heard.x);
@@ -185,7 +186,7 @@ struct Crowd {
         __syncthreads();
         sum_t<T> sum = 0;
         if (threadIdx.x < 32) {
-            for (int i = threadIdx.x; i < size; i += 32) sum += hear(i).y;
+            for (int i = threadIdx.x; i < board.size; i += 32) sum += hear(i).y;
             sum = warp_reduce<Sum>(sum);
         }
         pass_on(unused, sum);

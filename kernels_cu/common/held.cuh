@@ -1,0 +1,132 @@
+// Where a team of threads holds a row: which vectors are whose, in registers and in shared memory.
+#pragma once
+#include "ptx.cuh"
+#include "rows.cuh"
+
+// Columns [begin, end) of a row, cut at multiples of BYTES. EXACT: all rows begin at multiples of 16 bytes and are whole numbers of vectors.
+// A warp whose vectors begin at a multiple of 128 bytes touches no line that another one touches.
+template <typename T, bool EXACT, int BYTES>
+struct Cut {
+    static constexpr int LINE = BYTES / sizeof(T), NOWHERE = -LINE;
+    int begin, end, first, count;  // of the whole vectors: the column of the first, and how many there are
+    int head, tail;                // the first column of the line that `begin` cuts, and of that which `end` cuts; or NOWHERE
+    __device__ __forceinline__ Cut(const T* row, int begin, int end) : begin(begin), end(end) {
+        int shift = EXACT && BYTES == 16 ? 0 : reinterpret_cast<unsigned long long>(row) / sizeof(T) % LINE;
+        int before = (begin + shift) & (LINE - 1), after = (end + shift) & (LINE - 1);
+        head = before ? begin - before : NOWHERE;
+        tail = after && end - after > begin - (before ? before : 1) ? end - after : NOWHERE;
+        first = before ? begin - before + LINE : begin;
+        count = max(end - after - first, 0) / WIDTH<T>;
+    }
+    // The column of a team's thread among the edges, of which 2 LINE threads have one each. A column that is not the row's, of many threads.
+    __device__ __forceinline__ int edge(int lane) const {
+        int from = lane < LINE ? head : lane < 2 * LINE ? tail : NOWHERE;
+        return from == NOWHERE ? NOWHERE : from + (lane & (LINE - 1));
+    }
+    __device__ __forceinline__ bool shows(int column) const { return column >= begin && column < end; }
+};
+
+// Where a block holds its part of a row, by default in registers alone. `slots`: shared memory; `part`: how many of the row's vectors a block
+// has; `most`: those that there is room for, whole rounds of its threads.
+struct Room {
+    void* slots = nullptr;
+    int part = 0x7fffffff, most = 0;
+};
+
+// Which vectors a thread of a team has: the k-th is vector `begin + lane + k * step` of the row, if it is one of the block's `count`.
+struct Share {
+    int begin, lane, step, count, rounds;  // rounds: more k than any thread of the block has
+    template <class Team>
+    __device__ __forceinline__ Share(const Team& team, int vectors, const Room& room)
+        : begin(team.rank() * room.part), lane(team.lane()), step(team.width), count(max(min(vectors - begin, room.part), 0)) {
+        rounds = (count + step - 1) / step;
+    }
+    __device__ __forceinline__ bool has(int k) const { return lane + k * step < count; }
+};
+
+// At a multiple of 16 bytes.
+template <typename T>
+__device__ __forceinline__ void store_vector(T* p, const compute_t<T> (&r)[WIDTH<T>]) {
+    Words<T> v;
+    pack(v, r);
+    *reinterpret_cast<Words<T>*>(p) = v;
+}
+
+constexpr int GROUP = 4;  // rounds of vectors in slots that are fetched, and waited for, together
+
+template <typename T, int VECTORS, bool SLOTS>
+struct Held {
+    Words<T> registers[VECTORS], *slots;  // slots: the thread's own, so that they need no barrier
+    compute_t<T> edge;
+    __device__ __forceinline__ Words<T>& slot(int k, int step) const { return slots[(k - VECTORS) * step]; }
+    // `from`: the thread's first vector. All loads are issued before the first is used, so that their latencies overlap.
+    __device__ __forceinline__ void load(const T* from, const Share& share, compute_t<T> missing) {
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k)
+            registers[k] = share.has(k) ? *reinterpret_cast<const Words<T>*>(from + k * share.step * WIDTH<T>) : filled<T>(missing);
+    }
+    // A group's, of which round `first` is the first.
+    __device__ __forceinline__ void fetch(int first, const T* from, const Share& share, compute_t<T> missing) {
+#pragma unroll
+        for (int k = first; k < first + GROUP; ++k) {
+            if (share.has(k)) cp_async_16(shared_address(&slot(k, share.step)), from + k * share.step * WIDTH<T>);
+            else if (k < share.rounds) slot(k, share.step) = filled<T>(missing);
+        }
+    }
+    // f(vector, k) for each of a thread's vectors in registers.
+    template <typename F>
+    __device__ __forceinline__ void each(F f) {
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) f(registers[k], k);
+    }
+    // The same of those in slots, from round `first` to before `end`.
+    template <typename F>
+    __device__ __forceinline__ void each(const Share& share, int first, int end, F f) {
+#pragma unroll 4
+        for (int k = first; k < end; ++k) f(slot(k, share.step), k);
+    }
+    // All of it up to slots' round `end`.
+    __device__ __forceinline__ void multiply(const Share& share, int end, compute_t<T> factor) {
+        auto product = [&](Words<T>& v, int) {
+            compute_t<T> r[WIDTH<T>];
+            unpack(v, r);
+#pragma unroll
+            for (int j = 0; j < WIDTH<T>; ++j) r[j] *= factor;
+            pack(v, r);
+        };
+        edge *= factor;
+        each(product);
+        each(share, VECTORS, end, product);
+    }
+    // Between two passes over 16-bit values: let the compiler forget what it made of them, floats that need twice the registers. `count` is
+    // never negative, so this changes nothing; but the compiler cannot know that.
+    __device__ __forceinline__ void keep_packed(int count) {
+        if constexpr (sizeof(T) == 2) {
+#pragma unroll
+            for (int k = 0; k < VECTORS; ++k)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) registers[k].w[j] ^= count >> 31;
+        }
+    }
+};
+
+// fetch(first) for each group of slots.
+template <typename F>
+__device__ __forceinline__ void fetch_groups(int vectors, int rounds, F fetch) {
+    for (int first = vectors; first < rounds; first += GROUP) {
+        fetch(first);
+        cp_async_commit();
+    }
+}
+// arrived(first, end) for each of them, as soon as it is there: the next are still on their way then.
+template <typename F>
+__device__ __forceinline__ void take_groups(int vectors, int rounds, F arrived) {
+    for (int first = vectors; first < rounds; first += GROUP) {
+        int left = rounds - first;  // rounds that are not known to have come
+        if (left > 3 * GROUP) cp_async_wait<3>();
+        else if (left > 2 * GROUP) cp_async_wait<2>();
+        else if (left > GROUP) cp_async_wait<1>();
+        else cp_async_wait<0>();
+        arrived(first, min(first + GROUP, rounds));
+    }
+}
