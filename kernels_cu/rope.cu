@@ -21,10 +21,15 @@
 //              L1 keeps no line of the outputs. Interleaved float, whose reads of the table have 8 bytes: 0.977 to 0.997 by keeping those
 //              too. 0.99 with programmatic dependent launch. Heads of 64 in half pairing are at 0.97: their halves are half lines.
 //              Slower: four heads a thread (0.96 of that), persistent blocks (0.9), other orders of the heads (0.85-0.96), blocks of 256
-//              threads. Angles for each element (TransformerEngine's) 0.93: no faster with a third fewer registers, nor with rows read once
-//              whose halves are alike; sines taken by the rotation's own blocks, in shared memory, 0.74.
+//              threads. Angles for each element (TransformerEngine's) 0.87-0.94: a thread reads 128 bytes of them for 32 of x; no faster
+//              with a third fewer registers; sines taken by the rotation's own blocks, in shared memory, 0.74.
 //              A quarter of a head of 128 in bfloat16 is 64 of 256 bytes: these take an H200 0.48 of the whole's time, whoever reads and
 //              writes them (128 of 256 bytes take 0.55), and so they do here.
+//   version 3: one thread the same vector of two neighbouring heads, in 16 bits and half pairing; the pairs' other elements come by shuffles.
+//              Half as many reads of a table with angles for each element: H200, bfloat16, (4096, 1, 128, 128) with the angles' own kernel
+//              0.94 to 0.98, (8192, 4, 24, 128) 0.88 to 0.97, (2048, 4, 32, 128) 0.92 to 0.96. Heads of 64 are whole lines: (8, 4096, 32
+//              and 8, 64) 0.974 to 0.987, of q alone 0.98 to 1.00; 42 MB of them 0.983 to 0.973, and in place no faster. With registers for
+//              1500 threads of an SM instead of 1250: 0.92.
 //
 // Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
 #include "common/math.cuh"
@@ -338,4 +343,66 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     c = pack<T>(y_c);
     store_vec_past_l1(to[first_a].v, a);
     store_vec_past_l1(to[first_b].v, c);
+}
+
+// v3: half pairing, one thread the same vector of two neighbouring heads, so that a warp's accesses are whole lines where a half is less
+// than one, and where the table is FULL each of its vectors is read once for both. The pairs' other elements come from lane `half` away.
+// Block (x, y): x = rotary_dim / E threads, a power of 2 of at most 32, y pairs of heads, together whole warps. Numbers as in v2's, but
+// items, heads and k_heads count pairs of heads; nothing is copied.
+template <typename T, typename C, int E, bool FULL>
+__global__ void __launch_bounds__(256, 5)
+    rope_v3(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
+            unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
+            unsigned rotary_dim, unsigned rotary_offset, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
+            unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b, unsigned x_s,
+            unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
+    using A = maths_t<T, C>;
+    using Vector = Vec<T, E>;
+    unsigned number = blockIdx.x * blockDim.y + threadIdx.y, item = min(number, items - 1);  // all lanes take part in the shuffles
+    unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
+    unsigned outer_index = divide(token, inner_magic, inner_shift), inner_index = token - outer_index * inner;
+    unsigned b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;
+    wait_for_previous();
+    int position = positions ? positions[b * positions_b + s] : int(s);
+    const Vector* from = reinterpret_cast<const Vector*>(x);
+    Vector* to = reinterpret_cast<Vector*>(out);
+    if (h < heads) {
+        from += b * x_b + s * x_s + 2 * h * x_h;
+        to += b * out_b + s * out_s + 2 * h * out_h;
+    } else {
+        h -= heads;
+        from = reinterpret_cast<const Vector*>(k) + (b * k_b + s * k_s + 2 * h * k_h);
+        to = reinterpret_cast<Vector*>(k_out) + (b * k_out_b + s * k_out_s + 2 * h * k_out_h);
+        x_h = k_h;
+        out_h = k_out_h;
+    }
+    unsigned half = rotary_dim / 2, first = threadIdx.x;
+    from += rotary_offset + first;
+    to += rotary_offset + first;
+    Vector v[2] = {};
+    if (number < items) {
+        v[0] = load_vec<T, E>(from[0].v);
+        v[1] = load_vec<T, E>(from[x_h].v);
+    }
+    bool inside = unsigned(position) < rows, low = first < half;
+    unsigned long long row = (b * cos_b + (inside ? position : 0) * cos_s) * (unsigned long long)E;
+    unsigned column = FULL || low ? first : first - half;
+    A factor = inside ? A(scale) : A(__int_as_float(0x7fc00000)), c[E], d[E];
+    load_table(c, cos + row + column * E);
+    load_table(d, sin + row + (FULL && transpose ? first ^ half : column) * E);
+    multiply(c, factor);
+    multiply(d, low != transpose ? -factor : factor);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        Vector other = shuffled_xor(v[i], half);
+        A a[E], o[E];
+        unpack(a, v[i]);
+        unpack(o, other);
+#pragma unroll
+        for (int e = 0; e < E; e++) a[e] = turned<T>(a[e], c[e], o[e], d[e]);
+        if (position != UNROTATED) v[i] = pack<T>(a);
+    }
+    if (number >= items) return;
+    store_vec_past_l1(to[0].v, v[0]);
+    store_vec_past_l1(to[out_h].v, v[1]);
 }

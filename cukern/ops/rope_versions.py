@@ -14,7 +14,9 @@ THREADS = 256
 VECTOR_BYTES = 16
 V2_THREADS = 64  # of a block; 128 is as fast, more is slower
 MOST_V2_THREADS = 256
-_V1, _V2 = Template("rope.cu", "rope_v1"), Template("rope.cu", "rope_v2", pdl=True)
+V3_THREADS = 128
+LINE_BYTES = 128
+_V1, _V2, _V3 = Template("rope.cu", "rope_v1"), Template("rope.cu", "rope_v2", pdl=True), Template("rope.cu", "rope_v3", pdl=True)
 
 
 def _v1(call: Call) -> Plan:
@@ -30,25 +32,51 @@ def _v1(call: Call) -> Plan:
 
 def _v2(call: Call) -> Plan:
     """One thread two vectors of the widest that fit, or v1 where none does."""
-    o, (batch, sequence, heads, _), k_heads = call.options, call.x.shape, call.k.shape[2]
-    layouts = (call.out, call.k_out, call.x, call.k) if k_heads else (call.out, call.x)
-    vector = _vector(call, layouts)
-    items, rows, width = call.tokens * (heads + k_heads), *call.table.shape[1:]
-    if not vector or items >= 1 << 31 or not rows or _extent(call, layouts) > vector << 32:
+    o, vector = call.options, _vector(call, _layouts(call))
+    if not vector or not _fits(call, vector):
         return _v1(call)
     threads = o.rotary_dim // 2 // vector + (call.rest // vector + 1) // 2  # a head: those that rotate two vectors, those that copy two
     if threads > MOST_V2_THREADS:
         return _v1(call)
+    kernel = _V2[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
+    return _plan(call, kernel, vector, threads, max(1, V2_THREADS // threads), 1)
+
+
+def _v3(call: Call) -> Plan:
+    """One thread a vector of two heads, where their halves are less than a line, or their table is wide; else v2."""
+    o, vector = call.options, VECTOR_BYTES // call.dtype.itemsize
+    full, threads = call.table.shape[2] == o.rotary_dim, o.rotary_dim // vector
+    suits = call.dtype.itemsize == 2 and not o.interleaved and (full or o.rotary_dim * call.dtype.itemsize < 2 * LINE_BYTES)
+    pairs = threads in (2, 4, 8, 16, 32) and not (call.x.shape[2] | call.k.shape[2]) % 2 and not call.rest
+    if not suits or not pairs or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
+        return _v2(call)
+    return _plan(call, _V3[call.dtype, call.table.dtype, vector, full], vector, threads, V3_THREADS // threads, 2)
+
+
+def _layouts(call: Call) -> tuple[Layout, ...]:
+    return (call.out, call.k_out, call.x, call.k) if call.k.shape[2] else (call.out, call.x)
+
+
+def _fits(call: Call, vector: int) -> bool:
+    """Whether 31 bits count heads, and 32 vectors."""
+    items = call.tokens * (call.x.shape[2] + call.k.shape[2])
+    return items < 1 << 31 and call.table.shape[1] > 0 and _extent(call, _layouts(call)) <= vector << 32
+
+
+def _plan(call: Call, kernel: Kernel, vector: int, threads: int, items_a_block: int, together: int) -> Plan:
+    """The launch of v2 or v3, where `threads` take `together` heads."""
+    o, (batch, sequence, *_), (_, rows, _) = call.options, call.x.shape, call.table.shape
+    heads, k_heads = call.x.shape[2] // together, call.k.shape[2] // together
+    items = call.tokens * (heads + k_heads)
     batch_inner = batch > 1 and call.x.strides[0] < call.x.strides[1]
-    inner, heads_a_block = batch if batch_inner else sequence, max(1, V2_THREADS // threads)
-    lengths = (o.rotary_dim, o.rotary_offset, call.rest)
+    inner = batch if batch_inner else sequence
+    lengths = (o.rotary_dim, o.rotary_offset, call.rest) if together == 1 else (o.rotary_dim, o.rotary_offset)
     strides = [s // vector for layout in (call.out, call.k_out, call.x, call.k) for s in layout.strides[:3]]
     numbers = (
         items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads), *(n // vector for n in lengths), rows,
         *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose, o.scale,
     )  # fmt: skip
-    kernel = _V2[call.dtype, call.table.dtype, vector, o.interleaved, width == o.rotary_dim]
-    return Plan(kernel.on(call.device), (-(-items // heads_a_block), 1, 1), (threads, heads_a_block, 1), numbers)
+    return Plan(kernel.on(call.device), (-(-items // items_a_block), 1, 1), (threads, items_a_block, 1), numbers)
 
 
 def _divisor(d: int) -> tuple[int, int]:
@@ -103,7 +131,13 @@ def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
     return [*_v1_instances(dtype), *(_V2[key] for key in keys)]
 
 
+def _v3_instances(dtype: torch.dtype) -> Iterable[Kernel]:
+    keys = itertools.product([dtype], table_dtypes(dtype), [VECTOR_BYTES // 2], (False, True)) if dtype.itemsize == 2 else ()
+    return [*_v2_instances(dtype), *(_V3[key] for key in keys)]
+
+
 VERSIONS = {
     "v1": Version("one thread a pair", _v1, instances=_v1_instances),
     "v2": Version("one thread a 16-byte vector of each half", _v2, instances=_v2_instances),
+    "v3": Version("one thread a vector of two heads", _v3, instances=_v3_instances),
 }

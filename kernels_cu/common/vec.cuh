@@ -32,3 +32,14 @@ __device__ __forceinline__ void store_vec_past_l1(T* p, const Vec<T, N>& x) {
     if constexpr (sizeof(T) * N == 16) store_past_l1(p, *reinterpret_cast<const uint4*>(&x));
     else store_vec(p, x);
 }
+
+// The vector of the lane whose number differs in the bits `apart`, of 4 bytes' multiple. All 32 lanes must call it.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> shuffled_xor(const Vec<T, N>& x, int apart) {
+    Vec<T, N> other;
+    const unsigned* from = reinterpret_cast<const unsigned*>(&x);
+    unsigned* to = reinterpret_cast<unsigned*>(&other);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(x) / 4); i++) to[i] = __shfl_xor_sync(~0u, from[i], apart);
+    return other;
+}
