@@ -198,6 +198,17 @@ def test_rows_that_many_blocks_hold(device, monkeypatch):
 
 
 @kernels
+@pytest.mark.parametrize("name, version", [("softmax", None), ("softmax", "v1"), ("softmax", "v7"), ("softmax", "v8"), ("causal_softmax", "v2")])
+def test_small_results_beside_a_peak(device, name, version):
+    """Small results keep their digits, also those of threads that see nothing near the peak."""
+    for columns, least in itertools.product((100, 1500, 5000), (-86, -70)):
+        x = torch.empty(1, columns, device=device).uniform_(least, least + 10)
+        x[:, columns // 3] = 0
+        result, exact = getattr(cukern, name)(x, version=version), torch.softmax(x.double(), -1)
+        torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=1e-38)
+
+
+@kernels
 def test_long_rows_that_rise(device):
     """What comes later is far above the first, from whose largest their exponentials were taken."""
     for columns, dtype, version in ((20_001, torch.float32, "v8"), (33_000, torch.bfloat16, "v8"), (66_001, torch.float32, "v9")):

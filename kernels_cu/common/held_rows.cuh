@@ -102,9 +102,9 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     C largest = sink.largest(found);
     if (sink.logit) sum *= exponential.rescale(found, exponential.base(largest));
     sum = sink.add_to<MASKED>(sum, largest, exponential, team.leads());
-    if constexpr (KEPT && SLOTS) {  // so that no factor of End is below 2^-126
+    if constexpr (KEPT && sizeof(T) == 4) {  // so that no factor of End is below 2^-126
         if (largest > exponential.reach(own)) {
-            held.multiply(share, share.rounds, exponential.rescale(own, exponential.base(largest)));
+            held.multiply(share, SLOTS ? share.rounds : VECTORS, exponential.rescale(own, exponential.base(largest)));
             own = largest;
         }
     }
