@@ -15,9 +15,9 @@
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
 //     32 x (128, 128)     16 (57)       46    8.1 (48)     6.2 (29)      6.8 (34)
-//     1024 x 8^5          1311 (4619)   1636  105 (843)    759 (2070)    110 (395)
+//     1024 x 8^5          1311 (4619)   1636  89 (843)     759 (2070)    110 (395)
 //     16 x 8^7            1835 (6183)   2308  156 (1230)   1063 (2659)   157 (648)
-//     1024 x 16^4         1355 (4701)   4950  320 (1319)   534 (1837)    179 (608)
+//     1024 x 16^4         1355 (4701)   4950  245 (1319)   534 (1837)    179 (608)
 //     1024 x 32^3         379 (1884)    1500  153 (644)    132 (599)     62 (256)
 //     16 x 64^3           59 (217)      158   37 (170)     18 (75)       19 (68)
 //     1024 x (64, 64)     40 (169)      108   23.5 (98)    13 (74)       11.9 (35)
@@ -28,8 +28,12 @@
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves
 // (130), copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores
 // (1024 x (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3
-// from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6). What did not: 8 x 16 sums
-// a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB).
+// from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6); tiles in registers where factors
+// are small (common/kron_registers.cuh: 1024 x 8^5 from 105 to 89, 1024 x 4^7 from 67 to 44, 8192 x 16^3 from 107 to 93, 1024 x (4, 8, 16,
+// 16, 4) from 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245). What did not: 8 x 16
+// sums a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in
+// registers all of a pass unrolled, whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of
+// 512 threads (250, and 8^5: 90).
 // Its backward, of one or two factors a launch (common/kron_backward.cuh), was 1.2 to 60 times slower when each factor had a launch for
 // its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
@@ -40,7 +44,7 @@
 
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
-#include "common/kron_tile.cuh"
+#include "common/kron_registers.cuh"
 #include "common/math.cuh"
 
 constexpr int THREADS = 256;
@@ -272,6 +276,53 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
         else __syncthreads();
     }
 }
+
+#if __CUDA_ARCH__ >= 900
+// The same where a tile's numbers lie in registers: see common/kron_registers.cuh. Grid CLUSTER * (the tiles, or fewer), block THREADS;
+// dynamic shared memory: the factors, a tile's numbers, the stage.
+template <typename T, class Plan>
+__global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                         long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                         long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                         long long w7_p, long long w7_q, double scale, long long features) {
+    extern __shared__ uint4 dynamic[];
+    float *w = reinterpret_cast<float*>(dynamic), *numbers = w + Plan::WEIGHTS;
+    Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
+                           {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
+                           {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
+    constexpr long long ACROSS = Plan::C / Plan::R;
+    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, number = blockIdx.x / Plan::CLUSTER;
+    int warp = threadIdx.x / 32, half = Plan::CLUSTER > 1 ? cluster_rank() * Plan::NUMBERS : 0;
+    if (number >= tiles) return;  // a launch is planned for the most rows that there may be
+    int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0;
+    auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
+    auto end = [&](long long n) { return int(A - n * Plan::L < Plan::L ? A - n * Plan::L : Plan::L) * Plan::P * Plan::R; };
+    auto load = [&](long long n) {
+        if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
+        cp_async_commit();
+    };
+    wait_for_previous();
+    load(number);
+    load_weights<Plan::THREADS, 0>(w, factors, typename Plan::List());
+    __syncthreads();
+    for (; number < tiles; number += gridDim.x / Plan::CLUSTER) {
+        long long next = number + gridDim.x / Plan::CLUSTER;
+        Output<T> to = {out, bias, residual, first(number), features, end(number), float(scale)};
+        float v[Plan::VALUES];
+        cp_async_wait<0>();
+        __syncwarp();
+        fetch<Plan, typename Plan::Start>(v, numbers, 0, stage);
+        __syncwarp();
+        if (warp < Plan::AHEAD) load(next);
+        run_passes<Plan>(v, numbers, w, to, [&] {
+            __syncthreads();
+            if (warp >= Plan::AHEAD) load(next);
+        }, typename Plan::List());
+    }
+}
+#endif
 
 // The gradient of a factor: see common/kron_gradient.cuh.
 // Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of each, or the sums.

@@ -13,6 +13,7 @@ import cukern
 from cukern.ops import kron_groups, kron_quick, kron_v4, kron_v4_backward
 from cukern.ops.kron_groups import FMA, MOST, MOST_WARPS, SPLIT, TENSOR, Group, Target
 from cukern.ops.kron_plan import steps
+from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_v3 import PLAIN
 from cukern.ops.kron_v4 import launch_group, prepare
 from cukern.runtime import backend
@@ -42,6 +43,8 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
             assert [s for part in group.parts for s in part.factors] == list(group.steps) and len(group.steps) <= MOST
             assert all(a.factor == b.factor + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps))
             assert group.shared <= limit and 32 <= group.threads <= 32 * MOST_WARPS and group.blocks >= 1
+            if isinstance(group, Registers):
+                continue  # test_kron_linear_registers.py
             C, numbers = group.steps[0].right, group.L * group.R * prod(s.p for s in group.steps)
             assert C % group.R == 0 and (group.L == 1 or group.R == C) and 0 <= group.ahead <= numbers
             for n, part in enumerate(group.parts):
@@ -62,14 +65,14 @@ def test_sums_of_few_numbers_are_not_split():
 
 
 def test_tiny_factors_are_merged():
-    (group,) = kron_groups.groups(((2, 2),) * 8, 4096, Target(4, 132, 226 << 10))
+    (group,) = kron_groups.groups(((2, 2),) * 8, 4096, Target(4, 132, 99 << 10))
     assert len(group.parts) < len(group.steps) == 8
 
 
 def test_rows_go_in_parts_where_the_array_between_launches_is_large():
-    plan = kron_groups.groups(((16, 16),) * 4, 1024, Target(4, 132, 226 << 10))
-    part = kron_groups.rows_at_once(plan, 1024, 4)
-    assert len(plan) > 1 and 0 < part < 1024 and part * 4 * 16**4 <= kron_groups.BETWEEN
+    plan = kron_groups.groups(((16, 16),) * 5, 64, Target(4, 132, 226 << 10))
+    part = kron_groups.rows_at_once(plan, 64, 4)
+    assert len(plan) > 1 and 0 < part < 64 and part * 4 * 16**5 <= kron_groups.BETWEEN
     assert kron_groups.rows_at_once(plan, 10, 4) == 10 and kron_groups.rows_at_once(plan[:1], 1 << 20, 4) == 1 << 20
 
 

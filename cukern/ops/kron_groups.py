@@ -10,7 +10,9 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
+from cukern.ops import kron_registers
 from cukern.ops.kron_plan import Sizes, Step, steps
+from cukern.ops.kron_registers import Registers
 
 MOST = 8  # factors in a launch, as in kron_tile.cuh
 MOST_WARPS = 16  # of a block
@@ -91,10 +93,10 @@ class Target(NamedTuple):
 
 
 @functools.lru_cache(512)
-def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Group, ...]:
+def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Group | Registers, ...]:
     """The launches of a layer of these factors on `rows` rows, or of its first `count` steps."""
     order = steps(sizes)[:count]
-    best: list[tuple[float, tuple[Group, ...]]] = [(0.0, ())]  # for the last n steps
+    best: list[tuple[float, tuple[Group | Registers, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []
         for end in range(first + 1, end_of_run(order, first) + 1):
@@ -106,7 +108,7 @@ def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) ->
     return best[-1][1]
 
 
-def rows_at_once(plan: Sequence[Group], rows: int, itemsize: int) -> int:
+def rows_at_once(plan: Sequence[Group | Registers], rows: int, itemsize: int) -> int:
     """How many rows to take through all launches before the next ones, so that what lies between two launches takes little memory."""
     widest = max((s.left * s.q * s.right for g in plan[:-1] for s in g.steps[-1:]), default=0) * itemsize
     return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
@@ -121,11 +123,14 @@ def end_of_run(order: Sequence[Step], first: int) -> int:
 
 
 @functools.lru_cache(4096)
-def fastest(run: Sequence[Step], rows: int, target: Target) -> Group | None:
+def fastest(run: Sequence[Step], rows: int, target: Target) -> Group | Registers | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
-    exact = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
+    exact: list[Group | Registers] = [
+        g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)
+    ]
+    exact += kron_registers.launches(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if found or len(run) > 1:
         return found

@@ -10,18 +10,20 @@ from torch import Tensor
 
 from cukern.ops import kron_chain, kron_groups, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
+from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
 _V4 = Template("kron_linear.cu", "kron_linear_v4", pdl=True)
+_REGISTERS = Template("kron_linear.cu", "kron_linear_v4_registers", pdl=True)
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
 
 class Prepared(NamedTuple):
     """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
 
-    group: kron_groups.Group
+    group: kron_groups.Group | Registers
     launch: backend.Launch
     geometry: tuple[backend.Dim, backend.Dim, int]
     indices: tuple[int, ...]  # of the factors
@@ -44,7 +46,7 @@ def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kr
     return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned)
 
 
-def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
+def prepare(group: kron_groups.Group | Registers, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
     """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
     first, last = group.steps[0], group.steps[-1]
     indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
@@ -54,7 +56,8 @@ def prepare(group: kron_groups.Group, rows: int, dtype: torch.dtype, device: int
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
     geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
-    return Prepared(group, _V4[dtype, group.template(added)].on(device), geometry, indices, unused, features)
+    kernel = _REGISTERS if isinstance(group, Registers) else _V4
+    return Prepared(group, kernel[dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
 
 def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:

@@ -37,6 +37,12 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// A __syncthreads() of THREADS threads, whole warps, that all name the same barrier, of 1 to 15.
+template <int THREADS>
+__device__ __forceinline__ void barrier_sync(int barrier) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
+}
+
 // Programmatic dependent launch (sm_90 and newer). A kernel that calls this before it touches global memory, and whose Template says `pdl`,
 // is put onto the multiprocessors while the kernels before it on the stream come to an end: from here on they have ended, and what they
 // wrote is seen. It saves 0.2 to 0.6 us a launch on an H200. (To let it come even earlier, by griddepcontrol.launch_dependents in the
@@ -111,6 +117,9 @@ __device__ __forceinline__ void st_cluster(unsigned address, double x) {
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ void st_cluster(unsigned address, float4 x) {  // at a multiple of 16 bytes
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
 // Write a word that other blocks wait for, and wait for one, which is not 0. Nothing else is told by it.
