@@ -7,7 +7,7 @@ import pytest
 from sim_oracle import decode, encode
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.tensor_core import ldmatrix, mma
+from cukern.sim.tensor_core import described, ldmatrix, mma, wgmma
 
 CASES = [
     ("m16n8k16", "f16", "f32"),
@@ -149,3 +149,34 @@ def test_ldmatrix_feeds_mma():
     for i, register in enumerate(d):
         for lane in range(32):
             assert register[0, lane : lane + 1].view(np.float32)[0] == product[row_col_c(i, lane)]
+
+
+@pytest.mark.parametrize("kept", (False, True))
+def test_wgmma_is_mma_of_each_warps_rows(kept):
+    rng, warps, columns = np.random.default_rng(2), 4, 32
+    a, b, c = (np.stack([np.stack([exact_bits(t, s, rng) for _ in range(n)]) for _ in range(warps)])
+               for t, s, n in (("bf16", (16, 16), 1), ("bf16", (16, 8), 4), ("f32", (16, 8), 4)))  # fmt: skip
+    width, function = wgmma("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16")
+    assert width == columns
+    place = {"a": lambda i, lane: row_col_a(i, lane, "bf16"), "b": lambda i, lane: row_col_b(i, lane, "bf16")}
+    registers_a = [np.stack(r) for r in zip(*(pack(a[w, 0], place["a"], 8, True) for w in range(warps)), strict=True)]
+    rows_b = b.transpose(0, 1, 3, 2).reshape(warps, columns, 16).astype(np.uint16)
+    wanted, registers_c = [], []
+    for n in range(4):
+        tile = [np.stack(r) for r in zip(*(pack(b[w, n], place["b"], 4, True) for w in range(warps)), strict=True)]
+        own = [np.stack(r) for r in zip(*(pack(c[w, n], row_col_c, 4, False) for w in range(warps)), strict=True)]
+        registers_c += own
+        wanted += mma(opcode("m16n8k16", "bf16", "f32"))(registers_a, tile, own if kept else [np.zeros_like(r) for r in own])
+    got = function(registers_a, rows_b, registers_c, np.full((warps, 1), kept))
+    assert len(got) == len(wanted) and all(np.array_equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
+def test_wgmmas_descriptor():
+    """Eights of numbers along k and of columns in pieces of 128 bytes, the next along k 256 bytes away, the next columns 1024."""
+    word = np.uint64(4096 >> 4 | 256 >> 4 << 16 | 1024 >> 4 << 32)
+    found = described(np.full(64, word), np.arange(64))
+    assert found.tolist() == [4096 + n // 8 * 1024 + n % 8 * 16 + half * 256 for n in range(32) for half in (0, 1)]
+    with pytest.raises(NotSimulated, match="swizzle"):
+        described(np.full(1, word | np.uint64(1) << np.uint64(62)), np.arange(1))
+    with pytest.raises(NotSimulated, match="m64n32k8"):
+        wgmma("wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32")

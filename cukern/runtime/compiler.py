@@ -87,7 +87,7 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     return cubin
 
 
-def compile_ptx(source: Source, name: str, arch: str = "compute_90") -> Ptx:
+def compile_ptx(source: Source, name: str, arch: str = "compute_90a") -> Ptx:
     """Compile the kernel `name` to PTX for the virtual architecture `arch`, or take it from the cache. Raises as compile_kernel does."""
     compiled = compile_kernel(source, name, arch)
     return Ptx(compiled.code.decode(), compiled.symbol)

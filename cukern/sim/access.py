@@ -199,9 +199,10 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> "S
 
 
 def fence(c: Context) -> "Step":
-    if not set(c.parts[1:]) <= {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release"}:
+    proxies = c.opcode == "fence.proxy.async.shared::cta"  # there is one proxy here
+    if not proxies and not set(c.parts[1:]) <= {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release"}:
         raise c.unknown()
-    local = "cta" in c.parts
+    local = proxies or "cta" in c.parts
 
     def run(m: "Machine", group: "Group") -> None:
         if not local:

@@ -1,4 +1,4 @@
-"""The instructions of the tensor cores: mma.sync and ldmatrix, which take whole warps."""
+"""The instructions of the tensor cores: mma.sync, wgmma and ldmatrix, which take whole warps."""
 
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,38 @@ def load_matrix(c: Context) -> "Step":
         assert rows is not None and rows.dtype == CARRIERS[16]
         tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
         for target, values in zip(targets, tensor_core.ldmatrix(tiles, transposed), strict=True):
+            if target is not None:
+                m.put(group, target.number, values.reshape(-1))
+
+    return together(c, _EVERY_LANE, act)
+
+
+def warpgroup(c: Context) -> "Step":
+    """wgmma, with operand a in registers and b, without a swizzle, in shared memory. It is done where it stands: wgmma.fence, .commit_group
+    and .wait_group change nothing, and what is read too early of a result is not seen here."""
+    pc = c.pc
+    if c.parts[1] in ("fence", "commit_group", "wait_group"):
+        return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes, pc))
+    columns, function = tensor_core.wgmma(c.opcode)
+    d, a, descriptor, keep, *ones, transposed = c.operands
+    if not isinstance(a, Vector) or [x.text for x in (*ones, transposed) if isinstance(x, Immediate)] != ["1", "1", "0"]:
+        raise c.unknown()
+    targets, keeps = [c.target(x) for x in c.items(d)], c.source(keep, "pred")
+    sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in (d, a)]
+    described = c.source(descriptor, "b64")
+
+    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes, pc)
+        m.order.clock.tick(pc)
+        words = m.get(group, described)
+        b = []
+        for first in range(0, 2 * columns, 32):  # 16 bytes a lane: eight numbers along k of a column
+            at = tensor_core.described(words, first + group.lanes % 32)
+            b.append(through(m, "shared", group.lanes, at, lambda where, lanes, at: where.load(m, lanes, at, 16)))
+        rows = np.stack([np.ascontiguousarray(part).view(np.uint16).reshape(-1, 32, 8) for part in b], axis=1)
+        old, fragments = ([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources)
+        kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
+        for target, values in zip(targets, function(fragments, rows.reshape(len(rows), columns, 16), old, kept), strict=True):
             if target is not None:
                 m.put(group, target.number, values.reshape(-1))
 

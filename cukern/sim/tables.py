@@ -42,4 +42,5 @@ JUMPS: dict[str, decode.Maker] = {
     "elect": warp.elect,
     "mma": matrix.mma,
     "ldmatrix": matrix.load_matrix,
+    "wgmma": matrix.warpgroup,
 }

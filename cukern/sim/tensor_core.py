@@ -1,4 +1,4 @@
-"""mma.sync and ldmatrix: which lane of a warp holds which element of a tile, and the product of tiles.
+"""mma.sync, wgmma and ldmatrix: which lane of a warp holds which element of a tile, and the product of tiles.
 
 The layouts are those of the PTX ISA. With group = lane // 4 and quad = lane % 4, elements of 16 bits lie in pairs, so a register holds
 two neighbours along k: columns 2*quad and 2*quad + 1 of an eight-wide part of the tile; a tf32 fills a register, column quad of a four-wide
@@ -54,6 +54,38 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
     tile_c[_places_c()] = _elements(sums, c)
     total = tile_a @ tile_b + tile_c
     return _registers(floats.round_to(sums, total[_places_c()]))
+
+
+def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Array], list[Array]]]:
+    """The columns of a wgmma of bf16, with a in registers, and its function: a's registers, b (warps, columns, k), c's registers, and
+    whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
+    """
+    start, _, rest = opcode.partition(".m64n")
+    columns, _, types = rest.partition("k16.")
+    if start != "wgmma.mma_async.sync.aligned" or types != "f32.bf16.bf16" or not columns.isdecimal() or int(columns) % 16:
+        raise NotSimulated(opcode)
+
+    def function(a: Registers, b: Array, c: Registers, kept: Array) -> list[Array]:
+        d: list[Array] = []
+        for n in range(0, int(columns), 8):
+            pairs = np.ascontiguousarray(b[:, n : n + 8].view(np.uint32))  # [warp][column][pair along k]
+            tile = [pairs[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
+            before = [np.where(kept, r, np.uint32(0)) for r in c[n // 2 : n // 2 + 4]]
+            d += _mma(BF16, FORMATS["f32"], 16, a, tile, before)
+        return d
+
+    return int(columns), function
+
+
+def described(words: Array, row: Array) -> Array:
+    """Where 16 bytes of wgmma's operand b lie by its matrix descriptor, if numbers along k are neighbours: half row % 2 of column row // 2.
+    Raises NotSimulated for a swizzle."""
+    if (words >> np.uint64(62)).any():
+        raise NotSimulated("wgmma with a swizzle")
+    start, along_k, across = ((words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32))
+    column, half = (row // 2).astype(np.uint64), (row % 2).astype(np.uint64)
+    return start + column // np.uint64(8) * across + column % np.uint64(8) * np.uint64(16) + half * along_k
 
 
 def _elements(fmt: Format, registers: Registers) -> Array:
