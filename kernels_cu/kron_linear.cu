@@ -18,11 +18,11 @@
 //     1024 x 8^5          1311 (4619)   1636  89 (843)     759 (2070)    110 (395)
 //     16 x 8^7            1835 (6183)   2308  156 (1230)   1063 (2659)   157 (648)
 //     1024 x 16^4         1355 (4701)   4950  245 (1319)   534 (1837)    179 (608)
-//     1024 x 32^3         379 (1884)    1500  153 (644)    132 (599)     62 (256)
+//     1024 x 32^3         379 (1884)    1500  153 (644)    132 (599)     46 (256)
 //     16 x 64^3           59 (217)      158   37 (170)     18 (75)       19 (68)
-//     1024 x (64, 64)     40 (169)      108   23.5 (98)    13 (74)       11.9 (35)
-//     1024 x (128, 128)   235 (804)     806   152 (592)    41 (233)      51 (188)
-//     4096 x (32, 32)     34 (175)      119   16.4 (66)    13 (78)       7.4 (27)
+//     1024 x (64, 64)     40 (169)      108   23.5 (98)    13 (74)       7.4 (35)
+//     1024 x (128, 128)   235 (804)     806   152 (592)    41 (233)      37 (188)
+//     4096 x (32, 32)     34 (175)      119   16.4 (66)    13 (78)       5.7 (27)
 //     16 x 2^16           587 (2466)    356   11.6 (65)    413 (1393)    9.3 (43)
 // LoKr, 4096 x (16, 240) in bfloat16, forward and backward: 213, and 674 by the matrix itself.
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves
@@ -34,6 +34,11 @@
 // sums a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in
 // registers all of a pass unrolled, whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of
 // 512 threads (250, and 8^5: 90).
+// Layers of two factors of 16-bit numbers, or of three, whose products are chained in registers (common/kron_pages.cuh), in bfloat16, from
+// so many us to: 1024 x (64, 64) from 11.5 to 8.1, and by wgmma to 7.4; 8192 of them from 56 to 40; 1024 x (128, 128) from 50 to 37, in
+// float16 to 47; 1024 x (112, 128) from 62 to 34; 1024 x (96, 96) from 35 to 21; 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6
+// to 6.6; 1024 x 32^3 from 61 to 46. What did not: two rows of tiles a warp ((64, 64): 9.0); TF32 for what lies between the factors (8.9);
+// the first product by wgmma too (8.4, and (128, 128) as before); floats in TF32, which fill shared memory ((128, 128): 83 instead of 74).
 // Its backward, of one or two factors a launch (common/kron_backward.cuh), was 1.2 to 60 times slower when each factor had a launch for
 // its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
@@ -44,6 +49,7 @@
 
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
+#include "common/kron_page_products.cuh"
 #include "common/kron_registers.cuh"
 #include "common/math.cuh"
 
@@ -323,6 +329,109 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
     }
 }
 #endif
+// The same of two factors, all that there are: see common/kron_pages.cuh. w0 is the right one; w2 to w7 are not looked at. Grid any,
+// block THREADS; dynamic shared memory: w1, w2, the teams' pages.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                     long long w7_p, long long w7_q, double scale, long long features) {
+    using Memory = PageMemory<Plan, T>;
+    constexpr bool ONE = Plan::STAGES == 1;
+    extern __shared__ uint4 dynamic[];
+    char *left = reinterpret_cast<char*>(dynamic), *right = left + Memory::W1;
+    int warp = threadIdx.x / 32, team = warp / Plan::TEAM, tile = warp % Plan::TEAM * Plan::MT;
+    T* pages = reinterpret_cast<T*>(right + Memory::W2) + team * Plan::STAGES * Memory::PAGE;
+    long long page = (long long)blockIdx.x * Plan::TEAMS + team, step = (long long)gridDim.x * Plan::TEAMS, next = page;
+    auto load = [&](int stage) {
+        if (next < A) load_page<Plan>(pages + stage * Memory::PAGE, x + next * (Plan::P1 * Plan::P2), threadIdx.x - team * Plan::TEAM * 32);
+        cp_async_commit();
+        next += step;
+    };
+    auto meet = [&] {
+        if constexpr (Plan::TEAM == 1) __syncwarp();
+        else if constexpr (Plan::TEAMS == 1) __syncthreads();
+        else barrier_of(team + 1, Plan::TEAM * 32);
+    };
+    wait_for_previous();
+    for (int stage = 0; stage < (ONE ? 1 : Plan::STAGES - 1); ++stage) load(stage);
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{left});
+    each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Plan, T>{right});
+    if constexpr (Plan::ASYNC) fence_async();
+    __syncthreads();
+    const LeftOperand<Plan, T> w1_operand(left, tile);
+    const RightOperand<Plan, T> w0_operand(right);
+    for (int stage = 0; page < A; page += step) {
+        cp_async_wait<ONE ? 0 : Plan::STAGES - 2>();
+        meet();
+        if (!ONE) load(stage ? stage - 1 : Plan::STAGES - 1);
+        const T* in = pages + stage * Memory::PAGE;
+        stage = stage + 1 < Plan::STAGES ? stage + 1 : 0;
+        float y[Plan::MT][Plan::Q2 / 8][4] = {};
+        if constexpr (Plan::ASYNC) multiply_page_async<Plan>(y, in, w1_operand, right);
+        else multiply_page<Plan>(y, in, w1_operand, w0_operand);
+        if constexpr (ONE) {
+            meet();
+            load(0);
+        }
+        long long row = page * (Plan::Q1 * Plan::Q2);
+        store_rows<Plan, Plan::Q2>(out + row, bias, residual ? residual + row : nullptr, y, tile * 16, 0, float(scale));
+    }
+}
+
+// The same of three factors: see Piles4. w2 is the leftmost. Dynamic shared memory: w0, w1, w2, a row's pages, z.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, 1)
+kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                     long long w7_p, long long w7_q, double scale, long long features) {
+    using Page = typename Plan::Page;
+    using Top = typename Plan::Top;
+    constexpr int P0 = Plan::P0, PAGE = Page::P1 * Page::P2, NUMBERS = P0 * PAGE, STAGE = PageMemory<Page, T>::PAGE, WARPS = Plan::WARPS;
+    extern __shared__ uint4 dynamic[];
+    char *right = reinterpret_cast<char*>(dynamic), *left = right + PageMemory<Page, T>::W2, *top = left + PageMemory<Page, T>::W1;
+    T* pages = reinterpret_cast<T*>(top + PageMemory<Top, float>::W1);
+    float* z = reinterpret_cast<float*>(pages + P0 * STAGE);
+    int warp = threadIdx.x / 32;
+    auto load = [&](long long row, int page) {
+        if (row < A) load_page<Page>(pages + page * STAGE, x + row * NUMBERS + page * PAGE, threadIdx.x % 32);
+        cp_async_commit();
+    };
+    wait_for_previous();
+    for (int page = warp; page < P0; page += WARPS) load(blockIdx.x, page);
+    each_number<Page::P2, Page::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Page, T>{right});
+    each_number<Page::P1, Page::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Page, T>{left});
+    each_number<P0, Plan::Q0, Plan::THREADS>(w2, w2_p, w2_q, PutLeft<Top, float>{top});
+    __syncthreads();
+    const LeftOperand<Page, T> w1_operand(left, 0);
+    const RightOperand<Page, T> w0_operand(right);
+    const LeftOperand<Top, float> w2_operand(top, 0);
+    for (long long row = blockIdx.x; row < A; row += gridDim.x) {
+        cp_async_wait<0>();
+        __syncwarp();
+#pragma unroll 1
+        for (int page = warp; page < P0; page += WARPS) {
+            float y[Page::MT][Page::Q2 / 8][4] = {};
+            multiply_page<Page>(y, pages + page * STAGE, w1_operand, w0_operand);
+            __syncwarp();
+            load(row + gridDim.x, page);
+            keep_page<Page>(z + page * Top::LDX, y);
+        }
+        __syncthreads();
+        long long first = row * (Plan::Q0 * Plan::WIDTH);
+#pragma unroll 1
+        for (int column = warp * 32; column < Plan::WIDTH; column += WARPS * 32) {
+            float y[Top::MT][4][4] = {};
+            multiply_left<Top, float>(y, z, column, w2_operand);
+            store_rows<Top, 32>(out + first, bias, residual ? residual + first : nullptr, y, 0, column, float(scale));
+        }
+        __syncthreads();
+    }
+}
 
 // The gradient of a factor: see common/kron_gradient.cuh.
 // Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of each, or the sums.

@@ -108,9 +108,10 @@ def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) ->
     return best[-1][1]
 
 
-def rows_at_once(plan: Sequence[Group | Registers], rows: int, itemsize: int) -> int:
-    """How many rows to take through all launches before the next ones, so that what lies between two launches takes little memory."""
-    widest = max((s.left * s.q * s.right for g in plan[:-1] for s in g.steps[-1:]), default=0) * itemsize
+def rows_at_once(plan: Sequence[Sequence[Step]], rows: int, itemsize: int) -> int:
+    """How many rows to take through all launches, of which `plan` has the steps, before the next ones, so that what lies between two
+    launches takes little memory."""
+    widest = max((s.left * s.q * s.right for steps in plan[:-1] for s in steps[-1:]), default=0) * itemsize
     return rows if rows * widest <= BETWEEN else max(1, BETWEEN // widest)
 
 

@@ -8,22 +8,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_chain, kron_groups, kron_v3
+from cukern.ops import kron_chain, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
-_V4 = Template("kron_linear.cu", "kron_linear_v4", pdl=True)
-_REGISTERS = Template("kron_linear.cu", "kron_linear_v4_registers", pdl=True)
+_V4: dict[type, Template] = {
+    kind: Template("kron_linear.cu", f"kron_linear_v4{name}", pdl=True)
+    for kind, name in ((kron_groups.Group, ""), (Registers, "_registers"), (kron_pages.Pages, "_pages"), (kron_pages.Piles, "_piles"))
+}
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
 
 class Prepared(NamedTuple):
     """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
 
-    group: kron_groups.Group | Registers
+    group: kron_pages.Launch
     launch: backend.Launch
     geometry: tuple[backend.Dim, backend.Dim, int]
     indices: tuple[int, ...]  # of the factors
@@ -36,9 +38,16 @@ def _plan(
     sizes: Sizes, count: int | None, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[int, tuple[Prepared, ...]]:
     """How many rows go through all launches at once, and the launches."""
-    plan = kron_groups.groups(sizes, rows, target_of(dtype, device, tensor, aligned), count)
-    part = kron_groups.rows_at_once(plan, rows, dtype.itemsize)
+    target = target_of(dtype, device, tensor, aligned)
+    plan: tuple[kron_pages.Launch, ...] = kron_groups.groups(sizes, rows, target, count) if count else launches(sizes, rows, target, dtype)
+    part = kron_groups.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
+
+
+def launches(sizes: Sizes, rows: int, target: kron_groups.Target, dtype: torch.dtype) -> tuple[kron_pages.Launch, ...]:
+    """Those of a whole layer."""
+    one, several = kron_pages.fastest(sizes, rows, target, dtype is torch.bfloat16), kron_groups.groups(sizes, rows, target)
+    return (one,) if one and one.us < sum(group.us for group in several) else several
 
 
 def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kron_groups.Target:
@@ -46,25 +55,27 @@ def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kr
     return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned)
 
 
-def prepare(group: kron_groups.Group | Registers, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
+def prepare(group: kron_pages.Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
     """The launch of a group for at most so many rows; `added`: with a bias or a residual."""
     first, last = group.steps[0], group.steps[-1]
     indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
     unused = (0,) * (kron_groups.MOST - len(group.steps))
-    if not group.parts:
+    if not group.threads:
         return Prepared(group, kron_v3.launch_of(dtype, first.q, device), ((1, 1, 1), kron_v3.BLOCK, 0), indices, unused, features)
-    tiles = -(-rows * last.left // group.L) * (first.right // group.R)
-    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
+    if isinstance(group, kron_pages.Pages | kron_pages.Piles):
+        blocks = group.grid(rows, backend.multiprocessors(device))
+    else:
+        tiles = -(-rows * last.left // group.L) * (first.right // group.R)
+        blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
     geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
-    kernel = _REGISTERS if isinstance(group, Registers) else _V4
-    return Prepared(group, kernel[dtype, group.template(added)].on(device), geometry, indices, unused, features)
+    return Prepared(group, _V4[type(group)][dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
 
 def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
     """z (rows, numbers), contiguous, through the factors of a group."""
     group, rows = made.group, z.shape[0]
     step = group.steps[0]
-    if not group.parts:
+    if not group.threads:
         w = factors[step.factor][None]
         return mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue, out).view(rows, -1)
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
@@ -112,7 +123,7 @@ def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callabl
     aligned = gcd(x.data_ptr(), 16)
     _, launches = _plan(sizes, None, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, False)
     made = launches[0]
-    if len(launches) > 1 or not made.group.parts:
+    if len(launches) > 1 or not made.group.threads:
         return None
     launch, (grid, block, shared), shape, order = made.launch, made.geometry, (*x.shape[:-1], made.features), made.indices
     strides, like = [n for i in order for n in factors[i].stride()], x.shape == shape
@@ -157,4 +168,5 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
-    return [_V4[dtype, group.template()] for f, n in COMMON for group in kron_groups.groups(((f, f),) * n, 64, target)]
+    plans = [plan for f, n in COMMON for plan in launches(((f, f),) * n, 64, target, dtype)]
+    return [_V4[type(plan)][dtype, plan.template()] for plan in plans]

@@ -232,7 +232,7 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
         if constexpr (CROSS) cluster_sync();
         else if constexpr (WITH == 32) __syncwarp();
         else if constexpr (WITH == Plan::THREADS) __syncthreads();
-        else barrier_sync<WITH>((Plan::THREADS + threadIdx.x) / WITH);  // other numbers than for another WITH
+        else barrier_of((Plan::THREADS + threadIdx.x) / WITH, WITH);  // other numbers than for another WITH
         fetch<Plan, typename First<Others...>::type>(v, numbers, SWAP);
         if constexpr (sizeof...(Others) == 1) late();
         run_passes<Plan>(v, numbers, w + ((SIZES * SIZES) + ...), to, late, Steps4<Others...>());

@@ -37,10 +37,9 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// A __syncthreads() of THREADS threads, whole warps, that all name the same barrier, of 1 to 15.
-template <int THREADS>
-__device__ __forceinline__ void barrier_sync(int barrier) {
-    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
+// A barrier of some of a block's warps, `threads` threads; its number is 1 to 15.
+__device__ __forceinline__ void barrier_of(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
 }
 
 // Programmatic dependent launch (sm_90 and newer). A kernel that calls this before it touches global memory, and whose Template says `pdl`,
@@ -201,10 +200,14 @@ __device__ __forceinline__ void load_kept(uint4& to, const void* p) {
 #endif
 }
 
-// Write 16 bytes without keeping their line in L1.
+// Write 16 or 8 bytes without keeping their line in L1.
 __device__ __forceinline__ void store_past_l1(void* p, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void store_past_l1(void* p, uint2 v) {
+    asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // The nearest number that the tensor cores' TF32 can hold: 8 bits of exponent, 10 of fraction (sm_80 and newer). Of two as near
@@ -219,17 +222,23 @@ __device__ __forceinline__ float to_tf32(float x) {
     return __uint_as_float(bits);
 }
 
+// x, or the largest number of its sign, in TF32 and nearly so in bfloat16, where it is infinite or NaN.
+__device__ __forceinline__ float bounded(float x) {
+    constexpr float LARGEST = 3.40116213e38f;
+#if __CUDA_ARCH__ >= 860
+    float y;
+    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(LARGEST));
+    return y;
+#else
+    return fmaxf(fminf(x, LARGEST), -LARGEST);
+#endif
+}
+
 // x = big + small, for tensor cores: with small products before the big one, a b = small_a big_b + big_a small_b + big_a big_b but for
 // 2^-22 of it. big is in TF32 and finite: small is what has the infinity or the NaN, so that none comes of their difference. small
 // is exact, 12 bits at most of fraction and sign, of which tensor cores see 11: rounding it would be no better than their cutting.
 __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
-    constexpr float LARGEST = 3.40116213e38f;
-#if __CUDA_ARCH__ >= 860
-    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(big) : "f"(x), "f"(LARGEST));
-#else
-    big = fmaxf(fminf(x, LARGEST), -LARGEST);
-#endif
-    big = __uint_as_float((__float_as_uint(big) + 0x1000) & 0xffffe000);  // to nearest: of a finite number in two instructions
+    big = __uint_as_float((__float_as_uint(bounded(x)) + 0x1000) & 0xffffe000);  // to nearest: of a finite number in two instructions
     small = x - big;
 }
 

@@ -30,6 +30,7 @@ __device__ __forceinline__ Vec<T, N> load_vec_kept(const T* p) {
 template <typename T, int N>
 __device__ __forceinline__ void store_vec_past_l1(T* p, const Vec<T, N>& x) {
     if constexpr (sizeof(T) * N == 16) store_past_l1(p, *reinterpret_cast<const uint4*>(&x));
+    else if constexpr (sizeof(T) * N == 8) store_past_l1(p, *reinterpret_cast<const uint2*>(&x));
     else store_vec(p, x);
 }
 

@@ -1,0 +1,179 @@
+"""How kron_linear v4 takes a layer of two or three factors in one launch on tensor cores: see Pages4 and Piles4 in kron_pages.cuh.
+
+Sizes are multiples of 16, and numbers 16-bit: in TF32 the other launches are as fast.
+"""
+
+import functools
+from math import ceil, gcd, prod
+from typing import NamedTuple
+
+from cukern.ops.kron_groups import BARRIER_CYCLES, CYCLES_US, LAUNCH_US, SM_BYTES_US, START_US, Group, Target, text
+from cukern.ops.kron_plan import Sizes, Step
+from cukern.ops.kron_registers import Registers
+
+IN_FLIGHT = 32 << 10  # bytes on their way to a multiprocessor that keep device memory busy
+PRODUCT_CYCLES = 7  # of 16 x 8 x 16, beside all else that a warp issues
+WAITING = 2  # how much longer all takes, over the number of warps that a multiprocessor has
+
+
+class Pages(NamedTuple):
+    """One launch of two factors: pages are rows. The right factor's step comes first."""
+
+    steps: tuple[Step, ...]
+    blocks: int  # that a multiprocessor holds
+    teams: int  # of a block
+    stages: int
+    tiles: int  # of 16 rows of y, for each warp
+    split: bool  # of bfloat16: what lies between the factors is multiplied as two numbers of it, and not in TF32
+    us: float = 0.0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether teams are of whole warpgroups, at most one warp of which has nothing to do, for wgmma."""
+        right, left = self.steps
+        return self.split and self.tiles == 1 and right.q % 32 == 0 and left.q // 16 % 4 in (0, 3)
+
+    @property
+    def team(self) -> int:
+        """Warps that have a page together."""
+        warps = ceil(self.steps[1].q / (16 * self.tiles))
+        return ceil(warps / 4) * 4 if self.grouped else warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.team * self.teams
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        right, left = self.steps
+        return _bytes(left, True) + _bytes(right, self.split) + self.teams * self.stages * left.p * (right.p + 8) * 2
+
+    def grid(self, rows: int, multiprocessors: int) -> int:
+        return min(ceil(rows / self.teams), multiprocessors * self.blocks)
+
+    def template(self, added: bool = False) -> str:
+        """The plan as the kernel's template argument; `added`: with a bias or a residual."""
+        plan = self.blocks, self.teams, self.stages, self.tiles, False, self.split, self.grouped, added
+        return f"Pages4<{text(*plan, *_factors(self.steps))}>"
+
+
+class Piles(NamedTuple):
+    """One launch of three factors: a block has a row. The rightmost factor's step comes first."""
+
+    steps: tuple[Step, ...]
+    warps: int
+    held: bool  # the rightmost factor stays in registers
+    us: float = 0.0
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def shared(self) -> int:
+        right, left, top = self.steps
+        pages, z = top.p * left.p * (right.p + 8) * 2, top.p * (left.q * right.q + 8) * 4
+        return _bytes(right, False) + _bytes(left, True) + _bytes(top, False) + pages + z
+
+    def grid(self, rows: int, multiprocessors: int) -> int:
+        return min(rows, multiprocessors)
+
+    def template(self, added: bool = False) -> str:
+        return f"Piles4<{text(self.warps, self.held, added, *_factors(self.steps))}>"
+
+
+Launch = Group | Registers | Pages | Piles
+
+
+@functools.lru_cache(512)
+def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Piles | None:
+    """Such a launch of a layer, if there is one and rows enough for it: it cuts none for several blocks; `bfloat`: of bfloat16."""
+    if target.itemsize != 2 or not target.tensor or target.aligned < 16 or 2 * rows < target.multiprocessors:
+        return None
+    if len(sizes) not in (2, 3) or any(n % 16 for size in sizes for n in size):
+        return None
+    return pages(sizes, rows, target, bfloat) if len(sizes) == 2 else piles(sizes, rows, target)
+
+
+def pages(sizes: Sizes, rows: int, target: Target, split: bool) -> Pages | None:
+    """With as many warps as registers allow, and stages as keep device memory busy."""
+    steps = right, left = _in_order(sizes)
+    tiles = 2 if left.q == 32 else 1  # where one warp has a page, it waits for none
+    for warps in (16, 12, 8):
+        plan = Pages(steps, 1, 1, 1, tiles, split)
+        blocks = 2 if plan.team == 1 else 1  # of such, one starts while the other works
+        teams = warps // blocks // plan.team
+        if not teams or _registers(left, right, tiles, 0) > min(255, 2048 // warps):
+            continue
+        page = teams * blocks * left.p * right.p * 2
+        for stages in range(min(4, 1 + max(1, round(IN_FLIGHT / page))), 0, -1):
+            plan = plan._replace(blocks=blocks, teams=teams, stages=stages)
+            if (plan.shared + 1024) * blocks <= target.shared + 1024:
+                return plan._replace(us=_us_of_pages(plan, rows, target))
+    return None
+
+
+def piles(sizes: Sizes, rows: int, target: Target) -> Piles | None:
+    """The same of three factors."""
+    steps = right, left, top = _in_order(sizes)
+    if right.q % 32:
+        return None
+    for warps, held in ((12, True), (8, True), (8, False)):
+        plan = Piles(steps, warps, held)
+        page = _registers(left, right, left.q // 16, right.p * right.q // 32 if held else 0)
+        registers = top.p * top.q // 32 + max(page, top.q + 46) - 22  # what the two parts have in common
+        if registers <= min(255, 2048 // warps) and plan.shared <= target.shared:
+            return plan._replace(us=_us_of_piles(plan, rows, target))
+    return None
+
+
+def _in_order(sizes: Sizes) -> tuple[Step, ...]:
+    """The steps, the rightmost factor's first."""
+    n = len(sizes)
+    return tuple(Step(i, prod(p for p, _ in sizes[:i]), *sizes[i], prod(q for _, q in sizes[i + 1 :])) for i in reversed(range(n)))
+
+
+def _registers(left: Step, right: Step, tiles: int, held: int) -> int:
+    """About how many a thread needs: sums, what lies between the factors, the factors, and the rest."""
+    return tiles * (right.q // 2 + gcd(right.p, 32) // 2 + left.p // 4) + held + 46
+
+
+def _issued(left: Step, right: Step, tiles: int, split: bool, held: bool) -> float:
+    """Cycles in which a warp issues its rows of a page, as measured."""
+    z = tiles * right.p / 2  # numbers of a lane between the factors
+    products = 16 * tiles * right.p * (left.p / 2048 + right.q / 1024)
+    fetches = left.p * right.p / 256 + (0 if held else right.p * right.q / (256 if split else 128))
+    return PRODUCT_CYCLES * products + 2 * fetches + z * (4 if split else 1) + tiles * right.q + 60
+
+
+def _us_of_pages(plan: Pages, rows: int, target: Target) -> float:
+    right, left = plan.steps
+    cycles = _issued(left, right, plan.tiles, plan.split, False) * plan.team / 4 * (1 + WAITING / (plan.team * plan.teams * plan.blocks))
+    each, together = rows / target.multiprocessors, plan.teams * plan.blocks
+    multiplied = (each + ceil(each / together) * together) / 2 * cycles / CYCLES_US
+    return _us(multiplied + (0.5 if plan.stages == 1 else 0.0) * multiplied, plan.steps, plan.blocks, rows, target)
+
+
+def _us_of_piles(plan: Piles, rows: int, target: Target) -> float:
+    right, left, top = plan.steps
+    pages = ceil(top.p / plan.warps) * plan.warps * _issued(left, right, left.q // 16, False, plan.held)
+    slabs = ceil(left.q * right.q / 32 / plan.warps) * plan.warps * (top.p * top.q / 32 * PRODUCT_CYCLES + top.p * 2 + top.q * 2)
+    cycles = (pages + slabs) / 4 * (1 + WAITING / plan.warps) + 2 * BARRIER_CYCLES
+    return _us(ceil(rows / target.multiprocessors) * cycles / CYCLES_US, plan.steps, 1, rows, target)
+
+
+def _us(multiplied: float, steps: tuple[Step, ...], blocks: int, rows: int, target: Target) -> float:
+    """Of a launch whose multiprocessors multiply for so long, while device memory moves what goes in and out."""
+    moved = rows * (prod(s.p for s in steps) + prod(s.q for s in steps)) * 2 / target.multiprocessors / SM_BYTES_US
+    matrices = blocks * sum(s.p * s.q for s in steps) / SM_BYTES_US
+    return LAUNCH_US + START_US + matrices + (multiplied**4 + moved**4) ** 0.25
+
+
+def _factors(steps: tuple[Step, ...]) -> list[str]:
+    return [f"Factor<{s.p}, {s.q}>" for s in reversed(steps)]
+
+
+def _bytes(s: Step, pairs: bool) -> int:
+    """Of a factor in shared memory, as 16-bit numbers or as floats: PageMemory in kron_pages.cuh."""
+    return s.p * (s.q + 8) * 2 if pairs else s.p * s.q * 4

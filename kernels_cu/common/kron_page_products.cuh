@@ -1,0 +1,197 @@
+// The products of kron_linear v4 with pages, and with piles of them: see kron_pages.cuh, and Piles4 below.
+#pragma once
+#include "kron_pages.cuh"
+
+template <typename T>
+__device__ __forceinline__ void mma_page(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    if constexpr (sizeof(T) == 2) {
+        unsigned b[2] = {b0, b1};
+        mma_16_bit(d, a, b, T());
+    } else {
+        float floats[4] = {__uint_as_float(a[0]), __uint_as_float(a[1]), __uint_as_float(a[2]), __uint_as_float(a[3])};
+        float b[2] = {__uint_as_float(b0), __uint_as_float(b1)};
+        mma_tf32(d, floats, b);
+    }
+}
+
+// z += 16 MT rows of w1^T, times COLUMNS columns of x from `column` on. In TF32 a lane fetches neighbours, of as many products.
+template <class Plan, typename T>
+__device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS / 8][4], const T* x, int column, const LeftOperand<Plan, T>& left) {
+    constexpr int K = 32 / sizeof(T), V = Plan::COLUMNS / 8;
+    int lane = threadIdx.x % 32;
+    unsigned tiles_at = tile_address<false>(x + column, Plan::LDX);
+    const T* rows = x + lane % 4 * Plan::LDX + column + lane / 4 * V;
+#pragma unroll
+    for (int k = 0; k < Plan::P1; k += K) {
+        unsigned b[V][2];
+        if constexpr (sizeof(T) == 2) {
+#pragma unroll
+            for (int n = 0; n < V; n += 2) {
+                unsigned tiles[4];
+                load_tiles<true>(tiles, tiles_at + (k * Plan::LDX + n * 8) * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) b[n + i / 2][i % 2] = tiles[i];
+            }
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                Vec<float, V> v = load_vec<float, V>(rows + (k + h * 4) * Plan::LDX);
+#pragma unroll
+                for (int n = 0; n < V; ++n) b[n][h] = __float_as_uint(to_tf32(v.v[n]));
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < Plan::MT; ++m)
+#pragma unroll
+            for (int n = 0; n < V; ++n) mma_page<T>(z[m][n], left.held[k / K][m], b[n][0], b[n][1]);
+    }
+}
+
+// x = big + small, of two numbers; big is finite, see split_tf32.
+__device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
+    unsigned low = __float_as_uint(bounded(one)), high = __float_as_uint(bounded(two));
+    big = __byte_perm(low, high, 0x7632);
+    __nv_bfloat162 rest;
+    narrow(rest, make_float2(one - __uint_as_float(low & 0xffff0000), two - __uint_as_float(high & 0xffff0000)));
+    small = *reinterpret_cast<unsigned*>(&rest);
+}
+
+// y += z w2, of the rows of w2 from `column` on.
+template <class Plan, typename T>
+__device__ __forceinline__ void multiply_right(float (&y)[Plan::MT][Plan::Q2 / 8][4], const float (&z)[Plan::MT][Plan::COLUMNS / 8][4], int column,
+                                               const RightOperand<Plan, T>& right) {
+    constexpr bool SPLIT = Plan::SPLIT;
+    using U = conditional_t<SPLIT, T, float>;
+    constexpr int K = SPLIT ? 16 : 8;
+#pragma unroll
+    for (int k = 0; k < Plan::COLUMNS; k += K) {
+        unsigned a[Plan::MT][4], small[Plan::MT][4];
+#pragma unroll
+        for (int m = 0; m < Plan::MT; ++m)
+#pragma unroll
+            for (int i = 0; i < (SPLIT ? 4 : 2); ++i) {
+                float one = z[m][k / 8 + i / 2][i % 2 * 2], two = z[m][k / 8 + i / 2][i % 2 * 2 + 1];
+                if constexpr (SPLIT) {
+                    split_pair(one, two, a[m][i], small[m][i]);
+                } else {
+                    a[m][i] = __float_as_uint(to_tf32(one));
+                    a[m][i + 2] = __float_as_uint(to_tf32(two));
+                }
+            }
+#pragma unroll
+        for (int n = 0; n < Plan::Q2 / 8; n += 2) {
+            unsigned b[4];
+            right(b, column + k, n * 8);
+            if constexpr (SPLIT)
+#pragma unroll
+                for (int i = 0; i < 2 * Plan::MT; ++i) mma_page<U>(y[i / 2][n + i % 2], small[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+#pragma unroll
+            for (int i = 0; i < 2 * Plan::MT; ++i) mma_page<U>(y[i / 2][n + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+        }
+    }
+}
+
+// y += a w2, in the background, by a warpgroup; w2 is described by `right`.
+template <class Plan, int N = 0>
+__device__ __forceinline__ void start_right(float (&y)[Plan::Q2 / 8][4], const unsigned (&a)[4], unsigned long long right) {
+    constexpr int COLUMNS = Plan::Q2 % 64 ? 32 : 64;
+    if constexpr (N < Plan::Q2) {
+        wgmma_bf16<COLUMNS, N / 8>(y, a, right + N / 8 * (Plan::P2 * 8 * 2) / 16);
+        start_right<Plan, N + COLUMNS>(y, a, right);
+    }
+}
+
+// A warp's rows of a page's y. While the warpgroups multiply by w2 they go on with the next columns of z.
+template <class Plan, typename T>
+__device__ __forceinline__ void multiply_page_async(float (&y)[1][Plan::Q2 / 8][4], const T* x, const LeftOperand<Plan, T>& left, const char* w2) {
+    constexpr int STEPS = Plan::COLUMNS / 16;
+    unsigned long long right = describe(shared_address(w2), 128, Plan::P2 * 8 * 2);
+#pragma unroll
+    for (int column = 0; column < Plan::P2; column += Plan::COLUMNS) {
+        float z[1][Plan::COLUMNS / 8][4] = {};
+        multiply_left<Plan>(z, x, column, left);
+        if (column) wgmma_wait<0>(y[0]);
+        unsigned big[STEPS][4], small[STEPS][4];
+#pragma unroll
+        for (int i = 0; i < STEPS * 4; ++i) {
+            const float(&from)[4] = z[0][i / 4 * 2 + i % 4 / 2];
+            split_pair(from[i % 2 * 2], from[i % 2 * 2 + 1], big[i / 4][i % 4], small[i / 4][i % 4]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < STEPS; ++k) {
+            start_right<Plan>(y[0], small[k], right + (column / 8 + k * 2) * 8);
+            start_right<Plan>(y[0], big[k], right + (column / 8 + k * 2) * 8);
+        }
+        wgmma_commit();
+    }
+    wgmma_wait<0>(y[0]);
+}
+
+// The same by mma.
+template <class Plan, typename T>
+__device__ __forceinline__ void multiply_page(float (&y)[Plan::MT][Plan::Q2 / 8][4], const T* x, const LeftOperand<Plan, T>& left,
+                                              const RightOperand<Plan, T>& right) {
+#pragma unroll(Plan::HELD ? Plan::P2 / Plan::COLUMNS : 1)
+    for (int column = 0; column < Plan::P2; column += Plan::COLUMNS) {
+        float z[Plan::MT][Plan::COLUMNS / 8][4] = {};
+        multiply_left<Plan, T>(z, x, column, left);
+        multiply_right<Plan, T>(y, z, column, right);
+    }
+}
+
+// Store a warp's rows of an array [..][Q2], COLUMNS columns of them; a lane's numbers are those that place_of_column puts there.
+template <class Plan, int COLUMNS, typename T>
+__device__ __forceinline__ void store_rows(T* out, const T* bias, const T* residual, float (&y)[Plan::MT][COLUMNS / 8][4], int first,
+                                           int column, float scale) {
+    constexpr int N = NEIGHBOURS<COLUMNS>;
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if (scale != 1.0f)
+#pragma unroll
+        for (int i = 0; i < Plan::MT * (COLUMNS / 8) * 4; ++i) y[i / (COLUMNS / 2)][i / 4 % (COLUMNS / 8)][i % 4] *= scale;
+#pragma unroll
+    for (int m = 0; m < 2 * Plan::MT; ++m) {
+        int row = first + m * 8 + g;
+        if (Plan::ROWS > Plan::Q1 && row >= Plan::Q1) continue;
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; n += N) {
+            float part[2 * N];
+            int at = row * Plan::Q2 + column + n * 8 + t * 2 * N;
+#pragma unroll
+            for (int e = 0; e < 2 * N; ++e) {
+                part[e] = y[m / 2][n + e / 2][m % 2 * 2 + e % 2];
+                if (Plan::ADDED && bias) part[e] += load_as(bias[at + e]);
+                if (Plan::ADDED && residual) part[e] += load_as(residual[at + e]);
+            }
+            store_vec_past_l1(out + at, pack<T, 2 * N>(part));  // other stores the compiler takes to pieces
+        }
+    }
+}
+
+// Three factors. A row of x is a pile of P0 pages [P1][P2]. First each page is multiplied as above, by a warp; what comes of it, z, goes to
+// shared memory as floats. Then each warp multiplies some columns of z, which is an array [P0][Q1 Q2], by the leftmost factor, in TF32. A
+// warp copies the next row's page to where it has read this row's.
+template <int WARPS_, bool HELD, bool ADDED_, class Top_, class Left, class Right>
+struct Piles4 {
+    static constexpr int WARPS = WARPS_, THREADS = 32 * WARPS, P0 = Top_::P, Q0 = Top_::Q, WIDTH = Left::Q * Right::Q;
+    static constexpr bool ADDED = ADDED_;
+    using Page = Pages4<1, WARPS, 1, Left::Q / 16, HELD, false, false, false, Left, Right>;
+    using Top = Pages4<1, WARPS, 1, Q0 / 16, false, false, false, ADDED, Top_, Factor<WIDTH, WIDTH>>;
+};
+
+// A page's z, [Q1][Q2]. A lane's 8 neighbours go where it will have them in y: number n % 4 * 2 + e of product n % 4 at e * 4 + n % 4.
+template <class Plan>
+__device__ __forceinline__ void keep_page(float* z, const float (&y)[Plan::MT][Plan::Q2 / 8][4]) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < 2 * Plan::MT; ++m)
+#pragma unroll
+        for (int n = 0; n < Plan::Q2 / 8; n += 4)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                Vec<float, 4> part;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) part.v[i] = y[m / 2][n + i][m % 2 * 2 + e];
+                store_vec(z + (m * 8 + g) * Plan::Q2 + n * 8 + t * 8 + e * 4, part);
+            }
+}

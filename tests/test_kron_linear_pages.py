@@ -1,0 +1,125 @@
+"""kron_linear v4's launches of whole layers of two or three factors, on tensor cores: every kind of plan gives the same."""
+
+import contextlib
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+from test_kron_linear import dense, draw
+
+import cukern
+from cukern.ops import kron_pages, kron_v4
+from cukern.ops.kron_groups import Target
+from cukern.ops.kron_v3 import PLAIN
+from cukern.ops.kron_v4 import launch_group, prepare
+from cukern.runtime import backend
+
+SHARED = 226 << 10
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def plans(sizes, rows, dtype):
+    """Plans of each kind: what a kernel does differently for them."""
+    target = Target(dtype.itemsize, 132, SHARED, True)
+    if len(sizes) == 3:
+        plan = kron_pages.piles(sizes, rows, target)
+        assert plan
+        return [plan, plan._replace(warps=4, held=not plan.held)]
+    plan = kron_pages.pages(sizes, rows, target, dtype is BF16)
+    assert plan
+    one = plan._replace(teams=1, stages=1)
+    return [plan, one, *[one._replace(tiles=tiles, split=split) for tiles in (1, 2) for split in {plan.split, False}]]
+
+
+def launched(plan, x, ws, epilogue=PLAIN):
+    added = [t for t in epilogue[1:] if t is not None]
+    with backend.simulated_memory([x, *ws, *added]) if x.device.type == "cpu" else contextlib.nullcontext():
+        return launch_group(prepare(plan, x.shape[0], x.dtype, x.get_device(), bool(added)), x, ws, epilogue)
+
+
+CASES = [  # sizes, rows, dtype
+    (((32, 32), (32, 32)), 19, BF16),
+    (((32, 80), (64, 64)), 3, BF16),  # warpgroups, with more rows than y
+    (((48, 64), (32, 96)), 5, BF16),
+    (((16, 48), (64, 16)), 5, BF16),  # rows of y that do not fill a warp's tiles; neighbours of 8 bytes
+    (((48, 32), (16, 48)), 3, F16),
+    (((16, 16), (16, 32), (16, 32)), 3, BF16),
+    (((32, 16), (16, 16), (32, 32)), 3, F16),
+]
+
+
+@kernels
+@pytest.mark.parametrize("sizes, rows, dtype", CASES)
+def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
+    x, ws = draw(rows, sizes, device, dtype)
+    ws[0] = ws[0].t().contiguous().t()
+    exact = dense(x.double(), [w.double() for w in ws])
+    for plan in plans(sizes, rows, dtype):
+        y = launched(plan, x, ws)
+        error = float((y.double() - exact).norm() / exact.norm())
+        assert error < (2.2e-3 if dtype is BF16 else 4.5e-4), plan
+        assert same_bits(y, launched(plan, x, ws))
+
+
+ADDED = (((32, 32), (16, 32)), BF16), (((64, 64), (32, 32)), BF16), (((16, 32), (16, 16)), F16), (((16, 16), (16, 16), (16, 32)), BF16)
+
+
+@kernels
+@pytest.mark.parametrize("sizes, dtype", ADDED)
+def test_epilogue_and_factors_of_any_strides(device, sizes, dtype):
+    rows, features = 3, prod(q for _, q in sizes)
+    x, ws = draw(rows, sizes, device, dtype)
+    apart = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].copy_(w) for (p, q), w in zip(sizes, ws, strict=True)]
+    bias, residual = torch.randn(features, dtype=dtype, device=device), torch.randn(rows, features, dtype=dtype, device=device)
+    exact = 0.5 * dense(x.double(), [w.double() for w in ws])
+    plan = plans(sizes, rows, dtype)[-1]
+    for added in ((bias, None), (None, residual), (bias, residual)):
+        expected = exact + sum(t.double() for t in added if t is not None)
+        y = launched(plan, x, apart, (0.5, *added))
+        assert float((y.double() - expected).norm() / expected.norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
+
+
+@kernels
+@pytest.mark.parametrize("sizes", (((16, 16), (16, 16)), ((16, 16), (16, 16), (16, 32))))
+def test_what_is_not_finite_stays_where_torch_has_it(device, sizes):
+    x, ws = draw(6, sizes, device, BF16)
+    ws = [w.abs() / w.abs().sum(0) for w in ws]  # so that the largest stay finite
+    for row, value in enumerate((3e38, float("inf"), float("-inf"), float("nan"))):
+        x[row] = x[row].abs()
+        x[row, 5 * row] = value
+    expected = dense(x.float(), [w.float() for w in ws]).to(BF16)
+    for plan in plans(sizes, 6, BF16)[::2]:
+        y = launched(plan, x, ws)
+        assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
+        finite = expected.isfinite()
+        assert torch.allclose(y[finite].double(), expected[finite].double(), rtol=2**-6, atol=0.1)
+
+
+def test_when_there_is_such_a_launch():
+    target = Target(2, 132, SHARED, True)
+    for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):
+        assert kron_v4.launches(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
+        assert kron_pages.fastest(sizes, 60, target, True) is None, "few rows are cut"
+    for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
+        assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None
+    for sizes in (((64, 60), (64, 64)), ((64, 64),), ((64, 64),) * 3, ((16, 16),) * 4, ((512, 512), (16, 16))):
+        assert kron_pages.fastest(sizes, 1024, target, True) is None
+    for sizes, bfloat in product((((128, 128),) * 2, ((240, 16), (16, 240)), ((32, 32),) * 3, ((16, 48),) * 2), (True, False)):
+        small = Target(2, 108, 163 << 10, True)
+        plan = kron_pages.fastest(sizes, 4096, small, bfloat)
+        assert plan is None or (plan.shared <= small.shared and 32 <= plan.threads <= 512 and plan.us > 0)
+
+
+@kernels
+def test_the_public_function_takes_it(device, monkeypatch):
+    taken = []
+    monkeypatch.setattr(kron_v4, "launch_group", lambda made, *args: taken.append(type(made.group)) or launch_group(made, *args))
+    for sizes, kind in ((((64, 64),) * 2, kron_pages.Pages), (((16, 16), (16, 16), (16, 32)), None)):
+        x, ws = draw(backend.multiprocessors(-1 if device == "cpu" else 0) // 2 + 3, sizes, device, BF16)
+        residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)
+        y = cukern.kron_linear(x, ws, residual=residual, version="v4")
+        exact = dense(x.double(), [w.double() for w in ws]) + residual.double()
+        assert float((y.double() - exact).norm() / exact.norm()) < 2.2e-3
+        assert kind is None or taken == [kind]
