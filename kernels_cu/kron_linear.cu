@@ -14,14 +14,14 @@
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
-//     32 x (128, 128)     16 (57)       46    8.1 (48)     6.2 (29)      6.8 (34)
+//     32 x (128, 128)     16 (57)       46    8.1 (50)     6.2 (29)      6.8 (26)
 //     1024 x 8^5          1311 (4619)   1636  89 (843)     759 (2070)    110 (395)
 //     16 x 8^7            1835 (6183)   2308  156 (1230)   1063 (2659)   157 (648)
 //     1024 x 16^4         1355 (4701)   4950  245 (1319)   534 (1837)    179 (608)
 //     1024 x 32^3         379 (1884)    1500  153 (644)    132 (599)     46 (256)
-//     16 x 64^3           59 (217)      158   37 (170)     18 (75)       19 (68)
-//     1024 x (64, 64)     40 (169)      108   23.5 (98)    13 (74)       7.4 (35)
-//     1024 x (128, 128)   235 (804)     806   152 (592)    41 (233)      37 (188)
+//     16 x 64^3           59 (217)      158   37 (143)     18 (75)       19 (68)
+//     1024 x (64, 64)     40 (169)      108   23.5 (77)    13 (74)       7.4 (35)
+//     1024 x (128, 128)   235 (804)     806   152 (543)    41 (233)      37 (188)
 //     4096 x (32, 32)     34 (175)      119   16.4 (66)    13 (78)       5.7 (27)
 //     16 x 2^16           587 (2466)    356   11.6 (65)    413 (1393)    9.3 (43)
 // LoKr, 4096 x (16, 240) in bfloat16, forward and backward: 213, and 674 by the matrix itself.
@@ -42,7 +42,8 @@
 // Its backward, of one or two factors a launch (common/kron_backward.cuh), was 1.2 to 60 times slower when each factor had a launch for
 // its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
-// In float, splitting the numbers takes as long as their products.
+// In float, splitting numbers in two at each use takes longer than their products: large factors are three bfloat16 numbers, split once
+// (common/kron_pair.cuh; the backward of 1024 x (64, 64) from 74 to 54, of 1024 x (128, 128) from 444 to 391, of 16 x 64^3 from 132 to 107).
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
@@ -50,6 +51,7 @@
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
 #include "common/kron_page_products.cuh"
+#include "common/kron_pair.cuh"
 #include "common/kron_registers.cuh"
 #include "common/math.cuh"
 
@@ -615,6 +617,131 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
     separate<Plan, 0>(partials, all, factors, Right());
     separate<Plan, FIRST>(partials + Right::OUTPUTS, all + Plan::SUMS2, factors, Left());
 }
+
+#if __CUDA_ARCH__ >= 900
+// The backward of one or two large factors: see common/kron_pair.cuh. w0: the right one, if there is one. partials[piece] are a cluster's
+// sums for w0, then for w1. Grid SLICES * pieces, block TEAMS * THREADS; dynamic shared memory: W2 and W1 in pieces, each team's X, Z or
+// H, and G, or the sums.
+template <typename T, class Plan>
+__global__ void __cluster_dims__(Plan::SLICES, 1, 1) __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
+kron_linear_v4_pair_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
+                        long long w0_q, long long w1_p, long long w1_q, double scale) {
+    using U = typename Pieces<T>::type;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ROWS = Plan::ROWS, N = Pieces<T>::COUNT;
+    constexpr int LD1 = Plan::LD1, LDX = Plan::LDX, LDG = Plan::LDG, ALL = Plan::TEAMS * Plan::THREADS;
+    constexpr int COPIED = Plan::LEFT ? Plan::CHUNK : ROWS;  // rows of G at once
+    constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
+    extern __shared__ uint4 dynamic[];
+    int slice = blockIdx.x % Plan::SLICES, piece = blockIdx.x / Plan::SLICES, team = threadIdx.x / Plan::THREADS;
+    U *right = reinterpret_cast<U*>(dynamic), *left = right + N * Plan::W2;
+    U *xs = left + N * (Plan::W1 + team * (Plan::X + Plan::Z + Plan::G)), *zs = xs + N * Plan::X, *gs = zs + N * Plan::Z;
+    auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
+    auto x_place = [&](long long a) { return (a / ACROSS * P1 + slice * ROWS) * X_STRIDE + a % ACROSS * P2; };
+    auto g_place = [&](long long a, int c) { return (a / ACROSS * Q1 + c * Plan::CHUNK) * G_STRIDE + a % ACROSS * Q2; };
+    Ahead<ROWS, P2, Plan::THREADS, T> next_x;
+    Ahead<COPIED, Q2, Plan::THREADS, T> next_g;
+    wait_for_previous();
+    if constexpr (Plan::RIGHT) load_rows<P2, Q2, ALL, Plan::W2>(right, w0, w0_p, w0_q);
+    if constexpr (Plan::LEFT && Plan::RIGHT) load_rows<ROWS, Q1, ALL, Plan::W1>(left, w1 + slice * ROWS * w1_p, w1_p, w1_q);
+    else if constexpr (Plan::LEFT) load_rows<ROWS, Q1, ALL, Plan::W1>(left, w0, w0_p, w0_q);
+    __syncthreads();
+
+    using One = Share<Plan::WARPS, ROWS, Q2, false>;  // of Z and of H
+    using Left = Share<Plan::WARPS, ROWS, Plan::LEFT ? Plan::CHUNK : 64, true>;
+    using Right = Share<Plan::WARPS, P2, Q2, true>;
+    using Back = Share<Plan::WARPS, ROWS, P2, false>;
+    typename Left::Sums sums1[Plan::LEFT ? Plan::CHUNKS : 1] = {};
+    typename Right::Sums sums2 = {};
+    auto keep = [&](const typename One::Sums& sums) {
+        One::for_each(sums, [&](Vec<float, 2> two, int row, int column) {
+            if constexpr (N == 3) put_pieces<Plan::Z>(zs + row * LDG + column, two);
+            else store_vec(zs + row * LDG + column, pack<T, 2>(two.v));
+        });
+    };
+    auto give = [&](long long a, Vec<float, 2> two, int row, int column) {  // dX
+        float scaled[2] = {two.v[0] * float(scale), two.v[1] * float(scale)};
+        store_vec(dx + x_place(a) + row * X_STRIDE + column, pack<T, 2>(scaled));
+    };
+    long long step = gridDim.x / Plan::SLICES * Plan::TEAMS, tiles = Plan::LEFT ? A * ACROSS : A / ROWS;
+#pragma unroll 1
+    for (long long a = piece * Plan::TEAMS + team; a < tiles; a += step) {
+        next_x.fetch(x + x_place(a), X_STRIDE);
+        next_g.fetch(g + g_place(a, 0), G_STRIDE);
+        if constexpr (Plan::RIGHT) next_x.template put<Plan::X>(xs);
+        else next_x.template put<Plan::Z>(zs);
+        if constexpr (Plan::LEFT) next_g.template put<Plan::G>(gs);
+        else next_g.template put<Plan::Z>(zs);
+        sync();
+        if (a + step < tiles) {
+            next_x.ahead(x + x_place(a + step), X_STRIDE);
+            next_g.ahead(g + g_place(a + step, 0), G_STRIDE);
+        }
+        if constexpr (Plan::LEFT) {
+            typename One::Sums z = {}, h = {};
+            if constexpr (Plan::RIGHT) {
+                multiply_shared<One, P2, 16, Operand<LDX, 1>, Operand<1, LDG>, Plan::X, Plan::W2, T>(z, xs, right);
+                keep(z);
+                sync();
+            }
+#pragma unroll
+            for (int c = 0; c < Plan::CHUNKS; ++c) {
+                if (c + 1 < Plan::CHUNKS) next_g.fetch(g + g_place(a, c + 1), G_STRIDE);
+                multiply_shared<One, Plan::CHUNK, 16, Operand<LD1, 1>, Operand<1, LDG>, Plan::W1, Plan::G, T>(
+                    h, left + c * Plan::CHUNK, gs);
+                multiply_shared<Left, Q2, 32, Operand<LDG, 1>, Operand<LDG, 1>, Plan::Z, Plan::G, T>(sums1[c], zs, gs);
+                if (!Plan::RIGHT && c + 1 == Plan::CHUNKS) break;
+                sync();
+                if (c + 1 == Plan::CHUNKS) break;
+                next_g.template put<Plan::G>(gs);
+                sync();
+            }
+            if constexpr (Plan::RIGHT) {
+                keep(h);
+                sync();
+            } else {
+                One::for_each(h, [&](Vec<float, 2> two, int row, int column) { give(a, two, row, column); });
+            }
+        }
+        if constexpr (Plan::RIGHT) {
+            multiply_shared<Right, ROWS, 32, Operand<1, LDX>, Operand<1, LDG>, Plan::X, Plan::Z, T>(sums2, xs, zs);
+            typename Back::Sums back = {};
+            multiply_shared<Back, Q2, 16, Operand<LDG, 1>, Operand<LDG, 1>, Plan::Z, Plan::W2, T>(back, zs, right);
+            Back::for_each(back, [&](Vec<float, 2> two, int row, int column) { give(a, two, row, column); });
+        }
+        sync();
+    }
+    __syncthreads();
+    float *all2 = reinterpret_cast<float*>(dynamic), *all1 = all2 + Plan::SUMS2;
+#pragma unroll 1
+    for (int turn = 0; turn < Plan::TEAMS * Left::TIMES; ++turn) {
+        if (Plan::RIGHT && turn == team * Left::TIMES) gather_kept<Right, Q2>(all2, sums2, team > 0);
+        if (turn == team * Left::TIMES + Left::time())
+#pragma unroll
+            for (int c = 0; c < Plan::CHUNKS; ++c) gather_kept<Left, Q1>(all1 + c * Plan::CHUNK, sums1[c], turn > 0);
+        __syncthreads();
+    }
+    if constexpr (Plan::SLICES > 1) cluster_sync();
+    partials += (long long)piece * (Plan::SUMS2 + Plan::SUMS1 * Plan::SLICES);
+    constexpr int PART = Plan::SUMS2 / Plan::SLICES;
+#pragma unroll
+    for (int e = threadIdx.x * 4; e < PART; e += ALL * 4) {
+        float4 sum = *reinterpret_cast<float4*>(all2 + slice * PART + e);
+        if constexpr (Plan::SLICES > 1) {
+            sum = {0, 0, 0, 0};
+#pragma unroll
+            for (int rank = 0; rank < Plan::SLICES; ++rank) {
+                float4 other = ld_cluster<float4>(shared_of_rank(shared_address(all2 + slice * PART + e), rank));
+                sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
+            }
+        }
+        *reinterpret_cast<float4*>(partials + slice * PART + e) = sum;
+    }
+    if constexpr (Plan::SLICES > 1) cluster_arrive();
+    for (int e = threadIdx.x * 4; e < Plan::SUMS1; e += ALL * 4)
+        *reinterpret_cast<float4*>(partials + Plan::SUMS2 + slice * Plan::SUMS1 + e) = *reinterpret_cast<float4*>(all1 + e);
+    if constexpr (Plan::SLICES > 1) cluster_wait();
+}
+#endif
 
 // outN = scale * the sum over the pieces of its part of partials[piece], always in the same order: nN numbers, those of out0 first.
 // Grid ceil(numbers / 32), block (32, 32).

@@ -11,7 +11,7 @@ from test_kron_linear import dense, draw
 from test_kron_linear_groups import LAYERS
 
 import cukern
-from cukern.ops import kron_backward, kron_groups, kron_v4_backward
+from cukern.ops import kron_backward, kron_groups, kron_pair, kron_v4_backward
 from cukern.ops.kron_backward import Backward
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import steps
@@ -72,15 +72,47 @@ CASES = [
 @kernels
 @pytest.mark.parametrize("sizes, first, count, rows, dtype", CASES)
 def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
+    check(variants(sizes, first, count, rows, dtype), device, sizes, first, count, rows, dtype)
+
+
+LARGE = [
+    (((64, 64), (64, 64)), 0, 2, 3, torch.float32),  # more rows than teams, fewer than clusters
+    (((64, 128), (128, 64)), 0, 2, 3, torch.float32),  # not square, and turned round
+    (((64, 128), (64, 64)), 0, 2, 3, torch.bfloat16),
+    (((64, 64), (64, 64)), 0, 1, 3, torch.float32),  # one factor, the rightmost
+    (((64, 64), (64, 64)), 1, 1, 3, torch.float32),  # one factor, with an array to the right
+]
+
+
+@kernels
+@pytest.mark.parametrize("sizes, first, count, rows, dtype", LARGE)
+def test_every_tiling_of_large_factors_gives_the_same(device, sizes, first, count, rows, dtype):
+    run, target = steps(sizes)[first : first + count], Target(dtype.itemsize, 4, 226 << 10, dtype.itemsize == 2)
+    tiles = (1,) if count == 2 else (32, 64)
+    ways = itertools.product((1, 2), (1, 2) if count == 2 else (1,), (32, 64, 128), tiles)
+    found = {p.template: Backward(run, *p) for way in ways for p in kron_pair._tiling(run, rows, target, *way)}
+    assert len(found) >= 3
+    check(list(found.values()), device, sizes, first, count, rows, dtype)
+
+
+def test_few_rows_of_large_factors_make_few_partial_sums():
+    for itemsize, arrays in ((4, 2), (2, 4)):
+        plan = kron_backward.backwards(((128, 128),) * 2, 32, Target(itemsize, 132, 226 << 10, itemsize == 2))
+        assert len(plan) == 1 and plan[0].sums * 2 * 128 * 128 * 4 <= arrays * 32 * 128 * 128 * itemsize
+
+
+def check(found, device, sizes, first, count, rows, dtype):
     run, order = steps(sizes)[first : first + count], steps(sizes)
     before, inside = {s.factor for s in order[:first]}, [s.factor for s in run]
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
-    ws = [torch.randn(q, p, dtype=dtype, device=device).mT if p == 8 else torch.randn(p, q, dtype=dtype, device=device) for p, q in sizes]
+    ws = [
+        torch.randn(q, p, dtype=dtype, device=device).mT if p == 8 or p < q else torch.randn(p, q, dtype=dtype, device=device)
+        for p, q in sizes
+    ]
     every = [w if i in inside else torch.eye(n, dtype=dtype, device=device) for i, (w, n) in enumerate(zip(ws, now, strict=True))]
     z = torch.randn(rows, prod(now), dtype=dtype, device=device)
     h = torch.randn(rows, prod(w.shape[1] for w in every), dtype=dtype, device=device)
     exact, torchs = [gradients([t.to(kind) for t in (z, *every)], h.to(kind), inside) for kind in (torch.float64, dtype)]
-    found = variants(sizes, first, count, rows, dtype)
     assert found
     for launch in found:
         results = []
@@ -125,8 +157,10 @@ def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
 @kernels
 def test_infinities_and_large_numbers(device):
     """They go where ordinary products take them: numbers split in two make no NaN of an infinity, and no infinity of a large number."""
-    for value in (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39):
-        x, ws = draw(4, ((8, 8), (16, 16)), device, torch.float32)
+    for value, sizes in itertools.product(
+        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39), (((8, 8), (16, 16)), ((64, 64),) * 2)
+    ):
+        x, ws = draw(4, sizes, device, torch.float32)
         x[1, 37] = value
         leaves, others = [t.detach().requires_grad_() for t in (x, *ws)], [t.detach().requires_grad_() for t in (x, *ws)]
         y, plain = (cukern.kron_linear(t[0], t[1:], version=v) for t, v in ((leaves, "v4"), (others, "v2")))

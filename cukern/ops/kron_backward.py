@@ -6,7 +6,7 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_groups
+from cukern.ops import kron_groups, kron_pair
 from cukern.ops.kron_groups import LAUNCH_US, SM_BYTES_US, Target, text
 from cukern.ops.kron_plan import Sizes, Step, steps
 
@@ -34,12 +34,16 @@ class Backward(NamedTuple):
     blocks: int = 0
     threads: int = 0
     shared: int = 0  # bytes
+    sums: int = 0  # partial ones, of each factor's gradient
 
 
 @functools.lru_cache(512)
 def backwards(sizes: Sizes, rows: int, target: Target) -> tuple[Backward, ...]:
     """The launches of a layer's backward, those of the first steps first; each but the first needs what went into it multiplied anew."""
     order = steps(sizes)
+    few = kron_pair.few(order, rows, target)
+    if few:
+        return (Backward(order, *few),)
     best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         anew = sum(g.us for g in kron_groups.groups(sizes, rows, target, first)) if first else 0.0
@@ -63,7 +67,11 @@ def better_swapped(plan: Sequence[Backward]) -> bool:
 
 
 def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | None:
-    found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)] if target.itemsize <= 4 else []
+    found = []
+    if target.itemsize <= 4:
+        found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)]
+        pair = kron_pair.large(run, rows, target)
+        found += [Backward(run, *pair)] if pair else []
     if len(run) == 1:
         s, fibers = run[0], rows * run[0].left * run[0].right
         sweeps = fibers * (3 * s.p + 2 * s.q) * target.itemsize / (target.multiprocessors * SM_BYTES_US)
@@ -135,7 +143,7 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
     us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + (matrices * target.itemsize + sums * 8) * resident / SM_BYTES_US
     names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]
     template = f"Backward4<{text(threads, resident, split, bytes_, stages, L, R, C, *names)}>"
-    yield Backward((*right, *left), us, template, blocks, threads, shared)
+    yield Backward((*right, *left), us, template, blocks, threads, shared, blocks)
 
 
 def padded(n: int) -> int:

@@ -14,8 +14,8 @@ from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
-_V4_BWD, _V4_GROUP_BWD, _V4_SUM = (
-    Template("kron_linear.cu", f"kron_linear_{name}", pdl=True) for name in ("v4_bwd", "v4_group_bwd", "v4_sum")
+_V4_BWD, _V4_GROUP_BWD, _V4_PAIR_BWD, _V4_SUM = (
+    Template("kron_linear.cu", f"kron_linear_{name}", pdl=True) for name in ("v4_bwd", "v4_group_bwd", "v4_pair_bwd", "v4_sum")
 )
 
 
@@ -77,19 +77,25 @@ def fused(
     grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
     counts = [w.numel() for w in ws]
     unused = (0,) * (kron_groups.MOST - len(ws))
-    device, partials = z.get_device(), torch.empty((launch.blocks, sum(counts)), dtype=torch.float32, device=z.device)
+    device, partials = z.get_device(), torch.empty((launch.sums, sum(counts)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
-    _V4_GROUP_BWD[z.dtype, launch.template].on(device)(
-        (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *unused,
-        z.shape[0] * launch.steps[-1].left, *strides, *unused, *unused, scale,
+    kernel = _kernel(launch)
+    none = (0,) * (2 - len(ws)) if kernel is _V4_PAIR_BWD else unused
+    kernel[z.dtype, launch.template].on(device)(
+        (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
+        z.shape[0] * launch.steps[-1].left, *strides, *none, *none, scale,
     )  # fmt: skip
     _V4_SUM[z.dtype].on(device)(
         (-(-sum(counts) // 32), 1, 1), (32, 32, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused,
-        launch.blocks, factors_scale,
+        launch.sums, factors_scale,
     )  # fmt: skip
     for s, grad in zip(launch.steps, grads, strict=True):
         found[s.factor + 1] = grad
     return out
+
+
+def _kernel(launch: kron_backward.Backward) -> Template:
+    return _V4_PAIR_BWD if launch.template.startswith("Pair4") else _V4_GROUP_BWD
 
 
 def _in_steps(
@@ -128,5 +134,5 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     made = [_V4_BWD[dtype, sum_dtype(dtype), one] for one in gradients]
     if dtype.itemsize <= 4:
         launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, target)]
-        made += [*[_V4_GROUP_BWD[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
+        made += [*[_kernel(launch)[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
     return made

@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS
 
 // x = big + small, of two numbers; big is finite, see split_tf32.
 __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
-    unsigned low = __float_as_uint(bounded(one)), high = __float_as_uint(bounded(two));
+    unsigned low = __float_as_uint(limited(one, LARGEST_TF32)), high = __float_as_uint(limited(two, LARGEST_TF32));
     big = __byte_perm(low, high, 0x7632);
     __nv_bfloat162 rest;
     narrow(rest, make_float2(one - __uint_as_float(low & 0xffff0000), two - __uint_as_float(high & 0xffff0000)));

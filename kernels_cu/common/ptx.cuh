@@ -42,6 +42,9 @@ __device__ __forceinline__ void barrier_of(int number, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
 }
 
+// Fetch the 128 bytes that hold *p to the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+
 // Programmatic dependent launch (sm_90 and newer). A kernel that calls this before it touches global memory, and whose Template says `pdl`,
 // is put onto the multiprocessors while the kernels before it on the stream come to an end: from here on they have ended, and what they
 // wrote is seen. It saves 0.2 to 0.6 us a launch on an H200. (To let it come even earlier, by griddepcontrol.launch_dependents in the
@@ -93,7 +96,7 @@ __device__ __forceinline__ unsigned shared_of_rank(unsigned shared_address, unsi
     return address;
 }
 
-// Load and store through such an address: a float, or two or a double at a multiple of 8 bytes.
+// Load and store through such an address: a float, or two or a double at a multiple of 8 bytes, or, to load, four at one of 16.
 template <typename T>
 __device__ __forceinline__ T ld_cluster(unsigned address);
 template <>
@@ -106,6 +109,12 @@ template <>
 __device__ __forceinline__ float2 ld_cluster(unsigned address) {
     float2 x;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+template <>
+__device__ __forceinline__ float4 ld_cluster(unsigned address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
     return x;
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float x) {
@@ -222,15 +231,15 @@ __device__ __forceinline__ float to_tf32(float x) {
     return __uint_as_float(bits);
 }
 
-// x, or the largest number of its sign, in TF32 and nearly so in bfloat16, where it is infinite or NaN.
-__device__ __forceinline__ float bounded(float x) {
-    constexpr float LARGEST = 3.40116213e38f;
+constexpr float LARGEST_TF32 = 3.40116213e38f;  // and nearly so in bfloat16
+// x, but the finite `most`, of its sign, for what is beyond, and for NaN.
+__device__ __forceinline__ float limited(float x, float most) {
 #if __CUDA_ARCH__ >= 860
     float y;
-    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(LARGEST));
+    asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
     return y;
 #else
-    return fmaxf(fminf(x, LARGEST), -LARGEST);
+    return fmaxf(fminf(x, most), -most);
 #endif
 }
 
@@ -238,7 +247,7 @@ __device__ __forceinline__ float bounded(float x) {
 // 2^-22 of it. big is in TF32 and finite: small is what has the infinity or the NaN, so that none comes of their difference. small
 // is exact, 12 bits at most of fraction and sign, of which tensor cores see 11: rounding it would be no better than their cutting.
 __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
-    big = __uint_as_float((__float_as_uint(bounded(x)) + 0x1000) & 0xffffe000);  // to nearest: of a finite number in two instructions
+    big = __uint_as_float((__float_as_uint(limited(x, LARGEST_TF32)) + 0x1000) & 0xffffe000);  // to nearest: of a finite number in two instructions
     small = x - big;
 }
 
