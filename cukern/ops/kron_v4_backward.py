@@ -133,6 +133,7 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
     made = [_V4_BWD[dtype, sum_dtype(dtype), one] for one in gradients]
     if dtype.itemsize <= 4:
-        launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, target)]
-        made += [*[_kernel(launch)[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
+        older = target._replace(shared=160 << 10)  # for which nothing is planned that only sm_90 has
+        launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, older)]
+        made += [*[_V4_GROUP_BWD[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
     return made
