@@ -103,7 +103,7 @@ def test_what_memory_holds_up_goes_in_one_launch(sizes):
 @pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4, (16,) * 3, (4,) * 7))
 def test_registers_suffice(sizes):
     for group in launches(sizes):
-        report = kron_v4._REGISTERS[torch.float32, group.template()].compile("sm_90a").report
+        report = kron_v4._V4[Registers][torch.float32, group.template()].compile("sm_90a").report
         assert not report.spill_stores and not report.spill_loads
 
 
