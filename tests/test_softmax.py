@@ -353,7 +353,7 @@ def test_the_plan_holds_every_row():
 def test_the_plan_of_rows_in_shared_memory(backward):
     """Every vector has its place, and the blocks that a shape is made for fit an H200's multiprocessor: 228 KiB, of which each takes 1."""
     shared, sms, sizes = 227 << 10, 132, set()
-    for rows, columns, itemsize in itertools.product((1, 16, 64, 1024), (16_385, 50_304, 131_072, 1 << 20, 1 << 23), (2, 4)):
+    for rows, columns, itemsize in itertools.product((1, 16, 64, 1024), (16_385, 50_257, 131_072, 1 << 20, 1 << 23), (2, 4)):
         vectors = plan.vectors_of(columns, itemsize)
         block = plan.block_hold(vectors, itemsize, shared, backward)
         cluster, crowd = (hold(rows, vectors, itemsize, shared, sms, backward) for hold in (plan.cluster_hold, plan.crowd_hold))
@@ -361,6 +361,7 @@ def test_the_plan_of_rows_in_shared_memory(backward):
         for found in filter(None, (block, cluster, crowd)):
             shape = found.shape
             assert found.size * found.part >= vectors and found.most >= found.part and found.most % shape.threads == 0
+            assert found.part * 16 % 128 == 0, "blocks begin at whole lines"
             assert found.shared == (found.most - shape.vectors * shape.threads) * 16 * (2 if backward else 1) <= shared
             assert shape.blocks * (found.shared + 2048) <= 228 << 10
         if cluster:

@@ -7,6 +7,7 @@ from math import ceil
 from typing import NamedTuple
 
 VECTOR_BYTES = 16
+LINE = 8  # vectors
 WARP_BLOCK = 128  # threads of v6's blocks
 LOOP_THREADS = 256  # of the blocks of v1 to v5, and of v7's that share a row in two launches
 BLOCKS_PER_SM = 8  # that share rows in two launches
@@ -117,7 +118,7 @@ def _room(shape: Shape, shared: int, backward: bool, most: int = 1 << 10) -> int
 
 
 def _hold(shape: Shape, size: int, vectors: int, backward: bool) -> Hold:
-    part = ceil(vectors / size)
+    part = ceil(vectors / size / LINE) * LINE  # else neighbouring blocks write halves of the same 32 bytes
     most = shape.threads * max(ceil(part / shape.threads), shape.vectors)
     return Hold(shape, size, part, most, (most - shape.vectors * shape.threads) * VECTOR_BYTES * (2 if backward else 1))
 
