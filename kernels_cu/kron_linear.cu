@@ -9,7 +9,7 @@
 //
 //  version  idea
 //  v3       a factor a launch: a GEMM whose rows are fibers, read from and written to their places
-//  v4       a group of neighbouring factors a launch: a tile of the array stays in shared memory from the first to the last;
+//  v4       a group of neighbouring factors a launch: a tile of the array stays on chip from the first to the last;
 //           compiled for the factors' sizes, with 16-bit types (and TF32, and float as split numbers) on tensor cores
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
@@ -713,10 +713,11 @@ kron_linear_v4_pair_bwd(float* partials, T* dx, const T* x, const T* g, const T*
     }
     __syncthreads();
     float *all2 = reinterpret_cast<float*>(dynamic), *all1 = all2 + Plan::SUMS2;
+    constexpr int TIMES = Left::TIMES > Right::TIMES ? Left::TIMES : Right::TIMES;
 #pragma unroll 1
-    for (int turn = 0; turn < Plan::TEAMS * Left::TIMES; ++turn) {
-        if (Plan::RIGHT && turn == team * Left::TIMES) gather_kept<Right, Q2>(all2, sums2, team > 0);
-        if (turn == team * Left::TIMES + Left::time())
+    for (int turn = 0; turn < Plan::TEAMS * TIMES; ++turn) {
+        if (Plan::RIGHT && turn == team * TIMES + Right::time()) gather_kept<Right, Q2>(all2, sums2, turn > 0);
+        if (turn == team * TIMES + Left::time())
 #pragma unroll
             for (int c = 0; c < Plan::CHUNKS; ++c) gather_kept<Left, Q1>(all1 + c * Plan::CHUNK, sums1[c], turn > 0);
         __syncthreads();

@@ -1,4 +1,5 @@
-"""v4 of kron_linear, forward: a group of factors a launch, compiled for their sizes. kron_groups.py plans the launches."""
+"""v4 of kron_linear, forward: a group of factors a launch, compiled for their sizes. kron_groups.py plans the launches, kron_pages.py those
+of a whole layer on tensor cores."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -105,7 +105,7 @@ __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const V
     }
 }
 
-// A part of a matrix on its way from memory to shared memory, row by row.
+// A part of a matrix on its way from memory to shared memory, row by row. The threads begin each time in the same column.
 template <int ROWS, int COLUMNS, int THREADS, typename T>
 struct Ahead {
     static constexpr int V = 16 / sizeof(T), COUNT = ROWS * COLUMNS / V / THREADS;
@@ -132,14 +132,11 @@ struct Ahead {
 // Rows of a factor, of any strides.
 template <int ROWS, int COLUMNS, int THREADS, int PLANE, typename T>
 __device__ __forceinline__ void load_rows(typename Pieces<T>::type* to, const T* from, long long p, long long q) {
-    constexpr int V = 16 / sizeof(T), AT_ONCE = ROWS;
+    constexpr int V = 16 / sizeof(T);
     if (q == 1 && p % V == 0 && reinterpret_cast<unsigned long long>(from) % 16 == 0) {
-#pragma unroll 1
-        for (int row = 0; row < ROWS; row += AT_ONCE) {
-            Ahead<AT_ONCE, COLUMNS, THREADS, T> part;
-            part.fetch(from + row * p, p);
-            part.template put<PLANE>(to + row * (COLUMNS + 8));
-        }
+        Ahead<ROWS, COLUMNS, THREADS, T> part;
+        part.fetch(from, p);
+        part.template put<PLANE>(to);
     } else {
 #pragma unroll 8
         for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) {
