@@ -271,7 +271,7 @@ __device__ __forceinline__ void rotate_neighbours(A (&a)[E], A (&b)[E], const C*
     }
 }
 
-// n / d for n < 2^31, by the constants of d that rope_plan.py computes: a division costs 20 instructions.
+// n / d for n < 2^31, by the constants of d that rope_versions.py computes: a division costs 20 instructions.
 __device__ __forceinline__ unsigned divide(unsigned n, unsigned magic, unsigned shift) { return (__umulhi(n, magic) + n) >> shift; }
 
 // v2: block (x, y): x threads a head, which are rotary_dim / 2 / E, and half as many as there are vectors to copy; y heads. The heads of a

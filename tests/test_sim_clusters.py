@@ -263,6 +263,45 @@ __global__ void __cluster_dims__(4, 1, 1) k(float* out) {
 """
 
 
+# Block 0 writes a word of block 1's, which may have left.
+TOLD = """
+__global__ void __cluster_dims__(2, 1, 1) k(int* out) {
+    __shared__ unsigned long long words[2];
+    if (threadIdx.x < 2) words[threadIdx.x] = 0;
+    cluster_fence();
+    cluster_arrive_relaxed();
+    unsigned there = shared_of_rank(shared_address(words), 1);
+    cluster_wait();
+    if (cluster_rank() == 0 && threadIdx.x == 0) {
+        post_cluster(there, 1);
+        unsigned long long word;
+        asm volatile("ld.relaxed.cluster.shared::cluster.u64 %0, [%1];" : "=l"(word) : "r"(there) : "memory");
+        out[0] = word;
+    }
+}
+"""
+
+
+def test_a_word_that_only_its_writer_reads_back_is_no_word_heard():
+    with pytest.raises(sim.Race):
+        simulate(PTX + TOLD, torch.zeros(1, dtype=torch.int32), grid=2)
+
+
+# Two clusters, each with words of its own: they tell nothing of global memory to one another.
+APART = (
+    WORDS.replace("float* out", "float* out, float* data")
+    .replace("FENCE", "cluster_fence();")
+    .replace("HEARD", "4")
+    .replace("    unsigned to =", "    if (blockIdx.x == 0 && threadIdx.x == 0) data[0] = 42;\n    cluster_fence();\n    unsigned to =")
+    .replace("    out[", "    cluster_fence();\n    if (blockIdx.x == 4 && threadIdx.x == 0) word += unsigned(data[0]);\n    out[")
+)
+
+
+def test_words_of_one_cluster_order_nothing_for_another():
+    with pytest.raises(sim.Race):
+        simulate(PTX + APART, torch.zeros(2, 4, 32), torch.zeros(1), grid=8)
+
+
 def test_words_for_which_the_blocks_of_a_cluster_wait():
     out = torch.zeros(2, 4, 32)
     simulate(PTX + WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "4"), out, grid=8)

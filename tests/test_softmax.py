@@ -209,6 +209,18 @@ def test_small_results_beside_a_peak(device, name, version):
 
 
 @kernels
+def test_small_results_in_long_rows_that_rise(device):
+    """Of some warps' far above the first, and of one's far above the others'."""
+    step = torch.full((1, 100_000), -22.05, device=device)
+    step[:, :20_000], step[:, 20_000:25_000] = 0, 22.1
+    peak = torch.full((1, 33_000), -105.9, device=device)
+    peak[:, 30_000], peak[:, 31_000] = -85.9, 0
+    for x, version in ((step[:, :33_000], "v8"), (step, "v9"), (step, "v10"), (peak, "v8"), (peak + 200_000, "v8")):
+        result, exact = cukern.softmax(x, version=version), torch.softmax(x.double(), -1)
+        torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=1.2e-38)
+
+
+@kernels
 def test_long_rows_that_rise(device):
     """What comes later is far above the first, from whose largest their exponentials were taken."""
     for columns, dtype, version in ((20_001, torch.float32, "v8"), (33_000, torch.bfloat16, "v8"), (66_001, torch.float32, "v9")):

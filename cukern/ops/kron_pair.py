@@ -62,7 +62,12 @@ def _tiling(run: Sequence[Step], rows: int, target: Target, teams: int, slices: 
         return
     numbers, vector, every = 3 if target.itemsize == 4 else 1, 16 // target.itemsize, teams * _THREADS
     products = [(high, q2, False), (high, chunk, True)] * bool(left) + [(p2, q2, True), (high, p2, False)] * bool(right)
-    moved = [(_THREADS, high, p2), (_THREADS, chunk if left else high, q2), *[(every, high, q1)] * bool(left), *[(every, p2, q2)] * bool(right)]
+    moved = [
+        (_THREADS, high, p2),
+        (_THREADS, chunk if left else high, q2),
+        *[(every, high, q1)] * bool(left),
+        *[(every, p2, q2)] * bool(right),
+    ]
     if any(rows * columns % (t * vector) or t * vector % columns for t, rows, columns in moved):
         return
     if not all(_equal(*p) for p in products) or target.aligned < 16:

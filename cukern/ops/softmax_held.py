@@ -109,7 +109,7 @@ def in_shared_memory(p: Problem) -> Run | None:
 def in_a_cluster(p: Problem) -> Run | None:
     """v9."""
     found = plan.cluster_hold(*numbers(p))
-    return _clustered(p, found) if found else None
+    return _launch_held(_V9, p, found, _shape_key(found.shape, found.size)) if found else None
 
 
 def in_several_blocks(p: Problem) -> Run | None:
@@ -134,10 +134,6 @@ def in_a_crowd(p: Problem) -> Run | None:
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
     return p.rows, p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), backend.multiprocessors(p.number), p.backward
-
-
-def _clustered(p: Problem, held: plan.Hold) -> Run | None:
-    return _launch_held(_V9, p, held, _shape_key(held.shape, held.size))
 
 
 def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:

@@ -78,7 +78,7 @@ def load(c: Context) -> "Step":
     size, count, pc = width // 8, len(targets), c.pc
     if size * count > 16 or width > 64:
         raise c.unknown()
-    strong = _is_strong(c, space)
+    strong = _is_strong(c, space) and space != "cluster"  # who waits for a word waits for one of its own block's
     constant, acquires = space == "const", "acquire" in c.parts
 
     def run(m: "Machine", group: "Group") -> None:
@@ -88,7 +88,7 @@ def load(c: Context) -> "Step":
         addresses = offset_by(m.get(group, base), offset)
         values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
         assert values is not None
-        if strong:
+        if strong and space != "shared":
             m.order.observe(group.lanes, acquires)
         if count == 1:
             put(m, group, targets[0], values, signed)
@@ -183,7 +183,7 @@ def store(c: Context) -> "Step":
             values = rows.view(CARRIERS[size * count])[:, 0]
         addresses = offset_by(m.get(group, base), offset)
         through(m, space, group.lanes, addresses, lambda where, lanes, at, v: where.store(m, lanes, at, size * count, v, flags), values)
-        if strong:
+        if strong and space not in ("shared", "cluster"):
             m.order.publish(group.lanes, releases)
 
     return run

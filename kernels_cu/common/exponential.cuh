@@ -67,8 +67,9 @@ struct Exponential<float> {
         return power(from.center - to.center, offset, least(offset)) * 5.421010862427522e-20f;  // 2^-64
     }
     __device__ __forceinline__ float plain(float u) const { return power(u, 0.0f, least(0.0f)); }
-    // The largest u for which a base made of `largest` will do: its exponential is 2^32 times as large, lifted 2^96.
-    __device__ __forceinline__ float reach(float largest) const { return log ? largest : fmaf(32.0f, inverse, largest); }
+    // The largest u for which a base made of `largest` will do: its exponential is 2^8 times as large, lifted 2^72. So End's factor is at
+    // least 2^-109, of 2^29 columns, and a rescaling 2^-134, where a result is a normal number. (2^32 lost results near 2^-126.)
+    __device__ __forceinline__ float reach(float largest) const { return log ? largest : fmaf(8.0f, inverse, largest); }
     // Where 2^(v rate - offset) becomes 2^-127, which is 0.
     __device__ __forceinline__ float least(float offset) const { return (offset - 127.0f) * inverse; }
     // 2^(v rate - offset), for an integer offset. NaN where v is.

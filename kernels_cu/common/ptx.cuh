@@ -96,7 +96,7 @@ __device__ __forceinline__ unsigned shared_of_rank(unsigned shared_address, unsi
     return address;
 }
 
-// Load and store through such an address: a float, or two or a double at a multiple of 8 bytes, or, to load, four at one of 16.
+// Load and store through such an address: a float, two at a multiple of 8 bytes, or four at one of 16.
 template <typename T>
 __device__ __forceinline__ T ld_cluster(unsigned address);
 template <>
@@ -120,13 +120,10 @@ __device__ __forceinline__ float4 ld_cluster(unsigned address) {
 __device__ __forceinline__ void st_cluster(unsigned address, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(x) : "memory");
 }
-__device__ __forceinline__ void st_cluster(unsigned address, double x) {
-    asm volatile("st.shared::cluster.f64 [%0], %1;" :: "r"(address), "d"(x) : "memory");
-}
 __device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");
 }
-__device__ __forceinline__ void st_cluster(unsigned address, float4 x) {  // at a multiple of 16 bytes
+__device__ __forceinline__ void st_cluster(unsigned address, float4 x) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 

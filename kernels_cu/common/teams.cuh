@@ -14,11 +14,11 @@ __device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, c
     sum = warp_reduce<Sum>(sum * exponential.rescale(own, exponential.base(largest)), width);
 }
 
-// What each of a block's warps, or each of a cluster's blocks, found.
-template <typename T, int COUNT = 32>
+// What each of a block's warps found.
+template <typename T>
 struct Found {
-    sum_t<T> sums[COUNT];
-    compute_t<T> largest[COUNT];
+    sum_t<T> sums[32];
+    compute_t<T> largest[32];
     // The first `count` of them, a power of 2, put together by each warp.
     __device__ __forceinline__ void merge(const Exponential<T>& exponential, int count, compute_t<T>& all, sum_t<T>& sum) const {
         all = largest[threadIdx.x % count];
