@@ -221,7 +221,7 @@ __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long
     out[sample * n + i] = T(sum * Acc(scale));
 }
 
-// ------------------------------------------------------------------------------------------------------------ v4
+// --------------------------------------------------------------------------------------------------- v4, forward
 
 // wN: factor N, with the distances wN_p and wN_q between its rows and columns; null from the group's count on. Grid SLICES * (the
 // tiles, or fewer), block THREADS; dynamic shared memory: the matrices, the stage, the tile.
@@ -332,6 +332,7 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
     }
 }
 #endif
+
 // The same of two factors, all that there are: see common/kron_pages.cuh. w0 is the right one; w2 to w7 are not looked at. Grid any,
 // block THREADS; dynamic shared memory: w1, w2, the teams' pages.
 template <typename T, class Plan>
@@ -435,6 +436,8 @@ kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         __syncthreads();
     }
 }
+
+// -------------------------------------------------------------------------------------------------- v4, backward
 
 // The gradient of a factor: see common/kron_gradient.cuh.
 // Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of each, or the sums.

@@ -91,7 +91,7 @@ def test_every_tiling_of_large_factors_gives_the_same(device, sizes, first, coun
     run, target = steps(sizes)[first : first + count], Target(dtype.itemsize, 4, 226 << 10, dtype.itemsize == 2)
     tiles = (1,) if count == 2 else (32, 64)
     ways = itertools.product((1, 2), (1, 2) if count == 2 else (1,), (32, 64, 128), tiles)
-    found = {p.template: Backward(run, *p) for way in ways for p in kron_pair._tiling(run, rows, target, *way)}
+    found = {p.template: Backward(run, *p, pair=True) for way in ways for p in kron_pair._tiling(run, rows, target, *way)}
     check(list(found.values()), device, sizes, first, count, rows, dtype)
 
 

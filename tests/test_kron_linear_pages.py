@@ -100,7 +100,7 @@ def test_what_is_not_finite_stays_where_torch_has_it(device, sizes):
 def test_when_there_is_such_a_launch():
     target = Target(2, 132, SHARED, True)
     for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):
-        assert kron_v4.launches(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
+        assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
         assert kron_pages.fastest(sizes, 60, target, True) is None, "few rows are cut"
     for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
         assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None

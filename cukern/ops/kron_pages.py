@@ -3,7 +3,6 @@
 Sizes are multiples of 16, and numbers 16-bit: in TF32 the other launches are as fast.
 """
 
-import functools
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
@@ -26,6 +25,13 @@ class Pages(NamedTuple):
     tiles: int  # of 16 rows of y, for each warp
     split: bool  # of bfloat16: what lies between the factors is multiplied as two numbers of it, and not in TF32
     us: float = 0.0
+    R: int = 1  # as in Group
+    slices: int = 1
+
+    @property
+    def L(self) -> int:
+        """Rows of a tile, as in Group: a team has one."""
+        return self.teams
 
     @property
     def grouped(self) -> bool:
@@ -49,9 +55,6 @@ class Pages(NamedTuple):
         right, left = self.steps
         return _bytes(left, True) + _bytes(right, self.split) + self.teams * self.stages * left.p * (right.p + 8) * 2
 
-    def grid(self, rows: int, multiprocessors: int) -> int:
-        return min(ceil(rows / self.teams), multiprocessors * self.blocks)
-
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; `added`: with a bias or a residual."""
         plan = self.blocks, self.teams, self.stages, self.tiles, False, self.split, self.grouped, added
@@ -65,6 +68,10 @@ class Piles(NamedTuple):
     warps: int
     held: bool  # the rightmost factor stays in registers
     us: float = 0.0
+    L: int = 1  # as in Group
+    R: int = 1
+    blocks: int = 1
+    slices: int = 1
 
     @property
     def threads(self) -> int:
@@ -76,9 +83,6 @@ class Piles(NamedTuple):
         pages, z = top.p * left.p * (right.p + 8) * 2, top.p * (left.q * right.q + 8) * 4
         return _bytes(right, False) + _bytes(left, True) + _bytes(top, False) + pages + z
 
-    def grid(self, rows: int, multiprocessors: int) -> int:
-        return min(rows, multiprocessors)
-
     def template(self, added: bool = False) -> str:
         return f"Piles4<{text(self.warps, self.held, added, *_factors(self.steps))}>"
 
@@ -86,7 +90,6 @@ class Piles(NamedTuple):
 Launch = Group | Registers | Pages | Piles
 
 
-@functools.lru_cache(512)
 def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Piles | None:
     """Such a launch of a layer, if there is one and rows enough for it: it cuts none for several blocks; `bfloat`: of bfloat16."""
     if target.itemsize != 2 or not target.tensor or target.aligned < 16 or 2 * rows < target.multiprocessors:

@@ -40,13 +40,13 @@ def _plan(
 ) -> tuple[int, tuple[Prepared, ...]]:
     """How many rows go through all launches at once, and the launches."""
     target = target_of(dtype, device, tensor, aligned)
-    plan: tuple[kron_pages.Launch, ...] = kron_groups.groups(sizes, rows, target, count) if count else launches(sizes, rows, target, dtype)
+    plan: tuple[kron_pages.Launch, ...] = kron_groups.groups(sizes, rows, target, count) if count else of_layer(sizes, rows, target, dtype)
     part = kron_groups.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
 
-def launches(sizes: Sizes, rows: int, target: kron_groups.Target, dtype: torch.dtype) -> tuple[kron_pages.Launch, ...]:
-    """Those of a whole layer."""
+def of_layer(sizes: Sizes, rows: int, target: kron_groups.Target, dtype: torch.dtype) -> tuple[kron_pages.Launch, ...]:
+    """The plan of a whole layer."""
     one, several = kron_pages.fastest(sizes, rows, target, dtype is torch.bfloat16), kron_groups.groups(sizes, rows, target)
     return (one,) if one and one.us < sum(group.us for group in several) else several
 
@@ -63,11 +63,8 @@ def prepare(group: kron_pages.Launch, rows: int, dtype: torch.dtype, device: int
     unused = (0,) * (kron_groups.MOST - len(group.steps))
     if not group.threads:
         return Prepared(group, kron_v3.launch_of(dtype, first.q, device), ((1, 1, 1), kron_v3.BLOCK, 0), indices, unused, features)
-    if isinstance(group, kron_pages.Pages | kron_pages.Piles):
-        blocks = group.grid(rows, backend.multiprocessors(device))
-    else:
-        tiles = -(-rows * last.left // group.L) * (first.right // group.R)
-        blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
+    tiles = -(-rows * last.left // group.L) * (first.right // group.R)
+    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
     geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
     return Prepared(group, _V4[type(group)][dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
@@ -169,5 +166,5 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
-    plans = [plan for f, n in COMMON for plan in launches(((f, f),) * n, 64, target, dtype)]
+    plans = [plan for f, n in COMMON for plan in of_layer(((f, f),) * n, 64, target, dtype)]
     return [_V4[type(plan)][dtype, plan.template()] for plan in plans]

@@ -79,8 +79,7 @@ def fused(
     unused = (0,) * (kron_groups.MOST - len(ws))
     device, partials = z.get_device(), torch.empty((launch.sums, sum(counts)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
-    kernel = _kernel(launch)
-    none = (0,) * (2 - len(ws)) if kernel is _V4_PAIR_BWD else unused
+    kernel, none = (_V4_PAIR_BWD, (0,) * (2 - len(ws))) if launch.pair else (_V4_GROUP_BWD, unused)
     kernel[z.dtype, launch.template].on(device)(
         (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
         z.shape[0] * launch.steps[-1].left, *strides, *none, *none, scale,
@@ -92,10 +91,6 @@ def fused(
     for s, grad in zip(launch.steps, grads, strict=True):
         found[s.factor + 1] = grad
     return out
-
-
-def _kernel(launch: kron_backward.Backward) -> Template:
-    return _V4_PAIR_BWD if launch.template.startswith("Pair4") else _V4_GROUP_BWD
 
 
 def _in_steps(
