@@ -7,7 +7,7 @@ import pytest
 from sim_oracle import decode, encode
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.tensor_core import described, ldmatrix, mma, wgmma
+from cukern.sim.tensor_core import by_columns, described, ldmatrix, mma, wgmma
 
 CASES = [
     ("m16n8k16", "f16", "f32"),
@@ -152,21 +152,22 @@ def test_ldmatrix_feeds_mma():
 
 
 @pytest.mark.parametrize("kept", (False, True))
-def test_wgmma_is_mma_of_each_warps_rows(kept):
+@pytest.mark.parametrize("dtype, k", (("bf16", 16), ("f16", 16), ("tf32", 8)))
+def test_wgmma_is_mma_of_each_warps_rows(dtype, k, kept):
     rng, warps, columns = np.random.default_rng(2), 4, 32
     a, b, c = (np.stack([np.stack([exact_bits(t, s, rng) for _ in range(n)]) for _ in range(warps)])
-               for t, s, n in (("bf16", (16, 16), 1), ("bf16", (16, 8), 4), ("f32", (16, 8), 4)))  # fmt: skip
-    width, function = wgmma("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16")
-    assert width == columns
-    place = {"a": lambda i, lane: row_col_a(i, lane, "bf16"), "b": lambda i, lane: row_col_b(i, lane, "bf16")}
-    registers_a = [np.stack(r) for r in zip(*(pack(a[w, 0], place["a"], 8, True) for w in range(warps)), strict=True)]
-    rows_b = b.transpose(0, 1, 3, 2).reshape(warps, columns, 16).astype(np.uint16)
+               for t, s, n in ((dtype, (16, k), 1), (dtype, (k, 8), 4), ("f32", (16, 8), 4)))  # fmt: skip
+    width, pairs, function = wgmma(f"wgmma.mma_async.sync.aligned.m64n32k{k}.f32.{dtype}.{dtype}")
+    assert (width, pairs) == (columns, k == 16)
+    place = {"a": lambda i, lane: row_col_a(i, lane, dtype), "b": lambda i, lane: row_col_b(i, lane, dtype)}
+    registers_a = [np.stack(r) for r in zip(*(pack(a[w, 0], place["a"], k // 2, pairs) for w in range(warps)), strict=True)]
+    rows_b = b.transpose(0, 1, 3, 2).reshape(warps, columns, k).astype(np.uint16 if pairs else np.uint32)
     wanted, registers_c = [], []
     for n in range(4):
-        tile = [np.stack(r) for r in zip(*(pack(b[w, n], place["b"], 4, True) for w in range(warps)), strict=True)]
+        tile = [np.stack(r) for r in zip(*(pack(b[w, n], place["b"], k // 4, pairs) for w in range(warps)), strict=True)]
         own = [np.stack(r) for r in zip(*(pack(c[w, n], row_col_c, 4, False) for w in range(warps)), strict=True)]
         registers_c += own
-        wanted += mma(opcode("m16n8k16", "bf16", "f32"))(registers_a, tile, own if kept else [np.zeros_like(r) for r in own])
+        wanted += mma(opcode(f"m16n8k{k}", dtype, "f32"))(registers_a, tile, own if kept else [np.zeros_like(r) for r in own])
     got = function(registers_a, rows_b, registers_c, np.full((warps, 1), kept))
     assert len(got) == len(wanted) and all(np.array_equal(x, y) for x, y in zip(got, wanted, strict=True))
 
@@ -174,9 +175,24 @@ def test_wgmma_is_mma_of_each_warps_rows(kept):
 def test_wgmmas_descriptor():
     """Eights of numbers along k and of columns in pieces of 128 bytes, the next along k 256 bytes away, the next columns 1024."""
     word = np.uint64(4096 >> 4 | 256 >> 4 << 16 | 1024 >> 4 << 32)
-    found = described(np.full(64, word), np.arange(64))
+    found = described(np.full(64, word), np.arange(64), False)
     assert found.tolist() == [4096 + n // 8 * 1024 + n % 8 * 16 + half * 256 for n in range(32) for half in (0, 1)]
+    found = described(np.full(64, word), np.arange(64), True)
+    assert found.tolist() == [4096 + n * 1024 + k // 8 * 256 + k % 8 * 16 for n in range(4) for k in range(16)]
     with pytest.raises(NotSimulated, match="swizzle"):
-        described(np.full(1, word | np.uint64(1) << np.uint64(62)), np.arange(1))
-    with pytest.raises(NotSimulated, match="m64n32k8"):
-        wgmma("wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32")
+        described(np.full(1, word | np.uint64(1) << np.uint64(62)), np.arange(1), False)
+    with pytest.raises(NotSimulated, match="m64n32k16"):
+        wgmma("wgmma.mma_async.sync.aligned.m64n32k16.f32.tf32.tf32")
+
+
+def test_a_swizzled_descriptor_and_the_columns_that_it_gives():
+    """Of a matrix [k = 16][128], rows of 64 columns are 128 bytes, whose units are swizzled, and the other 64 columns 4096 bytes away; the
+    columns from 32 on."""
+    word = np.uint64(8192 + 64 >> 4 | 4096 >> 4 << 16 | 1024 >> 4 << 32 | 1 << 62)
+    found = described(np.full(64, word), np.arange(64), True)
+    assert found.tolist() == [8192 + k * 128 + (4 + n ^ k % 8) * 16 for n in range(4) for k in range(16)]
+    whole = described(np.full(256, word - np.uint64(64 >> 4)), np.arange(256), True)
+    assert whole.tolist() == [8192 + n // 8 * 4096 + k * 128 + (n % 8 ^ k % 8) * 16 for n in range(16) for k in range(16)]
+    matrix = np.arange(16 * 32, dtype=np.uint16).reshape(16, 32)
+    parts = np.stack([matrix[k, n * 8 : n * 8 + 8] for n in range(4) for k in range(16)])[None]
+    assert np.array_equal(by_columns(parts, True)[0], matrix.T)

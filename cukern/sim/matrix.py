@@ -69,15 +69,17 @@ def load_matrix(c: Context) -> "Step":
 
 
 def warpgroup(c: Context) -> "Step":
-    """wgmma, with operand a in registers and b, without a swizzle, in shared memory. It is done where it stands: wgmma.fence, .commit_group
-    and .wait_group change nothing, and what is read too early of a result is not seen here."""
+    """wgmma, with operand a in registers and b in shared memory. It is done where it stands: wgmma.fence, .commit_group and .wait_group
+    change nothing, and what is read too early of a result is not seen here."""
     pc = c.pc
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes, pc))
-    columns, function = tensor_core.wgmma(c.opcode)
-    d, a, descriptor, keep, *ones, transposed = c.operands
-    if not isinstance(a, Vector) or [x.text for x in (*ones, transposed) if isinstance(x, Immediate)] != ["1", "1", "0"]:
+    columns, pairs, function = tensor_core.wgmma(c.opcode)
+    d, a, descriptor, keep, *flags = c.operands
+    texts = [x.text for x in flags if isinstance(x, Immediate)]
+    if not isinstance(a, Vector) or texts not in ([["1", "1", "0"], ["1", "1", "1"]] if pairs else [["1", "1"]]):
         raise c.unknown()
+    down = texts[-1] == "1" and pairs
     targets, keeps = [c.target(x) for x in c.items(d)], c.source(keep, "pred")
     sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in (d, a)]
     described = c.source(descriptor, "b64")
@@ -87,13 +89,13 @@ def warpgroup(c: Context) -> "Step":
         m.order.clock.tick(pc)
         words = m.get(group, described)
         b = []
-        for first in range(0, 2 * columns, 32):  # 16 bytes a lane: eight numbers along k of a column
-            at = tensor_core.described(words, first + group.lanes % 32)
+        for first in range(0, 2 * columns, 32):  # 16 bytes a lane
+            at = tensor_core.described(words, first + group.lanes % 32, down)
             b.append(through(m, "shared", group.lanes, at, lambda where, lanes, at: where.load(m, lanes, at, 16)))
-        rows = np.stack([np.ascontiguousarray(part).view(np.uint16).reshape(-1, 32, 8) for part in b], axis=1)
+        rows = np.concatenate([np.ascontiguousarray(part).view(np.uint16).reshape(-1, 32, 8) for part in b], axis=1)
         old, fragments = ([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources)
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
-        for target, values in zip(targets, function(fragments, rows.reshape(len(rows), columns, 16), old, kept), strict=True):
+        for target, values in zip(targets, function(fragments, tensor_core.by_columns(rows, down), old, kept), strict=True):
             if target is not None:
                 m.put(group, target.number, values.reshape(-1))
 

@@ -56,36 +56,51 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
     return _registers(floats.round_to(sums, total[_places_c()]))
 
 
-def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """The columns of a wgmma of bf16, with a in registers, and its function: a's registers, b (warps, columns, k), c's registers, and
-    whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
+def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
+    """Of a wgmma with a in registers: its columns; whether its numbers have 16 bits, or are tf32; and its function of a's registers, b
+    (warps, columns, 32 bytes along k), c's registers, and whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
     """
     start, _, rest = opcode.partition(".m64n")
-    columns, _, types = rest.partition("k16.")
-    if start != "wgmma.mma_async.sync.aligned" or types != "f32.bf16.bf16" or not columns.isdecimal() or int(columns) % 16:
+    columns, _, types = rest.partition("k")
+    factors = {"16.f32.bf16.bf16": BF16, "16.f32.f16.f16": F16, "8.f32.tf32.tf32": TF32}.get(types)
+    if start != "wgmma.mma_async.sync.aligned" or factors is None or not columns.isdecimal() or int(columns) % 16:
         raise NotSimulated(opcode)
+    numbers = 8 if factors is TF32 else 16
 
     def function(a: Registers, b: Array, c: Registers, kept: Array) -> list[Array]:
         d: list[Array] = []
         for n in range(0, int(columns), 8):
-            pairs = np.ascontiguousarray(b[:, n : n + 8].view(np.uint32))  # [warp][column][pair along k]
-            tile = [pairs[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
+            words = np.ascontiguousarray(b[:, n : n + 8]).view(np.uint32)  # [warp][column][word along k]
+            tile = [words[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
             before = [np.where(kept, r, np.uint32(0)) for r in c[n // 2 : n // 2 + 4]]
-            d += _mma(BF16, FORMATS["f32"], 16, a, tile, before)
+            d += _mma(factors, FORMATS["f32"], numbers, a, tile, before)
         return d
 
-    return int(columns), function
+    return int(columns), numbers == 16, function
 
 
-def described(words: Array, row: Array) -> Array:
-    """Where 16 bytes of wgmma's operand b lie by its matrix descriptor, if numbers along k are neighbours: half row % 2 of column row // 2.
-    Raises NotSimulated for a swizzle."""
-    if (words >> np.uint64(62)).any():
-        raise NotSimulated("wgmma with a swizzle")
-    start, along_k, across = ((words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32))
-    column, half = (row // 2).astype(np.uint64), (row % 2).astype(np.uint64)
-    return start + column // np.uint64(8) * across + column % np.uint64(8) * np.uint64(16) + half * along_k
+def described(words: Array, number: Array, down: bool) -> Array:
+    """Where 16 bytes of wgmma's operand b lie by its matrix descriptor: half number % 2, along k, of column number // 2; or, if neighbours
+    lie `down`, of number % 16 of 16 along k the eight columns from number // 16 * 8 on, which may be swizzled in 128 bytes. Raises
+    NotSimulated for other swizzles."""
+    kinds = set((words >> np.uint64(62)).tolist())
+    if kinds not in ({0}, {1}) or (kinds == {1} and not down):
+        raise NotSimulated("wgmma with such a swizzle")
+    start, first, second = ((words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32))
+    number = number.astype(np.uint64)
+    eight, in_eight, half = (number // 16, number % 8, number // 8 % 2) if down else (number // 16, number // 2 % 8, number % 2)
+    if kinds == {0}:
+        return start + eight * second + in_eight * np.uint64(16) + half * first
+    place = start + eight // 8 * first + eight % 8 * np.uint64(16) + half * second + in_eight * np.uint64(128)
+    return place ^ (place >> np.uint64(7) & np.uint64(7)) << np.uint64(4)
+
+
+def by_columns(parts: Array, down: bool) -> Array:
+    """Sixteens of bytes (warps, count, 8 of 16 bits), in the order of `described`, as (warps, columns, 32 bytes along k)."""
+    if not down:
+        return parts.reshape(len(parts), -1, 16)
+    return np.ascontiguousarray(parts.reshape(len(parts), -1, 16, 8).swapaxes(2, 3)).reshape(len(parts), -1, 16)
 
 
 def _elements(fmt: Format, registers: Registers) -> Array:
