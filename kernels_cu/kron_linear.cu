@@ -20,9 +20,9 @@
 //     1024 x 16^4         1342 (4668)   4950  245 (1242)   528 (1833)    178 (602)
 //     1024 x 32^3         376 (1877)    1500  152 (643)    131 (599)     46 (240)
 //     16 x 64^3           59 (216)      158   37 (145)     18 (75)       19 (68)
-//     1024 x (64, 64)     40 (168)      108   23.4 (78)    13 (74)       7.7 (31)
-//     1024 x (128, 128)   235 (802)     806   151 (534)    41 (233)      37 (173)
-//     1024 x (112, 128)   222 (727)           146 (715)    38 (207)      34 (181)
+//     1024 x (64, 64)     40 (168)      108   23.4 (78)    13 (74)       5.4 (31)
+//     1024 x (128, 128)   235 (802)     806   151 (534)    41 (233)      22 (173)
+//     1024 x (112, 128)   222 (727)           146 (715)    38 (207)      20 (181)
 //     4096 x (32, 32)     34 (175)      119   16.3 (66)    13 (78)       6.8 (27)
 //     16 x 2^16           587 (2439)    356   11.6 (65)    410 (1378)    9.3 (43)
 // LoKr, 4096 x (16, 240) in bfloat16, forward and backward: 210, and 674 by the matrix itself.
@@ -36,10 +36,15 @@
 // registers all of a pass unrolled, whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of
 // 512 threads (250, and 8^5: 90).
 // Layers of two factors of 16-bit numbers, or of three, whose products are chained in registers (common/kron_pages.cuh), in bfloat16, from
-// so many us to: 1024 x (64, 64) from 11.5 to 8.1, and by wgmma to 7.4; 8192 of them from 56 to 40; 1024 x (128, 128) from 50 to 37, in
-// float16 to 47; 1024 x (112, 128) from 62 to 34; 1024 x (96, 96) from 35 to 21; 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6
-// to 6.6; 1024 x 32^3 from 61 to 46. What did not: two rows of tiles a warp ((64, 64): 9.0); TF32 for what lies between the factors (8.9);
-// the first product by wgmma too (8.4, and (128, 128) as before); floats in TF32, which fill shared memory ((128, 128): 83 instead of 74).
+// so many us to: 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6 to 6.6; 1024 x 32^3 from 61 to 46; 1024 x (64, 64) from 11.5 to
+// 8.1, 1024 x (128, 128) from 50 to 37. What did not: two rows of tiles a warp ((64, 64): 9.0); TF32 for what lies between the factors (8.9);
+// floats in TF32, which fill shared memory ((128, 128): 83 instead of 74).
+// Two factors by warpgroups that wait for no other (common/kron_wide.cuh): 1024 x (128, 128) from 37 (in float16 47) to 21.6 (21.9), 1.25
+// times a copy of as many bytes; 512 of them from 20.8 to 12.4, 128 from 8.5 to 6.0; 1024 x (112, 128) from 34 (45) to 20.3 (20.4), x (96, 96)
+// from 20.7 (24) to 13.4 (13.3), x (80, 80) from 15.4 to 11.0, x (64, 128) from 18.6 to 10.0, x (64, 64) from 7.4 (8.9) to 5.4 (5.4), 8192 of
+// them from 40 to 36; 4096 x (48, 48) from 14.6 to 10.6. What did most, in us of 1024 x (128, 128): panels whose units are swizzled, instead
+// of cores that are padded (from 33 to 24); factors asked for before the first pages (from 25 to 23.5), whole lines of them at once (0.4), and
+// fewer instructions to split (0.4). What did not: each block beginning with other rows of the factors; more than 32 KB of pages ahead.
 // Its backward, of one or two factors a launch (common/kron_backward.cuh), was 1.2 to 60 times slower when each factor had a launch for
 // its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
@@ -54,6 +59,7 @@
 #include "common/kron_page_products.cuh"
 #include "common/kron_pair.cuh"
 #include "common/kron_registers.cuh"
+#include "common/kron_wide.cuh"
 #include "common/math.cuh"
 
 constexpr int THREADS = 256;
@@ -360,10 +366,11 @@ kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         else barrier_of(team + 1, Plan::TEAM * 32);
     };
     wait_for_previous();
-    for (int stage = 0; stage < (ONE ? 1 : Plan::STAGES - 1); ++stage) load(stage);
-    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{left});
-    each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Plan, T>{right});
-    if constexpr (Plan::ASYNC) fence_async();
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{left}, [&] {
+        each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Plan, T>{right}, [&] {
+            for (int stage = 0; stage < (ONE ? 1 : Plan::STAGES - 1); ++stage) load(stage);
+        });
+    });
     __syncthreads();
     const LeftOperand<Plan, T> w1_operand(left, tile);
     const RightOperand<Plan, T> w0_operand(right);
@@ -374,8 +381,7 @@ kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         const T* in = pages + stage * Memory::PAGE;
         stage = stage + 1 < Plan::STAGES ? stage + 1 : 0;
         float y[Plan::MT][Plan::Q2 / 8][4] = {};
-        if constexpr (Plan::ASYNC) multiply_page_async<Plan>(y, in, w1_operand, right);
-        else multiply_page<Plan>(y, in, w1_operand, w0_operand);
+        multiply_page<Plan>(y, in, w1_operand, w0_operand);
         if constexpr (ONE) {
             meet();
             load(0);
@@ -384,6 +390,77 @@ kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         store_rows<Plan, Plan::Q2>(out + row, bias, residual ? residual + row : nullptr, y, tile * 16, 0, float(scale));
     }
 }
+
+// The same by warpgroups, with wgmma: see common/kron_wide.cuh. Grid any, block THREADS; dynamic shared memory: w2, the teams' pages, w1.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, 1)
+kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                    const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                    long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                    long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                    long long w7_p, long long w7_q, double scale, long long features) {
+    using U = right_t<T>;
+    using Right = RightMatrix<Plan, U>;
+    constexpr int PAGE = Page<Plan>::SIZE, SECOND = Page<Plan>::step(0, Plan::COLUMNS);
+    extern __shared__ __align__(1024) char panels[];
+    int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), team = warp / 4, stage = 0;
+    U* right = reinterpret_cast<U*>(panels);
+    T *pages = reinterpret_cast<T*>(right + Right::SIZE) + team * Plan::STAGES * PAGE, *left = pages + (Plan::TEAMS - team) * Plan::STAGES * PAGE;
+    long long page = blockIdx.x + (long long)team * gridDim.x, step = (long long)gridDim.x * Plan::TEAMS, next = page;
+    auto load = [&](int to) {
+        if (next < A) load_wide<Plan>(pages + to * PAGE, x + next * (Plan::P1 * Plan::P2));
+        cp_async_commit();
+        next += step;
+    };
+    auto meet = [&](int done) {  // a page has come, and another is read
+        cp_async_wait<Plan::STAGES - 2>();
+        fence_async();
+        barrier_of(team + 1, 128);
+        load(done);
+    };
+    wait_for_previous();
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{reinterpret_cast<char*>(left)}, [&] {
+        each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutWide<Plan, U>{right}, [&] {
+            for (int to = 0; to < Plan::STAGES - 1; ++to) load(to);
+        });
+    });
+    fence_async();
+    __syncthreads();
+    unsigned w1_held[Plan::PARTS][Plan::P1 / 16][4];
+    fetch_left<Plan>(w1_held, left, warp % 4);
+    if (page >= A) return;
+    meet(Plan::STAGES - 1);
+    unsigned long long w2_at = Right::described(right), pages_at = Page<Plan>::described(pages);
+    float z[Plan::COLUMNS / 8][4] = {}, rest[Plan::REST / 8][4] = {}, y[1][Plan::Q2 / 8][4] = {};
+    // A turn ends with no product under way: else the compiler, which does not follow their registers into the next, waits for each at once.
+    for (; page < A; page += step) {
+        unsigned long long at = pages_at + stage * (PAGE * 2 / 16);
+        start_left<Plan, T>(z, w1_held[0], at);
+        start_left<Plan, T>(rest, w1_held[0], at + SECOND);
+#pragma unroll
+        for (int part = 0; part < Plan::PARTS; ++part) {
+            wgmma_wait<1>(z);
+            start_right<Plan, U, false>(y[0], z, w2_at);
+            wgmma_wait<1>(rest);
+            start_right<Plan, U, true>(y[0], rest, w2_at + Right::step(Plan::COLUMNS, 0));
+            if (part == Plan::PARTS - 1) {
+                meet(stage);
+                stage = stage + 1 < Plan::STAGES ? stage + 1 : 0;
+                wgmma_wait<0>(y[0]);
+            } else {
+                wgmma_wait<1>(z);
+                start_left<Plan, T>(z, w1_held[part + 1], at);
+                wgmma_wait<1>(y[0]);
+                start_left<Plan, T>(rest, w1_held[part + 1], at + SECOND);
+            }
+            long long row = page * (Plan::Q1 * Plan::Q2);
+            store_rows<Plan, Plan::Q2>(out + row, bias, residual ? residual + row : nullptr, y, part * 64 + warp % 4 * 16, 0, float(scale));
+            __syncwarp();  // else the compiler puts the stores off, and lacks registers for what they store
+        }
+    }
+}
+#endif
 
 // The same of three factors: see Piles4. w2 is the leftmost. Dynamic shared memory: w0, w1, w2, a row's pages, z.
 template <typename T, class Plan>
@@ -406,10 +483,13 @@ kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         cp_async_commit();
     };
     wait_for_previous();
-    for (int page = warp; page < P0; page += WARPS) load(blockIdx.x, page);
-    each_number<Page::P2, Page::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Page, T>{right});
-    each_number<Page::P1, Page::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Page, T>{left});
-    each_number<P0, Plan::Q0, Plan::THREADS>(w2, w2_p, w2_q, PutLeft<Top, float>{top});
+    each_number<Page::P2, Page::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Page, T>{right}, [&] {
+        each_number<Page::P1, Page::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Page, T>{left}, [&] {
+            each_number<P0, Plan::Q0, Plan::THREADS>(w2, w2_p, w2_q, PutLeft<Top, float>{top}, [&] {
+                for (int page = warp; page < P0; page += WARPS) load(blockIdx.x, page);
+            });
+        });
+    });
     __syncthreads();
     const LeftOperand<Page, T> w1_operand(left, 0);
     const RightOperand<Page, T> w0_operand(right);

@@ -20,9 +20,13 @@ SHARED = 226 << 10
 BF16, F16 = torch.bfloat16, torch.float16
 
 
-def plans(sizes, rows, dtype):
+def hopper(device):
+    return backend.capability(backend.SIMULATED if device == "cpu" else 0) == 90
+
+
+def plans(sizes, rows, dtype, device):
     """Plans of each kind: what a kernel does differently for them."""
-    target = Target(dtype.itemsize, 132, SHARED, True)
+    target = Target(dtype.itemsize, 132, SHARED, True, 16, hopper(device))
     if len(sizes) == 3:
         plan = kron_pages.piles(sizes, rows, target)
         assert plan
@@ -30,7 +34,11 @@ def plans(sizes, rows, dtype):
     plan = kron_pages.pages(sizes, rows, target, dtype is BF16)
     assert plan
     one = plan._replace(teams=1, stages=1)
-    return [plan, one, *[one._replace(tiles=tiles, split=split) for tiles in (1, 2) for split in {plan.split, False}]]
+    wide = kron_pages.wide(sizes, rows, target, dtype is BF16)
+    return [
+        *([wide, wide._replace(teams=1, stages=3)] if wide else []),
+        *[plan, one, *[one._replace(tiles=tiles, split=split) for tiles in (1, 2) for split in {plan.split, False}]],
+    ]
 
 
 def launched(plan, x, ws, epilogue=PLAIN):
@@ -43,6 +51,9 @@ CASES = [  # sizes, rows, dtype
     (((32, 32), (32, 32)), 19, BF16),
     (((32, 80), (64, 64)), 3, BF16),  # warpgroups, with more rows than y
     (((48, 64), (32, 96)), 5, BF16),
+    (((16, 48), (80, 32)), 13, BF16),  # a page of two panels, the second one not full; pages for each warpgroup more than it has room for
+    (((48, 64), (64, 48)), 11, F16),
+    (((16, 112), (112, 80)), 3, F16),
     (((16, 48), (64, 16)), 5, BF16),  # rows of y that do not fill a warp's tiles; neighbours of 8 bytes
     (((48, 32), (16, 48)), 3, F16),
     (((16, 16), (16, 32), (16, 32)), 3, BF16),
@@ -56,14 +67,19 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
     x, ws = draw(rows, sizes, device, dtype)
     ws[0] = ws[0].t().contiguous().t()
     exact = dense(x.double(), [w.double() for w in ws])
-    for plan in plans(sizes, rows, dtype):
+    for plan in plans(sizes, rows, dtype, device):
         y = launched(plan, x, ws)
         error = float((y.double() - exact).norm() / exact.norm())
         assert error < (2.2e-3 if dtype is BF16 else 4.5e-4), plan
         assert same_bits(y, launched(plan, x, ws))
 
 
-ADDED = (((32, 32), (16, 32)), BF16), (((64, 64), (32, 32)), BF16), (((16, 32), (16, 16)), F16), (((16, 16), (16, 16), (16, 32)), BF16)
+ADDED = (
+    (((32, 32), (16, 32)), BF16),
+    (((64, 64), (32, 32)), BF16),
+    (((32, 48), (32, 16)), F16),
+    (((16, 16), (16, 16), (16, 32)), BF16),
+)
 
 
 @kernels
@@ -74,15 +90,15 @@ def test_epilogue_and_factors_of_any_strides(device, sizes, dtype):
     apart = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].copy_(w) for (p, q), w in zip(sizes, ws, strict=True)]
     bias, residual = torch.randn(features, dtype=dtype, device=device), torch.randn(rows, features, dtype=dtype, device=device)
     exact = 0.5 * dense(x.double(), [w.double() for w in ws])
-    plan = plans(sizes, rows, dtype)[-1]
-    for added in ((bias, None), (None, residual), (bias, residual)):
+    of_each_kind = {type(plan): plan for plan in plans(sizes, rows, dtype, device)}
+    for plan, added in product(of_each_kind.values(), ((bias, None), (None, residual), (bias, residual))):
         expected = exact + sum(t.double() for t in added if t is not None)
         y = launched(plan, x, apart, (0.5, *added))
         assert float((y.double() - expected).norm() / expected.norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
 
 
 @kernels
-@pytest.mark.parametrize("sizes", (((16, 16), (16, 16)), ((16, 16), (16, 16), (16, 32))))
+@pytest.mark.parametrize("sizes", (((16, 16), (16, 16)), ((16, 48), (32, 16)), ((16, 16), (16, 16), (16, 32))))
 def test_what_is_not_finite_stays_where_torch_has_it(device, sizes):
     x, ws = draw(6, sizes, device, BF16)
     ws = [w.abs() / w.abs().sum(0) for w in ws]  # so that the largest stay finite
@@ -90,7 +106,7 @@ def test_what_is_not_finite_stays_where_torch_has_it(device, sizes):
         x[row] = x[row].abs()
         x[row, 5 * row] = value
     expected = dense(x.float(), [w.float() for w in ws]).to(BF16)
-    for plan in plans(sizes, 6, BF16)[::2]:
+    for plan in plans(sizes, 6, BF16, device)[::2]:
         y = launched(plan, x, ws)
         assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
         finite = expected.isfinite()
@@ -102,6 +118,11 @@ def test_when_there_is_such_a_launch():
     for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):
         assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
         assert kron_pages.fastest(sizes, 60, target, True) is None, "few rows are cut"
+    of_hopper = target._replace(warpgroups=True)
+    for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2), (BF16, F16)):
+        assert kron_v4.of_layer(sizes, 1024, of_hopper, dtype) == (kron_pages.wide(sizes, 1024, of_hopper, dtype is BF16),)
+    for sizes in (((32, 32),) * 2, ((64, 64), (16, 64)), ((64, 64), (144, 64)), ((64, 64), (64, 256)), ((512, 512), (32, 32))):
+        assert kron_pages.wide(sizes, 1024, of_hopper, True) is None
     for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
         assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None
     for sizes in (((64, 60), (64, 64)), ((64, 64),), ((64, 64),) * 3, ((16, 16),) * 4, ((512, 512), (16, 16))):
@@ -116,10 +137,12 @@ def test_when_there_is_such_a_launch():
 def test_the_public_function_takes_it(device, monkeypatch):
     taken = []
     monkeypatch.setattr(kron_v4, "launch_group", lambda made, *args: taken.append(type(made.group)) or launch_group(made, *args))
-    for sizes, kind in ((((64, 64),) * 2, kron_pages.Pages), (((16, 16), (16, 16), (16, 32)), None)):
+    wide = kron_pages.Wide if hopper(device) else kron_pages.Pages
+    for sizes, kind in ((((64, 64),) * 2, wide), (((32, 32), (64, 64)), kron_pages.Pages), (((16, 16), (16, 16), (16, 32)), None)):
         x, ws = draw(backend.multiprocessors(-1 if device == "cpu" else 0) // 2 + 3, sizes, device, BF16)
         residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)
         y = cukern.kron_linear(x, ws, residual=residual, version="v4")
         exact = dense(x.double(), [w.double() for w in ws]) + residual.double()
         assert float((y.double() - exact).norm() / exact.norm()) < 2.2e-3
         assert kind is None or taken == [kind]
+        taken.clear()

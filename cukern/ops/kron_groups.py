@@ -83,13 +83,15 @@ class Group(NamedTuple):
 
 class Target(NamedTuple):
     """What a plan is made for: numbers of `itemsize` bytes at addresses that are multiples of `aligned`; a GPU's multiprocessors, and
-    the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are."""
+    the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are; whether they have
+    wgmma."""
 
     itemsize: int
     multiprocessors: int
     shared: int
     tensor: bool = False
     aligned: int = 16
+    warpgroups: bool = False
 
 
 @functools.lru_cache(512)

@@ -34,16 +34,9 @@ class Pages(NamedTuple):
         return self.teams
 
     @property
-    def grouped(self) -> bool:
-        """Whether teams are of whole warpgroups, at most one warp of which has nothing to do, for wgmma."""
-        right, left = self.steps
-        return self.split and self.tiles == 1 and right.q % 32 == 0 and left.q // 16 % 4 in (0, 3)
-
-    @property
     def team(self) -> int:
         """Warps that have a page together."""
-        warps = ceil(self.steps[1].q / (16 * self.tiles))
-        return ceil(warps / 4) * 4 if self.grouped else warps
+        return ceil(self.steps[1].q / (16 * self.tiles))
 
     @property
     def threads(self) -> int:
@@ -57,8 +50,35 @@ class Pages(NamedTuple):
 
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; `added`: with a bias or a residual."""
-        plan = self.blocks, self.teams, self.stages, self.tiles, False, self.split, self.grouped, added
+        plan = self.blocks, self.teams, self.stages, self.tiles, False, self.split, added
         return f"Pages4<{text(*plan, *_factors(self.steps))}>"
+
+
+class Wide(NamedTuple):
+    """The same by warpgroups, with wgmma: each has pages of its own. See Wide4 in kron_wide.cuh."""
+
+    steps: tuple[Step, ...]
+    teams: int  # warpgroups of a block
+    stages: int
+    split: bool
+    us: float = 0.0
+    L: int = 1  # as in Group
+    R: int = 1
+    blocks: int = 1
+    slices: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.teams
+
+    @property
+    def shared(self) -> int:
+        right, left = self.steps
+        pages = self.teams * self.stages * _panels(left.p, right.p)
+        return (_panels(right.p, right.q) if self.split else right.p * right.q * 4) + pages + _bytes(left, True)
+
+    def template(self, added: bool = False) -> str:
+        return f"Wide4<{text(self.teams, self.stages, added, *_factors(self.steps))}>"
 
 
 class Piles(NamedTuple):
@@ -87,16 +107,17 @@ class Piles(NamedTuple):
         return f"Piles4<{text(self.warps, self.held, added, *_factors(self.steps))}>"
 
 
-Launch = Group | Registers | Pages | Piles
+Launch = Group | Registers | Pages | Wide | Piles
 
 
-def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Piles | None:
+def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Wide | Piles | None:
     """Such a launch of a layer, if there is one and rows enough for it: it cuts none for several blocks; `bfloat`: of bfloat16."""
     if target.itemsize != 2 or not target.tensor or target.aligned < 16 or 2 * rows < target.multiprocessors:
         return None
     if len(sizes) not in (2, 3) or any(n % 16 for size in sizes for n in size):
         return None
-    return pages(sizes, rows, target, bfloat) if len(sizes) == 2 else piles(sizes, rows, target)
+    made = [f(sizes, rows, target, bfloat) for f in (pages, wide)] if len(sizes) == 2 else [piles(sizes, rows, target)]
+    return min((plan for plan in made if plan), key=lambda plan: plan.us, default=None)
 
 
 def pages(sizes: Sizes, rows: int, target: Target, split: bool) -> Pages | None:
@@ -114,6 +135,21 @@ def pages(sizes: Sizes, rows: int, target: Target, split: bool) -> Pages | None:
             plan = plan._replace(blocks=blocks, teams=teams, stages=stages)
             if (plan.shared + 1024) * blocks <= target.shared + 1024:
                 return plan._replace(us=_us_of_pages(plan, rows, target))
+    return None
+
+
+def wide(sizes: Sizes, rows: int, target: Target, split: bool) -> Wide | None:
+    """With as many warpgroups as registers and shared memory allow."""
+    steps = right, left = _in_order(sizes)
+    if not target.warpgroups or left.q < 48 or not 32 <= right.p <= 128 or right.q > 128:
+        return None
+    parts = ceil(left.q / 64)
+    registers = (right.p + right.q) // 2 + parts * left.p // 4 + 48
+    for teams in (4, 3, 2, 1):
+        stages = max(2, 1 + ceil(IN_FLIGHT / (teams * left.p * right.p * 2)))
+        plan = Wide(steps, teams, stages, split)
+        if registers <= min(255, 512 // teams) and plan.shared <= target.shared:
+            return plan._replace(us=_us_of_wide(plan, rows, target))
     return None
 
 
@@ -158,6 +194,12 @@ def _us_of_pages(plan: Pages, rows: int, target: Target) -> float:
     return _us(multiplied + (0.5 if plan.stages == 1 else 0.0) * multiplied, plan.steps, plan.blocks, rows, target)
 
 
+def _us_of_wide(plan: Wide, rows: int, target: Target) -> float:
+    right, left = plan.steps
+    cycles = ceil(left.q / 64) * right.p * (left.p + 2 * right.q) / 32  # of tensor cores, which seldom wait
+    return _us(rows / target.multiprocessors * cycles / CYCLES_US, plan.steps, 1, rows, target)
+
+
 def _us_of_piles(plan: Piles, rows: int, target: Target) -> float:
     right, left, top = plan.steps
     pages = ceil(top.p / plan.warps) * plan.warps * _issued(left, right, left.q // 16, False, plan.held)
@@ -175,6 +217,11 @@ def _us(multiplied: float, steps: tuple[Step, ...], blocks: int, rows: int, targ
 
 def _factors(steps: tuple[Step, ...]) -> list[str]:
     return [f"Factor<{s.p}, {s.q}>" for s in reversed(steps)]
+
+
+def _panels(rows: int, columns: int) -> int:
+    """Bytes of a matrix of 16-bit numbers in panels of 64 columns: Panels in kron_wide.cuh."""
+    return rows * ceil(columns / 64) * 128
 
 
 def _bytes(s: Step, pairs: bool) -> int:

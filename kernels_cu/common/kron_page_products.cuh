@@ -47,13 +47,15 @@ __device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS
     }
 }
 
-// x = big + small, of two numbers; big is finite, see split_tf32.
+// x = big + small, of two numbers. Of an infinity small is made finite, so that no NaN comes of their sum; a NaN is big's. (min returns
+// what is not a NaN.)
 __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
-    unsigned low = __float_as_uint(limited(one, LARGEST_TF32)), high = __float_as_uint(limited(two, LARGEST_TF32));
-    big = __byte_perm(low, high, 0x7632);
-    __nv_bfloat162 rest;
-    narrow(rest, make_float2(one - __uint_as_float(low & 0xffff0000), two - __uint_as_float(high & 0xffff0000)));
-    small = *reinterpret_cast<unsigned*>(&rest);
+    big = __byte_perm(__float_as_uint(one), __float_as_uint(two), 0x7632);
+    __nv_bfloat162 rest, most;
+    reinterpret_cast<unsigned&>(most) = 0x7f7f7f7f;
+    narrow(rest, make_float2(one - __uint_as_float(big << 16), two - __uint_as_float(big & 0xffff0000)));
+    rest = __hmin2(rest, most);
+    small = reinterpret_cast<unsigned&>(rest);
 }
 
 // y += z w2, of the rows of w2 from `column` on.
@@ -91,43 +93,6 @@ __device__ __forceinline__ void multiply_right(float (&y)[Plan::MT][Plan::Q2 / 8
     }
 }
 
-// y += a w2, in the background, by a warpgroup; w2 is described by `right`.
-template <class Plan, int N = 0>
-__device__ __forceinline__ void start_right(float (&y)[Plan::Q2 / 8][4], const unsigned (&a)[4], unsigned long long right) {
-    constexpr int COLUMNS = Plan::Q2 % 64 ? 32 : 64;
-    if constexpr (N < Plan::Q2) {
-        wgmma_bf16<COLUMNS, N / 8>(y, a, right + N / 8 * (Plan::P2 * 8 * 2) / 16);
-        start_right<Plan, N + COLUMNS>(y, a, right);
-    }
-}
-
-// A warp's rows of a page's y. While the warpgroups multiply by w2 they go on with the next columns of z.
-template <class Plan, typename T>
-__device__ __forceinline__ void multiply_page_async(float (&y)[1][Plan::Q2 / 8][4], const T* x, const LeftOperand<Plan, T>& left, const char* w2) {
-    constexpr int STEPS = Plan::COLUMNS / 16;
-    unsigned long long right = describe(shared_address(w2), 128, Plan::P2 * 8 * 2);
-#pragma unroll
-    for (int column = 0; column < Plan::P2; column += Plan::COLUMNS) {
-        float z[1][Plan::COLUMNS / 8][4] = {};
-        multiply_left<Plan>(z, x, column, left);
-        if (column) wgmma_wait<0>(y[0]);
-        unsigned big[STEPS][4], small[STEPS][4];
-#pragma unroll
-        for (int i = 0; i < STEPS * 4; ++i) {
-            const float(&from)[4] = z[0][i / 4 * 2 + i % 4 / 2];
-            split_pair(from[i % 2 * 2], from[i % 2 * 2 + 1], big[i / 4][i % 4], small[i / 4][i % 4]);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < STEPS; ++k) {
-            start_right<Plan>(y[0], small[k], right + (column / 8 + k * 2) * 8);
-            start_right<Plan>(y[0], big[k], right + (column / 8 + k * 2) * 8);
-        }
-        wgmma_commit();
-    }
-    wgmma_wait<0>(y[0]);
-}
-
 // The same by mma.
 template <class Plan, typename T>
 __device__ __forceinline__ void multiply_page(float (&y)[Plan::MT][Plan::Q2 / 8][4], const T* x, const LeftOperand<Plan, T>& left,
@@ -145,23 +110,23 @@ template <class Plan, int COLUMNS, typename T>
 __device__ __forceinline__ void store_rows(T* out, const T* bias, const T* residual, float (&y)[Plan::MT][COLUMNS / 8][4], int first,
                                            int column, float scale) {
     constexpr int N = NEIGHBOURS<COLUMNS>;
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, lane = (first + g) * Plan::Q2 + column + t * 2 * N;
+    out += lane;
     if (scale != 1.0f)
 #pragma unroll
         for (int i = 0; i < Plan::MT * (COLUMNS / 8) * 4; ++i) y[i / (COLUMNS / 2)][i / 4 % (COLUMNS / 8)][i % 4] *= scale;
 #pragma unroll
     for (int m = 0; m < 2 * Plan::MT; ++m) {
-        int row = first + m * 8 + g;
-        if (Plan::ROWS > Plan::Q1 && row >= Plan::Q1) continue;
+        if (Plan::ROWS > Plan::Q1 && first + m * 8 >= Plan::Q1) continue;
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n += N) {
             float part[2 * N];
-            int at = row * Plan::Q2 + column + n * 8 + t * 2 * N;
+            int at = m * 8 * Plan::Q2 + n * 8;
 #pragma unroll
             for (int e = 0; e < 2 * N; ++e) {
                 part[e] = y[m / 2][n + e / 2][m % 2 * 2 + e % 2];
-                if (Plan::ADDED && bias) part[e] += load_as(bias[at + e]);
-                if (Plan::ADDED && residual) part[e] += load_as(residual[at + e]);
+                if (Plan::ADDED && bias) part[e] += load_as(bias[lane + at + e]);
+                if (Plan::ADDED && residual) part[e] += load_as(residual[lane + at + e]);
             }
             store_vec_past_l1(out + at, pack<T, 2 * N>(part));  // other stores the compiler takes to pieces
         }
@@ -175,8 +140,8 @@ template <int WARPS_, bool HELD, bool ADDED_, class Top_, class Left, class Righ
 struct Piles4 {
     static constexpr int WARPS = WARPS_, THREADS = 32 * WARPS, P0 = Top_::P, Q0 = Top_::Q, WIDTH = Left::Q * Right::Q;
     static constexpr bool ADDED = ADDED_;
-    using Page = Pages4<1, WARPS, 1, Left::Q / 16, HELD, false, false, false, Left, Right>;
-    using Top = Pages4<1, WARPS, 1, Q0 / 16, false, false, false, ADDED, Top_, Factor<WIDTH, WIDTH>>;
+    using Page = Pages4<1, WARPS, 1, Left::Q / 16, HELD, false, false, Left, Right>;
+    using Top = Pages4<1, WARPS, 1, Q0 / 16, false, false, ADDED, Top_, Factor<WIDTH, WIDTH>>;
 };
 
 // A page's z, [Q1][Q2]. A lane's 8 neighbours go where it will have them in y: number n % 4 * 2 + e of product n % 4 at e * 4 + n % 4.

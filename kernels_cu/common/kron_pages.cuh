@@ -5,20 +5,19 @@
 // It is never rounded to 16 bits either. In bfloat16 it is split, big + small, and there are two products (SPLIT), which take as long as one
 // in TF32 and keep 16 bits instead of 11; splitting takes more instructions, but w2 is half as large. float16 has not the range for that.
 //
-// A TEAM of warps has a page. It copies the next pages while it multiplies, and waits for no other team.
+// A TEAM of warps has a page. It copies the next pages while it multiplies, and waits for no other team. (Large factors are multiplied by
+// warpgroups, where there are such: kron_wide.cuh.)
 #pragma once
 #include "kron_tile.cuh"
-#include "wgmma.cuh"
 
 // TEAMS: of a block. STAGES: pages that a team has room for. HELD: w2 stays in registers, as w1 always does. COLUMNS: of x that are
-// multiplied by w1^T at a time. GROUPED: teams are of whole warpgroups, which make the second product, where there is wgmma, from w2 where it
-// lies, while they go on with the first one of the next columns.
-template <int BLOCKS_, int TEAMS_, int STAGES_, int MT_, bool HELD_, bool SPLIT_, bool GROUPED_, bool ADDED_, class Left, class Right>
+// multiplied by w1^T at a time.
+template <int BLOCKS_, int TEAMS_, int STAGES_, int MT_, bool HELD_, bool SPLIT_, bool ADDED_, class Left, class Right>
 struct Pages4 {
     static constexpr int BLOCKS = BLOCKS_, TEAMS = TEAMS_, STAGES = STAGES_, MT = MT_;
-    static constexpr bool HELD = HELD_, SPLIT = SPLIT_, ADDED = ADDED_, ASYNC = GROUPED_ && HAS_WGMMA;
+    static constexpr bool HELD = HELD_, SPLIT = SPLIT_, ADDED = ADDED_;
     static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, COLUMNS = gcd(P2, 32);
-    static constexpr int BUSY = (Q1 + 16 * MT - 1) / (16 * MT), TEAM = GROUPED_ ? (BUSY + 3) / 4 * 4 : BUSY;  // warps
+    static constexpr int TEAM = (Q1 + 16 * MT - 1) / (16 * MT);  // warps
     static constexpr int ROWS = TEAM * MT * 16, THREADS = 32 * TEAM * TEAMS;  // ROWS: of y that a team could make
     static constexpr int LD1 = Q1 + 8, LD2 = Q2 + 8, LDX = P2 + 8;  // numbers between rows in shared memory: 8 lanes' rows meet different banks
 };
@@ -53,20 +52,36 @@ __device__ constexpr int place_b(int k, int j) {
     return ((k / 8 * (Plan::Q2 / 16) + n / 16) * 32 + n % 8 * 4 + k % 8 / 2) * 4 + n % 16 / 8 * 2 + k % 2;
 }
 
-// put(row, column, numbers) of a factor, N neighbours of a row where its rows are contiguous, by all threads of a block.
-template <int P, int Q, int THREADS, typename T, class Put>
-__device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put) {
-    constexpr int U = 16 / sizeof(T), N = Put::TOGETHER;
-    bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0;
-    if (q == 1 && p % U == 0 && aligned) {
-        share<P, Q / U, THREADS>([&](int k, int i) {
-            Vec<T, U> v = load_vec<T, U>(w + k * p + i * U);
+// f(n, row, column) of the units of U numbers of a matrix, n-th of a thread. A warp's are of four rows: whole lines of memory, which wherever
+// they are put meet different banks.
+template <int P, int Q, int U, int THREADS, class F>
+__device__ __forceinline__ void each_unit(const F& f) {
+    constexpr unsigned ROW = Q / U, BLOCK = 4 * ROW, UNITS = P * ROW, AGAIN = THREADS % BLOCK ? 0 : THREADS / ROW;  // rows to a thread's next unit
+#pragma unroll
+    for (unsigned n = 0; n < (UNITS + THREADS - 1) / THREADS; ++n) {
+        unsigned e = AGAIN ? threadIdx.x : threadIdx.x + n * THREADS;
+        if (UNITS % THREADS == 0 || threadIdx.x + n * THREADS < UNITS) f(n, int(e / BLOCK * 4 + e % 4 + n * AGAIN), int(e % BLOCK / 4 * U));
+    }
+}
+
+// put(row, column, numbers) of a factor, N neighbours of a row where its rows are contiguous, by all threads of a block. `meanwhile` is done
+// while they are on their way: it asks for the pages, behind which the factors would come as late as these.
+template <int P, int Q, int THREADS, typename T, class Put, class Meanwhile>
+__device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put, const Meanwhile& meanwhile) {
+    constexpr int U = 16 / sizeof(T), N = Put::TOGETHER, EACH = (P * Q / U + THREADS - 1) / THREADS;
+    bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = q == 1 && p % U == 0 && aligned;
+    Vec<T, U> v[EACH];
+    if (rows) each_unit<P, Q, U, THREADS>([&](int n, int k, int j) { v[n] = load_vec<T, U>(w + k * p + j); });
+    __syncwarp();  // else the compiler may put `meanwhile` first
+    meanwhile();
+    if (rows) {
+        each_unit<P, Q, U, THREADS>([&](int n, int k, int j) {
 #pragma unroll
             for (int u = 0; u < U; u += N) {
                 Vec<T, N> part;
 #pragma unroll
-                for (int e = 0; e < N; ++e) part.v[e] = v.v[u + e];
-                put(k, i * U + u, part);
+                for (int e = 0; e < N; ++e) part.v[e] = v[n].v[u + e];
+                put(k, j + u, part);
             }
         });
     } else if (p == 1 && q % U == 0 && aligned) {
@@ -93,13 +108,12 @@ struct PutLeft {
 };
 template <class Plan, typename T>
 struct PutRight {
-    static constexpr int TOGETHER = Plan::SPLIT && !Plan::ASYNC ? 2 : 1;
+    static constexpr int TOGETHER = Plan::SPLIT ? 2 : 1;
     char* to;
     template <int N>
     __device__ __forceinline__ void operator()(int k, int j, const Vec<T, N>& v) const {
         int n = place_of_column<Plan::Q2>(j);
-        if constexpr (Plan::ASYNC) reinterpret_cast<T*>(to)[((n / 8 * (Plan::P2 / 8) + k / 8) * 8 + n % 8) * 8 + k % 8] = v.v[0];
-        else if constexpr (Plan::SPLIT) store_vec(reinterpret_cast<T*>(to) + k * Plan::LD2 + n, v);
+        if constexpr (Plan::SPLIT) store_vec(reinterpret_cast<T*>(to) + k * Plan::LD2 + n, v);
         else reinterpret_cast<float*>(to)[place_b<Plan>(k, j)] = to_tf32(load_as(v.v[0]));
     }
 };

@@ -4,11 +4,6 @@
 // Products by four neighbouring warps, the first a multiple of 4 (sm_90a alone). They run in the background: registers of a and d may not
 // be touched before wgmma_wait, and what was written to them before only after wgmma_fence. What threads wrote to shared memory is seen by
 // them after fence_async, and a barrier.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool HAS_WGMMA = true;
-#else
-constexpr bool HAS_WGMMA = false;
-#endif
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -21,27 +16,64 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");  // not read before
 }
 
-// What describes operand b, 16 x N, in shared memory. Eight numbers along k are neighbours, and so are such eights of eight columns;
-// `along_k` and `across` are bytes to the next eight numbers and to the next eight columns.
+// What describes operand b in shared memory, of cores: eight rows of 16 bytes. Along k numbers are neighbours, a core's rows, one after
+// another, are columns, and `along_k` and `across` are bytes to the next cores. Or SWIZZLED: across numbers are neighbours, of 64 columns,
+// eight cores, each row is 128 bytes, whose units of 16 bytes lie at their number xor the row's, in 1024 bytes; then `along_k` is the bytes
+// to the next 64 columns, and `across` to the next eight rows.
+constexpr unsigned long long SWIZZLED = 1ull << 62;
 __device__ __forceinline__ unsigned long long describe(unsigned shared_address, int along_k, int across) {
     return (shared_address & 0x3ffff) >> 4 | (unsigned long long)(along_k >> 4) << 16 | (unsigned long long)(across >> 4) << 32;
 }
 
-// d += a b in bfloat16, a 64 x 16 and b 16 x 32 or 16 x 64: each warp has 16 rows, and its registers are those of mma_bf16, from d[FIRST] on.
-#define CUKERN_ROW(i) "+f"(d[FIRST + i][0]), "+f"(d[FIRST + i][1]), "+f"(d[FIRST + i][2]), "+f"(d[FIRST + i][3])
-template <int COLUMNS, int FIRST, int N>
-__device__ __forceinline__ void wgmma_bf16(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b) {
-    if constexpr (COLUMNS == 32)
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-            "{%16, %17, %18, %19}, %20, add, 1, 1, 0;\n}"
-            : CUKERN_ROW(0), CUKERN_ROW(1), CUKERN_ROW(2), CUKERN_ROW(3)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-    else
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
-            : CUKERN_ROW(0), CUKERN_ROW(1), CUKERN_ROW(2), CUKERN_ROW(3), CUKERN_ROW(4), CUKERN_ROW(5), CUKERN_ROW(6), CUKERN_ROW(7)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+template <typename T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<__nv_bfloat16> = true;
+
+// d (+)= a b, a 64 x 16 and b 16 x 8 N of T, SWIZZLED, or of TF32 (float) 64 x 8 and 8 x 8 N, not so: each warp has 16 rows, and its
+// registers are those of mma. Without ADD, d is the product alone.
+#define CUKERN_D1(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define CUKERN_D2(i) CUKERN_D1(i), CUKERN_D1(i + 1)
+#define CUKERN_D4(i) CUKERN_D2(i), CUKERN_D2(i + 2)
+#define CUKERN_D8(i) CUKERN_D4(i), CUKERN_D4(i + 4)
+#define CUKERN_P16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define CUKERN_P32 CUKERN_P16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define CUKERN_P48 CUKERN_P32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define CUKERN_P64 CUKERN_P48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define CUKERN_P80 CUKERN_P64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define CUKERN_P96 CUKERN_P80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define CUKERN_P112 CUKERN_P96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define CUKERN_P128 CUKERN_P112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+template <typename T, bool ADD, int N>
+__device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b) {
+#define CUKERN_WGMMA_OF(n, types, across, places, a0, a1, a2, a3, at, add, ...) \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types \
+                 " {" places "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #at ", add, 1, 1" across ";\n}" \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(ADD)))
+#define CUKERN_WGMMA(n, ...) \
+    if constexpr (N * 8 == n && sizeof(T) == 4) CUKERN_WGMMA_OF(n, "k8.f32.tf32.tf32", "", __VA_ARGS__); \
+    else if constexpr (N * 8 == n && IS_BF16<T>) CUKERN_WGMMA_OF(n, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__); \
+    else if constexpr (N * 8 == n) CUKERN_WGMMA_OF(n, "k16.f32.f16.f16", ", 1", __VA_ARGS__)
+    CUKERN_WGMMA(16, CUKERN_P16, 8, 9, 10, 11, 12, 13, CUKERN_D2(0));
+    CUKERN_WGMMA(32, CUKERN_P32, 16, 17, 18, 19, 20, 21, CUKERN_D4(0));
+    CUKERN_WGMMA(48, CUKERN_P48, 24, 25, 26, 27, 28, 29, CUKERN_D4(0), CUKERN_D2(4));
+    CUKERN_WGMMA(64, CUKERN_P64, 32, 33, 34, 35, 36, 37, CUKERN_D8(0));
+    CUKERN_WGMMA(80, CUKERN_P80, 40, 41, 42, 43, 44, 45, CUKERN_D8(0), CUKERN_D2(8));
+    CUKERN_WGMMA(96, CUKERN_P96, 48, 49, 50, 51, 52, 53, CUKERN_D8(0), CUKERN_D4(8));
+    CUKERN_WGMMA(112, CUKERN_P112, 56, 57, 58, 59, 60, 61, CUKERN_D8(0), CUKERN_D4(8), CUKERN_D2(12));
+    CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, 69, CUKERN_D8(0), CUKERN_D8(8));
 }
-#undef CUKERN_ROW
+#undef CUKERN_P16
+#undef CUKERN_P32
+#undef CUKERN_P48
+#undef CUKERN_P64
+#undef CUKERN_P80
+#undef CUKERN_P96
+#undef CUKERN_P112
+#undef CUKERN_P128
+#undef CUKERN_WGMMA
+#undef CUKERN_WGMMA_OF
+#undef CUKERN_D8
+#undef CUKERN_D4
+#undef CUKERN_D2
+#undef CUKERN_D1

@@ -1,0 +1,116 @@
+// kron_linear v4's step of two factors at once by warpgroups, with wgmma (sm_90a): pages, as in kron_pages.cuh, of which each warpgroup has
+// its own, and waits for no other. The products run in the background, of 64 rows of y at a time, in two pieces of z's columns: while tensor
+// cores are at one, the warps split another, or store what is done.
+#pragma once
+#include "kron_page_products.cuh"
+#include "wgmma.cuh"
+
+// TEAMS: warpgroups of a block. STAGES: pages that each has room for. COLUMNS: of z's first piece; REST: of the other.
+template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
+struct Wide4 {
+    static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS, MT = 1;
+    static constexpr bool ADDED = ADDED_;
+    static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, PARTS = (Q1 + 63) / 64, ROWS = PARTS * 64;
+    static constexpr int LD1 = Q1 + 8, COLUMNS = P2 > 64 ? 64 : (P2 / 2 + 15) / 16 * 16, REST = P2 - COLUMNS;
+};
+
+// A matrix [ROWS][COLUMNS] of 16-bit numbers in shared memory as wgmma takes it for operand b: panels of 64 columns, of whose rows, of 128
+// bytes, each has its eight units of 16 bytes in an order of its own, so that those of eight rows meet different banks. (Cores in a row,
+// padded, are conflict-free to write too, but wgmma reads them slowly: 1024 x (128, 128) took 33 us, not 24.)
+template <int ROWS, int COLUMNS>
+struct Panels {
+    static constexpr int PANEL = ROWS * 64, SIZE = (COLUMNS + 63) / 64 * PANEL;  // numbers
+    __device__ static constexpr int at(int row, int column) {
+        return column / 64 * PANEL + row * 64 + ((column / 8 ^ row) & 7) * 8 + column % 8;
+    }
+    __device__ static unsigned long long described(const void* from) {
+        return describe(shared_address(from), PANEL * 2, 8 * 128) | SWIZZLED;
+    }
+    // What to add to that for those from `row` on, a multiple of 8, and from `column` on, where a panel begins, or all are of one.
+    __device__ static constexpr int step(int row, int column) { return (column / 64 * PANEL + row * 64 + column % 64) * 2 / 16; }
+};
+
+// The same of floats, in TF32: cores of 8 columns of 4 numbers, which are neighbours along k. Lane t of four has columns 2 t and 2 t + 1 of
+// eight of z, and gives them to the product as numbers t and t + 4: that says which row of w2 lies where.
+template <int ROWS, int COLUMNS>
+struct Cores {
+    static constexpr int ACROSS = ROWS / 4 * 32, SIZE = COLUMNS / 8 * ACROSS;  // numbers
+    __device__ static constexpr int at(int row, int column) {
+        return column / 8 * ACROSS + (row / 8 * 2 + row % 2) * 32 + column % 8 * 4 + row % 8 / 2;
+    }
+    __device__ static unsigned long long described(const void* from) { return describe(shared_address(from), 32 * 4, ACROSS * 4); }
+    __device__ static constexpr int step(int row, int) { return row / 4 * 32 * 4 / 16; }
+};
+
+// x and w2, whose numbers are of type U: bfloat16 is multiplied as it is, by z in two pieces, and float16 in TF32.
+template <typename T>
+using right_t = conditional_t<IS_BF16<T>, T, float>;
+template <class Plan>
+using Page = Panels<Plan::P1, Plan::P2>;
+template <class Plan, typename U>
+using RightMatrix = conditional_t<sizeof(U) == 2, Panels<Plan::P2, Plan::Q2>, Cores<Plan::P2, Plan::Q2>>;
+
+template <class Plan, typename U>
+struct PutWide {
+    static constexpr int TOGETHER = sizeof(U) == 2 ? 2 : 1;
+    U* to;
+    template <typename T, int N>
+    __device__ __forceinline__ void operator()(int k, int j, const Vec<T, N>& v) const {
+        int at = RightMatrix<Plan, U>::at(k, place_of_column<Plan::Q2>(j));
+        if constexpr (sizeof(U) == 2) store_vec(to + at, v);
+        else to[at] = to_tf32(load_as(v.v[0]));
+    }
+};
+
+// A page, in the background, by a warpgroup. The next places of a thread are as many rows away as eight of them, or 16, are.
+template <class Plan, typename T>
+__device__ __forceinline__ void load_wide(T* to, const T* from) {
+    constexpr int UNITS = Plan::P2 / 8, LANES = UNITS > 8 ? 16 : 8;
+    unsigned row = threadIdx.x % 128 / LANES, column = threadIdx.x % LANES * 8, place = shared_address(to + Page<Plan>::at(row, column));
+    from += row * Plan::P2 + column;
+    if (UNITS == LANES || column < Plan::P2)
+#pragma unroll
+        for (int r = 0; r < Plan::P1; r += 128 / LANES) cp_async_16(place + r * 128, from + r * Plan::P2);
+}
+
+// A warp's 16 rows of w1^T, of each part of 64, as operand a. Rows beyond the last ones are these again.
+template <class Plan, typename T>
+__device__ __forceinline__ void fetch_left(unsigned (&held)[Plan::PARTS][Plan::P1 / 16][4], const T* w1, int warp) {
+    unsigned at = tile_address<true>(w1, Plan::LD1);
+#pragma unroll
+    for (int part = 0; part < Plan::PARTS; ++part)
+#pragma unroll
+        for (int k = 0; k < Plan::P1 / 16; ++k)
+            load_tiles<true>(held[part][k], at + (k * 16 * Plan::LD1 + min(part * 4 + warp, Plan::Q1 / 16 - 1) * 16) * 2);
+}
+
+// z = w1^T x, of the columns that `page` describes.
+template <class Plan, typename T, int N>
+__device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1)[Plan::P1 / 16][4], unsigned long long page) {
+    wgmma_fence();
+    wgmma<T, false>(z, w1[0], page);
+#pragma unroll
+    for (int k = 1; k < Plan::P1 / 16; ++k) wgmma<T, true>(z, w1[k], page + Page<Plan>::step(k * 16, 0));
+    wgmma_commit();
+}
+
+// y (+)= z w2, of the rows of w2 that `right` describes.
+template <class Plan, typename U, bool ADD, int N>
+__device__ __forceinline__ void start_right(float (&y)[Plan::Q2 / 8][4], const float (&z)[N][4], unsigned long long right) {
+    unsigned a[N][4];  // of 16 columns big numbers, then small ones; or of 8 columns
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) {
+        int n = i / 2, row = i % 2;
+        if constexpr (sizeof(U) == 2) {
+            split_pair(z[n][row * 2], z[n][row * 2 + 1], a[n / 2 * 2][n % 2 * 2 + row], a[n / 2 * 2 + 1][n % 2 * 2 + row]);
+        } else {
+            a[n][row] = __float_as_uint(to_tf32(z[n][row * 2]));
+            a[n][row + 2] = __float_as_uint(to_tf32(z[n][row * 2 + 1]));
+        }
+    }
+    wgmma_fence();
+    wgmma<U, ADD>(y, a[0], right);
+#pragma unroll
+    for (int n = 1; n < N; ++n) wgmma<U, true>(y, a[n], right + RightMatrix<Plan, U>::step(sizeof(U) == 2 ? n / 2 * 16 : n * 8, 0));
+    wgmma_commit();
+}
