@@ -12,13 +12,20 @@ from torch import Tensor
 from cukern.ops import kron_chain, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
+from cukern.ops.kron_sixteen import Sixteen
 from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
 _V4: dict[type, Template] = {
     kind: Template("kron_linear.cu", f"kron_linear_v4{name}", pdl=True)
-    for kind, name in ((kron_groups.Group, ""), (Registers, "_registers"), (kron_pages.Pages, "_pages"), (kron_pages.Piles, "_piles"))
+    for kind, name in (
+        (kron_groups.Group, ""),
+        (Registers, "_registers"),
+        (Sixteen, "_sixteen"),
+        (kron_pages.Pages, "_pages"),
+        (kron_pages.Piles, "_piles"),
+    )
 }
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
