@@ -338,97 +338,48 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
 // The same of four factors of 16 x 16: see common/kron_sixteen.cuh. Grid CLUSTER * (the rows, or fewer), block THREADS; dynamic shared
 // memory: the factors, a part of a row.
 template <typename T, class Plan>
-__global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, 2)
+__global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, 1)
 kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
                        const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
                        long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
                        long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
                        long long w7_p, long long w7_q, double scale, long long features) {
-    using Four = Vec<float, 4>;
     constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, WEIGHTS = PIECES * 128;
     extern __shared__ uint4 dynamic[];
     unsigned* weights = reinterpret_cast<unsigned*>(dynamic);
     float* numbers = reinterpret_cast<float*>(weights + 4 * WEIGHTS);
     Factors4<T> factors = {{w0, w1, w2, w3}, {w0_p, w1_p, w2_p, w3_p}, {w0_q, w1_q, w2_q, w3_q}};
-    int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32, step = gridDim.x / Plan::CLUSTER;
-    long long row = blockIdx.x / Plan::CLUSTER;
+    int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = A;
+    int row = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
     cluster_arrive_relaxed();
     wait_for_previous();
-    load_weights16<Plan>(weights, factors);
-    // Of the first pass: EACH pages of a warp, and where the lane's results go, 4 lines to each block.
-    const T* own = x + row * Plan::NUMBERS + rank * Plan::PART + warp * (EACH * PAGE) + lane * 4;
-    float* place = numbers + (rank * (Plan::SIDE / Plan::CLUSTER) + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane % 16 * 4;
-    unsigned to[2] = {shared_of_rank(shared_address(place), lane / 16), shared_of_rank(shared_address(place), lane / 16 + 2)};
-    // Of the second: the lane's numbers of columns, and those which it stores.
+    load_weights16<Plan>(weights, factors, rank);
+    // Of the first pass: EACH pages of a warp, and where their results go, in this block, and in the other one.
+    auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * 4); };
+    float* mine = numbers + (rank * 8 + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane * 4;
+    unsigned others = shared_of_rank(shared_address(mine), rank ^ 1);
+    // Of the second: the lane's numbers of columns, and those which it stores, when four warps have made whole lines of them.
     float* column = numbers + lane / 4 * SLAB + lane % 4 * (2 * NEXT) + warp * 8;
-    int line = lane / 2 % 4 * 2 + lane / 8 % 2 + lane / 16 * 8;
-    const float* stored = numbers + line * NEXT + warp * 8 + lane % 2 * 4;
+    int line = warp % 4 * 4 + lane / 8, within = warp / 4 * 32 + lane % 8 * 4;
     Block16 ahead[2];
-    auto load = [&](Block16(&v)[2], int page) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) reinterpret_cast<Four&>(v[i / 2][i % 2]) = load_vec<T, 4>(own + page * PAGE + i * 128);
-    };
-    if (row < A) load(ahead, 0);
+    if (row < rows) load_pages16<Plan>(ahead, own(row), 0);
     __syncthreads();
-    for (; row < A; row += step) {
+    for (; row < rows; row += step) {
         Weights16 first, second;
         fetch_weights16(first, weights);
         fetch_weights16(second, weights + WEIGHTS);
-        cluster_wait();  // until the other blocks have read
-#pragma unroll 1
-        for (int page = 0; page < EACH; page += 2) {
-            Block16 v[2];
-#pragma unroll
-            for (int e = 0; e < 16; ++e) v[e / 8][e / 4 % 2][e / 2 % 2][e % 2] = ahead[e / 8][e / 4 % 2][e / 2 % 2][e % 2];
-            if (page + 2 < EACH) load(ahead, page + 2);
-            multiply_twice(v, first, second, [&](Block16(&v)[2]) { load(v, page); });
-#pragma unroll
-            for (int i = 0; i < 4; ++i) st_cluster(to[i % 2] + (page + i / 2) * NEXT * 4, reinterpret_cast<const float4&>(v[i / 2][i % 2]));
-        }
+        first_pass16<Plan>(ahead, own(row), mine, others, first, second);
         cluster_arrive();
-        own += (long long)step * Plan::NUMBERS;
         fetch_weights16(first, weights + 2 * WEIGHTS);
         fetch_weights16(second, weights + 3 * WEIGHTS);
-        if (row + step < A)
-            for (int i = 0; i < EACH / 4; ++i) prefetch(own - lane * 4 + (i * 32 + lane) * 32);
         cluster_wait();
-#pragma unroll 1
-        for (int c = 0; c < 8; c += 4) {
-            auto at = [&](int n, int k) { return column + c + n * (8 * SLAB) + (k / 2 * 8 + k % 2) * NEXT; };
-            Block16 v[4];
-            auto fetch = [&](Block16(&v)[4]) {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    Four four = load_vec<float, 4>(at(e / 4, e % 4));
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) v[i][e / 4][e / 2 % 2][e % 2] = four.v[i];
-                }
-            };
-            fetch(v);
-            multiply_twice(v, first, second, fetch);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                Four four;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) four.v[i] = v[i][e / 4][e / 2 % 2][e % 2];
-                store_vec(at(e / 4, e % 4), four);
-            }
-        }
-        if (row + step < A) load(ahead, 0);
-        __syncwarp();
-        long long first_out = row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + warp * 8 + lane % 2 * 4;
-#pragma unroll
-        for (int i = 0; i < Plan::SIDE; ++i) {
-            Four four = load_vec<float, 4>(stored + i * SLAB);
-            long long at = first_out + i * (Plan::SIDE * PAGE);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                four.v[e] *= float(scale);
-                if (Plan::ADDED && bias) four.v[e] += load_as(bias[at % features + e]);
-                if (Plan::ADDED && residual) four.v[e] += load_as(residual[at + e]);
-            }
-            store_vec_past_l1(out + at, four);
-        }
+        if (row + step < rows)
+            for (int i = 0; i < EACH / 4; ++i) prefetch(own(row + step) + i * 1024 + lane * 28);
+        second_pass16<Plan>(column, first, second);
+        if (row + step < rows) load_pages16<Plan>(ahead, own(row + step), 0);
+        barrier_of(1 + warp / 4, 128);
+        long long at = (long long)row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + within;
+        store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale));
         cluster_arrive_relaxed();
     }
     cluster_wait();

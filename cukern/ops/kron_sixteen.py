@@ -9,7 +9,7 @@ from cukern.ops.kron_plan import Step
 if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
 
-SIDE, COUNT, CLUSTER = 16, 4, 4
+SIDE, COUNT, CLUSTER = 16, 4, 2
 START_US = 6.0
 ROW_US = 12.0  # of a cluster
 
@@ -19,8 +19,8 @@ class Sixteen(NamedTuple):
 
     steps: tuple[Step, ...]
     us: float
-    threads: int = 256
-    blocks: int = 2  # that a multiprocessor holds
+    threads: int = 512
+    blocks: int = 1
     L: int = 1
     R: int = 1
     slices: int = CLUSTER
@@ -35,6 +35,6 @@ def launch(run: Sequence[Step], rows: int, target: "Target") -> Sixteen | None:
     """The launch of a run of steps, if it is one of these and has rows enough for all multiprocessors."""
     if target.itemsize != 4 or target.aligned < 16 or len(run) != COUNT or run[0].right > 1 or any(s.p != SIDE or s.q != SIDE for s in run):
         return None
-    clusters = 2 * target.multiprocessors // CLUSTER
+    clusters = target.multiprocessors // CLUSTER
     made = Sixteen(tuple(run), START_US + ROW_US * ceil(rows * run[-1].left / clusters))
-    return made if 2 * made.shared <= target.shared - 1024 and rows * run[-1].left >= clusters else None
+    return made if made.shared <= target.shared and rows * run[-1].left >= clusters else None
