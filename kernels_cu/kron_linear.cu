@@ -51,6 +51,7 @@
 
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
+#include "common/kron_outer.cuh"
 #include "common/kron_page_products.cuh"
 #include "common/kron_pair.cuh"
 #include "common/kron_registers.cuh"
@@ -353,7 +354,6 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
     int row = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
     cluster_arrive_relaxed();
     wait_for_previous();
-    load_weights16<Plan>(weights, factors, rank);
     // Of the first pass: EACH pages of a warp, and where their results go, in this block, and in the other one.
     auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * 4); };
     float* mine = numbers + (rank * 8 + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane * 4;
@@ -361,8 +361,15 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
     // Of the second: the lane's numbers of columns, and those which it stores, when four warps have made whole lines of them.
     float* column = numbers + lane / 4 * SLAB + lane % 4 * (2 * NEXT) + warp * 8;
     int line = warp % 4 * 4 + lane / 8, within = warp / 4 * 32 + lane % 8 * 4;
+    auto ahead_of = [&](int row) {  // to the L2 cache, a line a lane
+        for (int i = 0; i < EACH / 4; ++i) prefetch(own(row) + i * (4 * PAGE) + lane * 28);
+    };
     Block16 ahead[2];
-    if (row < rows) load_pages16<Plan>(ahead, own(row), 0);
+    if (row < rows) {
+        ahead_of(row);
+        load_pages16<Plan>(ahead, own(row), 0);
+    }
+    load_weights16<Plan>(weights, factors, rank);
     __syncthreads();
     for (; row < rows; row += step) {
         Weights16 first, second;
@@ -373,14 +380,13 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
         fetch_weights16(first, weights + 2 * WEIGHTS);
         fetch_weights16(second, weights + 3 * WEIGHTS);
         cluster_wait();
-        if (row + step < rows)
-            for (int i = 0; i < EACH / 4; ++i) prefetch(own(row + step) + i * 1024 + lane * 28);
+        if (row + step < rows) ahead_of(row + step);
         second_pass16<Plan>(column, first, second);
-        if (row + step < rows) load_pages16<Plan>(ahead, own(row + step), 0);
         barrier_of(1 + warp / 4, 128);
         long long at = (long long)row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + within;
-        store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale));
-        cluster_arrive_relaxed();
+        store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale), [&] {
+            if (row + step < rows) load_pages16<Plan>(ahead, own(row + step), 0);
+        });
     }
     cluster_wait();
 }
@@ -798,6 +804,22 @@ kron_linear_v4_pair_bwd(float* partials, T* dx, const T* x, const T* g, const T*
     for (int e = threadIdx.x * 4; e < Plan::SUMS1; e += ALL * 4)
         *reinterpret_cast<float4*>(partials + Plan::SUMS2 + slice * Plan::SUMS1 + e) = *reinterpret_cast<float4*>(all1 + e);
     if constexpr (Plan::SLICES > 1) cluster_wait();
+}
+#endif
+
+#if __CUDA_ARCH__ >= 900
+// The gradients of two factors of 128 x 128 of few rows: see common/kron_outer.cuh. h is g times W1, z is x times W2. Grid CLUSTER * 16: 8
+// tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared memory: two stages.
+template <typename T>
+__global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 1)
+kron_linear_v4_outer_bwd(T* dw0, T* dw1, const T* x, const T* h, const T* z, const T* g, int rows, double scale) {
+    using Left = Outer4<true, T>;
+    using Right = Outer4<false, T>;
+    extern __shared__ uint4 dynamic[];
+    int tile = blockIdx.x / Left::CLUSTER, m = tile % 4 * Left::M, n = tile / 4 % 2 * Left::N;
+    wait_for_previous();
+    if (tile < 8) outer_products<Right>(dw0, x, h, dynamic, m, n, rows, float(scale));
+    else outer_products<Left>(dw1, z, g, dynamic, m, n, rows, float(scale));
 }
 #endif
 

@@ -199,12 +199,19 @@ __device__ __forceinline__ void second_pass16(float* columns, const Weights16& f
     }
 }
 
-// A lane's results to their places, the first of them `first`: four neighbours of each 16th of a row.
-template <class Plan, typename T>
-__device__ __forceinline__ void store16(T* out, const T* bias, const T* residual, const float* from, long long first, long long features, float scale) {
+// A lane's results, four neighbours of each 16th of a row, to their places, of which `first` is the first one. As soon as they have been read,
+// the other block may write where they were; the stores would take longer to be seen.
+template <class Plan, typename T, class Then>
+__device__ __forceinline__ void store16(T* out, const T* bias, const T* residual, const float* from, long long first, long long features, float scale,
+                                        const Then& then) {
+    Vec<float, 4> results[Plan::SIDE];
+#pragma unroll
+    for (int i = 0; i < Plan::SIDE; ++i) results[i] = load_vec<float, 4>(from + i * Plan::SLAB);
+    cluster_arrive();
+    then();
 #pragma unroll
     for (int i = 0; i < Plan::SIDE; ++i) {
-        Vec<float, 4> four = load_vec<float, 4>(from + i * Plan::SLAB);
+        Vec<float, 4>& four = results[i];
         long long at = first + i * (Plan::SIDE * Plan::PAGE);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
