@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 SIDE, COUNT, CLUSTER = 16, 4, 2
 START_US = 6.0
-ROW_US = 12.0  # of a cluster
+ROW_US = 13.0  # of a cluster
 
 
 class Sixteen(NamedTuple):

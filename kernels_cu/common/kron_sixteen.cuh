@@ -132,7 +132,7 @@ template <class Plan, typename T>
 __device__ __forceinline__ void first_pass16(Block16 (&ahead)[2], const T* own, float* mine, unsigned others, const Weights16& first,
                                              const Weights16& second) {
     float none = 0;
-#pragma unroll 1
+#pragma unroll 2
     for (int page = 0; page < Plan::EACH; page += 2) {
         Block16 v[2];
 #pragma unroll
