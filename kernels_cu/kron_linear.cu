@@ -371,6 +371,9 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
     }
     load_weights16<Plan>(weights, factors, rank);
     __syncthreads();
+    // Clusters of one row less begin half a row's time later: else all multiply at one time, and all store at another.
+    if (row < rows && row >= rows % step && rows % step)
+        for (int us = 0; us < 7; ++us) __nanosleep(1000);
     for (; row < rows; row += step) {
         Weights16 first, second;
         fetch_weights16(first, weights);
@@ -808,18 +811,18 @@ kron_linear_v4_pair_bwd(float* partials, T* dx, const T* x, const T* g, const T*
 #endif
 
 #if __CUDA_ARCH__ >= 900
-// The gradients of two factors of 128 x 128 of few rows: see common/kron_outer.cuh. h is g times W1, z is x times W2. Grid CLUSTER * 16: 8
-// tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared memory: two stages.
+// The gradients of two factors of 128 x 128 of few rows: see common/kron_outer.cuh. h is g times W1, z is x times W2; partials [2][pieces][128][128],
+// those of the left factor first. Grid 8 * 2 * pieces, where pieces are a fourth of the rows; block THREADS; dynamic shared memory: a
+// block's parts of two matrices, or its sums.
 template <typename T>
 __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 1)
-kron_linear_v4_outer_bwd(T* dw0, T* dw1, const T* x, const T* h, const T* z, const T* g, int rows, double scale) {
-    using Left = Outer4<true, T>;
-    using Right = Outer4<false, T>;
+kron_linear_v4_outer_bwd(float* partials, const T* x, const T* h, const T* z, const T* g, int rows) {
     extern __shared__ uint4 dynamic[];
-    int tile = blockIdx.x / Left::CLUSTER, m = tile % 4 * Left::M, n = tile / 4 % 2 * Left::N;
+    int pieces = gridDim.x / 16, piece = blockIdx.x / 8, unit = blockIdx.x % (8 * pieces);
+    partials += (long long)piece * (128 * 128);
     wait_for_previous();
-    if (tile < 8) outer_products<Right>(dw0, x, h, dynamic, m, n, rows, float(scale));
-    else outer_products<Left>(dw1, z, g, dynamic, m, n, rows, float(scale));
+    if (piece < pieces) outer_products<Outer4<true, T>>(partials, z, g, dynamic, unit, 2 * rows);
+    else outer_products<Outer4<false, T>>(partials, x, h, dynamic, unit, 2 * rows);
 }
 #endif
 
