@@ -14,10 +14,10 @@
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
-//     32 x (128, 128)     16 (56)       46    8.1 (52)     6.1 (29)      6.8 (27)
+//     32 x (128, 128)     15 (56)       46    7.7 (46)     5.9 (29)      6.5 (26)
 //     1024 x 8^5          1298 (4572)   1636  89 (822)     755 (2064)    110 (393)
 //     16 x 8^7            1816 (6055)   2308  156 (1206)   1056 (2652)   157 (641)
-//     1024 x 16^4         1342 (4668)   4950  245 (1242)   528 (1833)    178 (602)
+//     1024 x 16^4         1342 (4668)   4950  213 (1242)   528 (1833)    178 (602)
 //     1024 x 32^3         376 (1877)    1500  152 (643)    131 (599)     46 (240)
 //     16 x 64^3           59 (216)      158   37 (145)     18 (75)       19 (68)
 //     1024 x (64, 64)     40 (168)      108   23.4 (78)    13 (74)       7.7 (31)
@@ -31,10 +31,11 @@
 // (1024 x (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3
 // from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6); tiles in registers where factors
 // are small (common/kron_registers.cuh: 1024 x 8^5 from 105 to 89, 1024 x 4^7 from 67 to 44, 8192 x 16^3 from 107 to 93, 1024 x (4, 8, 16,
-// 16, 4) from 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245). What did not: 8 x 16
-// sums a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in
-// registers all of a pass unrolled, whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of
-// 512 threads (250, and 8^5: 90).
+// 16, 4) from 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245); two factors of 16 x 16
+// on tensor cores before a number moves (common/kron_sixteen.cuh: to 213). What did not: 8 x 16 sums a thread; two slices of a row of 8^5;
+// rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in registers all of a pass unrolled, whose 144 KB
+// of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of 512 threads (250, and 8^5: 90), or neighbours
+// that change places so that a sum and its number are in different banks (nothing).
 // Layers of two factors of 16-bit numbers, or of three, whose products are chained in registers (common/kron_pages.cuh), in bfloat16, from
 // so many us to: 1024 x (64, 64) from 11.5 to 8.1, and by wgmma to 7.4; 8192 of them from 56 to 40; 1024 x (128, 128) from 50 to 37, in
 // float16 to 47; 1024 x (112, 128) from 62 to 34; 1024 x (96, 96) from 35 to 21; 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6
@@ -45,6 +46,7 @@
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
 // In float, splitting numbers in two at each use takes longer than their products: large factors are three bfloat16 numbers, split once
 // (common/kron_pair.cuh; the backward of 1024 x (64, 64) from 74 to 54, of 1024 x (128, 128) from 444 to 391, of 16 x 64^3 from 132 to 107).
+// Of few rows, what lies between two factors is made first, and there are no partial sums (common/kron_outer.cuh).
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
@@ -324,7 +326,7 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
         float v[Plan::VALUES];
         cp_async_wait<0>();
         __syncwarp();
-        fetch<Plan, typename Plan::Start>(v, numbers, 0, stage);
+        fetch<Plan, typename Plan::Start>(v, numbers, stage);
         __syncwarp();
         if (warp < Plan::AHEAD) load(next);
         run_passes<Plan>(v, numbers, w, to, [&] {
@@ -811,18 +813,18 @@ kron_linear_v4_pair_bwd(float* partials, T* dx, const T* x, const T* g, const T*
 #endif
 
 #if __CUDA_ARCH__ >= 900
-// The gradients of two factors of 128 x 128 of few rows: see common/kron_outer.cuh. h is g times W1, z is x times W2; partials [2][pieces][128][128],
-// those of the left factor first. Grid 8 * 2 * pieces, where pieces are a fourth of the rows; block THREADS; dynamic shared memory: a
-// block's parts of two matrices, or its sums.
+// The gradients of two factors of 128 x 128 of few rows: see common/kron_outer.cuh. h is g times W1, z is x times W2. Grid CLUSTER * 16: 8
+// tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared memory: two stages.
 template <typename T>
 __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 1)
-kron_linear_v4_outer_bwd(float* partials, const T* x, const T* h, const T* z, const T* g, int rows) {
+kron_linear_v4_outer_bwd(T* dw0, T* dw1, const T* x, const T* h, const T* z, const T* g, int rows, double scale) {
+    using Left = Outer4<true, T>;
+    using Right = Outer4<false, T>;
     extern __shared__ uint4 dynamic[];
-    int pieces = gridDim.x / 16, piece = blockIdx.x / 8, unit = blockIdx.x % (8 * pieces);
-    partials += (long long)piece * (128 * 128);
+    int tile = blockIdx.x / Left::CLUSTER, m = tile % 4 * Left::M, n = tile / 4 % 2 * Left::N;
     wait_for_previous();
-    if (piece < pieces) outer_products<Outer4<true, T>>(partials, z, g, dynamic, unit, 2 * rows);
-    else outer_products<Outer4<false, T>>(partials, x, h, dynamic, unit, 2 * rows);
+    if (tile < 8) outer_products<Right>(dw0, x, h, dynamic, m, n, rows, float(scale));
+    else outer_products<Left>(dw1, z, g, dynamic, m, n, rows, float(scale));
 }
 #endif
 

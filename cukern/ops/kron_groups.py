@@ -93,14 +93,14 @@ class Target(NamedTuple):
     aligned: int = 16
 
 
-Planned = Group | Registers | Sixteen
+Launch = Group | Registers | Sixteen
 
 
 @functools.lru_cache(512)
-def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Planned, ...]:
+def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Launch, ...]:
     """The launches of a layer of these factors on `rows` rows, or of its first `count` steps."""
     order = steps(sizes)[:count]
-    best: list[tuple[float, tuple[Planned, ...]]] = [(0.0, ())]  # for the last n steps
+    best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []
         for end in range(first + 1, end_of_run(order, first) + 1):
@@ -128,13 +128,11 @@ def end_of_run(order: Sequence[Step], first: int) -> int:
 
 
 @functools.lru_cache(4096)
-def fastest(run: Sequence[Step], rows: int, target: Target) -> Planned | None:
+def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
-    exact: list[Planned] = [
-        g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)
-    ]
+    exact: list[Launch] = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
     exact += kron_registers.launches(run, rows, target)
     sixteen = kron_sixteen.launch(run, rows, target)
     exact += [sixteen] if sixteen else []

@@ -26,9 +26,8 @@ def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[b
         return [kron_v4.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
         return kron_v3.backward(x, g, factors, wanted, scale)
-    sizes = tuple([tuple(w.shape) for w in factors])
-    if all(wanted) and kron_outer.takes(sizes, x.shape[0], _target(x, g)):
-        return kron_outer.backward(x, g, factors, scale)
+    if all(wanted[1:]) and kron_outer.takes(tuple([(w.shape[0], w.shape[1]) for w in factors]), x.shape[0], _target(x, g)):
+        return kron_outer.backward(x, g, factors, scale, wanted[0])
     order, h = kron_chain.plan(factors), g
     found: list[Tensor | None] = [None] * len(wanted)
     n, plan = len(order), plan_of(x, g, factors)

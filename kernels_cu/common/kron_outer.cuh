@@ -1,64 +1,76 @@
 // The gradients of both factors of a layer of two, 128 x 128 each, of few rows: dW1 += Z G^T and dW2 += X^T H of each row, where Z = X W2
 // and H = W1 G have been made.
 //
-// A block has 64 of the numbers along which one of the two is summed up, and all 128 x 128 sums of them: so no number is read, or split,
-// twice, and all multiprocessors have work where rows are 32. The blocks of a cluster add their sums through shared memory, always in the
-// same order, and leave one of eight partial sums. In float products are those of kron_pair.cuh, of three bfloat16 numbers.
+// There are no partial sums in memory. A cluster has a tile of M x N numbers of one gradient, and its blocks every CLUSTER-th row each;
+// the sums of their warps, of 32 numbers of k each, are added through shared memory, always in the same order. In float products are those
+// of kron_pair.cuh, of three bfloat16 numbers. The next row's numbers are on their way, in registers, while one's are multiplied.
+//
+// On one H200, 32 rows, in us: the backward 38, of which this launch 20; 43 by a cluster for each row, which had all in one launch, and partial
+// sums. In bfloat16 19.5, of which this launch 8, and 20. What did not help: 64 numbers of k a block, and all 128 x 128 sums of them,
+// which reads and splits nothing twice, but leaves eight partial sums (37.7, and 23).
 #pragma once
 #include "kron_pair.cuh"
 
-// How a block takes its part of a row's two matrices: of the LEFT factor's gradient, k is what is contiguous.
+// How the tiles of a gradient take their operands from a row's two matrices: of LEFT, k is what is contiguous.
 template <bool LEFT, typename T>
 struct Outer4 {
-    static constexpr int SIDE = 128, DEPTH = 64, THREADS = 256, CLUSTER = 8;
-    static constexpr int ROWS = LEFT ? SIDE : DEPTH, COLUMNS = LEFT ? DEPTH : SIDE, LD = COLUMNS + 8, PLANE = ROWS * LD;
-    using Part = Ahead<ROWS, COLUMNS, THREADS, T>;
-    using Side = conditional_t<LEFT, Operand<LD, 1>, Operand<1, LD>>;
-    // Where part `unit` begins.
-    __device__ static constexpr int place(int unit) { return LEFT ? unit / 2 * SIDE * SIDE + unit % 2 * DEPTH : unit * DEPTH * SIDE; }
+    static constexpr int SIDE = 128, M = 32, N = 64, CLUSTER = 8, THREADS = 256, TIMES = 4;  // TIMES: of the warps that share k out
+    static constexpr int LDA = (LEFT ? SIDE : M) + 8, LDB = (LEFT ? SIDE : N) + 8;
+    static constexpr int A = (LEFT ? M : SIDE) * LDA, B = (LEFT ? N : SIDE) * LDB, STAGE = Pieces<T>::COUNT * (A + B);
+    using PartA = conditional_t<LEFT, Ahead<M, SIDE, THREADS, T>, Ahead<SIDE, M, THREADS, T>>;
+    using PartB = conditional_t<LEFT, Ahead<N, SIDE, THREADS, T>, Ahead<SIDE, N, THREADS, T>>;
+    using OperandA = conditional_t<LEFT, Operand<LDA, 1>, Operand<1, LDA>>;
+    using OperandB = conditional_t<LEFT, Operand<LDB, 1>, Operand<1, LDB>>;
+    __device__ static constexpr int place(int first) { return LEFT ? first * SIDE : first; }
 };
 
-// out [128][128] = the sum of a b over the cluster's units; units from `units` on are none.
+// `out`, a gradient, from number (m, n) on: scale times the sum over the rows of a b, as Plan says.
 template <class Plan, typename T>
-__device__ __forceinline__ void outer_products(float* out, const T* a, const T* b, void* shared, int unit, int units) {
+__device__ __forceinline__ void outer_products(T* out, const T* a, const T* b, void* shared, int m, int n, int rows, float scale) {
     using U = typename Pieces<T>::type;
-    using Side = typename Plan::Side;
-    constexpr int SIDE = Plan::SIDE;
-    U *as = static_cast<U*>(shared), *bs = as + Pieces<T>::COUNT * Plan::PLANE;
-    int warp = threadIdx.x / 32, m = warp / 2 * 32, n = warp % 2 * 64;
-    float sums[2][2][4][4] = {};
-    if (unit < units) {
-        typename Plan::Part part_a, part_b;
-        part_a.fetch(a + Plan::place(unit), SIDE);
-        part_b.fetch(b + Plan::place(unit), SIDE);
-        part_a.template put<Plan::PLANE>(as);
-        part_b.template put<Plan::PLANE>(bs);
+    constexpr int M = Plan::M, N = Plan::N, SIDE = Plan::SIDE, THREADS = Plan::THREADS;
+    int rank = cluster_rank(), warp = threadIdx.x / 32, time = warp % Plan::TIMES, half = warp / Plan::TIMES * (N / 2);
+    U* stage = static_cast<U*>(shared);
+    float sums[2][4][4] = {};
+    typename Plan::PartA next_a;
+    typename Plan::PartB next_b;
+    auto fetch = [&](int row) {
+        if (row >= rows) return;
+        next_a.fetch(a + row * (SIDE * SIDE) + Plan::place(m), SIDE);
+        next_b.fetch(b + row * (SIDE * SIDE) + Plan::place(n), SIDE);
+    };
+    fetch(rank);
+    for (int row = rank; row < rows; row += Plan::CLUSTER) {
+        U *as = stage + row / Plan::CLUSTER % 2 * Plan::STAGE, *bs = as + Pieces<T>::COUNT * Plan::A;
+        next_a.template put<Plan::A>(as);
+        next_b.template put<Plan::B>(bs);
+        fetch(row + Plan::CLUSTER);
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            multiply_pieces<Plan::DEPTH, 32, Side, Side, Plan::PLANE, Plan::PLANE, T>(sums[i], as + m * Side::ROW, bs + (n + i * 32) * Side::ROW);
-        __syncthreads();
+        multiply_pieces<SIDE / Plan::TIMES, 32, typename Plan::OperandA, typename Plan::OperandB, Plan::A, Plan::B, T>(
+            sums, as + time * (SIDE / Plan::TIMES) * Plan::OperandA::K,
+            bs + half * Plan::OperandB::ROW + time * (SIDE / Plan::TIMES) * Plan::OperandB::K);
     }
-    float* all = static_cast<float*>(shared);
+    __syncthreads();
+    float* all = static_cast<float*>(shared);  // [time][M][N]
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int e = 0; e < 32; ++e) {
-        const float(&d)[4] = sums[e / 16][e / 8 % 2][e / 2 % 4];
-        float* to = all + (m + e / 8 % 2 * 16 + e % 2 * 8 + g) * SIDE + n + e / 16 * 32 + e / 2 % 4 * 8 + 2 * t;
-        store_vec(to, Vec<float, 2>{d[e % 2 * 2], d[e % 2 * 2 + 1]});
+    for (int e = 0; e < 16; ++e) {
+        float* to = all + (time * M + e / 8 * 16 + e % 2 * 8 + g) * N + half + e / 2 % 4 * 8 + 2 * t;
+        store_vec(to, Vec<float, 2>{sums[e / 8][e / 2 % 4][e % 2 * 2], sums[e / 8][e / 2 % 4][e % 2 * 2 + 1]});
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < M * N; e += THREADS) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < Plan::TIMES; ++i) sum += all[i * M * N + e];
+        all[e] = sum;
     }
     cluster_sync();
-    constexpr int OWN = SIDE * SIDE / Plan::CLUSTER, EACH = OWN / 4 / Plan::THREADS;
-    int own = cluster_rank() * OWN + threadIdx.x * 4;
-    float4 total[EACH] = {};
+    static_assert(M * N == Plan::CLUSTER * THREADS);
+    int own = rank * THREADS + threadIdx.x;
+    float sum = 0;
 #pragma unroll
-    for (int i = 0; i < EACH * Plan::CLUSTER; ++i) {
-        float4& sum = total[i / Plan::CLUSTER];
-        float4 other = ld_cluster<float4>(shared_of_rank(shared_address(all + own + i / Plan::CLUSTER * Plan::THREADS * 4), i % Plan::CLUSTER));
-        sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
-    }
-    cluster_arrive();
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) *reinterpret_cast<float4*>(out + own + i * Plan::THREADS * 4) = total[i];
-    cluster_wait();
+    for (int i = 0; i < Plan::CLUSTER; ++i) sum += ld_cluster<float>(shared_of_rank(shared_address(all + own), i));
+    out[(m + own / N) * SIDE + n + own % N] = T(sum * scale);
+    cluster_sync();
 }
