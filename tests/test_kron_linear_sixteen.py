@@ -42,7 +42,7 @@ def test_who_takes_it():
     (group,) = kron_groups.groups(SIZES, 1024, TARGET)
     assert isinstance(group, Sixteen)
     assert kron_sixteen.launch(steps(((16, 16),) * 5)[:4], 64, TARGET), "in a longer layer"
-    others = (SIZES, 8, TARGET), (SIZES, 1024, TARGET._replace(aligned=8)), (SIZES, 1024, TARGET._replace(shared=99 << 10))
+    others = (SIZES, 8, TARGET), (SIZES, 1024, TARGET._replace(aligned=8)), (SIZES, 1024, TARGET._replace(shared=163 << 10))
     for sizes, rows, target in (*others, (((16, 16),) * 3, 1024, TARGET), (((16, 16),) * 3 + ((16, 8),), 1024, TARGET)):
         assert not any(isinstance(g, Sixteen) for g in kron_groups.groups(sizes, rows, target))
 

@@ -1,5 +1,5 @@
-"""The backward of a layer of two factors of 128 x 128 on few rows: a launch each for what lies between the factors, both ways, one for both of
-their gradients, and one for x's. See kernels_cu/common/kron_outer.cuh.
+"""The backward of a layer of two factors of 128 x 128 on few rows: launches for what lies between the factors, from x and from the output's
+gradient, one for the gradients of both, and one for that of x. See kernels_cu/common/kron_outer.cuh.
 """
 
 from collections.abc import Sequence

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
 
 SIDE, COUNT, CLUSTER = 16, 4, 2
+LEAST_SHARED = 200 << 10  # what a GPU with clusters has
 START_US = 6.0
 ROW_US = 13.0  # of a cluster
 
@@ -33,8 +34,9 @@ class Sixteen(NamedTuple):
 
 def launch(run: Sequence[Step], rows: int, target: "Target") -> Sixteen | None:
     """The launch of a run of steps, if it is one of these and has rows enough for all multiprocessors."""
-    if target.itemsize != 4 or target.aligned < 16 or len(run) != COUNT or run[0].right > 1 or any(s.p != SIDE or s.q != SIDE for s in run):
+    rows, clusters = rows * run[-1].left, target.multiprocessors // CLUSTER
+    if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or rows < clusters:
         return None
-    clusters = target.multiprocessors // CLUSTER
-    made = Sixteen(tuple(run), START_US + ROW_US * ceil(rows * run[-1].left / clusters))
-    return made if made.shared <= target.shared and rows * run[-1].left >= clusters else None
+    if len(run) != COUNT or run[0].right > 1 or any((s.p, s.q) != (SIDE, SIDE) for s in run):
+        return None
+    return Sixteen(tuple(run), START_US + ROW_US * ceil(rows / clusters))
