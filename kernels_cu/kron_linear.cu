@@ -14,10 +14,10 @@
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
-//     32 x (128, 128)     16 (56)       46    8.1 (52)     6.1 (29)      6.8 (27)
+//     32 x (128, 128)     15 (56)       46    7.7 (46)     5.9 (29)      6.5 (26)
 //     1024 x 8^5          1298 (4572)   1636  89 (822)     755 (2064)    110 (393)
 //     16 x 8^7            1816 (6055)   2308  156 (1206)   1056 (2652)   157 (641)
-//     1024 x 16^4         1342 (4668)   4950  245 (1242)   528 (1833)    178 (602)
+//     1024 x 16^4         1342 (4668)   4950  213 (1242)   528 (1833)    178 (602)
 //     1024 x 32^3         376 (1877)    1500  152 (643)    131 (599)     46 (240)
 //     16 x 64^3           59 (216)      158   37 (145)     18 (75)       19 (68)
 //     1024 x (64, 64)     40 (168)      108   23.4 (78)    13 (74)       5.4 (31)
@@ -31,10 +31,11 @@
 // (1024 x (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3
 // from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6); tiles in registers where factors
 // are small (common/kron_registers.cuh: 1024 x 8^5 from 105 to 89, 1024 x 4^7 from 67 to 44, 8192 x 16^3 from 107 to 93, 1024 x (4, 8, 16,
-// 16, 4) from 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245). What did not: 8 x 16
-// sums a thread; two slices of a row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in
-// registers all of a pass unrolled, whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of
-// 512 threads (250, and 8^5: 90).
+// 16, 4) from 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245); two factors of 16 x 16
+// on tensor cores before a number moves (common/kron_sixteen.cuh: to 213). What did not: 8 x 16 sums a thread; two slices of a row of 8^5;
+// rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in registers all of a pass unrolled, whose 144 KB
+// of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of 512 threads (250, and 8^5: 90), or neighbours
+// that change places so that a sum and its number are in different banks (nothing).
 // Layers of two factors of 16-bit numbers, or of three, whose products are chained in registers (common/kron_pages.cuh), in bfloat16, from
 // so many us to: 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6 to 6.6; 1024 x 32^3 from 61 to 46; 1024 x (64, 64) from 11.5 to
 // 8.1, 1024 x (128, 128) from 50 to 37. What did not: two rows of tiles a warp ((64, 64): 9.0); TF32 for what lies between the factors (8.9);
@@ -50,15 +51,18 @@
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
 // In float, splitting numbers in two at each use takes longer than their products: large factors are three bfloat16 numbers, split once
 // (common/kron_pair.cuh; the backward of 1024 x (64, 64) from 74 to 54, of 1024 x (128, 128) from 444 to 391, of 16 x 64^3 from 132 to 107).
+// Of few rows, what lies between two factors is made first, and there are no partial sums (common/kron_outer.cuh).
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
 
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
+#include "common/kron_outer.cuh"
 #include "common/kron_page_products.cuh"
 #include "common/kron_pair.cuh"
 #include "common/kron_registers.cuh"
+#include "common/kron_sixteen.cuh"
 #include "common/kron_wide.cuh"
 #include "common/math.cuh"
 
@@ -328,7 +332,7 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
         float v[Plan::VALUES];
         cp_async_wait<0>();
         __syncwarp();
-        fetch<Plan, typename Plan::Start>(v, numbers, 0, stage);
+        fetch<Plan, typename Plan::Start>(v, numbers, stage);
         __syncwarp();
         if (warp < Plan::AHEAD) load(next);
         run_passes<Plan>(v, numbers, w, to, [&] {
@@ -336,6 +340,66 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
             if (warp >= Plan::AHEAD) load(next);
         }, typename Plan::List());
     }
+}
+#endif
+
+#if __CUDA_ARCH__ >= 900
+// The same of four factors of 16 x 16: see common/kron_sixteen.cuh. Grid CLUSTER * (the rows, or fewer), block THREADS; dynamic shared
+// memory: the factors, a part of a row.
+template <typename T, class Plan>
+__global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, 1)
+kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                       const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                       long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                       long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                       long long w7_p, long long w7_q, double scale, long long features) {
+    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, WEIGHTS = PIECES * 128;
+    extern __shared__ uint4 dynamic[];
+    unsigned* weights = reinterpret_cast<unsigned*>(dynamic);
+    float* numbers = reinterpret_cast<float*>(weights + 4 * WEIGHTS);
+    Factors4<T> factors = {{w0, w1, w2, w3}, {w0_p, w1_p, w2_p, w3_p}, {w0_q, w1_q, w2_q, w3_q}};
+    int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = A;
+    int row = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
+    cluster_arrive_relaxed();
+    wait_for_previous();
+    // Of the first pass: EACH pages of a warp, and where their results go, in this block, and in the other one.
+    auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * 4); };
+    float* mine = numbers + (rank * 8 + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane * 4;
+    unsigned others = shared_of_rank(shared_address(mine), rank ^ 1);
+    // Of the second: the lane's numbers of columns, and those which it stores, when four warps have made whole lines of them.
+    float* column = numbers + lane / 4 * SLAB + lane % 4 * (2 * NEXT) + warp * 8;
+    int line = warp % 4 * 4 + lane / 8, within = warp / 4 * 32 + lane % 8 * 4;
+    auto ahead_of = [&](int row) {  // to the L2 cache, a line a lane
+        for (int i = 0; i < EACH / 4; ++i) prefetch(own(row) + i * (4 * PAGE) + lane * 28);
+    };
+    Block16 ahead[2];
+    if (row < rows) {
+        ahead_of(row);
+        load_pages16<Plan>(ahead, own(row), 0);
+    }
+    load_weights16<Plan>(weights, factors, rank);
+    __syncthreads();
+    // Clusters of one row less begin half a row's time later: else all multiply at one time, and all store at another.
+    if (row < rows && row >= rows % step && rows % step)
+        for (int us = 0; us < 7; ++us) __nanosleep(1000);
+    for (; row < rows; row += step) {
+        Weights16 first, second;
+        fetch_weights16(first, weights);
+        fetch_weights16(second, weights + WEIGHTS);
+        first_pass16<Plan>(ahead, own(row), mine, others, first, second);
+        cluster_arrive();
+        fetch_weights16(first, weights + 2 * WEIGHTS);
+        fetch_weights16(second, weights + 3 * WEIGHTS);
+        cluster_wait();
+        if (row + step < rows) ahead_of(row + step);
+        second_pass16<Plan>(column, first, second);
+        barrier_of(1 + warp / 4, 128);
+        long long at = (long long)row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + within;
+        store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale), [&] {
+            if (row + step < rows) load_pages16<Plan>(ahead, own(row + step), 0);
+        });
+    }
+    cluster_wait();
 }
 #endif
 
@@ -825,6 +889,22 @@ kron_linear_v4_pair_bwd(float* partials, T* dx, const T* x, const T* g, const T*
     for (int e = threadIdx.x * 4; e < Plan::SUMS1; e += ALL * 4)
         *reinterpret_cast<float4*>(partials + Plan::SUMS2 + slice * Plan::SUMS1 + e) = *reinterpret_cast<float4*>(all1 + e);
     if constexpr (Plan::SLICES > 1) cluster_wait();
+}
+#endif
+
+#if __CUDA_ARCH__ >= 900
+// The gradients of two factors of 128 x 128 of few rows: see common/kron_outer.cuh. h is g times W1, z is x times W2. Grid CLUSTER * 16: 8
+// tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared memory: two stages.
+template <typename T>
+__global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 1)
+kron_linear_v4_outer_bwd(T* dw0, T* dw1, const T* x, const T* h, const T* z, const T* g, int rows, double scale) {
+    using Left = Outer4<true, T>;
+    using Right = Outer4<false, T>;
+    extern __shared__ uint4 dynamic[];
+    int tile = blockIdx.x / Left::CLUSTER, m = tile % 4 * Left::M, n = tile / 4 % 2 * Left::N;
+    wait_for_previous();
+    if (tile < 8) outer_products<Right>(dw0, x, h, dynamic, m, n, rows, float(scale));
+    else outer_products<Left>(dw1, z, g, dynamic, m, n, rows, float(scale));
 }
 #endif
 

@@ -90,7 +90,7 @@ def sum_of_turns(group: Registers, e: int) -> int:
     return turn
 
 
-@pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4))
+@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7))
 def test_what_memory_holds_up_goes_in_one_launch(sizes):
     (group,) = kron_groups.groups(square(sizes), 1024, TARGET)
     assert isinstance(group, Registers)

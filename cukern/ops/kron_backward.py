@@ -42,9 +42,6 @@ class Backward(NamedTuple):
 def backwards(sizes: Sizes, rows: int, target: Target) -> tuple[Backward, ...]:
     """The launches of a layer's backward, those of the first steps first; each but the first needs what went into it multiplied anew."""
     order = steps(sizes)
-    few = kron_pair.few(order, rows, target)
-    if few:
-        return (Backward(order, *few, pair=True),)
     best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         anew = sum(g.us for g in kron_groups.groups(sizes, rows, target, first)) if first else 0.0

@@ -10,7 +10,6 @@ from cukern.ops.kron_plan import Step
 _CLUSTERS = 200 << 10  # bytes of a block's shared memory: a GPU that has more has clusters
 _THREADS = 256  # of a team
 _LARGEST = 128 * 128  # numbers of a factor, whose sums the threads keep
-_TALL = 128  # rows of a left factor that several blocks share
 _MULTIPLY_ADDS_US = 230_000.0  # of a multiprocessor, of float
 _TILE_US = 0.3  # from a tile to the next
 
@@ -33,22 +32,6 @@ def large(run: Sequence[Step], rows: int, target: Target) -> Pair | None:
         return None
     found = (p for teams in (2, 1) for p in _tiling(run, rows, target, teams, 1, run[-1].q, 32 * teams))
     return next(found, None)
-
-
-def few(run: Sequence[Step], rows: int, target: Target) -> Pair | None:
-    """The launch of the two steps of a layer of so few rows that each has a cluster of blocks to itself. (32 rows and 128 x 128 factors, of
-    float: two arrays of x besides the inputs and the results, where the launches of one factor each take five.)"""
-    if (
-        len(run) != 2
-        or run[-1].left > 1
-        or run[0].right > 1
-        or run[1].p < _TALL
-        or target.itemsize > 4
-        or (target.itemsize == 4 and target.tensor)
-    ):
-        return None
-    cuts = ((slices, chunk) for slices in (2, 4) if rows * slices <= target.multiprocessors for chunk in (128, 64, 32))
-    return next((p for slices, chunk in cuts for p in _tiling(run, rows, target, 1, slices, chunk, 1)), None)
 
 
 def _tiling(run: Sequence[Step], rows: int, target: Target, teams: int, slices: int, chunk: int, tile: int) -> Iterator[Pair]:

@@ -36,12 +36,11 @@ class Pass(NamedTuple):
     right: int
     vector: int
     exchanging: int = 32
-    swap: int = 0
 
     @property
     def template(self) -> str:
         sizes = ", ".join(str(s.p) for s in self.factors)
-        return f"Pass<{_bits(self.held)}, {_bits(self.threads)}, {self.vector}, {self.right}, {self.exchanging}, {self.swap}, {sizes}>"
+        return f"Pass<{_bits(self.held)}, {_bits(self.threads)}, {self.vector}, {self.right}, {self.exchanging}, {sizes}>"
 
 
 class Registers(NamedTuple):
@@ -132,7 +131,7 @@ def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> li
     for n in reversed(range(len(parts) - 1)):
         a, b = parts[n], parts[n + 1]
         other = next((i for i in reversed(range(len(a.threads))) if a.threads[i] != b.threads[i]), -1)
-        parts[n] = a._replace(exchanging=1 << max(other + 1, LANES), swap=b.swap ^ (b.vector > 1))
+        parts[n] = a._replace(exchanging=1 << max(other + 1, LANES))
     return parts
 
 

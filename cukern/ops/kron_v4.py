@@ -12,6 +12,7 @@ from torch import Tensor
 from cukern.ops import kron_chain, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
+from cukern.ops.kron_sixteen import Sixteen
 from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -21,6 +22,7 @@ _V4: dict[type, Template] = {
     for kind, name in (
         (kron_groups.Group, ""),
         (Registers, "_registers"),
+        (Sixteen, "_sixteen"),
         (kron_pages.Pages, "_pages"),
         (kron_pages.Wide, "_wide"),
         (kron_pages.Piles, "_piles"),

@@ -6,7 +6,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_backward, kron_chain, kron_groups, kron_v3, kron_v4
+from cukern.ops import kron_backward, kron_chain, kron_groups, kron_outer, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_plan import Step
 from cukern.ops.kron_v3 import PLAIN, pointers, sum_dtype
@@ -26,6 +26,8 @@ def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[b
         return [kron_v4.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
         return kron_v3.backward(x, g, factors, wanted, scale)
+    if all(wanted[1:]) and kron_outer.takes(tuple([(w.shape[0], w.shape[1]) for w in factors]), x.shape[0], _target(x, g)):
+        return kron_outer.backward(x, g, factors, scale, wanted[0])
     order, h = kron_chain.plan(factors), g
     found: list[Tensor | None] = [None] * len(wanted)
     n, plan = len(order), plan_of(x, g, factors)
@@ -63,8 +65,11 @@ def _swapped(
 
 
 def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[kron_backward.Backward, ...]:
-    target = target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16))
-    return kron_backward.backwards(tuple([tuple(w.shape) for w in factors]), x.shape[0], target)
+    return kron_backward.backwards(tuple([tuple(w.shape) for w in factors]), x.shape[0], _target(x, g))
+
+
+def _target(x: Tensor, g: Tensor) -> kron_groups.Target:
+    return target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16))
 
 
 def fused(

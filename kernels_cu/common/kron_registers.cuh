@@ -39,14 +39,12 @@ struct Turned {
 };
 
 // A thread's numbers, Regs::scatter(r) + Threads::scatter(thread), and the factors' sizes, those of the rightmost first, whose digit is
-// r / RIGHT % size. V of the numbers, at least, are neighbours. WITH: the threads that exchange numbers before the next pass. SWAP: 1 where
-// neighbours change places in that exchange. A vector lies in consecutive registers, and the registers of an FMA come from two banks, of
-// odd and of even ones: a sum that lies where its number did is in that number's bank, and the FMA waits.
-template <class Regs_, class Threads_, int V_, int RIGHT_, int WITH_, int SWAP_, int... SIZES>
+// r / RIGHT % size. V of the numbers, at least, are neighbours. WITH: the threads that exchange numbers before the next pass.
+template <class Regs_, class Threads_, int V_, int RIGHT_, int WITH_, int... SIZES>
 struct Pass {
     using Regs = Regs_;
     using Threads = Threads_;
-    static constexpr int V = V_, SWAP = SWAP_, WEIGHTS = ((SIZES * SIZES) + ...);
+    static constexpr int V = V_, WEIGHTS = ((SIZES * SIZES) + ...);
 };
 
 // Copied: the numbers of a warp in the first pass, in the order of memory. AHEAD: the warps whose numbers come ahead.
@@ -135,9 +133,9 @@ __device__ __forceinline__ void load_weights_of(float* to, const Factors4<T>& fa
 }
 template <int THREADS, int N, typename T>
 __device__ __forceinline__ void load_weights(float*, const Factors4<T>&, Steps4<>) {}
-template <int THREADS, int N, typename T, class Regs, class Threads, int V, int RIGHT, int WITH, int SWAP, int... SIZES, class... Others>
+template <int THREADS, int N, typename T, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
 __device__ __forceinline__ void load_weights(float* to, const Factors4<T>& factors,
-                                             Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SWAP, SIZES...>, Others...>) {
+                                             Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
     load_weights_of<THREADS, N, T, SIZES...>(to, factors);
     load_weights<THREADS, N + sizeof...(SIZES)>(to + ((SIZES * SIZES) + ...), factors, Steps4<Others...>());
 }
@@ -185,21 +183,21 @@ __device__ __forceinline__ void store_results(const Output<T>& to, const float (
 
 // The thread's numbers, from where they lie for a pass.
 template <class Plan, class P>
-__device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const float* numbers, int swap, int stage = 0) {
+__device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const float* numbers, int stage = 0) {
     using Places = typename Plan::Places;
-    int place = (Places::at(P::Threads::scatter(threadIdx.x)) ^ (P::V == 1 ? swap : 0)) + stage;
+    int place = Places::at(P::Threads::scatter(threadIdx.x)) + stage;
 #pragma unroll
     for (int r = 0; r < Plan::VALUES; r += P::V) {
         Vec<float, P::V> some = load_vec<float, P::V>(numbers + Places::join(place, Places::at(P::Regs::scatter(r))));
 #pragma unroll
-        for (int e = 0; e < P::V; ++e) v[r + (P::V == 1 ? 0 : e ^ swap)] = some.v[e];
+        for (int e = 0; e < P::V; ++e) v[r + e] = some.v[e];
     }
 }
 
 // The passes from P on, of which the thread has its numbers. `late`: what to do when the last pass has read.
-template <class Plan, typename T, class Late, class Regs, class Threads, int V, int RIGHT, int WITH, int SWAP, int... SIZES, class... Others>
+template <class Plan, typename T, class Late, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
 __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numbers, const float* w, const Output<T>& to, const Late& late,
-                                           Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SWAP, SIZES...>, Others...>) {
+                                           Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
     using Places = typename Plan::Places;
     int thread = Threads::scatter(threadIdx.x);
     if constexpr (sizeof...(Others) == 0) {
@@ -214,7 +212,7 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
         bool waits = CROSS;
         multiply_pass<V, RIGHT, SIZES...>(v, w, CROSS ? rank ^ 1 : 0,
             [&](int r) {
-                int number = Regs::scatter(r), place = Places::at(thread | (number & ~HALF) | rank * HALF) ^ (V == 1 ? SWAP : 0);
+                int number = Regs::scatter(r), place = Places::at(thread | (number & ~HALF) | rank * HALF);
                 if constexpr (!CROSS) return place;
                 if (waits) cluster_wait();
                 waits = false;
@@ -224,7 +222,7 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
                 int own = Places::at(Regs::scatter(r));
                 Vec<float, V> some;
 #pragma unroll
-                for (int e = 0; e < V; ++e) some.v[e] = y[r + (V == 1 ? 0 : e ^ SWAP)];
+                for (int e = 0; e < V; ++e) some.v[e] = y[r + e];
                 if constexpr (!CROSS) store_vec(numbers + Places::join(place, own), some);
                 else  // joined as an address: the numbers begin at a multiple of 128 bytes
                     st_cluster((place ^ 4 * (own & 31)) + 4 * (own & ~31), reinterpret_cast<const float4&>(some));
@@ -233,7 +231,7 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
         else if constexpr (WITH == 32) __syncwarp();
         else if constexpr (WITH == Plan::THREADS) __syncthreads();
         else barrier_of((Plan::THREADS + threadIdx.x) / WITH, WITH);  // other numbers than for another WITH
-        fetch<Plan, typename First<Others...>::type>(v, numbers, SWAP);
+        fetch<Plan, typename First<Others...>::type>(v, numbers);
         if constexpr (sizeof...(Others) == 1) late();
         run_passes<Plan>(v, numbers, w + ((SIZES * SIZES) + ...), to, late, Steps4<Others...>());
     }

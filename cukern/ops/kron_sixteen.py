@@ -1,0 +1,42 @@
+"""The launch of kron_linear v4 of four factors of 16 x 16 at the right end of a layer, in float: see kernels_cu/common/kron_sixteen.cuh."""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+from cukern.ops.kron_plan import Step
+
+if TYPE_CHECKING:
+    from cukern.ops.kron_groups import Target
+
+SIDE, COUNT, CLUSTER = 16, 4, 2
+LEAST_SHARED = 200 << 10  # what a GPU with clusters has
+START_US = 6.0
+ROW_US = 13.0  # of a cluster
+
+
+class Sixteen(NamedTuple):
+    """One launch; the rest as in Group of kron_groups.py."""
+
+    steps: tuple[Step, ...]
+    us: float
+    threads: int = 512
+    blocks: int = 1
+    L: int = 1
+    R: int = 1
+    slices: int = CLUSTER
+    products: int = 6
+    shared: int = COUNT * 3 * 512 + SIDE * (SIDE * (256 // CLUSTER + 4) + 4) * 4
+
+    def template(self, added: bool = False) -> str:
+        return f"Sixteen4<{str(added).lower()}>"
+
+
+def launch(run: Sequence[Step], rows: int, target: "Target") -> Sixteen | None:
+    """The launch of a run of steps, if it is one of these and has rows enough for all multiprocessors."""
+    rows, clusters = rows * run[-1].left, target.multiprocessors // CLUSTER
+    if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or rows < clusters:
+        return None
+    if len(run) != COUNT or run[0].right > 1 or any((s.p, s.q) != (SIDE, SIDE) for s in run):
+        return None
+    return Sixteen(tuple(run), START_US + ROW_US * ceil(rows / clusters))

@@ -1,0 +1,114 @@
+"""kron_linear v4's launch of four factors of 16 x 16 on tensor cores, and the backward of two of 128 x 128 on few rows."""
+
+import contextlib
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+
+from cukern.ops import kron_groups, kron_outer, kron_sixteen, kron_v4, kron_v4_backward
+from cukern.ops.kron_groups import Target
+from cukern.ops.kron_plan import steps
+from cukern.ops.kron_sixteen import Sixteen
+from cukern.ops.kron_v3 import PLAIN
+from cukern.ops.kron_v4 import launch_group, prepare
+from cukern.runtime import backend
+
+TARGET = Target(4, 132, 226 << 10)
+SIZES = ((16, 16),) * 4
+
+
+def product(x, ws):
+    z = x.view(-1, *[w.shape[0] for w in ws])
+    for i, w in reversed(list(enumerate(ws))):  # as the kernel does: what overflows depends on it
+        z = torch.movedim(torch.movedim(z, i + 1, -1) @ w, -1, i + 1)
+    return z.reshape(x.shape[0], -1)
+
+
+def drawn(rows, device, dtype=torch.float32):
+    ws = [torch.randn(16, 16, dtype=dtype, device=device) / 4 for _ in range(4)]
+    return torch.randn(rows, 1 << 16, dtype=dtype, device=device), [w.mT.contiguous().mT if i % 2 else w for i, w in enumerate(ws)]
+
+
+def run(x, ws, epilogue=PLAIN, grid=2):
+    """By one cluster, or more."""
+    made = prepare(kron_sixteen.launch(steps(SIZES), 1 << 16, TARGET), 1, x.dtype, x.get_device(), epilogue is not PLAIN)
+    tensors = [x, *ws, *[t for t in epilogue[1:] if t is not None]]
+    with backend.simulated_memory(tensors) if x.device.type == "cpu" else contextlib.nullcontext():
+        return launch_group(made._replace(geometry=((grid, 1, 1), *made.geometry[1:])), x, ws, epilogue)
+
+
+def test_who_takes_it():
+    (group,) = kron_groups.groups(SIZES, 1024, TARGET)
+    assert isinstance(group, Sixteen)
+    assert kron_sixteen.launch(steps(((16, 16),) * 5)[:4], 64, TARGET), "in a longer layer"
+    others = (SIZES, 8, TARGET), (SIZES, 1024, TARGET._replace(aligned=8)), (SIZES, 1024, TARGET._replace(shared=163 << 10))
+    for sizes, rows, target in (*others, (((16, 16),) * 3, 1024, TARGET), (((16, 16),) * 3 + ((16, 8),), 1024, TARGET)):
+        assert not any(isinstance(g, Sixteen) for g in kron_groups.groups(sizes, rows, target))
+
+
+@pytest.mark.parametrize("added", (False, True))
+def test_registers_suffice(added):
+    group = kron_sixteen.launch(steps(SIZES), 1024, TARGET)
+    report = kron_v4._V4[Sixteen][torch.float32, group.template(added)].compile("sm_90a").report
+    assert not report.spill_stores and not report.spill_loads
+
+
+@kernels
+def test_four_factors_of_16(device):
+    x, ws = drawn(3, device)
+    exact, others = product(x.double(), [w.double() for w in ws]), product(x, ws)
+    bias, residual = torch.randn(x.shape[1], device=device), torch.randn_like(x)
+    y, again, added = run(x, ws), run(x, ws, grid=4), run(x, ws, (0.5, bias, residual))
+    assert same_bits(y, again)
+    for kind in (torch.amax, torch.mean):
+        assert kind((y - exact).abs(), ()) <= 2 * kind((others - exact).abs(), ())
+    assert float((added - 0.5 * exact - bias - residual).abs().max()) < 4 * torch.finfo(x.dtype).eps * float(exact.abs().max())
+
+
+@kernels
+def test_what_is_not_finite_is_as_in_torch(device):
+    """An infinity, one of each sign, a NaN, what overflows between the factors, and factors that have them."""
+    for spoiled in ({9: torch.inf}, {9: torch.inf, 40000: -torch.inf}, {70: torch.nan}, {i: 3e38 for i in range(64)}, {70: 3.4e38}):
+        x, ws = drawn(1, device)
+        ws = [w.abs() for w in ws]
+        for i, value in spoiled.items():
+            x[0, i] = value
+        alike(run(x, ws), product(x, ws))
+    x, ws = drawn(1, device)
+    ws[1][3, 5], ws[2][0, 0] = torch.inf, torch.nan
+    alike(run(x, ws), product(x, ws))
+
+
+def alike(y, other):
+    assert torch.equal(y.isnan(), other.isnan()) and torch.equal(y.isinf(), other.isinf())
+    assert torch.equal(y[y.isinf()], other[y.isinf()])
+
+
+def test_who_takes_the_gradients_of_few_rows():
+    sizes = ((128, 128),) * 2
+    assert kron_outer.takes(sizes, 32, TARGET)
+    assert kron_outer.takes(sizes, 1, TARGET._replace(itemsize=2, tensor=True))
+    others = (sizes, 64, TARGET), (sizes, 32, TARGET._replace(tensor=True)), (((128, 128), (128, 64)), 32, TARGET)
+    assert not any(kron_outer.takes(*other) for other in (*others, (sizes, 32, TARGET._replace(shared=163 << 10))))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gradients_of_few_rows(device, dtype):
+    rows = 9  # a second one for one block of a cluster
+    x, g = (torch.randn(rows, 1 << 14, device=device).to(dtype) for _ in range(2))
+    ws = [(torch.randn(128, 128, device=device) / 11).to(dtype) for _ in range(2)]
+    ws[0] = ws[0].mT.contiguous().mT
+
+    def gradients(kind):
+        X, G, left, right = (t.to(kind) for t in (x.view(rows, 128, 128), g.view(rows, 128, 128), *ws))
+        z, h = X @ right, left @ G
+        sums = torch.einsum("bij,bqj->iq", z, G), torch.einsum("bmp,bmq->pq", X, h)
+        return [0.5 * (h @ right.mT).reshape(rows, -1), *[0.5 * s for s in sums]]
+
+    with backend.simulated_memory([x, g, *ws]) if device == "cpu" else contextlib.nullcontext():
+        found, again = (kron_v4_backward.backward(x, g, ws, [True] * 3, 0.5) for _ in range(2))
+    for a, b, exact, other in zip(found, again, gradients(torch.float64), gradients(dtype), strict=True):
+        assert a is not None and same_bits(a, b)
+        assert (a - exact).abs().max() <= 2 * (other - exact).abs().max() + torch.finfo(dtype).eps
