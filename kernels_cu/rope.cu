@@ -17,19 +17,25 @@
 //              H200, bfloat16, heads of 128, of a copy's speed: 0.92 as first written. 0.95 with a third less of instructions (divisions
 //              by constants, 32-bit offsets in vectors, elements in pairs), predicted since 330 a thread took 70 % of the issue slots. 0.98
 //              with the table kept in L2 while x streams through it: it was read from memory once a batch element, 5 % of all reads.
-//              Between them: registers are capped, so that 1500 to 2000 threads of an SM have their 32 bytes in flight (0.93 with 1300), and
-//              L1 keeps no line of the outputs. Interleaved float, whose reads of the table have 8 bytes: 0.977 to 0.997 by keeping those
-//              too. 0.99 with programmatic dependent launch. Heads of 64 in half pairing are at 0.97: their halves are half lines.
+//              Between them: registers are capped, so that 1500 to 2000 threads of an SM have their 32 bytes in flight (0.93 with 1300).
+//              Interleaved float, whose reads of the table have 8 bytes: 0.977 to 0.997 by keeping those too. 0.99 with programmatic
+//              dependent launch. In half pairing plain stores instead of such that L1 keeps no line of: bfloat16 heads of 128 0.980 to 0.984,
+//              of 256 0.987 to 0.992, of 64 (version 3) 0.977 to 0.983, float heads of 64 0.985 to 0.988; in place up to 0.006. Heads of 64
+//              in half pairing are at 0.97: their halves are half lines.
 //              Slower: four heads a thread (0.96 of that), persistent blocks (0.9), other orders of the heads (0.85-0.96), blocks of 256
-//              threads. Angles for each element (TransformerEngine's) 0.87-0.94: a thread reads 128 bytes of them for 32 of x; no faster
-//              with a third fewer registers; sines taken by the rotation's own blocks, in shared memory, 0.74.
+//              threads (0.97 for 0.985) or of 32 (0.79), loads that L1 does not keep, keeps shortest, or that stream (0.98). As fast: blocks
+//              of 128. Where x, k and the outputs lie changes nothing: 0.983 to 0.988 with 0 to 32 MiB between them, and where torch puts them.
+//              In place is at 0.975 to 0.985, where torch's own negation in place is at 1.00: not explained.
+//              Angles for each element (TransformerEngine's) 0.87-0.94: a thread reads 128 bytes of them for 32 of x; no faster with a third
+//              fewer registers; sines taken by the rotation's own blocks, in shared memory, 0.74.
 //              A quarter of a head of 128 in bfloat16 is 64 of 256 bytes: these take an H200 0.48 of the whole's time, whoever reads and
 //              writes them (128 of 256 bytes take 0.55), and so they do here.
-//   version 3: one thread the same vector of two neighbouring heads, in 16 bits and half pairing; the pairs' other elements come by shuffles.
+//   version 3: one thread the same vector of two neighbouring heads, in half pairing; the pairs' other elements come by shuffles.
 //              Half as many reads of a table with angles for each element: H200, bfloat16, (4096, 1, 128, 128) with the angles' own kernel
-//              0.94 to 0.98, (8192, 4, 24, 128) 0.88 to 0.97, (2048, 4, 32, 128) 0.92 to 0.96. Heads of 64 are whole lines: (8, 4096, 32
-//              and 8, 64) 0.974 to 0.987, of q alone 0.98 to 1.00; 42 MB of them 0.983 to 0.973, and in place no faster. With registers for
-//              1500 threads of an SM instead of 1250: 0.92.
+//              0.94 to 0.98, (8192, 4, 24, 128) 0.88 to 0.97, (2048, 4, 32, 128) 0.92 to 0.96; float, whose tables are double, 0.87 to 0.97,
+//              0.75 to 0.93, 0.88 to 0.97: the rotation alone is at 0.97 to 1.00, the angles take 2 to 5 us. Heads of 64 in 16 bits are
+//              whole lines: (8, 4096, 32 and 8, 64) 0.974 to 0.987, of q alone 0.98 to 1.00; 42 MB of them 0.983 to 0.973, and in place no
+//              faster. With registers for 1500 threads of an SM instead of 1250: 0.92.
 //
 // Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
 #include "common/math.cuh"
@@ -341,8 +347,13 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     }
     a = pack<T>(y_a);
     c = pack<T>(y_c);
-    store_vec_past_l1(to[first_a].v, a);
-    store_vec_past_l1(to[first_b].v, c);
+    if constexpr (INTERLEAVED) {  // with plain stores it has a register too few on sm_80
+        store_vec_past_l1(to[first_a].v, a);
+        store_vec_past_l1(to[first_b].v, c);
+    } else {
+        store_vec(to[first_a].v, a);
+        store_vec(to[first_b].v, c);
+    }
 }
 
 // v3: half pairing, one thread the same vector of two neighbouring heads, so that a warp's accesses are whole lines where a half is less
@@ -350,7 +361,7 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
 // Block (x, y): x = rotary_dim / E threads, a power of 2 of at most 32, y pairs of heads, together whole warps. Numbers as in v2's, but
 // items, heads and k_heads count pairs of heads; nothing is copied.
 template <typename T, typename C, int E, bool FULL>
-__global__ void __launch_bounds__(256, 5)
+__global__ void __launch_bounds__(256, sizeof(C) == 8 ? 4 : 5)
     rope_v3(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
@@ -403,6 +414,6 @@ __global__ void __launch_bounds__(256, 5)
         if (position != UNROTATED) v[i] = pack<T>(a);
     }
     if (number >= items) return;
-    store_vec_past_l1(to[0].v, v[0]);
-    store_vec_past_l1(to[out_h].v, v[1]);
+    store_vec(to[0].v, v[0]);
+    store_vec(to[out_h].v, v[1]);
 }

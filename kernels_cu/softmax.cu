@@ -26,8 +26,8 @@
 // v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     0.98 (1.00)  0.98 (1.03)  0.98 (1.02)  0.95 (0.95)* 0.96 (1.02)  0.95 (0.99)  0.89 (0.86)
-//  bfloat16  1.00 (0.97)  1.00 (1.03)  0.97 (1.01)  0.95 (1.00)  0.97 (1.01)  0.94 (1.00)  0.94 (0.90)
+//  float     0.98 (1.00)  0.98 (1.03)  0.98 (1.02)  0.95 (0.95)* 0.96 (1.02)  0.97 (0.99)  0.89 (0.88)
+//  bfloat16  1.00 (0.97)  1.00 (1.03)  0.97 (1.01)  0.95 (1.00)  0.97 (1.01)  0.94 (1.00)  0.94 (0.92)
 //
 // * Of four blocks that began where others' 32 bytes ended half-way, 1.02 of two that did not. They begin at whole lines since; not measured.
 //
@@ -42,13 +42,20 @@
 //   to 0.935, 1M 0.92 to 0.93.
 // * Words, not a barrier, between the blocks of a cluster, which had taken 3.8 us of a block's 12 to 15 (teams.cuh): float 131072 0.93 to 0.96,
 //   its backward 0.96 to 0.99, that of bfloat16, now with two blocks of 512 threads on a multiprocessor, 0.96 to 1.00.
+// * Backward of 1M by one block of 512 threads on a multiprocessor, which has 128 KB of each tensor, not 64 (float 32) in each of two (four):
+//   0.907 to 0.923, float 0.835 to 0.880. Five blocks of 256 threads, not two of 512: float 131072 0.959 to 0.966.
 //
 // What is left of long rows is that blocks wait for one another: if they do not, 131072 is at 0.95 (float 0.97), 1M at 0.97, and backward at
 // 1.00 to 1.01. Of 1M a block waits 6 of 13 to 18 us: 3 for words through a busy L2, the others for the last of its row, whose loads take 5
 // to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
 // Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints on all loads and stores, more threads or more than 16 vectors a thread, rows that are
-// partly read twice, persistent blocks, clusters for rows that a block holds, a row's blocks in numbers that divide the GPU's (1M 0.89 to
-// 0.85). As fast: blocks that start one after another, launch_dependents in the last blocks, whole warps for rows of 1024.
+// partly read twice, clusters for rows that a block holds, a row's blocks in numbers that divide the GPU's (1M 0.89 to 0.85) or more of them
+// than must be (40 instead of 32: 0.89 to 0.81).
+// Persistent blocks too, even where nobody waits. Those that fetch their next part into what they have just written, parts by a counter:
+// 50304 0.97 to 0.91, float 0.96 to 0.93, 131072 0.94 to 0.84, 1M 0.93 to 0.86; parts in turns: 50304 0.89. Those that have a row in
+// registers while up to three are under way: 131072 0.70.
+// As fast: blocks that start one after another, launch_dependents in the last blocks, one barrier less where blocks tell, no more than two
+// groups of copies under way; rows of 1024 by whole warps, or by 2048 threads of a multiprocessor.
 //
 // Grids are 1-D. Offsets are 64-bit.
 #include "common/held_rows.cuh"

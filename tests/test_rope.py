@@ -96,9 +96,10 @@ def test_head_dims(device, version, head_dim):
 def test_neighbouring_heads(device, version):
     """What v3 takes two heads at a time: with all kinds of tables, tokens that are not rotated, blocks that are not full."""
     bounds, where = torch.tensor([2, 5, 9], dtype=torch.int32, device=device), [[-1, -1, 0, 1, 2, 0, 1, 2, 3, -1, -1]]
-    for dtype, width, full, inverse in itertools.product((torch.bfloat16, torch.float16), (16, 64, 128), (False, True), (False, True)):
+    other = {torch.float32: torch.float64}  # of a table; else that of x
+    for dtype, width, full, inverse in itertools.product(FLOATS[:3], (16, 64, 128), (False, True), (False, True)):
         q, k = (torch.randn(11, heads, 136, device=device).to(dtype)[..., 8 : 8 + width] for heads in (4, 2))
-        cos, sin = tables(6, width if full else width // 2, device, dtype if inverse else torch.float32)
+        cos, sin = tables(6, width if full else width // 2, device, other.get(dtype, dtype) if inverse else torch.float32)
         options = {"layout": "thd", "cu_seqlens": bounds, "inverse": inverse, "scale": 1.25}
         for x, y in zip((q, k), both(q, cos, sin, device, version, k=k, **options), strict=True):
             exact = oracle.rotated(x[None], cos, sin, where, width, inverse=inverse, scale=1.25)

@@ -198,6 +198,21 @@ def test_rows_that_many_blocks_hold(device, monkeypatch):
 
 
 @kernels
+def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
+    """Forward of a cluster, backward of a crowd: others than where rows are few."""
+    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 4)
+    for way, hold, columns, backward in (
+        (held.in_a_cluster, plan.cluster_hold, 100_001, False),
+        (held.in_a_crowd, plan.crowd_hold, 40_003, True),
+    ):
+        launched = []
+        monkeypatch.setattr(held, "first", lambda ways, problem, way=way, launched=launched: launched.append(problem) or way(problem))
+        check("softmax", torch.randn(3, columns, device=device), "v10")
+        shapes = (plan.CROWDS if backward else plan.CLUSTERS)[backward][4]
+        assert len(shapes) > 1 and hold(*held.numbers(launched[backward])).shape == shapes[0]
+
+
+@kernels
 @pytest.mark.parametrize("name, version", [*(("softmax", v) for v in (None, "v1", "v7", "v8")), ("causal_softmax", "v2")])
 def test_small_results_beside_a_peak(device, name, version):
     """Also those of threads that see nothing near the peak."""

@@ -46,7 +46,7 @@ def _v3(call: Call) -> Plan:
     """One thread a vector of two heads, where their halves are less than a line, or their table is wide; else v2."""
     o, vector = call.options, VECTOR_BYTES // call.dtype.itemsize
     full, threads = call.table.shape[2] == o.rotary_dim, o.rotary_dim // vector
-    suits = call.dtype.itemsize == 2 and not o.interleaved and (full or o.rotary_dim * call.dtype.itemsize < 2 * LINE_BYTES)
+    suits = call.dtype.itemsize < 8 and not o.interleaved and (full or o.rotary_dim * call.dtype.itemsize < 2 * LINE_BYTES)
     pairs = threads in (2, 4, 8, 16, 32) and not (call.x.shape[2] | call.k.shape[2]) % 2 and not call.rest
     if not suits or not pairs or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
         return _v2(call)
@@ -132,7 +132,7 @@ def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 def _v3_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    keys = itertools.product([dtype], table_dtypes(dtype), [VECTOR_BYTES // 2], (False, True)) if dtype.itemsize == 2 else ()
+    keys = itertools.product([dtype], table_dtypes(dtype), [VECTOR_BYTES // dtype.itemsize], (False, True)) if dtype.itemsize < 8 else ()
     return [*_v2_instances(dtype), *(_V3[key] for key in keys)]
 
 

@@ -15,7 +15,7 @@ LEAST_PIECE = 2048  # vectors of a row that is cut into pieces, for each
 LEAST_PART = 1024  # vectors of a row that several blocks hold, for each
 MOST_BLOCKS = (1 << 31) - 1  # of a grid
 MOST_VECTORS = 1 << 27  # of a row that is held on chip: its columns are counted in 31 bits
-MOST_OF_A_THREAD = 16  # vectors where several blocks share a row; with more it was slower
+MOST_OF_A_THREAD = 16  # vectors of a tensor where several blocks share a row; with more it was slower
 NEXT_TO_SLOTS = 1536  # bytes of shared memory that a block needs for other things, its driver's among them
 
 
@@ -68,18 +68,19 @@ SHAPES_CAUSAL: Shapes = {
     8: (Shape(2, 512, 1),),
 }
 
-# Of a block that has a row to itself, by preference; of those of a cluster, and of a crowd. Not of float64: nobody is in a hurry with it.
+# Of a block that has a row to itself, by preference; of those of a cluster, and of a crowd: the first that the rows fill the GPU with, or
+# the last. Not of float64: nobody is in a hurry with it.
 HOLDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2),), 4: (Shape(4, 512, 2), Shape(6, 1024, 1)), 8: ()},
     {2: (Shape(2, 512, 2), Shape(4, 512, 1)), 4: (Shape(2, 512, 2), Shape(2, 1024, 1)), 8: ()},
 )
 CLUSTERS: tuple[Shapes, Shapes] = (
-    {2: (Shape(4, 256, 4),), 4: (Shape(8, 512, 2),), 8: ()},
+    {2: (Shape(4, 256, 4),), 4: (Shape(6, 256, 5), Shape(8, 512, 2)), 8: ()},
     {2: (Shape(2, 512, 2),), 4: (Shape(2, 512, 2),), 8: ()},
 )
 CROWDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2),), 4: (Shape(8, 512, 2),), 8: ()},
-    {2: (Shape(2, 512, 2),), 4: (Shape(2, 256, 4),), 8: ()},
+    {2: (Shape(8, 512, 1), Shape(2, 512, 2)), 4: (Shape(8, 512, 1), Shape(2, 256, 4)), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8
 
@@ -111,10 +112,10 @@ def pieces(rows: int, vectors: int, sms: int) -> int:
 
 
 def _room(shape: Shape, shared: int, backward: bool, most: int = 1 << 10) -> int:
-    """Vectors that a block has room for, `most` a thread, where shape.blocks of them have `shared` bytes of a multiprocessor."""
+    """Vectors of each tensor, `most` a thread, that fit where shape.blocks blocks have `shared` bytes of a multiprocessor."""
     tensors = 2 if backward else 1
     slots = max((shared + 1024) // shape.blocks - NEXT_TO_SLOTS, 0) // (VECTOR_BYTES * tensors)
-    return shape.threads * min(shape.vectors + slots // shape.threads, most // tensors)
+    return shape.threads * min(shape.vectors + slots // shape.threads, most)
 
 
 def _hold(shape: Shape, size: int, vectors: int, backward: bool) -> Hold:
@@ -131,6 +132,7 @@ def block_hold(vectors: int, itemsize: int, shared: int, backward: bool) -> Hold
 
 def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
     """The smallest cluster that holds a row, a larger one where rows are few; or None for too long a row, or too few for all of the GPU."""
+    found = None
     for shape in CLUSTERS[backward][itemsize]:
         sizes = [
             s
@@ -138,15 +140,24 @@ def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, 
             if vectors <= s * _room(shape, shared, backward, MOST_OF_A_THREAD) and (rows * s >= 2 * sms or s == CLUSTER_SIZES[-1])
         ]
         if sizes and rows * sizes[0] >= sms // 2:
-            return _hold(shape, sizes[0], vectors, backward)
-    return None
+            found = _hold(shape, sizes[0], vectors, backward)
+            if _fills(found, rows, sms):
+                break
+    return found
 
 
 def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
     """As many blocks as hold a row, or as fill the GPU where rows are few; or None for a row of which not half the GPU's blocks hold it."""
+    found = None
     for shape in CROWDS[backward][itemsize]:
         blocks = sms * shape.blocks // 2
         size = max(ceil(vectors / _room(shape, shared, backward, MOST_OF_A_THREAD)), min(blocks // rows, vectors // LEAST_PART), 1)
         if vectors <= MOST_VECTORS and size <= blocks:
-            return _hold(shape, size, vectors, backward)
-    return None
+            found = _hold(shape, size, vectors, backward)
+            if _fills(found, rows, sms):
+                break
+    return found
+
+
+def _fills(hold: Hold, rows: int, sms: int) -> bool:
+    return rows * hold.size >= sms * hold.shape.blocks
