@@ -7,7 +7,7 @@ import pytest
 from sim_oracle import decode, encode
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.tensor_core import described, ldmatrix, mma, wgmma
+from cukern.sim.tensor_core import by_rows, described, ldmatrix, mma, rows_of_a, wgmma
 
 CASES = [
     ("m16n8k16", "f16", "f32"),
@@ -174,9 +174,23 @@ def test_wgmma_is_mma_of_each_warps_rows(kept):
 def test_wgmmas_descriptor():
     """Eights of numbers along k and of columns in pieces of 128 bytes, the next along k 256 bytes away, the next columns 1024."""
     word = np.uint64(4096 >> 4 | 256 >> 4 << 16 | 1024 >> 4 << 32)
-    found = described(np.full(64, word), np.arange(64))
+    found = described(np.full(64, word), np.arange(64), False)
     assert found.tolist() == [4096 + n // 8 * 1024 + n % 8 * 16 + half * 256 for n in range(32) for half in (0, 1)]
+    found = described(np.full(64, word), np.arange(64), True)
+    assert found.tolist() == [4096 + eight * 1024 + k % 8 * 16 + k // 8 * 256 for eight in range(4) for k in range(16)]
     with pytest.raises(NotSimulated, match="swizzle"):
-        described(np.full(1, word | np.uint64(1) << np.uint64(62)), np.arange(1))
+        described(np.full(1, word | np.uint64(1) << np.uint64(62)), np.arange(1), False)
     with pytest.raises(NotSimulated, match="m64n32k8"):
         wgmma("wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32")
+
+
+def test_wgmmas_operands_from_shared_memory():
+    """Either order of a matrix's eights is the same matrix, and a's rows are where mma.sync has them."""
+    rng = np.random.default_rng(3)
+    rows = rng.integers(0, 1 << 16, (2, 16, 16), dtype=np.uint16)
+    along = rows.reshape(2, 32, 8)
+    down = np.stack([rows[:, eight * 8 : eight * 8 + 8, k] for eight in (0, 1) for k in range(16)], axis=1)
+    assert np.array_equal(by_rows(along, False), rows) and np.array_equal(by_rows(down, True), rows)
+    for warp in range(2):
+        wanted = pack(rows[warp], lambda i, lane: row_col_a(i, lane, "bf16"), 8, True)
+        assert all(np.array_equal(r[warp], w) for r, w in zip(rows_of_a(rows), wanted, strict=True))

@@ -57,9 +57,8 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
 
 
 def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """The columns of a wgmma of bf16, with a in registers, and its function: a's registers, b (warps, columns, k), c's registers, and
-    whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
+    """The columns of a wgmma of bf16, and its function: a's registers, b (warps, columns, k), c's registers, and whether c is added, to
+    d's. Each warp's is mma.sync's of its 16 rows. For example "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
     """
     start, _, rest = opcode.partition(".m64n")
     columns, _, types = rest.partition("k16.")
@@ -78,14 +77,28 @@ def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Arra
     return int(columns), function
 
 
-def described(words: Array, row: Array) -> Array:
-    """Where 16 bytes of wgmma's operand b lie by its matrix descriptor, if numbers along k are neighbours: half row % 2 of column row // 2.
-    Raises NotSimulated for a swizzle."""
+def rows_of_a(rows: Array) -> list[Array]:
+    """The registers of operand a, each (warps, 32), of each warp's 16 rows (warps, 16, k = 16)."""
+    pairs = np.ascontiguousarray(rows).view(np.uint32)
+    return [pairs[:, _GROUP + 8 * (i % 2), _QUAD + 4 * (i // 2)] for i in range(4)]
+
+
+def described(words: Array, number: Array, down: bool) -> Array:
+    """Where 16 bytes of a wgmma's operand lie by its matrix descriptor: half number % 2, along k, of row (of a; b: column) number // 2; or,
+    if neighbours lie `down`, of k = number % 16 the eight rows from number // 16 * 8 on. Raises NotSimulated for a swizzle."""
     if (words >> np.uint64(62)).any():
         raise NotSimulated("wgmma with a swizzle")
     start, along_k, across = ((words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32))
-    column, half = (row // 2).astype(np.uint64), (row % 2).astype(np.uint64)
-    return start + column // np.uint64(8) * across + column % np.uint64(8) * np.uint64(16) + half * along_k
+    number = number.astype(np.uint64)
+    eight, in_eight, half = (number // 16, number % 8, number // 8 % 2) if down else (number // 16, number // 2 % 8, number % 2)
+    return start + eight * across + in_eight * np.uint64(16) + half * along_k
+
+
+def by_rows(parts: Array, down: bool) -> Array:
+    """Eights of numbers (warps, count, 8), in the order of `described`, as (warps, rows, k = 16)."""
+    if not down:
+        return parts.reshape(len(parts), -1, 16)
+    return np.ascontiguousarray(parts.reshape(len(parts), -1, 16, 8).swapaxes(2, 3)).reshape(len(parts), -1, 16)
 
 
 def _elements(fmt: Format, registers: Registers) -> Array:
