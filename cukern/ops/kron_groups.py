@@ -10,9 +10,10 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_registers
+from cukern.ops import kron_registers, kron_split
 from cukern.ops.kron_plan import Sizes, Step, steps
 from cukern.ops.kron_registers import Registers
+from cukern.ops.kron_split import Split
 
 MOST = 8  # factors in a launch, as in kron_tile.cuh
 MOST_WARPS = 16  # of a block
@@ -81,22 +82,27 @@ class Group(NamedTuple):
         return f"Plan4<{text(self.threads, self.blocks, *tile, self.products, self.split, added, *[p.template for p in self.parts])}>"
 
 
+Launch = Group | Registers | Split
+
+
 class Target(NamedTuple):
     """What a plan is made for: numbers of `itemsize` bytes at addresses that are multiples of `aligned`; a GPU's multiprocessors, and
-    the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are."""
+    the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are; whether they have
+    wgmma."""
 
     itemsize: int
     multiprocessors: int
     shared: int
     tensor: bool = False
     aligned: int = 16
+    warpgroups: bool = False
 
 
 @functools.lru_cache(512)
-def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Group | Registers, ...]:
+def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Launch, ...]:
     """The launches of a layer of these factors on `rows` rows, or of its first `count` steps."""
     order = steps(sizes)[:count]
-    best: list[tuple[float, tuple[Group | Registers, ...]]] = [(0.0, ())]  # for the last n steps
+    best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]  # for the last n steps
     for first in reversed(range(len(order))):
         options = []
         for end in range(first + 1, end_of_run(order, first) + 1):
@@ -124,14 +130,13 @@ def end_of_run(order: Sequence[Step], first: int) -> int:
 
 
 @functools.lru_cache(4096)
-def fastest(run: Sequence[Step], rows: int, target: Target) -> Group | Registers | None:
+def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
-    exact: list[Group | Registers] = [
-        g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)
-    ]
+    exact: list[Launch] = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
     exact += kron_registers.launches(run, rows, target)
+    exact += kron_split.forward(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if found or len(run) > 1:
         return found

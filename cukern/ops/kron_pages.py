@@ -6,9 +6,9 @@ Sizes are multiples of 16, and numbers 16-bit: in TF32 the other launches are as
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops.kron_groups import BARRIER_CYCLES, CYCLES_US, LAUNCH_US, SM_BYTES_US, START_US, Group, Target, text
+from cukern.ops import kron_groups
+from cukern.ops.kron_groups import BARRIER_CYCLES, CYCLES_US, LAUNCH_US, SM_BYTES_US, START_US, Target, text
 from cukern.ops.kron_plan import Sizes, Step
-from cukern.ops.kron_registers import Registers
 
 IN_FLIGHT = 32 << 10  # bytes on their way to a multiprocessor that keep device memory busy
 PRODUCT_CYCLES = 7  # of 16 x 8 x 16, beside all else that a warp issues
@@ -87,7 +87,7 @@ class Piles(NamedTuple):
         return f"Piles4<{text(self.warps, self.held, added, *_factors(self.steps))}>"
 
 
-Launch = Group | Registers | Pages | Piles
+Launch = kron_groups.Launch | Pages | Piles
 
 
 def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Piles | None:

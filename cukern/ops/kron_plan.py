@@ -18,6 +18,17 @@ class Step(NamedTuple):
     right: int
 
 
+class Pair(NamedTuple):
+    """A launch of the backward of one step or two; `sums`: how many partial sums of the gradients there are."""
+
+    us: float
+    template: str
+    blocks: int
+    threads: int
+    shared: int  # bytes
+    sums: int
+
+
 def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:
     """The factors, by index, in the order that multiplies and adds least: by 1/p - 1/q, those that shrink the array first.
 

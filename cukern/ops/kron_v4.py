@@ -12,13 +12,20 @@ from torch import Tensor
 from cukern.ops import kron_chain, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
+from cukern.ops.kron_split import Split
 from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
 _V4: dict[type, Template] = {
     kind: Template("kron_linear.cu", f"kron_linear_v4{name}", pdl=True)
-    for kind, name in ((kron_groups.Group, ""), (Registers, "_registers"), (kron_pages.Pages, "_pages"), (kron_pages.Piles, "_piles"))
+    for kind, name in (
+        (kron_groups.Group, ""),
+        (Registers, "_registers"),
+        (Split, "_split"),
+        (kron_pages.Pages, "_pages"),
+        (kron_pages.Piles, "_piles"),
+    )
 }
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
@@ -53,7 +60,7 @@ def of_layer(sizes: Sizes, rows: int, target: kron_groups.Target, dtype: torch.d
 
 def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> kron_groups.Target:
     shared = backend.shared_memory(device) - 1024  # what the driver keeps of it
-    return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned)
+    return kron_groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned, backend.capability(device) == 90)
 
 
 def prepare(group: kron_pages.Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
@@ -165,6 +172,6 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
+    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)._replace(warpgroups=False)  # for every GPU
     plans = [plan for f, n in COMMON for plan in of_layer(((f, f),) * n, 64, target, dtype)]
     return [_V4[type(plan)][dtype, plan.template()] for plan in plans]

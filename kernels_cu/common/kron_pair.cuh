@@ -1,24 +1,19 @@
-// The backward of one or two large factors in one launch, of two with nothing to their right.
+// The backward of two large factors of few rows in one launch.
 //
 // A row of x is a matrix X [P1][P2], one of what came back G [Q1][Q2], and all that is wanted are products of matrices:
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T.
-// Row i of X makes row i of Z, H, dW1 and dX alone. So SLICES blocks, a cluster, may share a row of x: each has ROWS rows of X and of W1,
-// and W2; G comes by in chunks of CHUNK rows, from which all make their parts of H and dW1. Only dW2 is a sum over the blocks, which
-// is made through their shared memory at the end: few rows fill the GPU, and there are few partial sums. One factor alone is the left
-// one, of R of the C numbers to its right (Z is X, and dX is H), or the right one, of L rows (H is G). A block's TEAMS have tiles of
-// their own, and the factors in common: while one fetches, another multiplies.
+// Row i of X makes row i of Z, H, dW1 and dX alone. So SLICES blocks, a cluster, share a row of x: each has ROWS rows of X and of W1, and
+// W2; G comes by in chunks of CHUNK rows, from which all make their parts of H and dW1. Only dW2 is a sum over the blocks, which is made
+// through their shared memory at the end: few rows fill the GPU, and there are few partial sums.
 //
 // All are products of 16-bit numbers on tensor cores. A float is three of them (Pieces), made once, when it comes to shared memory: 6
 // products of m16n8k16, which take as long as 3 of m16n8k8 in TF32 (kron_backward.cuh) and are more exact. To split in two for TF32 in
 // every warp that multiplies a number takes 6 to 8 instructions a product, and more time than the products; both parts would take more
-// shared memory.
+// shared memory. Where rows are many, warpgroups are faster (kron_split.cuh).
 //
-// On one H200, in us with the partial sums' launch, and by kron_backward.cuh: 1024 x (64, 64) 54 and 74; of 1024 x (128, 128) the
-// right factor 145 and 172, the left one 160 and 185; of 16 x 64^3 the left one 31 and 37; 32 x (128, 128) 43, and 39 in five launches,
-// but two arrays of extra memory, and five; in bfloat16 19 and 26. What did not help: to fetch the next numbers from shared memory
-// while some are multiplied (55 to 58 for 54 to 57, one team), 16 warps in one team (54), two teams of 4 (62), Z and H by half of the warps
-// each (54 to 56). Many rows in slices (755 for 444), and 16-bit numbers of many rows (28 for 23), are better left to kron_backward.cuh.
-// Runs of 32 numbers for Z, H and dX as well erred 2.4 times as much as torch.
+// On one H200, in us with the partial sums' launch: 32 x (128, 128) 43, and 39 in five launches, but two arrays of extra memory, and five;
+// in bfloat16 19 and 26. What did not help: 16-bit numbers of many rows (28 for 23) are better left to kron_backward.cuh. Runs of 32 numbers
+// for Z, H and dX as well erred 2.4 times as much as torch.
 #pragma once
 #include "kron_backward.cuh"
 
@@ -43,17 +38,14 @@ __device__ __forceinline__ void split_in_three(float x, float (&pieces)[3]) {
     pieces[2] = x - both;
 }
 
-template <int TEAMS_, int THREADS_, int SLICES_, int CHUNK_, int L_, int R_, long long C_, class Left_, class Right_>
+template <int THREADS_, int SLICES_, int CHUNK_, class Left_, class Right_>
 struct Pair4 {
-    static constexpr int TEAMS = TEAMS_, THREADS = THREADS_, WARPS = THREADS / 32, SLICES = SLICES_, CHUNK = CHUNK_;
-    static constexpr bool LEFT = Left_::COUNT > 0, RIGHT = Right_::COUNT > 0;
-    static constexpr int P1 = LEFT ? Left_::P : L_, Q1 = LEFT ? Left_::Q : L_, P2 = RIGHT ? Right_::P : R_, Q2 = RIGHT ? Right_::Q : R_;
-    static constexpr int ROWS = P1 / SLICES, CHUNKS = LEFT ? Q1 / CHUNK : 0, SUMS1 = LEFT ? ROWS * Q1 : 0, SUMS2 = RIGHT ? P2 * Q2 : 0;
-    static constexpr long long ACROSS = RIGHT ? 1 : C_ / R_, X_STRIDE = RIGHT ? P2 : C_, G_STRIDE = RIGHT ? Q2 : C_;
+    static constexpr int THREADS = THREADS_, SLICES = SLICES_, CHUNK = CHUNK_;
+    static constexpr int P1 = Left_::P, Q1 = Left_::Q, P2 = Right_::P, Q2 = Right_::Q;
+    static constexpr int ROWS = P1 / SLICES, CHUNKS = Q1 / CHUNK, SUMS1 = ROWS * Q1, SUMS2 = P2 * Q2;
     // Distances between rows in shared memory: lanes that fetch from 8 of them meet different banks. Then numbers of a piece.
     static constexpr int LD1 = Q1 + 8, LDX = P2 + 8, LDG = Q2 + 8;
-    static constexpr int W1 = LEFT ? ROWS * LD1 : 0, W2 = RIGHT ? P2 * LDG : 0;
-    static constexpr int X = RIGHT ? ROWS * LDX : 0, Z = ROWS * LDG, G = LEFT ? CHUNK * LDG : 0;
+    static constexpr int W1 = ROWS * LD1, W2 = P2 * LDG, X = ROWS * LDX, Z = ROWS * LDG, G = CHUNK * LDG;
 };
 
 // How WARPS warps share out M x N sums: each has BLOCKS blocks next to each other of 16 MI x 8 NI; TIMES warps have the same sums, of
