@@ -19,9 +19,9 @@
 //     16 x 8^7            1816 (6055)   2308  156 (1206)   1056 (2652)   157 (641)
 //     1024 x 16^4         1342 (4668)   4950  213 (1242)   528 (1833)    178 (602)
 //     1024 x 32^3         376 (1877)    1500  152 (643)    131 (599)     46 (240)
-//     16 x 64^3           59 (216)      158   37 (145)     18 (75)       19 (68)
-//     1024 x (64, 64)     40 (168)      108   23.4 (78)    13 (74)       5.4 (31)
-//     1024 x (128, 128)   235 (802)     806   151 (534)    41 (233)      22 (173)
+//     16 x 64^3           59 (216)      158   32 (115)     18 (75)       19 (68)
+//     1024 x (64, 64)     40 (168)      108   18.0 (58)    13 (74)       5.4 (31)
+//     1024 x (128, 128)   235 (802)     806   107 (373)    41 (233)      22 (173)
 //     1024 x (112, 128)   222 (727)           146 (715)    38 (207)      20 (181)
 //     4096 x (32, 32)     34 (175)      119   16.3 (66)    13 (78)       6.8 (27)
 //     16 x 2^16           587 (2439)    356   11.6 (65)    410 (1378)    9.3 (43)
@@ -50,8 +50,9 @@
 // its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
 // In float, splitting numbers in two at each use takes longer than their products: large factors are three bfloat16 numbers, split once
-// (common/kron_pair.cuh; the backward of 1024 x (64, 64) from 74 to 54, of 1024 x (128, 128) from 444 to 391, of 16 x 64^3 from 132 to 107).
-// Of few rows, what lies between two factors is made first, and there are no partial sums (common/kron_outer.cuh).
+// (the backward of 1024 x (64, 64) from 74 to 54), and multiplied by warpgroups, forward too (common/kron_split.cuh; the backward of
+// 1024 x (64, 64) from 54 to 39, of 1024 x (128, 128) from 383 to 263, of 16 x 64^3 from 108 to 82). Of few rows, what lies between two
+// factors is made first, and there are no partial sums (common/kron_outer.cuh).
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
@@ -60,9 +61,9 @@
 #include "common/kron_gradient.cuh"
 #include "common/kron_outer.cuh"
 #include "common/kron_page_products.cuh"
-#include "common/kron_pair.cuh"
 #include "common/kron_registers.cuh"
 #include "common/kron_sixteen.cuh"
+#include "common/kron_split.cuh"
 #include "common/kron_wide.cuh"
 #include "common/math.cuh"
 
@@ -581,6 +582,97 @@ kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     }
 }
 
+// The same of one large factor, or two, of float by warpgroups: see common/kron_split.cuh. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in
+// pieces, each team's X.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::TEAMS * Plan::WIDE, 1)
+kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                     long long w7_p, long long w7_q, double scale, long long features) {
+    using X = typename Plan::X;
+    using W2 = typename Plan::W2;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::WIDE, N = Plan::LEFT ? 64 : Q2;
+    constexpr bool LEFT = Plan::LEFT, RIGHT = Plan::RIGHT, PAIR = Plan::PAIR;
+    constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, OUT_STRIDE = Plan::G_STRIDE;
+    extern __shared__ uint4 dynamic[];
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (Plan::WIDE / 32), group = warp / 4 % (Plan::WIDE / 128);
+    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + (RIGHT ? W2::BYTES / 2 : 0) + team * X::BYTES;
+    auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
+    auto rows_of = [&](long long a) { return LEFT || A - 64 * a >= 64 ? P1 : int(A - 64 * a); };
+    auto give = [&](long long a, const float (&d)[N / 8][4]) {
+        long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
+        int rows = rows_of(a);
+        each_two(d, [&](Vec<float, 2> two, int row, int column) {
+            if (!LEFT && row >= rows) return;
+            long long i = at + row * OUT_STRIDE + column;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                two.v[e] *= float(scale);
+                if (bias) two.v[e] += bias[i % features + e];
+                if (residual) two.v[e] += residual[i + e];
+            }
+            store_vec(out + i, two);
+        });
+    };
+    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
+    wait_for_previous();
+    Underway<W2, ALL> factor;
+    if constexpr (RIGHT) factor.fetch_any(w0, w0_p, w0_q);
+    if constexpr (LEFT) {
+        Underway<X, Plan::WIDE> next;
+        auto fetch = [&](long long a) { next.fetch(x_of(a), X_STRIDE); };
+        if (a < tiles) fetch(a);
+        Rows<P1> left;
+        float numbers[P1 / 8][4];
+        fetch_lanes<false>(numbers, (PAIR ? w1 : w0) + 64 * group * (PAIR ? w1_q : w0_q), PAIR ? w1_q : w0_q, PAIR ? w1_p : w0_p);
+        if constexpr (PAIR) factor.put(right);
+        left.split(numbers);
+        if (a < tiles) next.put(xs);
+        if (a + step < tiles) fetch(a + step);
+        fence_async();
+        __syncthreads();
+        int other = X::BYTES / 2;
+#pragma unroll 1
+        for (; a < tiles; a += step) {
+            float y[8][4];
+            start_product<P1>(y, left, Described<X, true>(xs));
+            xs += other;
+            other = -other;
+            if (a + step < tiles) next.put(xs);
+            if (a + 2 * step < tiles) fetch(a + 2 * step);
+            wgmma_wait<0>(y);
+            if constexpr (PAIR) {
+                Rows<P2> rows;
+                rows.split(y);
+                start_product<P2>(y, rows, Described<W2, true>(right));
+                wgmma_wait<0>(y);
+            }
+            give(a, y);
+            fence_async();
+            barrier_of(1 + team, Plan::WIDE);
+        }
+    } else {
+        Rows<P2> rows;
+        float numbers[P2 / 8][4];
+        auto fetch = [&](long long a) { fetch_lanes<true>(numbers, x_of(a), X_STRIDE, 1, rows_of(a)); };
+        if (a < tiles) fetch(a);
+        factor.put(right);
+        fence_async();
+        __syncthreads();
+#pragma unroll 1
+        for (; a < tiles; a += step) {
+            float y[N / 8][4];
+            rows.split(numbers);
+            start_product<P2>(y, rows, Described<W2, true>(right));
+            if (a + step < tiles) fetch(a + step);
+            wgmma_wait<0>(y);
+            give(a, y);
+        }
+    }
+}
+
 // -------------------------------------------------------------------------------------------------- v4, backward
 
 // The gradient of a factor: see common/kron_gradient.cuh.
@@ -767,132 +859,6 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
 }
 
 #if __CUDA_ARCH__ >= 900
-// The backward of one or two large factors: see common/kron_pair.cuh. w0: the right one, if there is one. partials[piece] are a cluster's
-// sums for w0, then for w1. Grid SLICES * pieces, block TEAMS * THREADS; dynamic shared memory: W2 and W1 in pieces, each team's X, Z or
-// H, and G, or the sums.
-template <typename T, class Plan>
-__global__ void __cluster_dims__(Plan::SLICES, 1, 1) __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
-kron_linear_v4_pair_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
-                        long long w0_q, long long w1_p, long long w1_q, double scale) {
-    using U = typename Pieces<T>::type;
-    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ROWS = Plan::ROWS, N = Pieces<T>::COUNT;
-    constexpr int LD1 = Plan::LD1, LDX = Plan::LDX, LDG = Plan::LDG, ALL = Plan::TEAMS * Plan::THREADS;
-    constexpr int COPIED = Plan::LEFT ? Plan::CHUNK : ROWS;  // rows of G at once
-    constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
-    extern __shared__ uint4 dynamic[];
-    int slice = blockIdx.x % Plan::SLICES, piece = blockIdx.x / Plan::SLICES, team = threadIdx.x / Plan::THREADS;
-    U *right = reinterpret_cast<U*>(dynamic), *left = right + N * Plan::W2;
-    U *xs = left + N * (Plan::W1 + team * (Plan::X + Plan::Z + Plan::G)), *zs = xs + N * Plan::X, *gs = zs + N * Plan::Z;
-    auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
-    auto x_place = [&](long long a) { return (a / ACROSS * P1 + slice * ROWS) * X_STRIDE + a % ACROSS * P2; };
-    auto g_place = [&](long long a, int c) { return (a / ACROSS * Q1 + c * Plan::CHUNK) * G_STRIDE + a % ACROSS * Q2; };
-    Ahead<ROWS, P2, Plan::THREADS, T> next_x;
-    Ahead<COPIED, Q2, Plan::THREADS, T> next_g;
-    wait_for_previous();
-    if constexpr (Plan::RIGHT) load_rows<P2, Q2, ALL, Plan::W2>(right, w0, w0_p, w0_q);
-    if constexpr (Plan::LEFT && Plan::RIGHT) load_rows<ROWS, Q1, ALL, Plan::W1>(left, w1 + slice * ROWS * w1_p, w1_p, w1_q);
-    else if constexpr (Plan::LEFT) load_rows<ROWS, Q1, ALL, Plan::W1>(left, w0, w0_p, w0_q);
-    __syncthreads();
-
-    using One = Share<Plan::WARPS, ROWS, Q2, false>;  // of Z and of H
-    using Left = Share<Plan::WARPS, ROWS, Plan::LEFT ? Plan::CHUNK : 64, true>;
-    using Right = Share<Plan::WARPS, P2, Q2, true>;
-    using Back = Share<Plan::WARPS, ROWS, P2, false>;
-    typename Left::Sums sums1[Plan::LEFT ? Plan::CHUNKS : 1] = {};
-    typename Right::Sums sums2 = {};
-    auto keep = [&](const typename One::Sums& sums) {
-        One::for_each(sums, [&](Vec<float, 2> two, int row, int column) {
-            if constexpr (N == 3) put_pieces<Plan::Z>(zs + row * LDG + column, two);
-            else store_vec(zs + row * LDG + column, pack<T, 2>(two.v));
-        });
-    };
-    auto give = [&](long long a, Vec<float, 2> two, int row, int column) {  // dX
-        float scaled[2] = {two.v[0] * float(scale), two.v[1] * float(scale)};
-        store_vec(dx + x_place(a) + row * X_STRIDE + column, pack<T, 2>(scaled));
-    };
-    long long step = gridDim.x / Plan::SLICES * Plan::TEAMS, tiles = Plan::LEFT ? A * ACROSS : A / ROWS;
-#pragma unroll 1
-    for (long long a = piece * Plan::TEAMS + team; a < tiles; a += step) {
-        next_x.fetch(x + x_place(a), X_STRIDE);
-        next_g.fetch(g + g_place(a, 0), G_STRIDE);
-        if constexpr (Plan::RIGHT) next_x.template put<Plan::X>(xs);
-        else next_x.template put<Plan::Z>(zs);
-        if constexpr (Plan::LEFT) next_g.template put<Plan::G>(gs);
-        else next_g.template put<Plan::Z>(zs);
-        sync();
-        if (a + step < tiles) {
-            next_x.ahead(x + x_place(a + step), X_STRIDE);
-            next_g.ahead(g + g_place(a + step, 0), G_STRIDE);
-        }
-        if constexpr (Plan::LEFT) {
-            typename One::Sums z = {}, h = {};
-            if constexpr (Plan::RIGHT) {
-                multiply_shared<One, P2, 16, Operand<LDX, 1>, Operand<1, LDG>, Plan::X, Plan::W2, T>(z, xs, right);
-                keep(z);
-                sync();
-            }
-#pragma unroll
-            for (int c = 0; c < Plan::CHUNKS; ++c) {
-                if (c + 1 < Plan::CHUNKS) next_g.fetch(g + g_place(a, c + 1), G_STRIDE);
-                multiply_shared<One, Plan::CHUNK, 16, Operand<LD1, 1>, Operand<1, LDG>, Plan::W1, Plan::G, T>(
-                    h, left + c * Plan::CHUNK, gs);
-                multiply_shared<Left, Q2, 32, Operand<LDG, 1>, Operand<LDG, 1>, Plan::Z, Plan::G, T>(sums1[c], zs, gs);
-                if (!Plan::RIGHT && c + 1 == Plan::CHUNKS) break;
-                sync();
-                if (c + 1 == Plan::CHUNKS) break;
-                next_g.template put<Plan::G>(gs);
-                sync();
-            }
-            if constexpr (Plan::RIGHT) {
-                keep(h);
-                sync();
-            } else {
-                One::for_each(h, [&](Vec<float, 2> two, int row, int column) { give(a, two, row, column); });
-            }
-        }
-        if constexpr (Plan::RIGHT) {
-            multiply_shared<Right, ROWS, 32, Operand<1, LDX>, Operand<1, LDG>, Plan::X, Plan::Z, T>(sums2, xs, zs);
-            typename Back::Sums back = {};
-            multiply_shared<Back, Q2, 16, Operand<LDG, 1>, Operand<LDG, 1>, Plan::Z, Plan::W2, T>(back, zs, right);
-            Back::for_each(back, [&](Vec<float, 2> two, int row, int column) { give(a, two, row, column); });
-        }
-        sync();
-    }
-    __syncthreads();
-    float *all2 = reinterpret_cast<float*>(dynamic), *all1 = all2 + Plan::SUMS2;
-    constexpr int TIMES = Left::TIMES > Right::TIMES ? Left::TIMES : Right::TIMES;
-#pragma unroll 1
-    for (int turn = 0; turn < Plan::TEAMS * TIMES; ++turn) {
-        if (Plan::RIGHT && turn == team * TIMES + Right::time()) gather_kept<Right, Q2>(all2, sums2, turn > 0);
-        if (turn == team * TIMES + Left::time())
-#pragma unroll
-            for (int c = 0; c < Plan::CHUNKS; ++c) gather_kept<Left, Q1>(all1 + c * Plan::CHUNK, sums1[c], turn > 0);
-        __syncthreads();
-    }
-    if constexpr (Plan::SLICES > 1) cluster_sync();
-    partials += (long long)piece * (Plan::SUMS2 + Plan::SUMS1 * Plan::SLICES);
-    constexpr int PART = Plan::SUMS2 / Plan::SLICES;
-#pragma unroll
-    for (int e = threadIdx.x * 4; e < PART; e += ALL * 4) {
-        float4 sum = *reinterpret_cast<float4*>(all2 + slice * PART + e);
-        if constexpr (Plan::SLICES > 1) {
-            sum = {0, 0, 0, 0};
-#pragma unroll
-            for (int rank = 0; rank < Plan::SLICES; ++rank) {
-                float4 other = ld_cluster<float4>(shared_of_rank(shared_address(all2 + slice * PART + e), rank));
-                sum = {sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
-            }
-        }
-        *reinterpret_cast<float4*>(partials + slice * PART + e) = sum;
-    }
-    if constexpr (Plan::SLICES > 1) cluster_arrive();
-    for (int e = threadIdx.x * 4; e < Plan::SUMS1; e += ALL * 4)
-        *reinterpret_cast<float4*>(partials + Plan::SUMS2 + slice * Plan::SUMS1 + e) = *reinterpret_cast<float4*>(all1 + e);
-    if constexpr (Plan::SLICES > 1) cluster_wait();
-}
-#endif
-
-#if __CUDA_ARCH__ >= 900
 // The gradients of two factors of 128 x 128 of few rows: see common/kron_outer.cuh. h is g times W1, z is x times W2. Grid CLUSTER * 16: 8
 // tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared memory: two stages.
 template <typename T>
@@ -907,6 +873,153 @@ kron_linear_v4_outer_bwd(T* dw0, T* dw1, const T* x, const T* h, const T* z, con
     else outer_products<Left>(dw1, z, g, dynamic, m, n, rows, float(scale));
 }
 #endif
+// The same of one large factor, or two, of float by warpgroups: see common/kron_split.cuh. Grid pieces, block TEAMS * THREADS; dynamic shared memory: the factors in pieces, each
+// team's X, G and H, or the sums.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
+kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
+                         long long w0_q, long long w1_p, long long w1_q, double scale) {
+    using U = __nv_bfloat16;
+    using X = typename Plan::X;
+    using G = typename Plan::G;
+    using H = typename Plan::H;
+    using W1 = typename Plan::W1;
+    using W2 = typename Plan::W2;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::THREADS;
+    constexpr bool LEFT = Plan::LEFT, RIGHT = Plan::RIGHT, PAIR = Plan::PAIR;
+    constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
+    extern __shared__ uint4 dynamic[];
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (4 * Plan::GROUPS), group = warp / 4 % Plan::GROUPS;
+    U *right = reinterpret_cast<U*>(dynamic), *left = right + (RIGHT ? W2::BYTES / 2 : 0);
+    U *gs = right + (Plan::FACTORS + team * Plan::TEAM) / 2, *xs = gs + G::BYTES / 2, *hs = xs + X::BYTES / 2;
+    auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
+    auto x_place = [&](long long a) { return a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
+    auto g_place = [&](long long a) { return a / ACROSS * Q1 * G_STRIDE + a % ACROSS * Q2; };
+    U* first = gs;
+    float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
+    Underway<G, Plan::THREADS> next_g;
+    Underway<X, Plan::THREADS> next_x;
+    float numbers[8][4];
+    auto fetch_g = [&](long long a) { next_g.fetch(g + g_place(a), G_STRIDE); };
+    auto fetch_x = [&](long long a) { next_x.fetch(x + x_place(a), X_STRIDE); };
+    auto fetch_rows = [&](long long a) { fetch_lanes<true>(numbers, x + x_place(a) + 64 * group * X_STRIDE, X_STRIDE, 1); };
+    auto ahead = [&](long long a) {
+        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + x_place(a), X_STRIDE);
+        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + g_place(a), G_STRIDE);
+    };
+    auto give = [&](long long a, const float (&d)[8][4]) {
+        T* to = dx + x_place(a) + 64 * group * (LEFT ? X_STRIDE : 1);
+        each_two(d, [&](Vec<float, 2> two, int row, int column) {
+            store_vec(to + row * X_STRIDE + column, Vec<float, 2>{two.v[0] * float(scale), two.v[1] * float(scale)});
+        });
+    };
+    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / 64, a = blockIdx.x + team * gridDim.x;
+    wait_for_previous();
+    if (a < tiles) {
+        fetch_g(a);
+        if constexpr (PAIR) fetch_rows(a);
+        if constexpr (!LEFT) fetch_x(a);
+    }
+    Underway<W1, ALL> factor1;
+    Underway<W2, ALL> factor2;
+    if constexpr (LEFT) factor1.fetch_any(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
+    if constexpr (RIGHT) factor2.fetch_any(w0, w0_p, w0_q);
+    if constexpr (LEFT) factor1.put(left);
+    if constexpr (RIGHT) factor2.put(right);
+    Rows<64> rows;
+    if (a < tiles) next_g.put(gs);
+    if constexpr (PAIR) rows.split(numbers);
+    fence_async();
+    __syncthreads();
+#pragma unroll 1
+    for (; a < tiles; a += step) {
+        float h[8][4];
+        bool more = a + step < tiles;
+        if (more) ahead(a + step);
+        if constexpr (PAIR) {
+            float z[8][4];
+            start_product<P2>(z, rows, Described<W2, true>(right));
+            rows.template put<X>(xs);
+            fence_async();
+            sync();
+            start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
+            wgmma_wait<1>(z);
+            rows.split(z);
+            start_product<Q2>(z, rows, Described<G, false>(gs));
+            wgmma_wait<1>(h);
+            put_rows<H>(hs, h);
+            fence_async();
+            sync();
+            start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
+            if (more) fetch_rows(a + step);
+            wgmma_wait<1>(z);
+            if (more) fetch_g(a + step);
+            add(sums1, z);
+            start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
+            sync();
+            if (more) {
+                next_g.put(gs);
+                rows.split(numbers);
+            }
+            wgmma_wait<1>(h);
+            give(a, h);
+            wgmma_wait<0>(z);
+            add(sums2, z);
+        } else if constexpr (LEFT) {
+            float z[Q1 / 8][4];
+            start_product<Q1>(h, Described<W1, false>(left, 64 * group), Described<G, true>(gs));
+            fetch_rows(a);
+            rows.split(numbers);
+            start_product<64>(z, rows, Described<G, false>(gs));
+            wgmma_wait<1>(h);
+            give(a, h);
+            gs = gs == first ? xs : first;
+            if (more) fetch_g(a + step);
+            if (more) next_g.put(gs);
+            wgmma_wait<0>(z);
+            add(sums1, z);
+            fence_async();
+        } else {
+            float z[Q2 / 8][4];
+            start_product<Q2>(h, Described<G, false>(gs), Described<W2, false>(right, 64 * group));
+            next_x.put(xs);
+            fence_async();
+            sync();
+            start_product<64>(z, Described<X, true>(xs, 64 * group), Described<G, true>(gs));
+            if (more) fetch_g(a + step);
+            wgmma_wait<1>(h);
+            if (more) fetch_x(a + step);
+            give(a, h);
+            wgmma_wait<0>(z);
+            add(sums2, z);
+            sync();
+            if (more) next_g.put(gs);
+            fence_async();
+        }
+        sync();
+    }
+    // The first team adds the others' sums to its own, each thread those of its like.
+    __syncthreads();
+    float* others = reinterpret_cast<float*>(dynamic) + threadIdx.x % Plan::THREADS;
+    constexpr int EACH = (LEFT ? Q1 / 2 : 0) + (RIGHT ? Q2 / 2 : 0);
+    auto kept = [&](int i) -> float& { return RIGHT && i < Q2 / 2 ? sums2[i / 4][i % 4] : sums1[(i - (RIGHT ? Q2 / 2 : 0)) / 4][i % 4]; };
+    if (team)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) others[((team - 1) * EACH + i) * Plan::THREADS] = kept(i);
+    if (Plan::TEAMS > 1) __syncthreads();
+    if (team) return;
+#pragma unroll
+    for (int t = 0; t + 1 < Plan::TEAMS; ++t)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) kept(i) += others[(t * EACH + i) * Plan::THREADS];
+    partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
+    if constexpr (RIGHT)
+        each_two(sums2, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q2 + column, two); });
+    if constexpr (LEFT)
+        each_two(sums1, [&](Vec<float, 2> two, int row, int column) {
+            store_vec(partials + Plan::SUMS2 + (64 * group + row) * Q1 + column, two);
+        });
+}
 
 // outN = scale * the sum over the pieces of its part of partials[piece], always in the same order: nN numbers, those of out0 first.
 // Grid ceil(numbers / 32), block (32, 32).

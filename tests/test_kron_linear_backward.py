@@ -11,7 +11,7 @@ from test_kron_linear import dense, draw
 from test_kron_linear_groups import LAYERS
 
 import cukern
-from cukern.ops import kron_backward, kron_groups, kron_pair, kron_v4_backward
+from cukern.ops import kron_backward, kron_groups, kron_v4_backward
 from cukern.ops.kron_backward import Backward
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import steps
@@ -75,26 +75,6 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
     check(variants(sizes, first, count, rows, dtype), device, sizes, first, count, rows, dtype)
 
 
-LARGE = [
-    (((64, 64), (64, 64)), 0, 2, 3, torch.float32),  # more rows than teams, fewer than clusters
-    (((64, 128), (128, 64)), 0, 2, 3, torch.float32),  # not square, and turned round
-    (((64, 128), (64, 64)), 0, 2, 3, torch.bfloat16),
-    (((64, 64), (32, 32)), 0, 2, 3, torch.float32),  # several warps have the same sums of the right factor
-    (((64, 64), (64, 64)), 0, 1, 3, torch.float32),  # one factor, the rightmost
-    (((64, 64), (64, 64)), 1, 1, 3, torch.float32),  # one factor, with an array to the right
-]
-
-
-@kernels
-@pytest.mark.parametrize("sizes, first, count, rows, dtype", LARGE)
-def test_every_tiling_of_large_factors_gives_the_same(device, sizes, first, count, rows, dtype):
-    run, target = steps(sizes)[first : first + count], Target(dtype.itemsize, 4, 226 << 10, dtype.itemsize == 2)
-    tiles = (1,) if count == 2 else (32, 64)
-    ways = itertools.product((1, 2), (1, 2) if count == 2 else (1,), (32, 64, 128), tiles)
-    found = {p.template: Backward(run, *p, pair=True) for way in ways for p in kron_pair._tiling(run, rows, target, *way)}
-    check(list(found.values()), device, sizes, first, count, rows, dtype)
-
-
 def check(found, device, sizes, first, count, rows, dtype):
     run, order = steps(sizes)[first : first + count], steps(sizes)
     before, inside = {s.factor for s in order[:first]}, [s.factor for s in run]
@@ -139,7 +119,7 @@ def test_layers_of_several_launches(device, dtype):
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_large_factors_of_unlike_sizes(device, dtype):
-    """Those that kron_pair.py must plan with care, or leave to kron_backward.py: 96 columns, and few numbers in one of two factors."""
+    """Those that kron_split.py leaves to kron_backward.py: 96 columns, and few numbers in one of two factors."""
     for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32)), ((128, 96), (128, 64))):
         x, ws = draw(2, sizes, device, dtype)
         leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]

@@ -7,7 +7,7 @@ import pytest
 from sim_oracle import decode, encode
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.tensor_core import by_columns, described, ldmatrix, mma, wgmma
+from cukern.sim.tensor_core import by_rows, described, ldmatrix, mma, rows_of_a, wgmma
 
 CASES = [
     ("m16n8k16", "f16", "f32"),
@@ -195,4 +195,16 @@ def test_a_swizzled_descriptor_and_the_columns_that_it_gives():
     assert whole.tolist() == [8192 + n // 8 * 4096 + k * 128 + (n % 8 ^ k % 8) * 16 for n in range(16) for k in range(16)]
     matrix = np.arange(16 * 32, dtype=np.uint16).reshape(16, 32)
     parts = np.stack([matrix[k, n * 8 : n * 8 + 8] for n in range(4) for k in range(16)])[None]
-    assert np.array_equal(by_columns(parts, True)[0], matrix.T)
+    assert np.array_equal(by_rows(parts, True)[0], matrix.T)
+
+
+def test_wgmmas_operands_from_shared_memory():
+    """Either order of a matrix's eights is the same matrix, and a's rows are where mma.sync has them."""
+    rng = np.random.default_rng(3)
+    rows = rng.integers(0, 1 << 16, (2, 16, 16), dtype=np.uint16)
+    along = rows.reshape(2, 32, 8)
+    down = np.stack([rows[:, eight * 8 : eight * 8 + 8, k] for eight in (0, 1) for k in range(16)], axis=1)
+    assert np.array_equal(by_rows(along, False), rows) and np.array_equal(by_rows(down, True), rows)
+    for warp in range(2):
+        wanted = pack(rows[warp], lambda i, lane: row_col_a(i, lane, "bf16"), 8, True)
+        assert all(np.array_equal(r[warp], w) for r, w in zip(rows_of_a(rows), wanted, strict=True))

@@ -6,7 +6,7 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_groups, kron_pair
+from cukern.ops import kron_groups, kron_split
 from cukern.ops.kron_groups import LAUNCH_US, SM_BYTES_US, Target, text
 from cukern.ops.kron_plan import Sizes, Step, steps
 
@@ -35,7 +35,7 @@ class Backward(NamedTuple):
     threads: int = 0
     shared: int = 0  # bytes
     sums: int = 0  # partial ones, of each factor's gradient
-    pair: bool = False  # by the kernel of kron_pair.cuh
+    kernel: str = "group"  # or "split"
 
 
 @functools.lru_cache(512)
@@ -68,8 +68,7 @@ def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | Non
     found = []
     if target.itemsize <= 4:
         found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)]
-        pair = kron_pair.large(run, rows, target)
-        found += [Backward(run, *pair, pair=True)] if pair else []
+        found += [Backward(run, *large, kernel="split") for large in kron_split.backward(run, rows, target)]
     if len(run) == 1:
         s, fibers = run[0], rows * run[0].left * run[0].right
         sweeps = fibers * (3 * s.p + 2 * s.q) * target.itemsize / (target.multiprocessors * SM_BYTES_US)

@@ -10,10 +10,11 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_registers, kron_sixteen
+from cukern.ops import kron_registers, kron_sixteen, kron_split
 from cukern.ops.kron_plan import Sizes, Step, steps
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
+from cukern.ops.kron_split import Split
 
 MOST = 8  # factors in a launch, as in kron_tile.cuh
 MOST_WARPS = 16  # of a block
@@ -82,6 +83,9 @@ class Group(NamedTuple):
         return f"Plan4<{text(self.threads, self.blocks, *tile, self.products, self.split, added, *[p.template for p in self.parts])}>"
 
 
+Launch = Group | Registers | Sixteen | Split
+
+
 class Target(NamedTuple):
     """What a plan is made for: numbers of `itemsize` bytes at addresses that are multiples of `aligned`; a GPU's multiprocessors, and
     the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are; whether they have
@@ -93,9 +97,6 @@ class Target(NamedTuple):
     tensor: bool = False
     aligned: int = 16
     warpgroups: bool = False
-
-
-Launch = Group | Registers | Sixteen
 
 
 @functools.lru_cache(512)
@@ -138,6 +139,7 @@ def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     exact += kron_registers.launches(run, rows, target)
     sixteen = kron_sixteen.launch(run, rows, target)
     exact += [sixteen] if sixteen else []
+    exact += kron_split.forward(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if found or len(run) > 1:
         return found

@@ -13,6 +13,7 @@ from cukern.ops import kron_chain, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
+from cukern.ops.kron_split import Split
 from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -25,6 +26,7 @@ _V4: dict[type, Template] = {
         (Sixteen, "_sixteen"),
         (kron_pages.Pages, "_pages"),
         (kron_pages.Wide, "_wide"),
+        (Split, "_split"),
         (kron_pages.Piles, "_piles"),
     )
 }

@@ -14,9 +14,10 @@ from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
-_V4_BWD, _V4_GROUP_BWD, _V4_PAIR_BWD, _V4_SUM = (
-    Template("kron_linear.cu", f"kron_linear_{name}", pdl=True) for name in ("v4_bwd", "v4_group_bwd", "v4_pair_bwd", "v4_sum")
+_V4_BWD, _V4_GROUP_BWD, _V4_SPLIT_BWD, _V4_SUM = (
+    Template("kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "group_bwd", "split_bwd", "sum")
 )
+_FUSED = {"group": _V4_GROUP_BWD, "split": _V4_SPLIT_BWD}
 
 
 def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
@@ -84,8 +85,8 @@ def fused(
     unused = (0,) * (kron_groups.MOST - len(ws))
     device, partials = z.get_device(), torch.empty((launch.sums, sum(counts)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
-    kernel, none = (_V4_PAIR_BWD, (0,) * (2 - len(ws))) if launch.pair else (_V4_GROUP_BWD, unused)
-    kernel[z.dtype, launch.template].on(device)(
+    none = unused if launch.kernel == "group" else (0,) * (2 - len(ws))
+    _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
         (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
         z.shape[0] * launch.steps[-1].left, *strides, *none, *none, scale,
     )  # fmt: skip
@@ -133,7 +134,7 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
     made = [_V4_BWD[dtype, sum_dtype(dtype), one] for one in gradients]
     if dtype.itemsize <= 4:
-        older = target._replace(shared=160 << 10)  # for which nothing is planned that only sm_90 has
+        older = target._replace(shared=160 << 10, warpgroups=False)  # for which nothing is planned that only sm_90 has
         launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, older)]
         made += [*[_V4_GROUP_BWD[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
     return made

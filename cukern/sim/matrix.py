@@ -69,33 +69,41 @@ def load_matrix(c: Context) -> "Step":
 
 
 def warpgroup(c: Context) -> "Step":
-    """wgmma, with operand a in registers and b in shared memory. It is done where it stands: wgmma.fence, .commit_group and .wait_group
-    change nothing, and what is read too early of a result is not seen here."""
+    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is done where it stands: wgmma.fence, .commit_group
+    and .wait_group change nothing, and what is read too early of a result is not seen here."""
     pc = c.pc
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes, pc))
     columns, pairs, function = tensor_core.wgmma(c.opcode)
     d, a, descriptor, keep, *flags = c.operands
+    held = isinstance(a, Vector)
     texts = [x.text for x in flags if isinstance(x, Immediate)]
-    if not isinstance(a, Vector) or texts not in ([["1", "1", "0"], ["1", "1", "1"]] if pairs else [["1", "1"]]):
+    if texts[:2] != ["1", "1"] or len(texts) != 2 + pairs * (1 if held else 2) or set(texts[2:]) - {"0", "1"}:
         raise c.unknown()
-    down = texts[-1] == "1" and pairs
+    down = [text == "1" for text in texts[2:]] if pairs else [False, False]
     targets, keeps = [c.target(x) for x in c.items(d)], c.source(keep, "pred")
-    sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in (d, a)]
-    described = c.source(descriptor, "b64")
+    old, registers = [c.source(x, "b32") for x in c.items(d)], [c.source(x, "b32") for x in c.items(a)] if held else []
+    described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
+
+    def fetch(m: "Machine", lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
+        """Rows of a, or columns of b, from 16 bytes a lane at a time."""
+        parts = []
+        for more in range(0, 2 * count, 32):
+            at = tensor_core.described(words, first + more + lanes % 32, down)
+            part = through(m, "shared", lanes, at, lambda where, lanes, at: where.load(m, lanes, at, 16))
+            parts.append(np.ascontiguousarray(part).view(np.uint16).reshape(-1, 32, 8))
+        return tensor_core.by_rows(np.concatenate(parts, axis=1), down)
 
     def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes, pc)
         m.order.clock.tick(pc)
-        words = m.get(group, described)
-        b = []
-        for first in range(0, 2 * columns, 32):  # 16 bytes a lane
-            at = tensor_core.described(words, first + group.lanes % 32, down)
-            b.append(through(m, "shared", group.lanes, at, lambda where, lanes, at: where.load(m, lanes, at, 16)))
-        rows = np.concatenate([np.ascontiguousarray(part).view(np.uint16).reshape(-1, 32, 8) for part in b], axis=1)
-        old, fragments = ([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources)
+        b = fetch(m, group.lanes, m.get(group, described_b), np.zeros_like(group.lanes), columns, down[-1])
+        before, fragments = ([m.spread(group, r).reshape(-1, 32) for r in rs] for rs in (old, registers))
+        if described_a is not None:  # each of the four warps has 16 rows
+            first = group.lanes // 32 % 4 * 32
+            fragments = tensor_core.rows_of_a(fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0]))
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
-        for target, values in zip(targets, function(fragments, tensor_core.by_columns(rows, down), old, kept), strict=True):
+        for target, values in zip(targets, function(fragments, b, before, kept), strict=True):
             if target is not None:
                 m.put(group, target.number, values.reshape(-1))
 

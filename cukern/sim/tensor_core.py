@@ -57,8 +57,8 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
 
 
 def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """Of a wgmma with a in registers: its columns; whether its numbers have 16 bits, or are tf32; and its function of a's registers, b
-    (warps, columns, 32 bytes along k), c's registers, and whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
+    """Of a wgmma: its columns; whether its numbers have 16 bits, or are tf32; and its function of a's registers, b (warps, columns, 32 bytes
+    along k), c's registers, and whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
     """
     start, _, rest = opcode.partition(".m64n")
@@ -80,10 +80,16 @@ def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers
     return int(columns), numbers == 16, function
 
 
+def rows_of_a(rows: Array) -> list[Array]:
+    """The registers of operand a, each (warps, 32), of each warp's 16 rows (warps, 16, 32 bytes along k)."""
+    words = np.ascontiguousarray(rows).view(np.uint32)
+    return [words[:, _GROUP + 8 * (i % 2), _QUAD + 4 * (i // 2)] for i in range(4)]
+
+
 def described(words: Array, number: Array, down: bool) -> Array:
-    """Where 16 bytes of wgmma's operand b lie by its matrix descriptor: half number % 2, along k, of column number // 2; or, if neighbours
-    lie `down`, of number % 16 of 16 along k the eight columns from number // 16 * 8 on, which may be swizzled in 128 bytes. Raises
-    NotSimulated for other swizzles."""
+    """Where 16 bytes of a wgmma's operand lie by its matrix descriptor: half number % 2, along k, of row (of a; b: column) number // 2; or,
+    if neighbours lie `down`, of number % 16 of 16 along k the eight rows from number // 16 * 8 on, which may be swizzled in 128 bytes.
+    Raises NotSimulated for other swizzles."""
     kinds = set((words >> np.uint64(62)).tolist())
     if kinds not in ({0}, {1}) or (kinds == {1} and not down):
         raise NotSimulated("wgmma with such a swizzle")
@@ -96,8 +102,8 @@ def described(words: Array, number: Array, down: bool) -> Array:
     return place ^ (place >> np.uint64(7) & np.uint64(7)) << np.uint64(4)
 
 
-def by_columns(parts: Array, down: bool) -> Array:
-    """Sixteens of bytes (warps, count, 8 of 16 bits), in the order of `described`, as (warps, columns, 32 bytes along k)."""
+def by_rows(parts: Array, down: bool) -> Array:
+    """Sixteens of bytes (warps, count, 8 of 16 bits), in the order of `described`, as (warps, rows, 32 bytes along k)."""
     if not down:
         return parts.reshape(len(parts), -1, 16)
     return np.ascontiguousarray(parts.reshape(len(parts), -1, 16, 8).swapaxes(2, 3)).reshape(len(parts), -1, 16)

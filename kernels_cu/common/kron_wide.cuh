@@ -88,9 +88,9 @@ __device__ __forceinline__ void fetch_left(unsigned (&held)[Plan::PARTS][Plan::P
 template <class Plan, typename T, int N>
 __device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1)[Plan::P1 / 16][4], unsigned long long page) {
     wgmma_fence();
-    wgmma<T, false>(z, w1[0], page);
+    wgmma<T, true>(z, w1[0], page, false);
 #pragma unroll
-    for (int k = 1; k < Plan::P1 / 16; ++k) wgmma<T, true>(z, w1[k], page + Page<Plan>::step(k * 16, 0));
+    for (int k = 1; k < Plan::P1 / 16; ++k) wgmma<T, true>(z, w1[k], page + Page<Plan>::step(k * 16, 0), true);
     wgmma_commit();
 }
 
@@ -109,8 +109,8 @@ __device__ __forceinline__ void start_right(float (&y)[Plan::Q2 / 8][4], const f
         }
     }
     wgmma_fence();
-    wgmma<U, ADD>(y, a[0], right);
+    wgmma<U, sizeof(U) == 2>(y, a[0], right, ADD);
 #pragma unroll
-    for (int n = 1; n < N; ++n) wgmma<U, true>(y, a[n], right + RightMatrix<Plan, U>::step(sizeof(U) == 2 ? n / 2 * 16 : n * 8, 0));
+    for (int n = 1; n < N; ++n) wgmma<U, sizeof(U) == 2>(y, a[n], right + RightMatrix<Plan, U>::step(sizeof(U) == 2 ? n / 2 * 16 : n * 8, 0), true);
     wgmma_commit();
 }

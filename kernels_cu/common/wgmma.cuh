@@ -16,7 +16,7 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");  // not read before
 }
 
-// What describes operand b in shared memory, of cores: eight rows of 16 bytes. Along k numbers are neighbours, a core's rows, one after
+// What describes operand b (or a, whose rows are what columns are to b) in shared memory, of cores: eight rows of 16 bytes. Along k numbers are neighbours, a core's rows, one after
 // another, are columns, and `along_k` and `across` are bytes to the next cores. Or SWIZZLED: across numbers are neighbours, of 64 columns,
 // eight cores, each row is 128 bytes, whose units of 16 bytes lie at their number xor the row's, in 1024 bytes; then `along_k` is the bytes
 // to the next 64 columns, and `across` to the next eight rows.
@@ -30,8 +30,8 @@ constexpr bool IS_BF16 = false;
 template <>
 constexpr bool IS_BF16<__nv_bfloat16> = true;
 
-// d (+)= a b, a 64 x 16 and b 16 x 8 N of T, SWIZZLED, or of TF32 (float) 64 x 8 and 8 x 8 N, not so: each warp has 16 rows, and its
-// registers are those of mma. Without ADD, d is the product alone.
+// d = a b, or (add) d += a b, of 8 N columns: a 64 x 16 and b 16 x 8 N of T, or of TF32 (float) 64 x 8 and 8 x 8 N. Each warp has 16 rows, and
+// registers are those of mma. ACROSS: in shared memory numbers across are neighbours, not those along k; so b may be SWIZZLED.
 #define CUKERN_D1(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define CUKERN_D2(i) CUKERN_D1(i), CUKERN_D1(i + 1)
 #define CUKERN_D4(i) CUKERN_D2(i), CUKERN_D2(i + 2)
@@ -44,24 +44,41 @@ constexpr bool IS_BF16<__nv_bfloat16> = true;
 #define CUKERN_P96 CUKERN_P80 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define CUKERN_P112 CUKERN_P96 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define CUKERN_P128 CUKERN_P112 ", %56, %57, %58, %59, %60, %61, %62, %63"
-template <typename T, bool ADD, int N>
-__device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b) {
-#define CUKERN_WGMMA_OF(n, types, across, places, a0, a1, a2, a3, at, add, ...) \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types \
-                 " {" places "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #at ", add, 1, 1" across ";\n}" \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(ADD)))
-#define CUKERN_WGMMA(n, ...) \
-    if constexpr (N * 8 == n && sizeof(T) == 4) CUKERN_WGMMA_OF(n, "k8.f32.tf32.tf32", "", __VA_ARGS__); \
-    else if constexpr (N * 8 == n && IS_BF16<T>) CUKERN_WGMMA_OF(n, "k16.f32.bf16.bf16", ", 1", __VA_ARGS__); \
-    else if constexpr (N * 8 == n) CUKERN_WGMMA_OF(n, "k16.f32.f16.f16", ", 1", __VA_ARGS__)
-    CUKERN_WGMMA(16, CUKERN_P16, 8, 9, 10, 11, 12, 13, CUKERN_D2(0));
-    CUKERN_WGMMA(32, CUKERN_P32, 16, 17, 18, 19, 20, 21, CUKERN_D4(0));
-    CUKERN_WGMMA(48, CUKERN_P48, 24, 25, 26, 27, 28, 29, CUKERN_D4(0), CUKERN_D2(4));
-    CUKERN_WGMMA(64, CUKERN_P64, 32, 33, 34, 35, 36, 37, CUKERN_D8(0));
-    CUKERN_WGMMA(80, CUKERN_P80, 40, 41, 42, 43, 44, 45, CUKERN_D8(0), CUKERN_D2(8));
-    CUKERN_WGMMA(96, CUKERN_P96, 48, 49, 50, 51, 52, 53, CUKERN_D8(0), CUKERN_D4(8));
-    CUKERN_WGMMA(112, CUKERN_P112, 56, 57, 58, 59, 60, 61, CUKERN_D8(0), CUKERN_D4(8), CUKERN_D2(12));
-    CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, 69, CUKERN_D8(0), CUKERN_D8(8));
+#define CUKERN_WGMMA_OF(n, types, places, a, b, across, add) \
+    "{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types \
+    " {" places "}, " a ", %" #b ", add, 1, 1" across ";\n}"
+template <typename T, bool ACROSS, int N>
+__device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, bool add) {
+#define CUKERN_WGMMA_IN(n, types, places, a0, a1, a2, a3, at, more, across, ...) \
+    asm volatile(CUKERN_WGMMA_OF(n, types, places, "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}", at, across, more) \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(int(ACROSS)))
+#define CUKERN_WGMMA(n, places, a0, a1, a2, a3, at, more, flag, ...) \
+    if constexpr (N * 8 == n && sizeof(T) == 4) \
+        CUKERN_WGMMA_IN(n, "k8.f32.tf32.tf32", places, a0, a1, a2, a3, at, more, "", __VA_ARGS__); \
+    else if constexpr (N * 8 == n && IS_BF16<T>) \
+        CUKERN_WGMMA_IN(n, "k16.f32.bf16.bf16", places, a0, a1, a2, a3, at, more, ", %" #flag, __VA_ARGS__); \
+    else if constexpr (N * 8 == n) \
+        CUKERN_WGMMA_IN(n, "k16.f32.f16.f16", places, a0, a1, a2, a3, at, more, ", %" #flag, __VA_ARGS__)
+    CUKERN_WGMMA(16, CUKERN_P16, 8, 9, 10, 11, 12, 13, 14, CUKERN_D2(0));
+    CUKERN_WGMMA(32, CUKERN_P32, 16, 17, 18, 19, 20, 21, 22, CUKERN_D4(0));
+    CUKERN_WGMMA(48, CUKERN_P48, 24, 25, 26, 27, 28, 29, 30, CUKERN_D4(0), CUKERN_D2(4));
+    CUKERN_WGMMA(64, CUKERN_P64, 32, 33, 34, 35, 36, 37, 38, CUKERN_D8(0));
+    CUKERN_WGMMA(80, CUKERN_P80, 40, 41, 42, 43, 44, 45, 46, CUKERN_D8(0), CUKERN_D2(8));
+    CUKERN_WGMMA(96, CUKERN_P96, 48, 49, 50, 51, 52, 53, 54, CUKERN_D8(0), CUKERN_D4(8));
+    CUKERN_WGMMA(112, CUKERN_P112, 56, 57, 58, 59, 60, 61, 62, CUKERN_D8(0), CUKERN_D4(8), CUKERN_D2(12));
+    CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, 69, 70, CUKERN_D8(0), CUKERN_D8(8));
+}
+
+// The same of bfloat16 numbers, of 64 or 128 columns, with a described as b is, too.
+template <bool A_ACROSS, bool ACROSS, int N>
+__device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, bool add) {
+    static_assert(N == 8 || N == 16, "64 or 128 columns");
+    if constexpr (N == 8)
+        asm volatile(CUKERN_WGMMA_OF(64, "k16.f32.bf16.bf16", CUKERN_P64, "%32", 33, ", %35, %36", 34)
+                     : CUKERN_D8(0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
+    else
+        asm volatile(CUKERN_WGMMA_OF(128, "k16.f32.bf16.bf16", CUKERN_P128, "%64", 65, ", %67, %68", 66)
+                     : CUKERN_D8(0), CUKERN_D8(8) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
 }
 #undef CUKERN_P16
 #undef CUKERN_P32
@@ -72,6 +89,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
 #undef CUKERN_P112
 #undef CUKERN_P128
 #undef CUKERN_WGMMA
+#undef CUKERN_WGMMA_IN
 #undef CUKERN_WGMMA_OF
 #undef CUKERN_D8
 #undef CUKERN_D4

@@ -1,0 +1,112 @@
+"""How kron_linear v4 takes large factors of float by warpgroups, forward and backward: see Split4 in kron_split.cuh."""
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+from cukern.ops.kron_plan import Step
+
+if TYPE_CHECKING:
+    from cukern.ops.kron_groups import Target
+
+SIZES = 64, 128  # of factors
+TILE = 64  # rows of a right factor alone, or columns of a left one
+BYTES = 6  # of a number in shared memory
+MULTIPLY_ADDS_US = 450_000.0  # of a multiprocessor
+SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
+TILE_US = 0.3  # from a tile to the next
+START_US = 5.0  # the launch, and the factors
+SUM_US = 3.0  # and of the partial sums
+
+
+class Split(NamedTuple):
+    """One launch of a factor, or of two with nothing to their right; the rest as in Group."""
+
+    steps: tuple[Step, ...]
+    teams: int  # of a block, each with tiles of its own
+    threads: int
+    shared: int  # bytes
+    us: float
+    L: int = 1
+    R: int = 1
+    blocks: int = 1
+    slices: int = 1
+    products: int = 3
+
+    def template(self, added: bool = False) -> str:
+        """The plan as the kernel's template argument; a bias and a residual are seen at run time."""
+        return _template(self.steps, self.teams)
+
+
+class SplitBackward(NamedTuple):
+    """The same of the backward; `sums`: how many partial sums of the gradients there are."""
+
+    us: float
+    template: str
+    blocks: int
+    threads: int
+    shared: int  # bytes
+    sums: int
+
+
+def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]:
+    """The launch of a run, if there is one."""
+    if not _fits(run, target):
+        return
+    (p1, q1), (p2, q2), right, left = _sizes(run)
+    A, threads = rows * run[-1].left, 2 * q1 if left else 128  # of a team
+    tiles = A * (1 if right else run[0].right // TILE) if left else ceil(A / TILE)
+    teams = 2 if threads == 128 else 1
+    shared = BYTES * ((p2 * q2 if right else 0) + (2 * teams * p1 * p2 if left else 0))  # a left factor is in registers
+    work = (p1 * q1 * p2 if left else 0) + (q1 * p2 * q2 if right else 0)
+    us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
+    L, R = (1, 1 if right else TILE) if left else (TILE, 1)
+    if shared <= target.shared:
+        yield Split(tuple(run), teams, teams * threads, shared, us, L, R)
+
+
+def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[SplitBackward]:
+    """The launch of its backward."""
+    (p1, q1), (p2, q2), right, left = _sizes(run)
+    A = rows * run[-1].left
+    if not _fits(run, target) or (not left and A % TILE):
+        return
+    threads = 2 * (p1 if left else p2) if not left or not right else 128  # of a team
+    tiles = A * (1 if right else run[0].right // TILE) if left else A // TILE
+    arrays = q1 * q2 + (p1 * p2 if right else q1 * q2) + (p1 * q2 if right and left else 0)
+    sums = sum(s.p * s.q for s in run)
+    room = {teams: max(BYTES * (sums + teams * arrays), 4 * sums) for teams in ((2, 1) if threads == 128 else (1,))}
+    teams, shared = next((item for item in room.items() if item[1] <= target.shared), (0, 0))
+    work = (2 * p1 * q1 * q2 if left else 0) + (2 * p1 * p2 * q2 if right else 0) + (p1 * p2 * q2 if left and right else 0)
+    us = START_US + SUM_US + _us(tiles, work, 2 * p1 * p2 + q1 * q2, target)
+    blocks = min(tiles, target.multiprocessors)
+    if teams:
+        yield SplitBackward(us, _template(run, teams), blocks, teams * threads, shared, blocks)
+
+
+def _fits(run: Sequence[Step], target: "Target") -> bool:
+    if not target.warpgroups or target.itemsize != 4 or target.tensor or target.aligned < 16:
+        return False
+    if len(run) > 1:
+        return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == TILE for s in run)
+    return run[0].p in SIZES and run[0].q in SIZES and (run[0].right == 1 or run[0].right % TILE == 0)
+
+
+def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool, bool]:
+    """A tile's sizes before and after the left factor, and the right one, and whether there is a right factor, and a left one. One alone
+    is the right one if nothing is to its right."""
+    right, left = run[0].right == 1, run[0].right > 1 or len(run) == 2
+    return (run[-1].p, run[-1].q) if left else (TILE, TILE), (run[0].p, run[0].q) if right else (TILE, TILE), right, left
+
+
+def _us(tiles: int, work: int, numbers: int, target: "Target") -> float:
+    """Of tiles with so many multiplications, and numbers to be moved."""
+    multiplied = ceil(tiles / target.multiprocessors) * (work / MULTIPLY_ADDS_US + TILE_US)
+    moved = tiles * numbers * target.itemsize / (target.multiprocessors * SM_BYTES_US)
+    return max(multiplied, moved) + min(multiplied, moved) / 4
+
+
+def _template(run: Sequence[Step], teams: int) -> str:
+    _, _, right, left = _sizes(run)
+    names = [f"Merged<Factor<{s.p}, {s.q}>>" if s else "Merged<>" for s in (run[-1] if left else None, run[0] if right else None)]
+    return f"Split4<{teams}, {run[0].right}, {', '.join(names)}>"

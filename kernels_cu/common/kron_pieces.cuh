@@ -1,0 +1,137 @@
+// Numbers as tensor cores take them exactly: a float is three bfloat16 numbers (Pieces), made once, when it comes to shared memory. A product
+// is 6 of theirs: by mma those take as long as 3 of m16n8k8 in TF32 (kron_backward.cuh), and are more exact. To split in two for TF32 in
+// every warp that multiplies a number takes 6 to 8 instructions a product, and more time than the products; both parts would take more
+// shared memory.
+#pragma once
+#include "kron_backward.cuh"
+
+// What a number is in shared memory: COUNT numbers of `type`. A float is x = a + b + c exactly, of 8 bits each, all of its sign.
+template <typename T>
+struct Pieces {
+    using type = T;
+    static constexpr int COUNT = 1;
+};
+template <>
+struct Pieces<float> {
+    using type = __nv_bfloat16;
+    static constexpr int COUNT = 3;
+};
+
+// a and b are finite, and c has the infinity or the NaN, so that none comes of their difference.
+__device__ __forceinline__ void split_in_three(float x, float (&pieces)[3]) {
+    unsigned bits = __float_as_uint(limited(x, 3.40282347e38f));
+    float high = __uint_as_float(bits & 0xffff0000), both = __uint_as_float(bits & 0xffffff00);
+    pieces[0] = high;
+    pieces[1] = both - high;
+    pieces[2] = x - both;
+}
+
+// V neighbours to their places, of each piece, which lie PLANE apart.
+template <int PLANE, typename T, int V>
+__device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const Vec<T, V>& numbers) {
+    if constexpr (sizeof(T) == 2) {
+        store_vec(to, numbers);
+    } else {
+        float pieces[V][3];
+#pragma unroll
+        for (int i = 0; i < V; ++i) split_in_three(numbers.v[i], pieces[i]);
+#pragma unroll
+        for (int piece = 0; piece < 3; ++piece) {
+            if constexpr (V == 1) {
+                to[piece * PLANE] = __ushort_as_bfloat16(__float_as_uint(pieces[0][piece]) >> 16);
+            } else {
+                Vec<unsigned, V / 2> pairs;
+#pragma unroll
+                for (int i = 0; i < V / 2; ++i)
+                    pairs.v[i] = __byte_perm(__float_as_uint(pieces[2 * i][piece]), __float_as_uint(pieces[2 * i + 1][piece]), 0x7632);
+                store_vec(reinterpret_cast<unsigned*>(to + piece * PLANE), pairs);
+            }
+        }
+    }
+}
+
+// A part of a matrix on its way from memory to shared memory, row by row. The threads begin each time in the same column.
+template <int ROWS, int COLUMNS, int THREADS, typename T>
+struct Ahead {
+    static constexpr int V = 16 / sizeof(T), COUNT = ROWS * COLUMNS / V / THREADS;
+    Vec<T, V> part[COUNT];
+
+    __device__ static int row(int i) { return (threadIdx.x % THREADS + i * THREADS) / (COLUMNS / V); }
+    __device__ static int column() { return threadIdx.x % (COLUMNS / V) * V; }
+    __device__ __forceinline__ void fetch(const T* from, long long stride) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) part[i] = load_vec<T, V>(from + row(i) * stride + column());
+    }
+    // The same to the L2 cache alone, a line a thread.
+    __device__ static __forceinline__ void ahead(const T* from, long long stride) {
+        constexpr int LINE = 128 / sizeof(T) < COLUMNS ? 128 / sizeof(T) : COLUMNS, LINES = COLUMNS / LINE;
+        for (int e = threadIdx.x % THREADS; e < ROWS * LINES; e += THREADS) prefetch(from + e / LINES * stride + e % LINES * LINE);
+    }
+    template <int PLANE>
+    __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) put_pieces<PLANE>(to + row(i) * (COLUMNS + 8) + column(), part[i]);
+    }
+};
+
+// What a warp multiplies at once: 16 MI rows of a and 8 NI columns of b, 16 numbers of k, all pieces. PA, PB: distances between pieces.
+template <class A, class B, int PA, int PB, int COUNT, int MI, int NI>
+struct Fragments {
+    unsigned x[COUNT][MI][4], y[COUNT][NI][2];
+
+    template <typename U>
+    __device__ __forceinline__ void load(const U* a, const U* b) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+            for (int m = 0; m < MI; ++m) load_tiles<A::K != 1>(x[i][m], shared_address(a + i * PA + 16 * m * A::ROW));
+#pragma unroll
+            for (int n = 0; n < NI; n += 2) {
+                unsigned four[4];
+                load_tiles<B::K != 1>(four, shared_address(b + i * PB + 8 * n * B::ROW));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) y[i][n + e / 2][e % 2] = four[e];
+            }
+        }
+    }
+    template <typename U>
+    __device__ __forceinline__ void multiply(float (&sums)[MI][NI][4], int i, int j) const {
+#pragma unroll
+        for (int m = 0; m < MI; ++m)
+#pragma unroll
+            for (int n = 0; n < NI; ++n) mma_16_bit(sums[m][n], x[i][m], y[j][n], U());
+    }
+};
+
+// sums += a b, of K numbers of k; products of three pieces in runs that begin at zero: tensor cores cut what they add.
+template <int K, int MOST_RUN, class A, class B, int PA, int PB, typename T, int MI, int NI, typename U>
+__device__ __forceinline__ void multiply_pieces(float (&sums)[MI][NI][4], const U* a, const U* b) {
+    constexpr int COUNT = Pieces<T>::COUNT, RUN = MOST_RUN < K ? MOST_RUN : K;
+    int row = threadIdx.x % 8, tile = threadIdx.x % 32 / 8;
+    a += tile % 2 * (8 * A::ROW) + tile / 2 * (8 * A::K) + (A::K == 1 ? row * A::ROW : row * A::K);
+    b += tile / 2 * (8 * B::ROW) + tile % 2 * (8 * B::K) + (B::K == 1 ? row * B::ROW : row * B::K);
+#pragma unroll 1
+    for (int k0 = 0; k0 < K; k0 += RUN) {
+        float part[MI][NI][4] = {};
+#pragma unroll
+        for (int k = 0; k < RUN; k += 16) {
+            Fragments<A, B, PA, PB, COUNT, MI, NI> now;
+            now.load(a + k * A::K, b + k * B::K);
+            if constexpr (COUNT == 1) {
+                now.template multiply<U>(sums, 0, 0);
+            } else {  // small products first; those that are left out are below 2^-22
+                now.template multiply<U>(part, 2, 0);
+                now.template multiply<U>(part, 0, 2);
+                now.template multiply<U>(part, 1, 1);
+                now.template multiply<U>(part, 1, 0);
+                now.template multiply<U>(part, 0, 1);
+                now.template multiply<U>(part, 0, 0);
+            }
+        }
+        if constexpr (COUNT > 1)
+#pragma unroll
+            for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
+        a += RUN * A::K;
+        b += RUN * B::K;
+    }
+}
