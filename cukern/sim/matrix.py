@@ -69,8 +69,8 @@ def load_matrix(c: Context) -> "Step":
 
 
 def warpgroup(c: Context) -> "Step":
-    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is done where it stands: wgmma.fence, .commit_group
-    and .wait_group change nothing, and what is read too early of a result is not seen here."""
+    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is done where it stands: wgmma.fence,
+    .commit_group and .wait_group change nothing, and what is read too early of a result is not seen here."""
     pc = c.pc
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes, pc))

@@ -57,8 +57,8 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
 
 
 def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """Of a wgmma: its columns; whether its numbers have 16 bits, or are tf32; and its function of a's registers, b (warps, columns, 32 bytes
-    along k), c's registers, and whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
+    """Of a wgmma: its columns; whether its numbers have 16 bits, or are tf32; and its function of a's registers, b (warps, columns, 32
+    bytes along k), c's registers, and whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
     """
     start, _, rest = opcode.partition(".m64n")

@@ -5,7 +5,7 @@
 // numbers, of which each is an operand along its rows and along its columns. What a product leaves in a lane is what the next one takes as
 // operand a, so the forward's z, and Z of
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T
-// (as in kron_pair.cuh) never go there. With both operands there wgmma takes all that shared memory and L1 can give, and other loads wait:
+// never go there. With both operands there wgmma takes all that shared memory and L1 can give, and other loads wait:
 // the forward has a left factor, or the rows of x, in registers. One factor alone is the left one, of 64 columns of what is to its right (Z
 // is X, dX is H), or the right one, of 64 rows (H is G). A TEAM of warpgroups has tiles of its own, and makes ready the next one's numbers
 // while wgmma multiplies; teams wait for each other only at the end.
@@ -14,7 +14,7 @@
 // Errors are 1.3 times torch's for x (64, 64), 1.6 for 64^3, and 0.6 and 0.8 for their gradients.
 //
 // On one H200, in us, from .. to ..: forward, 1024 x (64, 64) 22.7 to 18.0; the left factor of 16 x 64^3 15.9 to 13.5; of 1024 x (128, 128)
-// the right one 81 to 51, the left one 80 to 57. Backward with the partial sums' launch, from kron_pair.cuh's way: 54 to 39; 31 to 26; 144
+// the right one 81 to 51, the left one 80 to 57. Backward with the partial sums' launch, from mma.sync: 54 to 39; 31 to 26; 144
 // to 107; 159 to 111; the tensor cores need 17, 7, 56 and 56 for these. What made the backward of (64, 64) faster: a row's fetching,
 // splitting and storing beside products (46 to 42), lines fetched to the L2 cache a row ahead (42 to 38). The forward's left factor in
 // registers: of 128 from 66 to 56; the rows of x there: the right factor of 128 from 59 to 51. What did not help: three teams (forward of
