@@ -25,7 +25,8 @@
 //              Slower: four heads a thread (0.96 of that), persistent blocks (0.9), other orders of the heads (0.85-0.96), blocks of 256
 //              threads (0.97 for 0.985) or of 32 (0.79), loads that L1 does not keep, keeps shortest, or that stream (0.98). As fast: blocks
 //              of 128. Where x, k and the outputs lie changes nothing: 0.983 to 0.988 with 0 to 32 MiB between them, and where torch puts them.
-//              In place is at 0.975 to 0.985, where torch's own negation in place is at 1.00: not explained.
+//              Not explained: in place is at 0.975 to 0.985, where torch's own negation in place is at 1.00; bfloat16 heads of 256 are at 0.94
+//              where heads of 128 and 64 were measured before in the same process, and at 0.99 where not.
 //              Angles for each element (TransformerEngine's) 0.87-0.94: a thread reads 128 bytes of them for 32 of x; no faster with a third
 //              fewer registers; sines taken by the rotation's own blocks, in shared memory, 0.74.
 //              A quarter of a head of 128 in bfloat16 is 64 of 256 bytes: these take an H200 0.48 of the whole's time, whoever reads and

@@ -26,10 +26,8 @@
 // v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     0.98 (1.00)  0.98 (1.03)  0.98 (1.02)  0.95 (0.95)* 0.96 (1.02)  0.97 (0.99)  0.89 (0.88)
-//  bfloat16  1.00 (0.97)  1.00 (1.03)  0.97 (1.01)  0.95 (1.00)  0.97 (1.01)  0.94 (1.00)  0.94 (0.92)
-//
-// * Of four blocks that began where others' 32 bytes ended half-way, 1.02 of two that did not. They begin at whole lines since; not measured.
+//  float     0.99 (1.01)  0.98 (1.03)  0.98 (1.03)  0.95 (1.02)  0.96 (1.03)  0.96 (0.99)  0.89 (0.88)
+//  bfloat16  1.00 (0.98)  1.00 (1.03)  0.97 (1.02)  0.95 (1.01)  0.97 (1.02)  0.94 (1.00)  0.94 (0.92)
 //
 // What made it so, in a copy's speed, bfloat16 but where said otherwise:
 // * No load before a row's own. A constant that the compiler had put into global memory: 8192x16384 0.90 to 0.96.
