@@ -80,6 +80,26 @@ def test_what_is_not_finite_is_as_in_torch(device):
     alike(run(x, ws), product(x, ws))
 
 
+@kernels
+def test_what_is_too_large_has_its_sign(device):
+    """Products of pieces are infinite before the sum is: they must not be of the other sign. One number anywhere, and all of them."""
+    ws = [torch.eye(16, device=device) for _ in range(4)]
+    for at, number, factor, value in (
+        (0x9, 1e30, 0, 1e12),
+        (0x9, 1e30, 3, 1e12),
+        (0x9, 3e38, 1, 1000.7),
+        (0x9009, 3e38, 2, 1024.0),
+        (0x9999, -1e38, 0, 1e5),
+    ):
+        x = torch.zeros(1, 1 << 16, device=device)
+        x[0, at] = number
+        large = [w * (value if i == factor else 1.0) for i, w in enumerate(ws)]
+        alike(run(x, large), product(x, large))
+    x, ws = drawn(1, device)
+    ws = [w.abs() * 1e11 for w in ws]
+    assert bool((run(x.abs(), ws) == torch.inf).all())
+
+
 def alike(y, other):
     assert torch.equal(y.isnan(), other.isnan()) and torch.equal(y.isinf(), other.isinf())
     assert torch.equal(y[y.isinf()], other[y.isinf()])

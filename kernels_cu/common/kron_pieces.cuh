@@ -26,6 +26,15 @@ __device__ __forceinline__ void split_in_three(float x, float (&pieces)[3]) {
     pieces[2] = x - both;
 }
 
+// Two neighbours' pieces.
+__device__ __forceinline__ void split_two(float low, float high, unsigned (&pieces)[3]) {
+    float a[3], b[3];
+    split_in_three(low, a);
+    split_in_three(high, b);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
+}
+
 // V neighbours to their places, of each piece, which lie PLANE apart.
 template <int PLANE, typename T, int V>
 __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const Vec<T, V>& numbers) {

@@ -1,6 +1,6 @@
 // What kron_linear v4 does in float with four factors of 16 x 16 at the right end of a layer: a row is an array of 16 x 16 x 16 x 16 numbers.
 //
-// Products are made on tensor cores, of numbers split in three of bfloat16, each the nearest to what is left: 6 products of m16n8k16, small
+// Products are made on tensor cores, of numbers split in three of bfloat16: 6 products of m16n8k16, small
 // ones first. A lane splits its numbers itself, in 11 instructions for two of them. With the numbers as operand b, mma takes those of an
 // index k from lane bits t, and leaves the results' j in lane bits g; the other index, of 8 columns, goes from g to t. So a warp that holds
 // 16 x 16 numbers of two indices, 8 a lane, multiplies along one, and along the other, and nothing moves in between.
@@ -16,6 +16,7 @@
 // 62 of them run at a time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); loads past L1 (227 for
 // 219); stores from registers, of half sectors (674).
 #pragma once
+#include "kron_pieces.cuh"
 #include "kron_tile.cuh"
 
 template <bool ADDED_>
@@ -31,21 +32,18 @@ constexpr int PIECES = 3;  // bfloat16 numbers that a float is the sum of
 using Block16 = float[2][2][2];  // a lane's numbers [n][h][p] of 16 x 16: with k = 2 t + 8 h + p, of column g + 8 n
 using Weights16 = unsigned[PIECES][4];
 
-constexpr float LARGEST_BFLOAT16 = 3.38953139e38f;
-
-// Pairs of pieces of a and b. Unless EVERY number is looked after, all must be finite, and in the range of bfloat16. Of an infinity or a
-// NaN the last piece is what it is, and none comes of the others' differences.
+// Pairs of pieces of a and b, each the nearest to what is left. Unless EVERY number is looked after, all must be finite, and in the range of
+// bfloat16, and so must be products: of a piece whose sign is another than its number's they may be infinite first, and no piece of
+// split_two is such.
 template <bool EVERY>
 __device__ __forceinline__ void split_pair(unsigned (&to)[PIECES], float a, float b) {
-    float most[2] = {EVERY ? limited(a, LARGEST_BFLOAT16) : a, EVERY ? limited(b, LARGEST_BFLOAT16) : b};
+    if constexpr (EVERY) return split_two(a, b, to);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
-        float last[2] = {a, b};
-        Vec<__nv_bfloat16, 2> both = pack<__nv_bfloat16, 2>(i + 1 < PIECES ? most : last);
+        float rest[2] = {a, b};
+        Vec<__nv_bfloat16, 2> both = pack<__nv_bfloat16, 2>(rest);
         to[i] = reinterpret_cast<const unsigned&>(both);
-        float low = __uint_as_float(to[i] << 16), high = __uint_as_float(to[i] & 0xffff0000);
-        a -= low, b -= high;
-        most[0] -= low, most[1] -= high;
+        a -= __uint_as_float(to[i] << 16), b -= __uint_as_float(to[i] & 0xffff0000);
     }
 }
 
@@ -74,8 +72,8 @@ __device__ __forceinline__ void multiply16(Block16& v, const Weights16& w) {
     for (int e = 0; e < 8; ++e) v[e / 2 % 2][e / 4][e % 2] = d[e / 4][e % 4];
 }
 
-// N blocks times two factors; returns 0, or NaN. Most have but finite numbers. If one has not, or what lies between the factors has not, that
-// is a NaN in all results, or in all along the second index: unless EVERY number was looked after, all must be done again.
+// N blocks times two factors; returns 0, or NaN. Most have but finite numbers. If one has not, or what lies between the factors has not, or a
+// result, that is an infinity or a NaN in some result: unless EVERY number was looked after, all must be done again.
 template <bool EVERY, int N>
 __device__ __forceinline__ float multiply_twice(Block16 (&v)[N], const Weights16& first, const Weights16& second) {
     float none = 0;
@@ -84,7 +82,7 @@ __device__ __forceinline__ float multiply_twice(Block16 (&v)[N], const Weights16
         multiply16<EVERY>(v[i], first);
         multiply16<EVERY>(v[i], second);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) none = fmaf(v[i][0][e / 2][e % 2], 0.0f, none);
+        for (int e = 0; e < 8; ++e) none = fmaf(v[i][e / 4][e / 2 % 2][e % 2], 0.0f, none);
     }
     return none;
 }

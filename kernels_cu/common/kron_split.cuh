@@ -45,15 +45,6 @@ struct Described {
     __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
 };
 
-// Two neighbours' pieces.
-__device__ __forceinline__ void split_two(float low, float high, unsigned (&pieces)[3]) {
-    float a[3], b[3];
-    split_in_three(low, a);
-    split_in_three(high, b);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
-}
-
 // A lane's pair e, of 16, of a warpgroup's 64 x 64 numbers: see Rows.
 template <class M>
 __device__ __forceinline__ void put_two(__nv_bfloat16* to, int e, const unsigned (&two)[3]) {
