@@ -113,6 +113,23 @@ def test_what_is_not_finite_stays_where_torch_has_it(device, sizes):
         assert torch.allclose(y[finite].double(), expected[finite].double(), rtol=2**-6, atol=0.1)
 
 
+@kernels
+@pytest.mark.parametrize("sizes", (((16, 16), (16, 16)), ((16, 48), (32, 16)), ((16, 16), (16, 16), (16, 32))))
+@pytest.mark.parametrize("dtype", (BF16, F16))
+def test_infinities_keep_their_sign(device, sizes, dtype):
+    """Also where factors are larger than 1, and of both signs; of several in a row too."""
+    x, ws = draw(4, sizes, device, dtype)
+    ws = [4 * w for w in ws]
+    x[0, 7], x[1, 7], x[2, :40] = float("inf"), float("-inf"), float("-inf")
+    ones = [torch.full_like(w, 2.0) for w in ws]
+    for factors, rows in ((ws, slice(0, 2)), (ones, slice(0, 4))):
+        expected = dense(x.float(), [w.float() for w in factors])[rows]
+        for plan in plans(sizes, 4, dtype, device)[::2]:
+            y = launched(plan, x, factors)[rows]
+            assert torch.equal(y.isnan(), expected.isnan()), plan
+            assert torch.equal(y[y.isinf()].float(), expected[y.isinf()].float()) and torch.equal(y.isinf(), expected.isinf()), plan
+
+
 def test_when_there_is_such_a_launch():
     target = Target(2, 132, SHARED, True)
     for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):

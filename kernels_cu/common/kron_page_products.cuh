@@ -47,15 +47,15 @@ __device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS
     }
 }
 
-// x = big + small, of two numbers. Of an infinity small is made finite, so that no NaN comes of their sum; a NaN is big's. (min returns
-// what is not a NaN.)
+// x = big + small, of two numbers. Of an infinity small is made finite and of its sign, so that no NaN comes of products' sums; a NaN is
+// big's. (min returns what is not a NaN.)
 __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
     big = __byte_perm(__float_as_uint(one), __float_as_uint(two), 0x7632);
     __nv_bfloat162 rest, most;
     reinterpret_cast<unsigned&>(most) = 0x7f7f7f7f;
     narrow(rest, make_float2(one - __uint_as_float(big << 16), two - __uint_as_float(big & 0xffff0000)));
     rest = __hmin2(rest, most);
-    small = reinterpret_cast<unsigned&>(rest);
+    small = reinterpret_cast<unsigned&>(rest) & 0x7fff7fff | big & 0x80008000;
 }
 
 // y += z w2, of the rows of w2 from `column` on.

@@ -36,7 +36,7 @@ using Weights16 = unsigned[PIECES][4];
 // bfloat16, and so must be products: of a piece whose sign is another than its number's they may be infinite first, and no piece of
 // split_two is such.
 template <bool EVERY>
-__device__ __forceinline__ void split_pair(unsigned (&to)[PIECES], float a, float b) {
+__device__ __forceinline__ void split16(unsigned (&to)[PIECES], float a, float b) {
     if constexpr (EVERY) return split_two(a, b, to);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply16(Block16& v, const Weights16& w) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             unsigned pieces[PIECES];
-            split_pair<EVERY>(pieces, v[n][h][0], v[n][h][1]);
+            split16<EVERY>(pieces, v[n][h][0], v[n][h][1]);
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) x[i][h] = pieces[i];
         }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_weights16(unsigned* to, const Factors4<T>& 
                 pair[p] = load_as(factors.at[n][row * factors.p[n] + column * factors.q[n]]);
             }
     unsigned pieces[PIECES];
-    split_pair<true>(pieces, pair[0], pair[1]);
+    split16<true>(pieces, pair[0], pair[1]);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) to[(f * PIECES + i) * 128 + e] = pieces[i];
 }
