@@ -147,6 +147,15 @@ def test_unknown_kernel_names_those_that_are_there():
         params("int x;", "c")
 
 
+def test_a_kernel_of_a_file_that_is_included(tmp_path):
+    (tmp_path / "inner.cuh").write_text("// __global__ void b(int no) {}\n__global__ void b(float* x, int n) {}")
+    (tmp_path / "outer.cuh").write_text('#include "inner.cuh"')
+    (tmp_path / "file.cu").write_text('#include "outer.cuh"\n__global__ void a(int m) {}')
+    source = Source.read(tmp_path / "file.cu")
+    assert [p.name for p in parse(source, "b")] == ["x", "n"] and [p.name for p in parse(source, "a")] == ["m"]
+    assert kernel_names(source) == ["a"], "which one is meant where none is named: the file's own"
+
+
 @pytest.mark.parametrize("text", ["struct Config c", "float** x", "int& n", "__half h", "float (*f)(float)", "std::pair<int, int> p"])
 def test_what_cannot_be_passed_is_refused_by_name(text):
     with pytest.raises(TypeError) as caught:

@@ -79,13 +79,12 @@ def kernel_names(source: Source) -> list[str]:
 
 
 def parse(source: Source, name: str) -> tuple[Param, ...]:
-    """The parameters of the kernel `name`, template arguments put in. Raises ValueError and TypeError."""
+    """The parameters of the kernel `name`, of the source or a file that it includes, template arguments put in. Raises ValueError and
+    TypeError."""
     base, _, rest = name.partition("<")
     values = split_list(rest.rpartition(">")[0])
-    for match in _GLOBAL.finditer(source.code):
-        if match["name"] == base.strip():
-            break
-    else:
+    match = _find(source.code, base) or _find(source.included, base)
+    if not match:
         raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(kernel_names(source)) or 'none'}")
     formals = [_template_parameter(t) for t in split_list(match["template"] or "")]
     if sum(default is None for _, default in formals) > len(values) or len(values) > len(formals):
@@ -94,8 +93,12 @@ def parse(source: Source, name: str) -> tuple[Param, ...]:
     for i, (formal, default) in enumerate(formals):
         value = values[i] if i < len(values) else default or ""
         types[formal] = types.get(value, value)
-    end = _closing(source.code, match.end() - 1)
-    return tuple(_param(text, types, name) for text in split_list(source.code[match.end() : end]))
+    end = _closing(match.string, match.end() - 1)
+    return tuple(_param(text, types, name) for text in split_list(match.string[match.end() : end]))
+
+
+def _find(code: str, kernel: str) -> re.Match[str] | None:
+    return next((match for match in _GLOBAL.finditer(code) if match["name"] == kernel.strip()), None)
 
 
 def packer(params: tuple[Param, ...]) -> struct.Struct:

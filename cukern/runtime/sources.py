@@ -68,6 +68,11 @@ class Source:
         """The text without comments, of the same number of lines."""
         return without_comments(self.text)
 
+    @functools.cached_property
+    def included(self) -> str:
+        """What its #include lines reach of ours, without comments."""
+        return "\n".join(without_comments(content.decode()) for content in self._closure().values())
+
 
 def without_comments(text: str) -> str:
     """Replace each comment by its newlines, so that line numbers stay."""

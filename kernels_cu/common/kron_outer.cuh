@@ -74,3 +74,19 @@ __device__ __forceinline__ void outer_products(T* out, const T* a, const T* b, v
     out[(m + own / N) * SIDE + n + own % N] = T(sum * scale);
     cluster_sync();
 }
+
+#if __CUDA_ARCH__ >= 900
+// h is g times W1, z is x times W2. Grid CLUSTER * 16: 8
+// tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared memory: two stages.
+template <typename T>
+__global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 1)
+kron_linear_v4_outer_bwd(T* dw0, T* dw1, const T* x, const T* h, const T* z, const T* g, int rows, double scale) {
+    using Left = Outer4<true, T>;
+    using Right = Outer4<false, T>;
+    extern __shared__ uint4 dynamic[];
+    int tile = blockIdx.x / Left::CLUSTER, m = tile % 4 * Left::M, n = tile / 4 % 2 * Left::N;
+    wait_for_previous();
+    if (tile < 8) outer_products<Right>(dw0, x, h, dynamic, m, n, rows, float(scale));
+    else outer_products<Left>(dw1, z, g, dynamic, m, n, rows, float(scale));
+}
+#endif

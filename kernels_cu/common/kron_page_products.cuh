@@ -160,3 +160,110 @@ __device__ __forceinline__ void keep_page(float* z, const float (&y)[Plan::MT][P
                 store_vec(z + (m * 8 + g) * Plan::Q2 + n * 8 + t * 8 + e * 4, part);
             }
 }
+
+// kron_linear_v4 of two factors, all that there are. w0 is the right one; w2 to w7 are not looked at. Grid any, block THREADS; dynamic
+// shared memory: w1, w2, the teams' pages.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                     long long w7_p, long long w7_q, double scale, long long features) {
+    using Memory = PageMemory<Plan, T>;
+    constexpr bool ONE = Plan::STAGES == 1;
+    extern __shared__ uint4 dynamic[];
+    char *left = reinterpret_cast<char*>(dynamic), *right = left + Memory::W1;
+    int warp = threadIdx.x / 32, team = warp / Plan::TEAM, tile = warp % Plan::TEAM * Plan::MT;
+    T* pages = reinterpret_cast<T*>(right + Memory::W2) + team * Plan::STAGES * Memory::PAGE;
+    long long page = (long long)blockIdx.x * Plan::TEAMS + team, step = (long long)gridDim.x * Plan::TEAMS, next = page;
+    auto load = [&](int stage) {
+        if (next < A) load_page<Plan>(pages + stage * Memory::PAGE, x + next * (Plan::P1 * Plan::P2), threadIdx.x - team * Plan::TEAM * 32);
+        cp_async_commit();
+        next += step;
+    };
+    auto meet = [&] {
+        if constexpr (Plan::TEAM == 1) __syncwarp();
+        else if constexpr (Plan::TEAMS == 1) __syncthreads();
+        else barrier_of(team + 1, Plan::TEAM * 32);
+    };
+    wait_for_previous();
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{left}, [&] {
+        each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Plan, T>{right}, [&] {
+            for (int stage = 0; stage < (ONE ? 1 : Plan::STAGES - 1); ++stage) load(stage);
+        });
+    });
+    __syncthreads();
+    const LeftOperand<Plan, T> w1_operand(left, tile);
+    const RightOperand<Plan, T> w0_operand(right);
+    for (int stage = 0; page < A; page += step) {
+        cp_async_wait<ONE ? 0 : Plan::STAGES - 2>();
+        meet();
+        if (!ONE) load(stage ? stage - 1 : Plan::STAGES - 1);
+        const T* in = pages + stage * Memory::PAGE;
+        stage = stage + 1 < Plan::STAGES ? stage + 1 : 0;
+        float y[Plan::MT][Plan::Q2 / 8][4] = {};
+        multiply_page<Plan>(y, in, w1_operand, w0_operand);
+        if constexpr (ONE) {
+            meet();
+            load(0);
+        }
+        long long row = page * (Plan::Q1 * Plan::Q2);
+        store_rows<Plan, Plan::Q2>(out + row, bias, residual ? residual + row : nullptr, y, tile * 16, 0, float(scale));
+    }
+}
+
+// The same of three factors, see Piles4. w2 is the leftmost. Dynamic shared memory: w0, w1, w2, a row's pages, z.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, 1)
+kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                     long long w7_p, long long w7_q, double scale, long long features) {
+    using Page = typename Plan::Page;
+    using Top = typename Plan::Top;
+    constexpr int P0 = Plan::P0, PAGE = Page::P1 * Page::P2, NUMBERS = P0 * PAGE, STAGE = PageMemory<Page, T>::PAGE, WARPS = Plan::WARPS;
+    extern __shared__ uint4 dynamic[];
+    char *right = reinterpret_cast<char*>(dynamic), *left = right + PageMemory<Page, T>::W2, *top = left + PageMemory<Page, T>::W1;
+    T* pages = reinterpret_cast<T*>(top + PageMemory<Top, float>::W1);
+    float* z = reinterpret_cast<float*>(pages + P0 * STAGE);
+    int warp = threadIdx.x / 32;
+    auto load = [&](long long row, int page) {
+        if (row < A) load_page<Page>(pages + page * STAGE, x + row * NUMBERS + page * PAGE, threadIdx.x % 32);
+        cp_async_commit();
+    };
+    wait_for_previous();
+    each_number<Page::P2, Page::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Page, T>{right}, [&] {
+        each_number<Page::P1, Page::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Page, T>{left}, [&] {
+            each_number<P0, Plan::Q0, Plan::THREADS>(w2, w2_p, w2_q, PutLeft<Top, float>{top}, [&] {
+                for (int page = warp; page < P0; page += WARPS) load(blockIdx.x, page);
+            });
+        });
+    });
+    __syncthreads();
+    const LeftOperand<Page, T> w1_operand(left, 0);
+    const RightOperand<Page, T> w0_operand(right);
+    const LeftOperand<Top, float> w2_operand(top, 0);
+    for (long long row = blockIdx.x; row < A; row += gridDim.x) {
+        cp_async_wait<0>();
+        __syncwarp();
+#pragma unroll 1
+        for (int page = warp; page < P0; page += WARPS) {
+            float y[Page::MT][Page::Q2 / 8][4] = {};
+            multiply_page<Page>(y, pages + page * STAGE, w1_operand, w0_operand);
+            __syncwarp();
+            load(row + gridDim.x, page);
+            keep_page<Page>(z + page * Top::LDX, y);
+        }
+        __syncthreads();
+        long long first = row * (Plan::Q0 * Plan::WIDTH);
+#pragma unroll 1
+        for (int column = warp * 32; column < Plan::WIDTH; column += WARPS * 32) {
+            float y[Top::MT][4][4] = {};
+            multiply_left<Top, float>(y, z, column, w2_operand);
+            store_rows<Top, 32>(out + first, bias, residual ? residual + first : nullptr, y, 0, column, float(scale));
+        }
+        __syncthreads();
+    }
+}

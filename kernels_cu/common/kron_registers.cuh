@@ -236,3 +236,50 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
         run_passes<Plan>(v, numbers, w + ((SIZES * SIZES) + ...), to, late, Steps4<Others...>());
     }
 }
+
+#if __CUDA_ARCH__ >= 900
+// kron_linear_v4 where a tile's numbers lie in registers. Grid CLUSTER * (the tiles, or fewer), block THREADS; dynamic shared memory: the
+// factors, a tile's numbers, the stage.
+template <typename T, class Plan>
+__global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
+kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                         long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                         long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                         long long w7_p, long long w7_q, double scale, long long features) {
+    extern __shared__ uint4 dynamic[];
+    float *w = reinterpret_cast<float*>(dynamic), *numbers = w + Plan::WEIGHTS;
+    Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
+                           {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
+                           {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
+    constexpr long long ACROSS = Plan::C / Plan::R;
+    long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, number = blockIdx.x / Plan::CLUSTER;
+    int warp = threadIdx.x / 32, half = Plan::CLUSTER > 1 ? cluster_rank() * Plan::NUMBERS : 0;
+    if (number >= tiles) return;  // a launch is planned for the most rows that there may be
+    int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0;
+    auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
+    auto end = [&](long long n) { return int(A - n * Plan::L < Plan::L ? A - n * Plan::L : Plan::L) * Plan::P * Plan::R; };
+    auto load = [&](long long n) {
+        if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
+        cp_async_commit();
+    };
+    wait_for_previous();
+    load(number);
+    load_weights<Plan::THREADS, 0>(w, factors, typename Plan::List());
+    __syncthreads();
+    for (; number < tiles; number += gridDim.x / Plan::CLUSTER) {
+        long long next = number + gridDim.x / Plan::CLUSTER;
+        Output<T> to = {out, bias, residual, first(number), features, end(number), float(scale)};
+        float v[Plan::VALUES];
+        cp_async_wait<0>();
+        __syncwarp();
+        fetch<Plan, typename Plan::Start>(v, numbers, stage);
+        __syncwarp();
+        if (warp < Plan::AHEAD) load(next);
+        run_passes<Plan>(v, numbers, w, to, [&] {
+            __syncthreads();
+            if (warp >= Plan::AHEAD) load(next);
+        }, typename Plan::List());
+    }
+}
+#endif

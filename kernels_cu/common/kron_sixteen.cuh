@@ -12,7 +12,8 @@
 // On one H200, 1024 x 16^4, in us: 213, where kron_registers.cuh takes 245, and a copy 127. (With one product instead of six 186, without
 // stores 188: what is left is waiting.) What helped: whole lines instead of sectors, and waiting for the other block only before the first
 // store (241 to 225); results looked at once a pass instead of once a step (to 214); a row's lines fetched to L2 a pass ahead (254 to 241);
-// clusters that begin at different times (216 to 212). What did not: clusters of four blocks, two on a multiprocessor (327: no more than
+// clusters that begin at different times (216 to 212). All that with half of the results looked at, which left some of what overflows with
+// a wrong sign; not measured since. What did not: clusters of four blocks, two on a multiprocessor (327: no more than
 // 62 of them run at a time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); loads past L1 (227 for
 // 219); stores from registers, of half sectors (674).
 #pragma once
@@ -227,3 +228,63 @@ __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual
         store_vec_past_l1(out + at, four);
     }
 }
+
+#if __CUDA_ARCH__ >= 900
+// kron_linear_v4 of four factors of 16 x 16. Grid CLUSTER * (the rows, or fewer), block THREADS; dynamic shared memory: the factors, a part
+// of a row.
+template <typename T, class Plan>
+__global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, 1)
+kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                       const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                       long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                       long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                       long long w7_p, long long w7_q, double scale, long long features) {
+    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, WEIGHTS = PIECES * 128;
+    extern __shared__ uint4 dynamic[];
+    unsigned* weights = reinterpret_cast<unsigned*>(dynamic);
+    float* numbers = reinterpret_cast<float*>(weights + 4 * WEIGHTS);
+    Factors4<T> factors = {{w0, w1, w2, w3}, {w0_p, w1_p, w2_p, w3_p}, {w0_q, w1_q, w2_q, w3_q}};
+    int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = A;
+    int row = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
+    cluster_arrive_relaxed();
+    wait_for_previous();
+    // Of the first pass: EACH pages of a warp, and where their results go, in this block, and in the other one.
+    auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * 4); };
+    float* mine = numbers + (rank * 8 + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane * 4;
+    unsigned others = shared_of_rank(shared_address(mine), rank ^ 1);
+    // Of the second: the lane's numbers of columns, and those which it stores, when four warps have made whole lines of them.
+    float* column = numbers + lane / 4 * SLAB + lane % 4 * (2 * NEXT) + warp * 8;
+    int line = warp % 4 * 4 + lane / 8, within = warp / 4 * 32 + lane % 8 * 4;
+    auto ahead_of = [&](int row) {  // to the L2 cache, a line a lane
+        for (int i = 0; i < EACH / 4; ++i) prefetch(own(row) + i * (4 * PAGE) + lane * 28);
+    };
+    Block16 ahead[2];
+    if (row < rows) {
+        ahead_of(row);
+        load_pages16<Plan>(ahead, own(row), 0);
+    }
+    load_weights16<Plan>(weights, factors, rank);
+    __syncthreads();
+    // Clusters of one row less begin half a row's time later: else all multiply at one time, and all store at another.
+    if (row < rows && row >= rows % step && rows % step)
+        for (int us = 0; us < 7; ++us) __nanosleep(1000);
+    for (; row < rows; row += step) {
+        Weights16 first, second;
+        fetch_weights16(first, weights);
+        fetch_weights16(second, weights + WEIGHTS);
+        first_pass16<Plan>(ahead, own(row), mine, others, first, second);
+        cluster_arrive();
+        fetch_weights16(first, weights + 2 * WEIGHTS);
+        fetch_weights16(second, weights + 3 * WEIGHTS);
+        cluster_wait();
+        if (row + step < rows) ahead_of(row + step);
+        second_pass16<Plan>(column, first, second);
+        barrier_of(1 + warp / 4, 128);
+        long long at = (long long)row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + within;
+        store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale), [&] {
+            if (row + step < rows) load_pages16<Plan>(ahead, own(row + step), 0);
+        });
+    }
+    cluster_wait();
+}
+#endif

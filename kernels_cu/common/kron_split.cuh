@@ -193,3 +193,242 @@ struct Split4 {
     static constexpr int FACTORS = (LEFT ? W1::BYTES : 0) + (RIGHT ? W2::BYTES : 0);
     static constexpr int TEAM = (RIGHT ? X::BYTES : G::BYTES) + G::BYTES + (PAIR ? H::BYTES : 0);
 };
+
+// kron_linear_v4 of one large factor, or two, of float. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in pieces, each
+// team's X.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::TEAMS * Plan::WIDE, 1)
+kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                     long long w7_p, long long w7_q, double scale, long long features) {
+    using X = typename Plan::X;
+    using W2 = typename Plan::W2;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::WIDE, N = Plan::LEFT ? 64 : Q2;
+    constexpr bool LEFT = Plan::LEFT, RIGHT = Plan::RIGHT, PAIR = Plan::PAIR;
+    constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, OUT_STRIDE = Plan::G_STRIDE;
+    extern __shared__ uint4 dynamic[];
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (Plan::WIDE / 32), group = warp / 4 % (Plan::WIDE / 128);
+    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + (RIGHT ? W2::BYTES / 2 : 0) + team * X::BYTES;
+    auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
+    auto rows_of = [&](long long a) { return LEFT || A - 64 * a >= 64 ? P1 : int(A - 64 * a); };
+    auto give = [&](long long a, const float (&d)[N / 8][4]) {
+        long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
+        int rows = rows_of(a);
+        each_two(d, [&](Vec<float, 2> two, int row, int column) {
+            if (!LEFT && row >= rows) return;
+            long long i = at + row * OUT_STRIDE + column;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                two.v[e] *= float(scale);
+                if (bias) two.v[e] += bias[i % features + e];
+                if (residual) two.v[e] += residual[i + e];
+            }
+            store_vec(out + i, two);
+        });
+    };
+    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
+    wait_for_previous();
+    Underway<W2, ALL> factor;
+    if constexpr (RIGHT) factor.fetch_any(w0, w0_p, w0_q);
+    if constexpr (LEFT) {
+        Underway<X, Plan::WIDE> next;
+        auto fetch = [&](long long a) { next.fetch(x_of(a), X_STRIDE); };
+        if (a < tiles) fetch(a);
+        Rows<P1> left;
+        float numbers[P1 / 8][4];
+        fetch_lanes<false>(numbers, (PAIR ? w1 : w0) + 64 * group * (PAIR ? w1_q : w0_q), PAIR ? w1_q : w0_q, PAIR ? w1_p : w0_p);
+        if constexpr (PAIR) factor.put(right);
+        left.split(numbers);
+        if (a < tiles) next.put(xs);
+        if (a + step < tiles) fetch(a + step);
+        fence_async();
+        __syncthreads();
+        int other = X::BYTES / 2;
+#pragma unroll 1
+        for (; a < tiles; a += step) {
+            float y[8][4];
+            start_product<P1>(y, left, Described<X, true>(xs));
+            xs += other;
+            other = -other;
+            if (a + step < tiles) next.put(xs);
+            if (a + 2 * step < tiles) fetch(a + 2 * step);
+            wgmma_wait<0>(y);
+            if constexpr (PAIR) {
+                Rows<P2> rows;
+                rows.split(y);
+                start_product<P2>(y, rows, Described<W2, true>(right));
+                wgmma_wait<0>(y);
+            }
+            give(a, y);
+            fence_async();
+            barrier_of(1 + team, Plan::WIDE);
+        }
+    } else {
+        Rows<P2> rows;
+        float numbers[P2 / 8][4];
+        auto fetch = [&](long long a) { fetch_lanes<true>(numbers, x_of(a), X_STRIDE, 1, rows_of(a)); };
+        if (a < tiles) fetch(a);
+        factor.put(right);
+        fence_async();
+        __syncthreads();
+#pragma unroll 1
+        for (; a < tiles; a += step) {
+            float y[N / 8][4];
+            rows.split(numbers);
+            start_product<P2>(y, rows, Described<W2, true>(right));
+            if (a + step < tiles) fetch(a + step);
+            wgmma_wait<0>(y);
+            give(a, y);
+        }
+    }
+}
+
+// Its backward, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: the factors in pieces, each team's X,
+// G and H, or the sums.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
+kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
+                         long long w0_q, long long w1_p, long long w1_q, double scale) {
+    using U = __nv_bfloat16;
+    using X = typename Plan::X;
+    using G = typename Plan::G;
+    using H = typename Plan::H;
+    using W1 = typename Plan::W1;
+    using W2 = typename Plan::W2;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::THREADS;
+    constexpr bool LEFT = Plan::LEFT, RIGHT = Plan::RIGHT, PAIR = Plan::PAIR;
+    constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
+    extern __shared__ uint4 dynamic[];
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (4 * Plan::GROUPS), group = warp / 4 % Plan::GROUPS;
+    U *right = reinterpret_cast<U*>(dynamic), *left = right + (RIGHT ? W2::BYTES / 2 : 0);
+    U *gs = right + (Plan::FACTORS + team * Plan::TEAM) / 2, *xs = gs + G::BYTES / 2, *hs = xs + X::BYTES / 2;
+    auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
+    auto x_place = [&](long long a) { return a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
+    auto g_place = [&](long long a) { return a / ACROSS * Q1 * G_STRIDE + a % ACROSS * Q2; };
+    U* first = gs;
+    float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
+    Underway<G, Plan::THREADS> next_g;
+    Underway<X, Plan::THREADS> next_x;
+    float numbers[8][4];
+    auto fetch_g = [&](long long a) { next_g.fetch(g + g_place(a), G_STRIDE); };
+    auto fetch_x = [&](long long a) { next_x.fetch(x + x_place(a), X_STRIDE); };
+    auto fetch_rows = [&](long long a) { fetch_lanes<true>(numbers, x + x_place(a) + 64 * group * X_STRIDE, X_STRIDE, 1); };
+    auto ahead = [&](long long a) {
+        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + x_place(a), X_STRIDE);
+        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + g_place(a), G_STRIDE);
+    };
+    auto give = [&](long long a, const float (&d)[8][4]) {
+        T* to = dx + x_place(a) + 64 * group * (LEFT ? X_STRIDE : 1);
+        each_two(d, [&](Vec<float, 2> two, int row, int column) {
+            store_vec(to + row * X_STRIDE + column, Vec<float, 2>{two.v[0] * float(scale), two.v[1] * float(scale)});
+        });
+    };
+    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / 64, a = blockIdx.x + team * gridDim.x;
+    wait_for_previous();
+    if (a < tiles) {
+        fetch_g(a);
+        if constexpr (PAIR) fetch_rows(a);
+        if constexpr (!LEFT) fetch_x(a);
+    }
+    Underway<W1, ALL> factor1;
+    Underway<W2, ALL> factor2;
+    if constexpr (LEFT) factor1.fetch_any(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
+    if constexpr (RIGHT) factor2.fetch_any(w0, w0_p, w0_q);
+    if constexpr (LEFT) factor1.put(left);
+    if constexpr (RIGHT) factor2.put(right);
+    Rows<64> rows;
+    if (a < tiles) next_g.put(gs);
+    if constexpr (PAIR) rows.split(numbers);
+    fence_async();
+    __syncthreads();
+#pragma unroll 1
+    for (; a < tiles; a += step) {
+        float h[8][4];
+        bool more = a + step < tiles;
+        if (more) ahead(a + step);
+        if constexpr (PAIR) {
+            float z[8][4];
+            start_product<P2>(z, rows, Described<W2, true>(right));
+            rows.template put<X>(xs);
+            fence_async();
+            sync();
+            start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
+            wgmma_wait<1>(z);
+            rows.split(z);
+            start_product<Q2>(z, rows, Described<G, false>(gs));
+            wgmma_wait<1>(h);
+            put_rows<H>(hs, h);
+            fence_async();
+            sync();
+            start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
+            if (more) fetch_rows(a + step);
+            wgmma_wait<1>(z);
+            if (more) fetch_g(a + step);
+            add(sums1, z);
+            start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
+            sync();
+            if (more) {
+                next_g.put(gs);
+                rows.split(numbers);
+            }
+            wgmma_wait<1>(h);
+            give(a, h);
+            wgmma_wait<0>(z);
+            add(sums2, z);
+        } else if constexpr (LEFT) {
+            float z[Q1 / 8][4];
+            start_product<Q1>(h, Described<W1, false>(left, 64 * group), Described<G, true>(gs));
+            fetch_rows(a);
+            rows.split(numbers);
+            start_product<64>(z, rows, Described<G, false>(gs));
+            wgmma_wait<1>(h);
+            give(a, h);
+            gs = gs == first ? xs : first;
+            if (more) fetch_g(a + step);
+            if (more) next_g.put(gs);
+            wgmma_wait<0>(z);
+            add(sums1, z);
+            fence_async();
+        } else {
+            float z[Q2 / 8][4];
+            start_product<Q2>(h, Described<G, false>(gs), Described<W2, false>(right, 64 * group));
+            next_x.put(xs);
+            fence_async();
+            sync();
+            start_product<64>(z, Described<X, true>(xs, 64 * group), Described<G, true>(gs));
+            if (more) fetch_g(a + step);
+            wgmma_wait<1>(h);
+            if (more) fetch_x(a + step);
+            give(a, h);
+            wgmma_wait<0>(z);
+            add(sums2, z);
+            sync();
+            if (more) next_g.put(gs);
+            fence_async();
+        }
+        sync();
+    }
+    // The first team adds the others' sums to its own, each thread those of its like.
+    __syncthreads();
+    float* others = reinterpret_cast<float*>(dynamic) + threadIdx.x % Plan::THREADS;
+    constexpr int EACH = (LEFT ? Q1 / 2 : 0) + (RIGHT ? Q2 / 2 : 0);
+    auto kept = [&](int i) -> float& { return RIGHT && i < Q2 / 2 ? sums2[i / 4][i % 4] : sums1[(i - (RIGHT ? Q2 / 2 : 0)) / 4][i % 4]; };
+    if (team)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) others[((team - 1) * EACH + i) * Plan::THREADS] = kept(i);
+    if (Plan::TEAMS > 1) __syncthreads();
+    if (team) return;
+#pragma unroll
+    for (int t = 0; t + 1 < Plan::TEAMS; ++t)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) kept(i) += others[(t * EACH + i) * Plan::THREADS];
+    partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
+    if constexpr (RIGHT)
+        each_two(sums2, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q2 + column, two); });
+    if constexpr (LEFT)
+        each_two(sums1, [&](Vec<float, 2> two, int row, int column) {
+            store_vec(partials + Plan::SUMS2 + (64 * group + row) * Q1 + column, two);
+        });
+}

@@ -114,3 +114,74 @@ __device__ __forceinline__ void start_right(float (&y)[Plan::Q2 / 8][4], const f
     for (int n = 1; n < N; ++n) wgmma<U, sizeof(U) == 2>(y, a[n], right + RightMatrix<Plan, U>::step(sizeof(U) == 2 ? n / 2 * 16 : n * 8, 0), true);
     wgmma_commit();
 }
+
+// kron_linear_v4_pages by warpgroups, with wgmma. Grid any, block THREADS; dynamic shared memory: w2, the teams' pages, w1.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, 1)
+kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                    const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                    long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                    long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                    long long w7_p, long long w7_q, double scale, long long features) {
+    using U = right_t<T>;
+    using Right = RightMatrix<Plan, U>;
+    constexpr int PAGE = Page<Plan>::SIZE, SECOND = Page<Plan>::step(0, Plan::COLUMNS);
+    extern __shared__ __align__(1024) char panels[];
+    int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), team = warp / 4, stage = 0;
+    U* right = reinterpret_cast<U*>(panels);
+    T *pages = reinterpret_cast<T*>(right + Right::SIZE) + team * Plan::STAGES * PAGE, *left = pages + (Plan::TEAMS - team) * Plan::STAGES * PAGE;
+    long long page = blockIdx.x + (long long)team * gridDim.x, step = (long long)gridDim.x * Plan::TEAMS, next = page;
+    auto load = [&](int to) {
+        if (next < A) load_wide<Plan>(pages + to * PAGE, x + next * (Plan::P1 * Plan::P2));
+        cp_async_commit();
+        next += step;
+    };
+    auto meet = [&](int done) {  // a page has come, and another is read
+        cp_async_wait<Plan::STAGES - 2>();
+        fence_async();
+        barrier_of(team + 1, 128);
+        load(done);
+    };
+    wait_for_previous();
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{reinterpret_cast<char*>(left)}, [&] {
+        each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutWide<Plan, U>{right}, [&] {
+            for (int to = 0; to < Plan::STAGES - 1; ++to) load(to);
+        });
+    });
+    fence_async();
+    __syncthreads();
+    unsigned w1_held[Plan::PARTS][Plan::P1 / 16][4];
+    fetch_left<Plan>(w1_held, left, warp % 4);
+    if (page >= A) return;
+    meet(Plan::STAGES - 1);
+    unsigned long long w2_at = Right::described(right), pages_at = Page<Plan>::described(pages);
+    float z[Plan::COLUMNS / 8][4] = {}, rest[Plan::REST / 8][4] = {}, y[1][Plan::Q2 / 8][4] = {};
+    // A turn ends with no product under way: else the compiler, which does not follow their registers into the next, waits for each at once.
+    for (; page < A; page += step) {
+        unsigned long long at = pages_at + stage * (PAGE * 2 / 16);
+        start_left<Plan, T>(z, w1_held[0], at);
+        start_left<Plan, T>(rest, w1_held[0], at + SECOND);
+#pragma unroll
+        for (int part = 0; part < Plan::PARTS; ++part) {
+            wgmma_wait<1>(z);
+            start_right<Plan, U, false>(y[0], z, w2_at);
+            wgmma_wait<1>(rest);
+            start_right<Plan, U, true>(y[0], rest, w2_at + Right::step(Plan::COLUMNS, 0));
+            if (part == Plan::PARTS - 1) {
+                meet(stage);
+                stage = stage + 1 < Plan::STAGES ? stage + 1 : 0;
+                wgmma_wait<0>(y[0]);
+            } else {
+                wgmma_wait<1>(z);
+                start_left<Plan, T>(z, w1_held[part + 1], at);
+                wgmma_wait<1>(y[0]);
+                start_left<Plan, T>(rest, w1_held[part + 1], at + SECOND);
+            }
+            long long row = page * (Plan::Q1 * Plan::Q2);
+            store_rows<Plan, Plan::Q2>(out + row, bias, residual ? residual + row : nullptr, y, part * 64 + warp % 4 * 16, 0, float(scale));
+            __syncwarp();  // else the compiler puts the stores off, and lacks registers for what they store
+        }
+    }
+}
+#endif
