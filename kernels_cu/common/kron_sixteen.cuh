@@ -13,9 +13,9 @@
 // stores 188: what is left is waiting.) What helped: whole lines instead of sectors, and waiting for the other block only before the first
 // store (241 to 225); results looked at once a pass instead of once a step (to 214); a row's lines fetched to L2 a pass ahead (254 to 241);
 // clusters that begin at different times (216 to 212). All that with half of the results looked at, which left some of what overflows with
-// a wrong sign; not measured since. What did not: clusters of four blocks, two on a multiprocessor (327: no more than
-// 62 of them run at a time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); loads past L1 (227 for
-// 219); stores from registers, of half sectors (674).
+// a wrong sign; not measured since. What did not: clusters of four blocks, two on a multiprocessor (327: no more than 62 of them run at a
+// time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); loads past L1 (227 for 219); stores from
+// registers, of half sectors (674).
 #pragma once
 #include "kron_pieces.cuh"
 #include "kron_tile.cuh"

@@ -16,10 +16,10 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");  // not read before
 }
 
-// What describes operand b (or a, whose rows are what columns are to b) in shared memory, of cores: eight rows of 16 bytes. Along k numbers are neighbours, a core's rows, one after
-// another, are columns, and `along_k` and `across` are bytes to the next cores. Or SWIZZLED: across numbers are neighbours, of 64 columns,
-// eight cores, each row is 128 bytes, whose units of 16 bytes lie at their number xor the row's, in 1024 bytes; then `along_k` is the bytes
-// to the next 64 columns, and `across` to the next eight rows.
+// What describes operand b (or a, whose rows are what columns are to b) in shared memory, of cores: eight rows of 16 bytes. Along k numbers
+// are neighbours, a core's rows, one after another, are columns, and `along_k` and `across` are bytes to the next cores. Or SWIZZLED: across
+// numbers are neighbours, of 64 columns, eight cores, each row is 128 bytes, whose units of 16 bytes lie at their number xor the row's, in
+// 1024 bytes; then `along_k` is the bytes to the next 64 columns, and `across` to the next eight rows.
 constexpr unsigned long long SWIZZLED = 1ull << 62;
 __device__ __forceinline__ unsigned long long describe(unsigned shared_address, int along_k, int across) {
     return (shared_address & 0x3ffff) >> 4 | (unsigned long long)(along_k >> 4) << 16 | (unsigned long long)(across >> 4) << 32;
