@@ -5,9 +5,9 @@
 // the sums of their warps, of 32 numbers of k each, are added through shared memory, always in the same order. In float products are those
 // of kron_pieces.cuh, of three bfloat16 numbers. The next row's numbers are on their way, in registers, while one's are multiplied.
 //
-// On one H200, 32 rows, in us: the backward 38, of which this launch 20; 43 by a cluster for each row, which had all in one launch, and partial
-// sums. In bfloat16 19.5, of which this launch 8, and 20. What did not help: 64 numbers of k a block, and all 128 x 128 sums of them,
-// which reads and splits nothing twice, but leaves eight partial sums (37.7, and 23).
+// On one H200, 32 rows, in us: the backward 38 (of inputs that no cache has 43), of which this launch 20; 43 (44) by a cluster for each row,
+// which had all in one launch, and partial sums. In bfloat16 19.5, of which this launch 8, and 20. What did not help: 64 numbers of k a block,
+// and all 128 x 128 sums of them, which reads and splits nothing twice, but leaves eight partial sums (37.7, and 23).
 #pragma once
 #include "kron_pieces.cuh"
 
