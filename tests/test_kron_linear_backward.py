@@ -120,7 +120,7 @@ def test_layers_of_several_launches(device, dtype):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_large_factors_of_unlike_sizes(device, dtype):
     """Those that kron_split.py leaves to kron_backward.py: 96 columns, and few numbers in one of two factors."""
-    for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32)), ((128, 96), (128, 64))):
+    for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32))):
         x, ws = draw(2, sizes, device, dtype)
         leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
         y, exact = cukern.kron_linear(x, ws, version="v4"), dense(wide[0], wide[1:])
