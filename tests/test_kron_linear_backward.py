@@ -12,9 +12,8 @@ from test_kron_linear_groups import LAYERS
 
 import cukern
 from cukern.ops import kron_backward, kron_groups, kron_v4_backward
-from cukern.ops.kron_backward import Backward
 from cukern.ops.kron_groups import Target
-from cukern.ops.kron_plan import steps
+from cukern.ops.kron_plan import Backward, steps
 from cukern.runtime import backend
 
 

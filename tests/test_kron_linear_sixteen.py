@@ -32,7 +32,7 @@ def drawn(rows, device, dtype=torch.float32):
 
 def run(x, ws, epilogue=PLAIN, grid=2):
     """By one cluster, or more."""
-    made = prepare(kron_sixteen.launch(steps(SIZES), 1 << 16, TARGET), 1, x.dtype, x.get_device(), epilogue is not PLAIN)
+    made = prepare(next(kron_sixteen.launches(steps(SIZES), 1 << 16, TARGET)), 1, x.dtype, x.get_device(), epilogue is not PLAIN)
     tensors = [x, *ws, *[t for t in epilogue[1:] if t is not None]]
     with backend.simulated_memory(tensors) if x.device.type == "cpu" else contextlib.nullcontext():
         return launch_group(made._replace(geometry=((grid, 1, 1), *made.geometry[1:])), x, ws, epilogue)
@@ -41,7 +41,7 @@ def run(x, ws, epilogue=PLAIN, grid=2):
 def test_who_takes_it():
     (group,) = kron_groups.groups(SIZES, 1024, TARGET)
     assert isinstance(group, Sixteen)
-    assert kron_sixteen.launch(steps(((16, 16),) * 5)[:4], 64, TARGET), "in a longer layer"
+    assert list(kron_sixteen.launches(steps(((16, 16),) * 5)[:4], 64, TARGET)), "in a longer layer"
     others = (SIZES, 8, TARGET), (SIZES, 1024, TARGET._replace(aligned=8)), (SIZES, 1024, TARGET._replace(shared=163 << 10))
     for sizes, rows, target in (*others, (((16, 16),) * 3, 1024, TARGET), (((16, 16),) * 3 + ((16, 8),), 1024, TARGET)):
         assert not any(isinstance(g, Sixteen) for g in kron_groups.groups(sizes, rows, target))
@@ -49,7 +49,7 @@ def test_who_takes_it():
 
 @pytest.mark.parametrize("added", (False, True))
 def test_registers_suffice(added):
-    group = kron_sixteen.launch(steps(SIZES), 1024, TARGET)
+    (group,) = kron_sixteen.launches(steps(SIZES), 1024, TARGET)
     report = kron_v4._V4[Sixteen][torch.float32, group.template(added)].compile("sm_90a").report
     assert not report.spill_stores and not report.spill_loads
 

@@ -4,11 +4,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil, gcd, prod
-from typing import NamedTuple
 
 from cukern.ops import kron_groups, kron_split
 from cukern.ops.kron_groups import LAUNCH_US, SM_BYTES_US, Target, text
-from cukern.ops.kron_plan import Sizes, Step, steps
+from cukern.ops.kron_plan import Backward, Sizes, Step, steps
 
 _LARGEST = 128 * 128  # sums of a factor's gradient
 _LARGE = 64 * 64  # of which more threads share out the sums
@@ -23,19 +22,6 @@ _CROWDED, _FULL = 2.0, 0.7  # 16-bit numbers are slower the more of shared memor
 _TILE_US = 0.3  # from a tile to the next, for the one block of a multiprocessor
 
 Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the right one, each of one or more: the rightmost first
-
-
-class Backward(NamedTuple):
-    """The backward of neighbouring factors in one launch; without a template by one launch for each thing."""
-
-    steps: tuple[Step, ...]
-    us: float
-    template: str = ""
-    blocks: int = 0
-    threads: int = 0
-    shared: int = 0  # bytes
-    sums: int = 0  # partial ones, of each factor's gradient
-    kernel: str = "group"  # or "split"
 
 
 @functools.lru_cache(512)
@@ -68,7 +54,7 @@ def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | Non
     found = []
     if target.itemsize <= 4:
         found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)]
-        found += [Backward(run, *large, kernel="split") for large in kron_split.backward(run, rows, target)]
+        found += kron_split.backward(run, rows, target)
     if len(run) == 1:
         s, fibers = run[0], rows * run[0].left * run[0].right
         sweeps = fibers * (3 * s.p + 2 * s.q) * target.itemsize / (target.multiprocessors * SM_BYTES_US)

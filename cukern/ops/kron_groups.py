@@ -137,8 +137,7 @@ def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
     exact: list[Launch] = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
     exact += kron_registers.launches(run, rows, target)
-    sixteen = kron_sixteen.launch(run, rows, target)
-    exact += [sixteen] if sixteen else []
+    exact += kron_sixteen.launches(run, rows, target)
     exact += kron_split.forward(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if found or len(run) > 1:

@@ -18,6 +18,19 @@ class Step(NamedTuple):
     right: int
 
 
+class Backward(NamedTuple):
+    """The backward of neighbouring factors in one launch; without a template by one launch for each thing."""
+
+    steps: tuple[Step, ...]
+    us: float
+    template: str = ""
+    blocks: int = 0
+    threads: int = 0
+    shared: int = 0  # bytes
+    sums: int = 0  # partial ones, of each factor's gradient
+    kernel: str = "group"  # or "split"
+
+
 def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:
     """The factors, by index, in the order that multiplies and adds least: by 1/p - 1/q, those that shrink the array first.
 

@@ -1,6 +1,6 @@
 """The launch of kron_linear v4 of four factors of 16 x 16 at the right end of a layer, in float: see kernels_cu/common/kron_sixteen.cuh."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,11 +32,10 @@ class Sixteen(NamedTuple):
         return f"Sixteen4<{str(added).lower()}>"
 
 
-def launch(run: Sequence[Step], rows: int, target: "Target") -> Sixteen | None:
+def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Sixteen]:
     """The launch of a run of steps, if it is one of these and has rows enough for all multiprocessors."""
     rows, clusters = rows * run[-1].left, target.multiprocessors // CLUSTER
     if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or rows < clusters:
-        return None
-    if len(run) != COUNT or run[0].right > 1 or any((s.p, s.q) != (SIDE, SIDE) for s in run):
-        return None
-    return Sixteen(tuple(run), START_US + ROW_US * ceil(rows / clusters))
+        return
+    if len(run) == COUNT and run[0].right == 1 and all((s.p, s.q) == (SIDE, SIDE) for s in run):
+        yield Sixteen(tuple(run), START_US + ROW_US * ceil(rows / clusters))

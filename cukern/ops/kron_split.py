@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from cukern.ops.kron_plan import Step
+from cukern.ops.kron_plan import Backward, Step
 
 if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
@@ -38,17 +38,6 @@ class Split(NamedTuple):
         return _template(self.steps, self.teams)
 
 
-class SplitBackward(NamedTuple):
-    """The same of the backward; `sums`: how many partial sums of the gradients there are."""
-
-    us: float
-    template: str
-    blocks: int
-    threads: int
-    shared: int  # bytes
-    sums: int
-
-
 def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]:
     """The launch of a run, if there is one."""
     if not _fits(run, target):
@@ -65,7 +54,7 @@ def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]
         yield Split(tuple(run), teams, teams * threads, shared, us, L, R)
 
 
-def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[SplitBackward]:
+def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
     """The launch of its backward."""
     (p1, q1), (p2, q2), right, left = _sizes(run)
     A = rows * run[-1].left
@@ -81,7 +70,7 @@ def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split
     us = START_US + SUM_US + _us(tiles, work, 2 * p1 * p2 + q1 * q2, target)
     blocks = min(tiles, target.multiprocessors)
     if teams:
-        yield SplitBackward(us, _template(run, teams), blocks, teams * threads, shared, blocks)
+        yield Backward(tuple(run), us, _template(run, teams), blocks, teams * threads, shared, blocks, "split")
 
 
 def _fits(run: Sequence[Step], target: "Target") -> bool:

@@ -132,7 +132,7 @@ def block_hold(vectors: int, itemsize: int, shared: int, backward: bool) -> Hold
 
 def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
     """The smallest cluster that holds a row, a larger one where rows are few; or None for too long a row, or too few for all of the GPU."""
-    found = None
+    found = []
     for shape in CLUSTERS[backward][itemsize]:
         sizes = [
             s
@@ -140,24 +140,21 @@ def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, 
             if vectors <= s * _room(shape, shared, backward, MOST_OF_A_THREAD) and (rows * s >= 2 * sms or s == CLUSTER_SIZES[-1])
         ]
         if sizes and rows * sizes[0] >= sms // 2:
-            found = _hold(shape, sizes[0], vectors, backward)
-            if _fills(found, rows, sms):
-                break
-    return found
+            found.append(_hold(shape, sizes[0], vectors, backward))
+    return _first_that_fills(found, rows, sms)
 
 
 def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
     """As many blocks as hold a row, or as fill the GPU where rows are few; or None for a row of which not half the GPU's blocks hold it."""
-    found = None
+    found = []
     for shape in CROWDS[backward][itemsize]:
         blocks = sms * shape.blocks // 2
         size = max(ceil(vectors / _room(shape, shared, backward, MOST_OF_A_THREAD)), min(blocks // rows, vectors // LEAST_PART), 1)
         if vectors <= MOST_VECTORS and size <= blocks:
-            found = _hold(shape, size, vectors, backward)
-            if _fills(found, rows, sms):
-                break
-    return found
+            found.append(_hold(shape, size, vectors, backward))
+    return _first_that_fills(found, rows, sms)
 
 
-def _fills(hold: Hold, rows: int, sms: int) -> bool:
-    return rows * hold.size >= sms * hold.shape.blocks
+def _first_that_fills(holds: list[Hold], rows: int, sms: int) -> Hold | None:
+    """The first that fills the GPU, else the last."""
+    return next((hold for hold in holds if rows * hold.size >= sms * hold.shape.blocks), holds[-1] if holds else None)

@@ -46,7 +46,7 @@ __device__ __forceinline__ void outer_products(T* out, const T* a, const T* b, v
         next_b.template put<Plan::B>(bs);
         fetch(row + Plan::CLUSTER);
         __syncthreads();
-        multiply_pieces<SIDE / Plan::TIMES, 32, typename Plan::OperandA, typename Plan::OperandB, Plan::A, Plan::B, T>(
+        multiply_pieces<SIDE / Plan::TIMES, typename Plan::OperandA, typename Plan::OperandB, Plan::A, Plan::B, T>(
             sums, as + time * (SIDE / Plan::TIMES) * Plan::OperandA::K,
             bs + half * Plan::OperandB::ROW + time * (SIDE / Plan::TIMES) * Plan::OperandB::K);
     }
@@ -76,10 +76,10 @@ __device__ __forceinline__ void outer_products(T* out, const T* a, const T* b, v
 }
 
 #if __CUDA_ARCH__ >= 900
-// h is g times W1, z is x times W2. Grid CLUSTER * 16: 8
-// tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared memory: two stages.
+// h is g times W1, z is x times W2. Grid CLUSTER * 16: 8 tiles of dw0, the right factor's, then 8 of dw1; block THREADS; dynamic shared
+// memory: two stages.
 template <typename T>
-__global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(256, 1)
+__global__ void __cluster_dims__(Outer4<true, T>::CLUSTER, 1, 1) __launch_bounds__(Outer4<true, T>::THREADS, 1)
 kron_linear_v4_outer_bwd(T* dw0, T* dw1, const T* x, const T* h, const T* z, const T* g, int rows, double scale) {
     using Left = Outer4<true, T>;
     using Right = Outer4<false, T>;

@@ -41,23 +41,23 @@ __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const V
     if constexpr (sizeof(T) == 2) {
         store_vec(to, numbers);
     } else {
-        float pieces[V][3];
+        unsigned pairs[V / 2][3];
 #pragma unroll
-        for (int i = 0; i < V; ++i) split_in_three(numbers.v[i], pieces[i]);
+        for (int i = 0; i < V / 2; ++i) split_two(numbers.v[2 * i], numbers.v[2 * i + 1], pairs[i]);
 #pragma unroll
         for (int piece = 0; piece < 3; ++piece) {
-            if constexpr (V == 1) {
-                to[piece * PLANE] = __ushort_as_bfloat16(__float_as_uint(pieces[0][piece]) >> 16);
-            } else {
-                Vec<unsigned, V / 2> pairs;
+            Vec<unsigned, V / 2> all;
 #pragma unroll
-                for (int i = 0; i < V / 2; ++i)
-                    pairs.v[i] = __byte_perm(__float_as_uint(pieces[2 * i][piece]), __float_as_uint(pieces[2 * i + 1][piece]), 0x7632);
-                store_vec(reinterpret_cast<unsigned*>(to + piece * PLANE), pairs);
-            }
+            for (int i = 0; i < V / 2; ++i) all.v[i] = pairs[i][piece];
+            store_vec(reinterpret_cast<unsigned*>(to + piece * PLANE), all);
         }
     }
 }
+
+// The six products of two numbers' pieces, small ones first, since tensor cores cut what they add; those left out are below 2^-22.
+constexpr int PRODUCTS = 6;
+__device__ constexpr int left_piece(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
+__device__ constexpr int right_piece(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
 // A part of a matrix on its way from memory to shared memory, row by row. The threads begin each time in the same column.
 template <int ROWS, int COLUMNS, int THREADS, typename T>
@@ -112,35 +112,25 @@ struct Fragments {
     }
 };
 
-// sums += a b, of K numbers of k; products of three pieces in runs that begin at zero: tensor cores cut what they add.
-template <int K, int MOST_RUN, class A, class B, int PA, int PB, typename T, int MI, int NI, typename U>
+// sums += a b, of K numbers of k; products of three pieces begin at zero.
+template <int K, class A, class B, int PA, int PB, typename T, int MI, int NI, typename U>
 __device__ __forceinline__ void multiply_pieces(float (&sums)[MI][NI][4], const U* a, const U* b) {
-    constexpr int COUNT = Pieces<T>::COUNT, RUN = MOST_RUN < K ? MOST_RUN : K;
+    constexpr int COUNT = Pieces<T>::COUNT;
     int row = threadIdx.x % 8, tile = threadIdx.x % 32 / 8;
     a += tile % 2 * (8 * A::ROW) + tile / 2 * (8 * A::K) + (A::K == 1 ? row * A::ROW : row * A::K);
     b += tile / 2 * (8 * B::ROW) + tile % 2 * (8 * B::K) + (B::K == 1 ? row * B::ROW : row * B::K);
-#pragma unroll 1
-    for (int k0 = 0; k0 < K; k0 += RUN) {
-        float part[MI][NI][4] = {};
+    float part[MI][NI][4] = {};
 #pragma unroll
-        for (int k = 0; k < RUN; k += 16) {
-            Fragments<A, B, PA, PB, COUNT, MI, NI> now;
-            now.load(a + k * A::K, b + k * B::K);
-            if constexpr (COUNT == 1) {
-                now.template multiply<U>(sums, 0, 0);
-            } else {  // small products first; those that are left out are below 2^-22
-                now.template multiply<U>(part, 2, 0);
-                now.template multiply<U>(part, 0, 2);
-                now.template multiply<U>(part, 1, 1);
-                now.template multiply<U>(part, 1, 0);
-                now.template multiply<U>(part, 0, 1);
-                now.template multiply<U>(part, 0, 0);
-            }
-        }
-        if constexpr (COUNT > 1)
+    for (int k = 0; k < K; k += 16) {
+        Fragments<A, B, PA, PB, COUNT, MI, NI> now;
+        now.load(a + k * A::K, b + k * B::K);
+        if constexpr (COUNT == 1)
+            now.template multiply<U>(sums, 0, 0);
+        else
 #pragma unroll
-            for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
-        a += RUN * A::K;
-        b += RUN * B::K;
+            for (int i = 0; i < PRODUCTS; ++i) now.template multiply<U>(part, left_piece(i), right_piece(i));
     }
+    if constexpr (COUNT > 1)
+#pragma unroll
+        for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
 }

@@ -1,9 +1,9 @@
 // What kron_linear v4 does in float with four factors of 16 x 16 at the right end of a layer: a row is an array of 16 x 16 x 16 x 16 numbers.
 //
-// Products are made on tensor cores, of numbers split in three of bfloat16: 6 products of m16n8k16, small
-// ones first. A lane splits its numbers itself, in 11 instructions for two of them. With the numbers as operand b, mma takes those of an
-// index k from lane bits t, and leaves the results' j in lane bits g; the other index, of 8 columns, goes from g to t. So a warp that holds
-// 16 x 16 numbers of two indices, 8 a lane, multiplies along one, and along the other, and nothing moves in between.
+// Products are made on tensor cores, of numbers split in three of bfloat16: 6 products of m16n8k16. A lane splits its numbers itself, in 11
+// instructions for two of them. With the numbers as operand b, mma takes those of an index k from lane bits t, and leaves the results' j in
+// lane bits g; the other index, of 8 columns, goes from g to t. So a warp that holds 16 x 16 numbers of two indices, 8 a lane, multiplies
+// along one, and along the other, and nothing moves in between.
 //
 // A row is in two blocks, a cluster. The first pass is over the two right indices: a warp reads 1 KB of neighbours, and its results go to
 // the block whose half of them they are. The second is over the left ones, 4 neighbours of the right ones at a time, in shared memory, from
@@ -29,7 +29,7 @@ struct Sixteen4 {
     static constexpr int EACH = PART / PAGE / (THREADS / 32);  // pages of a warp in the first pass
 };
 
-constexpr int PIECES = 3;  // bfloat16 numbers that a float is the sum of
+constexpr int PIECES = Pieces<float>::COUNT;
 using Block16 = float[2][2][2];  // a lane's numbers [n][h][p] of 16 x 16: with k = 2 t + 8 h + p, of column g + 8 n
 using Weights16 = unsigned[PIECES][4];
 
@@ -62,12 +62,8 @@ __device__ __forceinline__ void multiply16(Block16& v, const Weights16& w) {
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) x[i][h] = pieces[i];
         }
-        mma_bf16(d[n], w[0], x[2]);
-        mma_bf16(d[n], w[2], x[0]);
-        mma_bf16(d[n], w[1], x[1]);
-        mma_bf16(d[n], w[0], x[1]);
-        mma_bf16(d[n], w[1], x[0]);
-        mma_bf16(d[n], w[0], x[0]);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) mma_bf16(d[n], w[right_piece(i)], x[left_piece(i)]);
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) v[e / 2 % 2][e / 4][e % 2] = d[e / 4][e % 4];

@@ -111,14 +111,13 @@ __device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&number
     }
 }
 
-// d = a b, of K numbers of k, in the background. Small products come first, since tensor cores cut what they add; those left out are below
-// 2^-22.
+// d = a b, of K numbers of k, in the background.
 template <int K, class A, class B, int N>
 __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, const B& b) {
     wgmma_fence();
 #pragma unroll
-    for (int e = 0; e < 6 * K / 16; ++e) {
-        int k = e % (K / 16), i = e / (K / 16), of_a = i == 0 ? 2 : i == 2 || i == 3, of_b = i == 1 ? 2 : i == 2 || i == 4;
+    for (int e = 0; e < PRODUCTS * K / 16; ++e) {
+        int k = e % (K / 16), of_a = left_piece(e / (K / 16)), of_b = right_piece(e / (K / 16));
         if constexpr (A::HELD)
             wgmma<__nv_bfloat16, B::DOWN>(d, a.pieces[of_a][k], b(of_b, k), e > 0);
         else
