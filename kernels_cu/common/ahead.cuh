@@ -9,7 +9,7 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr unsigned MULTIPROCESSORS = 132;             // of an H100 or H200
+constexpr unsigned MULTIPROCESSORS = 132;              // of an H100 or H200
 constexpr unsigned long long FETCHED_AHEAD = 4500000;  // bytes of the first blocks' inputs
 
 // What a kernel does first. fetch() calls prefetch() for the `bytes` of inputs of a block of its 1-D grid; `threads` is how many of them a
