@@ -20,25 +20,30 @@
 //              Between them: registers are capped, so that 1500 to 2000 threads of an SM have their 32 bytes in flight (0.93 with 1300).
 //              Interleaved float, whose reads of the table have 8 bytes: 0.977 to 0.997 by keeping those too. 0.99 with programmatic
 //              dependent launch. In half pairing plain stores instead of such that L1 keeps no line of: bfloat16 heads of 128 0.980 to 0.984,
-//              of 256 0.987 to 0.992, of 64 (version 3) 0.977 to 0.983, float heads of 64 0.985 to 0.988; in place up to 0.006. Heads of 64
-//              in half pairing are at 0.97: their halves are half lines.
+//              of 256 0.987 to 0.992, of 64 (version 3) 0.977 to 0.983, float heads of 64 0.985 to 0.988; in place up to 0.006. Up to 0.01
+//              more where launches lie side by side (ahead.cuh), 0.97 to 1.00 for 42 MB.
 //              Slower: four heads a thread (0.96 of that), persistent blocks (0.9), other orders of the heads (0.85-0.96), blocks of 256
 //              threads (0.97 for 0.985) or of 32 (0.79), loads that L1 does not keep, keeps shortest, or that stream (0.98). As fast: blocks
 //              of 128. Where x, k and the outputs lie changes nothing: 0.983 to 0.988 with 0 to 32 MiB between them, and where torch puts them.
-//              Not explained: in place is at 0.975 to 0.985, where torch's own negation in place is at 1.00; bfloat16 heads of 256 are at 0.94
-//              where heads of 128 and 64 were measured before in the same process, and at 0.99 where not.
+//              Heads of 256 in bfloat16 are at 0.99 in one process and at 0.91 to 0.96 in another, by the same code; there 0.998 if all
+//              tokens take the same row of the table, so what costs is to read it. Version 3 does not feel it, which is not explained.
 //              Angles for each element (TransformerEngine's) 0.87-0.94: a thread reads 128 bytes of them for 32 of x; no faster with a third
 //              fewer registers; sines taken by the rotation's own blocks, in shared memory, 0.74.
 //              A quarter of a head of 128 in bfloat16 is 64 of 256 bytes: these take an H200 0.48 of the whole's time, whoever reads and
 //              writes them (128 of 256 bytes take 0.55), and so they do here.
-//   version 3: one thread the same vector of two neighbouring heads, in half pairing; the pairs' other elements come by shuffles.
+//   version 3: one thread the same vector of two neighbouring heads; in half pairing the pairs' other elements come by shuffles.
 //              Half as many reads of a table with angles for each element: H200, bfloat16, (4096, 1, 128, 128) with the angles' own kernel
 //              0.94 to 0.98, (8192, 4, 24, 128) 0.88 to 0.97, (2048, 4, 32, 128) 0.92 to 0.96; float, whose tables are double, 0.87 to 0.97,
-//              0.75 to 0.93, 0.88 to 0.97: the rotation alone is at 0.97 to 1.00, the angles take 2 to 5 us. Heads of 64 in 16 bits are
-//              whole lines: (8, 4096, 32 and 8, 64) 0.974 to 0.987, of q alone 0.98 to 1.00; 42 MB of them 0.983 to 0.973, and in place no
-//              faster. With registers for 1500 threads of an SM instead of 1250: 0.92.
+//              0.75 to 0.93, 0.88 to 0.97: the rotation alone is at 0.97 to 1.00, the angles take 2 to 5 us. Registers for 1500 threads of
+//              an SM instead of 1250: 0.92.
+//              For all tables and both pairings, q and k of 168 MB, float 336 MB: heads of 64, 128, 256 in bfloat16 to 1.00, 1.01, 1.013,
+//              in place 0.975 to 0.994, 0.993 to 1.004, 0.996 to 1.005, interleaved 0.986 to 1.002, 0.978 to 1.007, 0.980 to 1.006. Float
+//              heads of 64 0.994 to 1.000, in place 0.987 to 0.996, interleaved 0.990 to 0.996, of 128 as before. 42 MB: 1.00 to 1.07.
+//              Predicted: gains where halves are half lines, or a table is wide. Slower with one packed sequence of 65536 tokens, whose
+//              table of 33 MB is read once: 0.942 to 0.933. Blocks of 64 threads: as fast, but 42 MB 1.05.
 //
 // Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
+#include "common/ahead.cuh"
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/vec.cuh"
@@ -250,31 +255,16 @@ __device__ __forceinline__ void rotate_halves(A (&a)[E], A (&b)[E], const C* cos
     }
 }
 
-// Interleaved pairing: the pairs are neighbours, in a as in b, whose columns begin `further` on. A table that is not FULL has half as many
-// columns as x.
-template <typename T, bool FULL, typename A, typename C, int E>
-__device__ __forceinline__ void rotate_neighbours(A (&a)[E], A (&b)[E], const C* cos, const C* sin, unsigned further, bool transpose,
-                                                  A factor) {
-    constexpr int EACH = FULL ? 2 : 1, N = E / 2 * EACH;  // columns a pair, columns a vector
-    A ca[N], sa[N], cb[N], sb[N];
-    load_table(ca, cos);
-    load_table(sa, sin);
-    load_table(cb, cos + further);
-    load_table(sb, sin + further);
-    multiply(ca, factor);
-    multiply(cb, factor);
-    multiply(sa, transpose ? -factor : factor);
-    multiply(sb, transpose ? -factor : factor);
+// Interleaved pairing: the pairs are neighbours. The N columns of the table are half as many as those of x, or with angles for each element
+// all. For the transpose `s` is negated.
+template <typename T, typename A, int E, int N>
+__device__ __forceinline__ void rotate_neighbours(A (&a)[E], const A (&c)[N], const A (&s)[N], bool transpose) {
+    constexpr int EACH = N / (E / 2);
 #pragma unroll
     for (int i = 0; i < E / 2; i++) {
         int p = i * EACH, q = p + EACH - 1;
-        if (FULL && transpose) {
-            rotate<T, A>(a[2 * i], a[2 * i + 1], {ca[p], sa[q], ca[q], sa[p]});
-            rotate<T, A>(b[2 * i], b[2 * i + 1], {cb[p], sb[q], cb[q], sb[p]});
-        } else {
-            rotate<T, A>(a[2 * i], a[2 * i + 1], {ca[p], sa[p], ca[q], sa[q]});
-            rotate<T, A>(b[2 * i], b[2 * i + 1], {cb[p], sb[p], cb[q], sb[q]});
-        }
+        if (EACH == 2 && transpose) rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[q], c[q], s[p]});
+        else rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[p], c[q], s[q]});
     }
 }
 
@@ -301,8 +291,6 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
     unsigned outer_index = divide(token, inner_magic, inner_shift), inner_index = token - outer_index * inner;
     unsigned b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;
-    wait_for_previous();
-    int position = positions ? positions[b * positions_b + s] : int(s);
     const Vector* from = reinterpret_cast<const Vector*>(x);
     Vector* to = reinterpret_cast<Vector*>(out);
     if (h < heads) {
@@ -314,6 +302,12 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
         to = reinterpret_cast<Vector*>(k_out) + (b * k_out_b + s * k_out_s + h * k_out_h);
     }
     unsigned half = rotary_dim / 2, first = threadIdx.x;
+    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * BLOCKS<T, C, INTERLEAVED, FULL>, [&] {
+        if (first >= half) return;
+        prefetch(&from[rotary_offset + first]);
+        prefetch(&from[rotary_offset + first + half]);
+    });
+    int position = positions ? positions[b * positions_b + s] : int(s);
     if (first >= half) {  // a thread that copies two of the vectors outside of the rotated slice
         for (unsigned v = first - half; v < rest; v += (rest + 1) / 2) {
             unsigned at = v < rotary_offset ? v : v + rotary_dim;
@@ -338,9 +332,20 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     unpack(y_a, a);
     unpack(y_c, c);
     if constexpr (INTERLEAVED) {
-        unsigned long long column = row + (FULL ? first * E : first * E / 2);
-        unsigned further = FULL ? half * E : half * E / 2;
-        rotate_neighbours<T, FULL>(y_a, y_c, cos + column, sin + column, further, transpose, factor);
+        constexpr int N = FULL ? E : E / 2;
+        cos += row + first * N;
+        sin += row + first * N;
+        A ca[N], sa[N], cb[N], sb[N];
+        load_table(ca, cos);
+        load_table(sa, sin);
+        load_table(cb, cos + half * N);
+        load_table(sb, sin + half * N);
+        multiply(ca, factor);
+        multiply(cb, factor);
+        multiply(sa, transpose ? -factor : factor);
+        multiply(sb, transpose ? -factor : factor);
+        rotate_neighbours<T>(y_a, ca, sa, transpose);
+        rotate_neighbours<T>(y_c, cb, sb, transpose);
     } else {
         cos += row + first * E;
         sin += row + first * E;
@@ -357,12 +362,15 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     }
 }
 
-// v3: half pairing, one thread the same vector of two neighbouring heads, so that a warp's accesses are whole lines where a half is less
-// than one, and where the table is FULL each of its vectors is read once for both. The pairs' other elements come from lane `half` away.
+// v3: one thread the same vector of two neighbouring heads, so that a warp's accesses are whole lines where a half is less than one, and
+// where the table is FULL each of its vectors is read once for both. In half pairing the pairs' other elements come from lane `half` away.
 // Block (x, y): x = rotary_dim / E threads, a power of 2 of at most 32, y pairs of heads, together whole warps. Numbers as in v2's, but
 // items, heads and k_heads count pairs of heads; nothing is copied.
-template <typename T, typename C, int E, bool FULL>
-__global__ void __launch_bounds__(256, sizeof(C) == 8 ? 4 : 5)
+template <typename C>
+constexpr int V3_BLOCKS = sizeof(C) == 8 ? 4 : 5;
+
+template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
+__global__ void __launch_bounds__(256, V3_BLOCKS<C>)
     rope_v3(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
@@ -374,8 +382,6 @@ __global__ void __launch_bounds__(256, sizeof(C) == 8 ? 4 : 5)
     unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
     unsigned outer_index = divide(token, inner_magic, inner_shift), inner_index = token - outer_index * inner;
     unsigned b = batch_inner ? inner_index : outer_index, s = batch_inner ? outer_index : inner_index;
-    wait_for_previous();
-    int position = positions ? positions[b * positions_b + s] : int(s);
     const Vector* from = reinterpret_cast<const Vector*>(x);
     Vector* to = reinterpret_cast<Vector*>(out);
     if (h < heads) {
@@ -391,6 +397,11 @@ __global__ void __launch_bounds__(256, sizeof(C) == 8 ? 4 : 5)
     unsigned half = rotary_dim / 2, first = threadIdx.x;
     from += rotary_offset + first;
     to += rotary_offset + first;
+    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * V3_BLOCKS<C>, [&] {
+        prefetch(&from[0]);
+        prefetch(&from[x_h]);
+    });
+    int position = positions ? positions[b * positions_b + s] : int(s);
     Vector v[2] = {};
     if (number < items) {
         v[0] = load_vec<T, E>(from[0].v);
@@ -398,20 +409,25 @@ __global__ void __launch_bounds__(256, sizeof(C) == 8 ? 4 : 5)
     }
     bool inside = unsigned(position) < rows, low = first < half;
     unsigned long long row = (b * cos_b + (inside ? position : 0) * cos_s) * (unsigned long long)E;
-    unsigned column = FULL || low ? first : first - half;
-    A factor = inside ? A(scale) : A(__int_as_float(0x7fc00000)), c[E], d[E];
-    load_table(c, cos + row + column * E);
-    load_table(d, sin + row + (FULL && transpose ? first ^ half : column) * E);
+    constexpr int N = INTERLEAVED && !FULL ? E / 2 : E;
+    unsigned column = FULL || INTERLEAVED || low ? first : first - half;
+    A factor = inside ? A(scale) : A(__int_as_float(0x7fc00000)), c[N], d[N];
+    load_table(c, cos + row + column * N);
+    load_table(d, sin + row + (FULL && !INTERLEAVED && transpose ? first ^ half : column) * N);
     multiply(c, factor);
-    multiply(d, low != transpose ? -factor : factor);
+    multiply(d, (!INTERLEAVED && low) != transpose ? -factor : factor);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        Vector other = shuffled_xor(v[i], half);
-        A a[E], o[E];
+        A a[E];
         unpack(a, v[i]);
-        unpack(o, other);
+        if constexpr (INTERLEAVED) {
+            rotate_neighbours<T>(a, c, d, transpose);
+        } else {
+            A o[E];
+            unpack(o, shuffled_xor(v[i], half));
 #pragma unroll
-        for (int e = 0; e < E; e++) a[e] = turned<T>(a[e], c[e], o[e], d[e]);
+            for (int e = 0; e < E; e++) a[e] = turned<T>(a[e], c[e], o[e], d[e]);
+        }
         if (position != UNROTATED) v[i] = pack<T>(a);
     }
     if (number >= items) return;

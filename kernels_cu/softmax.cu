@@ -26,8 +26,11 @@
 // v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     0.99 (1.01)  0.98 (1.03)  0.98 (1.03)  0.95 (1.02)  0.96 (1.03)  0.96 (0.99)  0.89 (0.88)
-//  bfloat16  1.00 (0.98)  1.00 (1.03)  0.97 (1.02)  0.95 (1.01)  0.97 (1.02)  0.94 (1.00)  0.94 (0.92)
+//  float     1.03 (1.05)  0.99 (1.04)  0.99 (1.03)  0.95 (1.02)  0.96 (1.03)  0.96 (0.99)  0.89 (0.88)
+//  bfloat16  1.07 (1.08)  1.02 (1.06)  0.98 (1.02)  0.98 (1.01)  0.98 (1.02)  0.94 (1.00)  0.94 (0.92)
+//
+// It can be faster than a copy where neighbouring launches lie side by side (ahead.cuh), which the driver's copies do not: 8192x1024 in
+// bfloat16 takes 8.8 us, of which its 34 MB need 7.8 at the 4.28 TB/s of a large copy.
 //
 // What made it so, in a copy's speed, bfloat16 but where said otherwise:
 // * No load before a row's own. A constant that the compiler had put into global memory: 8192x16384 0.90 to 0.96.
@@ -35,7 +38,12 @@
 // * Edges as elements of a few threads, not masks in every loop: 131072 0.79 to 0.87; cut at multiples of 128 bytes: float 50257 0.89 to 0.93.
 // * Four blocks of 256 threads on a multiprocessor, not two of 512: 131072 0.87 to 0.92.
 // * v10: 512x1M 0.78 to 0.92, float backward 0.58 to 0.86.
-// * Programmatic dependent launch (ptx.cuh): 8192x1024 0.98 to 1.00, 8192x4096 0.98 to 0.99.
+// * Programmatic dependent launch (ptx.cuh): 8192x1024 0.98 to 1.00, 8192x4096 0.98 to 0.99. With the first rows fetched to L2 meanwhile
+//   (ahead.cuh) 1.00 to 1.05, as predicted, and with signals from five sixths of the last blocks, of which each has one for 64 threads, to
+//   1.07; backward 0.97 to 1.08, float 0.985 to 1.03 and 1.00 to 1.05; float 1024x1024 0.87 to 1.09; 8192x4096 1.00 to 1.02. Short rows
+//   (v6) 0.915 to 0.905, so they go without. Long rows 0.000 to 0.005.
+// * What goes to shared memory is fetched to L2 before: 50304 0.967 to 0.985, 50257 0.958 to 0.976, 32768 0.984 to 1.000; float, with one
+//   block on a multiprocessor, as before. Of all of the row, with what goes to registers: float 0.96 to 0.94.
 // * Exponentials of what has come while the rest is on its way: float 50304 0.95 to 0.96, 50257 0.92 to 0.95, 1M 0.87 to 0.89; 131072 0.92
 //   to 0.935, 1M 0.92 to 0.93.
 // * Words, not a barrier, between the blocks of a cluster, which had taken 3.8 us of a block's 12 to 15 (teams.cuh): float 131072 0.93 to 0.96,
@@ -52,8 +60,9 @@
 // Persistent blocks too, even where nobody waits. Those that fetch their next part into what they have just written, parts by a counter:
 // 50304 0.97 to 0.91, float 0.96 to 0.93, 131072 0.94 to 0.84, 1M 0.93 to 0.86; parts in turns: 50304 0.89. Those that have a row in
 // registers while up to three are under way: 131072 0.70.
-// As fast: blocks that start one after another, launch_dependents in the last blocks, one barrier less where blocks tell, no more than two
-// groups of copies under way; rows of 1024 by whole warps, or by 2048 threads of a multiprocessor.
+// As fast: blocks that start one after another, one barrier less where blocks tell, no more than two groups of copies under way; what the
+// blocks of a cluster or of a crowd copy to shared memory fetched to L2 before (131072 0.937 to 0.939); rows of 1024 by whole warps (1.035
+// for 1.05), or by 128 threads (1.01).
 //
 // Grids are 1-D. Offsets are 64-bit.
 #include "common/held_rows.cuh"
@@ -273,9 +282,9 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale) {
     __shared__ Found<T> found;
-    wait_for_previous();
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
+    take_over_row(BLOCKS * THREADS, team, columns, x + row * x_row);
     team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
 }
 
@@ -283,9 +292,9 @@ template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
                                                                             double scale) {
     __shared__ Found<T> found;
-    wait_for_previous();
     long long row = blockIdx.x, at = row * columns;
     Block<T, THREADS> team(found);
+    take_over_row(BLOCKS * THREADS, team, columns, y + at, g + row * g_row);
     team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
 }
 
@@ -363,9 +372,10 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
-    wait_for_previous();
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
+    prefetch_row(team, x + row * x_row, VECTORS * THREADS * WIDTH<T>, columns);  // sooner than it is copied to shared memory
+    take_over_row(BLOCKS * THREADS, team, columns, x + row * x_row);
     team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
                                                          Room{slots, part, most});
 }

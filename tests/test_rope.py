@@ -4,6 +4,7 @@ Beside it: test_rope_memory.py has layouts and views, test_rope_positions.py pos
 autograd and compilation, test_rope_refusals.py what is refused.
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -97,13 +98,14 @@ def test_neighbouring_heads(device, version):
     """What v3 takes two heads at a time: with all kinds of tables, tokens that are not rotated, blocks that are not full."""
     bounds, where = torch.tensor([2, 5, 9], dtype=torch.int32, device=device), [[-1, -1, 0, 1, 2, 0, 1, 2, 3, -1, -1]]
     other = {torch.float32: torch.float64}  # of a table; else that of x
-    for dtype, width, full, inverse in itertools.product(FLOATS[:3], (16, 64, 128), (False, True), (False, True)):
+    kinds = itertools.product(FLOATS[:3], (16, 64, 128), *[(False, True)] * 3)
+    for dtype, width, full, inverse, interleaved in kinds:
         q, k = (torch.randn(11, heads, 136, device=device).to(dtype)[..., 8 : 8 + width] for heads in (4, 2))
         cos, sin = tables(6, width if full else width // 2, device, other.get(dtype, dtype) if inverse else torch.float32)
-        options = {"layout": "thd", "cu_seqlens": bounds, "inverse": inverse, "scale": 1.25}
+        options = {"layout": "thd", "cu_seqlens": bounds, "inverse": inverse, "scale": 1.25, "interleaved": interleaved}
         for x, y in zip((q, k), both(q, cos, sin, device, version, k=k, **options), strict=True):
-            exact = oracle.rotated(x[None], cos, sin, where, width, inverse=inverse, scale=1.25)
-            assert_right(y[None], exact, f"{dtype} {width} {full} {inverse}")
+            exact = oracle.rotated(x[None], cos, sin, where, width, inverse=inverse, scale=1.25, interleaved=interleaved)
+            assert_right(y[None], exact, f"{dtype} {width} {full} {inverse} {interleaved}")
 
 
 @PLACES
@@ -203,6 +205,29 @@ def test_more_than_65535_sequences(device):
     position[cu_seqlens[-1] :] = 0
     exact = cukern.rope(x.double()[:, None], cos[position][:, None].double(), sin[position][:, None].double())[:, 0]
     assert_right(y[: cu_seqlens[-1]], exact[: cu_seqlens[-1]])
+
+
+@gpu
+@pytest.mark.parametrize("captured", (False, True), ids=("stream", "graph"))
+@pytest.mark.parametrize("heads, head_dim", ((8, 64), (32, 128), (31, 128)))
+def test_launches_side_by_side(heads, head_dim, captured):
+    """Each reads what the one before writes, in the same place, and may have fetched it to L2 before that."""
+    x = torch.randn(2, 2048, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    mine, (cos, sin) = torch.empty_like(x), tables(2048, head_dim // 2, "cuda")
+
+    def run(between):
+        mine.copy_(x)
+        for _ in range(8):
+            cukern.rope_(mine, cos, sin)
+            between()
+
+    run(torch.cuda.synchronize)
+    expected, graph = mine.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph) if captured else contextlib.nullcontext():
+        run(lambda: None)
+    if captured:
+        graph.replay()
+    assert same_bits(mine, expected)
 
 
 @gpu

@@ -3,6 +3,7 @@
 Results are compared with the formulas in float64. See test_causal_softmax.py for the scores of attention.
 """
 
+import contextlib
 import itertools
 import math
 
@@ -338,6 +339,36 @@ def test_forward_and_backward_are_chosen_apart(device):
         assert same_bits(dx, torch.ops.cukern._softmax_backward(y, g, 1.0, False, backward))
     assert not same_bits(found["v1", "v3"][1], found["v1", "v6"][1])
     assert same_bits(cukern.softmax(x, version=(None, "v2")), cukern.softmax(x))
+
+
+@gpu
+@pytest.mark.parametrize("captured", (False, True), ids=("stream", "graph"))
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    ((8, 1024, torch.float32), (8192, 1024, torch.bfloat16), (4096, 4096, torch.float32), (528, 50_304, torch.bfloat16)),
+)
+def test_launches_side_by_side(rows, columns, dtype, captured):
+    """Each reads what the one before writes, and may have fetched it to L2 before that: then it was NaN."""
+    steps = torch.empty(13, rows, columns, dtype=dtype, device="cuda")
+    x, ladder = torch.randn_like(steps[0]), VERSIONS["v10"]
+
+    def run(between):
+        steps.fill_(nan)
+        steps[0] = x
+        for i in range(0, 12, 2):
+            ladder.forward(steps[i + 1], steps[i], 1.0, False)
+            between()
+            ladder.backward(steps[i + 2], steps[i + 1], steps[i], float(columns), False)
+            between()
+
+    run(torch.cuda.synchronize)
+    expected, graph = steps.clone(), torch.cuda.CUDAGraph()
+    assert expected.isfinite().all()
+    with torch.cuda.graph(graph) if captured else contextlib.nullcontext():
+        run(lambda: None)
+    if captured:
+        graph.replay()
+    assert same_bits(steps, expected)
 
 
 @gpu

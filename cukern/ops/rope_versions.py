@@ -15,7 +15,6 @@ VECTOR_BYTES = 16
 V2_THREADS = 64  # of a block; 128 is as fast, more is slower
 MOST_V2_THREADS = 256
 V3_THREADS = 128
-LINE_BYTES = 128
 _V1, _V2, _V3 = Template("rope.cu", "rope_v1"), Template("rope.cu", "rope_v2", pdl=True), Template("rope.cu", "rope_v3", pdl=True)
 
 
@@ -43,14 +42,14 @@ def _v2(call: Call) -> Plan:
 
 
 def _v3(call: Call) -> Plan:
-    """One thread a vector of two heads, where their halves are less than a line, or their table is wide; else v2."""
+    """One thread a vector of two heads, or v2 where heads are no pairs."""
     o, vector = call.options, VECTOR_BYTES // call.dtype.itemsize
-    full, threads = call.table.shape[2] == o.rotary_dim, o.rotary_dim // vector
-    suits = call.dtype.itemsize < 8 and not o.interleaved and (full or o.rotary_dim * call.dtype.itemsize < 2 * LINE_BYTES)
+    threads = o.rotary_dim // vector
     pairs = threads in (2, 4, 8, 16, 32) and not (call.x.shape[2] | call.k.shape[2]) % 2 and not call.rest
-    if not suits or not pairs or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
+    if call.dtype.itemsize == 8 or not pairs or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
         return _v2(call)
-    return _plan(call, _V3[call.dtype, call.table.dtype, vector, full], vector, threads, V3_THREADS // threads, 2)
+    kernel = _V3[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
+    return _plan(call, kernel, vector, threads, V3_THREADS // threads, 2)
 
 
 def _layouts(call: Call) -> tuple[Layout, ...]:
@@ -132,8 +131,8 @@ def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 def _v3_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    keys = itertools.product([dtype], table_dtypes(dtype), [VECTOR_BYTES // dtype.itemsize], (False, True)) if dtype.itemsize < 8 else ()
-    return [*_v2_instances(dtype), *(_V3[key] for key in keys)]
+    keys = itertools.product([dtype], table_dtypes(dtype), [VECTOR_BYTES // dtype.itemsize], (False, True), (False, True))
+    return [*_v2_instances(dtype), *(_V3[key] for key in keys if dtype.itemsize < 8)]
 
 
 VERSIONS = {

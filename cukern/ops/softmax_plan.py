@@ -51,7 +51,7 @@ Shapes = dict[int, tuple[Shape, ...]]
 WARP_VECTORS = {2: (1, 2), 4: (1, 4), 8: (1, 4)}
 SHAPES: tuple[Shapes, Shapes] = (
     {
-        2: (Shape(2, 64, 24), Shape(2, 128, 12), Shape(2, 256, 6), Shape(4, 256, 4), Shape(4, 512, 2)),
+        2: (Shape(2, 64, 20), Shape(2, 128, 12), Shape(2, 256, 6), Shape(4, 256, 4), Shape(4, 512, 2)),
         4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(4, 512, 2), Shape(8, 512, 2)),
         8: (Shape(2, 512, 2),),
     },

@@ -5,9 +5,23 @@
 // SLOTS, in shared memory. Those before the first such vector and behind the last, the edges, are one element each for a few threads. All
 // tensors' rows begin as far past a multiple of 16 bytes, so that what is a vector in one is in the others.
 #pragma once
+#include "ahead.cuh"
 #include "exponential.cuh"
 #include "held.cuh"
 #include "teams.cuh"
+
+// Columns from `begin` on. The line that an unaligned row ends in may be left out.
+template <class Team, typename T>
+__device__ __forceinline__ void prefetch_row(const Team& team, const T* row, int begin, int columns) {
+    constexpr int LINE = 128 / sizeof(T);
+    for (int at = begin + team.lane() * LINE; at < columns; at += team.width * LINE) prefetch(row + at);
+}
+
+// take_over() of a block with a row, of one or two tensors.
+template <class Team, typename... T>
+__device__ __forceinline__ void take_over_row(unsigned threads, const Team& team, int columns, const T*... rows) {
+    take_over(columns * unsigned((sizeof(T) + ...)), threads, [&] { (prefetch_row(team, rows, 0, columns), ...); });
+}
 
 // 0 in the columns that the row does not show; of those in vectors that it cuts, EXACT leaves to the edges.
 template <typename T, bool EXACT, class Team>
