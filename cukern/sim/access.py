@@ -204,7 +204,8 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> "S
 
 def fence(c: Context) -> "Step":
     proxies = c.opcode == "fence.proxy.async.shared::cta"  # there is one proxy here
-    if not proxies and not set(c.parts[1:]) <= {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}:
+    known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
+    if not proxies and not set(c.parts[1:]) <= known:
         raise c.unknown()
     local = proxies or "cta" in c.parts
 

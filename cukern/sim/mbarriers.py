@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from cukern.sim.machine import Group, Machine
     from cukern.sim.program import Step
 
-_SCOPES = {"release", "acquire", "cta", "cluster", "shared::cta", "shared::cluster", "b64"}
+_SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"}
 
 
 @dataclass
 class _Mbarrier:
     count: int  # arrivals of a phase
+    missing: int
     told: np.ndarray  # what those who arrived knew, of all phases
     learned: np.ndarray  # what those learn who wait, of the phases that have ended
-    missing: int = 0
     bytes: int = 0  # expected, and not there yet
     phase: int = 0
     flights: list[tuple[int, np.ndarray, np.ndarray, int]] = field(default_factory=list)  # instruction, positions, lanes, size
@@ -46,7 +46,8 @@ class Mbarriers:
     def init(self, group: "Group", addresses: np.ndarray, count: int) -> None:
         m = self.m
         for position in m.shared.store(m, group.lanes, addresses, 8, np.zeros(1, np.uint64)).tolist():
-            self.at[position] = _Mbarrier(count, *np.zeros((2, m.order.warps_a_cluster), np.int64), missing=count)
+            nothing = np.zeros(m.order.warps_a_cluster, np.int64)
+            self.at[position] = _Mbarrier(count, count, nothing.copy(), nothing)
 
     def find(self, group: "Group", space: str, addresses: np.ndarray) -> np.ndarray:
         """The positions of the mbarriers of these lanes, which must know of their init."""

@@ -127,16 +127,16 @@ __device__ __forceinline__ void st_cluster(unsigned address, float4 x) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
-// An mbarrier: 8 bytes of shared memory that count, in phases, `count` arrivals and the bytes that st_async brings. It costs no fence, as
-// the cluster's barrier does, which waits for all of a thread's stores, also to global memory. One thread makes it; then
-// mbarriers_made() and a barrier of the cluster must come before others use it.
+// An mbarrier: 8 bytes of shared memory that count, in phases, `count` arrivals and the bytes that st_async brings. It costs no fence,
+// where the cluster's barrier waits for all of a thread's stores, also to global memory. One thread makes it; then mbarriers_made() and a
+// barrier of the cluster must come before others use it.
 __device__ __forceinline__ void mbarrier_init(unsigned mbarrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(mbarrier), "r"(count) : "memory");
 }
 __device__ __forceinline__ void mbarriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrive, at another block's too (shared_of_rank): what this thread has read may be written by those who wait. Its block sees what it wrote;
-// others do not, unless a cluster_fence() comes before.
+// Arrive, at another block's too (shared_of_rank): those who wait may write what this thread has read. Its own block sees what it wrote;
+// another does not, unless a cluster_fence() comes before.
 __device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(mbarrier) : "memory");
 }
