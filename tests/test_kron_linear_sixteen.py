@@ -84,8 +84,8 @@ def test_what_is_not_finite_is_as_in_torch(device):
 
 
 @kernels
-def test_numbers_too_large_for_products_of_the_nearest_pieces(device):
-    """In one row of three, some of it or all, or made by the two right factors: the other rows are as without it."""
+def test_numbers_beyond_the_limit(device):
+    """In one row of three, some of it or all, or what the right factors make, is done again; the other rows are as without it."""
     x, ws = drawn(3, device)
     alone = run(x, ws)
     for numbers, factor in ((slice(None), 1), (slice(1000, 1256), 1), (slice(0), 1e10)):
