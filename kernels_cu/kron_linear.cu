@@ -17,7 +17,7 @@
 //     32 x (128, 128)     16 (57)       46    8.1 (51)     6.2 (29)      6.9 (27)
 //     1024 x 8^5          1311 (4620)   1636  90 (824)     761 (2072)    111 (395)
 //     16 x 8^7            1836 (6184)   2308  156 (1209)   1065 (2668)   157 (644)
-//     1024 x 16^4         1354 (4710)   4950  213 (1216)   535 (1845)    179 (607)
+//     1024 x 16^4         1354 (4710)   4950  200 (1216)   535 (1845)    179 (607)
 //     1024 x 32^3         378 (1867)    1500  153 (645)    133 (601)     45 (240)
 //     16 x 64^3           59 (217)      158   32 (115)     18 (75)       19 (68)
 //     1024 x (64, 64)     40 (169)      108   19.2 (60)    13 (74)       5.9 (30)
@@ -32,7 +32,7 @@
 // from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6); tiles in registers where factors
 // are small (common/kron_registers.cuh: 1024 x 8^5 from 105 to 89, 1024 x 4^7 from 67 to 44, 8192 x 16^3 from 107 to 93, 1024 x (4, 8, 16,
 // 16, 4) from 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245); two factors of 16 x 16
-// on tensor cores before a number moves (common/kron_sixteen.cuh: to 213). What did not: 8 x 16 sums a thread; two slices of a row of 8^5;
+// on tensor cores before a number moves (common/kron_sixteen.cuh: to 200). What did not: 8 x 16 sums a thread; two slices of a row of 8^5;
 // rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in registers all of a pass unrolled, whose 144 KB
 // of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of 512 threads (250, and 8^5: 90), or neighbours
 // that change places so that a sum and its number are in different banks (nothing).

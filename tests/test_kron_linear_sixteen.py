@@ -78,6 +78,24 @@ def test_what_is_not_finite_is_as_in_torch(device):
     x, ws = drawn(1, device)
     ws[1][3, 5], ws[2][0, 0] = torch.inf, torch.nan
     alike(run(x, ws), product(x, ws))
+    x, ws = drawn(1, device)
+    ws[3][3, 5] = torch.inf
+    alike(run(0 * x, ws), product(0 * x, ws))
+
+
+@kernels
+def test_numbers_beyond_the_limit(device):
+    """In one row of three, some of it or all, or what the right factors make, is done again; the other rows are as without it."""
+    x, ws = drawn(3, device)
+    alone = run(x, ws)
+    for numbers, factor in ((slice(None), 1), (slice(1000, 1256), 1), (slice(0), 1e10)):
+        x_large, ws_large = x.clone(), [*ws[:3], ws[3] * factor]
+        x_large[1, numbers] *= 1e25
+        y, others = run(x_large, ws_large), product(x_large, ws_large)
+        exact = product(x_large.double(), [w.double() for w in ws_large])
+        assert factor > 1 or same_bits(y[[0, 2]], alone[[0, 2]])
+        for row in range(3):
+            assert float((y - exact)[row].abs().max()) <= 2 * float((others - exact)[row].abs().max())
 
 
 @kernels

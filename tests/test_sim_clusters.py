@@ -780,8 +780,8 @@ def test_grid_that_does_not_fit_the_cluster(dims, grid, words):
         simulate(f"__global__ void __cluster_dims__({dims}) k(int* out) {{ *out = 1; }}", ints(1), grid=grid)
 
 
-@pytest.mark.parametrize("opcode", ["mbarrier.init.shared.b64 [%0], 1;", "cp.async.bulk.commit_group;"])
-def test_mbarriers_and_bulk_copies_are_not_simulated_by_name(opcode):
+@pytest.mark.parametrize("opcode", ["mbarrier.inval.shared.b64 [%0];", "cp.async.bulk.commit_group;"])
+def test_what_is_not_simulated_of_mbarriers_and_bulk_copies_by_name(opcode):
     operand = '"r"((unsigned)__cvta_generic_to_shared(&b))'
     text = f'__global__ void k(int* out) {{ __shared__ long long b; asm volatile("{opcode}" :: {operand}); }}'
     with pytest.raises(sim.NotSimulated, match=opcode.split()[0].rstrip(";")):

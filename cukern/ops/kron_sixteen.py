@@ -9,10 +9,10 @@ from cukern.ops.kron_plan import Step
 if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
 
-SIDE, COUNT, CLUSTER = 16, 4, 2
-LEAST_SHARED = 200 << 10  # what a GPU with clusters has
+SIDE, COUNT, CLUSTER, WARPS = 16, 4, 2, 16
+AHEAD = 4 * SIDE * SIDE * 4 * WARPS  # bytes of the next row's pages that are fetched ahead
 START_US = 6.0
-ROW_US = 13.0  # of a cluster
+ROW_US = 12.1  # of a cluster
 
 
 class Sixteen(NamedTuple):
@@ -20,13 +20,13 @@ class Sixteen(NamedTuple):
 
     steps: tuple[Step, ...]
     us: float
-    threads: int = 512
+    threads: int = 32 * WARPS
     blocks: int = 1
     L: int = 1
     R: int = 1
     slices: int = CLUSTER
     products: int = 6
-    shared: int = COUNT * 3 * 512 + SIDE * (SIDE * (256 // CLUSTER + 4) + 4) * 4
+    shared: int = COUNT * 3 * 512 + WARPS * 4 + 16 + SIDE * (SIDE * (256 // CLUSTER + 4) + 4) * 4 + AHEAD
 
     def template(self, added: bool = False) -> str:
         return f"Sixteen4<{str(added).lower()}>"
@@ -35,7 +35,9 @@ class Sixteen(NamedTuple):
 def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Sixteen]:
     """The launch of a run of steps, if it is one of these and has rows enough for all multiprocessors."""
     rows, clusters = rows * run[-1].left, target.multiprocessors // CLUSTER
-    if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or rows < clusters:
+    if target.itemsize != 4 or target.aligned < 16 or rows < clusters:
         return
     if len(run) == COUNT and run[0].right == 1 and all((s.p, s.q) == (SIDE, SIDE) for s in run):
-        yield Sixteen(tuple(run), START_US + ROW_US * ceil(rows / clusters))
+        made = Sixteen(tuple(run), START_US + ROW_US * ceil(rows / clusters))
+        if made.shared <= target.shared:
+            yield made

@@ -1,21 +1,31 @@
-// What kron_linear v4 does in float with four factors of 16 x 16 at the right end of a layer: a row is an array of 16 x 16 x 16 x 16 numbers.
+// What kron_linear v4 does in float with four factors of 16 x 16 at the right end of a layer: a row is an array of 16 x 16 x 16 x 16
+// numbers.
 //
 // Products are made on tensor cores, of numbers split in three of bfloat16: 6 products of m16n8k16. A lane splits its numbers itself, in 11
 // instructions for two of them. With the numbers as operand b, mma takes those of an index k from lane bits t, and leaves the results' j in
 // lane bits g; the other index, of 8 columns, goes from g to t. So a warp that holds 16 x 16 numbers of two indices, 8 a lane, multiplies
 // along one, and along the other, and nothing moves in between.
 //
-// A row is in two blocks, a cluster. The first pass is over the two right indices: a warp reads 1 KB of neighbours, and its results go to
-// the block whose half of them they are. The second is over the left ones, 4 neighbours of the right ones at a time, in shared memory, from
-// where whole lines are stored.
+// A row is in two blocks, a cluster. The first pass is over the two right indices: a warp reads 8 KB of neighbours, half at a time, and its
+// results go to the block whose half of them they are. The second is over the left ones, 4 neighbours of the right ones at a time, in
+// shared memory, from where whole lines are stored; meanwhile half of the next row comes to shared memory. Blocks hand over numbers by
+// st.async and mbarriers: a cluster barrier's release is MEMBAR.ALL.GPU, which waits also for what a thread stored to global memory.
 //
-// On one H200, 1024 x 16^4, in us: 213, where kron_registers.cuh takes 245, and a copy 127. (With one product instead of six 186, without
-// stores 188: what is left is waiting.) What helped: whole lines instead of sectors, and waiting for the other block only before the first
-// store (241 to 225); results looked at once a pass instead of once a step (to 214); a row's lines fetched to L2 a pass ahead (254 to 241);
-// clusters that begin at different times (216 to 212). All that with half of the results looked at, which left some of what overflows with
-// a wrong sign; not measured since. What did not: clusters of four blocks, two on a multiprocessor (327: no more than 62 of them run at a
-// time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); loads past L1 (227 for 219); stores from
-// registers, of half sectors (674).
+// Most numbers are far from what overflows. A pass looks at its own: the sum of their squares, in bfloat16, of first pieces, which are
+// there anyway: 4 instructions for 8 numbers. Below a limit, which the factors' largest numbers give, no product and no sum of the pass can
+// be infinite; else, and if there is an infinity or a NaN, all is done again with pieces that are cut, whose products have the right sign.
+//
+// On one H200, 1024 x 16^4, in us: 200, where kron_registers.cuh takes 245, and a copy 127. Of a row's 22000 cycles the two passes take
+// 8500 each, in which the tensor cores are busy for half; 1300 are waiting for all of the first pass, 3000 reading and storing results.
+// What helped (each compared within a run; between runs a version varies by 5%): whole lines instead of sectors, and waiting for the other
+// block only before the first store (241 to 225); results, and then numbers, looked at once a pass instead of once a step (224 to 214; to
+// look costs 2); clusters that begin at different times (215 to 204, or 223 to 219); half a row ahead in shared memory (226 to 223,
+// foreseen 15: it is the barriers that are waited for), with st.async and mbarriers (231 to 209; cluster barriers without release, which
+// order nothing, give as much), half of a warp's pages at once (209 to 204), and nothing more fetched to L2 (214 to 203); 128-byte
+// boundaries for what st.async and cp.async write (207 to 199). What did not: clusters of four blocks, two on a multiprocessor (327: no
+// more than 62 of them run at a time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); stores from
+// registers, of half sectors (674), or of half as many columns at a time by twice as many warps (nothing); results looked at two in one
+// fma, by their product (234 for 226); a block's pages all neighbours at a time, and acquire of the block instead of the cluster (nothing).
 #pragma once
 #include "kron_pieces.cuh"
 #include "kron_tile.cuh"
@@ -26,70 +36,109 @@ struct Sixteen4 {
     static constexpr bool ADDED = ADDED_;
     // Distances in shared memory, between neighbours of the second and of the first index: lanes that differ in these meet different banks.
     static constexpr int NEXT = PAGE / CLUSTER + 4, SLAB = SIDE * NEXT + 4;
-    static constexpr int EACH = PART / PAGE / (THREADS / 32);  // pages of a warp in the first pass
+    static constexpr int WARPS = THREADS / 32, EACH = PART / PAGE / WARPS, AT_ONCE = 4;  // pages of a warp in the first pass, and at a time
 };
 
 constexpr int PIECES = Pieces<float>::COUNT;
-using Block16 = float[2][2][2];  // a lane's numbers [n][h][p] of 16 x 16: with k = 2 t + 8 h + p, of column g + 8 n
+using Block16 = float[2][2][2];           // a lane's numbers [n][h][p] of 16 x 16: with k = 2 t + 8 h + p, of column g + 8 n
+using Pieces16 = unsigned[2][PIECES][2];  // their pieces as operand b, [n][piece][h]: pairs
 using Weights16 = unsigned[PIECES][4];
 
-// Pairs of pieces of a and b, each the nearest to what is left. Unless EVERY number is looked after, all must be finite, and in the range of
-// bfloat16, and so must be products: of a piece whose sign is another than its number's they may be infinite first, and no piece of
-// split_two is such.
-template <bool EVERY>
+// Pairs of pieces of a and b. If they are ANY numbers, cut, else each the nearest to what is left, which must be in the range of bfloat16,
+// and so must products: of a piece whose sign is another than its number's they may be infinite first, and no piece of split_two is such.
+template <bool ANY>
 __device__ __forceinline__ void split16(unsigned (&to)[PIECES], float a, float b) {
-    if constexpr (EVERY) return split_two(a, b, to);
+    if constexpr (ANY) {
+        split_two(a, b, to);
+    } else {
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        float rest[2] = {a, b};
-        Vec<__nv_bfloat16, 2> both = pack<__nv_bfloat16, 2>(rest);
-        to[i] = reinterpret_cast<const unsigned&>(both);
-        a -= __uint_as_float(to[i] << 16), b -= __uint_as_float(to[i] & 0xffff0000);
+        for (int i = 0; i < PIECES; ++i) {
+            float rest[2] = {a, b};
+            Vec<__nv_bfloat16, 2> both = pack<__nv_bfloat16, 2>(rest);
+            to[i] = reinterpret_cast<const unsigned&>(both);
+            a -= __uint_as_float(to[i] << 16), b -= __uint_as_float(to[i] & 0xffff0000);
+        }
     }
 }
-
-// v times w along k; then the results' index is that of the columns, and the columns' that of k.
-template <bool EVERY>
-__device__ __forceinline__ void multiply16(Block16& v, const Weights16& w) {
-    float d[2][4] = {};
+template <bool ANY>
+__device__ __forceinline__ void split16(Pieces16& to, const Block16& v) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        unsigned x[PIECES][2];
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             unsigned pieces[PIECES];
-            split16<EVERY>(pieces, v[n][h][0], v[n][h][1]);
+            split16<ANY>(pieces, v[n][h][0], v[n][h][1]);
 #pragma unroll
-            for (int i = 0; i < PIECES; ++i) x[i][h] = pieces[i];
+            for (int i = 0; i < PIECES; ++i) to[n][i][h] = pieces[i];
         }
+}
+
+// v = x w along k; then the results' index is that of the columns, and the columns' that of k.
+__device__ __forceinline__ void multiply16(Block16& v, const Pieces16& x, const Weights16& w) {
+    float d[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) mma_bf16(d[n], w[right_piece(i)], x[left_piece(i)]);
-    }
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) mma_bf16(d[n], w[right_piece(i)], x[n][left_piece(i)]);
 #pragma unroll
     for (int e = 0; e < 8; ++e) v[e / 2 % 2][e / 4][e % 2] = d[e / 4][e % 4];
 }
 
-// N blocks times two factors; returns 0, or NaN. Most have but finite numbers. If one has not, or what lies between the factors has not, or a
-// result, that is an infinity or a NaN in some result: unless EVERY number was looked after, all must be done again.
-template <bool EVERY, int N>
-__device__ __forceinline__ float multiply_twice(Block16 (&v)[N], const Weights16& first, const Weights16& second) {
-    float none = 0;
+// A block times two factors. Adds the squares of the numbers, about.
+template <bool ANY>
+__device__ __forceinline__ void multiply_twice(Block16& v, const Weights16& first, const Weights16& second, __nv_bfloat162& squares) {
+    Pieces16 x;
+    split16<ANY>(x, v);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        multiply16<EVERY>(v[i], first);
-        multiply16<EVERY>(v[i], second);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) none = fmaf(v[i][e / 4][e / 2 % 2][e % 2], 0.0f, none);
+    for (int e = 0; e < 4; ++e) {
+        __nv_bfloat162 two = reinterpret_cast<__nv_bfloat162&>(x[e / 2][0][e % 2]);
+        squares = __hfma2(two, two, squares);
     }
-    return none;
+    multiply16(v, x, first);
+    split16<ANY>(x, v);
+    multiply16(v, x, second);
+}
+__device__ __forceinline__ void multiply_any(Block16& v, const Weights16& first, const Weights16& second) {
+    __nv_bfloat162 unused = {};
+    multiply_twice<true>(v, first, second, unused);
+}
+
+// N blocks times two factors. Returns whether one of the warp's numbers is beyond the limit, or NaN: then what came of them may be wrong,
+// and all must be done again, as of any numbers.
+template <int N>
+__device__ __forceinline__ bool multiply_all(Block16 (&v)[N], const Weights16& first, const Weights16& second, float limit) {
+    __nv_bfloat162 squares[N] = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) multiply_twice<false>(v[i], first, second, squares[i]);
+#pragma unroll
+    for (int i = 1; i < N; ++i) squares[0] = __hadd2(squares[0], squares[i]);
+    float2 sums = __bfloat1622float2(squares[0]);
+    return __any_sync(~0u, !(sums.x + sums.y < limit));
+}
+
+// The limit of a sum of squares. By a factor numbers become at most 16 times as large as its largest one, and a little more for the pieces
+// of both: all products and sums of two factors are then far below 2^127. `largest`: of each warp's part of the two factors, as bits,
+// which for a NaN are most. 0, or NaN, if no number is small enough.
+template <class Plan>
+__device__ __forceinline__ float limit16(const unsigned* largest) {
+    float times = 1;
+#pragma unroll
+    for (int f = 0; f < 2; ++f) {
+        unsigned most = 0;
+#pragma unroll
+        for (int i = 0; i < Plan::WARPS / 4; ++i) most = max(most, largest[f * (Plan::WARPS / 4) + i]);
+        times *= 1 + 32 * __uint_as_float(most);
+    }
+    return 0x1p120f / times * (0x1p120f / times);
 }
 
 // The first pass takes the lanes' four neighbours of k, and leaves four: k and j number 2 t + 8 h + p is 4 t + 2 h + p.
 __device__ constexpr int neighbours16(int n) { return n % 8 / 2 * 4 + n / 8 * 2 + n % 2; }
 
 // The factors as operand a, [factor][piece][lane][4]: 6 KB. Of the second one the results are in turn, those first that stay in this block.
+// And the largest number of each warp's.
 template <class Plan, typename T>
-__device__ __forceinline__ void load_weights16(unsigned* to, const Factors4<T>& factors, int rank) {
+__device__ __forceinline__ void load_weights16(unsigned* to, unsigned* largest, const Factors4<T>& factors, int rank) {
     static_assert(Plan::THREADS == 4 * 128);
     int f = threadIdx.x / 128, e = threadIdx.x % 128, j = e / 16 + e % 2 * 8, k = e / 4 % 4 * 2 + e / 2 % 2 * 8;
     float pair[2];
@@ -105,6 +154,8 @@ __device__ __forceinline__ void load_weights16(unsigned* to, const Factors4<T>& 
     split16<true>(pieces, pair[0], pair[1]);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) to[(f * PIECES + i) * 128 + e] = pieces[i];
+    unsigned most = __reduce_max_sync(~0u, max(__float_as_uint(fabsf(pair[0])), __float_as_uint(fabsf(pair[1]))));
+    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
 }
 __device__ __forceinline__ void fetch_weights16(Weights16& w, const unsigned* from) {
 #pragma unroll
@@ -112,45 +163,62 @@ __device__ __forceinline__ void fetch_weights16(Weights16& w, const unsigned* fr
         reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
 }
 
-// N pages, of those from `own` on.
+// N pages from `from` on, where the lane's numbers of the first one begin: to registers, or to their stage in shared memory, which no other
+// lane reads.
 template <class Plan, typename T, int N>
-__device__ __forceinline__ void load_pages16(Block16 (&v)[N], const T* own, int page) {
+__device__ __forceinline__ void load_pages16(Block16 (&v)[N], const T* from) {
 #pragma unroll
-    for (int i = 0; i < 2 * N; ++i)
-        reinterpret_cast<Vec<T, 4>&>(v[i / 2][i % 2]) = load_vec<T, 4>(own + page * Plan::PAGE + i * 128);
+    for (int i = 0; i < 2 * N; ++i) reinterpret_cast<Vec<T, 4>&>(v[i / 2][i % 2]) = load_vec<T, 4>(from + i * 128);
 }
-// Half of their results stay in this block, and half go to the other one.
+template <class Plan, typename T>
+__device__ __forceinline__ void stage_pages16(T* to, const T* from) {
+#pragma unroll
+    for (int i = 0; i < 2 * Plan::AT_ONCE; ++i) cp_async_16(shared_address(to + i * 128), from + i * 128);
+}
+
+// Where a lane's results of the first pass go: half to `mine`, half to there in the other block, whose addresses are `apart`. It learns of
+// them by its mbarrier `full`; when both blocks have read what was there before, a phase of `free` has ended.
+struct Places16 {
+    float* mine;
+    unsigned apart, full, free;
+};
 template <class Plan, int N>
-__device__ __forceinline__ void put_pages16(float* mine, unsigned others, int page, const Block16 (&v)[N]) {
+__device__ __forceinline__ void put_pages16(const Places16& to, int page, const Block16 (&v)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        store_vec(mine + (page + i) * Plan::NEXT, reinterpret_cast<const Vec<float, 4>&>(v[i][0]));
-        st_cluster(others + (page + i) * Plan::NEXT * 4, reinterpret_cast<const float4&>(v[i][1]));
+        float* mine = to.mine + (page + i) * Plan::NEXT;
+        store_vec(mine, reinterpret_cast<const Vec<float, 4>&>(v[i][0]));
+        st_async(shared_address(mine) + to.apart, reinterpret_cast<const float4&>(v[i][1]), to.full + to.apart);
     }
 }
 
-// A warp's pages times the two right factors, of which `ahead` are the first two.
+// A warp's pages, from `own` on, times the two right factors, N at a time. The first N are in the stage, or on their way; when they are in
+// registers the next N follow, and at last those of the `next` row, if there is one.
 template <class Plan, typename T>
-__device__ __forceinline__ void first_pass16(Block16 (&ahead)[2], const T* own, float* mine, unsigned others, const Weights16& first,
-                                             const Weights16& second) {
-    float none = 0;
-#pragma unroll 2
-    for (int page = 0; page < Plan::EACH; page += 2) {
-        Block16 v[2];
-#pragma unroll
-        for (int e = 0; e < 16; ++e) v[e / 8][e / 4 % 2][e / 2 % 2][e % 2] = ahead[e / 8][e / 4 % 2][e / 2 % 2][e % 2];
-        if (page + 2 < Plan::EACH) load_pages16<Plan>(ahead, own, page + 2);
-        none += multiply_twice<false>(v, first, second);
-        if (page == 0) cluster_wait();  // until the other block has read
-        put_pages16<Plan>(mine, others, page, v);
-    }
-    if (!__any_sync(~0u, none != none)) return;
+__device__ __forceinline__ void first_pass16(const T* own, const T* next, T* stage, const Places16& to, unsigned parity,
+                                             const Weights16& first, const Weights16& second, float limit) {
+    constexpr int N = Plan::AT_ONCE;
 #pragma unroll 1
-    for (int page = 0; page < Plan::EACH; ++page) {
-        Block16 v[1];
-        load_pages16<Plan>(v, own, page);
-        multiply_twice<true>(v, first, second);
-        put_pages16<Plan>(mine, others, page, v);
+    for (int page = 0; page < Plan::EACH; page += N) {
+        Block16 v[N];
+        cp_async_wait<0>();
+        load_pages16<Plan>(v, stage);
+        const T* after = page + N < Plan::EACH ? own + (page + N) * Plan::PAGE : next;
+        if (after) stage_pages16<Plan>(stage, after);
+        cp_async_commit();
+        bool again = multiply_all(v, first, second, limit);
+        if (page == 0) mbarrier_wait(to.free, parity ^ 1);
+        if (!again) {
+            put_pages16<Plan>(to, page, v);
+            continue;
+        }
+#pragma unroll 1
+        for (int i = page; i < page + N; ++i) {
+            Block16 one[1];
+            load_pages16<Plan>(one, own + i * Plan::PAGE);
+            multiply_any(one[0], first, second);
+            put_pages16<Plan>(to, i, one);
+        }
     }
 }
 
@@ -181,13 +249,12 @@ __device__ __forceinline__ void put_columns16(float* to, const Block16 (&v)[N]) 
 
 // A warp's eight columns times the two left factors.
 template <class Plan>
-__device__ __forceinline__ void second_pass16(float* columns, const Weights16& first, const Weights16& second) {
+__device__ __forceinline__ void second_pass16(float* columns, const Weights16& first, const Weights16& second, float limit) {
 #pragma unroll 1
     for (int c = 0; c < 8; c += 4) {
         Block16 v[4];
         fetch_columns16<Plan>(v, columns + c);
-        float none = multiply_twice<false>(v, first, second);
-        if (!__any_sync(~0u, none != none)) {
+        if (!multiply_all(v, first, second, limit)) {
             put_columns16<Plan>(columns + c, v);
             continue;
         }
@@ -195,22 +262,21 @@ __device__ __forceinline__ void second_pass16(float* columns, const Weights16& f
         for (int i = c; i < c + 4; ++i) {
             Block16 one[1];
             fetch_columns16<Plan>(one, columns + i);
-            multiply_twice<true>(one, first, second);
+            multiply_any(one[0], first, second);
             put_columns16<Plan>(columns + i, one);
         }
     }
 }
 
-// A lane's results, four neighbours of each 16th of a row, to their places, of which `first` is the first one. The other block may write where
-// they were as soon as they have been read: to arrive after the stores would wait for these. then(): what to do next.
-template <class Plan, typename T, class Then>
+// A lane's results, four neighbours of each 16th of a row, to their places, of which `first` is the first one. read(): what to do when they
+// have been read, before the stores.
+template <class Plan, typename T, class Read>
 __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual, const float* from, long long first, long long features,
-                                        float scale, const Then& then) {
+                                        float scale, const Read& read) {
     Vec<float, 4> results[Plan::SIDE];
 #pragma unroll
     for (int i = 0; i < Plan::SIDE; ++i) results[i] = load_vec<float, 4>(from + i * Plan::SLAB);
-    cluster_arrive();
-    then();
+    read();
 #pragma unroll
     for (int i = 0; i < Plan::SIDE; ++i) {
         Vec<float, 4>& four = results[i];
@@ -226,8 +292,8 @@ __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual
 }
 
 #if __CUDA_ARCH__ >= 900
-// kron_linear_v4 of four factors of 16 x 16. Grid CLUSTER * (the rows, or fewer), block THREADS; dynamic shared memory: the factors, a part
-// of a row.
+// kron_linear_v4 of four factors of 16 x 16. Grid CLUSTER * (the rows, or fewer), block THREADS; dynamic shared memory: the stage, a part
+// of a row, which both begin at multiples of 128 bytes, the factors, the largest number of each warp's part of them, two mbarriers.
 template <typename T, class Plan>
 __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, 1)
 kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -235,52 +301,65 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
                        long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
                        long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
                        long long w7_p, long long w7_q, double scale, long long features) {
-    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, WEIGHTS = PIECES * 128;
+    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, AT_ONCE = Plan::AT_ONCE, WARPS = Plan::WARPS;
+    constexpr int WEIGHTS = PIECES * 128;
     extern __shared__ uint4 dynamic[];
-    unsigned* weights = reinterpret_cast<unsigned*>(dynamic);
-    float* numbers = reinterpret_cast<float*>(weights + 4 * WEIGHTS);
+    float* numbers = reinterpret_cast<float*>(dynamic) + WARPS * AT_ONCE * PAGE;  // after the stage
+    unsigned* weights = reinterpret_cast<unsigned*>(numbers + Plan::SIDE * SLAB);
+    unsigned *largest = weights + 4 * WEIGHTS, *mbarriers = largest + WARPS;
     Factors4<T> factors = {{w0, w1, w2, w3}, {w0_p, w1_p, w2_p, w3_p}, {w0_q, w1_q, w2_q, w3_q}};
     int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = A;
-    int row = blockIdx.x / Plan::CLUSTER, step = gridDim.x / Plan::CLUSTER;
+    int row = blockIdx.x / Plan::CLUSTER;
+    auto after = [](int row) { return row + int(gridDim.x / Plan::CLUSTER); };
+    // `full`: this block's warps have put their results of a row, and the other's numbers are there. `free`: both have read theirs.
+    unsigned full = shared_address(mbarriers), free = full + 8, apart = shared_of_rank(full, rank ^ 1) - full, parity = 0;
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, WARPS);
+        mbarrier_init(free, 2 * WARPS);
+        mbarriers_made();
+    }
     cluster_arrive_relaxed();
     wait_for_previous();
-    // Of the first pass: EACH pages of a warp, and where their results go, in this block, and in the other one.
+    // Of the first pass: EACH pages of a warp, and where their results go.
     auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * 4); };
+    T* stage = reinterpret_cast<T*>(dynamic) + warp * (AT_ONCE * PAGE) + lane * 4;
     float* mine = numbers + (rank * 8 + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane * 4;
-    unsigned others = shared_of_rank(shared_address(mine), rank ^ 1);
+    Places16 to = {mine, apart, full, free};
     // Of the second: the lane's numbers of columns, and those which it stores, when four warps have made whole lines of them.
     float* column = numbers + lane / 4 * SLAB + lane % 4 * (2 * NEXT) + warp * 8;
     int line = warp % 4 * 4 + lane / 8, within = warp / 4 * 32 + lane % 8 * 4;
-    auto ahead_of = [&](int row) {  // to the L2 cache, a line a lane
-        for (int i = 0; i < EACH / 4; ++i) prefetch(own(row) + i * (4 * PAGE) + lane * 28);
-    };
-    Block16 ahead[2];
-    if (row < rows) {
-        ahead_of(row);
-        load_pages16<Plan>(ahead, own(row), 0);
-    }
-    load_weights16<Plan>(weights, factors, rank);
+    if (row < rows) stage_pages16<Plan>(stage, own(row));
+    cp_async_commit();
+    load_weights16<Plan>(weights, largest, factors, rank);
     __syncthreads();
+    float limits[2] = {limit16<Plan>(largest), limit16<Plan>(largest + WARPS / 2)};
+    cluster_wait();
     // Clusters of one row less begin half a row's time later: else all multiply at one time, and all store at another.
-    if (row < rows && row >= rows % step && rows % step)
+    int more = rows % (gridDim.x / Plan::CLUSTER);
+    if (row < rows && row >= more && more)
         for (int us = 0; us < 7; ++us) __nanosleep(1000);
-    for (; row < rows; row += step) {
+    for (; row < rows; row = after(row), parity ^= 1) {
         Weights16 first, second;
         fetch_weights16(first, weights);
         fetch_weights16(second, weights + WEIGHTS);
-        first_pass16<Plan>(ahead, own(row), mine, others, first, second);
-        cluster_arrive();
+        first_pass16<Plan>(own(row), after(row) < rows ? own(after(row)) : nullptr, stage, to, parity, first, second, limits[0]);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(full, EACH * PAGE / Plan::CLUSTER * 4);  // as much as goes to the other block comes from there
         fetch_weights16(first, weights + 2 * WEIGHTS);
         fetch_weights16(second, weights + 3 * WEIGHTS);
-        cluster_wait();
-        if (row + step < rows) ahead_of(row + step);
-        second_pass16<Plan>(column, first, second);
+        mbarrier_wait(full, parity);
+        second_pass16<Plan>(column, first, second, limits[1]);
         barrier_of(1 + warp / 4, 128);
         long long at = (long long)row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + within;
         store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale), [&] {
-            if (row + step < rows) load_pages16<Plan>(ahead, own(row + step), 0);
+            __syncwarp();
+            if (lane == 0) {
+                mbarrier_arrive(free);
+                mbarrier_arrive(free + apart);
+            }
         });
     }
+    cluster_arrive_relaxed();  // no block ends before the other has told it the last
     cluster_wait();
 }
 #endif
