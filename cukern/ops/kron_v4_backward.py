@@ -14,10 +14,10 @@ from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
-_V4_BWD, _V4_GROUP_BWD, _V4_SPLIT_BWD, _V4_SUM = (
-    Template("kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "group_bwd", "split_bwd", "sum")
+_V4_BWD, _V4_GROUP_BWD, _V4_SPLIT_BWD, _V4_SPLIT_ONE_BWD, _V4_SUM = (
+    Template("kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "group_bwd", "split_bwd", "split_one_bwd", "sum")
 )
-_FUSED = {"group": _V4_GROUP_BWD, "split": _V4_SPLIT_BWD}
+_FUSED = {"group": _V4_GROUP_BWD, "split": _V4_SPLIT_BWD, "split_one": _V4_SPLIT_ONE_BWD}
 
 
 def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
@@ -85,7 +85,7 @@ def fused(
     unused = (0,) * (kron_groups.MOST - len(ws))
     device, partials = z.get_device(), torch.empty((launch.sums, sum(counts)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
-    none = unused if launch.kernel == "group" else (0,) * (2 - len(ws))
+    none = unused if launch.kernel == "group" else ()
     _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
         (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
         z.shape[0] * launch.steps[-1].left, *strides, *none, *none, scale,

@@ -1,0 +1,174 @@
+// The backward of one large factor of float in a launch by warpgroups (sm_90a): kron_split.cuh, in whose words this is told.
+//
+// Of lines n, which are columns if something is to the factor's right, else rows, a tile has N, and
+//     dx[p][n] = W[p][q] g[q][n],  dW[p][q] += x[p][n] g[q][n]
+// with what has 64 of the rows p in a warpgroup's registers as operand a: W, of which all lines need the same, and x, straight from memory,
+// where each lane takes what it multiplies. So only g is in shared memory, for both products. Registers hold all sums, those of a product of
+// 64 columns q, and of W the pieces that five (of q = 64, all) of the six products take.
+//
+// A warp that begins a product waits until tensor cores have taken nearly all of it, so what else it does costs their time unless another
+// warpgroup's turn is then: of 128 rows the two warpgroups take turns, in which each has its next product of W and those of x.
+#pragma once
+#include "kron_split.cuh"
+
+// C: numbers to the factor's right. PLACES: tiles of g in shared memory, three of which wait for their turn; and one is multiplied by the
+// same warpgroup's slower warps, or two by the other.
+template <int TEAMS_, long long C_, class Factor_>
+struct SplitOne4 {
+    static constexpr bool LEFT = C_ > 1;
+    static constexpr int P = Factor_::P, Q = Factor_::Q, N = 32, HELD = Q == 64 ? 3 : 2, PLACES = P == 64 ? 4 : 5;
+    static constexpr int TEAMS = TEAMS_, THREADS = 2 * P;
+    static constexpr long long ACROSS = LEFT ? C_ / N : 1;
+    using X = Tiles<LEFT ? P : N, LEFT ? N : P>;
+    using G = Tiles<LEFT ? Q : N, LEFT ? N : Q>;
+    using W = Tiles<P, Q>;
+    static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
+    static constexpr int THIRD = HELD < 3 ? W::PLANE : 0;  // the piece of W in shared memory
+};
+
+// 64 rows of W as operand a: HELD pieces in registers, the others in shared memory.
+template <int K, int HELD_>
+struct Partly {
+    static constexpr int HELD = HELD_;
+    static constexpr bool DOWN = false;
+    unsigned pieces[HELD][K / 16][4];
+    unsigned long long third;
+
+    __device__ __forceinline__ unsigned long long operator()(int, int k) const { return third + k * 16; }
+};
+
+// As kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: W's third piece, each team's PLACES of g, or the
+// sums.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
+kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, const T* w, long long A, long long w_p, long long w_q,
+                             double scale) {
+    using X = typename Plan::X;
+    using G = typename Plan::G;
+    using W = typename Plan::W;
+    constexpr int P = Plan::P, Q = Plan::Q, N = Plan::N, PLACES = Plan::PLACES;
+    constexpr bool LEFT = Plan::LEFT;
+    constexpr long long X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE, ACROSS = Plan::ACROSS;
+    extern __shared__ uint4 dynamic[];
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (P / 16), group = warp / 4 % (P / 64);
+    __nv_bfloat16 *third = reinterpret_cast<__nv_bfloat16*>(dynamic), *gs = third + Plan::THIRD + team * PLACES * 3 * G::PLANE;
+    // A lane's rows p are `own` and `own` + APART: neighbours in memory, if it is the rows that are.
+    constexpr int APART = LEFT ? 8 : 1;
+    int own = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4 * (LEFT ? 1 : 2), lane = threadIdx.x % 4;
+    auto place = [&](int n) { return gs + n * 3 * G::PLANE; };
+    auto x_place = [&](long long a) { return LEFT ? a / ACROSS * P * X_STRIDE + a % ACROSS * N : a * N * P; };
+    auto g_place = [&](long long a) { return LEFT ? a / ACROSS * Q * G_STRIDE + a % ACROSS * N : a * N * Q; };
+    float numbers[N / 8][4], h[N / 8][4], z[8][4], sums[Q / 8][4] = {};
+    Underway<G, Plan::THREADS> next;
+    Rows<N> rows;
+    auto fetch_g = [&](long long a) { next.fetch(g + g_place(a), G_STRIDE); };
+    auto fetch_x = [&](long long a) {
+        const T* from = x + x_place(a);
+        if constexpr (LEFT) {
+            fetch_seated(numbers, from + 64 * group * X_STRIDE, X_STRIDE);
+        } else {
+#pragma unroll
+            for (int e = 0; e < N / 4; ++e) {
+                Vec<T, 2> two = load_vec<T, 2>(from + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE);
+                numbers[e / 2][e % 2] = two.v[0];
+                numbers[e / 2][e % 2 + 2] = two.v[1];
+            }
+        }
+    };
+    auto ahead = [&](long long a) {
+        Ahead<X::ROWS, X::COLUMNS, Plan::THREADS, T>::ahead(x + x_place(a), X_STRIDE);
+        Ahead<G::ROWS, G::COLUMNS, Plan::THREADS, T>::ahead(g + g_place(a), G_STRIDE);
+    };
+    auto give = [&](long long a) {
+        T* to = dx + x_place(a);
+#pragma unroll
+        for (int e = 0; e < N / 2; ++e) h[e / 4][e % 4] *= float(scale);
+        if constexpr (LEFT) {
+            each_seated(h, [&](Vec<float, 4> four, int row, int column) { store_vec(to + (64 * group + row) * X_STRIDE + column, four); });
+        } else {
+#pragma unroll
+            for (int e = 0; e < N / 4; ++e)
+                store_vec(to + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, Vec<T, 2>{h[e / 2][e % 2], h[e / 2][e % 2 + 2]});
+        }
+    };
+    // Two warpgroups' turns, one after the other; one warpgroup's warps wait for each other. Either way they see g's tiles of the turn before.
+    auto begin = [&] { barrier_of(1 + team + group, P == 128 ? 256 : 128); };
+    auto end = [&](bool more) {
+        if (P == 128 && (group == 0 || more)) arrive_at(2 - group, 256);
+    };
+    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
+    wait_for_previous();
+#pragma unroll
+    for (int n = 1; n < 5; ++n)
+        if (a + n * step < tiles) ahead(a + n * step);
+    if (a < tiles) fetch_g(a);
+    Partly<Q, Plan::HELD> factor;
+    {
+        float all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
+#pragma unroll
+        for (int e = 0; e < Q / 2; ++e) {
+            int column = e / 4 * 8 + lane * 2 + e % 2;
+            all[e / 4][e % 4] = w[(own + e / 2 % 2 * APART) * w_p + (LEFT ? column : where(column)) * w_q];
+        }
+        if (a < tiles) next.put(gs);
+#pragma unroll
+        for (int e = 0; e < Q / 4; ++e) {
+            unsigned two[3];
+            split_two(all[e / 2][e % 2 * 2], all[e / 2][e % 2 * 2 + 1], two);
+#pragma unroll
+            for (int i = 0; i < Plan::HELD; ++i) factor.pieces[i][e / 4][e % 4] = two[i];
+            if constexpr (Plan::HELD < 3)
+                if (team == 0) put_word<W>(third + W::tile(64 * group, 0), e, two[2]);
+        }
+        factor.third = Described<W, false>(third, 64 * group).at;
+    }
+#pragma unroll
+    for (int n = 1; n < 3; ++n)
+        if (a + n * step < tiles) {
+            fetch_g(a + n * step);
+            next.put(place(n));
+        }
+    fence_async();
+    __syncthreads();
+    if (a < tiles) {
+        start_product<Q>(h, factor, Described<G, LEFT>(gs));
+        fetch_x(a);
+        rows.split(numbers);
+        if (a + step < tiles) fetch_x(a + step);
+        wgmma_wait<0>(h);
+        give(a);
+        if (group == 1) end(true);
+    }
+    int now = 0;
+#pragma unroll 1
+    for (; a < tiles; a += step) {
+        bool more = a + step < tiles;
+        int then = now == PLACES - 1 ? 0 : now + 1;
+        begin();
+        start_product<N>(z, rows, Described<G, !LEFT>(place(now)));
+        if constexpr (Q > 64) {
+            wgmma_wait<0>(z);
+            add(sums, z);
+            start_product<N>(z, rows, Described<G, !LEFT>(place(now), 64));
+        }
+        start_product<Q>(h, factor, Described<G, LEFT>(place(more ? then : now)));  // of the last tile in vain: a branch would part it from z
+        end(more);
+        wgmma_wait<1>(z);
+        add(sums, z, Q / 8 - 8);
+        rows.split(numbers);
+        if (a + 3 * step < tiles) fetch_g(a + 3 * step);
+        if (a + 2 * step < tiles) fetch_x(a + 2 * step);
+        wgmma_wait<0>(h);
+        if (more) give(a + step);
+        if (a + 3 * step < tiles) next.put(place(now + 3 < PLACES ? now + 3 : now + 3 - PLACES));
+        if (a + 5 * step < tiles) ahead(a + 5 * step);
+        fence_async();
+        now = then;
+    }
+    if (!add_teams<Plan::TEAMS, Plan::THREADS, Q / 2>(dynamic, team, [&](int i) -> float& { return sums[i / 4][i % 4]; })) return;
+    partials += (long long)blockIdx.x * (P * Q);
+    if constexpr (LEFT)
+        each_two(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
+    else
+        each_seated(sums, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
+}
