@@ -50,6 +50,14 @@ def better_swapped(plan: Sequence[Backward]) -> bool:
     return first.p == first.q >= 4 * max(second.p, second.q)
 
 
+def better_reversed(plan: Sequence[Backward]) -> bool:
+    """Whether two fused launches of square factors, whose sizes hold in any order, are better taken in the other order: the second has
+    fewer factors, and multiplying by them anew takes less time."""
+    if len(plan) != 2 or not all(launch.template for launch in plan) or len(plan[1].steps) > 1:
+        return False
+    return len(plan[0].steps) > 1 and all(s.p == s.q for launch in plan for s in launch.steps)
+
+
 def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | None:
     found = []
     if target.itemsize <= 4:

@@ -34,6 +34,8 @@ def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[b
     n, plan = len(order), plan_of(x, g, factors)
     if all(wanted) and kron_backward.better_swapped(plan):
         return _swapped(plan, x, g, factors, scale, found)
+    if all(wanted) and kron_backward.better_reversed(plan):
+        return _reversed(plan, x, g, factors, scale, found)
     for launch in reversed(plan):
         n -= len(launch.steps)
         own = [s.factor for s in launch.steps]
@@ -62,6 +64,19 @@ def _swapped(
     h = kron_v4.mode(kron_chain.seen(g, small, second.q, second.right), small.mT, 1.0)
     z, h = kron_chain.seen(x, large, first.p, first.right), kron_chain.seen(h, large, first.q, first.right)
     found[first.factor + 1] = contraction(z, h, scale)[0]
+    return found
+
+
+def _reversed(
+    plan: Sequence[kron_backward.Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The backward of two fused launches of square factors, of which the second, of one factor, comes last: what it multiplies anew is
+    one product, not those of the first."""
+    (last,) = plan[1].steps
+    w = factors[last.factor][None]
+    z = kron_v4.mode(kron_chain.seen(x, w, last.p, last.right), w, 1.0).view(x.shape)
+    h = fused(plan[0], z, g, z, factors, found, 1.0, scale)
+    found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
     return found
 
 
