@@ -74,12 +74,12 @@ def _backward_of_two(run: Sequence[Step], rows: int, target: "Target") -> Backwa
 
 def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
     """See SplitOne4 in kron_split_one.cuh."""
-    lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, 2 if s.p == TILE else 1
+    lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, (3 if s.q == TILE else 2) if s.p == TILE else 1
     if lines % lines_of_tile:
         return None
     tiles = lines // lines_of_tile
-    places = 4 if s.p == TILE else 5
-    shared = BYTES * teams * places * s.q * lines_of_tile + (2 * s.p * s.q if s.q > TILE else 0)
+    places = 3 if s.p == TILE else 5
+    shared = teams * lines_of_tile * (BYTES * places * s.q + 4 * (s.p + s.q)) + (2 * s.p * s.q if s.q > TILE else 0)
     us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
     blocks, template = min(tiles, target.multiprocessors), f"SplitOne4<{teams}, {s.right}, Factor<{s.p}, {s.q}>>"
     return Backward((s,), us, template, blocks, teams * 2 * s.p, shared, blocks, "split_one")

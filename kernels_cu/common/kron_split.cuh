@@ -193,6 +193,19 @@ __device__ __forceinline__ void each_four(const F& f) {
     }
 }
 
+// A lane's four neighbours to a matrix whose columns are seated.
+template <class M>
+__device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column, const Vec<float, 4>& four) {
+    unsigned* words = reinterpret_cast<unsigned*>(to + M::place(row, seat(column)));
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+        unsigned two[3];
+        split_two(four.v[2 * pair], four.v[2 * pair + 1], two);
+#pragma unroll
+        for (int piece = 0; piece < 3; ++piece) words[piece * M::PLANE / 2 + pair * 32] = two[piece];
+    }
+}
+
 // A matrix on its way from memory to shared memory.
 template <class M, int THREADS>
 struct Underway {
@@ -213,16 +226,7 @@ struct Underway {
     // Its columns are seated, and (ROWS) its rows.
     template <bool ROWS = false>
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
-        each_four<M, WARPS>([&](int i, int row, int column) {
-            unsigned* words = reinterpret_cast<unsigned*>(to + M::place(ROWS ? seat(row) : row, seat(column)));
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-                unsigned two[3];
-                split_two(part[i].v[2 * pair], part[i].v[2 * pair + 1], two);
-#pragma unroll
-                for (int piece = 0; piece < 3; ++piece) words[piece * M::PLANE / 2 + pair * 32] = two[piece];
-            }
-        });
+        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
     }
     __device__ __forceinline__ void put_unseated(__nv_bfloat16* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
