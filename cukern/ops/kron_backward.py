@@ -51,11 +51,9 @@ def better_swapped(plan: Sequence[Backward]) -> bool:
 
 
 def better_reversed(plan: Sequence[Backward]) -> bool:
-    """Whether two fused launches of square factors, whose sizes hold in any order, are better taken in the other order: the second has
-    fewer factors, and multiplying by them anew takes less time."""
-    if len(plan) != 2 or not all(launch.template for launch in plan) or len(plan[1].steps) > 1:
-        return False
-    return len(plan[0].steps) > 1 and all(s.p == s.q for launch in plan for s in launch.steps)
+    """Whether two launches by warpgroups, of two square factors and of one, are better taken in the other order, in which their sizes are the
+    same: to multiply anew by one factor takes less time."""
+    return [launch.kernel for launch in plan] == ["split", "split_one"] and all(s.p == s.q for launch in plan for s in launch.steps)
 
 
 def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | None:

@@ -46,7 +46,7 @@ def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]
     A, threads = rows * run[-1].left, 2 * q1 if left else 128  # of a team
     tiles = A * (1 if right else run[0].right // TILE) if left else ceil(A / TILE)
     teams = 2 if threads == 128 else 1
-    shared = BYTES * ((p2 * q2 if right else 0) + (2 * teams * p1 * p2 if left else 0))  # a left factor is in registers
+    shared = BYTES * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))  # a left factor is in registers
     work = (p1 * q1 * p2 if left else 0) + (q1 * p2 * q2 if right else 0)
     us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)

@@ -70,8 +70,7 @@ def _swapped(
 def _reversed(
     plan: Sequence[kron_backward.Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """The backward of two fused launches of square factors, of which the second, of one factor, comes last: what it multiplies anew is
-    one product, not those of the first."""
+    """The backward of two launches whose second, of one factor, comes last: x is multiplied anew by that one, not by those of the first."""
     (last,) = plan[1].steps
     w = factors[last.factor][None]
     z = kron_v4.mode(kron_chain.seen(x, w, last.p, last.right), w, 1.0).view(x.shape)

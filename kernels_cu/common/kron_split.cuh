@@ -233,6 +233,21 @@ struct Underway {
     }
 };
 
+// A warp that begins a product waits until tensor cores have taken nearly all of it, and what else it does costs their time unless another
+// warpgroup multiplies then: a team's two take turns. What one of them wrote before its turn's end the other sees in its own next turn, but
+// what it writes after, only in the one after that. Of a team of one, its warps wait for each other.
+template <int GROUPS>
+struct Turns {
+    int team, group;
+    __device__ __forceinline__ void first() const {  // once, before all turns
+        if (GROUPS == 2 && group == 1) arrive_at(1, 256);
+    }
+    __device__ __forceinline__ void begin() const { barrier_of(1 + team + group, 128 * GROUPS); }
+    __device__ __forceinline__ void end(bool more) const {
+        if (GROUPS == 2 && (group == 0 || more)) arrive_at(2 - group, 256);
+    }
+};
+
 // X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward.
 template <int TEAMS_, long long C_, class Left_, class Right_>
 struct Split4 {
@@ -240,6 +255,9 @@ struct Split4 {
     static constexpr int P1 = LEFT ? Left_::P : 64, Q1 = LEFT ? Left_::Q : 64, P2 = RIGHT ? Right_::P : 64, Q2 = RIGHT ? Right_::Q : 64;
     static constexpr int TEAMS = TEAMS_, THREADS = 128, WIDE = LEFT ? 2 * Q1 : 128, SUMS1 = P1 * Q1, SUMS2 = P2 * Q2;
     static constexpr long long ACROSS = RIGHT ? 1 : C_ / P2, X_STRIDE = RIGHT ? P2 : C_, G_STRIDE = RIGHT ? Q2 : C_;
+    // A team's X, forward: one is put down LEAD tiles ahead, since only a turn later another warpgroup sees it, which may still multiply the one
+    // before.
+    static constexpr int LEAD = WIDE / 128, PLACES = 2 * LEAD;
     using X = Tiles<P1, P2>;
     using G = Tiles<Q1, Q2>;
     using H = Tiles<P1, Q2>;
@@ -264,7 +282,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, OUT_STRIDE = Plan::G_STRIDE;
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (Plan::WIDE / 32), group = warp / 4 % (Plan::WIDE / 128);
-    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + (RIGHT ? W2::BYTES / 2 : 0) + team * X::BYTES;
+    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + ((RIGHT ? W2::BYTES : 0) + team * Plan::PLACES * X::BYTES) / 2;
     auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
     auto rows_of = [&](long long a) { return LEFT || A - 64 * a >= 64 ? P1 : int(A - 64 * a); };
     auto give = [&](long long a, const float (&d)[N / 8][4]) {
@@ -287,27 +305,37 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     Underway<W2, ALL> factor;
     if constexpr (RIGHT) factor.fetch_any(w0, w0_p, w0_q);
     if constexpr (LEFT) {
+        constexpr int LEAD = Plan::LEAD, PLACES = Plan::PLACES;
+        Turns<Plan::WIDE / 128> turns{team, group};
         Underway<X, Plan::WIDE> next;
-        auto fetch = [&](long long a) { next.fetch(x_of(a), X_STRIDE); };
-        if (a < tiles) fetch(a);
+        auto place = [&](int n) { return xs + n * X::BYTES / 2; };
+        auto fetch = [&](long long a) {
+            if (a < tiles) next.fetch(x_of(a), X_STRIDE);
+        };
+        fetch(a);
+        if (LEAD > 1 && a + step < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a + step), X_STRIDE);
         Rows<P1> left;
         float numbers[P1 / 8][4];
         fetch_lanes(numbers, (PAIR ? w1 : w0) + 64 * group * (PAIR ? w1_q : w0_q), PAIR ? w1_q : w0_q, PAIR ? w1_p : w0_p);
         if constexpr (PAIR) factor.template put<true>(right);
         left.split(numbers);
-        if (a < tiles) next.put(xs);
-        if (a + step < tiles) fetch(a + step);
+#pragma unroll
+        for (int n = 0; n < LEAD; ++n) {
+            if (a + n * step < tiles) next.put(place(n));
+            fetch(a + (n + 1) * step);
+        }
         fence_async();
         __syncthreads();
-        int other = X::BYTES / 2;
+        if (a < tiles) turns.first();
+        int now = 0;
 #pragma unroll 1
         for (; a < tiles; a += step) {
             float y[8][4];
-            start_product<P1>(y, left, Described<X, true>(xs));
-            xs += other;
-            other = -other;
-            if (a + step < tiles) next.put(xs);
-            if (a + 2 * step < tiles) fetch(a + 2 * step);
+            turns.begin();
+            start_product<P1>(y, left, Described<X, true>(place(now)));
+            turns.end(a + step < tiles);
+            if (a + LEAD * step < tiles) next.put(place((now + LEAD) % PLACES));
+            fetch(a + (LEAD + 1) * step);
             wgmma_wait<0>(y);
             if constexpr (PAIR) {
                 Rows<P2> rows;
@@ -317,7 +345,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             }
             give(a, y);
             fence_async();
-            barrier_of(1 + team, Plan::WIDE);
+            now = (now + 1) % PLACES;
         }
     } else {
         Rows<P2> rows;

@@ -111,11 +111,7 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
                 store_vec(to + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, Vec<T, 2>{h[e / 2][e % 2], h[e / 2][e % 2 + 2]});
         }
     };
-    // Two warpgroups' turns, one after the other; one warpgroup's warps wait for each other. Either way they see g's tiles of the turn before.
-    auto begin = [&] { barrier_of(1 + team + group, P == 128 ? 256 : 128); };
-    auto end = [&](bool more) {
-        if (P == 128 && (group == 0 || more)) arrive_at(2 - group, 256);
-    };
+    Turns<P / 64> turns{team, group};
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
     wait_for_previous();
 #pragma unroll
@@ -168,14 +164,14 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
         start_product<Q>(h, factor, Described<G, LEFT>(gs));
         wgmma_wait<0>(h);
         give(a);
-        if (group == 1) end(true);
+        turns.first();
     }
     int now = 0;
 #pragma unroll 1
     for (; a < tiles; a += step) {
         bool more = a + step < tiles;
         int then = now == PLACES - 1 ? 0 : now + 1;
-        begin();
+        turns.begin();
         start_product<N>(z, rows, Described<G, !LEFT>(place(now)));
         if constexpr (Q > 64) {
             wgmma_wait<0>(z);
@@ -183,7 +179,7 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
             start_product<N>(z, rows, Described<G, !LEFT>(place(now), 64));
         }
         start_product<Q>(h, factor, Described<G, LEFT>(place(more ? then : now)));  // of the last tile in vain: a branch would part it from z
-        end(more);
+        turns.end(more);
         wgmma_wait<1>(z);
         add(sums, z, Q / 8 - 8);
         cp_async_wait<0>();
