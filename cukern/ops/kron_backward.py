@@ -51,8 +51,8 @@ def better_swapped(plan: Sequence[Backward]) -> bool:
 
 
 def better_reversed(plan: Sequence[Backward]) -> bool:
-    """Whether two launches by warpgroups, of two square factors and of one, are better taken in the other order, in which their sizes are the
-    same: to multiply anew by one factor takes less time."""
+    """Whether two launches by warpgroups, of two square factors and of one, are better taken in the other order, in which their sizes are
+    the same: to multiply anew by one factor takes less time."""
     return [launch.kernel for launch in plan] == ["split", "split_one"] and all(s.p == s.q for launch in plan for s in launch.steps)
 
 

@@ -1,4 +1,5 @@
-// One or two large factors of float in a launch by warpgroups (sm_90a), forward and backward.
+// One or two large factors of float in a launch by warpgroups (sm_90a), forward; and the backward of two: that of one is in
+// kron_split_one.cuh.
 //
 // A float is three bfloat16 numbers (Pieces), split once, and a product is 6 of them. wgmma takes them from shared memory at the tensor
 // cores' full rate, 64 x 64 x 16 in 32 cycles, where mma.sync waits for ldmatrix: X, G, H and the factors lie there as tiles of 8 x 8
@@ -7,19 +8,25 @@
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T
 // never go there. With both operands there wgmma takes all that shared memory and L1 can give, and other loads wait:
 // the forward has a left factor, or the rows of x, in registers. One factor alone is the left one, of 64 columns of what is to its right (Z
-// is X, dX is H), or the right one, of 64 rows (H is G). A TEAM of warpgroups has tiles of its own, and makes ready the next one's numbers
-// while wgmma multiplies; teams wait for each other only at the end.
+// is X), or the right one, of 64 rows. A TEAM of warpgroups has tiles of its own, and makes ready the next one's numbers while wgmma
+// multiplies; teams wait for each other only at the end.
 //
 // A sum of K products begins at zero, small products first, and is added to others by ordinary additions: tensor cores cut what they add.
 // Errors are 1.3 times torch's for x (64, 64), 1.6 for 64^3, and 0.6 and 0.8 for their gradients.
 //
 // On one H200, in us, from .. to ..: forward, 1024 x (64, 64) 22.7 to 18.0; the left factor of 16 x 64^3 15.9 to 13.5; of 1024 x (128, 128)
-// the right one 81 to 51, the left one 80 to 57. Backward with the partial sums' launch, from mma.sync: 54 to 39; 31 to 26; 144
-// to 107; 159 to 111; the tensor cores need 17, 7, 56 and 56 for these. What made the backward of (64, 64) faster: a row's fetching,
-// splitting and storing beside products (46 to 42), lines fetched to the L2 cache a row ahead (42 to 38). The forward's left factor in
-// registers: of 128 from 66 to 56; the rows of x there: the right factor of 128 from 59 to 51. What did not help: three teams (forward of
-// (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128 bytes' swizzle or padded tiles (the same
-// cycles), backward H as operand a in registers too (39 for 38).
+// the right one 81 to 47, the left one 80 to 55; the tensor cores need 28 for each of the last two. Backward of 1024 x (64, 64) with the
+// partial sums' launch, from mma.sync: 54 to 38; the tensor cores need 17. What made it faster: a row's fetching, splitting and storing
+// beside products (46 to 42), lines fetched to the L2 cache a row ahead (42 to 38).
+//
+// What made the forward of (128, 128) faster: the left factor in registers (66 to 56), the rows of x there (59 to 51). What
+// missed: lines fetched to the L2 cache two tiles ahead, said to give 5 us, gave nothing, and took 3 of the left one. By ncu memory was not
+// what it waited for (45 % of its bandwidth), but L1 was 77 % busy, tensor cores 60 %: an instruction that gives each lane two numbers
+// touches eight lines for 256 bytes. Seats, by which it gives four: the right factor 51 to 47 (said: 41), the backward of (64,
+// 64) 36.3 to 35.2 alone. Turns, since a warp that begins a product waits: the left one 62 to 55 (said: 48).
+//
+// What did not help: three teams (forward of (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128
+// bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38).
 #pragma once
 #include "kron_pieces.cuh"
 #include "wgmma.cuh"
@@ -242,9 +249,14 @@ struct Turns {
     __device__ __forceinline__ void first() const {  // once, before all turns
         if (GROUPS == 2 && group == 1) arrive_at(1, 256);
     }
-    __device__ __forceinline__ void begin() const { barrier_of(1 + team + group, 128 * GROUPS); }
+    __device__ __forceinline__ void begin() const {
+        if (GROUPS == 2) barrier_of(1 + group, 256);
+    }
     __device__ __forceinline__ void end(bool more) const {
         if (GROUPS == 2 && (group == 0 || more)) arrive_at(2 - group, 256);
+    }
+    __device__ __forceinline__ void rest() const {  // when all of a tile is done
+        if (GROUPS == 1) barrier_of(1 + team, 128);
     }
 };
 
@@ -255,8 +267,8 @@ struct Split4 {
     static constexpr int P1 = LEFT ? Left_::P : 64, Q1 = LEFT ? Left_::Q : 64, P2 = RIGHT ? Right_::P : 64, Q2 = RIGHT ? Right_::Q : 64;
     static constexpr int TEAMS = TEAMS_, THREADS = 128, WIDE = LEFT ? 2 * Q1 : 128, SUMS1 = P1 * Q1, SUMS2 = P2 * Q2;
     static constexpr long long ACROSS = RIGHT ? 1 : C_ / P2, X_STRIDE = RIGHT ? P2 : C_, G_STRIDE = RIGHT ? Q2 : C_;
-    // A team's X, forward: one is put down LEAD tiles ahead, since only a turn later another warpgroup sees it, which may still multiply the one
-    // before.
+    // A team's X, forward: one is put down LEAD tiles ahead, since only a turn later another warpgroup sees it, which may still multiply
+    // the one before.
     static constexpr int LEAD = WIDE / 128, PLACES = 2 * LEAD;
     using X = Tiles<P1, P2>;
     using G = Tiles<Q1, Q2>;
@@ -282,7 +294,8 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, OUT_STRIDE = Plan::G_STRIDE;
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (Plan::WIDE / 32), group = warp / 4 % (Plan::WIDE / 128);
-    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + ((RIGHT ? W2::BYTES : 0) + team * Plan::PLACES * X::BYTES) / 2;
+    __nv_bfloat16* right = reinterpret_cast<__nv_bfloat16*>(dynamic);
+    __nv_bfloat16* xs = right + ((RIGHT ? W2::BYTES : 0) + team * Plan::PLACES * X::BYTES) / 2;
     auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
     auto rows_of = [&](long long a) { return LEFT || A - 64 * a >= 64 ? P1 : int(A - 64 * a); };
     auto give = [&](long long a, const float (&d)[N / 8][4]) {
@@ -335,6 +348,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             start_product<P1>(y, left, Described<X, true>(place(now)));
             turns.end(a + step < tiles);
             if (a + LEAD * step < tiles) next.put(place((now + LEAD) % PLACES));
+            fence_async();
             fetch(a + (LEAD + 1) * step);
             wgmma_wait<0>(y);
             if constexpr (PAIR) {
@@ -344,7 +358,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
                 wgmma_wait<0>(y);
             }
             give(a, y);
-            fence_async();
+            turns.rest();
             now = (now + 1) % PLACES;
         }
     } else {

@@ -2,12 +2,23 @@
 //
 // Of lines n, which are columns if something is to the factor's right, else rows, a tile has N, and
 //     dx[p][n] = W[p][q] g[q][n],  dW[p][q] += x[p][n] g[q][n]
-// with what has 64 of the rows p in a warpgroup's registers as operand a: W, of which all lines need the same, and x, straight from memory,
-// where each lane takes what it multiplies. So only g is in shared memory, for both products. Registers hold all sums, those of a product of
-// 64 columns q, and of W the pieces that five (of q = 64, all) of the six products take.
+// with what has 64 of the rows p in a warpgroup's registers as operand a: W, of which all lines need the same, and x, which each lane
+// brings itself. So only g is in shared memory, for both products. Registers hold all sums, those of a product of 64 columns q, and of W
+// the pieces that five (of q = 64, all) of the six products take.
 //
-// A warp that begins a product waits until tensor cores have taken nearly all of it, so what else it does costs their time unless another
-// warpgroup's turn is then: of 128 rows the two warpgroups take turns, in which each has its next product of W and those of x.
+// On one H200, in us, without the partial sums' launch, from both operands in shared memory: 1024 x (128, 128), the right factor and the
+// left one, 104 and 107; the left one of 16 x 64^3, 22.2. Tensor cores need 56, 56 and 7.
+//     operands a in registers          104, 117, 24.7 (said: 78, 78, 18)
+//     seats, turns                      95, 103, 24.2
+//     what comes, by cp.async          100, 101, 23.0 (said: 72, 78), three teams of 64 x 64
+// The first missed since it is not wgmma's reading that the others waited for. wgmma of 32 columns takes its 16 cycles with a in registers
+// (24 with a in shared memory), but a warp waits while it begins them: of its time, 30 % there, 25 % for loads, 15 % at barriers, with the
+// other warpgroup, whose tensor cores then rest, 14 % for L1 to take a load or store, which was 64 to 69 % busy, tensor cores 51 to 56 %.
+// The last missed, too: the fence stood after the copies and the stores of a tile, and may have waited for them. It now stands before both,
+// and has not been measured there.
+//
+// ptxas: a wgmma that is still under way at a loop's end, or after a branch that began it, makes it wait for each one (C7514); that of
+// NVRTC 12.9 fails where W's next product begins before the second half of x's.
 #pragma once
 #include "kron_split.cuh"
 
@@ -178,17 +189,18 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
             add(sums, z);
             start_product<N>(z, rows, Described<G, !LEFT>(place(now), 64));
         }
-        start_product<Q>(h, factor, Described<G, LEFT>(place(more ? then : now)));  // of the last tile in vain: a branch would part it from z
+        start_product<Q>(h, factor, Described<G, LEFT>(place(more ? then : now)));  // in vain, at last: in a branch, ptxas waits
         turns.end(more);
         wgmma_wait<1>(z);
         add(sums, z, Q / 8 - 8);
         cp_async_wait<0>();
         split_x();
+        if (a + LEAD * step < tiles) put_g(now + LEAD < PLACES ? now + LEAD : now + LEAD - PLACES);
+        fence_async();
+        fetch(a + step);
         wgmma_wait<0>(h);
         if (more) give(a + step);
-        if (a + LEAD * step < tiles) put_g(now + LEAD < PLACES ? now + LEAD : now + LEAD - PLACES);
-        fetch(a + step);
-        fence_async();
+        turns.rest();
         now = then;
     }
     if (!add_teams<Plan::TEAMS, THREADS, Q / 2>(dynamic, team, [&](int i) -> float& { return sums[i / 4][i % 4]; })) return;
