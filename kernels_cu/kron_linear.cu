@@ -59,7 +59,8 @@
 //     common/kron_sixteen.cuh        four factors of 16 x 16, of float, on tensor cores
 //     common/kron_page_products.cuh  two or three factors of 16-bit numbers, chained in registers
 //     common/kron_wide.cuh           two of them by warpgroups (sm_90a)
-//     common/kron_split.cuh          one or two large factors of float by warpgroups, and their backward (sm_90a)
+//     common/kron_split.cuh          one or two large factors of float by warpgroups, and the backward of two (sm_90a)
+//     common/kron_split_one.cuh      the backward of one of them
 //     common/kron_outer.cuh          the gradients of two factors of few rows
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
@@ -71,7 +72,7 @@
 #include "common/kron_page_products.cuh"
 #include "common/kron_registers.cuh"
 #include "common/kron_sixteen.cuh"
-#include "common/kron_split.cuh"
+#include "common/kron_split_one.cuh"
 #include "common/kron_wide.cuh"
 #include "common/math.cuh"
 

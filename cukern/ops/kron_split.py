@@ -46,7 +46,7 @@ def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]
     A, threads = rows * run[-1].left, 2 * q1 if left else 128  # of a team
     tiles = A * (1 if right else run[0].right // TILE) if left else ceil(A / TILE)
     teams = 2 if threads == 128 else 1
-    shared = BYTES * ((p2 * q2 if right else 0) + (2 * teams * p1 * p2 if left else 0))  # a left factor is in registers
+    shared = BYTES * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))  # a left factor is in registers
     work = (p1 * q1 * p2 if left else 0) + (q1 * p2 * q2 if right else 0)
     us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)
@@ -56,21 +56,33 @@ def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]
 
 def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
     """The launch of its backward."""
-    (p1, q1), (p2, q2), right, left = _sizes(run)
-    A = rows * run[-1].left
-    if not _fits(run, target) or (not left and A % TILE):
+    if not _fits(run, target):
         return
-    threads = 2 * (p1 if left else p2) if not left or not right else 128  # of a team
-    tiles = A * (1 if right else run[0].right // TILE) if left else A // TILE
-    arrays = q1 * q2 + (p1 * p2 if right else q1 * q2) + (p1 * q2 if right and left else 0)
-    sums = sum(s.p * s.q for s in run)
-    room = {teams: max(BYTES * (sums + teams * arrays), 4 * sums) for teams in ((2, 1) if threads == 128 else (1,))}
-    teams, shared = next((item for item in room.items() if item[1] <= target.shared), (0, 0))
-    work = (2 * p1 * q1 * q2 if left else 0) + (2 * p1 * p2 * q2 if right else 0) + (p1 * p2 * q2 if left and right else 0)
-    us = START_US + SUM_US + _us(tiles, work, 2 * p1 * p2 + q1 * q2, target)
+    launch = _backward_of_two(run, rows, target) if len(run) == 2 else _backward_of_one(run[0], rows, target)
+    if launch and launch.shared <= target.shared:
+        yield launch
+
+
+def _backward_of_two(run: Sequence[Step], rows: int, target: "Target") -> Backward:
+    (p1, q1), (p2, q2), _, _ = _sizes(run)
+    tiles, teams = rows * run[-1].left, 2
+    shared = BYTES * (p1 * q1 + p2 * q2 + teams * (q1 * q2 + p1 * p2 + p1 * q2))
+    us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
     blocks = min(tiles, target.multiprocessors)
-    if teams:
-        yield Backward(tuple(run), us, _template(run, teams), blocks, teams * threads, shared, blocks, "split")
+    return Backward(tuple(run), us, _template(run, teams), blocks, teams * 128, shared, blocks, "split")
+
+
+def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
+    """See SplitOne4 in kron_split_one.cuh."""
+    lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, (3 if s.q == TILE else 2) if s.p == TILE else 1
+    if lines % lines_of_tile:
+        return None
+    tiles = lines // lines_of_tile
+    places = 3 if s.p == TILE else 5
+    shared = teams * lines_of_tile * (BYTES * places * s.q + 4 * (s.p + s.q)) + (2 * s.p * s.q if s.q > TILE else 0)
+    us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
+    blocks, template = min(tiles, target.multiprocessors), f"SplitOne4<{teams}, {s.right}, Factor<{s.p}, {s.q}>>"
+    return Backward((s,), us, template, blocks, teams * 2 * s.p, shared, blocks, "split_one")
 
 
 def _fits(run: Sequence[Step], target: "Target") -> bool:

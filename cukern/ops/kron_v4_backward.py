@@ -14,10 +14,10 @@ from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
-_V4_BWD, _V4_GROUP_BWD, _V4_SPLIT_BWD, _V4_SUM = (
-    Template("kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "group_bwd", "split_bwd", "sum")
+_V4_BWD, _V4_GROUP_BWD, _V4_SPLIT_BWD, _V4_SPLIT_ONE_BWD, _V4_SUM = (
+    Template("kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "group_bwd", "split_bwd", "split_one_bwd", "sum")
 )
-_FUSED = {"group": _V4_GROUP_BWD, "split": _V4_SPLIT_BWD}
+_FUSED = {"group": _V4_GROUP_BWD, "split": _V4_SPLIT_BWD, "split_one": _V4_SPLIT_ONE_BWD}
 
 
 def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
@@ -34,6 +34,8 @@ def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[b
     n, plan = len(order), plan_of(x, g, factors)
     if all(wanted) and kron_backward.better_swapped(plan):
         return _swapped(plan, x, g, factors, scale, found)
+    if all(wanted) and kron_backward.better_reversed(plan):
+        return _reversed(plan, x, g, factors, scale, found)
     for launch in reversed(plan):
         n -= len(launch.steps)
         own = [s.factor for s in launch.steps]
@@ -65,6 +67,18 @@ def _swapped(
     return found
 
 
+def _reversed(
+    plan: Sequence[kron_backward.Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
+) -> list[Tensor | None]:
+    """The backward of two launches whose second, of one factor, comes last: x is multiplied anew by that one, not by those of the first."""
+    (last,) = plan[1].steps
+    w = factors[last.factor][None]
+    z = kron_v4.mode(kron_chain.seen(x, w, last.p, last.right), w, 1.0).view(x.shape)
+    h = fused(plan[0], z, g, z, factors, found, 1.0, scale)
+    found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
+    return found
+
+
 def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[kron_backward.Backward, ...]:
     return kron_backward.backwards(tuple([tuple(w.shape) for w in factors]), x.shape[0], _target(x, g))
 
@@ -85,7 +99,7 @@ def fused(
     unused = (0,) * (kron_groups.MOST - len(ws))
     device, partials = z.get_device(), torch.empty((launch.sums, sum(counts)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
-    none = unused if launch.kernel == "group" else (0,) * (2 - len(ws))
+    none = unused if launch.kernel == "group" else ()
     _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
         (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
         z.shape[0] * launch.steps[-1].left, *strides, *none, *none, scale,

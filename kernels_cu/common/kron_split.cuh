@@ -1,4 +1,5 @@
-// One or two large factors of float in a launch by warpgroups (sm_90a), forward and backward.
+// One or two large factors of float in a launch by warpgroups (sm_90a), forward; and the backward of two: that of one is in
+// kron_split_one.cuh.
 //
 // A float is three bfloat16 numbers (Pieces), split once, and a product is 6 of them. wgmma takes them from shared memory at the tensor
 // cores' full rate, 64 x 64 x 16 in 32 cycles, where mma.sync waits for ldmatrix: X, G, H and the factors lie there as tiles of 8 x 8
@@ -7,19 +8,25 @@
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T
 // never go there. With both operands there wgmma takes all that shared memory and L1 can give, and other loads wait:
 // the forward has a left factor, or the rows of x, in registers. One factor alone is the left one, of 64 columns of what is to its right (Z
-// is X, dX is H), or the right one, of 64 rows (H is G). A TEAM of warpgroups has tiles of its own, and makes ready the next one's numbers
-// while wgmma multiplies; teams wait for each other only at the end.
+// is X), or the right one, of 64 rows. A TEAM of warpgroups has tiles of its own, and makes ready the next one's numbers while wgmma
+// multiplies; teams wait for each other only at the end.
 //
 // A sum of K products begins at zero, small products first, and is added to others by ordinary additions: tensor cores cut what they add.
 // Errors are 1.3 times torch's for x (64, 64), 1.6 for 64^3, and 0.6 and 0.8 for their gradients.
 //
 // On one H200, in us, from .. to ..: forward, 1024 x (64, 64) 22.7 to 18.0; the left factor of 16 x 64^3 15.9 to 13.5; of 1024 x (128, 128)
-// the right one 81 to 51, the left one 80 to 57. Backward with the partial sums' launch, from mma.sync: 54 to 39; 31 to 26; 144
-// to 107; 159 to 111; the tensor cores need 17, 7, 56 and 56 for these. What made the backward of (64, 64) faster: a row's fetching,
-// splitting and storing beside products (46 to 42), lines fetched to the L2 cache a row ahead (42 to 38). The forward's left factor in
-// registers: of 128 from 66 to 56; the rows of x there: the right factor of 128 from 59 to 51. What did not help: three teams (forward of
-// (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128 bytes' swizzle or padded tiles (the same
-// cycles), backward H as operand a in registers too (39 for 38).
+// the right one 81 to 47, the left one 80 to 55; the tensor cores need 28 for each of the last two. Backward of 1024 x (64, 64) with the
+// partial sums' launch, from mma.sync: 54 to 38; the tensor cores need 17. What made it faster: a row's fetching, splitting and storing
+// beside products (46 to 42), lines fetched to the L2 cache a row ahead (42 to 38).
+//
+// What made the forward of (128, 128) faster: the left factor in registers (66 to 56), the rows of x there (59 to 51). What
+// missed: lines fetched to the L2 cache two tiles ahead, said to give 5 us, gave nothing, and took 3 of the left one. By ncu memory was not
+// what it waited for (45 % of its bandwidth), but L1 was 77 % busy, tensor cores 60 %: an instruction that gives each lane two numbers
+// touches eight lines for 256 bytes. Seats, by which it gives four: the right factor 51 to 47 (said: 41), the backward of (64,
+// 64) 36.3 to 35.2 alone. Turns, since a warp that begins a product waits: the left one 62 to 55 (said: 48).
+//
+// What did not help: three teams (forward of (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128
+// bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38).
 #pragma once
 #include "kron_pieces.cuh"
 #include "wgmma.cuh"
@@ -32,10 +39,16 @@ struct Tiles {
     __device__ static constexpr int place(int row, int column) { return tile(row, column) + row % 8 * 8 + column % 8; }
 };
 
+// Where of 16 neighbours number n sits along a dimension that is SEATED: a lane's two pairs of numbers of operand a, or of sums, are four
+// neighbours in memory, which takes half the time of two times two. All that meets along it must be seated, and where() is the way back.
+__device__ constexpr int seat(int n) { return n / 16 * 16 + n % 4 / 2 * 8 + n % 16 / 4 * 2 + n % 2; }
+__device__ constexpr int where(int seat) { return seat / 16 * 16 + seat % 8 / 2 * 4 + seat % 16 / 8 * 2 + seat % 2; }
+
 // Such a matrix as an operand: its columns are k, or (DOWN) its rows.
 template <class M, bool DOWN_>
 struct Described {
-    static constexpr bool HELD = false, DOWN = DOWN_;
+    static constexpr int HELD = 0;  // pieces in registers
+    static constexpr bool DOWN = DOWN_;
     static constexpr int STEP = DOWN ? 2 * M::COLUMNS : 16;  // in 16 bytes, from 16 numbers of k to the next
     unsigned long long at;
     // From this row, or column, on.
@@ -45,19 +58,22 @@ struct Described {
     __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
 };
 
-// A lane's pair e, of 16, of a warpgroup's 64 x 64 numbers: see Rows.
+// A lane's pair e of a warpgroup's 64 rows: see Rows. One piece of it, or all.
+template <class M>
+__device__ __forceinline__ void put_word(__nv_bfloat16* to, int e, unsigned two) {
+    reinterpret_cast<unsigned*>(to)[M::tile(threadIdx.x / 32 % 4 * 16 + e % 2 * 8, e / 2 * 8) / 2 + threadIdx.x % 32] = two;
+}
 template <class M>
 __device__ __forceinline__ void put_two(__nv_bfloat16* to, int e, const unsigned (&two)[3]) {
-    unsigned* words = reinterpret_cast<unsigned*>(to) + M::tile(threadIdx.x / 32 % 4 * 16 + e % 2 * 8, e / 2 * 8) / 2 + threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) words[i * M::PLANE / 2] = two[i];
+    for (int i = 0; i < 3; ++i) put_word<M>(to + i * M::PLANE, e, two[i]);
 }
 
 // 64 x K numbers of a warpgroup as operand a in registers. They are where its sums are: lane l of a warp, with g = l / 4 and t = l % 4,
 // has of 8 columns from 8 n on [g + 8 i][2 t + j] in numbers[n][2 i + j].
 template <int K>
 struct Rows {
-    static constexpr bool HELD = true;
+    static constexpr int HELD = 3;
     unsigned pieces[3][K / 16][4];
 
     __device__ __forceinline__ void split(const float (&numbers)[K / 8][4]) {
@@ -80,23 +96,25 @@ struct Rows {
     }
 };
 
-// Such numbers, of a matrix of any strides, or (PAIRS) of rows whose pairs are aligned; those from row `rows` on are 0.
-template <bool PAIRS, int N>
-__device__ __forceinline__ void fetch_lanes(float (&numbers)[N][4], const float* from, long long row_stride, long long column_stride,
-                                            int rows = 64) {
+// Such numbers, of a matrix of any strides.
+template <int N>
+__device__ __forceinline__ void fetch_lanes(float (&numbers)[N][4], const float* from, long long row_stride, long long column_stride) {
     int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int e = 0; e < 2 * N; ++e) {
-        const float* at = from + (row + e % 2 * 8) * row_stride + (column + e / 2 * 8) * column_stride;
-        Vec<float, 2> two = {};
-        if (row + e % 2 * 8 < rows) {
-            if constexpr (PAIRS)
-                two = load_vec<float, 2>(at);
-            else
-                two = {at[0], at[column_stride]};
-        }
-        numbers[e / 2][e % 2 * 2] = two.v[0];
-        numbers[e / 2][e % 2 * 2 + 1] = two.v[1];
+    for (int e = 0; e < 4 * N; ++e)
+        numbers[e / 4][e % 4] = from[(row + e / 2 % 2 * 8) * row_stride + (column + e % 2 + e / 4 * 8) * column_stride];
+}
+
+// Of rows whose fours are aligned, and whose columns are seated; those from row `rows` on are 0.
+template <int N>
+__device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float* from, long long stride, int rows = 64) {
+    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        Vec<float, 4> four = {};
+        if (row + e % 2 * 8 < rows) four = load_vec<float, 4>(from + (row + e % 2 * 8) * stride + column + e / 2 * 16);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) numbers[e / 2 * 2 + k / 2][e % 2 * 2 + k % 2] = four.v[k];
     }
 }
 
@@ -118,10 +136,10 @@ __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, cons
 #pragma unroll
     for (int e = 0; e < PRODUCTS * K / 16; ++e) {
         int k = e % (K / 16), of_a = left_piece(e / (K / 16)), of_b = right_piece(e / (K / 16));
-        if constexpr (A::HELD)
-            wgmma<__nv_bfloat16, B::DOWN>(d, a.pieces[of_a][k], b(of_b, k), e > 0);
-        else
-            wgmma<A::DOWN, B::DOWN>(d, a(of_a, k), b(of_b, k), e > 0);
+        if constexpr (A::HELD > 0)
+            if (of_a < A::HELD) wgmma<__nv_bfloat16, B::DOWN>(d, a.pieces[of_a < A::HELD ? of_a : 0][k], b(of_b, k), e > 0);
+        if constexpr (A::HELD < 3)
+            if (of_a >= A::HELD) wgmma<A::DOWN, B::DOWN>(d, a(of_a, k), b(of_b, k), e > 0);
     }
     wgmma_commit();
 }
@@ -134,10 +152,39 @@ __device__ __forceinline__ void each_two(const float (&d)[N][4], const F& f) {
     for (int e = 0; e < 2 * N; ++e) f(Vec<float, 2>{d[e / 2][e % 2 * 2], d[e / 2][e % 2 * 2 + 1]}, row + e % 2 * 8, column + e / 2 * 8);
 }
 
-template <int N>
-__device__ __forceinline__ void add(float (&sums)[N][4], const float (&d)[N][4]) {
+// The same of seated columns: f(four neighbours, row, column).
+template <int N, class F>
+__device__ __forceinline__ void each_seated(const float (&d)[N][4], const F& f) {
+    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
 #pragma unroll
-    for (int e = 0; e < 4 * N; ++e) sums[e / 4][e % 4] += d[e / 4][e % 4];
+    for (int e = 0; e < N; ++e) {
+        const float *low = d[e / 2 * 2] + e % 2 * 2, *high = d[e / 2 * 2 + 1] + e % 2 * 2;
+        f(Vec<float, 4>{low[0], low[1], high[0], high[1]}, row + e % 2 * 8, column + e / 2 * 16);
+    }
+}
+
+// To the columns from 8 `from` on.
+template <int M, int N>
+__device__ __forceinline__ void add(float (&sums)[M][4], const float (&d)[N][4], int from = 0) {
+#pragma unroll
+    for (int e = 0; e < 4 * N; ++e) sums[from + e / 4][e % 4] += d[e / 4][e % 4];
+}
+
+// The first team adds the others' sums to its own, each thread those of its like, kept(i) for i < EACH; whether this is the first team.
+template <int TEAMS, int THREADS, int EACH, class F>
+__device__ __forceinline__ bool add_teams(void* shared, int team, const F& kept) {
+    float* others = static_cast<float*>(shared) + threadIdx.x % THREADS;
+    __syncthreads();
+    if (team)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) others[((team - 1) * EACH + i) * THREADS] = kept(i);
+    if (TEAMS > 1) __syncthreads();
+    if (team) return false;
+#pragma unroll
+    for (int t = 0; t + 1 < TEAMS; ++t)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) kept(i) += others[(t * EACH + i) * THREADS];
+    return true;
 }
 
 // f(i, row, column) of a lane's four neighbours number i, of a matrix that WARPS warps share out. A warp takes 8 rows of 16 columns at a
@@ -150,6 +197,19 @@ __device__ __forceinline__ void each_four(const F& f) {
     for (int i = 0; i < (BLOCKS + WARPS - 1) / WARPS; ++i) {
         int block = warp + i * WARPS;
         if (BLOCKS % WARPS == 0 || block < BLOCKS) f(i, block / ACROSS * 8 + row, block % ACROSS * 16 + column);
+    }
+}
+
+// A lane's four neighbours to a matrix whose columns are seated.
+template <class M>
+__device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column, const Vec<float, 4>& four) {
+    unsigned* words = reinterpret_cast<unsigned*>(to + M::place(row, seat(column)));
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+        unsigned two[3];
+        split_two(four.v[2 * pair], four.v[2 * pair + 1], two);
+#pragma unroll
+        for (int piece = 0; piece < 3; ++piece) words[piece * M::PLANE / 2 + pair * 32] = two[piece];
     }
 }
 
@@ -170,27 +230,52 @@ struct Underway {
             for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
         });
     }
+    // Its columns are seated, and (ROWS) its rows.
+    template <bool ROWS = false>
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
+        each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
+    }
+    __device__ __forceinline__ void put_unseated(__nv_bfloat16* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
     }
 };
 
-// X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward. TEAM: its shared memory, backward; of one factor alone two G, or
-// X and G.
+// A warp that begins a product waits until tensor cores have taken nearly all of it, and what else it does costs their time unless another
+// warpgroup multiplies then: a team's two take turns. What one of them wrote before its turn's end the other sees in its own next turn, but
+// what it writes after, only in the one after that. Of a team of one, its warps wait for each other.
+template <int GROUPS>
+struct Turns {
+    int team, group;
+    __device__ __forceinline__ void first() const {  // once, before all turns
+        if (GROUPS == 2 && group == 1) arrive_at(1, 256);
+    }
+    __device__ __forceinline__ void begin() const {
+        if (GROUPS == 2) barrier_of(1 + group, 256);
+    }
+    __device__ __forceinline__ void end(bool more) const {
+        if (GROUPS == 2 && (group == 0 || more)) arrive_at(2 - group, 256);
+    }
+    __device__ __forceinline__ void rest() const {  // when all of a tile is done
+        if (GROUPS == 1) barrier_of(1 + team, 128);
+    }
+};
+
+// X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward.
 template <int TEAMS_, long long C_, class Left_, class Right_>
 struct Split4 {
     static constexpr bool LEFT = Left_::COUNT > 0, RIGHT = Right_::COUNT > 0, PAIR = LEFT && RIGHT;
     static constexpr int P1 = LEFT ? Left_::P : 64, Q1 = LEFT ? Left_::Q : 64, P2 = RIGHT ? Right_::P : 64, Q2 = RIGHT ? Right_::Q : 64;
-    static constexpr int TEAMS = TEAMS_, GROUPS = (LEFT ? P1 : P2) / 64, THREADS = 128 * GROUPS, WIDE = LEFT ? 2 * Q1 : 128;
-    static constexpr int SUMS1 = LEFT ? P1 * Q1 : 0, SUMS2 = RIGHT ? P2 * Q2 : 0;
+    static constexpr int TEAMS = TEAMS_, THREADS = 128, WIDE = LEFT ? 2 * Q1 : 128, SUMS1 = P1 * Q1, SUMS2 = P2 * Q2;
     static constexpr long long ACROSS = RIGHT ? 1 : C_ / P2, X_STRIDE = RIGHT ? P2 : C_, G_STRIDE = RIGHT ? Q2 : C_;
+    // A team's X, forward: one is put down LEAD tiles ahead, since only a turn later another warpgroup sees it, which may still multiply
+    // the one before.
+    static constexpr int LEAD = WIDE / 128, PLACES = 2 * LEAD;
     using X = Tiles<P1, P2>;
     using G = Tiles<Q1, Q2>;
     using H = Tiles<P1, Q2>;
     using W1 = Tiles<P1, Q1>;
     using W2 = Tiles<P2, Q2>;
-    static constexpr int FACTORS = (LEFT ? W1::BYTES : 0) + (RIGHT ? W2::BYTES : 0);
-    static constexpr int TEAM = (RIGHT ? X::BYTES : G::BYTES) + G::BYTES + (PAIR ? H::BYTES : 0);
+    static constexpr int FACTORS = W1::BYTES + W2::BYTES, TEAM = X::BYTES + G::BYTES + H::BYTES;
 };
 
 // kron_linear_v4 of one large factor, or two, of float. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in pieces, each
@@ -209,22 +294,23 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, OUT_STRIDE = Plan::G_STRIDE;
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (Plan::WIDE / 32), group = warp / 4 % (Plan::WIDE / 128);
-    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + (RIGHT ? W2::BYTES / 2 : 0) + team * X::BYTES;
+    __nv_bfloat16* right = reinterpret_cast<__nv_bfloat16*>(dynamic);
+    __nv_bfloat16* xs = right + ((RIGHT ? W2::BYTES : 0) + team * Plan::PLACES * X::BYTES) / 2;
     auto x_of = [&](long long a) { return x + a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
     auto rows_of = [&](long long a) { return LEFT || A - 64 * a >= 64 ? P1 : int(A - 64 * a); };
     auto give = [&](long long a, const float (&d)[N / 8][4]) {
         long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
         int rows = rows_of(a);
-        each_two(d, [&](Vec<float, 2> two, int row, int column) {
+        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
             if (!LEFT && row >= rows) return;
             long long i = at + row * OUT_STRIDE + column;
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                two.v[e] *= float(scale);
-                if (bias) two.v[e] += bias[i % features + e];
-                if (residual) two.v[e] += residual[i + e];
+            for (int e = 0; e < 4; ++e) {
+                four.v[e] *= float(scale);
+                if (bias) four.v[e] += bias[i % features + e];
+                if (residual) four.v[e] += residual[i + e];
             }
-            store_vec(out + i, two);
+            store_vec(out + i, four);
         });
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
@@ -232,27 +318,38 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     Underway<W2, ALL> factor;
     if constexpr (RIGHT) factor.fetch_any(w0, w0_p, w0_q);
     if constexpr (LEFT) {
+        constexpr int LEAD = Plan::LEAD, PLACES = Plan::PLACES;
+        Turns<Plan::WIDE / 128> turns{team, group};
         Underway<X, Plan::WIDE> next;
-        auto fetch = [&](long long a) { next.fetch(x_of(a), X_STRIDE); };
-        if (a < tiles) fetch(a);
+        auto place = [&](int n) { return xs + n * X::BYTES / 2; };
+        auto fetch = [&](long long a) {
+            if (a < tiles) next.fetch(x_of(a), X_STRIDE);
+        };
+        fetch(a);
+        if (LEAD > 1 && a + step < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a + step), X_STRIDE);
         Rows<P1> left;
         float numbers[P1 / 8][4];
-        fetch_lanes<false>(numbers, (PAIR ? w1 : w0) + 64 * group * (PAIR ? w1_q : w0_q), PAIR ? w1_q : w0_q, PAIR ? w1_p : w0_p);
-        if constexpr (PAIR) factor.put(right);
+        fetch_lanes(numbers, (PAIR ? w1 : w0) + 64 * group * (PAIR ? w1_q : w0_q), PAIR ? w1_q : w0_q, PAIR ? w1_p : w0_p);
+        if constexpr (PAIR) factor.template put<true>(right);
         left.split(numbers);
-        if (a < tiles) next.put(xs);
-        if (a + step < tiles) fetch(a + step);
+#pragma unroll
+        for (int n = 0; n < LEAD; ++n) {
+            if (a + n * step < tiles) next.put(place(n));
+            fetch(a + (n + 1) * step);
+        }
         fence_async();
         __syncthreads();
-        int other = X::BYTES / 2;
+        if (a < tiles) turns.first();
+        int now = 0;
 #pragma unroll 1
         for (; a < tiles; a += step) {
             float y[8][4];
-            start_product<P1>(y, left, Described<X, true>(xs));
-            xs += other;
-            other = -other;
-            if (a + step < tiles) next.put(xs);
-            if (a + 2 * step < tiles) fetch(a + 2 * step);
+            turns.begin();
+            start_product<P1>(y, left, Described<X, true>(place(now)));
+            turns.end(a + step < tiles);
+            if (a + LEAD * step < tiles) next.put(place((now + LEAD) % PLACES));
+            fence_async();
+            fetch(a + (LEAD + 1) * step);
             wgmma_wait<0>(y);
             if constexpr (PAIR) {
                 Rows<P2> rows;
@@ -261,15 +358,15 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
                 wgmma_wait<0>(y);
             }
             give(a, y);
-            fence_async();
-            barrier_of(1 + team, Plan::WIDE);
+            turns.rest();
+            now = (now + 1) % PLACES;
         }
     } else {
         Rows<P2> rows;
         float numbers[P2 / 8][4];
-        auto fetch = [&](long long a) { fetch_lanes<true>(numbers, x_of(a), X_STRIDE, 1, rows_of(a)); };
+        auto fetch = [&](long long a) { fetch_seated(numbers, x_of(a), X_STRIDE, rows_of(a)); };
         if (a < tiles) fetch(a);
-        factor.put(right);
+        factor.template put<true>(right);
         fence_async();
         __syncthreads();
 #pragma unroll 1
@@ -284,8 +381,8 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     }
 }
 
-// Its backward, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: the factors in pieces, each team's X,
-// G and H, or the sums.
+// The backward of two, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: the factors in pieces, each
+// team's X, G and H, or the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
 kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
@@ -297,137 +394,81 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
     using W1 = typename Plan::W1;
     using W2 = typename Plan::W2;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::THREADS;
-    constexpr bool LEFT = Plan::LEFT, RIGHT = Plan::RIGHT, PAIR = Plan::PAIR;
-    constexpr long long ACROSS = Plan::ACROSS, X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
     extern __shared__ uint4 dynamic[];
-    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (4 * Plan::GROUPS), group = warp / 4 % Plan::GROUPS;
-    U *right = reinterpret_cast<U*>(dynamic), *left = right + (RIGHT ? W2::BYTES / 2 : 0);
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / 4;
+    U *right = reinterpret_cast<U*>(dynamic), *left = right + W2::BYTES / 2;
     U *gs = right + (Plan::FACTORS + team * Plan::TEAM) / 2, *xs = gs + G::BYTES / 2, *hs = xs + X::BYTES / 2;
     auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
-    auto x_place = [&](long long a) { return a / ACROSS * P1 * X_STRIDE + a % ACROSS * P2; };
-    auto g_place = [&](long long a) { return a / ACROSS * Q1 * G_STRIDE + a % ACROSS * Q2; };
-    U* first = gs;
-    float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
+    float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {}, numbers[8][4];
     Underway<G, Plan::THREADS> next_g;
-    Underway<X, Plan::THREADS> next_x;
-    float numbers[8][4];
-    auto fetch_g = [&](long long a) { next_g.fetch(g + g_place(a), G_STRIDE); };
-    auto fetch_x = [&](long long a) { next_x.fetch(x + x_place(a), X_STRIDE); };
-    auto fetch_rows = [&](long long a) { fetch_lanes<true>(numbers, x + x_place(a) + 64 * group * X_STRIDE, X_STRIDE, 1); };
+    auto fetch_g = [&](long long a) { next_g.fetch(g + a * (Q1 * Q2), Q2); };
+    auto fetch_rows = [&](long long a) { fetch_seated(numbers, x + a * (P1 * P2), P2); };
     auto ahead = [&](long long a) {
-        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + x_place(a), X_STRIDE);
-        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + g_place(a), G_STRIDE);
+        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + a * (P1 * P2), P2);
+        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + a * (Q1 * Q2), Q2);
     };
     auto give = [&](long long a, const float (&d)[8][4]) {
-        T* to = dx + x_place(a) + 64 * group * (LEFT ? X_STRIDE : 1);
-        each_two(d, [&](Vec<float, 2> two, int row, int column) {
-            store_vec(to + row * X_STRIDE + column, Vec<float, 2>{two.v[0] * float(scale), two.v[1] * float(scale)});
+        T* to = dx + a * (P1 * P2);
+        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+            for (float& one : four.v) one *= float(scale);
+            store_vec(to + row * P2 + column, four);
         });
     };
-    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / 64, a = blockIdx.x + team * gridDim.x;
+    long long step = (long long)gridDim.x * Plan::TEAMS, a = blockIdx.x + team * gridDim.x;
     wait_for_previous();
-    if (a < tiles) {
+    if (a < A) {
         fetch_g(a);
-        if constexpr (PAIR) fetch_rows(a);
-        if constexpr (!LEFT) fetch_x(a);
+        fetch_rows(a);
     }
     Underway<W1, ALL> factor1;
     Underway<W2, ALL> factor2;
-    if constexpr (LEFT) factor1.fetch_any(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
-    if constexpr (RIGHT) factor2.fetch_any(w0, w0_p, w0_q);
-    if constexpr (LEFT) factor1.put(left);
-    if constexpr (RIGHT) factor2.put(right);
+    factor1.fetch_any(w1, w1_p, w1_q);
+    factor2.fetch_any(w0, w0_p, w0_q);
+    factor1.put_unseated(left);
+    factor2.template put<true>(right);
     Rows<64> rows;
-    if (a < tiles) next_g.put(gs);
-    if constexpr (PAIR) rows.split(numbers);
+    if (a < A) next_g.put(gs);
+    rows.split(numbers);
     fence_async();
     __syncthreads();
 #pragma unroll 1
-    for (; a < tiles; a += step) {
-        float h[8][4];
-        bool more = a + step < tiles;
+    for (; a < A; a += step) {
+        float h[8][4], z[8][4];
+        bool more = a + step < A;
         if (more) ahead(a + step);
-        if constexpr (PAIR) {
-            float z[8][4];
-            start_product<P2>(z, rows, Described<W2, true>(right));
-            rows.template put<X>(xs);
-            fence_async();
-            sync();
-            start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
-            wgmma_wait<1>(z);
-            rows.split(z);
-            start_product<Q2>(z, rows, Described<G, false>(gs));
-            wgmma_wait<1>(h);
-            put_rows<H>(hs, h);
-            fence_async();
-            sync();
-            start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
-            if (more) fetch_rows(a + step);
-            wgmma_wait<1>(z);
-            if (more) fetch_g(a + step);
-            add(sums1, z);
-            start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
-            sync();
-            if (more) {
-                next_g.put(gs);
-                rows.split(numbers);
-            }
-            wgmma_wait<1>(h);
-            give(a, h);
-            wgmma_wait<0>(z);
-            add(sums2, z);
-        } else if constexpr (LEFT) {
-            float z[Q1 / 8][4];
-            start_product<Q1>(h, Described<W1, false>(left, 64 * group), Described<G, true>(gs));
-            fetch_rows(a);
+        start_product<P2>(z, rows, Described<W2, true>(right));
+        rows.template put<X>(xs);
+        fence_async();
+        sync();
+        start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
+        wgmma_wait<1>(z);
+        rows.split(z);
+        start_product<Q2>(z, rows, Described<G, false>(gs));
+        wgmma_wait<1>(h);
+        put_rows<H>(hs, h);
+        fence_async();
+        sync();
+        start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
+        if (more) fetch_rows(a + step);
+        wgmma_wait<1>(z);
+        if (more) fetch_g(a + step);
+        add(sums1, z);
+        start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
+        sync();
+        if (more) {
+            next_g.put(gs);
             rows.split(numbers);
-            start_product<64>(z, rows, Described<G, false>(gs));
-            wgmma_wait<1>(h);
-            give(a, h);
-            gs = gs == first ? xs : first;
-            if (more) fetch_g(a + step);
-            if (more) next_g.put(gs);
-            wgmma_wait<0>(z);
-            add(sums1, z);
-            fence_async();
-        } else {
-            float z[Q2 / 8][4];
-            start_product<Q2>(h, Described<G, false>(gs), Described<W2, false>(right, 64 * group));
-            next_x.put(xs);
-            fence_async();
-            sync();
-            start_product<64>(z, Described<X, true>(xs, 64 * group), Described<G, true>(gs));
-            if (more) fetch_g(a + step);
-            wgmma_wait<1>(h);
-            if (more) fetch_x(a + step);
-            give(a, h);
-            wgmma_wait<0>(z);
-            add(sums2, z);
-            sync();
-            if (more) next_g.put(gs);
-            fence_async();
         }
+        wgmma_wait<1>(h);
+        give(a, h);
+        wgmma_wait<0>(z);
+        add(sums2, z);
         sync();
     }
-    // The first team adds the others' sums to its own, each thread those of its like.
-    __syncthreads();
-    float* others = reinterpret_cast<float*>(dynamic) + threadIdx.x % Plan::THREADS;
-    constexpr int EACH = (LEFT ? Q1 / 2 : 0) + (RIGHT ? Q2 / 2 : 0);
-    auto kept = [&](int i) -> float& { return RIGHT && i < Q2 / 2 ? sums2[i / 4][i % 4] : sums1[(i - (RIGHT ? Q2 / 2 : 0)) / 4][i % 4]; };
-    if (team)
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) others[((team - 1) * EACH + i) * Plan::THREADS] = kept(i);
-    if (Plan::TEAMS > 1) __syncthreads();
-    if (team) return;
-#pragma unroll
-    for (int t = 0; t + 1 < Plan::TEAMS; ++t)
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) kept(i) += others[(t * EACH + i) * Plan::THREADS];
+    constexpr int EACH2 = Q2 / 2, EACH = EACH2 + Q1 / 2;
+    auto kept = [&](int i) -> float& { return i < EACH2 ? sums2[i / 4][i % 4] : sums1[(i - EACH2) / 4][i % 4]; };
+    if (!add_teams<Plan::TEAMS, Plan::THREADS, EACH>(dynamic, team, kept)) return;
     partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
-    if constexpr (RIGHT)
-        each_two(sums2, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q2 + column, two); });
-    if constexpr (LEFT)
-        each_two(sums1, [&](Vec<float, 2> two, int row, int column) {
-            store_vec(partials + Plan::SUMS2 + (64 * group + row) * Q1 + column, two);
-        });
+    each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
+    each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
 }

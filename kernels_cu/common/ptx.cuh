@@ -41,6 +41,10 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
 __device__ __forceinline__ void barrier_of(int number, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
 }
+// The same of those who do not wait for the others.
+__device__ __forceinline__ void arrive_at(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory");
+}
 
 // Fetch the 128 bytes that hold *p to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
