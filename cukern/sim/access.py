@@ -1,7 +1,7 @@
 """Loads, stores and fences."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -173,20 +173,24 @@ def store(c: Context) -> "Step":
     def run(m: "Machine", group: "Group") -> None:
         m.pc = pc
         m.order.clock.tick(pc)
-        if count == 1:
-            values = m.get(group, sources[0])
-            values = values if values.dtype == dtype else values.astype(dtype)
-        else:
-            rows = np.empty((len(group.lanes), count), dtype)
-            for i, s in enumerate(sources):
-                rows[:, i] = m.get(group, s)
-            values = rows.view(CARRIERS[size * count])[:, 0]
+        values = vectors(m, group, sources, dtype)
         addresses = offset_by(m.get(group, base), offset)
         through(m, space, group.lanes, addresses, lambda where, lanes, at, v: where.store(m, lanes, at, size * count, v, flags), values)
         if strong and space not in ("shared", "cluster"):
             m.order.publish(group.lanes, releases)
 
     return run
+
+
+def vectors(m: "Machine", group: "Group", sources: list[int], dtype: Any) -> np.ndarray:
+    """What the lanes of a group store: one element each, or a vector of several."""
+    if len(sources) == 1:
+        values = m.get(group, sources[0])
+        return values if values.dtype == dtype else values.astype(dtype)
+    rows = np.empty((len(group.lanes), len(sources)), dtype)
+    for i, s in enumerate(sources):
+        rows[:, i] = m.get(group, s)
+    return rows.view(CARRIERS[rows.itemsize * len(sources)])[:, 0]
 
 
 def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> "Step":
@@ -200,7 +204,8 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> "S
 
 def fence(c: Context) -> "Step":
     proxies = c.opcode == "fence.proxy.async.shared::cta"  # there is one proxy here
-    if not proxies and not set(c.parts[1:]) <= {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release"}:
+    known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
+    if not proxies and not set(c.parts[1:]) <= known:
         raise c.unknown()
     local = proxies or "cta" in c.parts
 

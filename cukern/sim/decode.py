@@ -75,7 +75,7 @@ def instruction(program: "Program", pc: int) -> tuple["Step", bool]:
     c = Context(program, pc)
     from cukern.sim import tables
 
-    base = c.parts[0]
+    base = "st.async" if c.opcode.startswith("st.async.") else c.parts[0]
     jumps = base in tables.JUMPS
     try:
         maker = tables.JUMPS.get(base) or tables.STEPS.get(base, tables.ALU)

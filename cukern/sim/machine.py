@@ -14,6 +14,7 @@ from cukern.sim.clusters import Clusters, Distributed
 from cukern.sim.copies import Copies
 from cukern.sim.faults import Dim, Fault, StepLimit, Where
 from cukern.sim.geometry import block_index, xyz
+from cukern.sim.mbarriers import Mbarriers
 from cukern.sim.order import Clock, Order
 from cukern.sim.spaces import Global, Private, Space
 from cukern.sim.warp import Warps
@@ -79,6 +80,7 @@ class Machine:
         self.spaces["shared"] = self.shared = Private("shared", blocks, launched.shared, self.order.block_of, names)
         self.clusters = Clusters(self)
         self.spaces["cluster"] = Distributed(self)
+        self.mbarriers = Mbarriers(self)
         if self.program.local_size:
             lanes = np.arange(self.lanes)
             self.spaces["local"] = Private("local", self.lanes, self.program.local_size, lanes, self.program.local_names)
@@ -141,7 +143,7 @@ class Machine:
         self.clusters.lanes_left(group)
 
     def stuck(self) -> Fault:
-        return self.warp_wide.stuck() or self.barriers.stuck() or self.clusters.stuck()
+        return self.warp_wide.stuck() or self.barriers.stuck() or self.mbarriers.stuck() or self.clusters.stuck()
 
     def whereabouts(self, lane: int) -> str:
         """Where a lane is that others wait for in vain."""
@@ -150,6 +152,7 @@ class Machine:
             return f"thread {thread} has ended at {self.program.location(int(self.ended[lane]))}"
         pc = self.warp_wide.waits_at(lane)
         pc = self.barriers.waits_at(lane) if pc is None else pc
+        pc = self.mbarriers.waits_at(lane) if pc is None else pc
         pc = self.clusters.waits_at(lane) if pc is None else pc
         return f"thread {thread} waits at {self.program.location(pc or 0)}"
 

@@ -1,6 +1,6 @@
 """Which maker decodes which instruction; the rest is the ALU's. Makers in JUMPS give steps that send their lanes on by themselves."""
 
-from cukern.sim import access, arithmetic, atomics, barriers, clusters, copies, decode, jumps, matrix, warp
+from cukern.sim import access, arithmetic, atomics, barriers, clusters, copies, decode, jumps, matrix, mbarriers, warp
 
 STEPS: dict[str, decode.Maker] = {
     "mov": arithmetic.move,
@@ -35,6 +35,8 @@ JUMPS: dict[str, decode.Maker] = {
     "call": jumps.call,
     "bar": barriers.barrier,
     "barrier": barriers.barrier,
+    "mbarrier": mbarriers.mbarrier,
+    "st.async": mbarriers.store_async,
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "match": warp.match,

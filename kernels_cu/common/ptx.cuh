@@ -127,6 +127,37 @@ __device__ __forceinline__ void st_cluster(unsigned address, float4 x) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
+// An mbarrier: 8 bytes of shared memory that count, in phases, `count` arrivals and the bytes that st_async brings. It costs no fence,
+// where the cluster's barrier waits for all of a thread's stores, also to global memory. One thread makes it; then mbarriers_made() and a
+// barrier of the cluster must come before others use it.
+__device__ __forceinline__ void mbarrier_init(unsigned mbarrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(mbarrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrive, at another block's too (shared_of_rank): those who wait may write what this thread has read. Its own block sees what it wrote;
+// another does not, unless a cluster_fence() comes before.
+__device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(mbarrier) : "memory");
+}
+// Arrive at one of this block's, whose phase must also wait for so many bytes more.
+__device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(mbarrier), "r"(bytes) : "memory");
+}
+// Wait until this block's mbarrier has ended its phase of that parity, 0 for the first; of 1 there seems to be one before the first.
+__device__ __forceinline__ void mbarrier_wait(unsigned mbarrier, unsigned parity) {
+    unsigned ended;
+    do {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(ended) : "r"(mbarrier), "r"(parity) : "memory");
+    } while (!ended);
+}
+// Four floats to a block's shared memory, of which that block's mbarrier is told: who has waited for its phase sees them.
+__device__ __forceinline__ void st_async(unsigned address, float4 x, unsigned mbarrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mbarrier) : "memory");
+}
+
 // Write a word that other blocks wait for, and wait for one, which is not 0. Nothing else is told by it.
 __device__ __forceinline__ void post(unsigned long long* to, unsigned long long word) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
