@@ -14,17 +14,17 @@
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
-//     32 x (128, 128)     16 (57)       46    8.1 (51)     6.2 (29)      6.9 (27)
+//     32 x (128, 128)     16 (57)       46    8.1 (23)     6.2 (29)      5.9 (17)
 //     1024 x 8^5          1311 (4620)   1636  90 (824)     761 (2072)    111 (395)
 //     16 x 8^7            1836 (6184)   2308  156 (1209)   1065 (2668)   157 (644)
 //     1024 x 16^4         1354 (4710)   4950  200 (1216)   535 (1845)    179 (607)
 //     1024 x 32^3         378 (1867)    1500  153 (645)    133 (601)     45 (240)
-//     16 x 64^3           59 (217)      158   32 (115)     18 (75)       19 (68)
+//     16 x 64^3           59 (217)      158   32 (115)     18 (75)       18 (66)
 //     1024 x (64, 64)     40 (169)      108   19.2 (60)    13 (74)       5.9 (30)
 //     1024 x (128, 128)   235 (804)     806   107 (372)    41 (232)      22 (158)
 //     1024 x (128, 112)   221 (728)           120 (632)    38 (207)      20 (169)
 //     4096 x (32, 32)     34 (175)      119   16.4 (67)    14 (78)       6.6 (27)
-//     16 x 2^16           587 (2469)    356   11.7 (65)    410 (1386)    9.3 (43)
+//     16 x 2^16           587 (2469)    356   10.2 (62)    410 (1386)    9.1 (43)
 // LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 212, and 673 by the matrix itself.
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves
 // (130), copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores
@@ -51,8 +51,8 @@
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
 // In float, splitting numbers in two at each use takes longer than their products: large factors are three bfloat16 numbers, split once
 // (the backward of 1024 x (64, 64) from 74 to 54), and multiplied by warpgroups, forward too (common/kron_split.cuh; the backward of
-// 1024 x (64, 64) from 54 to 39, of 1024 x (128, 128) from 383 to 263, of 16 x 64^3 from 108 to 82). Of few rows, what lies between two
-// factors is made first, and there are no partial sums (common/kron_outer.cuh).
+// 1024 x (64, 64) from 54 to 39, of 1024 x (128, 128) from 383 to 263, of 16 x 64^3 from 108 to 82). Of few rows four blocks have a row
+// (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 14.9).
 //
 // Here are v4's kernels for any factors. Beside them, each where it is explained, are those of
 //     common/kron_registers.cuh      factors of 2 to 16, a tile in registers
@@ -61,14 +61,14 @@
 //     common/kron_wide.cuh           two of them by warpgroups (sm_90a)
 //     common/kron_split.cuh          one or two large factors of float by warpgroups, and the backward of two (sm_90a)
 //     common/kron_split_one.cuh      the backward of one of them
-//     common/kron_outer.cuh          the gradients of two factors of few rows
+//     common/kron_quarter.cuh        the backward of two factors of few rows (sm_90a)
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
 
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
-#include "common/kron_outer.cuh"
+#include "common/kron_quarter.cuh"
 #include "common/kron_page_products.cuh"
 #include "common/kron_registers.cuh"
 #include "common/kron_sixteen.cuh"

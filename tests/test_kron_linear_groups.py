@@ -57,6 +57,13 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is v3's"
 
 
+@pytest.mark.parametrize("itemsize, kind", ((2, TENSOR), (4, TENSOR), (4, SPLIT[0]), (4, SPLIT[1])))
+def test_a_warps_columns_are_a_power_of_two_where_a_layout_moves_units(itemsize, kind):
+    run, target = steps(((128, 128),) * 2), Target(itemsize, 132, 226 << 10, itemsize == 2 or kind == TENSOR)
+    parts = [part for group in kron_groups.tilings(run, 32, target, kind) for part in group.parts]
+    assert parts and all(part.columns & (part.columns - 1) == 0 for part in parts), "else the places of two warps' sums are the same"
+
+
 def test_sums_of_few_numbers_are_not_split():
     for sizes in (((16, 16),) * 3, ((2, 2),) * 16, ((128, 128), (16, 16))):
         assert all(not g.products for g in kron_groups.groups(sizes, 1024, Target(4, 132, 226 << 10)))

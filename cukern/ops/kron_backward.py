@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil, gcd, prod
 
-from cukern.ops import kron_groups, kron_split
+from cukern.ops import kron_groups, kron_quarter, kron_split
 from cukern.ops.kron_groups import LAUNCH_US, SM_BYTES_US, Target, text
 from cukern.ops.kron_plan import Backward, Sizes, Step, steps
 
@@ -61,6 +61,7 @@ def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | Non
     if target.itemsize <= 4:
         found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)]
         found += kron_split.backward(run, rows, target)
+        found += kron_quarter.backward(run, rows, target)
     if len(run) == 1:
         s, fibers = run[0], rows * run[0].left * run[0].right
         sweeps = fibers * (3 * s.p + 2 * s.q) * target.itemsize / (target.multiprocessors * SM_BYTES_US)

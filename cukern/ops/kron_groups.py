@@ -24,6 +24,7 @@ MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at m
 CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 L2_READ = 0.42  # the time to read from the L2 cache, if that of device memory is 1
+L2_BYTES, L2_HELD = 24 << 20, (0.7, 0.42)  # so many bytes in and out stay there: the time to read and to write them
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
 BETWEEN_US = 5.0  # two launches are slower than the model says of each
@@ -226,7 +227,8 @@ def _tiling(
         compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
-        read, written = numbers * itemsize * coarse * shared_read / SM_BYTES_US, total * itemsize * coarse / SM_BYTES_US
+        to_read, to_write = L2_HELD if tiles * (numbers / slices + total) * itemsize <= L2_BYTES else (1.0, 1.0)
+        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write))
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
         streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
@@ -251,7 +253,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         part = part._replace(padded=-(-q // part.wide) * part.wide)
         groups = part.padded // part.wide
         items = ceil(fibers / (f * lanes)) * groups
-        if items > warps or part.padded >= 2 * max(q, 9):
+        if items > warps or part.padded >= 2 * max(q, 9) or (c & (c - 1) and not q & (q - 1)):  # a Layout of powers of two cannot add 48
             continue
         if products:
             others = f / 8 + c / (8 if split else 16) + 6  # fetch

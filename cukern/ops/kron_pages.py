@@ -112,12 +112,15 @@ Launch = kron_groups.Launch | Pages | Wide | Piles
 
 
 def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Wide | Piles | None:
-    """Such a launch of a layer, if there is one and rows enough for it: it cuts none for several blocks; `bfloat`: of bfloat16."""
-    if target.itemsize != 2 or not target.tensor or target.aligned < 16 or 2 * rows < target.multiprocessors:
+    """Such a launch of a layer, if there is one, and rows enough for it: none cuts a row for several blocks, but by warpgroups a block is
+    fast enough; `bfloat`: of bfloat16."""
+    if target.itemsize != 2 or not target.tensor or target.aligned < 16:
         return None
     if len(sizes) not in (2, 3) or any(n % 16 for size in sizes for n in size):
         return None
-    made = [f(sizes, rows, target, bfloat) for f in (pages, wide)] if len(sizes) == 2 else [piles(sizes, rows, target)]
+    made: list[Pages | Wide | Piles | None] = [wide(sizes, rows, target, bfloat)] if len(sizes) == 2 else []
+    if 2 * rows >= target.multiprocessors:
+        made.append(pages(sizes, rows, target, bfloat) if len(sizes) == 2 else piles(sizes, rows, target))
     return min((plan for plan in made if plan), key=lambda plan: plan.us, default=None)
 
 
@@ -198,7 +201,7 @@ def _us_of_pages(plan: Pages, rows: int, target: Target) -> float:
 def _us_of_wide(plan: Wide, rows: int, target: Target) -> float:
     right, left = plan.steps
     cycles = ceil(left.q / 64) * right.p * (left.p + 2 * right.q) / 32  # of tensor cores, which seldom wait
-    return _us(rows / target.multiprocessors * cycles / CYCLES_US, plan.steps, 1, rows, target)
+    return _us(max(1.0, rows / target.multiprocessors) * cycles / CYCLES_US, plan.steps, 1, rows, target)
 
 
 def _us_of_piles(plan: Piles, rows: int, target: Target) -> float:

@@ -28,7 +28,7 @@ class Backward(NamedTuple):
     threads: int = 0
     shared: int = 0  # bytes
     sums: int = 0  # partial ones, of each factor's gradient
-    kernel: str = "group"  # or "split", "split_one"
+    kernel: str = "group"  # or "split", "split_one", "quarter"
 
 
 def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:

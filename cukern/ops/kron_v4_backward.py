@@ -6,7 +6,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_backward, kron_chain, kron_groups, kron_outer, kron_v3, kron_v4
+from cukern.ops import kron_backward, kron_chain, kron_groups, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_plan import Step
 from cukern.ops.kron_v3 import PLAIN, pointers, sum_dtype
@@ -14,10 +14,10 @@ from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
-_V4_BWD, _V4_GROUP_BWD, _V4_SPLIT_BWD, _V4_SPLIT_ONE_BWD, _V4_SUM = (
-    Template("kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "group_bwd", "split_bwd", "split_one_bwd", "sum")
-)
-_FUSED = {"group": _V4_GROUP_BWD, "split": _V4_SPLIT_BWD, "split_one": _V4_SPLIT_ONE_BWD}
+_V4_BWD, _V4_SUM, _QUARTER_SUM = (Template("kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "sum", "quarter_sum"))
+_FUSED = {
+    kernel: Template("kron_linear.cu", f"kron_linear_v4_{kernel}_bwd", pdl=True) for kernel in ("group", "split", "split_one", "quarter")
+}
 
 
 def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
@@ -27,8 +27,6 @@ def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[b
         return [kron_v4.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
         return kron_v3.backward(x, g, factors, wanted, scale)
-    if all(wanted[1:]) and kron_outer.takes(tuple([(w.shape[0], w.shape[1]) for w in factors]), x.shape[0], _target(x, g)):
-        return kron_outer.backward(x, g, factors, scale, wanted[0])
     order, h = kron_chain.plan(factors), g
     found: list[Tensor | None] = [None] * len(wanted)
     n, plan = len(order), plan_of(x, g, factors)
@@ -100,14 +98,19 @@ def fused(
     device, partials = z.get_device(), torch.empty((launch.sums, sum(counts)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
     none = unused if launch.kernel == "group" else ()
+    fibers = z.shape[0] * launch.steps[-1].left
     _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
         (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
-        z.shape[0] * launch.steps[-1].left, *strides, *none, *none, scale,
+        fibers, *strides, *none, *none, scale,
     )  # fmt: skip
-    _V4_SUM[z.dtype].on(device)(
-        (-(-sum(counts) // 32), 1, 1), (32, 32, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused,
-        launch.sums, factors_scale,
-    )  # fmt: skip
+    if launch.kernel == "quarter":
+        launch_sum = _QUARTER_SUM[z.dtype, launch.template].on(device)
+        launch_sum((256, 1, 1), (32, 16, 1), 0, *pointers(*grads), partials.data_ptr(), fibers, factors_scale)
+    else:
+        _V4_SUM[z.dtype].on(device)(
+            (-(-sum(counts) // 32), 1, 1), (32, 32, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused,
+            launch.sums, factors_scale,
+        )  # fmt: skip
     for s, grad in zip(launch.steps, grads, strict=True):
         found[s.factor + 1] = grad
     return out
@@ -150,5 +153,5 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     if dtype.itemsize <= 4:
         older = target._replace(shared=160 << 10, warpgroups=False)  # for which nothing is planned that only sm_90 has
         launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, older)]
-        made += [*[_V4_GROUP_BWD[dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
+        made += [*[_FUSED["group"][dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
     return made

@@ -59,78 +59,11 @@ constexpr int PRODUCTS = 6;
 __device__ constexpr int left_piece(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 __device__ constexpr int right_piece(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
-// A part of a matrix on its way from memory to shared memory, row by row. The threads begin each time in the same column.
+// A part of a matrix to the L2 cache, a line a thread.
 template <int ROWS, int COLUMNS, int THREADS, typename T>
 struct Ahead {
-    static constexpr int V = 16 / sizeof(T), COUNT = ROWS * COLUMNS / V / THREADS;
-    Vec<T, V> part[COUNT];
-
-    __device__ static int row(int i) { return (threadIdx.x % THREADS + i * THREADS) / (COLUMNS / V); }
-    __device__ static int column() { return threadIdx.x % (COLUMNS / V) * V; }
-    __device__ __forceinline__ void fetch(const T* from, long long stride) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) part[i] = load_vec<T, V>(from + row(i) * stride + column());
-    }
-    // The same to the L2 cache alone, a line a thread.
     __device__ static __forceinline__ void ahead(const T* from, long long stride) {
         constexpr int LINE = 128 / sizeof(T) < COLUMNS ? 128 / sizeof(T) : COLUMNS, LINES = COLUMNS / LINE;
         for (int e = threadIdx.x % THREADS; e < ROWS * LINES; e += THREADS) prefetch(from + e / LINES * stride + e % LINES * LINE);
     }
-    template <int PLANE>
-    __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) put_pieces<PLANE>(to + row(i) * (COLUMNS + 8) + column(), part[i]);
-    }
 };
-
-// What a warp multiplies at once: 16 MI rows of a and 8 NI columns of b, 16 numbers of k, all pieces. PA, PB: distances between pieces.
-template <class A, class B, int PA, int PB, int COUNT, int MI, int NI>
-struct Fragments {
-    unsigned x[COUNT][MI][4], y[COUNT][NI][2];
-
-    template <typename U>
-    __device__ __forceinline__ void load(const U* a, const U* b) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-#pragma unroll
-            for (int m = 0; m < MI; ++m) load_tiles<A::K != 1>(x[i][m], shared_address(a + i * PA + 16 * m * A::ROW));
-#pragma unroll
-            for (int n = 0; n < NI; n += 2) {
-                unsigned four[4];
-                load_tiles<B::K != 1>(four, shared_address(b + i * PB + 8 * n * B::ROW));
-#pragma unroll
-                for (int e = 0; e < 4; ++e) y[i][n + e / 2][e % 2] = four[e];
-            }
-        }
-    }
-    template <typename U>
-    __device__ __forceinline__ void multiply(float (&sums)[MI][NI][4], int i, int j) const {
-#pragma unroll
-        for (int m = 0; m < MI; ++m)
-#pragma unroll
-            for (int n = 0; n < NI; ++n) mma_16_bit(sums[m][n], x[i][m], y[j][n], U());
-    }
-};
-
-// sums += a b, of K numbers of k; products of three pieces begin at zero.
-template <int K, class A, class B, int PA, int PB, typename T, int MI, int NI, typename U>
-__device__ __forceinline__ void multiply_pieces(float (&sums)[MI][NI][4], const U* a, const U* b) {
-    constexpr int COUNT = Pieces<T>::COUNT;
-    int row = threadIdx.x % 8, tile = threadIdx.x % 32 / 8;
-    a += tile % 2 * (8 * A::ROW) + tile / 2 * (8 * A::K) + (A::K == 1 ? row * A::ROW : row * A::K);
-    b += tile / 2 * (8 * B::ROW) + tile % 2 * (8 * B::K) + (B::K == 1 ? row * B::ROW : row * B::K);
-    float part[MI][NI][4] = {};
-#pragma unroll
-    for (int k = 0; k < K; k += 16) {
-        Fragments<A, B, PA, PB, COUNT, MI, NI> now;
-        now.load(a + k * A::K, b + k * B::K);
-        if constexpr (COUNT == 1)
-            now.template multiply<U>(sums, 0, 0);
-        else
-#pragma unroll
-            for (int i = 0; i < PRODUCTS; ++i) now.template multiply<U>(part, left_piece(i), right_piece(i));
-    }
-    if constexpr (COUNT > 1)
-#pragma unroll
-        for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
-}

@@ -52,7 +52,8 @@ struct Described {
     static constexpr int STEP = DOWN ? 2 * M::COLUMNS : 16;  // in 16 bytes, from 16 numbers of k to the next
     unsigned long long at;
     // From this row, or column, on.
-    __device__ __forceinline__ explicit Described(const __nv_bfloat16* matrix, int from = 0)
+    template <typename U>
+    __device__ __forceinline__ explicit Described(const U* matrix, int from = 0)
         : at(describe(shared_address(matrix + (DOWN ? M::tile(0, from) : M::tile(from, 0))), DOWN ? M::COLUMNS * 16 : 128,
                       DOWN ? 128 : M::COLUMNS * 16)) {}
     __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
