@@ -492,7 +492,7 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
 }
 
 // outN = scale * the sum over the pieces of its part of partials[piece], always in the same order: nN numbers, those of out0 first.
-// Grid ceil(numbers / 32), block (32, 32).
+// Grid ceil(numbers / 32), block (32, up to 32); of many blocks with 8 warps more are at work (64 pieces of 32768: 2.7 us, with 32 warps 7.9).
 template <typename T>
 __global__ void __launch_bounds__(1024)
 kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials, int n0, int n1, int n2,
@@ -505,12 +505,11 @@ kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6
     double sum = 0;
     if (at < all)
 #pragma unroll 8
-        for (int piece = threadIdx.y; piece < pieces; piece += 32) sum += partials[(long long)piece * all + at];
+        for (int piece = threadIdx.y; piece < pieces; piece += blockDim.y) sum += partials[(long long)piece * all + at];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y || at >= all) return;
-#pragma unroll
-    for (int y = 1; y < 32; ++y) sum += sums[y][threadIdx.x];
+    for (int y = 1; y < blockDim.y; ++y) sum += sums[y][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         if (at >= 0 && at < counts[i]) outs[i][at] = T(sum * scale);

@@ -93,27 +93,31 @@ def fused(
     out = torch.empty_like(z) if out is None else out
     ws = [factors[s.factor] for s in launch.steps]
     grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
-    counts = [w.numel() for w in ws]
-    unused = (0,) * (kron_groups.MOST - len(ws))
-    device, partials = z.get_device(), torch.empty((launch.sums, sum(counts)), dtype=torch.float32, device=z.device)
+    device, partials = z.get_device(), torch.empty((launch.sums, sum(w.numel() for w in ws)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
-    none = unused if launch.kernel == "group" else ()
+    none = (0,) * (kron_groups.MOST - len(ws)) if launch.kernel == "group" else ()
     fibers = z.shape[0] * launch.steps[-1].left
     _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
         (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
         fibers, *strides, *none, *none, scale,
     )  # fmt: skip
-    if launch.kernel == "quarter":
-        launch_sum = _QUARTER_SUM[z.dtype, launch.template].on(device)
-        launch_sum((256, 1, 1), (32, 16, 1), 0, *pointers(*grads), partials.data_ptr(), fibers, factors_scale)
-    else:
-        _V4_SUM[z.dtype].on(device)(
-            (-(-sum(counts) // 32), 1, 1), (32, 32, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused,
-            launch.sums, factors_scale,
-        )  # fmt: skip
+    _sum(launch, partials, grads, fibers, factors_scale)
     for s, grad in zip(launch.steps, grads, strict=True):
         found[s.factor + 1] = grad
     return out
+
+
+def _sum(launch: kron_backward.Backward, partials: Tensor, grads: Sequence[Tensor], fibers: int, scale: float) -> None:
+    """scale times the sums of a launch's partial sums, which are of so many fibers, to the factors' gradients."""
+    device, counts, unused = partials.get_device(), [grad.numel() for grad in grads], (0,) * (kron_groups.MOST - len(grads))
+    if launch.kernel == "quarter":
+        run = _QUARTER_SUM[grads[0].dtype, launch.template].on(device)
+        return run((256, 1, 1), (32, 16, 1), 0, *pointers(*grads), partials.data_ptr(), fibers, scale)
+    blocks = -(-sum(counts) // 32)
+    warps = 8 if blocks > backend.multiprocessors(device) else 32
+    _V4_SUM[grads[0].dtype].on(device)(
+        (blocks, 1, 1), (32, warps, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused, launch.sums, scale
+    )
 
 
 def _in_steps(
