@@ -117,6 +117,30 @@ def test_layers_of_several_launches(device, dtype):
 
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_what_lies_between_two_launches_is_kept(device, dtype):
+    """The same gradients as of what is multiplied anew, and again; where no factor has one nothing is kept."""
+    x, ws = draw(1, ((64, 64),) * 3, device, dtype)
+    bias, residual = torch.randn(2, 64**3, device=device).to(dtype)
+    at = kron_v4_backward.boundary(x, ws, True)
+    assert at == len(kron_v4_backward.plan_of(x, x, ws)[0].steps) == 2
+    leaves = [t.requires_grad_() for t in (x, *ws)]
+    y = cukern.kron_linear(x, ws, scale=0.5, bias=bias, residual=residual[None])
+    assert y.grad_fn.at == at and same_bits(
+        y, cukern.kron_linear(x.detach(), ws, scale=0.5, bias=bias, residual=residual[None], version="v4")
+    )
+    g = torch.randn_like(y)
+    first, again = (torch.autograd.grad(y, leaves, g, retain_graph=True) for _ in range(2))
+    with torch.no_grad(), backend.simulated_memory([*leaves, g]) if device == "cpu" else contextlib.nullcontext():
+        anew = kron_v4_backward.backward(x, g, ws, [True] * 4, 0.5)
+    exact, torchs = (gradients([t.to(kind) for t in leaves], g.to(kind), (0, 1, 2)) for kind in (torch.float64, dtype))
+    for a, b, c, right, other in zip(first, again, anew, exact, torchs, strict=True):
+        assert same_bits(a, b)
+        assert max(error(a, right), error(c, right)) <= 2 * error(other, right) + torch.finfo(dtype).eps
+    assert cukern.kron_linear(x, [w.detach() for w in ws]).grad_fn.at == 0
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_large_factors_of_unlike_sizes(device, dtype):
     """Those that kron_split.py leaves to kron_backward.py: 96 columns, and few numbers in one of two factors."""
     for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32))):

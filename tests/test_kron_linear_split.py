@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 from helpers import kernels, same_bits
-from test_kron_linear_backward import check, error, gradients
+from test_kron_linear_backward import check, error
 
-from cukern.ops import kron_backward, kron_split, kron_v4_backward
+from cukern.ops import kron_split
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import steps
 from cukern.ops.kron_v4 import launch_group, prepare
@@ -55,22 +55,6 @@ def test_forward(device, sizes, first, count, rows, views):
     assert same_bits(*found)
     exact, plain = results
     assert error(found[0].view_as(exact), exact) <= 2 * error(plain, exact)
-
-
-@kernels
-def test_the_backward_of_three_factors(device):
-    """Two launches in the order that multiplies anew by one factor alone."""
-    sizes = ((64, 64),) * 3
-    plan = kron_backward.backwards(sizes, 1, TARGET)
-    assert kron_backward.better_reversed(plan)
-    x, g = torch.randn(2, 1, 64**3, device=device)
-    ws = [torch.randn(64, 64, device=device) / 8 for _ in sizes]
-    found: list[torch.Tensor | None] = [None] * 4
-    with backend.simulated_memory([x, g, *ws]) if device == "cpu" else contextlib.nullcontext():
-        kron_v4_backward._reversed(plan, x, g, ws, 0.5, found)
-    exact, torchs = (gradients([t.to(kind) for t in (x, *ws)], g.to(kind), (0, 1, 2)) for kind in (torch.float64, torch.float32))
-    for a, right, other in zip(found, exact, torchs, strict=True):
-        assert error(a, right) <= 2 * error(other, right)
 
 
 def test_only_what_fits_is_planned():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cukern.ops import kron_chain, kron_torch, kron_v3
+from cukern.ops import kron_chain, kron_plan, kron_torch, kron_v3, kron_v4_backward
 from cukern.runtime.registry import apply_of, choose, raw_op
 
 
@@ -28,16 +28,26 @@ def _in_dual_level() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
 class _KronLinear(torch.autograd.Function):
+    """What lies between two launches of v4 is kept for the backward, where that is two launches, too, with the same factors."""
+
     @staticmethod
     def forward(ctx, x, bias, residual, scale, version, *factors):
-        ctx.save_for_backward(x, *factors)
-        ctx.scale, ctx.version = scale, version
-        return _kron_linear(x, bias, residual, factors, scale, version)
+        ctx.scale, ctx.version, kept = scale, version, None
+        ctx.at = _boundary(x, factors, bias is not None or residual is not None, version) if any(ctx.needs_input_grad[5:]) else 0
+        if ctx.at:
+            y, kept = _kron_linear_keeping(x, bias, residual, factors, scale, ctx.at)
+        else:
+            y = _kron_linear(x, bias, residual, factors, scale, version)
+        ctx.save_for_backward(x, *factors, kept)
+        return y
 
     @staticmethod
     def backward(ctx, g):
-        x, *factors = ctx.saved_tensors
+        x, *factors, kept = ctx.saved_tensors
         need = ctx.needs_input_grad
         wanted = [need[0], *need[5:]]
         found: Sequence[Tensor | None] = [None] * len(wanted)
@@ -45,7 +55,7 @@ class _KronLinear(torch.autograd.Function):
             if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or _in_dual_level():
                 found = kron_chain.gradients(x, g, factors, wanted, ctx.scale, _ModeProduct.apply, _Contraction.apply)
             else:
-                made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version))
+                made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version, kept, ctx.at))
                 found = [next(made) if w else None for w in wanted]
         return found[0], g.sum(0) if need[1] else None, g if need[2] else None, None, None, *found[1:]
 
@@ -120,22 +130,52 @@ _apply = apply_of(_KronLinear)
 def _launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str) -> Tensor:
     if not x.shape[0]:
         return _fake(x, bias, residual, factors, scale, version)
-    epilogue = scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
-    return choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, epilogue)
+    return choose("kron_linear", version, x.get_device()).forward(x.contiguous(), factors, _epilogue(bias, residual, scale))
+
+
+def _epilogue(bias: Tensor | None, residual: Tensor | None, scale: float) -> kron_v3.Epilogue:
+    return scale, None if bias is None else bias.contiguous(), None if residual is None else residual.contiguous()
 
 
 def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, version: str) -> Tensor:
     return torch.empty((x.shape[0], kron_torch.width(factors, -1)), dtype=x.dtype, device=x.device)
 
 
-def _launch_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str) -> list[Tensor]:
+def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
+    """See kron_v4_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
+    if torch.compiler.is_compiling() or not x.shape[0] or not x.is_contiguous() or not _PLAIN.issuperset(map(type, (x, *factors))):
+        return 0
+    if choose("kron_linear", version, x.get_device()).backward is not kron_v4_backward.backward:
+        return 0
+    return kron_v4_backward.boundary(x, factors, added)
+
+
+def _launch_keeping(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, at: int
+) -> tuple[Tensor, Tensor]:
+    return kron_v4_backward.forward_keeping(x, factors, _epilogue(bias, residual, scale))
+
+
+def _fake_keeping(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequence[Tensor], scale: float, at: int
+) -> tuple[Tensor, Tensor]:
+    step = kron_plan.steps(tuple([tuple(w.shape) for w in factors]))[at - 1]
+    return _fake(x, bias, residual, factors, scale, ""), x.new_empty((x.shape[0], step.left * step.q * step.right))
+
+
+def _launch_backward(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str, kept: Tensor | None, at: int
+) -> list[Tensor]:
     if not x.shape[0]:
         return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in _wanted(x, factors, wanted)]
     backward = choose("kron_linear", version, x.get_device()).backward
-    return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale) if t is not None]
+    more = () if kept is None else (kept, at)
+    return [t for t in backward(x.contiguous(), g.contiguous(), factors, wanted, scale, *more) if t is not None]
 
 
-def _fake_backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str) -> list[Tensor]:
+def _fake_backward(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, version: str, kept: Tensor | None, at: int
+) -> list[Tensor]:
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in _wanted(x, factors, wanted)]
 
 
@@ -154,8 +194,15 @@ def _fake_contract(z: Tensor, h: Tensor, scale: float) -> Tensor:
 _kron_linear = raw_op(
     "_kron_linear(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, str version) -> Tensor", 4, _launch, _fake
 )
+_kron_linear_keeping = raw_op(
+    "_kron_linear_keeping(Tensor x, Tensor? bias, Tensor? residual, Tensor[] factors, float scale, int at) -> (Tensor, Tensor)",
+    4,
+    _launch_keeping,
+    _fake_keeping,
+)
 _kron_linear_backward = raw_op(
-    "_kron_linear_backward(Tensor x, Tensor dout, Tensor[] factors, bool[] wanted, float scale, str version) -> Tensor[]",
+    "_kron_linear_backward(Tensor x, Tensor dout, Tensor[] factors, bool[] wanted, float scale, str version, Tensor? kept, int at)"
+    " -> Tensor[]",
     3,
     _launch_backward,
     _fake_backward,

@@ -50,12 +50,6 @@ def better_swapped(plan: Sequence[Backward]) -> bool:
     return first.p == first.q >= 4 * max(second.p, second.q)
 
 
-def better_reversed(plan: Sequence[Backward]) -> bool:
-    """Whether two launches by warpgroups, of two square factors and of one, are better taken in the other order, in which their sizes are
-    the same: to multiply anew by one factor takes less time."""
-    return [launch.kernel for launch in plan] == ["split", "split_one"] and all(s.p == s.q for launch in plan for s in launch.steps)
-
-
 def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | None:
     found = []
     if target.itemsize <= 4:

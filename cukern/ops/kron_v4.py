@@ -114,15 +114,30 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
     part, launches = _plan(sizes, count, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
+    if part >= rows:
+        return through(launches, x, factors, epilogue)[0]
     out = torch.empty((rows, launches[-1].features), dtype=x.dtype, device=x.device)
     for first in range(0, rows, part):
-        whole = part >= rows
-        z, end = (x, out) if whole else (x[first : first + part], out[first : first + part])
-        for made in launches[:-1]:
-            z = launch_group(made, z, factors, PLAIN)
-        added_here = residual if whole or residual is None else residual[first : first + part]
-        launch_group(launches[-1], z, factors, (scale, bias, added_here), end)
+        own = slice(first, first + part)
+        through(launches, x[own], factors, (scale, bias, None if residual is None else residual[own]), out[own])
     return out
+
+
+def through(
+    launches: Sequence[Prepared], x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """All launches, the last one to `out` or a new tensor; and what that one took."""
+    z = x
+    for made in launches[:-1]:
+        z = launch_group(made, z, factors, PLAIN)
+    return launch_group(launches[-1], z, factors, epilogue, out), z
+
+
+def two_launches(x: Tensor, factors: Sequence[Tensor], added: bool) -> tuple[Prepared, ...]:
+    """The launches, if they are two and take all rows at once; `added`: with a bias or a residual."""
+    sizes = tuple([tuple(w.shape) for w in factors])
+    part, launches = _plan(sizes, None, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
+    return launches if len(launches) == 2 and part >= x.shape[0] else ()
 
 
 def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from cukern.ops import kron_backward, kron_chain, kron_groups, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_plan import Step
-from cukern.ops.kron_v3 import PLAIN, pointers, sum_dtype
+from cukern.ops.kron_v3 import PLAIN, Epilogue, pointers, sum_dtype
 from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -20,9 +20,27 @@ _FUSED = {
 }
 
 
-def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float) -> list[Tensor | None]:
+def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
+    """After how many steps the forward shall keep what it has for the backward: where both are two launches, and the same factors are in
+    each of them; else 0. `added`: with a bias or a residual."""
+    if any(w.ndim == 3 for w in factors):
+        return 0
+    launches, plan = kron_v4.two_launches(x, factors, added), plan_of(x, x, factors)
+    same = bool(launches) and len(plan) == 2 and plan[0].steps == launches[0].group.steps and bool(plan[1].template)
+    return len(plan[0].steps) if same else 0
+
+
+def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
+    """The forward where there is a boundary, and what is there."""
+    return kron_v4.through(kron_v4.two_launches(x, factors, any(t is not None for t in epilogue[1:])), x, factors, epilogue)
+
+
+def backward(
+    x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
+) -> list[Tensor | None]:
     """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each launch is
-    multiplied anew from x, in few launches: no more than two arrays of the layer's inputs and outputs exist at one time."""
+    multiplied anew from x, in few launches, unless it was kept after that many steps: no more than two arrays of the layer's inputs and
+    outputs exist at one time."""
     if not any(wanted[1:]):
         return [kron_v4.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
@@ -30,16 +48,14 @@ def backward(x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[b
     order, h = kron_chain.plan(factors), g
     found: list[Tensor | None] = [None] * len(wanted)
     n, plan = len(order), plan_of(x, g, factors)
-    if all(wanted) and kron_backward.better_swapped(plan):
+    if kept is None and all(wanted) and kron_backward.better_swapped(plan):
         return _swapped(plan, x, g, factors, scale, found)
-    if all(wanted) and kron_backward.better_reversed(plan):
-        return _reversed(plan, x, g, factors, scale, found)
     for launch in reversed(plan):
         n -= len(launch.steps)
         own = [s.factor for s in launch.steps]
         if launch.template and all(wanted[i + 1] for i in own):
-            z = kron_v4.forward(x, factors, PLAIN, n) if n else x
-            h = fused(launch, z, h, z if n else None, factors, found, 1.0 if n else scale, scale)
+            z = x if not n else kept if kept is not None and n == at else kron_v4.forward(x, factors, PLAIN, n)
+            h = fused(launch, z, h, None if z is x or z is kept else z, factors, found, 1.0 if n else scale, scale)
             del z
         else:
             h = _in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
@@ -62,18 +78,6 @@ def _swapped(
     h = kron_v4.mode(kron_chain.seen(g, small, second.q, second.right), small.mT, 1.0)
     z, h = kron_chain.seen(x, large, first.p, first.right), kron_chain.seen(h, large, first.q, first.right)
     found[first.factor + 1] = contraction(z, h, scale)[0]
-    return found
-
-
-def _reversed(
-    plan: Sequence[kron_backward.Backward], x: Tensor, g: Tensor, factors: Sequence[Tensor], scale: float, found: list[Tensor | None]
-) -> list[Tensor | None]:
-    """The backward of two launches whose second, of one factor, comes last: x is multiplied anew by that one, not by those of the first."""
-    (last,) = plan[1].steps
-    w = factors[last.factor][None]
-    z = kron_v4.mode(kron_chain.seen(x, w, last.p, last.right), w, 1.0).view(x.shape)
-    h = fused(plan[0], z, g, z, factors, found, 1.0, scale)
-    found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
     return found
 
 

@@ -130,7 +130,9 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
     using Tall = Tiles<SIDE, HALF>;
     using Square = Tiles<HALF, HALF>;
     extern __shared__ uint4 dynamic[];
-    U *xs = reinterpret_cast<U*>(dynamic), *w2s = xs + MATRIX, *w1s = w2s + MATRIX, *gs = w1s + MATRIX, *hs = gs + MATRIX;
+    // w1s has room for what comes from the other block: 16 KB for each warpgroup, while gs is still multiplied.
+    constexpr int ROOM = MATRIX > 16384 ? MATRIX : 16384;
+    U *xs = reinterpret_cast<U*>(dynamic), *w2s = xs + MATRIX, *w1s = w2s + MATRIX, *gs = w1s + ROOM, *hs = gs + MATRIX;
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0), right = cluster_rank(), down = blockIdx.x / 2 % 2;
     long long row = blockIdx.x / 4;
     U *wide = group ? w1s : xs, *tall = group ? gs : w2s, *other = group ? w2s : gs;

@@ -30,6 +30,8 @@
 #include "kron_pieces.cuh"
 #include "kron_tile.cuh"
 
+#if __CUDA_ARCH__ >= 900
+
 template <bool ADDED_>
 struct Sixteen4 {
     static constexpr int SIDE = 16, PAGE = SIDE * SIDE, NUMBERS = PAGE * PAGE, CLUSTER = 2, PART = NUMBERS / CLUSTER, THREADS = 512;
@@ -291,7 +293,6 @@ __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual
     }
 }
 
-#if __CUDA_ARCH__ >= 900
 // kron_linear_v4 of four factors of 16 x 16. Grid CLUSTER * (the rows, or fewer), block THREADS; dynamic shared memory: the stage, a part
 // of a row, which both begin at multiples of 128 bytes, the factors, the largest number of each warp's part of them, two mbarriers.
 template <typename T, class Plan>
@@ -353,13 +354,11 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
         long long at = (long long)row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + within;
         store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale), [&] {
             __syncwarp();
-            if (lane == 0) {
+            if (lane == 0 && after(row) < rows) {
                 mbarrier_arrive(free);
                 mbarrier_arrive(free + apart);
             }
         });
     }
-    cluster_arrive_relaxed();  // no block ends before the other has told it the last
-    cluster_wait();
 }
 #endif
