@@ -116,7 +116,7 @@ def test_layers_of_several_launches(device, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", (pytest.param(torch.float32, marks=pytest.mark.gpu), torch.bfloat16))
 def test_what_lies_between_two_launches_is_kept(device, dtype):
     """The same gradients as of what is multiplied anew, and again; where no factor has one nothing is kept."""
     x, ws = draw(1, ((64, 64),) * 3, device, dtype)

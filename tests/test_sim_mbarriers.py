@@ -72,3 +72,26 @@ def test_blocks_that_send_each_other_numbers():
 def test_what_is_wrong(changed, what):
     with pytest.raises(sim.Fault, match=what):
         exchange(**changed)
+
+
+def test_each_mbarrier_counts_for_itself():
+    """Made by one instruction, of two blocks and of two threads."""
+    text = """#include "common/ptx.cuh"
+__global__ void __cluster_dims__(2, 1, 1) k(int* out) {
+    __shared__ unsigned long long barriers[2];
+    unsigned rank = cluster_rank(), own = shared_address(barriers + threadIdx.x % 2);
+    if (threadIdx.x < 2) {
+        mbarrier_init(own, rank + threadIdx.x + 1);
+        mbarriers_made();
+    }
+    cluster_sync();
+    if (threadIdx.x < 2)
+        for (unsigned i = 0; i < rank + threadIdx.x + 1; ++i) mbarrier_arrive(own);
+    __syncwarp();
+    mbarrier_wait(own, 0);
+    out[blockIdx.x * 32 + threadIdx.x] = 1;
+}
+"""
+    out = torch.zeros(64, dtype=torch.int32)
+    simulate(text, out, grid=2, block=32)
+    assert out.all()

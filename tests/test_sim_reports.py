@@ -430,7 +430,7 @@ __global__ void k(int* out, int* part, const int* x) {
     Case(
         "no cp.async.wait",
         sim.Race,
-        r"reads 4 bytes, offset 0 of shared memory .*, into which a cp.async still copies: a cp.async.wait is missing",
+        r"reads 4 bytes, offset 0 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait",
         lambda: [ints(64), iota(64)],
         lambda x: x,
         """
@@ -448,7 +448,7 @@ __global__ void k(int* out, const int* x) {
     Case(
         "cp.async.wait for too few groups",
         sim.Race,
-        r"reads 4 bytes, offset 4 of shared memory .*, into which a cp.async still copies: a cp.async.wait is missing",
+        r"reads 4 bytes, offset 4 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait",
         lambda: [ints(2), iota(2)],
         lambda x: x,
         """

@@ -405,7 +405,7 @@ CASES = [
     Case("matmul_alignment.cu", "matmul_registers", tile(64, 256), "misaligned vectors in shared memory", "as[8][65]", "as[8][68]",
          Reported(sim.Misaligned, "(&as[k][ty])", r"reads 16 bytes of shared memory, but the offset \d+ is not a multiple of 16")),
     Case("matmul_wait.cu", "matmul_ring", tile(16, (16, 16)), "a missing wait for copies", "cp_async_wait<1>", "cp_async_wait<0>",
-         Reported(sim.Race, "sum += as[stage]", "reads 4 bytes, .* into which a cp.async still copies: a cp.async.wait is missing")),
+         Reported(sim.Race, "sum += as[stage]", "reads 4 bytes, .* into which an asynchronous copy still writes: a cp.async.wait")),
     Case("matmul_ring.cu", "matmul_ring", tile(16, (16, 16)), "a copy to where others read", "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "&as[stage]", f"writes {RACE} read at {{there}}", there="sum += as[stage]")),  # in A's rows of one warp
 

@@ -2,7 +2,7 @@
 
 That a block has started is known to those that have come through a cluster barrier, and it must not exit before it knows of its
 neighbours' last access to its memory: by barrier.cluster, or of a strong write by a strong read of what it wrote. Strong accesses with
-.cluster may meet, but nothing else is ordered by them, nor by atomics of shared memory: only barrier.cluster does.
+.cluster may meet, but nothing else is ordered by them, nor by atomics of shared memory: barrier.cluster does that, and mbarriers.py.
 PTX ISA, barrier.cluster and mapa.
 """
 

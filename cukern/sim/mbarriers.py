@@ -1,8 +1,10 @@
 """mbarrier: a barrier in shared memory, whose phase ends when the arrivals that it counts are there, also from other blocks of the cluster,
 and the bytes that it expects of st.async.
 
-An arrival tells those who wait all that its warp knew, whatever its scope is: that is lenient. What st.async writes is known to those who
-have waited at its mbarrier, and in flight until then. PTX ISA, mbarrier and st.async.
+What st.async writes is known to those who have waited at its mbarrier, and in flight until then. Lenient is that an arrival tells those who
+wait all that its warp knew, whatever its scope is, also for the other lanes, and so does an st.async; that a wait of one lane is one of its
+warp; and that arrivals at a block that may have ended are not seen, only at one that has. Strict is that all arrivals of one instruction
+are of one phase. try_wait waits until it is true. PTX ISA, mbarrier and st.async.
 """
 
 from dataclasses import dataclass, field
@@ -43,9 +45,10 @@ class Mbarriers:
         self.positions, self.parities = np.zeros(m.lanes, np.int64), np.zeros(m.lanes, np.int64)
         self.results: dict[int, int] = {}  # by instruction: its predicate
 
-    def init(self, group: "Group", addresses: np.ndarray, count: int) -> None:
+    def init(self, group: "Group", addresses: np.ndarray, counts: np.ndarray) -> None:
         m = self.m
-        for position in m.shared.store(m, group.lanes, addresses, 8, np.zeros(1, np.uint64)).tolist():
+        positions = m.shared.store(m, group.lanes, addresses, 8, np.zeros(1, np.uint64))
+        for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
             nothing = np.zeros(m.order.warps_a_cluster, np.int64)
             self.at[position] = _Mbarrier(count, count, nothing.copy(), nothing)
 
@@ -149,7 +152,7 @@ def mbarrier(c: Context) -> "Step":
         m.order.clock.tick(pc)
         addresses, numbers = access.offset_by(m.get(group, base), offset), m.spread(group, number)
         if kind == "init":
-            m.mbarriers.init(group, addresses, int(numbers[0]))
+            m.mbarriers.init(group, addresses, numbers)
             m.go(pc + 1, group)
             return
         positions = m.mbarriers.find(group, space, addresses)

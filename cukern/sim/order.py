@@ -4,11 +4,11 @@ Time counts the memory instructions of the launch. An access is a stamp: its tim
 it is a copy still in flight. A lane knows what it did itself; what its block did before the last barrier; what its warp did before the
 last `__syncwarp()`; and what the warps did that it met at a named barrier, with all that those knew. Shuffles and votes order nothing.
 
-Between the blocks of a cluster its barrier orders; between others only strong accesses (atomics, volatile and the like), with fences:
-what a block did before a fence, after which it stored strongly, is known to each block that later than the access loaded strongly and
-then fenced. An atomic is both, and needs no fence after it; st.release and ld.acquire have theirs inside. That is lenient, for the
-addresses of the two are not compared, nor which thread of the block fenced: some races between blocks go unseen, but no kernel in which
-the last block adds up the others' results, or a block waits for an earlier one's flag, is accused.
+Between the blocks of a cluster its barrier orders, and mbarriers (mbarriers.py); between others only strong accesses (atomics, volatile
+and the like), with fences: what a block did before a fence, after which it stored strongly, is known to each block that later than the
+access loaded strongly and then fenced. An atomic is both, and needs no fence after it; st.release and ld.acquire have theirs inside. That
+is lenient, for the addresses of the two are not compared, nor which thread of the block fenced: some races between blocks go unseen, but
+no kernel in which the last block adds up the others' results, or a block waits for an earlier one's flag, is accused.
 """
 
 from typing import Any

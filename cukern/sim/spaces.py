@@ -149,9 +149,9 @@ class Space:
         row, stamp = conflict.rows[i], int(conflict.stamps[i])
         where = self.describe(region, int(at[row]))
         if stamp & IN_FLIGHT:
-            verb += f" {size} bytes, {where}, into which a cp.async still copies:"
+            verb += f" {size} bytes, {where}, into which an asynchronous copy still writes:"
             _, _, line = m.who(stamp)
-            return m.fault(Race, lanes[row], f"{verb} a cp.async.wait is missing after the copy at {line}")
+            return m.fault(Race, lanes[row], f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}")
         block, thread, line = m.who(stamp)
         if block != m.block_and_thread(lanes[row])[0]:
             other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch"
