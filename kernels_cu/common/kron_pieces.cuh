@@ -35,6 +35,18 @@ __device__ __forceinline__ void split_two(float low, float high, unsigned (&piec
     for (int i = 0; i < 3; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
 }
 
+// The same of any type that tensor cores take: 16 bits are rounded.
+template <typename T>
+__device__ __forceinline__ void pieces_of(float low, float high, unsigned (&pieces)[Pieces<T>::COUNT]) {
+    if constexpr (sizeof(T) == 2) {
+        typename PairOf<T>::type pair;
+        narrow(pair, make_float2(low, high));
+        pieces[0] = reinterpret_cast<unsigned&>(pair);
+    } else {
+        split_two(low, high, pieces);
+    }
+}
+
 // V neighbours to their places, of each piece, which lie PLANE apart.
 template <int PLANE, typename T, int V>
 __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const Vec<T, V>& numbers) {

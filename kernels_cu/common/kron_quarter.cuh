@@ -19,73 +19,6 @@
 #pragma once
 #include "kron_split.cuh"
 
-// A matrix of any strides on its way from memory to shared memory, by a warpgroup.
-template <class M, typename T>
-struct Arriving {
-    Vec<T, 4> part[M::PLANE / 512];
-
-    __device__ __forceinline__ void fetch(const T* from, long long p, long long q) {
-        if (q == 1 && p % 4 == 0 && reinterpret_cast<unsigned long long>(from) % (4 * sizeof(T)) == 0)
-            each_four<M, 4>([&](int i, int row, int column) { part[i] = load_vec<T, 4>(from + row * p + column); });
-        else
-            each_four<M, 4>([&](int i, int row, int column) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
-            });
-    }
-    __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
-        each_four<M, 4>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
-    }
-};
-
-// 64 x 64 sums of a warpgroup as operand a, in pieces or rounded.
-template <typename T>
-struct Between {
-    static constexpr bool HELD = true;
-    static constexpr int COUNT = Pieces<T>::COUNT;
-    unsigned pieces[COUNT][4][4];
-
-    __device__ __forceinline__ explicit Between(const float (&sums)[8][4]) {
-#pragma unroll
-        for (int e = 0; e < 16; ++e) {
-            float low = sums[e / 2][e % 2 * 2], high = sums[e / 2][e % 2 * 2 + 1];
-            if constexpr (COUNT == 1) {
-                typename PairOf<T>::type pair;
-                narrow(pair, make_float2(low, high));
-                pieces[0][e / 4][e % 4] = reinterpret_cast<unsigned&>(pair);
-            } else {
-                unsigned two[3];
-                split_two(low, high, two);
-#pragma unroll
-                for (int i = 0; i < 3; ++i) pieces[i][e / 4][e % 4] = two[i];
-            }
-        }
-    }
-    template <class M, typename U>
-    __device__ __forceinline__ void put(U* to) const {
-        unsigned* words = reinterpret_cast<unsigned*>(to) + threadIdx.x % 32;
-        int warp = threadIdx.x / 32 % 4;
-#pragma unroll
-        for (int e = 0; e < 16 * COUNT; ++e)
-            words[(e / 16 * M::PLANE + M::tile(warp * 16 + e % 2 * 8, e % 16 / 2 * 8)) / 2] = pieces[e / 16][e % 16 / 4][e % 4];
-    }
-};
-
-// d = a b, of K numbers of k, in the background: as start_product, of T's pieces.
-template <typename T, int K, class A, class B, int N>
-__device__ __forceinline__ void start_product_of(float (&d)[N][4], const A& a, const B& b) {
-    using U = typename Pieces<T>::type;
-    constexpr int FIRST = Pieces<T>::COUNT == 1 ? PRODUCTS - 1 : 0;
-    wgmma_fence();
-#pragma unroll
-    for (int e = 0; e < (PRODUCTS - FIRST) * K / 16; ++e) {
-        int k = e % (K / 16), of_a = left_piece(FIRST + e / (K / 16)), of_b = right_piece(FIRST + e / (K / 16));
-        if constexpr (A::HELD) wgmma<U, B::DOWN>(d, a.pieces[of_a][k], b(of_b, k), e > 0);
-        else wgmma<A::DOWN, B::DOWN, U>(d, a(of_a, k), b(of_b, k), e > 0);
-    }
-    wgmma_commit();
-}
-
 // A warpgroup's 64 x 128 sums, of which this block of a cluster of two keeps the half of 64 columns that has its rank, and adds the other
 // block's. That comes to `space`, which must have been free in both, and `full`, an mbarrier of one arrival, knows when it is there.
 __device__ __forceinline__ void send_half(const float (&sums)[16][4], float4* space, unsigned full, int rank) {
@@ -143,27 +76,28 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
     }
     wait_for_previous();
     {
-        Arriving<Wide, T> rows;
-        Arriving<Tall, T> columns;
+        Underway<Wide, 128, T> rows;
+        Underway<Tall, 128, T> columns;
         long long p = group ? w1_p : SIDE, q = group ? w1_q : 1;
-        rows.fetch((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
+        rows.fetch_any((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : w0_p, q = group ? 1 : w0_q;
-        columns.fetch((group ? g + row * (SIDE * SIDE) : w0) + right * HALF * q, p, q);
-        rows.put(wide);
-        columns.put(tall);
+        columns.fetch_any((group ? g + row * (SIDE * SIDE) : w0) + right * HALF * q, p, q);
+        rows.put_unseated(wide);
+        columns.put_unseated(tall);
     }
     fence_async();
     __syncthreads();
     float first[8][4], second[16][4], third[8][4];
-    start_product_of<T, SIDE>(first, Described<Wide, false>(wide), Described<Tall, true>(tall));
+    start_product<SIDE, T>(first, Described<Wide, false>(wide), Described<Tall, true>(tall));
     wgmma_wait<0>(first);
-    Between<T> between(first);
-    start_product_of<T, HALF>(second, between, Described<Tall, false>(other));
+    Rows<HALF, T> between;
+    between.split(first);
+    start_product<HALF, T>(second, between, Described<Tall, false>(other));
     if (group) between.template put<Square>(hs);
     fence_async();
     cluster_arrive();  // to w1s may come the other block's sums
     __syncthreads();
-    start_product_of<T, HALF>(third, Described<Wide, true>(xs, group * HALF), Described<Square, true>(hs));
+    start_product<HALF, T>(third, Described<Wide, true>(xs, group * HALF), Described<Square, true>(hs));
     wgmma_wait<1>(second);
     cluster_wait();
     float4 *space = reinterpret_cast<float4*>(w1s) + group * 1024, *parts = reinterpret_cast<float4*>(partials) + row * (PARTS * 1024);

@@ -59,41 +59,35 @@ struct Described {
     __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
 };
 
-// A lane's pair e of a warpgroup's 64 rows: see Rows. One piece of it, or all.
-template <class M>
-__device__ __forceinline__ void put_word(__nv_bfloat16* to, int e, unsigned two) {
+// One piece of a lane's pair e of a warpgroup's 64 rows: see Rows.
+template <class M, typename U>
+__device__ __forceinline__ void put_word(U* to, int e, unsigned two) {
     reinterpret_cast<unsigned*>(to)[M::tile(threadIdx.x / 32 % 4 * 16 + e % 2 * 8, e / 2 * 8) / 2 + threadIdx.x % 32] = two;
 }
-template <class M>
-__device__ __forceinline__ void put_two(__nv_bfloat16* to, int e, const unsigned (&two)[3]) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) put_word<M>(to + i * M::PLANE, e, two[i]);
-}
 
-// 64 x K numbers of a warpgroup as operand a in registers. They are where its sums are: lane l of a warp, with g = l / 4 and t = l % 4,
-// has of 8 columns from 8 n on [g + 8 i][2 t + j] in numbers[n][2 i + j].
-template <int K>
+// 64 x K numbers of a warpgroup as operand a in registers, in T's pieces. They are where its sums are: lane l of a warp, with g = l / 4 and
+// t = l % 4, has of 8 columns from 8 n on [g + 8 i][2 t + j] in numbers[n][2 i + j].
+template <int K, typename T = float>
 struct Rows {
-    static constexpr int HELD = 3;
-    unsigned pieces[3][K / 16][4];
+    static constexpr int HELD = Pieces<T>::COUNT;
+    unsigned pieces[HELD][K / 16][4];
 
     __device__ __forceinline__ void split(const float (&numbers)[K / 8][4]) {
 #pragma unroll
         for (int e = 0; e < K / 4; ++e) {
-            unsigned two[3];
-            split_two(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
+            unsigned two[HELD];
+            pieces_of<T>(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
 #pragma unroll
-            for (int i = 0; i < 3; ++i) pieces[i][e / 4][e % 4] = two[i];
+            for (int i = 0; i < HELD; ++i) pieces[i][e / 4][e % 4] = two[i];
         }
     }
     // To shared memory, 64 rows.
     template <class M>
-    __device__ __forceinline__ void put(__nv_bfloat16* to) const {
+    __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
 #pragma unroll
-        for (int e = 0; e < K / 4; ++e) {
-            unsigned two[3] = {pieces[0][e / 4][e % 4], pieces[1][e / 4][e % 4], pieces[2][e / 4][e % 4]};
-            put_two<M>(to, e, two);
-        }
+        for (int e = 0; e < K / 4; ++e)
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) put_word<M>(to + i * M::PLANE, e, pieces[i][e / 4][e % 4]);
     }
 };
 
@@ -119,28 +113,31 @@ __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float
     }
 }
 
-// The same of numbers that are not split yet.
+// To shared memory, where Rows put them, of numbers that are not split yet.
 template <class M>
 __device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[8][4]) {
 #pragma unroll
     for (int e = 0; e < 16; ++e) {
         unsigned two[3];
         split_two(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
-        put_two<M>(to, e, two);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) put_word<M>(to + i * M::PLANE, e, two[i]);
     }
 }
 
-// d = a b, of K numbers of k, in the background.
-template <int K, class A, class B, int N>
+// d = a b, of K numbers of k, in the background; of one piece only the last product is there.
+template <int K, typename T = float, class A, class B, int N>
 __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, const B& b) {
+    using U = typename Pieces<T>::type;
+    constexpr int COUNT = Pieces<T>::COUNT, FIRST = COUNT == 1 ? PRODUCTS - 1 : 0;
     wgmma_fence();
 #pragma unroll
-    for (int e = 0; e < PRODUCTS * K / 16; ++e) {
-        int k = e % (K / 16), of_a = left_piece(e / (K / 16)), of_b = right_piece(e / (K / 16));
+    for (int e = 0; e < (PRODUCTS - FIRST) * K / 16; ++e) {
+        int k = e % (K / 16), of_a = left_piece(FIRST + e / (K / 16)), of_b = right_piece(FIRST + e / (K / 16));
         if constexpr (A::HELD > 0)
-            if (of_a < A::HELD) wgmma<__nv_bfloat16, B::DOWN>(d, a.pieces[of_a < A::HELD ? of_a : 0][k], b(of_b, k), e > 0);
-        if constexpr (A::HELD < 3)
-            if (of_a >= A::HELD) wgmma<A::DOWN, B::DOWN>(d, a(of_a, k), b(of_b, k), e > 0);
+            if (of_a < A::HELD) wgmma<U, B::DOWN>(d, a.pieces[of_a < A::HELD ? of_a : 0][k], b(of_b, k), e > 0);
+        if constexpr (A::HELD < COUNT)
+            if (of_a >= A::HELD) wgmma<A::DOWN, B::DOWN, U>(d, a(of_a, k), b(of_b, k), e > 0);
     }
     wgmma_commit();
 }
@@ -215,17 +212,17 @@ __device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column,
 }
 
 // A matrix on its way from memory to shared memory.
-template <class M, int THREADS>
+template <class M, int THREADS, typename T = float>
 struct Underway {
     static constexpr int WARPS = THREADS / 32;
-    Vec<float, 4> part[(M::PLANE / 128 + WARPS - 1) / WARPS];
+    Vec<T, 4> part[(M::PLANE / 128 + WARPS - 1) / WARPS];
 
-    __device__ __forceinline__ void fetch(const float* from, long long stride) {
-        each_four<M, WARPS>([&](int i, int row, int column) { part[i] = load_vec<float, 4>(from + row * stride + column); });
+    __device__ __forceinline__ void fetch(const T* from, long long stride) {
+        each_four<M, WARPS>([&](int i, int row, int column) { part[i] = load_vec<T, 4>(from + row * stride + column); });
     }
     // Of any strides.
-    __device__ __forceinline__ void fetch_any(const float* from, long long p, long long q) {
-        if (q == 1 && p % 4 == 0 && reinterpret_cast<unsigned long long>(from) % 16 == 0) return fetch(from, p);
+    __device__ __forceinline__ void fetch_any(const T* from, long long p, long long q) {
+        if (q == 1 && p % 4 == 0 && reinterpret_cast<unsigned long long>(from) % (4 * sizeof(T)) == 0) return fetch(from, p);
         each_four<M, WARPS>([&](int i, int row, int column) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
@@ -236,7 +233,7 @@ struct Underway {
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
     }
-    __device__ __forceinline__ void put_unseated(__nv_bfloat16* to) const {
+    __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
     }
 };

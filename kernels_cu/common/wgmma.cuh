@@ -69,22 +69,19 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
     CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, 69, 70, CUKERN_D8(0), CUKERN_D8(8));
 }
 
-// The same of 16-bit numbers, of 64 columns, or 32 or 128 of bfloat16, with a described as b is, too.
+// The same of 16-bit numbers, of 64 columns, or 32 of bfloat16, with a described as b is, too.
 template <bool A_ACROSS, bool ACROSS, typename T = __nv_bfloat16, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, bool add) {
-    static_assert(N == 8 || (N == 4 || N == 16) && IS_BF16<T>, "64 columns, or 32 or 128 of bfloat16");
+    static_assert(N == 8 || N == 4 && IS_BF16<T>, "64 columns, or 32 of bfloat16");
     if constexpr (N == 4)
         asm volatile(CUKERN_WGMMA_OF(32, "k16.f32.bf16.bf16", CUKERN_P32, "%16", 17, ", %19, %20", 18)
                      : CUKERN_D4(0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
     else if constexpr (N == 8 && IS_BF16<T>)
         asm volatile(CUKERN_WGMMA_OF(64, "k16.f32.bf16.bf16", CUKERN_P64, "%32", 33, ", %35, %36", 34)
                      : CUKERN_D8(0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
-    else if constexpr (N == 8)
+    else
         asm volatile(CUKERN_WGMMA_OF(64, "k16.f32.f16.f16", CUKERN_P64, "%32", 33, ", %35, %36", 34)
                      : CUKERN_D8(0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
-    else
-        asm volatile(CUKERN_WGMMA_OF(128, "k16.f32.bf16.bf16", CUKERN_P128, "%64", 65, ", %67, %68", 66)
-                     : CUKERN_D8(0), CUKERN_D8(8) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
 }
 #undef CUKERN_P16
 #undef CUKERN_P32
