@@ -156,7 +156,7 @@ def test_the_public_function_takes_it(device, monkeypatch):
     monkeypatch.setattr(kron_v4, "launch_group", lambda made, *args: taken.append(type(made.group)) or launch_group(made, *args))
     wide = kron_pages.Wide if hopper(device) else kron_pages.Pages
     for sizes, kind in ((((64, 64),) * 2, wide), (((32, 32), (64, 64)), kron_pages.Pages), (((16, 16), (16, 16), (16, 32)), None)):
-        x, ws = draw(backend.multiprocessors(-1 if device == "cpu" else 0) // 2 + 3, sizes, device, BF16)
+        x, ws = draw(2 * backend.multiprocessors(-1 if device == "cpu" else 0) + 3, sizes, device, BF16)
         residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)
         y = cukern.kron_linear(x, ws, residual=residual, version="v4")
         exact = dense(x.double(), [w.double() for w in ws]) + residual.double()

@@ -55,7 +55,7 @@ def kron_linear(
     float32 and rounded after each launch, in the backward after each factor; between the factors of one launch v4 keeps them in float32, or
     on tensor cores in TF32 or with 16 digits. Autocast does not change the dtype. Results have the same bits in every run.
 
-    For the backward x and the factors are kept; of a layer that v4 takes in two launches, forward and backward, also what lies between them,
+    For the backward x and the factors are kept; of a layer that v4 takes in two launches, forward and backward, also what is between,
     an array like x. The backward itself allocates two arrays like x, or one with that, besides the gradients.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.

@@ -118,8 +118,8 @@ def _sum(launch: kron_backward.Backward, partials: Tensor, grads: Sequence[Tenso
         run = _QUARTER_SUM[grads[0].dtype, launch.template].on(device)
         return run((256, 1, 1), (32, 16, 1), 0, *pointers(*grads), partials.data_ptr(), fibers, scale)
     blocks = -(-sum(counts) // 32)
-    warps = 8 if blocks > backend.multiprocessors(device) else 32
-    _V4_SUM[grads[0].dtype].on(device)(
+    warps = 8 if blocks > 2 * backend.multiprocessors(device) else 32
+    _V4_SUM[grads[0].dtype, warps].on(device)(
         (blocks, 1, 1), (32, warps, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused, launch.sums, scale
     )
 
@@ -161,5 +161,8 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     if dtype.itemsize <= 4:
         older = target._replace(shared=160 << 10, warpgroups=False)  # for which nothing is planned that only sm_90 has
         launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, older)]
-        made += [*[_FUSED["group"][dtype, launch.template] for launch in launches if launch.template], _V4_SUM[dtype]]
+        made += [
+            *[_FUSED["group"][dtype, launch.template] for launch in launches if launch.template],
+            *[_V4_SUM[dtype, warps] for warps in (8, 32)],
+        ]
     return made
