@@ -15,27 +15,27 @@
 // Microseconds on one H200: forward; in parentheses forward and backward together.
 //     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
 //     32 x (128, 128)     16 (57)       46    8.1 (23)     6.2 (29)      5.9 (17)
-//     1024 x 8^5          1311 (4620)   1636  90 (824)     761 (2072)    111 (395)
-//     16 x 8^7            1836 (6184)   2308  156 (1209)   1065 (2668)   157 (644)
-//     1024 x 16^4         1354 (4710)   4950  200 (1216)   535 (1845)    179 (607)
-//     1024 x 32^3         378 (1867)    1500  153 (645)    133 (601)     45 (240)
-//     16 x 64^3           59 (217)      158   32 (115)     18 (75)       18 (66)
-//     1024 x (64, 64)     40 (169)      108   19.2 (60)    13 (74)       5.9 (30)
-//     1024 x (128, 128)   235 (804)     806   107 (372)    41 (232)      22 (158)
-//     1024 x (128, 112)   221 (728)           120 (632)    38 (207)      20 (169)
-//     4096 x (32, 32)     34 (175)      119   16.4 (67)    14 (78)       6.6 (27)
-//     16 x 2^16           587 (2469)    356   10.2 (62)    410 (1386)    9.1 (43)
-// LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 212, and 673 by the matrix itself.
-// What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves
-// (130), copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores
-// (1024 x (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3
-// from 116 to 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6); tiles in registers where factors
-// are small (common/kron_registers.cuh: 1024 x 8^5 from 105 to 89, 1024 x 4^7 from 67 to 44, 8192 x 16^3 from 107 to 93, 1024 x (4, 8, 16,
-// 16, 4) from 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245); two factors of 16 x 16
-// on tensor cores before a number moves (common/kron_sixteen.cuh: to 200). What did not: 8 x 16 sums a thread; two slices of a row of 8^5;
-// rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in registers all of a pass unrolled, whose 144 KB
-// of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of 512 threads (250, and 8^5: 90), or neighbours
-// that change places so that a sum and its number are in different banks (nothing).
+//     1024 x 8^5          1317 (4638)   1636  90 (831)     762 (2076)    111 (335)
+//     16 x 8^7            1843 (6208)   2308  156 (1221)   1066 (2670)   158 (656)
+//     1024 x 16^4         1356 (4715)   4950  210 (1211)   537 (1848)    180 (499)
+//     1024 x 32^3         373 (1881)    1500  153 (648)    132 (599)     46 (247)
+//     16 x 64^3           60 (218)      158   32 (100)     18 (76)       18 (64)
+//     1024 x (64, 64)     41 (169)      108   19.0 (60)    13 (74)       6.0 (29)
+//     1024 x (128, 128)   235 (803)     806   101 (299)    41 (233)      22 (160)
+//     1024 x (128, 112)   224 (732)           118 (624)    38 (207)      21 (170)
+//     4096 x (32, 32)     34 (176)      119   16.5 (68)    14 (78)       6.6 (27)
+//     16 x 2^16           588 (2478)    356   10.4 (61)    414 (1395)    9.2 (40)
+// LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 216, and 678 by the matrix itself.
+// What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves (130),
+// copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores (1024 x
+// (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3 from 116 to
+// 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6); tiles in registers where factors are small
+// (common/kron_registers.cuh: 1024 x 8^5 from 105 to 89, 1024 x 4^7 from 67 to 44, 8192 x 16^3 from 107 to 93, 1024 x (4, 8, 16, 16, 4) from
+// 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245); two factors of 16 x 16 on tensor
+// cores before a number moves (common/kron_sixteen.cuh: to 200, in another process 210). What did not: 8 x 16 sums a thread; two slices of a
+// row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in registers all of a pass unrolled,
+// whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of 512 threads (250, and 8^5: 90), or
+// neighbours that change places so that a sum and its number are in different banks (nothing).
 // Layers of two factors of 16-bit numbers, or of three, whose products are chained in registers (common/kron_pages.cuh), in bfloat16, from
 // so many us to: 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6 to 6.6; 1024 x 32^3 from 61 to 46; 1024 x (64, 64) from 11.5 to
 // 8.1, 1024 x (128, 128) from 50 to 37. What did not: two rows of tiles a warp ((64, 64): 9.0); TF32 for what lies between the factors (8.9);
@@ -51,8 +51,10 @@
 // stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
 // In float, splitting numbers in two at each use takes longer than their products: large factors are three bfloat16 numbers, split once
 // (the backward of 1024 x (64, 64) from 74 to 54), and multiplied by warpgroups, forward too (common/kron_split.cuh; the backward of
-// 1024 x (64, 64) from 54 to 39, of 1024 x (128, 128) from 383 to 263, of 16 x 64^3 from 108 to 82). Of few rows four blocks have a row
-// (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 14.9).
+// 1024 x (64, 64) from 54 to 40, of 1024 x (128, 128) from 383 to 263, of 16 x 64^3 from 108 to 82). Of few rows four blocks have a row
+// (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 15.0). What lies between two launches is kept for the backward, if
+// that is two launches of the same factors, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
+// 199 (predicted: 212), 16 x 64^3 from 82 to 68, in TF32 from 84 to 73; and 1024 x 16^4 in bfloat16 from 428 to 319, 8^5 from 284 to 224.
 //
 // Here are v4's kernels for any factors. Beside them, each where it is explained, are those of
 //     common/kron_registers.cuh      factors of 2 to 16, a tile in registers
@@ -68,8 +70,8 @@
 
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
-#include "common/kron_quarter.cuh"
 #include "common/kron_page_products.cuh"
+#include "common/kron_quarter.cuh"
 #include "common/kron_registers.cuh"
 #include "common/kron_sixteen.cuh"
 #include "common/kron_split_one.cuh"

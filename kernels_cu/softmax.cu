@@ -23,11 +23,11 @@
 // in out; v5 takes the others, such as a slice x[:, 1:] of an even number of columns.
 //
 // H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.24 (0.002), v3 0.36 (0.006), v4 0.42 (0.008),
-// v5 and v6 0.48 (0.87), v7 0.82 (0.95). v10:
+// v5 and v6 0.47 (0.87), v7 1.10 (0.95). v10:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     1.03 (1.05)  0.99 (1.04)  0.99 (1.03)  0.95 (1.02)  0.96 (1.03)  0.96 (0.99)  0.89 (0.88)
-//  bfloat16  1.07 (1.08)  1.02 (1.06)  0.98 (1.02)  0.98 (1.01)  0.98 (1.02)  0.94 (1.00)  0.94 (0.92)
+//  float     1.03 (1.04)  0.99 (1.04)  0.99 (1.03)  0.95 (1.02)  0.96 (1.03)  0.96 (0.99)  0.89 (0.88)
+//  bfloat16  1.08 (1.07)  1.02 (1.06)  0.98 (1.02)  0.98 (1.01)  0.99 (1.02)  0.94 (1.00)  0.93 (0.92)
 //
 // It can be faster than a copy where neighbouring launches lie side by side (ahead.cuh), which the driver's copies do not: 8192x1024 in
 // bfloat16 takes 8.8 us, of which its 34 MB need 7.8 at the 4.28 TB/s of a large copy.
