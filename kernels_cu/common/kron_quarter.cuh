@@ -17,7 +17,7 @@
 // (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores to shared memory then meet the same banks (0.7 more). The
 // forward so: 8.6, of which 5.2 to the end of the products, for the other kernel's 8.1.
 #pragma once
-#include "kron_split.cuh"
+#include "kron_warpgroups.cuh"
 
 // A warpgroup's 64 x 128 sums, of which this block of a cluster of two keeps the half of 64 columns that has its rank, and adds the other
 // block's. That comes to `space`, which must have been free in both, and `full`, an mbarrier of one arrival, knows when it is there.

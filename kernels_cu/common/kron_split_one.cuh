@@ -20,7 +20,7 @@
 // ptxas: a wgmma that is still under way at a loop's end, or after a branch that began it, makes it wait for each one (C7514); that of
 // NVRTC 12.9 fails where W's next product begins before the second half of x's.
 #pragma once
-#include "kron_split.cuh"
+#include "kron_warpgroups.cuh"
 
 // C: numbers to the factor's right. PLACES: tiles of g in shared memory. One is put down LEAD tiles ahead, since only a turn later another
 // warpgroup sees it, which may still have its products of the tile before.
