@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cukern.ops import kron_chain, kron_plan, kron_torch, kron_v3, kron_v4_backward
+from cukern.ops.kron_checks import PLAIN
 from cukern.runtime.registry import apply_of, choose, raw_op
 
 
@@ -26,9 +27,6 @@ def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual:
 def _in_dual_level() -> bool:
     """Whether tensors may carry tangents. (Never under torch.compile, which traces no such Function)."""
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-
-
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class _KronLinear(torch.autograd.Function):
@@ -143,7 +141,7 @@ def _fake(x: Tensor, bias: Tensor | None, residual: Tensor | None, factors: Sequ
 
 def _boundary(x: Tensor, factors: Sequence[Tensor], added: bool, version: str) -> int:
     """See kron_v4_backward.boundary; 0 where somebody traces, or tensors are not plain ones."""
-    if torch.compiler.is_compiling() or not x.shape[0] or not x.is_contiguous() or not _PLAIN.issuperset(map(type, (x, *factors))):
+    if torch.compiler.is_compiling() or not x.shape[0] or not x.is_contiguous() or not PLAIN.issuperset(map(type, (x, *factors))):
         return 0
     if choose("kron_linear", version, x.get_device()).backward is not kron_v4_backward.backward:
         return 0

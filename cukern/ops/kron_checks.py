@@ -9,7 +9,7 @@ from torch import Tensor
 from cukern.ops.kron_torch import width
 from cukern.runtime import backend, checks, interop
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+PLAIN = frozenset({Tensor, torch.nn.Parameter})  # types of tensors that nobody listens to
 COMPLEX = (torch.complex64, torch.complex128)
 
 
@@ -35,11 +35,11 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Seq
 
 def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
     """Whether all is as it must be: the usual case, told in a few microseconds."""
-    if type(factors) not in (list, tuple) or not factors or type(x) not in _PLAIN or x.dtype not in checks.FLOATS:
+    if type(factors) not in (list, tuple) or not factors or type(x) not in PLAIN or x.dtype not in checks.FLOATS:
         return False
     dtype, device = x.dtype, x.device
     for t in (x, *factors, bias, residual):
-        if t is not None and (type(t) not in _PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided):
+        if t is not None and (type(t) not in PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided):
             return False
     return not torch.compiler.is_compiling() and not any([t is not None and t.is_neg() for t in (x, *factors, bias, residual)])
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cukern.ops import kron_v4
+from cukern.ops.kron_checks import PLAIN
 from cukern.ops.kron_versions import VERSIONS
 from cukern.runtime.registry import choose
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _MOST = 512  # calls to remember
 _recording = torch.is_grad_enabled
 _tracing = torch.compiler.is_dynamo_compiling
@@ -32,7 +32,7 @@ def key_of(x: Any, factors: Any, scale: float) -> Any:
         return None
     records, key = _recording(), [scale, kron_v4.tf32()]
     for t in (x, *factors):
-        if type(t) not in _PLAIN or not t.is_cuda or t.is_neg() or (records and t.requires_grad):
+        if type(t) not in PLAIN or not t.is_cuda or t.is_neg() or (records and t.requires_grad):
             return None
         key += t.shape, t.stride(), t.dtype, t.get_device()
     return (x.data_ptr() & 15, *key)

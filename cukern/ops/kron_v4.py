@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(512)
-def _plan(
+def plan_of_layer(
     sizes: Sizes, count: int | None, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[int, tuple[Prepared, ...]]:
     """How many rows go through all launches at once, and the launches."""
@@ -108,10 +108,8 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
     for w in factors:
         if w.ndim == 3:
             return kron_v3.forward(x, factors, epilogue)
-    rows, sizes = x.shape[0], tuple([tuple(w.shape) for w in factors])
-    scale, bias, residual = epilogue
-    added = bias is not None or residual is not None
-    part, launches = _plan(sizes, count, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
+    rows, (scale, bias, residual) = x.shape[0], epilogue
+    part, launches = launches_of(x, factors, epilogue, count)
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
     if part >= rows:
@@ -121,6 +119,12 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
         own = slice(first, first + part)
         through(launches, x[own], factors, (scale, bias, None if residual is None else residual[own]), out[own])
     return out
+
+
+def launches_of(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> tuple[int, tuple[Prepared, ...]]:
+    """How many rows of x go through all launches at once, and the launches."""
+    sizes, added = tuple([tuple(w.shape) for w in factors]), any(t is not None for t in epilogue[1:])
+    return plan_of_layer(sizes, count, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
 
 
 def through(
@@ -133,18 +137,11 @@ def through(
     return launch_group(launches[-1], z, factors, epilogue, out), z
 
 
-def two_launches(x: Tensor, factors: Sequence[Tensor], added: bool) -> tuple[Prepared, ...]:
-    """The launches, if they are two and take all rows at once; `added`: with a bias or a residual."""
-    sizes = tuple([tuple(w.shape) for w in factors])
-    part, launches = _plan(sizes, None, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
-    return launches if len(launches) == 2 and part >= x.shape[0] else ()
-
-
 def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
     """_v4 for tensors of these shapes and strides, if one launch of its kernel does all: nothing is left to do but to make the launch."""
     rows, sizes = x.numel() // x.shape[-1], tuple([tuple(w.shape) for w in factors])
     aligned = gcd(x.data_ptr(), 16)
-    _, launches = _plan(sizes, None, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, False)
+    _, launches = plan_of_layer(sizes, None, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, False)
     made = launches[0]
     if len(launches) > 1 or not made.group.threads:
         return None

@@ -1,5 +1,6 @@
 """v4 of kron_linear, backward: one or two neighbouring factors a launch where kron_backward.py plans it so; else a launch for each."""
 
+import functools
 from collections.abc import Sequence
 from math import gcd
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from cukern.ops import kron_backward, kron_chain, kron_groups, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
-from cukern.ops.kron_plan import Step
+from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_v3 import PLAIN, Epilogue, pointers, sum_dtype
 from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
@@ -25,14 +26,21 @@ def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
     each of them; else 0. `added`: with a bias or a residual."""
     if any(w.ndim == 3 for w in factors):
         return 0
-    launches, plan = kron_v4.two_launches(x, factors, added), plan_of(x, x, factors)
-    same = bool(launches) and len(plan) == 2 and plan[0].steps == launches[0].group.steps and bool(plan[1].template)
+    sizes, aligned = tuple([tuple(w.shape) for w in factors]), gcd(x.data_ptr(), 16)
+    return _boundary(sizes, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, added)
+
+
+@functools.lru_cache(512)
+def _boundary(sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool) -> int:
+    part, launches = kron_v4.plan_of_layer(sizes, None, rows, dtype, device, tensor, aligned, added)
+    plan = kron_backward.backwards(sizes, rows, target_of(dtype, device, tensor, aligned))
+    same = len(launches) == len(plan) == 2 and part >= rows and plan[0].steps == launches[0].group.steps and plan[1].template
     return len(plan[0].steps) if same else 0
 
 
 def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
     """The forward where there is a boundary, and what is there."""
-    return kron_v4.through(kron_v4.two_launches(x, factors, any(t is not None for t in epilogue[1:])), x, factors, epilogue)
+    return kron_v4.through(kron_v4.launches_of(x, factors, epilogue)[1], x, factors, epilogue)
 
 
 def backward(

@@ -75,11 +75,11 @@ def instruction(program: "Program", pc: int) -> tuple["Step", bool]:
     c = Context(program, pc)
     from cukern.sim import tables
 
-    base = "st.async" if c.opcode.startswith("st.async.") else c.parts[0]
+    makers = tables.STEPS | tables.JUMPS
+    base = next((name for name in (".".join(c.parts[:2]), c.parts[0]) if name in makers), "")  # st.async is no st
     jumps = base in tables.JUMPS
     try:
-        maker = tables.JUMPS.get(base) or tables.STEPS.get(base, tables.ALU)
-        step = maker(c)
+        step = makers.get(base, tables.ALU)(c)
     except NotSimulated as error:
         return _not_simulated(pc, str(error)), True
     except (IndexError, KeyError, ValueError, StopIteration):  # operands that it does not have
