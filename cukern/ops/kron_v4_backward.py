@@ -110,7 +110,7 @@ def fused(
     none = (0,) * (kron_groups.MOST - len(ws)) if launch.kernel == "group" else ()
     fibers = z.shape[0] * launch.steps[-1].left
     _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
-        (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
+        (launch.blocks, 1, 1), (launch.threads, 1, 1), kron_v4.spread(launch.shared, launch.blocks, device), *pointers(partials, out, z, h, *ws), *none,
         fibers, *strides, *none, *none, scale,
     )  # fmt: skip
     _sum(launch, partials, grads, fibers, factors_scale)
@@ -124,11 +124,11 @@ def _sum(launch: kron_backward.Backward, partials: Tensor, grads: Sequence[Tenso
     device, counts, unused = partials.get_device(), [grad.numel() for grad in grads], (0,) * (kron_groups.MOST - len(grads))
     if launch.kernel == "quarter":
         run = _QUARTER_SUM[grads[0].dtype, launch.template].on(device)
-        return run((256, 1, 1), (32, 16, 1), 0, *pointers(*grads), partials.data_ptr(), fibers, scale)
+        return run((256, 1, 1), (32, 16, 1), kron_v4.spread(0, 256, device), *pointers(*grads), partials.data_ptr(), fibers, scale)
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * backend.multiprocessors(device) else 32
     _V4_SUM[grads[0].dtype, warps].on(device)(
-        (blocks, 1, 1), (32, warps, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused, launch.sums, scale
+        (blocks, 1, 1), (32, warps, 1), kron_v4.spread(0, blocks, device), *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused, launch.sums, scale
     )
 
 

@@ -23,3 +23,42 @@ __device__ __forceinline__ void take_over(unsigned bytes, unsigned threads, F fe
     if (threadIdx.x == 0 && threadIdx.y == 0 && left <= MULTIPROCESSORS * threads) let_next_start();
 #endif
 }
+
+#ifndef SIGNAL
+#define SIGNAL 2
+#endif
+#ifndef AHEAD_BYTES
+#define AHEAD_BYTES 4500000
+#endif
+__device__ __forceinline__ void signal_next() {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0 && threadIdx.y == 0) let_next_start();
+#endif
+}
+__device__ __forceinline__ void begin_ahead() {
+    if (SIGNAL == 1) signal_next();
+}
+__device__ __forceinline__ void all_asked() {
+    if (SIGNAL == 2) signal_next();
+}
+
+// Rows of a block's first tile, `distance` numbers apart.
+template <typename T>
+__device__ __forceinline__ void prefetch_tile(const T* from, int rows, int numbers, long long distance) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int LINE = 128 / sizeof(T);
+    int lines = (numbers + LINE - 1) / LINE, all = min(rows * lines, int(AHEAD_BYTES / 128 / gridDim.x));
+    for (int i = threadIdx.x; i < all; i += blockDim.x) prefetch(from + i / lines * distance + i % lines * LINE);
+#endif
+}
+
+// A factor, of which each block of the grid fetches a part, if it lies together.
+template <typename T>
+__device__ __forceinline__ void prefetch_factor(const T* w, int rows, int columns, long long row, long long column) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int LINE = 128 / sizeof(T);
+    long long numbers = (rows - 1) * row + (columns - 1) * column + 1;
+    if (numbers > 2 * rows * columns || AHEAD_BYTES == 0) return;
+    for (int i = (blockIdx.x * blockDim.x + threadIdx.x) * LINE; i < numbers; i += gridDim.x * blockDim.x * LINE) prefetch(w + i);
+#endif
+}
