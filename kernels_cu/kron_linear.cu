@@ -230,6 +230,7 @@ kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, in
 template <typename T, typename Acc>
 __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long pieces, double scale) {
     __shared__ Acc sums[8][32];
+    let_next_come();
     wait_for_previous();
     int tiles = (n + 31) / 32, i = blockIdx.x % tiles * 32 + threadIdx.x;
     long long sample = blockIdx.x / tiles;
@@ -277,19 +278,17 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
         if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows);
         else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows);
     };
-    begin_ahead();
     prefetch_factors<0>(factors, typename Plan::List());
-    {
+    if constexpr (!Plan::REST) {
         long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
-        int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        prefetch_tile(x + a * Plan::P * Plan::C + c, Plan::WHOLE ? 1 : Plan::P, Plan::WHOLE ? rows * Plan::P * Plan::R : Plan::R, Plan::C);
+        prefetch_tile<Plan::P, Plan::R>(x + a * Plan::P * Plan::C + c, int(A - a < Plan::L ? A - a : Plan::L), Plan::C);
     }
     wait_for_previous();
     load(true);
     load(false);
     load_matrices<Plan, 0, Plan::R>(matrices, factors, slice, typename Plan::List());
     cp_async_commit();
-    all_asked();
+    let_next_come();
     cp_async_wait<Plan::LOCAL ? 0 : 1>();
     __syncthreads();
     while (true) {
@@ -342,16 +341,15 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     };
     constexpr int ROWS = Plan::TENSOR ? (Plan::KW + 15) / 16 : Plan::KW, COLUMNS = Plan::TENSOR ? Plan::JW / 8 : Plan::JW;
     conditional_t<Plan::TENSOR, Acc[ROWS][COLUMNS][4], Acc[ROWS][COLUMNS]> sums = {};
-    begin_ahead();
     if (number < chunks) {
         long long a = number / across * Plan::L, c = number % across * Plan::R;
         int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        prefetch_tile(z + a * P * C + c, Plan::WHOLE ? 1 : P, Plan::WHOLE ? rows * P * Plan::R : Plan::R, C);
-        prefetch_tile(h + a * Q * C + c, Plan::WHOLE ? 1 : Q, Plan::WHOLE ? rows * Q * Plan::R : Plan::R, C);
+        prefetch_tile<P, Plan::R>(z + a * P * C + c, rows, C);
+        prefetch_tile<Q, Plan::R>(h + a * Q * C + c, rows, C);
     }
     wait_for_previous();
     load(0);
-    all_asked();
+    let_next_come();
     for (; number < chunks; stage ^= 1) {
         number += pieces;
         load(stage ^ 1);
@@ -441,19 +439,18 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
         cp_async_commit();
         next += gridDim.x;
     };
-    begin_ahead();
     prefetch_merged<0>(factors, Right());
     prefetch_merged<FIRST>(factors, Left());
     if (next < count) {
         long long a = next / ACROSS * L, c = next % ACROSS * R;
-        prefetch_tile(x + a * Plan::P * Plan::C + c, ONE ? 1 : Plan::P, ONE ? rows_of(next) * Plan::P : R, Plan::C);
-        prefetch_tile(g + a * Plan::Q * Plan::C + c, ONE ? 1 : Plan::Q, ONE ? rows_of(next) * Plan::Q : R, Plan::C);
+        prefetch_tile<Plan::P, R>(x + a * Plan::P * Plan::C + c, rows_of(next), Plan::C);
+        prefetch_tile<Plan::Q, R>(g + a * Plan::Q * Plan::C + c, rows_of(next), Plan::C);
     }
     wait_for_previous();
     load_factor<Plan, FIRST, 1, LD1>(left, factors, Left());  // transposed
     load_factor<Plan, 0, LD2, 1>(right, factors, Right());
     load(tiles);
-    all_asked();
+    let_next_come();
 
     using S1 = Sums<P1, Q1, Plan::WARPS>;
     using Sr = Sums<P2, Q2, Plan::WARPS>;
@@ -528,7 +525,7 @@ __global__ void __launch_bounds__(32 * WARPS)
 kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials, int n0, int n1, int n2,
                    int n3, int n4, int n5, int n6, int n7, int pieces, double scale) {
     __shared__ double sums[WARPS][32];
-    if (SIGNAL) signal_next();
+    let_next_come();
     wait_for_previous();
     T* outs[] = {out0, out1, out2, out3, out4, out5, out6, out7};
     int counts[] = {n0, n1, n2, n3, n4, n5, n6, n7}, all = n0 + n1 + n2 + n3 + n4 + n5 + n6 + n7;

@@ -15,7 +15,7 @@ from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
 from cukern.ops.kron_split import Split
 from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
-from cukern.runtime import backend, pdl
+from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
 _V4: dict[type, Template] = {
@@ -75,17 +75,8 @@ def prepare(group: kron_pages.Launch, rows: int, dtype: torch.dtype, device: int
         return Prepared(group, kron_v3.launch_of(dtype, first.q, device), ((1, 1, 1), kron_v3.BLOCK, 0), indices, unused, features)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
-    geometry = (blocks, 1, 1), (group.threads, 1, 1), spread(group.shared, blocks, device)
+    geometry = (blocks, 1, 1), (group.threads, 1, 1), backend.spread(group.shared, blocks, device)
     return Prepared(group, _V4[type(group)][dtype, group.template(added)].on(device), geometry, indices, unused, features)
-
-
-def spread(shared: int, blocks: int, device: int) -> int:
-    """Bytes of shared memory of each block of a launch, such that no multiprocessor has room for more of them than its part: one that begins
-    while another ends finds room on few multiprocessors at first, and would leave others with nothing to do."""
-    if backend.capability(device) < pdl.CAPABILITY or device == backend.SIMULATED:
-        return shared
-    each = -(-blocks // backend.multiprocessors(device))
-    return max(shared, (backend.shared_memory(device) + 1024) // (each + 1) - 896)
 
 
 def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:

@@ -24,41 +24,35 @@ __device__ __forceinline__ void take_over(unsigned bytes, unsigned threads, F fe
 #endif
 }
 
-#ifndef SIGNAL
-#define SIGNAL 2
-#endif
-#ifndef AHEAD_BYTES
-#define AHEAD_BYTES 4500000
-#endif
-__device__ __forceinline__ void signal_next() {
+// kron_linear's blocks, which are all on the multiprocessors at one time, let the next kernel's come as soon as they have asked for their
+// first numbers, and those that only wait for what comes before, as the sums, at once. Then each block that leaves makes room for one, and
+// if a multiprocessor could hold more of these than its part of them, those that are first have too many: backend.spread() makes them so
+// large that it cannot.
+__device__ __forceinline__ void let_next_come() {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x == 0 && threadIdx.y == 0) let_next_start();
 #endif
 }
-__device__ __forceinline__ void begin_ahead() {
-    if (SIGNAL == 1) signal_next();
-}
-__device__ __forceinline__ void all_asked() {
-    if (SIGNAL == 2) signal_next();
-}
 
-// Rows of a block's first tile, `distance` numbers apart.
-template <typename T>
-__device__ __forceinline__ void prefetch_tile(const T* from, int rows, int numbers, long long distance) {
+// Fetch a block's first tile, as far as its part of FETCHED_AHEAD goes: [rows][P][R] of an array [..][P][C], of one row where R is not C.
+template <int P, int R, typename T>
+__device__ __forceinline__ void prefetch_tile(const T* from, int rows, long long C) {
 #if __CUDA_ARCH__ >= 900
     constexpr int LINE = 128 / sizeof(T);
-    int lines = (numbers + LINE - 1) / LINE, all = min(rows * lines, int(AHEAD_BYTES / 128 / gridDim.x));
-    for (int i = threadIdx.x; i < all; i += blockDim.x) prefetch(from + i / lines * distance + i % lines * LINE);
+    asm volatile("" : "+l"(from), "+r"(rows));  // else the compiler keeps for the loads what it needs here
+    int lines = ((C == R ? rows * P * R : R) + LINE - 1) / LINE;
+    int all = min(C == R ? lines : P * lines, unsigned(FETCHED_AHEAD / 128) / gridDim.x);
+    for (int i = threadIdx.x; i < all; i += blockDim.x) prefetch(from + i / lines * C + i % lines * LINE);
 #endif
 }
 
-// A factor, of which each block of the grid fetches a part, if it lies together.
+// Fetch a factor, each block a part of it, if it is no view of few numbers of many.
 template <typename T>
 __device__ __forceinline__ void prefetch_factor(const T* w, int rows, int columns, long long row, long long column) {
 #if __CUDA_ARCH__ >= 900
     constexpr int LINE = 128 / sizeof(T);
     long long numbers = (rows - 1) * row + (columns - 1) * column + 1;
-    if (numbers > 2 * rows * columns || AHEAD_BYTES == 0) return;
+    if (numbers > 2 * rows * columns) return;
     for (int i = (blockIdx.x * blockDim.x + threadIdx.x) * LINE; i < numbers; i += gridDim.x * blockDim.x * LINE) prefetch(w + i);
 #endif
 }

@@ -74,11 +74,9 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
         mbarrier_init(full, 1);
         mbarriers_made();
     }
-    begin_ahead();
     prefetch_factor(w0, SIDE, SIDE, w0_p, w0_q);
     prefetch_factor(w1, SIDE, SIDE, w1_p, w1_q);
-    prefetch_tile(x + row * (SIDE * SIDE) + down * (HALF * SIDE) + right * (HALF * SIDE / 2), 1, HALF * SIDE / 2, 0);
-    prefetch_tile(g + row * (SIDE * SIDE) + down * (HALF * SIDE) + right * (HALF * SIDE / 2), 1, HALF * SIDE / 2, 0);
+    for (const T* rows : {x, g}) prefetch_tile<SIDE * SIDE / 4, 1>(rows + blockIdx.x * (SIDE * SIDE / 4), 1, 1);
     wait_for_previous();
     {
         Underway<Wide, 128, T> rows;
@@ -87,7 +85,7 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
         rows.fetch_any((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : w0_p, q = group ? 1 : w0_q;
         columns.fetch_any((group ? g + row * (SIDE * SIDE) : w0) + right * HALF * q, p, q);
-        all_asked();
+        let_next_come();
         rows.put_unseated(wide);
         columns.put_unseated(tall);
     }
@@ -131,7 +129,7 @@ kron_linear_v4_quarter_sum(T* dw0, T* dw1, const float* partials, long long A, d
     const float4* from = reinterpret_cast<const float4*>(partials) + part * 1024 + at * 32 + lane;
     auto add = [](float4& a, float4 b) { a = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); };
     float4 sum = {};
-    if (SIGNAL) signal_next();
+    let_next_come();
     wait_for_previous();
 #pragma unroll 2
     for (int row = threadIdx.y; row < A; row += SHARE) {

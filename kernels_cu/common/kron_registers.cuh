@@ -271,17 +271,12 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
         if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
         cp_async_commit();
     };
-    begin_ahead();
     prefetch_weights<0>(factors, typename Plan::List());
-    {
-        bool whole = Plan::R == Plan::C;
-        constexpr int P = Plan::P / Plan::CLUSTER;
-        prefetch_tile(x + first(number) + Plan::memory(half), whole ? 1 : P, whole ? end(number) / Plan::CLUSTER : Plan::R, Plan::C);
-    }
+    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(number) + Plan::memory(half), end(number) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
     load(number);
     load_weights<Plan::THREADS, 0>(w, factors, typename Plan::List());
-    all_asked();
+    let_next_come();
     __syncthreads();
     for (; number < tiles; number += gridDim.x / Plan::CLUSTER) {
         long long next = number + gridDim.x / Plan::CLUSTER;

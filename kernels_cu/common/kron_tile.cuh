@@ -127,6 +127,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
+// Fetch factors to L2, from number N on.
 template <int N, typename T, class... Factors>
 __device__ __forceinline__ void prefetch_those(const Factors4<T>& factors) {
     int n = N;
