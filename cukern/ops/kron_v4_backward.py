@@ -129,8 +129,8 @@ def _sum(launch: kron_backward.Backward, partials: Tensor, grads: Sequence[Tenso
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * backend.multiprocessors(device) else 32
     _V4_SUM[grads[0].dtype, warps].on(device)(
-        (blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused,
-        launch.sums, scale,
+        (blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), *pointers(*grads), *unused, partials.data_ptr(), *counts,
+        *unused, launch.sums, scale,
     )  # fmt: skip
 
 
@@ -160,7 +160,8 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     plan = gradient(A, p, h.shape[2], C, target)
     partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
     launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
-    launch((plan.blocks, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, plan.blocks, device), *pointers(partials, z, h), A, C, plan.pieces)
+    geometry = (plan.blocks, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, plan.blocks, device)
+    launch(*geometry, *pointers(partials, z, h), A, C, plan.pieces)
     return kron_v3.sum_pieces(partials, z.dtype, scale)
 
 
