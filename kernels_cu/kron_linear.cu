@@ -55,6 +55,9 @@
 // (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 15.0). What lies between two launches is kept for the backward, if
 // that is two launches of the same factors, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
 // 199 (predicted: 212), 16 x 64^3 from 82 to 68, in TF32 from 84 to 73; and 1024 x 16^4 in bfloat16 from 428 to 319, 8^5 from 284 to 224.
+// What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us of 32 x (128, 128) in float 0.7 go by before a block
+// begins, 1.4 until its numbers are there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What did not
+// help: four (8.2), whose code is too long; 8 warps (8.2) or 16 (9.1).
 //
 // Here are v4's kernels for any factors. Beside them, each where it is explained, are those of
 //     common/kron_registers.cuh      factors of 2 to 16, a tile in registers
@@ -278,8 +281,8 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
         if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows);
         else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows);
     };
-    prefetch_factors<0>(factors, typename Plan::List());
-    if constexpr (!Plan::REST) {
+    if constexpr (!Plan::REST) {  // else 1024 x 32^3 in float takes 155 us for 153
+        prefetch_factors<0>(factors, typename Plan::List());
         long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
         prefetch_tile<Plan::P, Plan::R>(x + a * Plan::P * Plan::C + c, int(A - a < Plan::L ? A - a : Plan::L), Plan::C);
     }
@@ -288,7 +291,8 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     load(false);
     load_matrices<Plan, 0, Plan::R>(matrices, factors, slice, typename Plan::List());
     cp_async_commit();
-    let_next_come();
+    if constexpr (Plan::BLOCKS == 1) let_next_come();
+    else let_next_come(tiles, step);
     cp_async_wait<Plan::LOCAL ? 0 : 1>();
     __syncthreads();
     while (true) {
@@ -349,7 +353,7 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     }
     wait_for_previous();
     load(0);
-    let_next_come();
+    let_next_come(chunks, pieces);
     for (; number < chunks; stage ^= 1) {
         number += pieces;
         load(stage ^ 1);
@@ -450,7 +454,7 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
     load_factor<Plan, FIRST, 1, LD1>(left, factors, Left());  // transposed
     load_factor<Plan, 0, LD2, 1>(right, factors, Right());
     load(tiles);
-    let_next_come();
+    let_next_come(count, gridDim.x);
 
     using S1 = Sums<P1, Q1, Plan::WARPS>;
     using Sr = Sums<P2, Q2, Plan::WARPS>;

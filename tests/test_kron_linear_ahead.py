@@ -9,6 +9,7 @@ from helpers import gpu, same_bits
 
 import cukern
 from cukern.ops import kron_v4_backward
+from cukern.runtime import backend
 
 # Layers whose plans are, between them, of all kernels; of few rows, so that launches follow each other quickly, and of many.
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -19,6 +20,21 @@ LAYERS = [
     *[(BF16, rows, sizes) for rows, sizes in ((4096, (32,) * 2), (9, (16,) * 4), (7, (24, 6, 10)))],
     *[(F16, 300, (64,) * 2), (torch.float64, 50, (12, 20))],
 ]
+
+
+@pytest.mark.parametrize("total", (228 << 10, 100 << 10))
+def test_no_multiprocessor_has_room_for_more_than_its_part(monkeypatch, total):
+    """Of blocks that have no other shared memory; 1 KB of each is the driver's."""
+    of_gpu = {"capability": 90, "multiprocessors": 132, "shared_memory": total - 1024}
+    for name, value in of_gpu.items():
+        monkeypatch.setattr(backend, name, lambda device, value=value: value)
+    spread = backend.spread.__wrapped__
+    for blocks in (1, 132, 133, 528, 529, 1056):
+        part = -(-blocks // 132)
+        assert part * (spread(0, blocks, 0) + 1024) <= total < (part + 1) * (spread(0, blocks, 0) + 1024)
+    assert spread(60 << 10, 132, 0) == max(60 << 10, spread(0, 132, 0)) and spread(0, 10**6, 0) == 0
+    monkeypatch.setattr(backend, "capability", lambda device: 80)
+    assert spread(5, 132, 0) == spread(5, 132, backend.SIMULATED) == 5
 
 
 def chain(x, layers, pause):

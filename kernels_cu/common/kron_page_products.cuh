@@ -190,7 +190,8 @@ kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     prefetch_factor(w0, Plan::P2, Plan::Q2, w0_p, w0_q);
     prefetch_factor(w1, Plan::P1, Plan::Q1, w1_p, w1_q);
     long long all = A - (page - team);  // pages from the block's first one on
-    if (all > 0) prefetch_tile<Plan::P1 * Plan::P2, 1>(x + (page - team) * (Plan::P1 * Plan::P2), all < Plan::TEAMS ? int(all) : Plan::TEAMS, 1);
+    int own = all < Plan::TEAMS ? int(all) : Plan::TEAMS;
+    if (own > 0) prefetch_tile<Plan::P1 * Plan::P2, 1>(x + (page - team) * (Plan::P1 * Plan::P2), own, 1);
     wait_for_previous();
     each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{left}, [&] {
         each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Plan, T>{right}, [&] {
