@@ -345,16 +345,8 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     };
     constexpr int ROWS = Plan::TENSOR ? (Plan::KW + 15) / 16 : Plan::KW, COLUMNS = Plan::TENSOR ? Plan::JW / 8 : Plan::JW;
     conditional_t<Plan::TENSOR, Acc[ROWS][COLUMNS][4], Acc[ROWS][COLUMNS]> sums = {};
-    if (number < chunks) {
-        long long a = number / across * Plan::L, c = number % across * Plan::R;
-        int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        prefetch_tile<P, Plan::R>(z + a * P * C + c, rows, C);
-        prefetch_tile<Q, Plan::R>(h + a * Q * C + c, rows, C);
-    }
     wait_for_previous();
-    load(0);
-    let_next_come(chunks, pieces);
-    for (; number < chunks; stage ^= 1) {
+    for (load(0); number < chunks; stage ^= 1) {
         number += pieces;
         load(stage ^ 1);
         cp_async_wait<1>();

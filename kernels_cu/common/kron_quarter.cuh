@@ -13,9 +13,10 @@
 // MB, with 32 warps a block (by 8 warps 2.7). A sum of its own that reads 16 bytes a lane, partial sums as lanes have them, and those of
 // dW1 exchanged: 16.6; st.async, where barriers of the cluster wait for all stores, and 16 warps a block of the sum: 14.9. Until all is
 // split in shared memory it takes 5.5 (in bfloat16 4.3), then to the end of the second products 2.9, and for exchange, third products and
-// stores 3.9. Side by side with other launches (ahead.cuh) 14.1 and 10.1. What did not help: the first product begun when half of its numbers are there, beside whose products the others are split
-// (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores to shared memory then meet the same banks (0.7 more). The
-// forward so: 8.6, of which 5.2 to the end of the products, for the other kernel's 8.1.
+// stores 3.9. Side by side with other launches (ahead.cuh) 14.1 and 10.1. What did not help: the first product begun when half of its
+// numbers are there, beside whose products the others are split (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores
+// to shared memory then meet the same banks (0.7 more). The forward so: 8.6, of which 5.2 to the end of the products, for the other
+// kernel's 8.1.
 #pragma once
 #include "ahead.cuh"
 #include "kron_warpgroups.cuh"
