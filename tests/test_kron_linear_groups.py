@@ -102,6 +102,7 @@ def tilings(sizes, first, count, rows, target, kind) -> list[Group]:
     return list(kinds.values())
 
 
+TENSORS = (torch.float32, SPLIT[0]), (torch.float32, SPLIT[1]), (torch.bfloat16, TENSOR)
 CASES = [  # sizes, first step, count, rows, dtype, kind
     (((3, 5), (16, 24)), 0, 2, 5, torch.float32, FMA),  # slices; rows that do not fill the last tile
     (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32, FMA),  # an array [..][21], which no power of two divides
@@ -109,6 +110,8 @@ CASES = [  # sizes, first step, count, rows, dtype, kind
     (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, SPLIT[0]),
     (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, SPLIT[1]),
     (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.bfloat16, TENSOR),
+    *((((12, 12), (36, 20)), 0, 2, 3, dtype, kind) for dtype, kind in TENSORS),  # matrices with zeros beyond their rows
+    *((((12, 20), (24, 24)), 1, 1, 3, dtype, kind) for dtype, kind in TENSORS),
     (((16, 16), (32, 32)), 0, 2, 3, torch.float32, SPLIT[0]),
     (((16, 16), (32, 32)), 0, 2, 3, torch.float32, SPLIT[1]),
     (((16, 16), (32, 32)), 0, 2, 3, torch.bfloat16, TENSOR),
@@ -139,10 +142,11 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype, k
 
 
 @kernels
+@pytest.mark.parametrize("sizes", (((16, 16), (32, 32)), ((12, 12), (20, 20))))
 @pytest.mark.parametrize("special", (None, float("inf"), float("nan")))
-def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, special):
+def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, special, sizes):
     """As on the FMA units: no difference of infinities, and nothing that TF32 would round to infinity. Below 2^-112 bits are lost."""
-    sizes, largest = ((16, 16), (32, 32)), torch.finfo(torch.float32).max
+    largest = torch.finfo(torch.float32).max
     x, ws = draw(7, sizes, device, torch.float32)
     for row, value in enumerate((largest, -largest, float("inf"), float("-inf"), float("nan"))):
         x[row, 7 * row] = value

@@ -152,7 +152,7 @@ def tilings(run: Sequence[Step], rows: int, target: Target, kind: Kind) -> Itera
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
     powers = [1 << n for n in range(12)]
-    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 14) and 2 * rows * run[-1].left > L]
+    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 15) and 2 * rows * run[-1].left > L]
     tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         q = prod(s.q for s in parts[0])
@@ -198,7 +198,8 @@ def _tiling(
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
         stored = itemsize if len(piece) == 1 and (pairs or not products) else size  # bytes of a number: matrix_t
-        matrices += -(-p * part.padded * stored // 16) * 16 * (2 if split else 1)
+        high = ceil(p / 8) * 8 if products else p  # HIGH in kron_step.cuh
+        matrices += -(-high * part.padded * stored // 16) * 16 * (2 if split else 1)
         registers = max(registers, _registers(part, itemsize, products, p))
         total, before, right = total // p * q, right, right * q
         if n < len(pieces) - 1:
@@ -242,7 +243,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
     """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
     best, (products, split) = None, kind
     if products:
-        if p % 8 or q % 8 or (right > 1 and right % 4):
+        if min(p, q) < 8 or (p % 2 if right == 1 else right % 4):
             return None
         least = 8 if right == 1 else 32
         kinds = [(f, c, 1) for f in (8, 16, 32, 64, 128) for c in (16, 32, 48, 64, 80) if f >= least and f * c <= 2048]
@@ -253,6 +254,8 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         part = part._replace(padded=-(-q // part.wide) * part.wide)
         groups = part.padded // part.wide
         items = ceil(fibers / (f * lanes)) * groups
+        if products and right == 1 and q % gcd(c // 8, 4):  # what a lane stores at once
+            continue
         if items > warps or part.padded >= 2 * max(q, 9) or (c & (c - 1) and not q & (q - 1)):  # a Layout of powers of two cannot add 48
             continue
         if products:
@@ -264,7 +267,8 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
-        multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
+        high = ceil(p / 8) * 8 if products else p
+        multiplied, fetched = high * ceil(items / 4) * issue, high * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
         rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
         if best is None or rank < best[0]:

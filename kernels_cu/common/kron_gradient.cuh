@@ -18,13 +18,13 @@ struct Gradient4 {
     using H = H_;
 };
 
-// Numbers k0 to k0 + K of the fibers of a chunk, of N in all; zeros beyond N and beyond `rows`.
+// Numbers k0 to k0 + K of the fibers of a chunk, of N in all; zeros beyond N, beyond `rows` and beyond `columns` of each.
 template <class Plan, class In, int K, int N, typename T>
-__device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int rows, long long C) {
+__device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int rows, long long columns, long long C) {
     constexpr int W = Plan::BYTES / sizeof(T), R = Plan::R;
     for (int e = threadIdx.x * W; e < Plan::L * K * R; e += Plan::THREADS * W) {
         int l = e / (K * R), k = e / R % K + k0, r = e % R;
-        bool in = l < rows && k < N;
+        bool in = l < rows && k < N && (Plan::WHOLE || r < columns);
         const T* x = from + (Plan::WHOLE ? (l * N + k) * R + r : k * C + r);
         if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + In::at(e)), x, in);
         else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), x, in);

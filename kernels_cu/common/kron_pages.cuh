@@ -69,7 +69,8 @@ __device__ __forceinline__ void each_unit(const F& f) {
 template <int P, int Q, int THREADS, typename T, class Put, class Meanwhile>
 __device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put, const Meanwhile& meanwhile) {
     constexpr int U = 16 / sizeof(T), N = Put::TOGETHER, EACH = (P * Q / U + THREADS - 1) / THREADS;
-    bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = q == 1 && p % U == 0 && aligned;
+    constexpr bool BY_ROWS = P % 4 == 0 && Q % U == 0, BY_COLUMNS = P % U == 0;
+    bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = BY_ROWS && q == 1 && p % U == 0 && aligned;
     Vec<T, U> v[EACH];
     if (rows) each_unit<P, Q, U, THREADS>([&](int n, int k, int j) { v[n] = load_vec<T, U>(w + k * p + j); });
     __syncwarp();  // else the compiler may put `meanwhile` first
@@ -84,7 +85,7 @@ __device__ __forceinline__ void each_number(const T* w, long long p, long long q
                 put(k, j + u, part);
             }
         });
-    } else if (p == 1 && q % U == 0 && aligned) {
+    } else if (BY_COLUMNS && p == 1 && q % U == 0 && aligned) {
         share<P / U, Q, THREADS>([&](int i, int j) {
             Vec<T, U> v = load_vec<T, U>(w + i * U + j * q);
 #pragma unroll

@@ -116,21 +116,24 @@ __device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const I
     }
 }
 
-// A lane's 8 numbers along k, from k on, of a warp's fibers; ROUND: to TF32.
+// A lane's 8 numbers along k, from k on, of a warp's fibers, with zeros beyond the last; ROUND: to TF32.
 template <class S, int RIGHT, bool ROUND, int NS, int FROM, typename In>
 __device__ __forceinline__ void fetch_fibers(float (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
     auto number = [](In v) { return ROUND ? to_tf32(load_as(v)) : load_as(v); };
+    int first = k + threadIdx.x % 4 * (RIGHT == 1 ? 2 : 1);
 #pragma unroll
     for (int i = 0; i < FROM; ++i) {
         int at = S::In::join(from[i], S::In::at(k * RIGHT));
         if constexpr (RIGHT == 1) {
-            Vec<In, 2> v = load_vec<In, 2>(source + at);
+            Vec<In, 2> v = {};
+            if (S::P % 8 == 0 || first < S::P) v = load_vec<In, 2>(source + at);
             x[i][0] = number(v.v[0]);
             x[i][1] = number(v.v[1]);
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
+                Vec<In, 4> v = {};
+                if (S::P % 8 == 0 || first + 4 * h < S::P) v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
             }
@@ -168,7 +171,7 @@ __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const f
         multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
             if constexpr (SPLIT) {
                 unpack(c, load_vec<float, 4>(w + d * (S::PADDED * 8) + m * 128));
-                unpack(small, load_vec<float, 4>(w + (S::P + d * 8) * S::PADDED + m * 128));
+                unpack(small, load_vec<float, 4>(w + (S::HIGH + d * 8) * S::PADDED + m * 128));
             } else {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -213,7 +216,7 @@ __device__ __forceinline__ void store_tensor(const float (&sums)[MS][NS][4], flo
 }
 
 // One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the
-// fibers (N). P is a multiple of 8, COLUMNS of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
+// fibers (N). P is even where RIGHT is 1, COLUMNS a multiple of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
 template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
 __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
                                                  const After& after) {

@@ -43,7 +43,7 @@ using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_p
 
 template <class Plan, bool FIRST, typename T, class S>
 __device__ constexpr int matrix_bytes() {
-    return (S::P * S::PADDED * sizeof(matrix_t<Plan, FIRST, T, S>) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
+    return (S::HIGH * S::PADDED * sizeof(matrix_t<Plan, FIRST, T, S>) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
 }
 template <class Plan, typename T, class S, class... Others>
 __device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
@@ -85,10 +85,10 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     using M = matrix_t<Plan, N == 0, T, S>;
     M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
-    constexpr int U = 16 / sizeof(T), P = S::P, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
-    constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
+    constexpr int U = 16 / sizeof(T), P = S::P, HIGH = S::HIGH, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
+    constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR ? P == HIGH : PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
     auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
-    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, P * PADDED); };
+    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, HIGH * PADDED); };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
                     Vec<M, 2 * K> numbers;
 #pragma unroll
                     for (int e = 0; e < 2 * K; ++e) numbers.v[e] = M(rows[e % K].v[u + e / K]);
-                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, P * PADDED);
+                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, HIGH * PADDED);
                 }
             });
         }
@@ -123,6 +123,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
             else put_one(k, j, element<N, Factors...>(factors, k, first + j));
         });
     }
+    if constexpr (HIGH > P) share<HIGH - P, PADDED, THREADS>([&](int k, int j) { put_one(P + k, j, M(0.0f)); });
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
