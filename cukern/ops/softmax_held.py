@@ -113,8 +113,8 @@ def in_a_cluster(p: Problem) -> Run | None:
 
 
 def of_few_rows(p: Problem) -> Run | None:
-    """The same of long rows that a block could hold, but that are fewer than the multiprocessors."""
-    few = p.rows < backend.multiprocessors(p.number) and p.vectors >= plan.LEAST_SHARED
+    """The same of long rows that a block could hold, but that are few enough for the largest clusters."""
+    few = p.rows * plan.CLUSTER_SIZES[-1] <= backend.multiprocessors(p.number) and p.vectors >= plan.LEAST_SHARED
     return in_several_blocks(p) if few else None
 
 
