@@ -36,7 +36,7 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
         team, least = ceil(K / KW) * ceil(J / JW), gcd(C, 16 // size)
     threads = max(team, 256 // team * team) if tensor else ceil(max(team, 256) / 32) * 32
     fibers = max(_STAGE // ((K + J) * itemsize), 1)
-    if C * least <= fibers or C == 1:
+    if C == 1 or C <= fibers and (C % least == 0 or C * least <= fibers):
         L, R = 1 << (fibers // C).bit_length() - 1, C
     else:  # the last chunk of a row may be a part of one: as little as can be
         L, R = 1, min(range(least, fibers + 1, least), key=lambda r: (-(-C // r) * r, -r))
@@ -65,8 +65,9 @@ def _share(K: int, J: int) -> tuple[int, int]:
 
 
 def _side(n: int) -> int:
-    """The rows of a tile: a multiple of 8, for as few tiles as can be."""
-    return ceil(n / ceil(n / _MOST) / 8) * 8
+    """The rows of a tile: a multiple of 8, for as few tiles as can be; of 16, where several warps share them."""
+    rows = ceil(n / ceil(n / _MOST))
+    return ceil(rows / 8) * 8 if rows <= 64 else ceil(rows / 16) * 16
 
 
 def _divisors(n: int) -> list[int]:
@@ -75,7 +76,7 @@ def _divisors(n: int) -> list[int]:
 
 def _layout(n: int, R: int, L: int, itemsize: int, tensor: bool) -> tuple[int, ...]:
     v = 16 // itemsize
-    if n & (n - 1) or R & (R - 1) or L * R * n % (8 * v):
+    if R & (R - 1) or (n & (n - 1) and (L > 1 or R == 1)) or L * R * n % (8 * v):  # places of l, of k and of r are joined
         return 3, 0, 3, 0, v
     if tensor and R > 1:
         return (*(spread(2, R // v, 1) if itemsize == 4 else spread(1, R // v, 2)), 3, 0, v)

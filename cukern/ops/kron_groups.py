@@ -186,7 +186,7 @@ def _tiling(
     writer, before = None, 1  # the step before, and its right
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
-        pairs = n == 0 and itemsize == 2 and len(piece) == 1 and p % 16 == 0  # multiplied as they are: in_pairs
+        pairs = products == 1 and n == 0 and itemsize == 2 and len(piece) == 1 and p % 4 == 0 and p > 8  # in_pairs in kron_tensor.cuh
         chosen = _config(total // p, p, q, right, size, warps, kind, pairs)
         if chosen is None:
             return
@@ -198,7 +198,7 @@ def _tiling(
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
         stored = itemsize if len(piece) == 1 and (pairs or not products) else size  # bytes of a number: matrix_t
-        high = ceil(p / 8) * 8 if products else p  # HIGH in kron_step.cuh
+        high = _high(p, products, pairs)
         matrices += -(-high * part.padded * stored // 16) * 16 * (2 if split else 1)
         registers = max(registers, _registers(part, itemsize, products, p))
         total, before, right = total // p * q, right, right * q
@@ -267,13 +267,19 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
-        high = ceil(p / 8) * 8 if products else p
+        high = _high(p, products, pairs)
         multiplied, fetched = high * ceil(items / 4) * issue, high * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
         rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
+
+
+def _high(p: int, products: int, pairs: bool) -> int:
+    """Rows of a matrix in shared memory, with zeros beyond the last: high() in kron_tensor.cuh."""
+    at_once = 16 if pairs else 8 if products else 1
+    return ceil(p / at_once) * at_once
 
 
 def _depth(fibers: int, p: int) -> int:

@@ -28,8 +28,7 @@ template <int FIBERS_, int COLUMNS_, int LANES_, int PADDED_, class In_, class..
 struct Step4 {
     static constexpr int FIBERS = FIBERS_, COLUMNS = COLUMNS_, LANES = LANES_, PADDED = PADDED_, COUNT = sizeof...(Factors);
     static constexpr int P = (Factors::P * ...), Q = (Factors::Q * ...), GROUPS = PADDED / (LANES == 1 ? COLUMNS : COLUMNS * 32 / LANES);
-    static constexpr int FETCHED = FIBERS * LANES * P;                   // by a warp
-    static constexpr int HIGH = LANES == 1 ? (P + 7) / 8 * 8 : P;  // rows of the matrix in shared memory: tensor cores take 8 at once
+    static constexpr int FETCHED = FIBERS * LANES * P;  // by a warp
     using In = In_;
 
     // Whether each warp writes what it alone has read.

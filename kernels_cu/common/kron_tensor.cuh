@@ -9,7 +9,14 @@
 // Whether a step multiplies 16-bit numbers as they are, with no conversion: the first one, if its matrix is a factor.
 template <class S, typename In, typename M>
 __device__ constexpr bool in_pairs() {
-    return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 16 == 0;
+    return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 4 == 0 && S::P > 8;
+}
+
+// Rows of a step's matrix in shared memory, where tensor cores take 8 or, of pairs, 16 at once: beyond P they are zeros.
+template <class S, bool PAIRS>
+__device__ constexpr int high() {
+    constexpr int AT_ONCE = S::LANES > 1 ? 1 : PAIRS ? 16 : 8;
+    return (S::P + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
 }
 template <typename T>
 __device__ __forceinline__ unsigned pair_of(T a, T b) {
@@ -79,24 +86,29 @@ struct Lanes4 {
     __device__ static constexpr int fiber(int t) { return ONE ? 2 * t : PAIR == 16 ? 4 * t : PAIR == 8 ? t % 2 * 4 + t / 2 * 16 : 8 * t; }
 };
 
-// sums += the products of `count` 16-bit numbers of each fiber, as they are.
+// sums += the products of `count` 16-bit numbers of each fiber, as they are, and of zeros beyond the last.
 template <class S, int RIGHT, int MS, int NS, int FROM, typename In>
 __device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const In* w, int count) {
 #pragma unroll 2
     for (int k0 = 0; k0 < count; k0 += 16) {
         unsigned x[NS][2], c[MS][4];
+        int first = k0 + threadIdx.x % 4 * (RIGHT == 1 ? 4 : 2);
 #pragma unroll
         for (int i = 0; i < FROM; ++i) {
             int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
             if constexpr (RIGHT == 1) {
-                Vec<In, 4> v = load_vec<In, 4>(source + at);
+                Vec<In, 4> v = {};
+                if (S::P % 16 == 0 || first < S::P) v = load_vec<In, 4>(source + at);
                 x[i][0] = pair_of(v.v[0], v.v[1]);
                 x[i][1] = pair_of(v.v[2], v.v[3]);
             } else {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    Vec<In, 4> even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
-                    Vec<In, 4> odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
+                    Vec<In, 4> even = {}, odd = {};
+                    if (S::P % 16 == 0 || first + 8 * h < S::P) {
+                        even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
+                        odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
+                    }
 #pragma unroll
                     for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = pair_of(even.v[e], odd.v[e]);
                 }
@@ -171,7 +183,7 @@ __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const f
         multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
             if constexpr (SPLIT) {
                 unpack(c, load_vec<float, 4>(w + d * (S::PADDED * 8) + m * 128));
-                unpack(small, load_vec<float, 4>(w + (S::HIGH + d * 8) * S::PADDED + m * 128));
+                unpack(small, load_vec<float, 4>(w + (high<S, false>() + d * 8) * S::PADDED + m * 128));
             } else {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

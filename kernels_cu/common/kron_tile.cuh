@@ -43,7 +43,8 @@ using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_p
 
 template <class Plan, bool FIRST, typename T, class S>
 __device__ constexpr int matrix_bytes() {
-    return (S::HIGH * S::PADDED * sizeof(matrix_t<Plan, FIRST, T, S>) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
+    using M = matrix_t<Plan, FIRST, T, S>;
+    return (high<S, FIRST && in_pairs<S, T, M>()>() * S::PADDED * sizeof(M) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
 }
 template <class Plan, typename T, class S, class... Others>
 __device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     using M = matrix_t<Plan, N == 0, T, S>;
     M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
-    constexpr int P = S::P, HIGH = S::HIGH, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS, U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));
+    constexpr int P = S::P, HIGH = high<S, PAIRS>(), K = PAIRS ? 2 : 1, THREADS = Plan::THREADS, U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));
     constexpr bool BY_ROWS = S::COUNT == 1 && U * sizeof(T) >= 4 && U > 1 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && V > 1;
     auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
     auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, HIGH * PADDED); };
