@@ -180,14 +180,32 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 
 
 @kernels
-def test_a_factor_that_no_block_holds(device, monkeypatch):
-    monkeypatch.setattr(backend, "shared_memory", lambda device: 2024)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("sizes", (((17, 19), (2, 3)), ((2, 3), (19, 17), (4, 4)), ((2, 2), (19, 17))))
+def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatch):
+    """The left one, the middle one, the right one; with all that is added, if it is the last."""
+    monkeypatch.setattr(backend, "shared_memory", lambda device: 1500)
     forget_plans()
-    sizes = (2, 3), (17, 19), (2, 2)
-    x, ws = draw(3, sizes, device)
-    assert any(not g.parts for g in kron_groups.groups(sizes, 3, Target(8, backend.multiprocessors(-1), 1000)))
-    close(cukern.kron_linear(x, ws, version="v4"), dense(x, ws))
+    x, ws = draw(3, sizes, device, dtype)
+    y = prod(q for _, q in sizes)
+    bias, residual = torch.randn(y, device=device).to(dtype), torch.randn(3, y, device=device).to(dtype)
+    launches = kron_v4.plan_of_layer(sizes, None, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[1]
+    assert max(sizes) in [sizes[made.indices[0]] for made in launches if made.launch is None]
+    ours, theirs = (cukern.kron_linear(x, ws, bias=bias, scale=0.5, residual=residual, version=v).double() for v in ("v4", "v2"))
+    exact = 0.5 * dense(x.double(), [w.double() for w in ws]) + bias + residual
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + torch.finfo(dtype).eps * exact.norm()
     forget_plans()
+
+
+def test_large_factors_of_16_bits_are_torchs():
+    """And those that a kernel multiplies faster are not, nor those of strict float32."""
+    for itemsize, tensor, sizes, theirs in (
+        (2, True, ((168, 168), (176, 176)), True),
+        (4, False, ((168, 168), (176, 176)), False),
+        (2, True, ((64, 64), (64, 64)), False),
+    ):
+        plan = kron_groups.groups(sizes, 64, Target(itemsize, 132, 226 << 10, tensor, 16, True))
+        assert all(not group.threads for group in plan) == theirs, sizes
 
 
 @kernels

@@ -10,7 +10,7 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_registers, kron_sixteen, kron_split
+from cukern.ops import kron_gemm, kron_registers, kron_sixteen, kron_split
 from cukern.ops.kron_plan import Sizes, Step, steps
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One launch, as in Plan4 of kron_step.cuh. No parts: v3's kernel."""
+    """One launch, as in Plan4 of kron_step.cuh. No parts: torch's matmul."""
 
     steps: tuple[Step, ...]
     parts: tuple[Part, ...] = ()
@@ -133,7 +133,7 @@ def end_of_run(order: Sequence[Step], first: int) -> int:
 
 @functools.lru_cache(4096)
 def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
-    """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
+    """The fastest launch of a run of steps, if there is one; for a single step there is always torch's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
     exact: list[Launch] = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
@@ -141,10 +141,9 @@ def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     exact += kron_sixteen.launches(run, rows, target)
     exact += kron_split.forward(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
-    if found or len(run) > 1:
+    if len(run) > 1 or (found and not kron_gemm.faster(run[0], rows, target, found.us)):
         return found
-    work = rows * run[0].left * run[0].p * run[0].q * run[0].right
-    return Group(tuple(run), us=LAUNCH_US + work / (target.multiprocessors * 40 * CYCLES_US))
+    return Group(tuple(run), us=kron_gemm.us(run[0], rows, target))
 
 
 def tilings(run: Sequence[Step], rows: int, target: Target, kind: Kind) -> Iterator[Group]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cukern.ops import kron_checks, kron_quick
 from cukern.ops.kron_autograd import product
-from cukern.ops.kron_torch import PRODUCTS, movedim_product
-from cukern.ops.kron_versions import VERSIONS, with_epilogue
+from cukern.ops.kron_torch import PRODUCTS, movedim_product, with_epilogue
+from cukern.ops.kron_versions import VERSIONS
 from cukern.runtime import backend
 
 _transforms = torch._C._are_functorch_transforms_active
