@@ -18,7 +18,7 @@ START_US = 3.0
 SM_BYTES_US = {2: 24_000.0, 4: 19_000.0, 8: 8_000.0}  # of a multiprocessor, by the size of a number
 UNALIGNED = {2: 0.38, 4: 0.6, 8: 1.0}  # of that, where rows do not begin at multiples of 16 bytes
 SIDES = {True: (32, 1), False: (64, 64)}  # what a matrix's rows and columns are rounded up to: if nothing is to the right, or else
-MARGIN = 1.2  # by so much it must be faster
+MARGIN, LARGE = 1.2, 128  # by so much it must be faster; not for more rows or columns, of which kernels take longer than is planned
 
 
 def us(step: Step, rows: int, target: "Target") -> float:
@@ -33,7 +33,8 @@ def us(step: Step, rows: int, target: "Target") -> float:
 
 def faster(step: Step, rows: int, target: "Target", us_of_kernel: float) -> bool:
     """Whether it is chosen, where there is a kernel. Strict float32 never is: there cuBLAS has no tensor cores."""
-    return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and MARGIN * us(step, rows, target) < us_of_kernel
+    margin = 1.0 if max(step.p, step.q) > LARGE else MARGIN
+    return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and margin * us(step, rows, target) < us_of_kernel
 
 
 def mode_product(z: Tensor, w: Tensor, step: Step, out: Tensor) -> Tensor:
