@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # kernels 321; (128, 224) 68, 64, 200; (64, 86) 32, 39, 95; (128, 148) 135, 119, 196.
 START_US = 3.0
 SM_BYTES_US = {2: 24_000.0, 4: 19_000.0, 8: 8_000.0}  # of a multiprocessor, by the size of a number
-UNALIGNED = {2: 0.38, 4: 0.6, 8: 1.0}  # of that, where rows do not begin at multiples of 16 bytes
+UNALIGNED = {2: 0.38, 4: 0.6, 8: 1.0}  # of that, where rows do not begin at multiples of 16 bytes; else:
 SIDES = {True: (32, 1), False: (64, 64)}  # what a matrix's rows and columns are rounded up to: if nothing is to the right, or else
 MARGIN, LARGE = 1.2, 128  # by so much it must be faster; not for more rows or columns, of which kernels take longer than is planned
 
@@ -24,11 +24,13 @@ MARGIN, LARGE = 1.2, 128  # by so much it must be faster; not for more rows or c
 def us(step: Step, rows: int, target: "Target") -> float:
     """About how long it takes."""
     last, size = step.right == 1, target.itemsize
-    high, wide = SIDES[last]
-    rounded = ceil(step.q / high) * high / step.q * (ceil(step.right / wide) * wide / step.right)
-    aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
-    moved = rows * step.left * step.right * (step.p + step.q) * size * rounded
-    return START_US + moved / (target.multiprocessors * SM_BYTES_US[size] * (1.0 if aligned else UNALIGNED[size]))
+    moved = rows * step.left * step.right * (step.p + step.q) * size
+    if all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,)))):
+        high, wide = SIDES[last]
+        moved *= ceil(step.q / high) * high / step.q * (ceil(step.right / wide) * wide / step.right)
+    else:
+        moved /= UNALIGNED[size]
+    return START_US + moved / (target.multiprocessors * SM_BYTES_US[size])
 
 
 def faster(step: Step, rows: int, target: "Target", us_of_kernel: float) -> bool:
