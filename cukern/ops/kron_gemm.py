@@ -1,5 +1,5 @@
-"""One factor of kron_linear by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those whose sizes v4's kernels have no
-good tiles for. It needs no more memory than the output."""
+"""One factor of kron_linear by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those whose sizes v4's kernels
+have no good tiles for. It needs no more memory than the output."""
 
 from math import ceil
 from typing import TYPE_CHECKING
