@@ -11,7 +11,7 @@ from test_kron_linear import close, dense, draw
 
 import cukern
 from cukern.bench import environment
-from cukern.ops import kron_groups, kron_quick, kron_v4, kron_v4_backward
+from cukern.ops import kron_gemm, kron_groups, kron_quick, kron_v4, kron_v4_backward
 from cukern.ops.kron_groups import FMA, MOST, MOST_WARPS, SPLIT, TENSOR, Group, Target
 from cukern.ops.kron_plan import steps
 from cukern.ops.kron_registers import Registers
@@ -209,7 +209,9 @@ def test_large_factors_of_16_bits_are_torchs():
 
 
 @kernels
-def test_float32_is_tf32_where_torchs_switch_says_so(device):
+def test_float32_is_tf32_where_torchs_switch_says_so(device, monkeypatch):
+    monkeypatch.setattr(kron_gemm, "faster", lambda *_: False)
+    forget_plans()
     x, ws = draw(128, ((128, 128),), device, torch.float32)  # where TF32 pays on two multiprocessors, and on 132
     exact, errors = dense(x.double(), [w.double() for w in ws]), []
     before = torch.get_float32_matmul_precision()
@@ -218,6 +220,7 @@ def test_float32_is_tf32_where_torchs_switch_says_so(device):
         y = cukern.kron_linear(x, ws, version="v4")
         errors.append(float((y.double() - exact).norm() / exact.norm()))
     torch.set_float32_matmul_precision(before)
+    forget_plans()
     assert errors[0] < 1e-6 and 1e-5 < errors[1] < 1e-3, errors
 
 
