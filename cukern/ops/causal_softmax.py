@@ -253,11 +253,12 @@ _v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
 
 
 def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
-    found, warp_keys = [_V1[dtype], _V1_BWD[dtype]], held.warp_keys(plan.WARP_VECTORS_CAUSAL)
+    found = [_V1[dtype], _V1_BWD[dtype]]
     for backward, exact in itertools.product((False, True), repeat=2):
         warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
+        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL)]
         blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
-        found += [*(warp[dtype, *key, WARP_BLOCK, exact] for key in warp_keys), *(block[key] for key in blocks)]
+        found += [*(warp[key] for key in warps), *(block[key] for key in blocks)]
     return found
 
 

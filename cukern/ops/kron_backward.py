@@ -11,7 +11,7 @@ from cukern.ops.kron_plan import Backward, Sizes, Step, steps
 
 _LARGEST = 128 * 128  # sums of a factor's gradient
 _LARGE = 64 * 64  # of which more threads share out the sums
-_SUMS, _SUMS_OF_TWO = 80, 120  # that a thread keeps, at most; more for two factors in one sweep, unless the parts of split numbers need room
+_SUMS, _SUMS_OF_TWO = 80, 120  # that a thread keeps, at most; of two factors in one sweep, if numbers are not split, which takes registers
 _MERGED = {True: 16, False: 64}  # rows and columns of a product of merged factors, at most: of float, on FMA units, or not
 _TOGETHER = 4  # factors of such a product, at most
 _MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # of a multiprocessor, of split numbers or not

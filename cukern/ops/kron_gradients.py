@@ -36,7 +36,7 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
         team, least = ceil(K / KW) * ceil(J / JW), gcd(C, 16 // size)
     threads = max(team, 256 // team * team) if tensor else ceil(max(team, 256) / 32) * 32
     fibers = max(_STAGE // ((K + J) * itemsize), 1)
-    if C == 1 or C <= fibers and (C % least == 0 or C * least <= fibers):
+    if C == 1 or C * least <= fibers or (C % least == 0 and fibers >= C):
         L, R = 1 << (fibers // C).bit_length() - 1, C
     else:  # the last chunk of a row may be a part of one: as little as can be
         L, R = 1, min(range(least, fibers + 1, least), key=lambda r: (-(-C // r) * r, -r))

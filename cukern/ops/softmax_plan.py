@@ -53,7 +53,7 @@ WARP_VECTORS = {2: (1, 2), 4: (1, 4), 8: (1, 4)}
 SHAPES: tuple[Shapes, Shapes] = (
     {
         2: (Shape(2, 64, 20), Shape(2, 128, 12), Shape(2, 256, 6), Shape(4, 256, 4), Shape(4, 512, 2)),
-        4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(4, 512, 2), Shape(8, 512, 2)),
+        4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(6, 256, 4), Shape(8, 256, 3), Shape(8, 512, 2)),
         8: (Shape(2, 512, 2),),
     },
     {
@@ -62,7 +62,7 @@ SHAPES: tuple[Shapes, Shapes] = (
         8: (Shape(1, 1024, 1),),
     },
 )
-FEWEST_LANES = 8  # that have several vectors each, so that neighbours' are whole lines of memory
+FEWEST_LANES = 4  # that have several vectors each, so that neighbours' are halves of a line of memory at least
 WARP_VECTORS_CAUSAL = 1, 2, 4
 SHAPES_CAUSAL: Shapes = {
     2: (Shape(4, 64, 1), Shape(4, 128, 1), Shape(4, 256, 1), Shape(8, 256, 1)),
@@ -93,13 +93,13 @@ def vectors_of(columns: int, itemsize: int) -> int:
 
 
 def warp_team(vectors: int, itemsize: int, exact: bool, options: tuple[int, ...]) -> Team | None:
-    """The fewest lanes of a warp that hold a row, each one of `options` vectors; or None for too long a row. Where rows are not whole vectors
-    there are lanes for the edges, too."""
+    """The fewest lanes of a warp that hold a row, each one of `options` vectors; or None for too long a row. Where rows are not whole
+    vectors there are lanes for the edges, too."""
     least = 1 if exact else 2 * VECTOR_BYTES // itemsize
     for each in reversed(options):
         lanes = 1 << max(ceil(vectors / each) - 1, 0).bit_length()
-        if lanes <= 32 and (lanes >= FEWEST_LANES or each == 1):
-            return Team(each, max(lanes, least))
+        if lanes <= 32 and (each == 1 or lanes >= max(least, FEWEST_LANES)):
+            return Team(each, max(least, lanes))
     return None
 
 

@@ -4,6 +4,11 @@
 // up at the end, always in the same order.
 //
 // On the FMA units a thread has KW x JW sums. On tensor cores, in TF32, a warp has them, of 8 x 8 of which a lane has two.
+//
+// Sizes need be no multiples of anything: tiles have zeros beyond P and Q, and a row's last chunk beyond C. Before, such sizes went to the
+// FMA units, and some had chunks of whole rows, which do not fit in shared memory (148 numbers to the right of a factor of 128). With that,
+// and fewer conflicts of banks where P or Q is no power of 2, the whole backward, H200, bfloat16: 2048 x (112, 128) 264 to 228 us,
+// (32, 172) 610 to 172, 4096 x (100, 100) 1973, 2048 rows now 252.
 #pragma once
 #include "kron_tile.cuh"
 

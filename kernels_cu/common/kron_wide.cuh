@@ -6,7 +6,8 @@
 #include "wgmma.cuh"
 
 // TEAMS: warpgroups of a block. STAGES: pages that each has room for. COLUMNS: of z's first piece; REST: of the other. The left factor may
-// have any sizes: a page has HIGH rows in shared memory, of which those beyond P1 stay 0, as do w1's.
+// have any sizes: a page has HIGH rows in shared memory, of which those beyond P1 stay 0, as do w1's: bfloat16, H200, 4096 x (64, 64) to
+// (86, 128) 156 to 38 us; 2048 x (86, 128) 38 (v2 83), (108, 128) 40 (109).
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
 struct Wide4 {
     static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS, MT = 1;
