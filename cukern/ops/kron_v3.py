@@ -57,8 +57,9 @@ def sum_pieces(partials: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """scale times the sum of the second index of partials, (samples, pieces, p, q)."""
     samples, pieces, p, q = partials.shape
     out = torch.empty((samples, p, q), dtype=dtype, device=partials.device)
-    launch = _V3_SUM[dtype, partials.dtype].on(partials.get_device())
-    launch((samples * -(-p * q // 32), 1, 1), (32, 8, 1), 0, *pointers(out, partials), p * q, pieces, scale)
+    device, blocks = partials.get_device(), samples * -(-p * q // 32)
+    launch = _V3_SUM[dtype, partials.dtype].on(device)
+    launch((blocks, 1, 1), (32, 8, 1), backend.spread(0, blocks, device), *pointers(out, partials), p * q, pieces, scale)
     return out
 
 

@@ -76,7 +76,7 @@ def prepare(group: kron_pages.Launch, rows: int, dtype: torch.dtype, device: int
         return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, unused, features)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
-    geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
+    geometry = (blocks, 1, 1), (group.threads, 1, 1), backend.spread(group.shared, blocks, device)
     return Prepared(group, _V4[type(group)][dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
 

@@ -175,10 +175,10 @@ __device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In
 }
 
 // The same of split numbers. The fewer numbers are added, the less SGEMM errs, and the fewer are added here before they are rounded.
-template <class S, int RIGHT, bool SPLIT, int MS, int NS, int FROM>
+template <class S, int RIGHT, bool SPLIT, int UNROLL, int MS, int NS, int FROM>
 __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w, int count) {
     constexpr int DEPTH = S::P >= 64 && S::P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1, WIDE = Lanes4<S, RIGHT>::WIDE;
-#pragma unroll 1
+#pragma unroll(UNROLL)
     for (int k0 = 0; k0 < count; k0 += 8 * DEPTH) {
         float x[DEPTH][NS][2];
 #pragma unroll
@@ -253,7 +253,8 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     else w += row * S::PADDED + ((j0 + g * Lanes::WIDE) ^ turn<Plan, S, RIGHT>(row));
     float sums[Lanes::MS][Lanes::NS][4] = {};
     if constexpr (PAIRS) multiply_pairs<S, RIGHT>(sums, source, from, w, count);
-    else if constexpr (Plan::PRODUCTS == 3) multiply_three<S, RIGHT, Plan::SPLIT>(sums, source, from, w, count);
+    else if constexpr (Plan::PRODUCTS == 3)  // a multiprocessor's only four warps have registers to fetch ahead
+        multiply_three<S, RIGHT, Plan::SPLIT, Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1>(sums, source, from, w, count);
     else multiply_tf32<S, RIGHT, sizeof(In) == 4 && AHEAD < (1 << 30)>(sums, source, from, w, count);
     after();
     store_tensor<Plan, S, Q, RIGHT, ALL, Out, LAST>(sums, tile, global, f0, j0);

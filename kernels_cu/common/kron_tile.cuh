@@ -17,6 +17,7 @@
 // which one access serves meet different banks; that is linear in the bits of u, so where all sizes are powers of two the
 // place of a sum is the "sum", by exclusive or, of places. (Where they are not, nothing is moved.)
 #pragma once
+#include "ahead.cuh"
 #include "kron_tensor.cuh"
 
 constexpr int MOST = 8;  // factors in a launch
@@ -132,6 +133,20 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     }
     if constexpr (HIGH > P) share<HIGH - P, PADDED, THREADS>([&](int k, int j) { put_one(P + k, j, M(0.0f)); });
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
+}
+
+// Fetch factors to L2, from number N on.
+template <int N, typename T, class... Factors>
+__device__ __forceinline__ void prefetch_those(const Factors4<T>& factors) {
+    int n = N;
+    ((prefetch_factor(factors.at[n], Factors::P, Factors::Q, factors.p[n], factors.q[n]), ++n), ...);
+}
+template <int N, typename T>
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>&, Steps4<>) {}
+template <int N, typename T, int F, int C, int L, int PADDED, class In, class... Factors, class... Others>
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Steps4<Step4<F, C, L, PADDED, In, Factors...>, Others...>) {
+    prefetch_those<N, T, Factors...>(factors);
+    prefetch_factors<N + sizeof...(Factors)>(factors, Steps4<Others...>());
 }
 
 // The matrices of the steps from factor N on.

@@ -158,6 +158,10 @@ kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
         barrier_of(team + 1, 128);
         load(done);
     };
+    prefetch_factor(w0, Plan::P2, Plan::Q2, w0_p, w0_q);
+    prefetch_factor(w1, Plan::P1, Plan::Q1, w1_p, w1_q);
+    for (long long first = blockIdx.x; first < min(A, step); first += gridDim.x)
+        prefetch_tile<Plan::P1 * Plan::P2, 1>(x + first * (Plan::P1 * Plan::P2), 1, 1);
     clear_rest<Plan>(pages, left);
     wait_for_previous();
     each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{reinterpret_cast<char*>(left)}, [&] {
@@ -165,6 +169,7 @@ kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
             for (int to = 0; to < Plan::STAGES - 1; ++to) load(to);
         });
     });
+    let_next_come();
     fence_async();
     __syncthreads();
     unsigned w1_held[Plan::PARTS][Plan::HIGH / 16][4];
