@@ -24,7 +24,7 @@ MARGIN, LARGE = 1.2, 128  # by so much it must be faster; not for more rows or c
 def us(step: Step, rows: int, target: "Target") -> float:
     """About how long it takes."""
     last, size = step.right == 1, target.itemsize
-    moved = rows * step.left * step.right * (step.p + step.q) * size
+    moved: float = rows * step.left * step.right * (step.p + step.q) * size
     if all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,)))):
         high, wide = SIDES[last]
         moved *= ceil(step.q / high) * high / step.q * (ceil(step.right / wide) * wide / step.right)

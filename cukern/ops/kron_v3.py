@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops import kron_chain
+from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
 _V3, _V3_BWD = Template("kron_linear.cu", "kron_linear_v3"), Template("kron_linear.cu", "kron_linear_v3_bwd")
