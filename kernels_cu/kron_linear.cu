@@ -331,15 +331,15 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     constexpr int ZS = (Plan::FIBERS * K + 63) / 64 * 64, HS = (Plan::FIBERS * J + 63) / 64 * 64;
     extern __shared__ uint4 dynamic[];
     T *zs = reinterpret_cast<T*>(dynamic), *hs = zs + 2 * ZS;
-    long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = Plan::WHOLE ? 1 : C / Plan::R;
+    long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = Plan::WHOLE ? 1 : (C + Plan::R - 1) / Plan::R;
     long long chunks = (A + Plan::L - 1) / Plan::L * across;
     int k0 = blockIdx.x / TILES_J % TILES_K * K, j0 = blockIdx.x % TILES_J * J, stage = 0;
     auto load = [&](int to) {
         if (number < chunks) {
             long long a = number / across * Plan::L, c = number % across * Plan::R;
             int rows = int(A - a < Plan::L ? A - a : Plan::L);
-            load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C);
-            load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C);
+            load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C - c, C);
+            load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C - c, C);
         }
         cp_async_commit();
     };

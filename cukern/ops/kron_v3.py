@@ -24,11 +24,11 @@ Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
 PLAIN: Epilogue = (1.0, None, None)
 
 
-def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor | None = None) -> Tensor:
+def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """out[s, a, j, c] = scale * sum over k of z[s, a, k, c] w[s, k, j], plus bias and residual: one launch."""
     samples, A, p, C = z.shape
     q, (scale, bias, residual) = w.shape[2], epilogue
-    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device) if out is None else out
+    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device)
     if out.numel():
         columns = _tile(q)
         grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
@@ -36,11 +36,6 @@ def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor |
         launch = _V3[z.dtype, columns].on(z.get_device())
         launch((grid, 1, 1), BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
     return out
-
-
-def launch_of(dtype: torch.dtype, q: int, device: int) -> backend.Launch:
-    """mode_product's kernel for factors of q columns."""
-    return _V3[dtype, _tile(q)].on(device)
 
 
 def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:

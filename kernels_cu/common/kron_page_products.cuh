@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_rows(T* out, const T* bias, const T* resid
         for (int i = 0; i < Plan::MT * (COLUMNS / 8) * 4; ++i) y[i / (COLUMNS / 2)][i / 4 % (COLUMNS / 8)][i % 4] *= scale;
 #pragma unroll
     for (int m = 0; m < 2 * Plan::MT; ++m) {
-        if (Plan::ROWS > Plan::Q1 && first + m * 8 >= Plan::Q1) continue;
+        if (Plan::ROWS > Plan::Q1 && first + m * 8 + (Plan::Q1 % 8 ? g : 0) >= Plan::Q1) continue;
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n += N) {
             float part[2 * N];

@@ -44,7 +44,8 @@ using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_p
 
 template <class Plan, bool FIRST, typename T, class S>
 __device__ constexpr int matrix_bytes() {
-    return (S::P * S::PADDED * sizeof(matrix_t<Plan, FIRST, T, S>) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
+    using M = matrix_t<Plan, FIRST, T, S>;
+    return (high<S, FIRST && in_pairs<S, T, M>()>() * S::PADDED * sizeof(M) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
 }
 template <class Plan, typename T, class S, class... Others>
 __device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
@@ -86,19 +87,25 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     using M = matrix_t<Plan, N == 0, T, S>;
     M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
-    constexpr int U = 16 / sizeof(T), P = S::P, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
-    constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
+    constexpr int P = S::P, HIGH = high<S, PAIRS>(), K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
+    constexpr int U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));  // neighbours of a row, of a column, that are read at once
+    constexpr bool BY_ROWS = S::COUNT == 1 && U > 1 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && V > 1;
     auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
-    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, P * PADDED); };
+    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, HIGH * PADDED); };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
     if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
         if constexpr (BY_ROWS && !Plan::BY_LANES) {
-            share<P, COLUMNS / U, THREADS>([&](int k, int i) { cp_async_16(shared_address(to + place(k, i * U)), from + k * p + i * U); });
+            share<P, COLUMNS / U, THREADS>([&](int k, int i) {
+                unsigned at = shared_address(to + place(k, i * U));
+                if constexpr (U * sizeof(T) == 16) cp_async_16(at, from + k * p + i * U);
+                else cp_async<U * sizeof(T)>(at, from + k * p + i * U, true);
+            });
         } else if constexpr (BY_ROWS) {  // what neighbouring lanes store is contiguous: of all k that an mma takes
-            share<P / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
+            share<HIGH / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
                 int k = i % 8 * K, j = i / 8 * U;
+                if (HIGH > P && block * (8 * K) + k >= P) return;
                 Vec<T, U> rows[K];
 #pragma unroll
                 for (int r = 0; r < K; ++r) rows[r] = load_vec<T, U>(from + (block * (8 * K) + k + r) * p + j);
@@ -107,16 +114,16 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
                     Vec<M, 2 * K> numbers;
 #pragma unroll
                     for (int e = 0; e < 2 * K; ++e) numbers.v[e] = M(rows[e % K].v[u + e / K]);
-                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, P * PADDED);
+                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, HIGH * PADDED);
                 }
             });
         }
-    } else if (BY_COLUMNS && p == 1 && q % U == 0 && aligned) {
+    } else if (BY_COLUMNS && p == 1 && q % V == 0 && aligned) {
         if constexpr (BY_COLUMNS)
-            share<P / U, COLUMNS, THREADS>([&](int i, int j) {
-                Vec<T, U> v = load_vec<T, U>(from + i * U + j * q);
+            share<P / V, COLUMNS, THREADS>([&](int i, int j) {
+                Vec<T, V> v = load_vec<T, V>(from + i * V + j * q);
 #pragma unroll
-                for (int u = 0; u < U; ++u) put_one(i * U + u, j, M(v.v[u]));
+                for (int u = 0; u < V; ++u) put_one(i * V + u, j, M(v.v[u]));
             });
     } else {
         share<P, COLUMNS, THREADS>([&](int k, int j) {
@@ -124,6 +131,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
             else put_one(k, j, element<N, Factors...>(factors, k, first + j));
         });
     }
+    if constexpr (HIGH > P) share<HIGH - P, PADDED, THREADS>([&](int k, int j) { put_one(P + k, j, M(0.0f)); });
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
