@@ -30,7 +30,8 @@
 #pragma once
 #include "kron_warpgroups.cuh"
 
-// X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward.
+// X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward, without the ROOM
+// for the next G.
 template <int TEAMS_, long long C_, class Left_, class Right_>
 struct Split4 {
     static constexpr bool LEFT = Left_::COUNT > 0, RIGHT = Right_::COUNT > 0, PAIR = LEFT && RIGHT;
@@ -45,7 +46,7 @@ struct Split4 {
     using H = Tiles<P1, Q2>;
     using W1 = Tiles<P1, Q1>;
     using W2 = Tiles<P2, Q2>;
-    static constexpr int FACTORS = W1::BYTES + W2::BYTES, TEAM = X::BYTES + G::BYTES + H::BYTES;
+    static constexpr int FACTORS = W1::BYTES + W2::BYTES, TEAM = X::BYTES + G::BYTES + H::BYTES, ROOM = Q1 * Q2 * 4;
 };
 
 // kron_linear_v4 of one large factor, or two, of float. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in pieces, each
@@ -71,19 +72,28 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     auto give = [&](long long a, const float (&d)[N / 8][4]) {
         long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
         int rows = rows_of(a);
-        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
-            if (!LEFT && row >= rows) return;
-            long long i = at + row * OUT_STRIDE + column;
+        auto store = [&](bool more) {
+            each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+                if (!LEFT && row >= rows) return;
+                long long i = at + row * OUT_STRIDE + column;
+                for (float& one : four.v) one *= float(scale);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                four.v[e] *= float(scale);
-                if (bias) four.v[e] += bias[i % features + e];
-                if (residual) four.v[e] += residual[i + e];
-            }
-            store_vec(out + i, four);
-        });
+                for (int e = 0; e < 4; ++e) {
+                    if (more && bias) four.v[e] += bias[i % features + e];
+                    if (more && residual) four.v[e] += residual[i + e];
+                }
+                store_vec_past_l1(out + i, four);
+            });
+        };
+        if (bias || residual) store(true);
+        else store(false);
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
+    let_next_take_places();
+    if constexpr (RIGHT) factor_ahead<W2, ALL>(w0, w0_p, w0_q);
+    if constexpr (LEFT) factor_ahead<typename Plan::W1, ALL>(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
+    if constexpr (PAIR)
+        if (a < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a), X_STRIDE);
     wait_for_previous();
     Underway<W2, ALL> factor;
     if constexpr (RIGHT) factor.fetch_any(w0, w0_p, w0_q);
@@ -152,7 +162,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
 }
 
 // The backward of two, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: the factors in pieces, each
-// team's X, G and H, or the sums.
+// team's X, G and H, each team's room for the next G; or the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
 kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
@@ -170,47 +180,51 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
     U *gs = right + (Plan::FACTORS + team * Plan::TEAM) / 2, *xs = gs + G::BYTES / 2, *hs = xs + X::BYTES / 2;
     auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
     float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {}, numbers[8][4];
-    Underway<G, Plan::THREADS> next_g;
-    auto fetch_g = [&](long long a) { next_g.fetch(g + a * (Q1 * Q2), Q2); };
-    auto fetch_rows = [&](long long a) { fetch_seated(numbers, x + a * (P1 * P2), P2); };
-    auto ahead = [&](long long a) {
-        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + a * (P1 * P2), P2);
-        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + a * (Q1 * Q2), Q2);
+    Arriving<G, Plan::THREADS, T> next_g{reinterpret_cast<Vec<T, 4>*>(right + (Plan::FACTORS + Plan::TEAMS * Plan::TEAM) / 2) +
+                                         team * Plan::ROOM / 16 + threadIdx.x % Plan::THREADS};
+    auto fetch_g = [&](unsigned a) { next_g.fetch(g + a * (1ll * Q1 * Q2), Q2); };
+    auto fetch_rows = [&](unsigned a) { fetch_seated(numbers, x + a * (1ll * P1 * P2), P2); };
+    auto ahead = [&](unsigned a) {
+        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + a * (1ll * P1 * P2), P2);
+        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + a * (1ll * Q1 * Q2), Q2);
     };
-    auto give = [&](long long a, const float (&d)[8][4]) {
-        T* to = dx + a * (P1 * P2);
+    auto give = [&](unsigned a, const float (&d)[8][4]) {
+        T* to = dx + a * (1ll * P1 * P2);
         each_seated(d, [&](Vec<float, 4> four, int row, int column) {
             for (float& one : four.v) one *= float(scale);
             store_vec(to + row * P2 + column, four);
         });
     };
-    long long step = (long long)gridDim.x * Plan::TEAMS, a = blockIdx.x + team * gridDim.x;
+    unsigned step = gridDim.x * Plan::TEAMS, tiles = A, a = blockIdx.x + team * gridDim.x;
+    let_next_take_places();
+    factor_ahead<W1, ALL>(w1, w1_p, w1_q);
+    factor_ahead<W2, ALL>(w0, w0_p, w0_q);
+    if (a < tiles) Ahead<P1, P2, Plan::THREADS, T>::ahead(x + a * (1ll * P1 * P2), P2);
     wait_for_previous();
-    if (a < A) {
-        fetch_g(a);
-        fetch_rows(a);
-    }
     Underway<W1, ALL> factor1;
     Underway<W2, ALL> factor2;
     factor1.fetch_any(w1, w1_p, w1_q);
     factor2.fetch_any(w0, w0_p, w0_q);
+    if (a < tiles) {
+        fetch_g(a);
+        fetch_rows(a);
+    }
     factor1.put_unseated(left);
     factor2.template put<true>(right);
     Rows<64> rows;
-    if (a < A) next_g.put(gs);
+    cp_async_wait<0>();
+    if (a < tiles) next_g.put(gs);
     rows.split(numbers);
     fence_async();
     __syncthreads();
 #pragma unroll 1
-    for (; a < A; a += step) {
+    for (; a < tiles; a += step) {
         float h[8][4], z[8][4];
-        bool more = a + step < A;
+        bool more = a + step < tiles;
         if (more) ahead(a + step);
         start_product<P2>(z, rows, Described<W2, true>(right));
-        rows.template put<X>(xs);
-        fence_async();
-        sync();
         start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
+        rows.template put<X>(xs);
         wgmma_wait<1>(z);
         rows.split(z);
         start_product<Q2>(z, rows, Described<G, false>(gs));
@@ -218,16 +232,17 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
         put_rows<H>(hs, h);
         fence_async();
         sync();
+        if (more) fetch_g(a + step);  // after the fences, which would wait for it
         start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
         if (more) fetch_rows(a + step);
         wgmma_wait<1>(z);
-        if (more) fetch_g(a + step);
         add(sums1, z);
         start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
+        cp_async_wait<0>();
         sync();
         if (more) {
-            next_g.put(gs);
             rows.split(numbers);
+            next_g.put(gs);
         }
         wgmma_wait<1>(h);
         give(a, h);

@@ -64,6 +64,17 @@ struct Rows {
     }
 };
 
+// What a kernel does first, one of whose blocks fills a multiprocessor: the next launch's take their places as they leave. A factor, and
+// other inputs that no kernel just before writes, are fetched to the L2 cache; ahead.cuh says why that is not to read them.
+__device__ __forceinline__ void let_next_take_places() {
+    if (threadIdx.x == 0) let_next_start();
+}
+template <class M, int THREADS>
+__device__ __forceinline__ void factor_ahead(const float* w, long long p, long long q) {
+    if (q == 1) Ahead<M::ROWS, M::COLUMNS, THREADS, float>::ahead(w, p);
+    else if (p == 1) Ahead<M::COLUMNS, M::ROWS, THREADS, float>::ahead(w, q);
+}
+
 // Such numbers, of a matrix of any strides.
 template <int N>
 __device__ __forceinline__ void fetch_lanes(float (&numbers)[N][4], const float* from, long long row_stride, long long column_stride) {
@@ -208,6 +219,28 @@ struct Underway {
     }
     __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
+    }
+};
+
+// The same by way of shared memory, where a thread takes what it brought itself: no register is held while it comes. `room` is the thread's
+// first four numbers, the next ones THREADS fours on.
+template <class M, int THREADS, typename T = float>
+struct Arriving {
+    static constexpr int FOURS = M::PLANE / 4 / THREADS, BYTES = M::PLANE * sizeof(T);
+    Vec<T, 4>* room;
+
+    __device__ __forceinline__ void fetch(const T* from, long long stride) const {
+        each_four<M, THREADS / 32>([&](int i, int row, int column) {
+            cp_async_16(shared_address(room + i * THREADS), from + row * stride + column);
+        });
+        cp_async_commit();
+    }
+    // Once it has come: all is read before one is written, since for all that ptxas knows they might be the same memory.
+    __device__ __forceinline__ void put(__nv_bfloat16* to) const {
+        Vec<T, 4> fours[FOURS];
+#pragma unroll
+        for (int i = 0; i < FOURS; ++i) fours[i] = room[i * THREADS];
+        each_four<M, THREADS / 32>([&](int i, int row, int column) { put_four<M>(to, row, column, fours[i]); });
     }
 };
 
