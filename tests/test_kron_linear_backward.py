@@ -178,3 +178,24 @@ def test_infinities_and_large_numbers(device):
         for a, b in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, others, dy), strict=True):
             assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), value
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True), value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    "sizes, rows", ((((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192))
+)
+def test_memory_beside_the_gradients(dtype, sizes, rows):
+    """Forward and backward have no more at any time than x and y are, besides the results. Of few rows partial sums may be more."""
+    x, ws = draw(rows, sizes, "cuda", dtype)
+    leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
+    for _ in range(2):  # the first one loads the kernels
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = cukern.kron_linear(x, ws)
+        found = torch.autograd.grad(y, leaves, g)
+        results = torch.cuda.memory_allocated() - before
+        extra = torch.cuda.max_memory_allocated() - before - results
+        del y, found
+    assert extra <= x.nbytes + g.nbytes, (extra, x.nbytes, g.nbytes)

@@ -56,7 +56,8 @@ def kron_linear(
     on tensor cores in TF32 or with 16 digits. Autocast does not change the dtype. Results have the same bits in every run.
 
     For the backward x and the factors are kept; of a layer that v4 takes in two launches, forward and backward, also what is between,
-    an array like x. The backward itself allocates two arrays like x, or one with that, besides the gradients.
+    an array like x. The backward itself has besides the gradients one array like x, or none with that, two where factors are not square;
+    and partial sums, of which few rows have more than numbers.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """

@@ -145,14 +145,14 @@ def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callabl
     made = launches[0]
     if len(launches) > 1 or not made.group.threads:
         return None
-    launch, (grid, block, shared), shape, order = made.launch, made.geometry, (*x.shape[:-1], made.features), made.indices
+    shape, order = (*x.shape[:-1], made.features), made.indices
     strides, like = [n for i in order for n in factors[i].stride()], x.shape == shape
     numbers = rows * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
-    tail = (*made.unused, 0, 0, *numbers)
+    launch = backend.bind(made.launch, *made.geometry, *made.unused, 0, 0, *numbers)  # no bias, no residual
 
     def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
-        launch(grid, block, shared, out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in order], *tail)
+        launch(out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in order])
         return out
 
     return call

@@ -57,8 +57,8 @@ def backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
 ) -> list[Tensor | None]:
     """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each launch is
-    multiplied anew from x, in few launches, unless it was kept after that many steps: no more than two arrays of the layer's inputs and
-    outputs exist at one time."""
+    multiplied anew from x, in few launches, unless it was kept after that many steps. Besides dx no more than one array of the layer's
+    inputs and outputs exists at one time, two where a launch does not write over what it takes."""
     if not any(wanted[1:]):
         return [kron_v4.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
@@ -74,8 +74,9 @@ def backward(
         own = [s.factor for s in launch.steps]
         if launch.template and all(wanted[i + 1] for i in own):
             z = x if not n else kept if kept is not None and n == at else kron_v4.forward(x, factors, PLAIN, n)
-            h = _launched(launch, z, h, None if z is x or z is kept else z, factors, found, 1.0 if n else scale, waiting)
-            del z
+            out = z if z is not x and z is not kept else h.view_as(z) if h is not g and launch.in_place else None
+            h = _launched(launch, z, h, out, factors, found, 1.0 if n else scale, waiting)
+            del z, out
         else:
             h = _in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
         if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
@@ -114,7 +115,7 @@ def fused(
     launch: kron_backward.Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
     scale: float, factors_scale: float,
 ) -> Tensor:  # fmt: skip
-    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out` or a new tensor."""
+    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out`, perhaps z or h, or a new tensor."""
     waiting: list[_Waiting] = []
     back = _launched(launch, z, h, out, factors, found, scale, waiting)
     _sum(waiting, factors_scale)
