@@ -77,6 +77,9 @@ def backward(
             out = z if z is not x and z is not kept else h.view_as(z) if h is not g and launch.in_place else None
             h = _launched(launch, z, h, out, factors, found, 1.0 if n else scale, waiting)
             del z, out
+            if sum(w.partials.nbytes for w in waiting) > x.nbytes // 2:  # of few rows: so that they take no more memory than one launch's
+                _sum(waiting, scale)
+                waiting.clear()
         else:
             h = _in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
         if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):

@@ -107,11 +107,23 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         };
         fetch(a);
         if (LEAD > 1 && a + step < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a + step), X_STRIDE);
-        Rows<P1> left;
-        float numbers[P1 / 8][4];
-        fetch_lanes(numbers, (PAIR ? w1 : w0) + 64 * group * (PAIR ? w1_q : w0_q), PAIR ? w1_q : w0_q, PAIR ? w1_p : w0_p);
-        if constexpr (PAIR) factor.template put<true>(right);
-        left.split(numbers);
+        Rows<P1> left;  // [q][p] of this warpgroup's 64 q
+        {
+            using W1 = typename Plan::W1;
+            Underway<W1, ALL> whole;
+            whole.fetch_any(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
+            float *staged = reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), numbers[P1 / 8][4];
+            static_assert(Staged<W1>::SPACE <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
+            Staged<W1>::put(staged, whole);
+            if constexpr (PAIR) factor.template put<true>(right);
+            __syncthreads();
+            int q = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int e = 0; e < P1 / 2; ++e)
+                numbers[e / 4][e % 4] = staged[(p + e % 2 + e / 4 * 8) * Staged<W1>::ROW + q + e / 2 % 2 * 8];
+            left.split(numbers);
+            __syncthreads();
+        }
 #pragma unroll
         for (int n = 0; n < LEAD; ++n) {
             if (a + n * step < tiles) next.put(place(n));
@@ -175,7 +187,7 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
     using W2 = typename Plan::W2;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::THREADS;
     extern __shared__ uint4 dynamic[];
-    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / 4;
+    unsigned team = __shfl_sync(~0u, threadIdx.x / Plan::THREADS, 0);
     U *right = reinterpret_cast<U*>(dynamic), *left = right + W2::BYTES / 2;
     U *gs = right + (Plan::FACTORS + team * Plan::TEAM) / 2, *xs = gs + G::BYTES / 2, *hs = xs + X::BYTES / 2;
     auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
@@ -250,10 +262,23 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
         add(sums2, z);
         sync();
     }
-    constexpr int EACH2 = Q2 / 2, EACH = EACH2 + Q1 / 2;
-    auto kept = [&](int i) -> float& { return i < EACH2 ? sums2[i / 4][i % 4] : sums1[(i - EACH2) / 4][i % 4]; };
-    if (!add_teams<Plan::TEAMS, Plan::THREADS, EACH>(dynamic, team, kept)) return;
+    // One team adds up the left factor's sums, the other one the right factor's.
+    static_assert(Plan::TEAMS == 2 && P1 == P2 && Q1 == Q2, "as many of both");
+    float* room = reinterpret_cast<float*>(dynamic) + threadIdx.x % Plan::THREADS;
+    auto exchange = [&](float (&own)[Q1 / 8][4], const float (&others)[Q1 / 8][4]) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < Q1 / 2; ++i) room[(team * Q1 / 2 + i) * Plan::THREADS] = others[i / 4][i % 4];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < Q1 / 2; ++i) own[i / 4][i % 4] += room[((1 - team) * Q1 / 2 + i) * Plan::THREADS];
+    };
     partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
-    each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
-    each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
+    if (team) {
+        exchange(sums1, sums2);
+        each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
+    } else {
+        exchange(sums2, sums1);
+        each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
+    }
 }

@@ -124,17 +124,23 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     wait_for_previous();
     Partly<Q, Plan::HELD> factor;
     {
-        float all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
-#pragma unroll
-        for (int e = 0; e < Q / 2; ++e) {
-            int column = e / 4 * 8 + lane * 2 + e % 2;
-            all[e / 4][e % 4] = w[(own + e / 2 % 2 * APART) * w_p + (LEFT ? column : where(column)) * w_q];
-        }
+        Underway<W, Plan::TEAMS * THREADS, T> whole;
+        whole.fetch_any(w, w_p, w_q);
         if (a < tiles) {
             fetch_g(a);
             fetch_x(a);
         }
         if (a + step < tiles) ahead(a + step);  // after the first tile's, which all wait for
+        float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
+        static_assert(Staged<W>::SPACE <= Plan::TEAMS * Plan::TEAM, "where g will be");
+        Staged<W>::put(staged, whole);
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < Q / 2; ++e) {
+            int column = e / 4 * 8 + lane * 2 + e % 2;
+            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * Staged<W>::ROW + (LEFT ? column : where(column))];
+        }
+        __syncthreads();
 #pragma unroll
         for (int e = 0; e < Q / 4; ++e) {
             unsigned two[3];
@@ -180,13 +186,13 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
         }
         start_product<Q>(h, factor, Described<G, LEFT>(place(now)));
         turns.end(more);
-        if (a + 2 * step < tiles) ahead(a + 2 * step);
         wgmma_wait<1>(z);
         add(sums, z, Q / 8 - 8);
         cp_async_wait<0>();
         split_x();
         if (a + LEAD * step < tiles) next_g.put(place((now + LEAD) % PLACES));
         fence_async();
+        if (a + 2 * step < tiles) ahead(a + 2 * step);
         fetch(a + step);
         wgmma_wait<0>(h);
         give(a);

@@ -75,15 +75,6 @@ __device__ __forceinline__ void factor_ahead(const float* w, long long p, long l
     else if (p == 1) Ahead<M::COLUMNS, M::ROWS, THREADS, float>::ahead(w, q);
 }
 
-// Such numbers, of a matrix of any strides.
-template <int N>
-__device__ __forceinline__ void fetch_lanes(float (&numbers)[N][4], const float* from, long long row_stride, long long column_stride) {
-    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int e = 0; e < 4 * N; ++e)
-        numbers[e / 4][e % 4] = from[(row + e / 2 % 2 * 8) * row_stride + (column + e % 2 + e / 4 * 8) * column_stride];
-}
-
 // Of rows whose fours are aligned, and whose columns are seated; those from row `rows` on are 0.
 template <int N>
 __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float* from, long long stride, int rows = 64) {
@@ -219,6 +210,17 @@ struct Underway {
     }
     __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
+    }
+};
+
+// A factor that all lanes need in registers, as it is, in shared memory: a lane's numbers come from eight rows, and eight lines of global
+// memory a load took longer. SPACE bytes; of any strides; a barrier must follow.
+template <class W>
+struct Staged {
+    static constexpr int ROW = W::COLUMNS + 4, SPACE = W::ROWS * ROW * 4;  // of different banks
+    template <int THREADS>
+    __device__ static __forceinline__ void put(float* to, const Underway<W, THREADS>& w) {
+        each_four<W, THREADS / 32>([&](int i, int row, int column) { store_vec(to + row * ROW + column, w.part[i]); });
     }
 };
 
