@@ -66,10 +66,10 @@ def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backw
 def _backward_of_two(run: Sequence[Step], rows: int, target: "Target") -> Backward:
     (p1, q1), (p2, q2), _, _ = _sizes(run)
     tiles, teams = rows * run[-1].left, 2
-    shared = BYTES * (p1 * q1 + p2 * q2 + teams * (q1 * q2 + p1 * p2 + p1 * q2)) + teams * 4 * q1 * q2
+    shared = BYTES * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
     us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
     blocks = min(tiles, target.multiprocessors)
-    return Backward(tuple(run), us, _template(run, teams), blocks, teams * 128, shared, blocks, "split")
+    return Backward(tuple(run), us, _template(run, teams), blocks, (teams + 1) * 128, shared, blocks, "split")
 
 
 def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:

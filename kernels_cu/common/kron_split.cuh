@@ -46,7 +46,7 @@ struct Split4 {
     using H = Tiles<P1, Q2>;
     using W1 = Tiles<P1, Q1>;
     using W2 = Tiles<P2, Q2>;
-    static constexpr int FACTORS = W1::BYTES + W2::BYTES, TEAM = X::BYTES + G::BYTES + H::BYTES, ROOM = Q1 * Q2 * 4;
+    static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
 // kron_linear_v4 of one large factor, or two, of float. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in pieces, each
@@ -173,10 +173,11 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     }
 }
 
-// The backward of two, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: the factors in pieces, each
-// team's X, G and H, each team's room for the next G; or the sums.
+// The backward of two, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS + 1 warpgroups; dynamic shared memory: the factors in pieces,
+// each team's G and H, PLACES of X, mbarriers; or the sums. The last warpgroup brings X and G, of which it splits the numbers; the teams
+// multiply, and take tiles in turns.
 template <typename T, class Plan>
-__global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
+__global__ void __launch_bounds__(Plan::ALL, 1)
 kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
                          long long w0_q, long long w1_p, long long w1_q, double scale) {
     using U = __nv_bfloat16;
@@ -185,100 +186,131 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
     using H = typename Plan::H;
     using W1 = typename Plan::W1;
     using W2 = typename Plan::W2;
-    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::THREADS;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, TEAMS = Plan::TEAMS, THREADS = Plan::THREADS;
+    constexpr int X_PLACES = Plan::X_PLACES, MULTIPLYING = TEAMS * THREADS;
     extern __shared__ uint4 dynamic[];
-    unsigned team = __shfl_sync(~0u, threadIdx.x / Plan::THREADS, 0);
-    U *right = reinterpret_cast<U*>(dynamic), *left = right + W2::BYTES / 2;
-    U *gs = right + (Plan::FACTORS + team * Plan::TEAM) / 2, *xs = gs + G::BYTES / 2, *hs = xs + X::BYTES / 2;
-    auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
-    float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {}, numbers[8][4];
-    Arriving<G, Plan::THREADS, T> next_g{reinterpret_cast<Vec<T, 4>*>(right + (Plan::FACTORS + Plan::TEAMS * Plan::TEAM) / 2) +
-                                         team * Plan::ROOM / 16 + threadIdx.x % Plan::THREADS};
-    auto fetch_g = [&](unsigned a) { next_g.fetch(g + a * (1ll * Q1 * Q2), Q2); };
-    auto fetch_rows = [&](unsigned a) { fetch_seated(numbers, x + a * (1ll * P1 * P2), P2); };
-    auto ahead = [&](unsigned a) {
-        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + a * (1ll * P1 * P2), P2);
-        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + a * (1ll * Q1 * Q2), Q2);
+    unsigned team = __shfl_sync(~0u, threadIdx.x / THREADS, 0);
+    U *right = reinterpret_cast<U*>(dynamic), *left = right + W2::BYTES / 2, *all_gs = left + W1::BYTES / 2;
+    U *all_hs = all_gs + TEAMS * G::BYTES / 2, *all_xs = all_hs + TEAMS * H::BYTES / 2;
+    unsigned mbarriers = shared_address(all_xs + X_PLACES * X::BYTES / 2);
+    auto x_full = [&](unsigned n) { return mbarriers + 8 * (n % X_PLACES); };
+    auto x_free = [&](unsigned n) { return x_full(n) + 8 * X_PLACES; };
+    auto g_full = [&](unsigned n) { return mbarriers + 8 * (2 * X_PLACES + n % TEAMS); };
+    auto g_free = [&](unsigned n) { return g_full(n) + 8 * TEAMS; };
+    auto tell = [&](unsigned mbarrier) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
     };
-    auto give = [&](unsigned a, const float (&d)[8][4]) {
-        T* to = dx + a * (1ll * P1 * P2);
-        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
-            for (float& one : four.v) one *= float(scale);
-            store_vec(to + row * P2 + column, four);
-        });
-    };
-    unsigned step = gridDim.x * Plan::TEAMS, tiles = A, a = blockIdx.x + team * gridDim.x;
-    let_next_take_places();
-    factor_ahead<W1, ALL>(w1, w1_p, w1_q);
-    factor_ahead<W2, ALL>(w0, w0_p, w0_q);
-    if (a < tiles) Ahead<P1, P2, Plan::THREADS, T>::ahead(x + a * (1ll * P1 * P2), P2);
-    wait_for_previous();
-    Underway<W1, ALL> factor1;
-    Underway<W2, ALL> factor2;
-    factor1.fetch_any(w1, w1_p, w1_q);
-    factor2.fetch_any(w0, w0_p, w0_q);
-    if (a < tiles) {
-        fetch_g(a);
-        fetch_rows(a);
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < 2 * (X_PLACES + TEAMS); ++n) mbarrier_init(mbarriers + 8 * n, THREADS / 32);
+        mbarriers_made();
     }
-    factor1.put_unseated(left);
-    factor2.template put<true>(right);
-    Rows<64> rows;
-    cp_async_wait<0>();
-    if (a < tiles) next_g.put(gs);
-    rows.split(numbers);
-    fence_async();
     __syncthreads();
+    auto x_of = [&](unsigned a) { return x + a * (1ll * P1 * P2); };
+    auto g_of = [&](unsigned a) { return g + a * (1ll * Q1 * Q2); };
+    unsigned tiles = A;  // tile number n of this block is blockIdx.x + n * gridDim.x
+    let_next_take_places();
+    factor_ahead<W1, Plan::ALL>(w1, w1_p, w1_q);
+    factor_ahead<W2, Plan::ALL>(w0, w0_p, w0_q);
+    if (team == TEAMS) {
+        fewer_registers<88>();
+        auto ahead = [&](unsigned a) { Ahead<P1, P2, THREADS, T>::ahead(x_of(a), P2); };
+        unsigned a = blockIdx.x;
+        ahead(a);
+        wait_for_previous();
+        Underway<X, THREADS> next_x;
+        Underway<G, THREADS> next_g;
+        next_x.fetch(x_of(a), P2);
+        next_g.fetch(g_of(a), Q2);
 #pragma unroll 1
-    for (; a < tiles; a += step) {
-        float h[8][4], z[8][4];
-        bool more = a + step < tiles;
-        if (more) ahead(a + step);
-        start_product<P2>(z, rows, Described<W2, true>(right));
-        start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
-        rows.template put<X>(xs);
-        wgmma_wait<1>(z);
-        rows.split(z);
-        start_product<Q2>(z, rows, Described<G, false>(gs));
-        wgmma_wait<1>(h);
-        put_rows<H>(hs, h);
-        fence_async();
-        sync();
-        if (more) fetch_g(a + step);  // after the fences, which would wait for it
-        start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
-        if (more) fetch_rows(a + step);
-        wgmma_wait<1>(z);
-        add(sums1, z);
-        start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
-        cp_async_wait<0>();
-        sync();
-        if (more) {
-            rows.split(numbers);
-            next_g.put(gs);
+        for (unsigned n = 0; a < tiles; ++n) {
+            a += gridDim.x;
+            if (a + gridDim.x < tiles) {
+                ahead(a + gridDim.x);
+                Ahead<Q1, Q2, THREADS, T>::ahead(g_of(a + gridDim.x), Q2);
+            }
+            mbarrier_wait_in_block(x_free(n), n / X_PLACES % 2 ^ 1);
+            next_x.put(all_xs + n % X_PLACES * X::BYTES / 2);
+            fence_async();
+            tell(x_full(n));
+            if (a < tiles) next_x.fetch(x_of(a), P2);
+            mbarrier_wait_in_block(g_free(n), n / TEAMS % 2 ^ 1);
+            next_g.put(all_gs + n % TEAMS * G::BYTES / 2);
+            fence_async();
+            tell(g_full(n));
+            if (a < tiles) next_g.fetch(g_of(a), Q2);
         }
-        wgmma_wait<1>(h);
-        give(a, h);
-        wgmma_wait<0>(z);
-        add(sums2, z);
-        sync();
-    }
-    // One team adds up the left factor's sums, the other one the right factor's.
-    static_assert(Plan::TEAMS == 2 && P1 == P2 && Q1 == Q2, "as many of both");
-    float* room = reinterpret_cast<float*>(dynamic) + threadIdx.x % Plan::THREADS;
-    auto exchange = [&](float (&own)[Q1 / 8][4], const float (&others)[Q1 / 8][4]) {
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < Q1 / 2; ++i) room[(team * Q1 / 2 + i) * Plan::THREADS] = others[i / 4][i % 4];
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < Q1 / 2; ++i) own[i / 4][i % 4] += room[((1 - team) * Q1 / 2 + i) * Plan::THREADS];
-    };
-    partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
-    if (team) {
-        exchange(sums1, sums2);
-        each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
     } else {
-        exchange(sums2, sums1);
-        each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
+        more_registers<208>();
+        U *gs = all_gs + team * G::BYTES / 2, *hs = all_hs + team * H::BYTES / 2;
+        auto sync = [&] { barrier_of(1 + team, THREADS); };
+        auto sync_teams = [&] { barrier_of(1 + TEAMS, MULTIPLYING); };
+        float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
+        auto give = [&](unsigned a, const float (&d)[8][4]) {
+            T* to = dx + a * (1ll * P1 * P2);
+            each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+                for (float& one : four.v) one *= float(scale);
+                store_vec(to + row * P2 + column, four);
+            });
+        };
+        wait_for_previous();
+        {
+            Underway<W1, MULTIPLYING> factor1;
+            Underway<W2, MULTIPLYING> factor2;
+            factor1.fetch_any(w1, w1_p, w1_q);
+            factor2.fetch_any(w0, w0_p, w0_q);
+            factor1.put_unseated(left);
+            factor2.template put<true>(right);
+        }
+        fence_async();
+        sync_teams();
+        unsigned n = team, a = blockIdx.x + team * gridDim.x;
+#pragma unroll 1
+        for (; a < tiles; a += TEAMS * gridDim.x, n += TEAMS) {
+            float h[8][4], z[8][4];
+            Rows<64> rows;
+            U* xs = all_xs + n % X_PLACES * X::BYTES / 2;
+            mbarrier_wait_in_block(x_full(n), n / X_PLACES % 2);
+            mbarrier_wait_in_block(g_full(n), n / TEAMS % 2);
+            start_product<P2>(z, Described<X, false>(xs), Described<W2, true>(right));
+            start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
+            wgmma_wait<1>(z);
+            rows.split(z);
+            start_product<Q2>(z, rows, Described<G, false>(gs));
+            wgmma_wait<1>(h);
+            put_rows<H>(hs, h);
+            fence_async();
+            sync();
+            start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
+            wgmma_wait<1>(z);
+            tell(g_free(n));
+            add(sums1, z);
+            start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
+            wgmma_wait<1>(h);
+            give(a, h);
+            wgmma_wait<0>(z);
+            tell(x_free(n));
+            add(sums2, z);
+            sync();
+        }
+        // One of the teams adds up the left factor's sums, the other one the right factor's.
+        float* room = reinterpret_cast<float*>(dynamic) + threadIdx.x % THREADS;
+        static_assert(TEAMS == 2 && P1 == P2 && Q1 == Q2, "as many sums of both");
+        auto exchange = [&](float (&own)[Q1 / 8][4], const float (&others)[Q1 / 8][4], int to) {
+            sync_teams();
+#pragma unroll
+            for (int i = 0; i < Q1 / 2; ++i) room[(to * Q1 / 2 + i) * THREADS] = others[i / 4][i % 4];
+            sync_teams();
+#pragma unroll
+            for (int i = 0; i < Q1 / 2; ++i) own[i / 4][i % 4] += room[((1 - to) * Q1 / 2 + i) * THREADS];
+        };
+        partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
+        if (threadIdx.x >= THREADS) {
+            exchange(sums1, sums2, 0);
+            each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
+        } else {
+            exchange(sums2, sums1, 1);
+            each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
+        }
     }
 }
