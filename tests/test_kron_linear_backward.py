@@ -12,6 +12,7 @@ from test_kron_linear_groups import LAYERS
 
 import cukern
 from cukern.ops import kron_backward, kron_groups, kron_v4_backward
+from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import Backward, steps
 from cukern.runtime import backend
@@ -137,6 +138,14 @@ def test_what_lies_between_two_launches_is_kept(device, dtype):
         assert same_bits(a, b)
         assert max(error(a, right), error(c, right)) <= 2 * error(other, right) + torch.finfo(dtype).eps
     assert cukern.kron_linear(x, [w.detach() for w in ws]).grad_fn.at == 0
+
+
+@pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
+def test_launches_of_one_gradient_fit_a_block(itemsize, tensor):
+    target = Target(itemsize, 132, 226 << 10, tensor)
+    for p, q, C in itertools.product((3, 8, 86, 148, 256), (12, 100, 136), (1, 2, 16, 86, 100, 128, 148, 172, 1000)):
+        plan = gradient(64, p, q, C, target)
+        assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.pieces >= 1, (p, q, C)
 
 
 @kernels

@@ -138,8 +138,8 @@ def _launched(
     none = (0,) * (kron_groups.MOST - len(ws)) if launch.kernel == "group" else ()
     fibers = z.shape[0] * launch.steps[-1].left
     _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
-        (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
-        fibers, *strides, *none, *none, scale,
+        (launch.blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, launch.blocks, device),
+        *pointers(partials, out, z, h, *ws), *none, fibers, *strides, *none, *none, scale,
     )  # fmt: skip
     waiting.append(_Waiting(launch, partials, grads, fibers))
     for s, grad in zip(launch.steps, grads, strict=True):
@@ -153,7 +153,8 @@ def _sum(waiting: Sequence[_Waiting], scale: float) -> None:
     for launch, partials, grads, fibers in waiting:
         if launch.kernel == "quarter":
             run = _QUARTER_SUM[grads[0].dtype, launch.template].on(partials.get_device())
-            run((256, 1, 1), (32, 16, 1), 0, *pointers(*grads), partials.data_ptr(), fibers, scale)
+            shared = backend.spread(0, 256, partials.get_device())
+            run((256, 1, 1), (32, 16, 1), shared, *pointers(*grads), partials.data_ptr(), fibers, scale)
             continue
         at = 0
         for grad in grads:
@@ -170,8 +171,9 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * backend.multiprocessors(device) else 32
     _V4_SUM[grads[0].dtype, warps].on(device)(
-        (blocks, 1, 1), (32, warps, 1), 0, *pointers(*grads), *unused, *places, *unused, *counts, *unused, *rows, *unused, pieces, scale
-    )
+        (blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), *pointers(*grads), *unused, *places, *unused, *counts,
+        *unused, *rows, *unused, pieces, scale,
+    )  # fmt: skip
 
 
 def _in_steps(
@@ -200,7 +202,8 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     plan = gradient(A, p, h.shape[2], C, target)
     partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
     launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
-    launch((plan.blocks, 1, 1), (plan.threads, 1, 1), plan.shared, *pointers(partials, z, h), A, C, plan.pieces)
+    geometry = (plan.blocks, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, plan.blocks, device)
+    launch(*geometry, *pointers(partials, z, h), A, C, plan.pieces)
     return kron_v3.sum_pieces(partials, z.dtype, scale)
 
 

@@ -130,6 +130,16 @@ def shared_memory(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
+@functools.cache
+def spread(shared: int, blocks: int, device: int) -> int:
+    """`shared` bytes of dynamic shared memory for each block of a launch, or so many that no multiprocessor has room for more of the blocks
+    than its part. Those of a launch that begins while another ends would else crowd onto the first multiprocessors that have room."""
+    if device == SIMULATED or capability(device) < pdl.CAPABILITY:
+        return shared
+    each = -(-blocks // multiprocessors(device))
+    return max(shared, (shared_memory(device) + 1024) // (each + 1) - 896)
+
+
 def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")

@@ -89,7 +89,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         else store(false);
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
-    let_next_take_places();
+    let_next_come();
     if constexpr (RIGHT) factor_ahead<W2, ALL>(w0, w0_p, w0_q);
     if constexpr (LEFT) factor_ahead<typename Plan::W1, ALL>(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
     if constexpr (PAIR)
@@ -209,7 +209,7 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
     auto x_of = [&](unsigned a) { return x + a * (1ll * P1 * P2); };
     auto g_of = [&](unsigned a) { return g + a * (1ll * Q1 * Q2); };
     unsigned tiles = A;  // tile number n of this block is blockIdx.x + n * gridDim.x
-    let_next_take_places();
+    let_next_come();
     factor_ahead<W1, Plan::ALL>(w1, w1_p, w1_q);
     factor_ahead<W2, Plan::ALL>(w0, w0_p, w0_q);
     if (team == TEAMS) {

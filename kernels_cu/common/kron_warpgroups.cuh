@@ -1,6 +1,7 @@
 // What the kernels by warpgroups have in common (kron_split.cuh, kron_split_one.cuh, kron_quarter.cuh; sm_90a): numbers, in pieces, in shared
 // memory and in registers as wgmma takes them, a product of them, and whose turn it is.
 #pragma once
+#include "ahead.cuh"
 #include "kron_pieces.cuh"
 #include "wgmma.cuh"
 
@@ -64,11 +65,7 @@ struct Rows {
     }
 };
 
-// What a kernel does first, one of whose blocks fills a multiprocessor: the next launch's take their places as they leave. A factor, and
-// other inputs that no kernel just before writes, are fetched to the L2 cache; ahead.cuh says why that is not to read them.
-__device__ __forceinline__ void let_next_take_places() {
-    if (threadIdx.x == 0) let_next_start();
-}
+// To the L2 cache, before the kernels before this one have ended: ahead.cuh says why that is not to read it.
 template <class M, int THREADS>
 __device__ __forceinline__ void factor_ahead(const float* w, long long p, long long q) {
     if (q == 1) Ahead<M::ROWS, M::COLUMNS, THREADS, float>::ahead(w, p);
