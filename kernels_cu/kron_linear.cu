@@ -522,8 +522,8 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
 }
 
 // outN = scale * the sum over the pieces of partialsN[piece * rowN], always in the same order: nN numbers, those of out0 first.
-// Grid ceil(numbers / 32), block (32, WARPS). Of so many blocks that with 32 warps not all are at work at one time, 8 are faster: 64 pieces of
-// 32768 numbers 2.7 us for 7.9; 256 of 8192 are slower.
+// One launch adds up the partial sums of all of a backward's. Grid ceil(numbers / 32), block (32, WARPS). Of so many blocks that with 32 warps
+// not all are at work at one time, 8 are faster: 64 pieces of 32768 numbers 2.7 us for 7.9; 256 of 8192 are slower.
 template <typename T, int WARPS = 32>
 __global__ void __launch_bounds__(32 * WARPS)
 kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials0, const float* partials1,

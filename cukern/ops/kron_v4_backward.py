@@ -73,13 +73,13 @@ def backward(
         n -= len(launch.steps)
         own = [s.factor for s in launch.steps]
         if launch.template and all(wanted[i + 1] for i in own):
+            more = launch.sums * 4 * sum(factors[i].numel() for i in own)
+            if sum(w.partials.nbytes for w in waiting) + more > x.nbytes // 2:  # of few rows: one launch's alone may be as many as x
+                _sum(waiting, scale)
             z = x if not n else kept if kept is not None and n == at else kron_v4.forward(x, factors, PLAIN, n)
             out = z if z is not x and z is not kept else h.view_as(z) if h is not g and launch.in_place else None
             h = _launched(launch, z, h, out, factors, found, 1.0 if n else scale, waiting)
             del z, out
-            if sum(w.partials.nbytes for w in waiting) > x.nbytes // 2:  # of few rows: so that they take no more memory than one launch's
-                _sum(waiting, scale)
-                waiting.clear()
         else:
             h = _in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
         if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
@@ -129,7 +129,7 @@ def _launched(
     launch: kron_backward.Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
     scale: float, waiting: list[_Waiting],
 ) -> Tensor:  # fmt: skip
-    """The same, but its partial sums wait to be added up: a launch for those of all launches takes half of the time."""
+    """The same, but its partial sums wait to be added up, with other launches' at once."""
     out = torch.empty_like(z) if out is None else out
     ws = [factors[s.factor] for s in launch.steps]
     grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
@@ -147,8 +147,8 @@ def _launched(
     return out
 
 
-def _sum(waiting: Sequence[_Waiting], scale: float) -> None:
-    """scale times the sums of all partial sums, to the factors' gradients."""
+def _sum(waiting: list[_Waiting], scale: float) -> None:
+    """scale times the sums of all partial sums, to the factors' gradients; nothing waits any more."""
     parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, where its first partial sum is, and how far the next one is
     for launch, partials, grads, fibers in waiting:
         if launch.kernel == "quarter":
@@ -163,6 +163,7 @@ def _sum(waiting: Sequence[_Waiting], scale: float) -> None:
     for pieces, those in parts.items():
         for first in range(0, len(those), kron_groups.MOST):
             _sum_of_pieces(pieces, those[first : first + kron_groups.MOST], scale)
+    waiting.clear()
 
 
 def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale: float) -> None:

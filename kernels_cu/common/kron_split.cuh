@@ -8,8 +8,8 @@
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T
 // never go there. With both operands there wgmma takes all that shared memory and L1 can give, and other loads wait:
 // the forward has a left factor, or the rows of x, in registers. One factor alone is the left one, of 64 columns of what is to its right (Z
-// is X), or the right one, of 64 rows. A TEAM of warpgroups has tiles of its own, and makes ready the next one's numbers while wgmma
-// multiplies; teams wait for each other only at the end.
+// is X), or the right one, of 64 rows. A TEAM of warpgroups has tiles of its own; teams wait for each other only at the end. Forward it makes
+// ready the next tile's numbers while wgmma multiplies; backward a warpgroup beside the teams does that for them.
 //
 // A sum of K products begins at zero, small products first, and is added to others by ordinary additions: tensor cores cut what they add.
 // Errors are 1.3 times torch's for x (64, 64), 1.6 for 64^3, and 0.6 and 0.8 for their gradients.
@@ -25,8 +25,18 @@
 // touches eight lines for 256 bytes. Seats, by which it gives four: the right factor 51 to 47 (said: 41), the backward of (64,
 // 64) 36.3 to 35.2 alone. Turns, since a warp that begins a product waits: the left one 62 to 55 (said: 48).
 //
+// By clocks read in the kernels, half of a launch of 16 x 64^3 was not its tiles: 4 us and more until the first product, and 2 us between the
+// first block's end and the last one's. So the next launch's blocks come as these leave, and factors and first inputs are fetched to L2
+// before those before have ended (said: 1 us a launch). And stores to memory took 1500 of the 5100 cycles of a tile of the left factor's
+// forward, one number at a time, since a bias might come between; now 350 to 700. With both, and one launch for all partial sums: 16 x 64^3
+// from 32.6 to 27.8 forward, 66.0 to 60.3 backward; 1024 x (64, 64) from 19.0 to 16.2, (128, 128) from 101 to 95. Factors that come to
+// registers by way of shared memory, in whole lines: 1024 x (64, 64) to 15.7, 16 x 64^3 nothing (said: 0.6 a launch).
+// Of a tile's 12300 cycles a team of the backward spent 5900 beginning products, which need 3840, and the rest splitting, putting down and
+// waiting: hence the warpgroup that does it for them. Said were 7 us less; of 16 x 64^3 it was 59.9 to 58.5, of 1024 x (64, 64) 38.6 to
+// 39.4: perhaps since the second team's first numbers come after the first one's, which was not measured.
+//
 // What did not help: three teams (forward of (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128
-// bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38).
+// bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38; now it spills).
 #pragma once
 #include "kron_warpgroups.cuh"
 
