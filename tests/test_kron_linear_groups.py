@@ -39,7 +39,7 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
         assert [s for g in plan for s in g.steps] == list(steps(sizes))
         for group in plan:
             if not group.parts:
-                assert len(group.steps) == 1, "v3 takes one factor"
+                assert len(group.steps) == 1, "torch's matmul takes one factor"
                 continue
             assert [s for part in group.parts for s in part.factors] == list(group.steps) and len(group.steps) <= MOST
             assert all(a.factor == b.factor + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps))
@@ -55,7 +55,7 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
                 assert -(-numbers // p // fibers) * (part.padded // part.wide) * 32 <= group.threads, "each warp has one piece of work"
                 numbers = numbers // p * q
     last = kron_groups.groups(((2000, 2000), (4, 4)), 8, Target(itemsize, 132, limit, tensor))[-1]
-    assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is v3's"
+    assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is torch's"
 
 
 @pytest.mark.parametrize("itemsize, kind", ((2, TENSOR), (4, TENSOR), (4, SPLIT[0]), (4, SPLIT[1])))
@@ -183,10 +183,11 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("sizes", (((17, 19), (2, 3)), ((2, 3), (19, 17), (4, 4)), ((2, 2), (19, 17))))
 def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatch):
-    """The left one, the middle one, the right one; with all that is added, if it is the last."""
+    """The left one, the middle one, the right one; with all that is added, if it is the last; of any strides."""
     monkeypatch.setattr(backend, "shared_memory", lambda device: 1500)
     forget_plans()
     x, ws = draw(3, sizes, device, dtype)
+    ws = [torch.stack((w, w), -1)[..., 0] for w in ws]
     y = prod(q for _, q in sizes)
     bias, residual = torch.randn(y, device=device).to(dtype), torch.randn(3, y, device=device).to(dtype)
     launches = kron_v4.plan_of_layer(sizes, None, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[1]
@@ -195,6 +196,13 @@ def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatc
     exact = 0.5 * dense(x.double(), [w.double() for w in ws]) + bias + residual
     assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + torch.finfo(dtype).eps * exact.norm()
     forget_plans()
+
+
+@kernels
+def test_what_the_scale_brings_into_range_is_not_infinite(device):
+    x, w = torch.full((2, 304), 20.0, device=device).half(), torch.full((304, 304), 20.0, device=device).half()
+    assert not kron_groups.groups((w.shape,), 2, Target(2, backend.multiprocessors(x.get_device()), 226 << 10, True))[0].threads
+    assert (cukern.kron_linear(x, [w], scale=0.01, version="v4") == 1216).all()
 
 
 def test_large_factors_of_16_bits_are_torchs():

@@ -1,6 +1,7 @@
 """One factor of kron_linear by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those whose sizes v4's kernels
 have no good tiles for. It needs no more memory than the output."""
 
+from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.kron_plan import Step
+from cukern.ops.kron_v3 import Epilogue
 
 if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
@@ -39,12 +41,25 @@ def faster(step: Step, rows: int, target: "Target", us_of_kernel: float) -> bool
     return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and margin * us(step, rows, target) < us_of_kernel
 
 
-def mode_product(z: Tensor, w: Tensor, step: Step, out: Tensor) -> Tensor:
-    """out (rows, numbers) = z (rows, numbers), both contiguous, times the factor w of a step."""
-    if z.is_cuda:
-        torch.cuda.set_device(z.get_device())  # a thread of autograd's may have no context yet, of which cuBLAS would warn
+@torch.no_grad()
+def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tensor) -> Tensor:
+    """out (rows, numbers) = scale * z (rows, numbers) times the factor w of a step + bias + residual; all but w contiguous."""
+    scale, bias, residual = epilogue
+    added = [t for t in (residual, bias) if t is not None]
+    beta = int(bool(added))
+    if beta:
+        out.copy_(added[0]) if len(added) == 1 else torch.add(*added, out=out)
+    if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
+        w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if step.right == 1:
-        torch.mm(z.view(-1, step.p), w, out=out.view(-1, step.q))
+        y = out.view(-1, step.q)
+        torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
     else:
-        torch.matmul(w.mT, z.view(-1, step.p, step.right), out=out.view(-1, step.q, step.right))
+        x, y = z.view(-1, step.p, step.right), out.view(-1, step.q, step.right)
+        torch.baddbmm(y, w.mT.expand(x.shape[0], -1, -1), x, beta=beta, alpha=scale, out=y)
     return out
+
+
+def _dense(strides: Sequence[int], columns: int) -> bool:
+    """Whether the numbers of a row lie side by side, and rows do not overlap."""
+    return strides[1] == 1 and strides[0] >= columns

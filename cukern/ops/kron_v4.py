@@ -14,7 +14,6 @@ from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
 from cukern.ops.kron_split import Split
-from cukern.ops.kron_torch import with_epilogue
 from cukern.ops.kron_v3 import PLAIN, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -86,8 +85,7 @@ def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue:
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
     if made.launch is None:
         (step,) = group.steps
-        product = kron_gemm.mode_product(z, factors[step.factor], step, out)
-        return product if epilogue == PLAIN else out.copy_(with_epilogue(product, epilogue))
+        return kron_gemm.mode_product(z, factors[step.factor], step, epilogue, out)
     pointers: list[int] = []
     strides: list[int] = []
     for index in made.indices:

@@ -130,7 +130,7 @@ def shared_memory(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def spread(shared: int, blocks: int, device: int) -> int:
     """`shared` bytes of dynamic shared memory for each block of a launch, or so many that no multiprocessor has room for more of the blocks
     than its part. Those of a launch that begins while another ends would else crowd onto the first multiprocessors that have room."""
@@ -225,14 +225,16 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
     layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
     pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size))
     launch = (early and pdl.launcher(capability(device))) or driver.launchKernel
-    allowed = _FREE_SHARED - cubin.report.shared
+    allowed, growing = _FREE_SHARED - cubin.report.shared, threading.Lock()
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
         nonlocal allowed
         try:
             if shared > allowed:
-                driver.funcSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared)
-                allowed = shared
+                with growing:
+                    if shared > allowed:
+                        driver.funcSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared)
+                        allowed = shared
             (gx, gy, gz), (bx, by, bz) = grid, block
             buffer, extra = arguments.pair
             pack(buffer, 0, *args)
@@ -256,10 +258,10 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
             if shared > allowed:
                 return run(grid, block, shared, *args, *last)
             buffer, extra = filled.pair
-            pack(buffer, 0, *args)
             try:
+                pack(buffer, 0, *args)
                 launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), 0, extra)
-            except driver.CUDADriverError:
+            except (struct.error, driver.CUDADriverError):
                 run(grid, block, shared, *args, *last)  # says why, or makes the context current
 
         return run_bound
