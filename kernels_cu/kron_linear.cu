@@ -55,6 +55,9 @@
 // (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 15.0). What lies between two launches is kept for the backward, if
 // that is two launches of the same factors, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
 // 199 (predicted: 212), 16 x 64^3 from 82 to 68, in TF32 from 84 to 73; and 1024 x 16^4 in bfloat16 from 428 to 319, 8^5 from 284 to 224.
+// What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us of 32 x (128, 128) in float 0.7 go by before a block
+// begins, 1.4 until its numbers are there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What did not
+// help: four (8.2), whose code is too long; 8 warps (8.2) or 16 (9.1).
 //
 // Here are v4's kernels for any factors. Beside them, each where it is explained, are those of
 //     common/kron_registers.cuh      factors of 2 to 16, a tile in registers
@@ -230,6 +233,7 @@ kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, in
 template <typename T, typename Acc>
 __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long pieces, double scale) {
     __shared__ Acc sums[8][32];
+    let_next_come();
     wait_for_previous();
     int tiles = (n + 31) / 32, i = blockIdx.x % tiles * 32 + threadIdx.x;
     long long sample = blockIdx.x / tiles;
@@ -277,11 +281,18 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
         if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows);
         else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows);
     };
+    if constexpr (!Plan::REST) {  // else 1024 x 32^3 in float takes 155 us for 153
+        prefetch_factors<0>(factors, typename Plan::List());
+        long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
+        prefetch_tile<Plan::P, Plan::R>(x + a * Plan::P * Plan::C + c, int(A - a < Plan::L ? A - a : Plan::L), Plan::C);
+    }
     wait_for_previous();
     load(true);
     load(false);
     load_matrices<Plan, 0, Plan::R>(matrices, factors, slice, typename Plan::List());
     cp_async_commit();
+    if constexpr (Plan::BLOCKS == 1) let_next_come();
+    else let_next_come(tiles, step);
     cp_async_wait<Plan::LOCAL ? 0 : 1>();
     __syncthreads();
     while (true) {
@@ -320,15 +331,15 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
     constexpr int ZS = (Plan::FIBERS * K + 63) / 64 * 64, HS = (Plan::FIBERS * J + 63) / 64 * 64;
     extern __shared__ uint4 dynamic[];
     T *zs = reinterpret_cast<T*>(dynamic), *hs = zs + 2 * ZS;
-    long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = Plan::WHOLE ? 1 : C / Plan::R;
+    long long number = blockIdx.x / (TILES_K * TILES_J), piece = number, across = Plan::WHOLE ? 1 : (C + Plan::R - 1) / Plan::R;
     long long chunks = (A + Plan::L - 1) / Plan::L * across;
     int k0 = blockIdx.x / TILES_J % TILES_K * K, j0 = blockIdx.x % TILES_J * J, stage = 0;
     auto load = [&](int to) {
         if (number < chunks) {
             long long a = number / across * Plan::L, c = number % across * Plan::R;
             int rows = int(A - a < Plan::L ? A - a : Plan::L);
-            load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C);
-            load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C);
+            load_chunk<Plan, typename Plan::Z, K, P>(zs + to * ZS, z + a * P * C + c, k0, rows, C - c, C);
+            load_chunk<Plan, typename Plan::H, J, Q>(hs + to * HS, h + a * Q * C + c, j0, rows, C - c, C);
         }
         cp_async_commit();
     };
@@ -424,10 +435,18 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
         cp_async_commit();
         next += gridDim.x;
     };
+    prefetch_merged<0>(factors, Right());
+    prefetch_merged<FIRST>(factors, Left());
+    if (next < count) {
+        long long a = next / ACROSS * L, c = next % ACROSS * R;
+        prefetch_tile<Plan::P, R>(x + a * Plan::P * Plan::C + c, rows_of(next), Plan::C);
+        prefetch_tile<Plan::Q, R>(g + a * Plan::Q * Plan::C + c, rows_of(next), Plan::C);
+    }
     wait_for_previous();
     load_factor<Plan, FIRST, 1, LD1>(left, factors, Left());  // transposed
     load_factor<Plan, 0, LD2, 1>(right, factors, Right());
     load(tiles);
+    let_next_come(count, gridDim.x);
 
     using S1 = Sums<P1, Q1, Plan::WARPS>;
     using Sr = Sums<P2, Q2, Plan::WARPS>;
@@ -494,30 +513,41 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
     separate<Plan, FIRST>(partials + Right::OUTPUTS, all + Plan::SUMS2, factors, Left());
 }
 
-// outN = scale * the sum over the pieces of its part of partials[piece], always in the same order: nN numbers, those of out0 first.
-// Grid ceil(numbers / 32), block (32, WARPS). Of so many blocks that with 32 warps not all are at work at one time, 8 are faster: 64 pieces of
-// 32768 numbers 2.7 us for 7.9; 256 of 8192 are slower.
+// outN = scale * the sum over the pieces of partialsN[piece * rowN], always in the same order: nN numbers, those of out0 first.
+// One launch adds up the partial sums of all of a backward's. Grid ceil(numbers / 32), block (32, WARPS). Of so many blocks that with 32 warps
+// not all are at work at one time, 8 are faster: 64 pieces of 32768 numbers 2.7 us for 7.9; 256 of 8192 are slower.
 template <typename T, int WARPS = 32>
 __global__ void __launch_bounds__(32 * WARPS)
-kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials, int n0, int n1, int n2,
-                   int n3, int n4, int n5, int n6, int n7, int pieces, double scale) {
+kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials0, const float* partials1,
+                   const float* partials2, const float* partials3, const float* partials4, const float* partials5, const float* partials6,
+                   const float* partials7, int n0, int n1, int n2, int n3, int n4, int n5, int n6, int n7, int row0, int row1, int row2,
+                   int row3, int row4, int row5, int row6, int row7, int pieces, double scale) {
     __shared__ double sums[WARPS][32];
-    wait_for_previous();
+    let_next_come();
     T* outs[] = {out0, out1, out2, out3, out4, out5, out6, out7};
-    int counts[] = {n0, n1, n2, n3, n4, n5, n6, n7}, all = n0 + n1 + n2 + n3 + n4 + n5 + n6 + n7;
-    int at = blockIdx.x * 32 + threadIdx.x;
-    double sum = 0;
-    if (at < all)
-#pragma unroll 8
-        for (int piece = threadIdx.y; piece < pieces; piece += WARPS) sum += partials[(long long)piece * all + at];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y || at >= all) return;
-#pragma unroll
-    for (int y = 1; y < WARPS; ++y) sum += sums[y][threadIdx.x];
+    const float* all[] = {partials0, partials1, partials2, partials3, partials4, partials5, partials6, partials7};
+    int counts[] = {n0, n1, n2, n3, n4, n5, n6, n7}, rows[] = {row0, row1, row2, row3, row4, row5, row6, row7};
+    int at = blockIdx.x * 32 + threadIdx.x, row = 0;
+    T* out = nullptr;
+    const float* partials = nullptr;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        if (at >= 0 && at < counts[i]) outs[i][at] = T(sum * scale);
+        if (at >= 0 && at < counts[i]) {
+            out = outs[i] + at;
+            partials = all[i] + at;
+            row = rows[i];
+        }
         at -= counts[i];
     }
+    wait_for_previous();
+    double sum = 0;
+    if (out)
+#pragma unroll 8
+        for (int piece = threadIdx.y; piece < pieces; piece += WARPS) sum += partials[(long long)piece * row];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y || !out) return;
+#pragma unroll
+    for (int y = 1; y < WARPS; ++y) sum += sums[y][threadIdx.x];
+    *out = T(sum * scale);
 }

@@ -1,5 +1,6 @@
 """Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
 
+import contextlib
 import ctypes
 import struct
 import threading
@@ -390,3 +391,34 @@ def test_a_thread_that_has_no_context_yet():
     thread.start()
     thread.join()
     assert not errors and out.item() == 1
+
+
+@kernels
+def test_a_bound_launch_packs_the_rest_once(device):
+    """Two of one kernel, in two threads, whose first call has more shared memory than is free; and what it was bound to is not lost."""
+    kernel = cukern.compile("""
+    extern "C" __global__ void fill(double* out, const float* x, float f, long long l, int words) {
+        extern __shared__ int last[];
+        if (threadIdx.x == 0) last[words - 1] = 7;
+        __syncthreads();
+        out[threadIdx.x] = double(x[threadIdx.x] * f) + l + last[words - 1];
+    }""")
+    x, outs = torch.randn(32, device=device), torch.full((2, 32), torch.nan, dtype=torch.float64, device=device)
+    launch, shared = kernel.on(x.get_device()), 60 << 10
+    one, other = (backend.bind(launch, (1, 1, 1), (32, 1, 1), shared, f, 1 << 20, shared // 4) for f in (0.5, -2.0))
+
+    def call(bound, out):
+        with backend.simulated_memory([x, out]) if device == "cpu" else contextlib.nullcontext():
+            bound(out.data_ptr(), x.data_ptr())
+
+    for _ in range(2):
+        threads_call(call, one, outs[0])
+        call(other, outs[1])
+    assert torch.equal(outs, torch.stack((x * 0.5, x * -2)).double() + (1 << 20) + 7)
+
+
+@gpu
+def test_a_bound_launch_that_is_refused_says_why():
+    launch = backend.bind(cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0), (1, 1, 1), (2000, 1, 1), 0, 3)
+    with pytest.raises(cukern.LaunchError, match=r"one .*block x = 2000"):
+        launch(0)

@@ -12,6 +12,7 @@ from test_kron_linear_groups import LAYERS
 
 import cukern
 from cukern.ops import kron_backward, kron_groups, kron_v4_backward
+from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import Backward, steps
 from cukern.runtime import backend
@@ -139,6 +140,14 @@ def test_what_lies_between_two_launches_is_kept(device, dtype):
     assert cukern.kron_linear(x, [w.detach() for w in ws]).grad_fn.at == 0
 
 
+@pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
+def test_launches_of_one_gradient_fit_a_block(itemsize, tensor):
+    target = Target(itemsize, 132, 226 << 10, tensor)
+    for p, q, C in itertools.product((3, 8, 86, 148, 256), (12, 100, 136), (1, 2, 16, 86, 100, 128, 148, 172, 1000)):
+        plan = gradient(64, p, q, C, target)
+        assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.pieces >= 1, (p, q, C)
+
+
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_large_factors_of_unlike_sizes(device, dtype):
@@ -178,3 +187,24 @@ def test_infinities_and_large_numbers(device):
         for a, b in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, others, dy), strict=True):
             assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), value
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True), value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    "sizes, rows", ((((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192))
+)
+def test_memory_beside_the_gradients(dtype, sizes, rows):
+    """Forward and backward have no more at any time than x and y are, besides the results. Of few rows partial sums may be more."""
+    x, ws = draw(rows, sizes, "cuda", dtype)
+    leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
+    for _ in range(2):  # the first one loads the kernels
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = cukern.kron_linear(x, ws)
+        found = torch.autograd.grad(y, leaves, g)
+        results = torch.cuda.memory_allocated() - before
+        extra = torch.cuda.max_memory_allocated() - before - results
+        del y, found
+    assert extra <= x.nbytes + g.nbytes, (extra, x.nbytes, g.nbytes)

@@ -74,6 +74,24 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
         assert same_bits(y, launched(plan, x, ws))
 
 
+@kernels
+@pytest.mark.parametrize("sizes, dtype", ((((54, 50), (64, 64)), BF16), (((21, 70), (32, 32)), F16), (((40, 56), (64, 48)), BF16)))
+def test_left_factors_of_any_size(device, sizes, dtype):
+    """Rows of a page that are not there count for nothing, whatever lay in memory, and those of y that are not there are not stored."""
+    if not hopper(device):
+        pytest.skip("needs warpgroups")
+    x, ws = draw(7, sizes, device, dtype)
+    x[2, 5], x[3, 6], x[4, -1] = float("inf"), float("-inf"), float("nan")
+    exact = dense(x.double(), [w.double() for w in ws])
+    plan = kron_pages.fastest(sizes, 7, Target(2, 132, SHARED, True, 16, True), dtype is BF16)
+    assert isinstance(plan, kron_pages.Wide)
+    for w in (ws[0], ws[0].t().contiguous().t()):
+        y = launched(plan, x, [w, ws[1]])
+        finite = [0, 1, 5, 6]
+        assert float((y[finite].double() - exact[finite]).norm() / exact[finite].norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
+        assert torch.equal(y[2:4].double(), exact[2:4]) and y[4].isnan().all()
+
+
 ADDED = (
     (((32, 32), (16, 32)), BF16),
     (((64, 64), (32, 32)), BF16),

@@ -15,7 +15,7 @@ from cukern.runtime import backend
 
 TARGET = Target(4, 4, 226 << 10, warpgroups=True)
 CASES = [  # sizes, first step, count, rows
-    (((64, 64), (64, 64)), 0, 2, 9),  # two factors, and more rows than teams
+    (((64, 64), (64, 64)), 0, 2, 29),  # two factors, and more tiles a block than places for them
     (((2, 2), (64, 64), (64, 64)), 0, 2, 3),
     (((2, 2), (64, 128)), 1, 1, 176),  # one factor, the rightmost, and more tiles than places for them
     (((2, 2), (128, 64)), 0, 1, 416),

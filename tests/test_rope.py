@@ -82,7 +82,7 @@ def test_slices_of_whole_vectors(device, version):
         assert_right(y, oracle.rotated(x, cos, sin, [[0, 1, 2]], rotary_dim, interleaved=interleaved, offset=offset))
 
 
-@pytest.mark.parametrize("head_dim", [2, 32, 64, 96, 128, 256, 512])
+@pytest.mark.parametrize("head_dim", [2, 32, 64, 72, 96, 128, 256, 512])
 @PLACES
 def test_head_dims(device, version, head_dim):
     """Even the vectors of the fast versions: bfloat16 and float32, both pairings."""

@@ -82,8 +82,8 @@ def test_every_length(device, name):
 def test_rows_of_whole_vectors(device):
     """Each shape of their kernels: a warp, blocks, shared memory, clusters; full and not. bfloat16 has 8 elements a vector, float32 4."""
     lengths = {
-        2: (520, 1024, 1032, 4096, 4104, 8200, 16_384, 16_392, 40_000, 140_000),
-        4: (260, 516, 1028, 4096, 4100, 8196, 16_388, 70_000),
+        2: (136, 520, 1024, 1032, 4096, 4104, 8200, 16_384, 16_392, 40_000, 140_000),
+        4: (128, 132, 260, 516, 1028, 4096, 4100, 8196, 16_388, 70_000),
     }
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for columns in lengths[dtype.itemsize]:

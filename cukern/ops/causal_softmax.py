@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cukern.ops import softmax_held as held
 from cukern.ops import softmax_plan as plan
 from cukern.ops.softmax import finite, two_versions, wide
 from cukern.runtime import backend, checks, interop
@@ -225,7 +226,7 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
             return loop(x, pointers, numbers)
         if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL):  # the diagonal cuts vectors, so that there are edges
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
-            key = _warp_key(x.dtype, team.vectors, exact)
+            key = _warp_key(x.dtype, team, exact)
             warp[key].on(device)(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
         elif (shape := plan.block_shape(vectors, plan.SHAPES_CAUSAL[size])) and rows <= plan.MOST_BLOCKS:
             key = _block_key(x.dtype, shape, exact)
@@ -236,8 +237,8 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
     return launch
 
 
-def _warp_key(dtype: torch.dtype, vectors: int, exact: bool) -> tuple[Any, ...]:
-    return dtype, vectors, 32 if vectors > 1 else 0, WARP_BLOCK, exact
+def _warp_key(dtype: torch.dtype, team: plan.Team, exact: bool) -> tuple[Any, ...]:
+    return dtype, *held.warp_key(team), WARP_BLOCK, exact
 
 
 def _block_key(dtype: torch.dtype, shape: plan.Shape, exact: bool) -> tuple[Any, ...]:
@@ -255,7 +256,7 @@ def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
     found = [_V1[dtype], _V1_BWD[dtype]]
     for backward, exact in itertools.product((False, True), repeat=2):
         warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
-        warps = [_warp_key(dtype, v, exact) for v in plan.WARP_VECTORS_CAUSAL]
+        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL)]
         blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
         found += [*(warp[key] for key in warps), *(block[key] for key in blocks)]
     return found

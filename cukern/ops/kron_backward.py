@@ -11,7 +11,7 @@ from cukern.ops.kron_plan import Backward, Sizes, Step, steps
 
 _LARGEST = 128 * 128  # sums of a factor's gradient
 _LARGE = 64 * 64  # of which more threads share out the sums
-_SUMS = 80  # that a thread keeps
+_SUMS, _SUMS_OF_TWO = 80, 120  # that a thread keeps, at most; of two factors in one sweep, if numbers are not split, which takes registers
 _MERGED = {True: 16, False: 64}  # rows and columns of a product of merged factors, at most: of float, on FMA units, or not
 _TOGETHER = 4  # factors of such a product, at most
 _MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # of a multiprocessor, of split numbers or not
@@ -108,7 +108,7 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
     shared = matrices * target.itemsize + max((stages * L * (p1 * sx + q1 * sg) + between) * target.itemsize, sums * 4)
     kept = sum(4 * _share(p, q, threads // 32) for p, q, piece in ((p1, q1, left), (p2, q2, right)) if piece)
     resident = min(target.shared // (shared + 1024), 65536 // (threads * (kept + (96 if split else 64))), 2048 // threads)
-    if not resident or kept > _SUMS:
+    if not resident or kept > (_SUMS_OF_TWO if left and right and not split else _SUMS):
         return
     tiles = ceil(A / L) * (C // R)
     bytes_ = gcd(16, target.aligned, (gcd(p1 * p2, q1 * q2, p2, q2) if R == 1 else gcd(C, R)) * target.itemsize)

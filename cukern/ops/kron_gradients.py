@@ -24,7 +24,7 @@ class Gradient(NamedTuple):
 @functools.lru_cache(512)
 def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     """For z [A][p][C] and h [A][q][C]."""
-    tensor = target.tensor and p % 8 == 0 and q % 8 == 0 and (C == 1 or C % 4 == 0)
+    tensor = target.tensor and min(p, q) >= 8 and (C == 1 or C % 4 == 0)
     size, itemsize = max(target.itemsize, 4), target.itemsize
     if tensor:
         K, J = _side(p), _side(q)
@@ -36,16 +36,16 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
         team, least = ceil(K / KW) * ceil(J / JW), gcd(C, 16 // size)
     threads = max(team, 256 // team * team) if tensor else ceil(max(team, 256) / 32) * 32
     fibers = max(_STAGE // ((K + J) * itemsize), 1)
-    if C * least <= fibers or C == 1:
+    if C == 1 or C * least <= fibers or (C % least == 0 and fibers >= C):
         L, R = 1 << (fibers // C).bit_length() - 1, C
-    else:
-        L, R = 1, max((r for r in range(1, min(fibers, C) + 1) if C % r == 0 and r % least == 0), default=C)
+    else:  # the last chunk of a row may be a part of one: as little as can be
+        L, R = 1, min(range(least, fibers + 1, least), key=lambda r: (-(-C // r) * r, -r))
     while tensor and L * R % least:
         L *= 2
     whole = R == C
     bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if R == 1 else gcd(C, R)) * itemsize)
     layouts = [_layout(n, R, L, itemsize, tensor) for n in (K, J)]
-    chunks, tiles = ceil(A / L) * (C // R), ceil(p / K) * ceil(q / J)
+    chunks, tiles = ceil(A / L) * ceil(C / R), ceil(p / K) * ceil(q / J)
     stages = 2 * sum(-(-L * R * n // 64) * 64 for n in (K, J)) * itemsize
     shared = max(stages, K * J * size)
     resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
@@ -65,8 +65,9 @@ def _share(K: int, J: int) -> tuple[int, int]:
 
 
 def _side(n: int) -> int:
-    """The rows of a tile: a multiple of 8 that divides n."""
-    return max(d for d in _divisors(n) if d <= _MOST)
+    """The rows of a tile: a multiple of 8, for as few tiles as can be; of 16, where several warps share them."""
+    rows = ceil(n / ceil(n / _MOST))
+    return ceil(rows / 8) * 8 if rows <= 64 else ceil(rows / 16) * 16
 
 
 def _divisors(n: int) -> list[int]:
@@ -75,7 +76,7 @@ def _divisors(n: int) -> list[int]:
 
 def _layout(n: int, R: int, L: int, itemsize: int, tensor: bool) -> tuple[int, ...]:
     v = 16 // itemsize
-    if n & (n - 1) or R & (R - 1) or L * R * n % (8 * v):
+    if R & (R - 1) or (n & (n - 1) and (L > 1 or R == 1)) or L * R * n % (8 * v):  # places of l, of k and of r are joined
         return 3, 0, 3, 0, v
     if tensor and R > 1:
         return (*(spread(2, R // v, 1) if itemsize == 4 else spread(1, R // v, 2)), 3, 0, v)

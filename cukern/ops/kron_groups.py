@@ -10,7 +10,7 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_registers, kron_sixteen, kron_split
+from cukern.ops import kron_gemm, kron_registers, kron_sixteen, kron_split
 from cukern.ops.kron_plan import Sizes, Step, steps
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One launch, as in Plan4 of kron_step.cuh. No parts: v3's kernel."""
+    """One launch, as in Plan4 of kron_step.cuh. No parts: torch's matmul."""
 
     steps: tuple[Step, ...]
     parts: tuple[Part, ...] = ()
@@ -133,7 +133,7 @@ def end_of_run(order: Sequence[Step], first: int) -> int:
 
 @functools.lru_cache(4096)
 def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
-    """The fastest launch of a run of steps, if there is one; for a single step there is always v3's."""
+    """The fastest launch of a run of steps, if there is one; for a single step there is always torch's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
     exact: list[Launch] = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
@@ -141,10 +141,9 @@ def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     exact += kron_sixteen.launches(run, rows, target)
     exact += kron_split.forward(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
-    if found or len(run) > 1:
+    if len(run) > 1 or (found and not kron_gemm.faster(run[0], rows, target, found.us)):
         return found
-    work = rows * run[0].left * run[0].p * run[0].q * run[0].right
-    return Group(tuple(run), us=LAUNCH_US + work / (target.multiprocessors * 40 * CYCLES_US))
+    return Group(tuple(run), us=kron_gemm.us(run[0], rows, target))
 
 
 def tilings(run: Sequence[Step], rows: int, target: Target, kind: Kind) -> Iterator[Group]:
@@ -152,7 +151,7 @@ def tilings(run: Sequence[Step], rows: int, target: Target, kind: Kind) -> Itera
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
     powers = [1 << n for n in range(12)]
-    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 14) and 2 * rows * run[-1].left > L]
+    tiles = [(L, C) for L in powers if (C == 1 or C * P <= 1 << 15) and 2 * rows * run[-1].left > L]
     tiles += [(1, R) for R in range(2, min(C, 2048)) if C % R == 0]
     for parts, slices, (L, R), warps in product(matrices, (1, 2, 4, 8), tiles, (4, 8, 16)):
         q = prod(s.q for s in parts[0])
@@ -186,7 +185,7 @@ def _tiling(
     writer, before = None, 1  # the step before, and its right
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
-        pairs = n == 0 and itemsize == 2 and len(piece) == 1 and p % 16 == 0  # multiplied as they are: in_pairs
+        pairs = products == 1 and n == 0 and itemsize == 2 and len(piece) == 1 and p % 4 == 0 and p > 8  # in_pairs in kron_tensor.cuh
         chosen = _config(total // p, p, q, right, size, warps, kind, pairs)
         if chosen is None:
             return
@@ -198,7 +197,8 @@ def _tiling(
         local = p == q == part.padded == part.wide and part.fibers * part.lanes % right == 0
         multiplied, fetched, waiting = multiplied + issued, fetched + waves, waiting + (0 if local else BARRIER_CYCLES)
         stored = itemsize if len(piece) == 1 and (pairs or not products) else size  # bytes of a number: matrix_t
-        matrices += -(-p * part.padded * stored // 16) * 16 * (2 if split else 1)
+        high = _high(p, products, pairs)
+        matrices += -(-high * part.padded * stored // 16) * 16 * (2 if split else 1)
         registers = max(registers, _registers(part, itemsize, products, p))
         total, before, right = total // p * q, right, right * q
         if n < len(pieces) - 1:
@@ -242,7 +242,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
     """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
     best, (products, split) = None, kind
     if products:
-        if p % 8 or q % 8 or (right > 1 and right % 4):
+        if min(p, q) < 8 or (p % 2 if right == 1 else right % 4):
             return None
         least = 8 if right == 1 else 32
         kinds = [(f, c, 1) for f in (8, 16, 32, 64, 128) for c in (16, 32, 48, 64, 80) if f >= least and f * c <= 2048]
@@ -253,6 +253,8 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         part = part._replace(padded=-(-q // part.wide) * part.wide)
         groups = part.padded // part.wide
         items = ceil(fibers / (f * lanes)) * groups
+        if products and right == 1 and q % gcd(c // 8, 4):  # what a lane stores at once
+            continue
         if items > warps or part.padded >= 2 * max(q, 9) or (c & (c - 1) and not q & (q - 1)):  # a Layout of powers of two cannot add 48
             continue
         if products:
@@ -264,12 +266,19 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
-        multiplied, fetched = p * ceil(items / 4) * issue, p * items * waves + fibers * q * size / 128
+        high = _high(p, products, pairs)
+        multiplied, fetched = high * ceil(items / 4) * issue, high * items * waves + fibers * q * size / 128
         cycles = max(multiplied, fetched) + 0.1 * (multiplied + fetched) + (0 if groups == 1 else BARRIER_CYCLES)
         rank = 2 * items <= warps, cycles  # where half of the warps are enough, another plan has half as many
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
+
+
+def _high(p: int, products: int, pairs: bool) -> int:
+    """Rows of a matrix in shared memory, with zeros beyond the last: high() in kron_tensor.cuh."""
+    at_once = 16 if pairs else 8 if products else 1
+    return ceil(p / at_once) * at_once
 
 
 def _depth(fibers: int, p: int) -> int:

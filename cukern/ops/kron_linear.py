@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cukern.ops import kron_checks, kron_quick
 from cukern.ops.kron_autograd import product
-from cukern.ops.kron_torch import PRODUCTS, movedim_product
-from cukern.ops.kron_versions import VERSIONS, with_epilogue
+from cukern.ops.kron_torch import PRODUCTS, movedim_product, with_epilogue
+from cukern.ops.kron_versions import VERSIONS
 from cukern.runtime import backend
 
 _transforms = torch._C._are_functorch_transforms_active
@@ -53,10 +53,12 @@ def kron_linear(
     it at most, and a sum of them by up to 1.6 times as much as torch's; infinities and NaNs are what they are elsewhere, but of a number
     below 2^-112 what is below 2^-136 is lost, and of bfloat16 an infinite factor may make NaN of an infinity. 16-bit types are added in
     float32 and rounded after each launch, in the backward after each factor; between the factors of one launch v4 keeps them in float32, or
-    on tensor cores in TF32 or with 16 digits. Autocast does not change the dtype. Results have the same bits in every run.
+    on tensor cores in TF32 or with 16 digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is
+    multiplied by that. Autocast does not change the dtype. Results have the same bits in every run.
 
     For the backward x and the factors are kept; of a layer that v4 takes in two launches, forward and backward, also what is between,
-    an array like x. The backward itself allocates two arrays like x, or one with that, besides the gradients.
+    an array like x. The backward itself has besides the gradients one array like x, or none with that, two where factors are not square;
+    and partial sums, of which few rows have more than numbers.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """

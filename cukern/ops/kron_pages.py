@@ -1,7 +1,7 @@
 """How kron_linear v4 takes a layer of two or three factors in one launch on tensor cores: see Pages4 in kron_pages.cuh,
 Wide4 in kron_wide.cuh, and Piles4 in kron_page_products.cuh.
 
-Sizes are multiples of 16, and numbers 16-bit: in TF32 the other launches are as fast.
+Sizes are multiples of 16, but for Wide4's left factor, and numbers 16-bit: in TF32 the other launches are as fast.
 """
 
 from math import ceil, gcd, prod
@@ -75,8 +75,9 @@ class Wide(NamedTuple):
     @property
     def shared(self) -> int:
         right, left = self.steps
-        pages = self.teams * self.stages * _panels(left.p, right.p)
-        return (_panels(right.p, right.q) if self.split else right.p * right.q * 4) + pages + _bytes(left, True)
+        pages = self.teams * self.stages * _panels(_high(left.p), right.p)
+        matrix = _high(left.p) * (_high(left.q) + 8) * 2
+        return (_panels(right.p, right.q) if self.split else right.p * right.q * 4) + pages + matrix
 
     def template(self, added: bool = False) -> str:
         return f"Wide4<{text(self.teams, self.stages, added, *_factors(self.steps))}>"
@@ -116,10 +117,10 @@ def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Wi
     fast enough; `bfloat`: of bfloat16."""
     if target.itemsize != 2 or not target.tensor or target.aligned < 16:
         return None
-    if len(sizes) not in (2, 3) or any(n % 16 for size in sizes for n in size):
+    if len(sizes) not in (2, 3) or any(n % 16 for n in sizes[-1]):
         return None
     made: list[Pages | Wide | Piles | None] = [wide(sizes, rows, target, bfloat)] if len(sizes) == 2 else []
-    if 2 * rows >= target.multiprocessors:
+    if 2 * rows >= target.multiprocessors and not any(n % 16 for size in sizes for n in size):
         made.append(pages(sizes, rows, target, bfloat) if len(sizes) == 2 else piles(sizes, rows, target))
     return min((plan for plan in made if plan), key=lambda plan: plan.us, default=None)
 
@@ -148,7 +149,7 @@ def wide(sizes: Sizes, rows: int, target: Target, split: bool) -> Wide | None:
     if not target.warpgroups or left.q < 48 or not 32 <= right.p <= 128 or right.q > 128:
         return None
     parts = ceil(left.q / 64)
-    registers = (right.p + right.q) // 2 + parts * left.p // 4 + 48
+    registers = (right.p + right.q) // 2 + parts * _high(left.p) // 4 + 48
     for teams in (4, 3, 2, 1):
         stages = max(2, 1 + ceil(IN_FLIGHT / (teams * left.p * right.p * 2)))
         plan = Wide(steps, teams, stages, split)
@@ -200,7 +201,7 @@ def _us_of_pages(plan: Pages, rows: int, target: Target) -> float:
 
 def _us_of_wide(plan: Wide, rows: int, target: Target) -> float:
     right, left = plan.steps
-    cycles = ceil(left.q / 64) * right.p * (left.p + 2 * right.q) / 32  # of tensor cores, which seldom wait
+    cycles = ceil(left.q / 64) * right.p * (_high(left.p) + 2 * right.q) / 32  # of tensor cores, which seldom wait
     return _us(max(1.0, rows / target.multiprocessors) * cycles / CYCLES_US, plan.steps, 1, rows, target)
 
 
@@ -221,6 +222,11 @@ def _us(multiplied: float, steps: tuple[Step, ...], blocks: int, rows: int, targ
 
 def _factors(steps: tuple[Step, ...]) -> list[str]:
     return [f"Factor<{s.p}, {s.q}>" for s in reversed(steps)]
+
+
+def _high(rows: int) -> int:
+    """Rows of a page in shared memory, with those that stay 0: HIGH in kron_wide.cuh."""
+    return ceil(rows / 16) * 16
 
 
 def _panels(rows: int, columns: int) -> int:

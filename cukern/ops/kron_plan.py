@@ -30,6 +30,11 @@ class Backward(NamedTuple):
     sums: int = 0  # partial ones, of each factor's gradient
     kernel: str = "group"  # or "split", "split_one", "quarter"
 
+    @property
+    def in_place(self) -> bool:
+        """Whether what goes back may be written over what came: a tile lies in the same place, and no other block reads it."""
+        return self.kernel != "quarter" and all(s.p == s.q for s in self.steps)
+
 
 def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:
     """The factors, by index, in the order that multiplies and adds least: by 1/p - 1/q, those that shrink the array first.

@@ -66,10 +66,10 @@ def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backw
 def _backward_of_two(run: Sequence[Step], rows: int, target: "Target") -> Backward:
     (p1, q1), (p2, q2), _, _ = _sizes(run)
     tiles, teams = rows * run[-1].left, 2
-    shared = BYTES * (p1 * q1 + p2 * q2 + teams * (q1 * q2 + p1 * p2 + p1 * q2))
+    shared = BYTES * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
     us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
     blocks = min(tiles, target.multiprocessors)
-    return Backward(tuple(run), us, _template(run, teams), blocks, teams * 128, shared, blocks, "split")
+    return Backward(tuple(run), us, _template(run, teams), blocks, (teams + 1) * 128, shared, blocks, "split")
 
 
 def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
@@ -78,7 +78,7 @@ def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
     if lines % lines_of_tile:
         return None
     tiles = lines // lines_of_tile
-    places = 3 if s.p == TILE else 5
+    places = 2 if s.p == TILE else 4
     shared = teams * lines_of_tile * (BYTES * places * s.q + 4 * (s.p + s.q)) + (2 * s.p * s.q if s.q > TILE else 0)
     us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
     blocks, template = min(tiles, target.multiprocessors), f"SplitOne4<{teams}, {s.right}, Factor<{s.p}, {s.q}>>"

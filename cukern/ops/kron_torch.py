@@ -8,6 +8,8 @@ from math import prod
 
 from torch import Tensor
 
+from cukern.ops.kron_v3 import Epilogue
+
 Product = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
@@ -32,6 +34,14 @@ def transposed_product(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         z = w.mT @ z.reshape(samples, slices, w.shape[-2]).mT
         slices *= w.shape[-1]
     return z.reshape(samples, width(factors, -1), rows // samples).mT.reshape(rows, width(factors, -1))
+
+
+def with_epilogue(product: Tensor, epilogue: Epilogue) -> Tensor:
+    """scale * product + bias + residual."""
+    scale, bias, residual = epilogue
+    y = product if scale == 1.0 else product * scale
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
 
 
 def samples_of(factors: Sequence[Tensor]) -> int:

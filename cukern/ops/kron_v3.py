@@ -24,11 +24,11 @@ Epilogue = tuple[float, Tensor | None, Tensor | None]  # scale, bias, residual
 PLAIN: Epilogue = (1.0, None, None)
 
 
-def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor | None = None) -> Tensor:
+def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
     """out[s, a, j, c] = scale * sum over k of z[s, a, k, c] w[s, k, j], plus bias and residual: one launch."""
     samples, A, p, C = z.shape
     q, (scale, bias, residual) = w.shape[2], epilogue
-    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device) if out is None else out
+    out = torch.empty((samples, A, q, C), dtype=z.dtype, device=z.device)
     if out.numel():
         columns = _tile(q)
         grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
@@ -36,11 +36,6 @@ def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN, out: Tensor |
         launch = _V3[z.dtype, columns].on(z.get_device())
         launch((grid, 1, 1), BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
     return out
-
-
-def launch_of(dtype: torch.dtype, q: int, device: int) -> backend.Launch:
-    """mode_product's kernel for factors of q columns."""
-    return _V3[dtype, _tile(q)].on(device)
 
 
 def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
@@ -63,8 +58,9 @@ def sum_pieces(partials: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """scale times the sum of the second index of partials, (samples, pieces, p, q)."""
     samples, pieces, p, q = partials.shape
     out = torch.empty((samples, p, q), dtype=dtype, device=partials.device)
-    launch = _V3_SUM[dtype, partials.dtype].on(partials.get_device())
-    launch((samples * -(-p * q // 32), 1, 1), (32, 8, 1), 0, *pointers(out, partials), p * q, pieces, scale)
+    device, blocks = partials.get_device(), samples * -(-p * q // 32)
+    launch = _V3_SUM[dtype, partials.dtype].on(device)
+    launch((blocks, 1, 1), (32, 8, 1), backend.spread(0, blocks, device), *pointers(out, partials), p * q, pieces, scale)
     return out
 
 

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_chain, kron_groups, kron_pages, kron_v3
+from cukern.ops import kron_gemm, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
 from cukern.ops.kron_split import Split
-from cukern.ops.kron_v3 import PLAIN, Epilogue, mode_product
+from cukern.ops.kron_torch import with_epilogue
+from cukern.ops.kron_v3 import PLAIN, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
 
@@ -37,7 +38,7 @@ class Prepared(NamedTuple):
     """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
 
     group: kron_pages.Launch
-    launch: backend.Launch
+    launch: backend.Launch | None  # None: torch's matmul
     geometry: tuple[backend.Dim, backend.Dim, int]
     indices: tuple[int, ...]  # of the factors
     unused: tuple[int, ...]  # zeros for those that the kernel could take besides
@@ -72,22 +73,21 @@ def prepare(group: kron_pages.Launch, rows: int, dtype: torch.dtype, device: int
     indices, features = tuple(s.factor for s in group.steps), last.left * last.q * last.right
     unused = (0,) * (kron_groups.MOST - len(group.steps))
     if not group.threads:
-        return Prepared(group, kron_v3.launch_of(dtype, first.q, device), ((1, 1, 1), kron_v3.BLOCK, 0), indices, unused, features)
+        return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, unused, features)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
     blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
-    geometry = (blocks, 1, 1), (group.threads, 1, 1), group.shared
+    geometry = (blocks, 1, 1), (group.threads, 1, 1), backend.spread(group.shared, blocks, device)
     return Prepared(group, _V4[type(group)][dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
 
 def launch_group(made: Prepared, z: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None) -> Tensor:
     """z (rows, numbers), contiguous, through the factors of a group."""
-    group, rows = made.group, z.shape[0]
-    step = group.steps[0]
-    if not group.threads:
-        w = factors[step.factor][None]
-        return mode_product(kron_chain.seen(z, w, step.p, step.right), w, epilogue, out).view(rows, -1)
+    group, rows, (scale, bias, residual) = made.group, z.shape[0], epilogue
     out = torch.empty((rows, made.features), dtype=z.dtype, device=z.device) if out is None else out
-    scale, bias, residual = epilogue
+    if made.launch is None:
+        (step,) = group.steps
+        product = kron_gemm.mode_product(z, factors[step.factor], step, out)
+        return product if epilogue == PLAIN else out.copy_(with_epilogue(product, epilogue))
     pointers: list[int] = []
     strides: list[int] = []
     for index in made.indices:
@@ -143,16 +143,16 @@ def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callabl
     aligned = gcd(x.data_ptr(), 16)
     _, launches = plan_of_layer(sizes, None, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, False)
     made = launches[0]
-    if len(launches) > 1 or not made.group.threads:
+    if len(launches) > 1 or made.launch is None:
         return None
-    launch, (grid, block, shared), shape, order = made.launch, made.geometry, (*x.shape[:-1], made.features), made.indices
+    shape, order = (*x.shape[:-1], made.features), made.indices
     strides, like = [n for i in order for n in factors[i].stride()], x.shape == shape
     numbers = rows * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
-    tail = (*made.unused, 0, 0, *numbers)
+    launch = backend.bind(made.launch, *made.geometry, *made.unused, 0, 0, *numbers)  # no bias, no residual
 
     def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         out = torch.empty_like(x) if like else x.new_empty(shape)  # 0.7 us apart
-        launch(grid, block, shared, out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in order], *tail)
+        launch(out.data_ptr(), x.data_ptr(), *[factors[i].data_ptr() for i in order])
         return out
 
     return call

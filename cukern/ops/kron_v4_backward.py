@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ _V4_BWD, _V4_SUM, _QUARTER_SUM = (Template("kron_linear.cu", f"kron_linear_v4_{n
 _FUSED = {
     kernel: Template("kron_linear.cu", f"kron_linear_v4_{kernel}_bwd", pdl=True) for kernel in ("group", "split", "split_one", "quarter")
 }
+
+
+class _Waiting(NamedTuple):
+    """A launch's partial sums, which are of so many fibers, and the factors' gradients, which they are to become."""
+
+    launch: kron_backward.Backward
+    partials: Tensor
+    grads: Sequence[Tensor]
+    fibers: int
 
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
@@ -47,8 +57,8 @@ def backward(
     x: Tensor, g: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float, kept: Tensor | None = None, at: int = 0
 ) -> list[Tensor | None]:
     """dx alone is the layer of the transposed factors. With a factor's gradient it is kron_chain's, but what went into each launch is
-    multiplied anew from x, in few launches, unless it was kept after that many steps: no more than two arrays of the layer's inputs and
-    outputs exist at one time."""
+    multiplied anew from x, in few launches, unless it was kept after that many steps. Besides dx no more than one array of the layer's
+    inputs and outputs exists at one time, two where a launch does not write over what it takes."""
     if not any(wanted[1:]):
         return [kron_v4.forward(g, [w.mT for w in factors], (scale, None, None)), *[None] * len(factors)]
     if any(w.ndim == 3 for w in factors):
@@ -56,20 +66,27 @@ def backward(
     order, h = kron_chain.plan(factors), g
     found: list[Tensor | None] = [None] * len(wanted)
     n, plan = len(order), plan_of(x, g, factors)
+    waiting: list[_Waiting] = []
     if kept is None and all(wanted) and kron_backward.better_swapped(plan):
         return _swapped(plan, x, g, factors, scale, found)
     for launch in reversed(plan):
         n -= len(launch.steps)
         own = [s.factor for s in launch.steps]
         if launch.template and all(wanted[i + 1] for i in own):
+            more = launch.sums * 4 * sum(factors[i].numel() for i in own)
+            if sum(w.partials.nbytes for w in waiting) + more > x.nbytes // 2:  # of few rows: one launch's alone may be as many as x
+                _sum(waiting, scale)
             z = x if not n else kept if kept is not None and n == at else kron_v4.forward(x, factors, PLAIN, n)
-            h = fused(launch, z, h, None if z is x or z is kept else z, factors, found, 1.0 if n else scale, scale)
-            del z
+            out = z if z is not x and z is not kept else h.view_as(z) if h is not g and launch.in_place else None
+            h = _launched(launch, z, h, out, factors, found, 1.0 if n else scale, waiting)
+            del z, out
         else:
             h = _in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
         if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
-            return found
-    found[0] = h.reshape(x.shape)
+            break
+    else:
+        found[0] = h.reshape(x.shape)
+    _sum(waiting, scale)
     return found
 
 
@@ -101,7 +118,18 @@ def fused(
     launch: kron_backward.Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
     scale: float, factors_scale: float,
 ) -> Tensor:  # fmt: skip
-    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out` or a new tensor."""
+    """The gradients of a launch's factors, put into `found`, and scale times what goes back, in `out`, perhaps z or h, or a new tensor."""
+    waiting: list[_Waiting] = []
+    back = _launched(launch, z, h, out, factors, found, scale, waiting)
+    _sum(waiting, factors_scale)
+    return back
+
+
+def _launched(
+    launch: kron_backward.Backward, z: Tensor, h: Tensor, out: Tensor | None, factors: Sequence[Tensor], found: list[Tensor | None],
+    scale: float, waiting: list[_Waiting],
+) -> Tensor:  # fmt: skip
+    """The same, but its partial sums wait to be added up, with other launches' at once."""
     out = torch.empty_like(z) if out is None else out
     ws = [factors[s.factor] for s in launch.steps]
     grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
@@ -110,26 +138,43 @@ def fused(
     none = (0,) * (kron_groups.MOST - len(ws)) if launch.kernel == "group" else ()
     fibers = z.shape[0] * launch.steps[-1].left
     _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
-        (launch.blocks, 1, 1), (launch.threads, 1, 1), launch.shared, *pointers(partials, out, z, h, *ws), *none,
-        fibers, *strides, *none, *none, scale,
+        (launch.blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, launch.blocks, device),
+        *pointers(partials, out, z, h, *ws), *none, fibers, *strides, *none, *none, scale,
     )  # fmt: skip
-    _sum(launch, partials, grads, fibers, factors_scale)
+    waiting.append(_Waiting(launch, partials, grads, fibers))
     for s, grad in zip(launch.steps, grads, strict=True):
         found[s.factor + 1] = grad
     return out
 
 
-def _sum(launch: kron_backward.Backward, partials: Tensor, grads: Sequence[Tensor], fibers: int, scale: float) -> None:
-    """scale times the sums of a launch's partial sums, which are of so many fibers, to the factors' gradients."""
-    device, counts, unused = partials.get_device(), [grad.numel() for grad in grads], (0,) * (kron_groups.MOST - len(grads))
-    if launch.kernel == "quarter":
-        run = _QUARTER_SUM[grads[0].dtype, launch.template].on(device)
-        return run((256, 1, 1), (32, 16, 1), 0, *pointers(*grads), partials.data_ptr(), fibers, scale)
+def _sum(waiting: list[_Waiting], scale: float) -> None:
+    """scale times the sums of all partial sums, to the factors' gradients; nothing waits any more."""
+    parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, where its first partial sum is, and how far the next one is
+    for launch, partials, grads, fibers in waiting:
+        if launch.kernel == "quarter":
+            run = _QUARTER_SUM[grads[0].dtype, launch.template].on(partials.get_device())
+            shared = backend.spread(0, 256, partials.get_device())
+            run((256, 1, 1), (32, 16, 1), shared, *pointers(*grads), partials.data_ptr(), fibers, scale)
+            continue
+        at = 0
+        for grad in grads:
+            parts.setdefault(launch.sums, []).append((grad, partials.data_ptr() + 4 * at, partials.shape[1]))
+            at += grad.numel()
+    for pieces, those in parts.items():
+        for first in range(0, len(those), kron_groups.MOST):
+            _sum_of_pieces(pieces, those[first : first + kron_groups.MOST], scale)
+    waiting.clear()
+
+
+def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale: float) -> None:
+    grads, places, rows = zip(*parts, strict=True)
+    device, counts, unused = grads[0].get_device(), [grad.numel() for grad in grads], (0,) * (kron_groups.MOST - len(grads))
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * backend.multiprocessors(device) else 32
     _V4_SUM[grads[0].dtype, warps].on(device)(
-        (blocks, 1, 1), (32, warps, 1), 0, *pointers(*grads), *unused, partials.data_ptr(), *counts, *unused, launch.sums, scale
-    )
+        (blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), *pointers(*grads), *unused, *places, *unused, *counts,
+        *unused, *rows, *unused, pieces, scale,
+    )  # fmt: skip
 
 
 def _in_steps(
@@ -158,7 +203,8 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     plan = gradient(A, p, h.shape[2], C, target)
     partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
     launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
-    launch((plan.blocks, 1, 1), (plan.threads, 1, 1), plan.shared, *pointers(partials, z, h), A, C, plan.pieces)
+    geometry = (plan.blocks, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, plan.blocks, device)
+    launch(*geometry, *pointers(partials, z, h), A, C, plan.pieces)
     return kron_v3.sum_pieces(partials, z.dtype, scale)
 
 

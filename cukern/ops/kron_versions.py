@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops import kron_v3, kron_v4, kron_v4_backward
-from cukern.ops.kron_torch import PRODUCTS
+from cukern.ops.kron_torch import PRODUCTS, with_epilogue
 from cukern.ops.kron_v3 import Epilogue
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import Version
@@ -21,13 +21,6 @@ def _in_torch(version: str) -> Callable[[Tensor, Sequence[Tensor], Epilogue], Te
         return with_epilogue(PRODUCTS[version](x, factors), epilogue)
 
     return forward
-
-
-def with_epilogue(product: Tensor, epilogue: Epilogue) -> Tensor:
-    scale, bias, residual = epilogue
-    y = product if scale == 1.0 else product * scale
-    y = y if bias is None else y + bias
-    return y if residual is None else y + residual
 
 
 # v1 and v2 are torch, and torch differentiates them.

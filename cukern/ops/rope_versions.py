@@ -107,9 +107,9 @@ def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
 
 
 def _vectors(dtype: torch.dtype, table: torch.dtype) -> list[int]:
-    """Elements of v2's vectors: 16 bytes, or a pair; but no pairs of float32 by a table of float64, which is too rare."""
+    """Elements of v2's vectors: 16 bytes, 8 of 16-bit types, or a pair; but no pairs of float32 by a table of float64: too rare."""
     widest = VECTOR_BYTES // dtype.itemsize
-    return [widest] if (dtype, table) == (torch.float32, torch.float64) else list(dict.fromkeys((widest, 2)))
+    return [widest] if (dtype, table) == (torch.float32, torch.float64) else [n for n in (8, 4, 2) if n <= widest]
 
 
 def _helpers(dtype: torch.dtype) -> Iterable[Kernel]:

@@ -68,7 +68,7 @@ def in_a_warp(p: Problem) -> Run | None:
     if team is None:
         return None
     grid = (-(-p.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
-    kernel = _kernel(_V6, p, _warp_key(team.vectors))
+    kernel = _kernel(_V6, p, warp_key(team))
     return _launch(kernel, grid, plan.WARP_BLOCK, 0, p.rows, p.columns, p.row, team.width, p.scale)
 
 
@@ -106,15 +106,21 @@ def in_shared_memory(p: Problem, blocks: int = 1) -> Run | None:
     return _launch_held(_V8, p, found, _shape_key(found.shape)) if found else None
 
 
-def in_half_a_multiprocessor(p: Problem) -> Run | None:
-    """v8, where another block is beside it."""
-    return in_shared_memory(p, 2)
+def beside_another(p: Problem) -> Run | None:
+    """v8; but of more rows than multiprocessors only where one holds two of their blocks: else a cluster is faster."""
+    return in_shared_memory(p, 2 if p.rows > backend.multiprocessors(p.number) else 1)
 
 
 def in_a_cluster(p: Problem) -> Run | None:
-    """v9: also of rows that a block with a multiprocessor to itself could hold."""
+    """v9."""
     found = plan.cluster_hold(*numbers(p))
     return _launch_held(_V9, p, found, _shape_key(found.shape, found.size)) if found else None
+
+
+def of_few_rows(p: Problem) -> Run | None:
+    """The same of long rows that a block could hold, but that are few enough for the largest clusters."""
+    few = p.rows * plan.CLUSTER_SIZES[-1] <= backend.multiprocessors(p.number) and p.vectors >= plan.LEAST_SHARED
+    return in_several_blocks(p) if few else None
 
 
 def in_several_blocks(p: Problem) -> Run | None:
@@ -162,8 +168,13 @@ def _kernel(templates: tuple[Template, Template], p: Problem, key: Key) -> backe
     return templates[p.backward][whole].on(p.number)
 
 
-def _warp_key(vectors: int) -> Key:
-    return vectors, 32 if vectors > 1 else 0
+def warp_key(team: plan.Team) -> Key:
+    return team.vectors, 32 if team.width == 32 and team.vectors > 1 else 0
+
+
+def warp_keys(options: Iterable[int]) -> list[Key]:
+    """All that warp_key may be."""
+    return [(v, width) for v in options for width in (0, 32) if v > 1 or not width]
 
 
 def _shape_key(shape: plan.Shape, size: int = 1) -> Key:
@@ -180,7 +191,7 @@ def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: C
 
 
 def v6_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V6, dtype, lambda _: [_warp_key(v) for v in plan.WARP_VECTORS[dtype.itemsize]])
+    return _instances(_V6, dtype, lambda _: warp_keys(plan.WARP_VECTORS[dtype.itemsize]))
 
 
 def v7_instances(dtype: torch.dtype) -> list[Kernel]:

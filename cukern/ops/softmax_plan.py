@@ -11,6 +11,7 @@ WARP_BLOCK = 128  # threads of v6's blocks
 LOOP_THREADS = 256  # of the blocks of v1 to v5, and of v7's that share a row in two launches
 BLOCKS_PER_SM = 8  # that share rows in two launches
 LEAST_PIECE = 2048  # vectors of a row that is cut into pieces, for each
+LEAST_SHARED = 4096  # vectors of a row that several blocks hold though one could
 LEAST_PART = 1024  # vectors of a row that several blocks hold, for each
 MOST_BLOCKS = (1 << 31) - 1  # of a grid
 MOST_VECTORS = 1 << 27  # of a row that is held on chip: its columns are counted in 31 bits
@@ -19,7 +20,7 @@ NEXT_TO_SLOTS = 1536  # bytes of shared memory that a block needs for other thin
 
 
 class Team(NamedTuple):
-    """`width` lanes share a row, each holding `vectors` of it in registers."""
+    """`width` lanes share a row, each holding up to `vectors` of it in registers."""
 
     vectors: int
     width: int
@@ -44,24 +45,25 @@ class Hold(NamedTuple):
 Shapes = dict[int, tuple[Shape, ...]]
 
 # Forward's and backward's, by the size of an element. A few vectors a thread keep enough loads under way, and cost fewer instructions a
-# column for what is done once a row.
+# column for what is done once a row: so short rows have few lanes, and a warp has several of them.
 WARP_VECTORS = {2: (1, 2), 4: (1, 4), 8: (1, 4)}
 SHAPES: tuple[Shapes, Shapes] = (
     {
         2: (Shape(2, 64, 20), Shape(2, 128, 12), Shape(2, 256, 6), Shape(4, 256, 4), Shape(4, 512, 2)),
-        4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(4, 512, 2), Shape(8, 512, 2)),
+        4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(6, 256, 4), Shape(8, 256, 3), Shape(8, 512, 2)),
         8: (Shape(2, 512, 2),),
     },
     {
-        2: (Shape(1, 128, 12), Shape(1, 512, 4), Shape(2, 512, 2)),
-        4: (Shape(1, 256, 8), Shape(1, 1024, 2), Shape(4, 512, 2), Shape(8, 512, 1)),
+        2: (Shape(1, 128, 12), Shape(1, 256, 8), Shape(1, 512, 4), Shape(2, 512, 2)),
+        4: (Shape(1, 256, 8), Shape(1, 512, 4), Shape(1, 1024, 2), Shape(4, 512, 2), Shape(8, 512, 1)),
         8: (Shape(1, 1024, 1),),
     },
 )
-WARP_VECTORS_CAUSAL = 1, 4
+FEWEST_LANES = 4  # that have several vectors each, so that neighbours' are halves of a line of memory at least
+WARP_VECTORS_CAUSAL = 1, 2, 4
 SHAPES_CAUSAL: Shapes = {
-    2: (Shape(4, 128, 1), Shape(8, 256, 1)),
-    4: (Shape(4, 64, 1), Shape(4, 256, 1), Shape(8, 512, 1)),
+    2: (Shape(4, 64, 1), Shape(4, 128, 1), Shape(4, 256, 1), Shape(8, 256, 1)),
+    4: (Shape(4, 64, 1), Shape(4, 128, 1), Shape(4, 256, 1), Shape(4, 512, 1), Shape(8, 512, 1)),
     8: (Shape(2, 512, 1),),
 }
 
@@ -88,13 +90,13 @@ def vectors_of(columns: int, itemsize: int) -> int:
 
 
 def warp_team(vectors: int, itemsize: int, exact: bool, options: tuple[int, ...]) -> Team | None:
-    """Lanes of one warp that hold a row, each one of `options` vectors, all 32 of more than one; or None for too long a row. Where rows are
-    not whole vectors there are lanes for the edges, too."""
+    """The fewest lanes of a warp that hold a row, each one of `options` vectors; or None for too long a row. Where rows are not whole
+    vectors there are lanes for the edges, too."""
     least = 1 if exact else 2 * VECTOR_BYTES // itemsize
-    for each in options:
-        width = 32 if each > 1 else max(1 << (vectors - 1).bit_length() if vectors else 1, least)
-        if width <= 32 and vectors <= each * width:
-            return Team(each, width)
+    for each in reversed(options):
+        lanes = 1 << max(ceil(vectors / each) - 1, 0).bit_length()
+        if lanes <= 32 and (each == 1 or lanes >= max(least, FEWEST_LANES)):
+            return Team(each, max(least, lanes))
     return None
 
 

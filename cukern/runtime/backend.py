@@ -130,6 +130,16 @@ def shared_memory(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
+@functools.cache
+def spread(shared: int, blocks: int, device: int) -> int:
+    """`shared` bytes of dynamic shared memory for each block of a launch, or so many that no multiprocessor has room for more of the blocks
+    than its part. Those of a launch that begins while another ends would else crowd onto the first multiprocessors that have room."""
+    if device == SIMULATED or capability(device) < pdl.CAPABILITY:
+        return shared
+    each = -(-blocks // multiprocessors(device))
+    return max(shared, (shared_memory(device) + 1024) // (each + 1) - 896)
+
+
 def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
@@ -149,6 +159,12 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, early:
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device)
+
+
+def bind(launch: Launch, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
+    """`launch(grid, block, shared, *first, *last)` as a function of `first`; what is the same in each call is packed once."""
+    bound = getattr(launch, "bound", None)
+    return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
 
 
 def _on_device(launch: Launch, device: int) -> Launch:
@@ -178,9 +194,9 @@ def _debugged(launch: Launch, name: str) -> Launch:
 class _Arguments(threading.local):
     """A buffer for a kernel's packed arguments, one for each thread (forward and backward run on two), and what tells the driver of it."""
 
-    def __init__(self, size: int):
-        buffer = ctypes.create_string_buffer(max(1, size))
-        self._size = ctypes.c_size_t(size)
+    def __init__(self, packed: bytes):
+        buffer = ctypes.create_string_buffer(packed, max(1, len(packed)))
+        self._size = ctypes.c_size_t(len(packed))
         # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END: 0.15 us faster than an array of pointers, one for each argument
         self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(self._size), 0)
         self.pair = buffer, ctypes.addressof(self._extra)
@@ -207,7 +223,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
     except driver.CUDADriverError as error:
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
     layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
-    pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(layout.size)
+    pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size))
     launch = (early and pdl.launcher(capability(device))) or driver.launchKernel
     allowed = _FREE_SHARED - cubin.report.shared
 
@@ -231,6 +247,24 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
             raise launch_error(name, grid, block, shared, device, threads, error, cluster) from None
 
+    def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
+        first = packer(params[: len(params) - len(last)])
+        pack, filled = first.pack_into, _Arguments(layout.pack(*bytes(len(params) - len(last)), *last))
+        (gx, gy, gz), (bx, by, bz) = grid, block
+
+        def run_bound(*args: Any) -> None:
+            if shared > allowed:
+                return run(grid, block, shared, *args, *last)
+            buffer, extra = filled.pair
+            pack(buffer, 0, *args)
+            try:
+                launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), 0, extra)
+            except driver.CUDADriverError:
+                run(grid, block, shared, *args, *last)  # says why, or makes the context current
+
+        return run_bound
+
+    run.bound = bound  # type: ignore[attr-defined]
     return run
 
 

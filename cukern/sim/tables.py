@@ -23,6 +23,7 @@ STEPS: dict[str, decode.Maker] = {
     "nanosleep": access.nothing,
     "griddepcontrol": access.nothing,
     "pmevent": access.nothing,
+    "setmaxnreg": access.nothing,
 }
 ALU: decode.Maker = arithmetic.arithmetic
 JUMPS: dict[str, decode.Maker] = {

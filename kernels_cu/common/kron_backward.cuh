@@ -358,6 +358,11 @@ __device__ __forceinline__ void store_arrays(T* to, const T* from, int rows) {
     });
 }
 
+template <int N, typename T, class... Factors>
+__device__ __forceinline__ void prefetch_merged(const Factors4<T>& factors, Merged<Factors...>) {
+    prefetch_those<N, T, Factors...>(factors);
+}
+
 // A P x Q matrix to shared memory, number [k][j] to k K + j J, of which one is 1: VK x VJ numbers to a load, which is number(k, j). The lanes
 // go along the dimension that is contiguous in shared memory, so that they meet different banks.
 template <class Plan, int P, int Q, int K, int J, int VK, int VJ, typename T, class Number>

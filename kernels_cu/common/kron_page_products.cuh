@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_rows(T* out, const T* bias, const T* resid
         for (int i = 0; i < Plan::MT * (COLUMNS / 8) * 4; ++i) y[i / (COLUMNS / 2)][i / 4 % (COLUMNS / 8)][i % 4] *= scale;
 #pragma unroll
     for (int m = 0; m < 2 * Plan::MT; ++m) {
-        if (Plan::ROWS > Plan::Q1 && first + m * 8 >= Plan::Q1) continue;
+        if (Plan::ROWS > Plan::Q1 && first + m * 8 + (Plan::Q1 % 8 ? g : 0) >= Plan::Q1) continue;
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n += N) {
             float part[2 * N];
@@ -187,12 +187,18 @@ kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         else if constexpr (Plan::TEAMS == 1) __syncthreads();
         else barrier_of(team + 1, Plan::TEAM * 32);
     };
+    prefetch_factor(w0, Plan::P2, Plan::Q2, w0_p, w0_q);
+    prefetch_factor(w1, Plan::P1, Plan::Q1, w1_p, w1_q);
+    long long all = A - (page - team);  // pages from the block's first one on
+    int own = all < Plan::TEAMS ? int(all) : Plan::TEAMS;
+    if (own > 0) prefetch_tile<Plan::P1 * Plan::P2, 1>(x + (page - team) * (Plan::P1 * Plan::P2), own, 1);
     wait_for_previous();
     each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{left}, [&] {
         each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Plan, T>{right}, [&] {
             for (int stage = 0; stage < (ONE ? 1 : Plan::STAGES - 1); ++stage) load(stage);
         });
     });
+    let_next_come();
     __syncthreads();
     const LeftOperand<Plan, T> w1_operand(left, tile);
     const RightOperand<Plan, T> w0_operand(right);
@@ -233,6 +239,10 @@ kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         if (row < A) load_page<Page>(pages + page * STAGE, x + row * NUMBERS + page * PAGE, threadIdx.x % 32);
         cp_async_commit();
     };
+    prefetch_factor(w0, Page::P2, Page::Q2, w0_p, w0_q);
+    prefetch_factor(w1, Page::P1, Page::Q1, w1_p, w1_q);
+    prefetch_factor(w2, P0, Plan::Q0, w2_p, w2_q);
+    if (blockIdx.x < A) prefetch_tile<NUMBERS, 1>(x + (long long)blockIdx.x * NUMBERS, 1, 1);
     wait_for_previous();
     each_number<Page::P2, Page::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutRight<Page, T>{right}, [&] {
         each_number<Page::P1, Page::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Page, T>{left}, [&] {
@@ -241,6 +251,7 @@ kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             });
         });
     });
+    let_next_come();
     __syncthreads();
     const LeftOperand<Page, T> w1_operand(left, 0);
     const RightOperand<Page, T> w0_operand(right);

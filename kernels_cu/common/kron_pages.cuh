@@ -56,11 +56,13 @@ __device__ constexpr int place_b(int k, int j) {
 // they are put meet different banks.
 template <int P, int Q, int U, int THREADS, class F>
 __device__ __forceinline__ void each_unit(const F& f) {
-    constexpr unsigned ROW = Q / U, BLOCK = 4 * ROW, UNITS = P * ROW, AGAIN = THREADS % BLOCK ? 0 : THREADS / ROW;  // rows to a thread's next unit
+    constexpr unsigned ROW = Q / U, BLOCK = 4 * ROW, UNITS = (P + 3) / 4 * BLOCK;
+    constexpr unsigned AGAIN = THREADS % BLOCK ? 0 : THREADS / ROW;  // rows to a thread's next unit
 #pragma unroll
     for (unsigned n = 0; n < (UNITS + THREADS - 1) / THREADS; ++n) {
         unsigned e = AGAIN ? threadIdx.x : threadIdx.x + n * THREADS;
-        if (UNITS % THREADS == 0 || threadIdx.x + n * THREADS < UNITS) f(n, int(e / BLOCK * 4 + e % 4 + n * AGAIN), int(e % BLOCK / 4 * U));
+        int row = e / BLOCK * 4 + e % 4 + n * AGAIN;
+        if ((UNITS % THREADS == 0 || threadIdx.x + n * THREADS < UNITS) && (P % 4 == 0 || row < P)) f(n, row, int(e % BLOCK / 4 * U));
     }
 }
 
@@ -68,9 +70,9 @@ __device__ __forceinline__ void each_unit(const F& f) {
 // while they are on their way: it asks for the pages, behind which the factors would come as late as these.
 template <int P, int Q, int THREADS, typename T, class Put, class Meanwhile>
 __device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put, const Meanwhile& meanwhile) {
-    constexpr int U = 16 / sizeof(T), N = Put::TOGETHER, EACH = (P * Q / U + THREADS - 1) / THREADS;
+    constexpr int U = gcd(Q, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T)), N = Put::TOGETHER < U ? Put::TOGETHER : U;
     bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = q == 1 && p % U == 0 && aligned;
-    Vec<T, U> v[EACH];
+    Vec<T, U> v[((P + 3) / 4 * 4 * Q / U + THREADS - 1) / THREADS];
     if (rows) each_unit<P, Q, U, THREADS>([&](int n, int k, int j) { v[n] = load_vec<T, U>(w + k * p + j); });
     __syncwarp();  // else the compiler may put `meanwhile` first
     meanwhile();
@@ -84,11 +86,11 @@ __device__ __forceinline__ void each_number(const T* w, long long p, long long q
                 put(k, j + u, part);
             }
         });
-    } else if (p == 1 && q % U == 0 && aligned) {
-        share<P / U, Q, THREADS>([&](int i, int j) {
-            Vec<T, U> v = load_vec<T, U>(w + i * U + j * q);
+    } else if (p == 1 && q % V == 0 && aligned) {
+        share<P / V, Q, THREADS>([&](int i, int j) {
+            Vec<T, V> v = load_vec<T, V>(w + i * V + j * q);
 #pragma unroll
-            for (int u = 0; u < U; ++u) put(i * U + u, j, Vec<T, 1>{v.v[u]});
+            for (int u = 0; u < V; ++u) put(i * V + u, j, Vec<T, 1>{v.v[u]});
         });
     } else {
         share<P, Q, THREADS>([&](int k, int j) { put(k, j, Vec<T, 1>{w[k * p + j * q]}); });

@@ -13,10 +13,12 @@
 // MB, with 32 warps a block (by 8 warps 2.7). A sum of its own that reads 16 bytes a lane, partial sums as lanes have them, and those of
 // dW1 exchanged: 16.6; st.async, where barriers of the cluster wait for all stores, and 16 warps a block of the sum: 14.9. Until all is
 // split in shared memory it takes 5.5 (in bfloat16 4.3), then to the end of the second products 2.9, and for exchange, third products and
-// stores 3.9. What did not help: the first product begun when half of its numbers are there, beside whose products the others are split
-// (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores to shared memory then meet the same banks (0.7 more). The
-// forward so: 8.6, of which 5.2 to the end of the products, for the other kernel's 8.1.
+// stores 3.9. Side by side with other launches (ahead.cuh) 14.1 and 10.1. What did not help: the first product begun when half of its
+// numbers are there, beside whose products the others are split (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores
+// to shared memory then meet the same banks (0.7 more). The forward so: 8.6, of which 5.2 to the end of the products, for the other
+// kernel's 8.1.
 #pragma once
+#include "ahead.cuh"
 #include "kron_warpgroups.cuh"
 
 // A warpgroup's 64 x 128 sums, of which this block of a cluster of two keeps the half of 64 columns that has its rank, and adds the other
@@ -74,6 +76,9 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
         mbarrier_init(full, 1);
         mbarriers_made();
     }
+    prefetch_factor(w0, SIDE, SIDE, w0_p, w0_q);
+    prefetch_factor(w1, SIDE, SIDE, w1_p, w1_q);
+    for (const T* rows : {x, g}) prefetch_tile<SIDE * SIDE / 4, 1>(rows + blockIdx.x * (SIDE * SIDE / 4), 1, 1);
     wait_for_previous();
     {
         Underway<Wide, 128, T> rows;
@@ -82,6 +87,7 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
         rows.fetch_any((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : w0_p, q = group ? 1 : w0_q;
         columns.fetch_any((group ? g + row * (SIDE * SIDE) : w0) + right * HALF * q, p, q);
+        let_next_come();
         rows.put_unseated(wide);
         columns.put_unseated(tall);
     }
@@ -125,6 +131,7 @@ kron_linear_v4_quarter_sum(T* dw0, T* dw1, const float* partials, long long A, d
     const float4* from = reinterpret_cast<const float4*>(partials) + part * 1024 + at * 32 + lane;
     auto add = [](float4& a, float4 b) { a = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); };
     float4 sum = {};
+    let_next_come();
     wait_for_previous();
 #pragma unroll 2
     for (int row = threadIdx.y; row < A; row += SHARE) {

@@ -140,6 +140,14 @@ __device__ __forceinline__ void load_weights(float* to, const Factors4<T>& facto
     load_weights<THREADS, N + sizeof...(SIZES)>(to + ((SIZES * SIZES) + ...), factors, Steps4<Others...>());
 }
 
+template <int N, typename T>
+__device__ __forceinline__ void prefetch_weights(const Factors4<T>&, Steps4<>) {}
+template <int N, typename T, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
+__device__ __forceinline__ void prefetch_weights(const Factors4<T>& factors, Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
+    prefetch_those<N, T, Factor<SIZES, SIZES>...>(factors);
+    prefetch_weights<N + sizeof...(SIZES)>(factors, Steps4<Others...>());
+}
+
 // Copy the warp's numbers of the first pass in the background, to `stage` numbers after where they are exchanged; zeros beyond the rows.
 template <class Plan, typename T>
 __device__ __forceinline__ void copy_own(float* numbers, int stage, const T* x, int half, int end) {
@@ -263,9 +271,12 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
         if (n < tiles) copy_own<Plan>(numbers, stage, x + first(n), half, end(n));
         cp_async_commit();
     };
+    prefetch_weights<0>(factors, typename Plan::List());
+    prefetch_tile<Plan::P / Plan::CLUSTER, Plan::R>(x + first(number) + Plan::memory(half), end(number) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
     load(number);
     load_weights<Plan::THREADS, 0>(w, factors, typename Plan::List());
+    let_next_come();
     __syncthreads();
     for (; number < tiles; number += gridDim.x / Plan::CLUSTER) {
         long long next = number + gridDim.x / Plan::CLUSTER;

@@ -336,6 +336,8 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
         mbarriers_made();
     }
     cluster_arrive_relaxed();
+    for (int i = 0; i < 4; ++i) prefetch_factor(factors.at[i], 16, 16, factors.p[i], factors.q[i]);
+    if (row < rows) prefetch_tile<Plan::PART, 1>(x + (long long)row * Plan::NUMBERS + rank * Plan::PART, 1, 1);
     wait_for_previous();
     // Of the first pass: EACH pages of a warp, and where their results go.
     auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * 4); };
@@ -348,6 +350,7 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
     if (row < rows) stage_pages16<Plan>(stage, own(row));
     cp_async_commit();
     load_weights16<Plan>(weights, largest, factors, rank);
+    let_next_come();
     __syncthreads();
     float limits[2] = {limit16<Plan>(largest), limit16<Plan>(largest + WARPS / 2)};
     cluster_wait();

@@ -8,8 +8,8 @@
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T
 // never go there. With both operands there wgmma takes all that shared memory and L1 can give, and other loads wait:
 // the forward has a left factor, or the rows of x, in registers. One factor alone is the left one, of 64 columns of what is to its right (Z
-// is X), or the right one, of 64 rows. A TEAM of warpgroups has tiles of its own, and makes ready the next one's numbers while wgmma
-// multiplies; teams wait for each other only at the end.
+// is X), or the right one, of 64 rows. A TEAM of warpgroups has tiles of its own; teams wait for each other only at the end. Forward it makes
+// ready the next tile's numbers while wgmma multiplies; backward a warpgroup beside the teams does that for them.
 //
 // A sum of K products begins at zero, small products first, and is added to others by ordinary additions: tensor cores cut what they add.
 // Errors are 1.3 times torch's for x (64, 64), 1.6 for 64^3, and 0.6 and 0.8 for their gradients.
@@ -25,12 +25,23 @@
 // touches eight lines for 256 bytes. Seats, by which it gives four: the right factor 51 to 47 (said: 41), the backward of (64,
 // 64) 36.3 to 35.2 alone. Turns, since a warp that begins a product waits: the left one 62 to 55 (said: 48).
 //
+// By clocks read in the kernels, half of a launch of 16 x 64^3 was not its tiles: 4 us and more until the first product, and 2 us between the
+// first block's end and the last one's. So the next launch's blocks come as these leave, and factors and first inputs are fetched to L2
+// before those before have ended (said: 1 us a launch). And stores to memory took 1500 of the 5100 cycles of a tile of the left factor's
+// forward, one number at a time, since a bias might come between; now 350 to 700. With both, and one launch for all partial sums: 16 x 64^3
+// from 32.6 to 27.8 forward, 66.0 to 60.3 backward; 1024 x (64, 64) from 19.0 to 16.2, (128, 128) from 101 to 95. Factors that come to
+// registers by way of shared memory, in whole lines: 1024 x (64, 64) to 15.7, 16 x 64^3 nothing (said: 0.6 a launch).
+// Of a tile's 12300 cycles a team of the backward spent 5900 beginning products, which need 3840, and the rest splitting, putting down and
+// waiting: hence the warpgroup that does it for them. Said were 7 us less; of 16 x 64^3 it was 59.9 to 58.5, of 1024 x (64, 64) 38.6 to
+// 39.4: perhaps since the second team's first numbers come after the first one's, which was not measured.
+//
 // What did not help: three teams (forward of (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128
-// bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38).
+// bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38; now it spills).
 #pragma once
 #include "kron_warpgroups.cuh"
 
-// X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward.
+// X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward, without the ROOM
+// for the next G.
 template <int TEAMS_, long long C_, class Left_, class Right_>
 struct Split4 {
     static constexpr bool LEFT = Left_::COUNT > 0, RIGHT = Right_::COUNT > 0, PAIR = LEFT && RIGHT;
@@ -45,7 +56,7 @@ struct Split4 {
     using H = Tiles<P1, Q2>;
     using W1 = Tiles<P1, Q1>;
     using W2 = Tiles<P2, Q2>;
-    static constexpr int FACTORS = W1::BYTES + W2::BYTES, TEAM = X::BYTES + G::BYTES + H::BYTES;
+    static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
 // kron_linear_v4 of one large factor, or two, of float. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in pieces, each
@@ -71,19 +82,28 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     auto give = [&](long long a, const float (&d)[N / 8][4]) {
         long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
         int rows = rows_of(a);
-        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
-            if (!LEFT && row >= rows) return;
-            long long i = at + row * OUT_STRIDE + column;
+        auto store = [&](bool more) {
+            each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+                if (!LEFT && row >= rows) return;
+                long long i = at + row * OUT_STRIDE + column;
+                for (float& one : four.v) one *= float(scale);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                four.v[e] *= float(scale);
-                if (bias) four.v[e] += bias[i % features + e];
-                if (residual) four.v[e] += residual[i + e];
-            }
-            store_vec(out + i, four);
-        });
+                for (int e = 0; e < 4; ++e) {
+                    if (more && bias) four.v[e] += bias[i % features + e];
+                    if (more && residual) four.v[e] += residual[i + e];
+                }
+                store_vec_past_l1(out + i, four);
+            });
+        };
+        if (bias || residual) store(true);
+        else store(false);
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
+    let_next_come();
+    if constexpr (RIGHT) factor_ahead<W2, ALL>(w0, w0_p, w0_q);
+    if constexpr (LEFT) factor_ahead<typename Plan::W1, ALL>(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
+    if constexpr (PAIR)
+        if (a < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a), X_STRIDE);
     wait_for_previous();
     Underway<W2, ALL> factor;
     if constexpr (RIGHT) factor.fetch_any(w0, w0_p, w0_q);
@@ -97,11 +117,23 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         };
         fetch(a);
         if (LEAD > 1 && a + step < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a + step), X_STRIDE);
-        Rows<P1> left;
-        float numbers[P1 / 8][4];
-        fetch_lanes(numbers, (PAIR ? w1 : w0) + 64 * group * (PAIR ? w1_q : w0_q), PAIR ? w1_q : w0_q, PAIR ? w1_p : w0_p);
-        if constexpr (PAIR) factor.template put<true>(right);
-        left.split(numbers);
+        Rows<P1> left;  // [q][p] of this warpgroup's 64 q
+        {
+            using W1 = typename Plan::W1;
+            Underway<W1, ALL> whole;
+            whole.fetch_any(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
+            float *staged = reinterpret_cast<float*>(right + (RIGHT ? W2::BYTES / 2 : 0)), numbers[P1 / 8][4];
+            static_assert(Staged<W1>::SPACE <= Plan::TEAMS * PLACES * X::BYTES, "where X will be");
+            Staged<W1>::put(staged, whole);
+            if constexpr (PAIR) factor.template put<true>(right);
+            __syncthreads();
+            int q = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int e = 0; e < P1 / 2; ++e)
+                numbers[e / 4][e % 4] = staged[(p + e % 2 + e / 4 * 8) * Staged<W1>::ROW + q + e / 2 % 2 * 8];
+            left.split(numbers);
+            __syncthreads();
+        }
 #pragma unroll
         for (int n = 0; n < LEAD; ++n) {
             if (a + n * step < tiles) next.put(place(n));
@@ -151,10 +183,11 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     }
 }
 
-// The backward of two, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: the factors in pieces, each
-// team's X, G and H, or the sums.
+// The backward of two, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS + 1 warpgroups; dynamic shared memory: the factors in pieces,
+// each team's G and H, PLACES of X, mbarriers; or the sums. The last warpgroup brings X and G, of which it splits the numbers; the teams
+// multiply, and take tiles in turns.
 template <typename T, class Plan>
-__global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
+__global__ void __launch_bounds__(Plan::ALL, 1)
 kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
                          long long w0_q, long long w1_p, long long w1_q, double scale) {
     using U = __nv_bfloat16;
@@ -163,82 +196,131 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
     using H = typename Plan::H;
     using W1 = typename Plan::W1;
     using W2 = typename Plan::W2;
-    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::THREADS;
+    constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, TEAMS = Plan::TEAMS, THREADS = Plan::THREADS;
+    constexpr int X_PLACES = Plan::X_PLACES, MULTIPLYING = TEAMS * THREADS;
     extern __shared__ uint4 dynamic[];
-    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / 4;
-    U *right = reinterpret_cast<U*>(dynamic), *left = right + W2::BYTES / 2;
-    U *gs = right + (Plan::FACTORS + team * Plan::TEAM) / 2, *xs = gs + G::BYTES / 2, *hs = xs + X::BYTES / 2;
-    auto sync = [&] { barrier_of(1 + team, Plan::THREADS); };
-    float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {}, numbers[8][4];
-    Underway<G, Plan::THREADS> next_g;
-    auto fetch_g = [&](long long a) { next_g.fetch(g + a * (Q1 * Q2), Q2); };
-    auto fetch_rows = [&](long long a) { fetch_seated(numbers, x + a * (P1 * P2), P2); };
-    auto ahead = [&](long long a) {
-        Ahead<P1, P2, Plan::THREADS, T>::ahead(x + a * (P1 * P2), P2);
-        Ahead<Q1, Q2, Plan::THREADS, T>::ahead(g + a * (Q1 * Q2), Q2);
+    unsigned team = __shfl_sync(~0u, threadIdx.x / THREADS, 0);
+    U *right = reinterpret_cast<U*>(dynamic), *left = right + W2::BYTES / 2, *all_gs = left + W1::BYTES / 2;
+    U *all_hs = all_gs + TEAMS * G::BYTES / 2, *all_xs = all_hs + TEAMS * H::BYTES / 2;
+    unsigned mbarriers = shared_address(all_xs + X_PLACES * X::BYTES / 2);
+    auto x_full = [&](unsigned n) { return mbarriers + 8 * (n % X_PLACES); };
+    auto x_free = [&](unsigned n) { return x_full(n) + 8 * X_PLACES; };
+    auto g_full = [&](unsigned n) { return mbarriers + 8 * (2 * X_PLACES + n % TEAMS); };
+    auto g_free = [&](unsigned n) { return g_full(n) + 8 * TEAMS; };
+    auto tell = [&](unsigned mbarrier) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
     };
-    auto give = [&](long long a, const float (&d)[8][4]) {
-        T* to = dx + a * (P1 * P2);
-        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
-            for (float& one : four.v) one *= float(scale);
-            store_vec(to + row * P2 + column, four);
-        });
-    };
-    long long step = (long long)gridDim.x * Plan::TEAMS, a = blockIdx.x + team * gridDim.x;
-    wait_for_previous();
-    if (a < A) {
-        fetch_g(a);
-        fetch_rows(a);
+    if (threadIdx.x == 0) {
+        for (int n = 0; n < 2 * (X_PLACES + TEAMS); ++n) mbarrier_init(mbarriers + 8 * n, THREADS / 32);
+        mbarriers_made();
     }
-    Underway<W1, ALL> factor1;
-    Underway<W2, ALL> factor2;
-    factor1.fetch_any(w1, w1_p, w1_q);
-    factor2.fetch_any(w0, w0_p, w0_q);
-    factor1.put_unseated(left);
-    factor2.template put<true>(right);
-    Rows<64> rows;
-    if (a < A) next_g.put(gs);
-    rows.split(numbers);
-    fence_async();
     __syncthreads();
+    auto x_of = [&](unsigned a) { return x + a * (1ll * P1 * P2); };
+    auto g_of = [&](unsigned a) { return g + a * (1ll * Q1 * Q2); };
+    unsigned tiles = A;  // tile number n of this block is blockIdx.x + n * gridDim.x
+    let_next_come();
+    factor_ahead<W1, Plan::ALL>(w1, w1_p, w1_q);
+    factor_ahead<W2, Plan::ALL>(w0, w0_p, w0_q);
+    if (team == TEAMS) {
+        fewer_registers<88>();
+        auto ahead = [&](unsigned a) { Ahead<P1, P2, THREADS, T>::ahead(x_of(a), P2); };
+        unsigned a = blockIdx.x;
+        ahead(a);
+        wait_for_previous();
+        Underway<X, THREADS> next_x;
+        Underway<G, THREADS> next_g;
+        next_x.fetch(x_of(a), P2);
+        next_g.fetch(g_of(a), Q2);
 #pragma unroll 1
-    for (; a < A; a += step) {
-        float h[8][4], z[8][4];
-        bool more = a + step < A;
-        if (more) ahead(a + step);
-        start_product<P2>(z, rows, Described<W2, true>(right));
-        rows.template put<X>(xs);
-        fence_async();
-        sync();
-        start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
-        wgmma_wait<1>(z);
-        rows.split(z);
-        start_product<Q2>(z, rows, Described<G, false>(gs));
-        wgmma_wait<1>(h);
-        put_rows<H>(hs, h);
-        fence_async();
-        sync();
-        start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
-        if (more) fetch_rows(a + step);
-        wgmma_wait<1>(z);
-        if (more) fetch_g(a + step);
-        add(sums1, z);
-        start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
-        sync();
-        if (more) {
-            next_g.put(gs);
-            rows.split(numbers);
+        for (unsigned n = 0; a < tiles; ++n) {
+            a += gridDim.x;
+            if (a + gridDim.x < tiles) {
+                ahead(a + gridDim.x);
+                Ahead<Q1, Q2, THREADS, T>::ahead(g_of(a + gridDim.x), Q2);
+            }
+            mbarrier_wait_in_block(x_free(n), n / X_PLACES % 2 ^ 1);
+            next_x.put(all_xs + n % X_PLACES * X::BYTES / 2);
+            fence_async();
+            tell(x_full(n));
+            if (a < tiles) next_x.fetch(x_of(a), P2);
+            mbarrier_wait_in_block(g_free(n), n / TEAMS % 2 ^ 1);
+            next_g.put(all_gs + n % TEAMS * G::BYTES / 2);
+            fence_async();
+            tell(g_full(n));
+            if (a < tiles) next_g.fetch(g_of(a), Q2);
         }
-        wgmma_wait<1>(h);
-        give(a, h);
-        wgmma_wait<0>(z);
-        add(sums2, z);
-        sync();
+    } else {
+        more_registers<208>();
+        U *gs = all_gs + team * G::BYTES / 2, *hs = all_hs + team * H::BYTES / 2;
+        auto sync = [&] { barrier_of(1 + team, THREADS); };
+        auto sync_teams = [&] { barrier_of(1 + TEAMS, MULTIPLYING); };
+        float sums1[Q1 / 8][4] = {}, sums2[Q2 / 8][4] = {};
+        auto give = [&](unsigned a, const float (&d)[8][4]) {
+            T* to = dx + a * (1ll * P1 * P2);
+            each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+                for (float& one : four.v) one *= float(scale);
+                store_vec(to + row * P2 + column, four);
+            });
+        };
+        wait_for_previous();
+        {
+            Underway<W1, MULTIPLYING> factor1;
+            Underway<W2, MULTIPLYING> factor2;
+            factor1.fetch_any(w1, w1_p, w1_q);
+            factor2.fetch_any(w0, w0_p, w0_q);
+            factor1.put_unseated(left);
+            factor2.template put<true>(right);
+        }
+        fence_async();
+        sync_teams();
+        unsigned n = team, a = blockIdx.x + team * gridDim.x;
+#pragma unroll 1
+        for (; a < tiles; a += TEAMS * gridDim.x, n += TEAMS) {
+            float h[8][4], z[8][4];
+            Rows<64> rows;
+            U* xs = all_xs + n % X_PLACES * X::BYTES / 2;
+            mbarrier_wait_in_block(x_full(n), n / X_PLACES % 2);
+            mbarrier_wait_in_block(g_full(n), n / TEAMS % 2);
+            start_product<P2>(z, Described<X, false>(xs), Described<W2, true>(right));
+            start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
+            wgmma_wait<1>(z);
+            rows.split(z);
+            start_product<Q2>(z, rows, Described<G, false>(gs));
+            wgmma_wait<1>(h);
+            put_rows<H>(hs, h);
+            fence_async();
+            sync();
+            start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
+            wgmma_wait<1>(z);
+            tell(g_free(n));
+            add(sums1, z);
+            start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
+            wgmma_wait<1>(h);
+            give(a, h);
+            wgmma_wait<0>(z);
+            tell(x_free(n));
+            add(sums2, z);
+            sync();
+        }
+        // One of the teams adds up the left factor's sums, the other one the right factor's.
+        float* room = reinterpret_cast<float*>(dynamic) + threadIdx.x % THREADS;
+        static_assert(TEAMS == 2 && P1 == P2 && Q1 == Q2, "as many sums of both");
+        auto exchange = [&](float (&own)[Q1 / 8][4], const float (&others)[Q1 / 8][4], int to) {
+            sync_teams();
+#pragma unroll
+            for (int i = 0; i < Q1 / 2; ++i) room[(to * Q1 / 2 + i) * THREADS] = others[i / 4][i % 4];
+            sync_teams();
+#pragma unroll
+            for (int i = 0; i < Q1 / 2; ++i) own[i / 4][i % 4] += room[((1 - to) * Q1 / 2 + i) * THREADS];
+        };
+        partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
+        if (threadIdx.x >= THREADS) {
+            exchange(sums1, sums2, 0);
+            each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
+        } else {
+            exchange(sums2, sums1, 1);
+            each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
+        }
     }
-    constexpr int EACH2 = Q2 / 2, EACH = EACH2 + Q1 / 2;
-    auto kept = [&](int i) -> float& { return i < EACH2 ? sums2[i / 4][i % 4] : sums1[(i - EACH2) / 4][i % 4]; };
-    if (!add_teams<Plan::TEAMS, Plan::THREADS, EACH>(dynamic, team, kept)) return;
-    partials += (long long)blockIdx.x * (Plan::SUMS2 + Plan::SUMS1);
-    each_seated(sums2, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + where(row) * Q2 + column, four); });
-    each_two(sums1, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + Plan::SUMS2 + row * Q1 + column, two); });
 }

@@ -17,20 +17,25 @@
 // The last missed, too: the fence stood after the copies and the stores of a tile, and may have waited for them. Since it stands before both,
 // the whole backward of (128, 128) takes 198, with what comes in registers 201; that of 16 x 64^3 68 and 70.
 //
+// By clocks read in the kernel, 20000 of its 45000 cycles for 16 x 64^3 were until the first product: three tiles of each team, 20 MB, were
+// asked for before W, which each lane brought by numbers from eight rows, and two tiles put down. With W, in whole lines, and the first tile
+// first, and one tile put down before (its h no longer begins in the step before): 12700, the blocks' median end from 24.0 to 20.1 us (said:
+// 18). So, and as kron_split.cuh tells of its launches, the whole backward of (128, 128) takes 178 for 198.
+//
 // ptxas: a wgmma that is still under way at a loop's end, or after a branch that began it, makes it wait for each one (C7514); that of
-// NVRTC 12.9 fails where W's next product begins before the second half of x's.
+// NVRTC 12.9 failed where W's next product began before the second half of x's.
 #pragma once
 #include "kron_warpgroups.cuh"
 
-// C: numbers to the factor's right. PLACES: tiles of g in shared memory. One is put down LEAD tiles ahead, since only a turn later another
-// warpgroup sees it, which may still have its products of the tile before.
+// C: numbers to the factor's right. PLACES: tiles of g in shared memory. One is put down LEAD tiles ahead: where two warpgroups share it, one
+// sees only a turn later what the other has put down, and may still have its products of the tile before.
 template <int TEAMS_, long long C_, class Factor_>
 struct SplitOne4 {
     static constexpr bool LEFT = C_ > 1;
     static constexpr int P = Factor_::P, Q = Factor_::Q, N = 32, HELD = Q == 64 ? 3 : 2;
-    static constexpr int LEAD = P == 64 ? 2 : 3, PLACES = P == 64 ? 3 : 5;
+    static constexpr int LEAD = P == 64 ? 1 : 2, PLACES = 2 * LEAD;
     static constexpr int TEAMS = TEAMS_, THREADS = 2 * P;
-    static constexpr long long ACROSS = LEFT ? C_ / N : 1;
+    static constexpr unsigned ACROSS = LEFT ? C_ / N : 1;
     using X = Tiles<LEFT ? P : N, LEFT ? N : P>;
     using G = Tiles<LEFT ? Q : N, LEFT ? N : Q>;
     using W = Tiles<P, Q>;
@@ -61,7 +66,8 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     using W = typename Plan::W;
     constexpr int P = Plan::P, Q = Plan::Q, N = Plan::N, PLACES = Plan::PLACES, LEAD = Plan::LEAD, THREADS = Plan::THREADS;
     constexpr bool LEFT = Plan::LEFT;
-    constexpr long long X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE, ACROSS = Plan::ACROSS;
+    constexpr long long X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
+    constexpr unsigned ACROSS = Plan::ACROSS;
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (P / 16), group = warp / 4 % (P / 64);
     __nv_bfloat16 *third = reinterpret_cast<__nv_bfloat16*>(dynamic), *gs = third + Plan::THIRD + team * Plan::TEAM / 2;
@@ -69,23 +75,16 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     constexpr int APART = LEFT ? 8 : 1;
     int own = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4 * (LEFT ? 1 : 2), lane = threadIdx.x % 4;
     Vec<T, 4>* room = reinterpret_cast<Vec<T, 4>*>(third + Plan::THIRD + Plan::TEAMS * Plan::TEAM / 2) + team * Plan::ROOM / 16;
-    Vec<T, 4>*g_room = room + threadIdx.x % THREADS, *x_room = g_room + Q * N / 4;
+    Arriving<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
+    Vec<T, 4>* x_room = next_g.room + Q * N / 4;
     Vec<T, 2>* x_twos = reinterpret_cast<Vec<T, 2>*>(room + Q * N / 4) + threadIdx.x % THREADS;
     auto place = [&](int n) { return gs + n * 3 * G::PLANE; };
-    auto x_place = [&](long long a) { return LEFT ? a / ACROSS * P * X_STRIDE + a % ACROSS * N : a * N * P; };
-    auto g_place = [&](long long a) { return LEFT ? a / ACROSS * Q * G_STRIDE + a % ACROSS * N : a * N * Q; };
+    auto x_place = [&](unsigned a) { return LEFT ? a / ACROSS * (P * X_STRIDE) + a % ACROSS * N : a * (1ll * N * P); };
+    auto g_place = [&](unsigned a) { return LEFT ? a / ACROSS * (Q * G_STRIDE) + a % ACROSS * N : a * (1ll * N * Q); };
     float h[N / 8][4], z[8][4], sums[Q / 8][4] = {};
     Rows<N> rows;
-    auto fetch_g = [&](long long a) {
-        each_four<G, THREADS / 32>([&](int i, int row, int column) {
-            cp_async_16(shared_address(g_room + i * THREADS), g + g_place(a) + row * G_STRIDE + column);
-        });
-        cp_async_commit();
-    };
-    auto put_g = [&](int n) {
-        each_four<G, THREADS / 32>([&](int i, int row, int column) { put_four<G>(place(n), row, column, g_room[i * THREADS]); });
-    };
-    auto fetch_x = [&](long long a) {
+    auto fetch_g = [&](unsigned a) { next_g.fetch(g + g_place(a), G_STRIDE); };
+    auto fetch_x = [&](unsigned a) {
         const T* from = x + x_place(a);
         if constexpr (LEFT) {
 #pragma unroll
@@ -106,11 +105,11 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
                                          : x_twos[(e / 4 * 2 + e % 2) * THREADS].v[e / 2 % 2];
         rows.split(numbers);
     };
-    auto ahead = [&](long long a) {
+    auto ahead = [&](unsigned a) {
         Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
         Ahead<G::ROWS, G::COLUMNS, THREADS, T>::ahead(g + g_place(a), G_STRIDE);
     };
-    auto give = [&](long long a) {
+    auto give = [&](unsigned a) {
         T* to = dx + x_place(a);
 #pragma unroll
         for (int e = 0; e < N / 2; ++e) h[e / 4][e % 4] *= float(scale);
@@ -123,23 +122,30 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
         }
     };
     Turns<P / 64> turns{team, group};
-    long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
+    unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
+    let_next_come();
+    factor_ahead<W, Plan::TEAMS * THREADS>(w, w_p, w_q);
+    if (a < tiles) Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
     wait_for_previous();
-#pragma unroll
-    for (int n = 1; n < LEAD + 1; ++n)
-        if (a + n * step < tiles) ahead(a + n * step);
-    if (a < tiles) {
-        fetch_g(a);
-        fetch_x(a);
-    }
     Partly<Q, Plan::HELD> factor;
     {
-        float all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
+        Underway<W, Plan::TEAMS * THREADS, T> whole;
+        whole.fetch_any(w, w_p, w_q);
+        if (a < tiles) {
+            fetch_g(a);
+            fetch_x(a);
+        }
+        if (a + step < tiles) ahead(a + step);  // after the first tile's, which all wait for
+        float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
+        static_assert(Staged<W>::SPACE <= Plan::TEAMS * Plan::TEAM, "where g will be");
+        Staged<W>::put(staged, whole);
+        __syncthreads();
 #pragma unroll
         for (int e = 0; e < Q / 2; ++e) {
             int column = e / 4 * 8 + lane * 2 + e % 2;
-            all[e / 4][e % 4] = w[(own + e / 2 % 2 * APART) * w_p + (LEFT ? column : where(column)) * w_q];
+            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * Staged<W>::ROW + (LEFT ? column : where(column))];
         }
+        __syncthreads();
 #pragma unroll
         for (int e = 0; e < Q / 4; ++e) {
             unsigned two[3];
@@ -154,34 +160,28 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     cp_async_wait<0>();
     if (a < tiles) {
         split_x();
-        put_g(0);
+        next_g.put(gs);
     }
 #pragma unroll
     for (int n = 1; n < LEAD; ++n)
         if (a + n * step < tiles) {
             fetch_g(a + n * step);
             cp_async_wait<0>();
-            put_g(n);
+            next_g.put(place(n));
         }
     // What a turn's end takes: x of the next tile, g of LEAD tiles on.
-    auto fetch = [&](long long a) {
+    auto fetch = [&](unsigned a) {
         if (a + step < tiles) fetch_x(a + step);
         if (a + LEAD * step < tiles) fetch_g(a + LEAD * step);
     };
     fetch(a);
     fence_async();
     __syncthreads();
-    if (a < tiles) {
-        start_product<Q>(h, factor, Described<G, LEFT>(gs));
-        wgmma_wait<0>(h);
-        give(a);
-        turns.first();
-    }
+    if (a < tiles) turns.first();
     int now = 0;
 #pragma unroll 1
     for (; a < tiles; a += step) {
         bool more = a + step < tiles;
-        int then = now == PLACES - 1 ? 0 : now + 1;
         turns.begin();
         start_product<N>(z, rows, Described<G, !LEFT>(place(now)));
         if constexpr (Q > 64) {
@@ -189,19 +189,20 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
             add(sums, z);
             start_product<N>(z, rows, Described<G, !LEFT>(place(now), 64));
         }
-        start_product<Q>(h, factor, Described<G, LEFT>(place(more ? then : now)));  // in vain, at last: in a branch, ptxas waits
+        start_product<Q>(h, factor, Described<G, LEFT>(place(now)));
         turns.end(more);
         wgmma_wait<1>(z);
         add(sums, z, Q / 8 - 8);
         cp_async_wait<0>();
         split_x();
-        if (a + LEAD * step < tiles) put_g(now + LEAD < PLACES ? now + LEAD : now + LEAD - PLACES);
+        if (a + LEAD * step < tiles) next_g.put(place((now + LEAD) % PLACES));
         fence_async();
+        if (a + 2 * step < tiles) ahead(a + 2 * step);
         fetch(a + step);
         wgmma_wait<0>(h);
-        if (more) give(a + step);
+        give(a);
         turns.rest();
-        now = then;
+        now = (now + 1) % PLACES;
     }
     if (!add_teams<Plan::TEAMS, THREADS, Q / 2>(dynamic, team, [&](int i) -> float& { return sums[i / 4][i % 4]; })) return;
     partials += (long long)blockIdx.x * (P * Q);

@@ -3,13 +3,24 @@
 // Floats are multiplied in TF32, or, without loss, as split numbers: x = big + small, both in TF32, and three products. (Known as 3xTF32.)
 // On an H200 a mma_tf32 keeps its quarter of a multiprocessor from issuing anything else for 6 cycles, so every other instruction adds to
 // its time: each number's split, each addition of products to sums.
+//
+// Where a factor's rows are no multiple of what an mma takes, its matrix has rows of zeros beyond them, and so have the fibers in registers,
+// as what lies there in memory may be an infinity. On the FMA units an H200 took longer by far: bfloat16, forward, 2048 x (128, 148) 734 us,
+// now 164 (v2 180), (32, 172) 157 and 42 (56), 4096 x (64, 64) to (64, 172) 268 and 87 (137).
 #pragma once
 #include "kron_step.cuh"
 
 // Whether a step multiplies 16-bit numbers as they are, with no conversion: the first one, if its matrix is a factor.
 template <class S, typename In, typename M>
 __device__ constexpr bool in_pairs() {
-    return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 16 == 0;
+    return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 4 == 0 && S::P > 8;
+}
+
+// Rows of a step's matrix in shared memory, where tensor cores take 8 or, of pairs, 16 at once: beyond P they are zeros.
+template <class S, bool PAIRS>
+__device__ constexpr int high() {
+    constexpr int AT_ONCE = S::LANES > 1 ? 1 : PAIRS ? 16 : 8;
+    return (S::P + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
 }
 template <typename T>
 __device__ __forceinline__ unsigned pair_of(T a, T b) {
@@ -79,24 +90,29 @@ struct Lanes4 {
     __device__ static constexpr int fiber(int t) { return ONE ? 2 * t : PAIR == 16 ? 4 * t : PAIR == 8 ? t % 2 * 4 + t / 2 * 16 : 8 * t; }
 };
 
-// sums += the products of `count` 16-bit numbers of each fiber, as they are.
+// sums += the products of `count` 16-bit numbers of each fiber, as they are, and of zeros beyond the last.
 template <class S, int RIGHT, int MS, int NS, int FROM, typename In>
 __device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const In* w, int count) {
 #pragma unroll 2
     for (int k0 = 0; k0 < count; k0 += 16) {
         unsigned x[NS][2], c[MS][4];
+        int first = k0 + threadIdx.x % 4 * (RIGHT == 1 ? 4 : 2);
 #pragma unroll
         for (int i = 0; i < FROM; ++i) {
             int at = S::In::join(from[i], S::In::at(k0 * RIGHT));
             if constexpr (RIGHT == 1) {
-                Vec<In, 4> v = load_vec<In, 4>(source + at);
+                Vec<In, 4> v = {};
+                if (S::P % 16 == 0 || first < S::P) v = load_vec<In, 4>(source + at);
                 x[i][0] = pair_of(v.v[0], v.v[1]);
                 x[i][1] = pair_of(v.v[2], v.v[3]);
             } else {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    Vec<In, 4> even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
-                    Vec<In, 4> odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
+                    Vec<In, 4> even = {}, odd = {};
+                    if (S::P % 16 == 0 || first + 8 * h < S::P) {
+                        even = load_vec<In, 4>(source + S::In::join(at, S::In::at(8 * h * RIGHT)));
+                        odd = load_vec<In, 4>(source + S::In::join(at, S::In::at((8 * h + 1) * RIGHT)));
+                    }
 #pragma unroll
                     for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = pair_of(even.v[e], odd.v[e]);
                 }
@@ -116,21 +132,24 @@ __device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const I
     }
 }
 
-// A lane's 8 numbers along k, from k on, of a warp's fibers; ROUND: to TF32.
+// A lane's 8 numbers along k, from k on, of a warp's fibers, with zeros beyond the last; ROUND: to TF32.
 template <class S, int RIGHT, bool ROUND, int NS, int FROM, typename In>
 __device__ __forceinline__ void fetch_fibers(float (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
     auto number = [](In v) { return ROUND ? to_tf32(load_as(v)) : load_as(v); };
+    int first = k + threadIdx.x % 4 * (RIGHT == 1 ? 2 : 1);
 #pragma unroll
     for (int i = 0; i < FROM; ++i) {
         int at = S::In::join(from[i], S::In::at(k * RIGHT));
         if constexpr (RIGHT == 1) {
-            Vec<In, 2> v = load_vec<In, 2>(source + at);
+            Vec<In, 2> v = {};
+            if (S::P % 8 == 0 || first < S::P) v = load_vec<In, 2>(source + at);
             x[i][0] = number(v.v[0]);
             x[i][1] = number(v.v[1]);
         } else {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                Vec<In, 4> v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
+                Vec<In, 4> v = {};
+                if (S::P % 8 == 0 || first + 4 * h < S::P) v = load_vec<In, 4>(source + S::In::join(at, S::In::at(4 * h * RIGHT)));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[i * 4 + e][h] = number(v.v[e]);
             }
@@ -156,10 +175,10 @@ __device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In
 }
 
 // The same of split numbers. The fewer numbers are added, the less SGEMM errs, and the fewer are added here before they are rounded.
-template <class S, int RIGHT, bool SPLIT, int MS, int NS, int FROM>
+template <class S, int RIGHT, bool SPLIT, int UNROLL, int MS, int NS, int FROM>
 __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w, int count) {
     constexpr int DEPTH = S::P >= 64 && S::P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1, WIDE = Lanes4<S, RIGHT>::WIDE;
-#pragma unroll 1
+#pragma unroll(UNROLL)
     for (int k0 = 0; k0 < count; k0 += 8 * DEPTH) {
         float x[DEPTH][NS][2];
 #pragma unroll
@@ -168,7 +187,7 @@ __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const f
         multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
             if constexpr (SPLIT) {
                 unpack(c, load_vec<float, 4>(w + d * (S::PADDED * 8) + m * 128));
-                unpack(small, load_vec<float, 4>(w + (S::P + d * 8) * S::PADDED + m * 128));
+                unpack(small, load_vec<float, 4>(w + (high<S, false>() + d * 8) * S::PADDED + m * 128));
             } else {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -213,7 +232,7 @@ __device__ __forceinline__ void store_tensor(const float (&sums)[MS][NS][4], flo
 }
 
 // One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the
-// fibers (N). P is a multiple of 8, COLUMNS of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
+// fibers (N). P is even where RIGHT is 1, COLUMNS a multiple of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
 template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
 __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
                                                  const After& after) {
@@ -234,7 +253,8 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     else w += row * S::PADDED + ((j0 + g * Lanes::WIDE) ^ turn<Plan, S, RIGHT>(row));
     float sums[Lanes::MS][Lanes::NS][4] = {};
     if constexpr (PAIRS) multiply_pairs<S, RIGHT>(sums, source, from, w, count);
-    else if constexpr (Plan::PRODUCTS == 3) multiply_three<S, RIGHT, Plan::SPLIT>(sums, source, from, w, count);
+    else if constexpr (Plan::PRODUCTS == 3)  // a multiprocessor's only four warps have registers to fetch ahead
+        multiply_three<S, RIGHT, Plan::SPLIT, Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1>(sums, source, from, w, count);
     else multiply_tf32<S, RIGHT, sizeof(In) == 4 && AHEAD < (1 << 30)>(sums, source, from, w, count);
     after();
     store_tensor<Plan, S, Q, RIGHT, ALL, Out, LAST>(sums, tile, global, f0, j0);

@@ -17,6 +17,7 @@
 // which one access serves meet different banks; that is linear in the bits of u, so where all sizes are powers of two the
 // place of a sum is the "sum", by exclusive or, of places. (Where they are not, nothing is moved.)
 #pragma once
+#include "ahead.cuh"
 #include "kron_tensor.cuh"
 
 constexpr int MOST = 8;  // factors in a launch
@@ -43,7 +44,8 @@ using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_p
 
 template <class Plan, bool FIRST, typename T, class S>
 __device__ constexpr int matrix_bytes() {
-    return (S::P * S::PADDED * sizeof(matrix_t<Plan, FIRST, T, S>) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
+    using M = matrix_t<Plan, FIRST, T, S>;
+    return (high<S, FIRST && in_pairs<S, T, M>()>() * S::PADDED * sizeof(M) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
 }
 template <class Plan, typename T, class S, class... Others>
 __device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
@@ -85,19 +87,25 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     using M = matrix_t<Plan, N == 0, T, S>;
     M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
-    constexpr int U = 16 / sizeof(T), P = S::P, K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
-    constexpr bool BY_ROWS = S::COUNT == 1 && COLUMNS % U == 0 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && P % U == 0;
+    constexpr int P = S::P, HIGH = high<S, PAIRS>(), K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
+    constexpr int U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));  // neighbours of a row, of a column, that are read at once
+    constexpr bool BY_ROWS = S::COUNT == 1 && U > 1 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && V > 1;
     auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
-    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, P * PADDED); };
+    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, HIGH * PADDED); };
     long long p = factors.p[N], q = factors.q[N];
     const T* from = factors.at[N] + first * q;
     bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
     if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
         if constexpr (BY_ROWS && !Plan::BY_LANES) {
-            share<P, COLUMNS / U, THREADS>([&](int k, int i) { cp_async_16(shared_address(to + place(k, i * U)), from + k * p + i * U); });
+            share<P, COLUMNS / U, THREADS>([&](int k, int i) {
+                unsigned at = shared_address(to + place(k, i * U));
+                if constexpr (U * sizeof(T) == 16) cp_async_16(at, from + k * p + i * U);
+                else cp_async<U * sizeof(T)>(at, from + k * p + i * U, true);
+            });
         } else if constexpr (BY_ROWS) {  // what neighbouring lanes store is contiguous: of all k that an mma takes
-            share<P / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
+            share<HIGH / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
                 int k = i % 8 * K, j = i / 8 * U;
+                if (HIGH > P && block * (8 * K) + k >= P) return;
                 Vec<T, U> rows[K];
 #pragma unroll
                 for (int r = 0; r < K; ++r) rows[r] = load_vec<T, U>(from + (block * (8 * K) + k + r) * p + j);
@@ -106,16 +114,16 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
                     Vec<M, 2 * K> numbers;
 #pragma unroll
                     for (int e = 0; e < 2 * K; ++e) numbers.v[e] = M(rows[e % K].v[u + e / K]);
-                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, P * PADDED);
+                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, HIGH * PADDED);
                 }
             });
         }
-    } else if (BY_COLUMNS && p == 1 && q % U == 0 && aligned) {
+    } else if (BY_COLUMNS && p == 1 && q % V == 0 && aligned) {
         if constexpr (BY_COLUMNS)
-            share<P / U, COLUMNS, THREADS>([&](int i, int j) {
-                Vec<T, U> v = load_vec<T, U>(from + i * U + j * q);
+            share<P / V, COLUMNS, THREADS>([&](int i, int j) {
+                Vec<T, V> v = load_vec<T, V>(from + i * V + j * q);
 #pragma unroll
-                for (int u = 0; u < U; ++u) put_one(i * U + u, j, M(v.v[u]));
+                for (int u = 0; u < V; ++u) put_one(i * V + u, j, M(v.v[u]));
             });
     } else {
         share<P, COLUMNS, THREADS>([&](int k, int j) {
@@ -123,7 +131,22 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
             else put_one(k, j, element<N, Factors...>(factors, k, first + j));
         });
     }
+    if constexpr (HIGH > P) share<HIGH - P, PADDED, THREADS>([&](int k, int j) { put_one(P + k, j, M(0.0f)); });
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
+}
+
+// Fetch factors to L2, from number N on.
+template <int N, typename T, class... Factors>
+__device__ __forceinline__ void prefetch_those(const Factors4<T>& factors) {
+    int n = N;
+    ((prefetch_factor(factors.at[n], Factors::P, Factors::Q, factors.p[n], factors.q[n]), ++n), ...);
+}
+template <int N, typename T>
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>&, Steps4<>) {}
+template <int N, typename T, int F, int C, int L, int PADDED, class In, class... Factors, class... Others>
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Steps4<Step4<F, C, L, PADDED, In, Factors...>, Others...>) {
+    prefetch_those<N, T, Factors...>(factors);
+    prefetch_factors<N + sizeof...(Factors)>(factors, Steps4<Others...>());
 }
 
 // The matrices of the steps from factor N on.

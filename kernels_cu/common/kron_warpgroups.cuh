@@ -1,6 +1,7 @@
 // What the kernels by warpgroups have in common (kron_split.cuh, kron_split_one.cuh, kron_quarter.cuh; sm_90a): numbers, in pieces, in shared
 // memory and in registers as wgmma takes them, a product of them, and whose turn it is.
 #pragma once
+#include "ahead.cuh"
 #include "kron_pieces.cuh"
 #include "wgmma.cuh"
 
@@ -64,13 +65,11 @@ struct Rows {
     }
 };
 
-// Such numbers, of a matrix of any strides.
-template <int N>
-__device__ __forceinline__ void fetch_lanes(float (&numbers)[N][4], const float* from, long long row_stride, long long column_stride) {
-    int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int e = 0; e < 4 * N; ++e)
-        numbers[e / 4][e % 4] = from[(row + e / 2 % 2 * 8) * row_stride + (column + e % 2 + e / 4 * 8) * column_stride];
+// To the L2 cache, before the kernels before this one have ended: ahead.cuh says why that is not to read it.
+template <class M, int THREADS>
+__device__ __forceinline__ void factor_ahead(const float* w, long long p, long long q) {
+    if (q == 1) Ahead<M::ROWS, M::COLUMNS, THREADS, float>::ahead(w, p);
+    else if (p == 1) Ahead<M::COLUMNS, M::ROWS, THREADS, float>::ahead(w, q);
 }
 
 // Of rows whose fours are aligned, and whose columns are seated; those from row `rows` on are 0.
@@ -208,6 +207,39 @@ struct Underway {
     }
     __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
+    }
+};
+
+// A factor that all lanes need in registers, as it is, in shared memory: a lane's numbers come from eight rows, and eight lines of global
+// memory a load took longer. SPACE bytes; of any strides; a barrier must follow.
+template <class W>
+struct Staged {
+    static constexpr int ROW = W::COLUMNS + 4, SPACE = W::ROWS * ROW * 4;  // of different banks
+    template <int THREADS>
+    __device__ static __forceinline__ void put(float* to, const Underway<W, THREADS>& w) {
+        each_four<W, THREADS / 32>([&](int i, int row, int column) { store_vec(to + row * ROW + column, w.part[i]); });
+    }
+};
+
+// The same by way of shared memory, where a thread takes what it brought itself: no register is held while it comes. `room` is the thread's
+// first four numbers, the next ones THREADS fours on.
+template <class M, int THREADS, typename T = float>
+struct Arriving {
+    static constexpr int FOURS = M::PLANE / 4 / THREADS, BYTES = M::PLANE * sizeof(T);
+    Vec<T, 4>* room;
+
+    __device__ __forceinline__ void fetch(const T* from, long long stride) const {
+        each_four<M, THREADS / 32>([&](int i, int row, int column) {
+            cp_async_16(shared_address(room + i * THREADS), from + row * stride + column);
+        });
+        cp_async_commit();
+    }
+    // Once it has come: all is read before one is written, since for all that ptxas knows they might be the same memory.
+    __device__ __forceinline__ void put(__nv_bfloat16* to) const {
+        Vec<T, 4> fours[FOURS];
+#pragma unroll
+        for (int i = 0; i < FOURS; ++i) fours[i] = room[i * THREADS];
+        each_four<M, THREADS / 32>([&](int i, int row, int column) { put_four<M>(to, row, column, fours[i]); });
     }
 };
 

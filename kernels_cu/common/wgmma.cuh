@@ -8,6 +8,13 @@ __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+// From here on a warpgroup has N registers a thread, a multiple of 8: others of its block may have what it gives back. Each warpgroup must be
+// in a branch of its own, of one if and else.
+template <int N>
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
+template <int N>
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
+
 // Wait until at most PENDING committed groups are under way; d is theirs.
 template <int PENDING, int N>
 __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
