@@ -89,7 +89,7 @@ __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, c
         extra = Sink{};
     }
     team_softmax<VECTORS, false, true, EXACT, false>(out + row * keys, x + matrix * x_matrix + query * x_row, span.begin, span.end, keys, team,
-                                                     scale, extra, Room{});
+                                                     scale, extra);
 }
 
 template <int VECTORS, bool EXACT, class Team, typename T>
@@ -107,7 +107,7 @@ __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, c
         extra = SinkGradient{};
     }
     team_gradient<VECTORS, false, true, EXACT, false>(dx + row * keys, y + row * keys, g + matrix * g_matrix + query * g_row, span.begin,
-                                                      span.end, keys, team, scale, extra, Room{});
+                                                      span.end, keys, team, scale, extra);
 }
 
 // Grid ceil(matrices * queries / (THREADS / width)); WIDTH as in softmax_v6.

@@ -40,8 +40,11 @@
 //              For all tables and both pairings, q and k of 168 MB, float 336 MB: heads of 64, 128, 256 in bfloat16 to 1.00, 1.01, 1.013,
 //              in place 0.975 to 0.994, 0.993 to 1.004, 0.996 to 1.005, interleaved 0.986 to 1.002, 0.978 to 1.007, 0.980 to 1.006. Float
 //              heads of 64 0.994 to 1.000, in place 0.987 to 0.996, interleaved 0.990 to 0.996, of 128 as before. 42 MB: 1.00 to 1.07.
-//              Predicted: gains where halves are half lines, or a table is wide. Slower with one packed sequence of 65536 tokens, whose
-//              table of 33 MB is read once: 0.942 to 0.933. Blocks of 64 threads: as fast, but 42 MB 1.05.
+//              Predicted: gains where halves are half lines, or a table is wide. Blocks of 64 threads: as fast, but 42 MB 1.05.
+//              Where a token looks up its row, which is one load more before the table's, version 2 takes it, which has more under way: (65536,
+//              16, 128) packed from 2401 sequences 0.965 to 1.017, float 0.986 to 1.011, as one sequence 0.936 to 0.954, 0.966 to 0.995; heads
+//              of 64 with position ids 0.93 to 0.976. But q and k of 128 in bfloat16 with position ids lose, 0.939 to 0.912; and not where
+//              the table has angles for each element: 0.917, with version 3 0.967.
 //
 // Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
 #include "common/ahead.cuh"

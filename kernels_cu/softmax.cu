@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long 
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width;
     if (row >= rows) row = columns = 0;
-    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
+    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{});
 }
 
 template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width, at = row * columns;
     if (row >= rows) row = at = columns = 0;
-    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
+    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{});
 }
 
 // Grid rows.
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, 
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
     take_over_row(BLOCKS * THREADS, team, columns, x + row * x_row);
-    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, Room{});
+    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{});
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* d
     long long row = blockIdx.x, at = row * columns;
     Block<T, THREADS> team(found);
     take_over_row(BLOCKS * THREADS, team, columns, y + at, g + row * g_row);
-    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{}, Room{});
+    team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{});
 }
 
 // Few rows that no block can hold: `pieces` blocks share each, in two launches. What the first found in each piece is in `parts`, (rows,
@@ -370,54 +370,51 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
     write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(y + at, begin, end), total, gradient);
 }
 
-// ---- v8 to v10: the row in registers and in shared memory, of one block, or of several, each of which has `part` of its vectors and room
-// for `most`. Dynamic shared memory: 16 bytes for each of these beyond VECTORS * THREADS; backward as much again, for g. Grid rows times
-// the blocks of a row.
+// ---- v8 to v10: the row in registers and in shared memory, of one block, or of several in turns. Dynamic shared memory: 16 bytes for each
+// vector of a thread beyond VECTORS; backward as much again, for g. Grid rows times the blocks of a row.
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
-    softmax_v8(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
+    softmax_v8(T* out, const T* x, int columns, long long x_row, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     long long row = blockIdx.x;
     Block<T, THREADS> team(found);
     prefetch_row(team, x + row * x_row, VECTORS * THREADS * WIDTH<T>, columns);  // sooner than it is copied to shared memory
     take_over_row(BLOCKS * THREADS, team, columns, x + row * x_row);
-    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
-                                                         Room{slots, part, most});
+    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, slots);
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
-    softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
+    softmax_v8_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     wait_for_previous();
     long long row = blockIdx.x, at = row * columns;
     Block<T, THREADS> team(found);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
-                                                    Room{slots, part, most});
+                                                    slots);
 }
 
 #if __CUDA_ARCH__ >= 900
 template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool EXACT, bool LOG>
 __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
-    softmax_v9(T* out, const T* x, int columns, long long x_row, int part, int most, double scale) {
+    softmax_v9(T* out, const T* x, int columns, long long x_row, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     __shared__ unsigned long long words[SIZE];
     ClusterBoard<SIZE> board(words);
-    wait_for_previous();
     long long row = blockIdx.x / SIZE;
     Crowd<T, THREADS, ClusterBoard<SIZE>> team(found, board);
-    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
-                                                         Room{slots, part, most});
+    take_over_row(BLOCKS * THREADS, team, min(columns, VECTORS * SIZE * THREADS * WIDTH<T>), x + row * x_row);  // of what goes to registers
+    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, slots);
     board.leave();
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, int SIZE, bool EXACT, bool LOG>
 __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
-    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, int part, int most, double scale) {
+    softmax_v9_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     __shared__ unsigned long long words[SIZE];
@@ -426,7 +423,7 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
     long long row = blockIdx.x / SIZE, at = row * columns;
     Crowd<T, THREADS, ClusterBoard<SIZE>> team(found, board);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
-                                                    Room{slots, part, most});
+                                                    slots);
     board.leave();
 }
 #endif
@@ -434,21 +431,19 @@ __global__ void __cluster_dims__(SIZE, 1, 1) __launch_bounds__(THREADS, ON_SM_90
 // `board`: a word for each block, all 0.
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
-    softmax_v10(T* out, const T* x, unsigned long long* board, int size, int columns, long long x_row, int part, int most, double scale) {
+    softmax_v10(T* out, const T* x, unsigned long long* board, int size, int columns, long long x_row, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     wait_for_previous();
     long long row = blockIdx.x / size;
     GlobalBoard words(board, size);
     Crowd<T, THREADS, GlobalBoard> team(found, words);
-    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{},
-                                                         Room{slots, part, most});
+    team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, slots);
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
-    softmax_v10_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int size, int columns, long long g_row, int part, int most,
-                    double scale) {
+    softmax_v10_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int size, int columns, long long g_row, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     wait_for_previous();
@@ -456,7 +451,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     GlobalBoard words(board, size);
     Crowd<T, THREADS, GlobalBoard> team(found, words);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
-                                                    Room{slots, part, most});
+                                                    slots);
 }
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows,

@@ -73,8 +73,8 @@ class Table(NamedTuple):
 
 
 class Call(NamedTuple):
-    """All that decides how a call is launched. `alignment`, `table_alignment`: the low bits of the addresses of x, k and the outputs, and
-    of cos and sin, or-ed together."""
+    """All that decides how a call is launched. `positions`: whether each token looks up which row of the table is its own. `alignment`,
+    `table_alignment`: the low bits of the addresses of x, k and the outputs, and of cos and sin, or-ed together."""
 
     dtype: torch.dtype
     device: int
@@ -83,6 +83,7 @@ class Call(NamedTuple):
     x: Layout
     k: Layout
     table: Table
+    positions: bool
     positions_b: int
     in_place: bool
     alignment: int
@@ -141,7 +142,7 @@ def plan(
     shared = positions is None or positions[0] == 1  # a row of positions for all sequences
     call = Call(
         dtype, device, outputs[0], outputs[1] if len(xs) > 1 else NO_K, xs[0], xs[1] if len(xs) > 1 else NO_K, table,
-        0 if shared else positions[1], not outs, alignment, table_alignment, o,
+        positions is not None, 0 if shared else positions[1], not outs, alignment, table_alignment, o,
     )  # fmt: skip
     if not call.tokens or not call.x.shape[3] or not call.x.shape[2] + call.k.shape[2]:
         return Plan(None, (0, 0, 0), (0, 0, 0), ())

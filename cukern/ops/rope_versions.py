@@ -42,11 +42,12 @@ def _v2(call: Call) -> Plan:
 
 
 def _v3(call: Call) -> Plan:
-    """One thread a vector of two heads, or v2 where heads are no pairs."""
+    """One thread a vector of two heads, or v2 where heads are no pairs, or where tokens look up their rows, since it has more under way."""
     o, vector = call.options, VECTOR_BYTES // call.dtype.itemsize
     threads = o.rotary_dim // vector
     pairs = threads in (2, 4, 8, 16, 32) and not (call.x.shape[2] | call.k.shape[2]) % 2 and not call.rest
-    if call.dtype.itemsize == 8 or not pairs or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
+    looked_up = call.positions and call.table.shape[2] < o.rotary_dim
+    if call.dtype.itemsize == 8 or not pairs or looked_up or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
         return _v2(call)
     kernel = _V3[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
     return _plan(call, kernel, vector, threads, V3_THREADS // threads, 2)

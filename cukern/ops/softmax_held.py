@@ -100,10 +100,15 @@ def in_pieces(p: Problem) -> Run | None:
     return run
 
 
-def in_shared_memory(p: Problem) -> Run | None:
+def in_shared_memory(p: Problem, blocks: int = 1) -> Run | None:
     """v8."""
-    found = plan.block_hold(p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), p.backward)
+    found = plan.block_hold(p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), p.backward, blocks)
     return _launch_held(_V8, p, found, _shape_key(found.shape)) if found else None
+
+
+def beside_another(p: Problem) -> Run | None:
+    """v8; but of more rows than multiprocessors only where one holds two of their blocks: else a cluster is faster."""
+    return in_shared_memory(p, 2 if p.rows > backend.multiprocessors(p.number) else 1)
 
 
 def in_a_cluster(p: Problem) -> Run | None:
@@ -128,7 +133,7 @@ def in_a_crowd(p: Problem) -> Run | None:
     if found is None:
         return None
     grid, block = (p.rows * found.size, 1, 1), (found.shape.threads, 1, 1)
-    rest = found.size, p.columns, p.row, found.part, found.most, p.scale
+    rest = found.size, p.columns, p.row, p.scale
     kernel = _kernel(_V10, p, _shape_key(found.shape))
 
     def run(pointers: tuple[int, ...]) -> None:
@@ -145,7 +150,7 @@ def numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
 def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:
     if p.rows * held.size > plan.MOST_BLOCKS:
         return None
-    grid, numbers = (p.rows * held.size, 1, 1), (p.columns, p.row, held.part, held.most, p.scale)
+    grid, numbers = (p.rows * held.size, 1, 1), (p.columns, p.row, p.scale)
     return _launch(_kernel(templates, p, key), grid, held.shape.threads, held.shared, *numbers)
 
 

@@ -7,7 +7,6 @@ from math import ceil
 from typing import NamedTuple
 
 VECTOR_BYTES = 16
-LINE = 8  # vectors
 WARP_BLOCK = 128  # threads of v6's blocks
 LOOP_THREADS = 256  # of the blocks of v1 to v5, and of v7's that share a row in two launches
 BLOCKS_PER_SM = 8  # that share rows in two launches
@@ -16,7 +15,7 @@ LEAST_SHARED = 4096  # vectors of a row that several blocks hold though one coul
 LEAST_PART = 1024  # vectors of a row that several blocks hold, for each
 MOST_BLOCKS = (1 << 31) - 1  # of a grid
 MOST_VECTORS = 1 << 27  # of a row that is held on chip: its columns are counted in 31 bits
-MOST_OF_A_THREAD = 16  # vectors of a tensor where several blocks share a row; with more it was slower
+MOST_OF_A_THREAD = 16  # vectors of a tensor where the blocks of a cluster share a row; with more it was slower
 NEXT_TO_SLOTS = 1536  # bytes of shared memory that a block needs for other things, its driver's among them
 
 
@@ -36,12 +35,10 @@ class Shape(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """`size` blocks share a row. Each has a `part` of its vectors, room for `most`, and `shared` bytes for those not in registers."""
+    """`size` blocks share a row. Each has `shared` bytes for what is not in its registers."""
 
     shape: Shape
     size: int
-    part: int
-    most: int
     shared: int
 
 
@@ -70,19 +67,19 @@ SHAPES_CAUSAL: Shapes = {
     8: (Shape(2, 512, 1),),
 }
 
-# Of a block that has a row to itself, by preference; of those of a cluster, and of a crowd: the first that the rows fill the GPU with, or
-# the last. Not of float64: nobody is in a hurry with it.
+# Of a block that has a row to itself, by preference; of those of a cluster, and of a crowd: the first that the rows fill the GPU with
+# twice, or the last. Not of float64: nobody is in a hurry with it.
 HOLDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2),), 4: (Shape(4, 512, 2), Shape(6, 1024, 1)), 8: ()},
     {2: (Shape(2, 512, 2), Shape(4, 512, 1)), 4: (Shape(2, 512, 2), Shape(2, 1024, 1)), 8: ()},
 )
 CLUSTERS: tuple[Shapes, Shapes] = (
-    {2: (Shape(4, 256, 4),), 4: (Shape(6, 256, 5), Shape(8, 512, 2)), 8: ()},
-    {2: (Shape(2, 512, 2),), 4: (Shape(2, 512, 2),), 8: ()},
+    {2: (Shape(2, 512, 3), Shape(4, 256, 4)), 4: (Shape(6, 256, 5), Shape(8, 512, 2)), 8: ()},
+    {2: (Shape(2, 256, 4), Shape(2, 512, 2)), 4: (Shape(2, 512, 2),), 8: ()},
 )
 CROWDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2),), 4: (Shape(8, 512, 2),), 8: ()},
-    {2: (Shape(8, 512, 1), Shape(2, 512, 2)), 4: (Shape(8, 512, 1), Shape(2, 256, 4)), 8: ()},
+    {2: (Shape(4, 512, 2), Shape(2, 512, 2)), 4: (Shape(4, 512, 2), Shape(2, 256, 4)), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8
 
@@ -121,14 +118,15 @@ def _room(shape: Shape, shared: int, backward: bool, most: int = 1 << 10) -> int
 
 
 def _hold(shape: Shape, size: int, vectors: int, backward: bool) -> Hold:
-    part = ceil(vectors / size / LINE) * LINE  # else neighbouring blocks write halves of the same 32 bytes
-    most = shape.threads * max(ceil(part / shape.threads), shape.vectors)
-    return Hold(shape, size, part, most, (most - shape.vectors * shape.threads) * VECTOR_BYTES * (2 if backward else 1))
+    slots = max(ceil(vectors / (size * shape.threads)) - shape.vectors, 0)
+    return Hold(shape, size, slots * shape.threads * VECTOR_BYTES * (2 if backward else 1))
 
 
-def block_hold(vectors: int, itemsize: int, shared: int, backward: bool) -> Hold | None:
-    """A row in one block, with its registers and `shared` bytes of a multiprocessor, or None for too long a row."""
-    found = next((s for s in HOLDS[backward][itemsize] if vectors <= _room(s, shared, backward)), None)
+def block_hold(vectors: int, itemsize: int, shared: int, backward: bool, blocks: int = 1) -> Hold | None:
+    """A row in one block, with its registers and `shared` bytes of a multiprocessor, which holds `blocks` of them at least; or None for too
+    long a row."""
+    fitting = (s for s in HOLDS[backward][itemsize] if s.blocks >= blocks and vectors <= _room(s, shared, backward))
+    found = next(fitting, None)
     return found and _hold(found, 1, vectors, backward)
 
 
@@ -151,12 +149,14 @@ def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, ba
     found = []
     for shape in CROWDS[backward][itemsize]:
         blocks = sms * shape.blocks // 2
-        size = max(ceil(vectors / _room(shape, shared, backward, MOST_OF_A_THREAD)), min(blocks // rows, vectors // LEAST_PART), 1)
+        least = ceil(vectors / _room(shape, shared, backward))
+        even = min(least + least % 2, max(blocks, least))  # odd numbers were 1 to 4 % slower
+        size = max(even, min(blocks // rows, vectors // LEAST_PART), 1)
         if vectors <= MOST_VECTORS and size <= blocks:
             found.append(_hold(shape, size, vectors, backward))
     return _first_that_fills(found, rows, sms)
 
 
 def _first_that_fills(holds: list[Hold], rows: int, sms: int) -> Hold | None:
-    """The first that fills the GPU, else the last."""
-    return next((hold for hold in holds if rows * hold.size >= sms * hold.shape.blocks), holds[-1] if holds else None)
+    """The first that fills the GPU twice, else the last: of a second time that is not full, most of the GPU waits for the end."""
+    return next((hold for hold in holds if rows * hold.size >= 2 * sms * hold.shape.blocks), holds[-1] if holds else None)

@@ -101,8 +101,8 @@ def _v5_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
 
 _V7 = held.in_a_warp, held.in_a_block, held.in_pieces
 _V8 = held.in_a_warp, held.in_a_block, held.in_shared_memory, held.in_pieces
-_V9 = held.in_a_warp, held.in_a_block, held.in_shared_memory, held.in_a_cluster, held.in_pieces
-_V10 = held.in_a_warp, held.in_a_block, held.of_few_rows, held.in_shared_memory, held.in_several_blocks, held.in_pieces
+_V9 = held.in_a_warp, held.in_a_block, held.beside_another, held.in_a_cluster, held.in_pieces
+_V10 = held.in_a_warp, held.in_a_block, held.of_few_rows, held.beside_another, held.in_several_blocks, held.in_pieces
 
 
 def _first(*ways: held.Way) -> tuple[Forward, Backward]:

@@ -26,22 +26,18 @@ struct Cut {
     __device__ __forceinline__ bool shows(int column) const { return column >= begin && column < end; }
 };
 
-// Where a block holds its part of a row, by default in registers alone. `slots`: shared memory; `part`: how many of the row's vectors a block
-// has; `most`: those that there is room for, whole rounds of its threads.
-struct Room {
-    void* slots = nullptr;
-    int part = 0x7fffffff, most = 0;
-};
-
-// Which vectors a thread of a team has: the k-th is vector `begin + lane + k * step` of the row, if it is one of the block's `count`.
+// Which vectors a thread of a team has: the k-th is vector `first + k * step` of the row, for k < own. The blocks of a row take turns, `width`
+// vectors each, so that together they go over the row from its beginning to its end: memory is faster so. rounds: the most that a thread of
+// the block has.
 struct Share {
-    int begin, lane, step, count, rounds;  // rounds: more k than any thread of the block has
+    int first, width, step, own, rounds;
     template <class Team>
-    __device__ __forceinline__ Share(const Team& team, int vectors, const Room& room)
-        : begin(team.rank() * room.part), lane(team.lane()), step(team.width), count(max(min(vectors - begin, room.part), 0)) {
-        rounds = (count + step - 1) / step;
+    __device__ __forceinline__ Share(const Team& team, int vectors)
+        : first(team.rank() * team.width + team.lane()), width(team.width), step(team.width * team.size()) {
+        own = team.turns(vectors - first + step - 1);
+        rounds = team.turns(vectors - team.rank() * width + step - 1);
     }
-    __device__ __forceinline__ bool has(int k) const { return lane + k * step < count; }
+    __device__ __forceinline__ bool has(int k) const { return k < own; }
 };
 
 // At a multiple of 16 bytes.
@@ -58,7 +54,7 @@ template <typename T, int VECTORS, bool SLOTS>
 struct Held {
     Words<T> registers[VECTORS], *slots;  // slots: the thread's own, so that they need no barrier
     compute_t<T> edge;
-    __device__ __forceinline__ Words<T>& slot(int k, int step) const { return slots[(k - VECTORS) * step]; }
+    __device__ __forceinline__ Words<T>& slot(int k, const Share& share) const { return slots[(k - VECTORS) * share.width]; }
     // `from`: the thread's first vector. All loads are issued before the first is used, so that their latencies overlap.
     __device__ __forceinline__ void load(const T* from, const Share& share, compute_t<T> missing) {
 #pragma unroll
@@ -69,8 +65,8 @@ struct Held {
     __device__ __forceinline__ void fetch(int first, const T* from, const Share& share, compute_t<T> missing) {
 #pragma unroll
         for (int k = first; k < first + GROUP; ++k) {
-            if (share.has(k)) cp_async_16(shared_address(&slot(k, share.step)), from + k * share.step * WIDTH<T>);
-            else if (k < share.rounds) slot(k, share.step) = filled<T>(missing);
+            if (share.has(k)) cp_async_16(shared_address(&slot(k, share)), from + k * share.step * WIDTH<T>);
+            else if (k < share.rounds) slot(k, share) = filled<T>(missing);
         }
     }
     // f(vector, k) for each of a thread's vectors in registers.
@@ -79,11 +75,11 @@ struct Held {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) f(registers[k], k);
     }
-    // The same of those in slots, from round `first` to before `end`.
-    template <typename F>
+    // The same of those in slots, from round `first` to before `end`, of which the compiler has AT_A_TIME in registers.
+    template <int AT_A_TIME = 4, typename F>
     __device__ __forceinline__ void each(const Share& share, int first, int end, F f) {
-#pragma unroll 4
-        for (int k = first; k < end; ++k) f(slot(k, share.step), k);
+#pragma unroll AT_A_TIME
+        for (int k = first; k < end; ++k) f(slot(k, share), k);
     }
     // All of it up to slots' round `end`.
     __device__ __forceinline__ void multiply(const Share& share, int end, compute_t<T> factor) {
@@ -98,14 +94,14 @@ struct Held {
         each(product);
         each(share, VECTORS, end, product);
     }
-    // Between two passes over 16-bit values: let the compiler forget what it made of them, floats that need twice the registers. `count` is
+    // Between two passes over 16-bit values: let the compiler forget what it made of them, floats that need twice the registers. `own` is
     // never negative, so this changes nothing; but the compiler cannot know that.
-    __device__ __forceinline__ void keep_packed(int count) {
+    __device__ __forceinline__ void keep_packed(int own) {
         if constexpr (sizeof(T) == 2) {
 #pragma unroll
             for (int k = 0; k < VECTORS; ++k)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) registers[k].w[j] ^= count >> 31;
+                for (int j = 0; j < 4; ++j) registers[k].w[j] ^= own >> 31;
         }
     }
 };

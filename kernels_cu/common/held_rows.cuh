@@ -1,26 +1,27 @@
 // What softmax.cu and causal_softmax.cu do with a row that a team of threads holds on chip, so that it is read once.
 //
 // Of the columns that a row shows, all or a window of them, those that fill whole vectors, of 16 bytes at multiples of 16, are held as
-// such: thread t of a team of `width` has the t-th, the (t + width)-th, ..., the first VECTORS of them in registers, the others, with
-// SLOTS, in shared memory. Those before the first such vector and behind the last, the edges, are one element each for a few threads. All
-// tensors' rows begin as far past a multiple of 16 bytes, so that what is a vector in one is in the others.
+// such: thread t of a team of `width` has the t-th, the (t + width)-th, ..., in turns with the row's other blocks, if there are any; the first
+// VECTORS of them in registers, the others, with SLOTS, in shared memory. Those before the first such vector and behind the last, the edges,
+// are one element each for a few threads. All tensors' rows begin as far past a multiple of 16 bytes, so that what is a vector in one is in
+// the others.
 #pragma once
 #include "ahead.cuh"
 #include "exponential.cuh"
 #include "held.cuh"
 #include "teams.cuh"
 
-// Columns from `begin` on. The line that an unaligned row ends in may be left out.
+// A block's part of the columns from `begin` on. The line that an unaligned row ends in may be left out.
 template <class Team, typename T>
 __device__ __forceinline__ void prefetch_row(const Team& team, const T* row, int begin, int columns) {
     constexpr int LINE = 128 / sizeof(T);
-    for (int at = begin + team.lane() * LINE; at < columns; at += team.width * LINE) prefetch(row + at);
+    for (int at = begin + (team.rank() * team.width + team.lane()) * LINE; at < columns; at += team.width * team.size() * LINE) prefetch(row + at);
 }
 
-// take_over() of a block with a row, of one or two tensors.
+// take_over() of a block with its part of a row, of one or two tensors.
 template <class Team, typename... T>
 __device__ __forceinline__ void take_over_row(unsigned threads, const Team& team, int columns, const T*... rows) {
-    take_over(columns * unsigned((sizeof(T) + ...)), threads, [&] { (prefetch_row(team, rows, 0, columns), ...); });
+    take_over(columns * unsigned((sizeof(T) + ...)) / team.size(), threads, [&] { (prefetch_row(team, rows, 0, columns), ...); });
 }
 
 // 0 in the columns that the row does not show; of those in vectors that it cuts, EXACT leaves to the edges.
@@ -50,16 +51,16 @@ __device__ __forceinline__ C sum_of(const C (&r)[N]) {
 // that no exponential is computed twice, but with MASKED, where the registers are worth more. scale is not negative.
 template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns, Team& team, double scale,
-                                             const Sink& sink, const Room& room) {
+                                             const Sink& sink, void* slots = nullptr) {
     using C = compute_t<T>;
     using E = Exponential<T>;
     constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = sizeof(T) == 2 && !MASKED && !LOG;
     Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(row, begin, end);
-    Share share(team, cut.count, room);
-    int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + (share.begin + share.lane) * WIDTH<T>;
+    Share share(team, cut.count);
+    int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
     bool shown = EDGES && cut.shows(column);
     Held<T, VECTORS, SLOTS> held;
-    held.slots = static_cast<Words<T>*>(room.slots) + team.lane();
+    held.slots = static_cast<Words<T>*>(slots) + team.lane();
     held.load(row + at, share, minus_infinity<C>());
     if constexpr (SLOTS) fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, share, minus_infinity<C>()); });
     held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
@@ -68,7 +69,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     C own = held.edge;
     held.each([&](const Words<T>& v, int) { own = max(own, largest_of(v)); });
     own = team.near_max(own);
-    held.keep_packed(share.count);
+    held.keep_packed(share.own);
     C first_own = own;
     auto base = exponential.base(own);
     // Rows in registers have few columns a thread: float does for its sum, and for its warp's, and a double would be some cycles late.
@@ -132,7 +133,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
             if (share.has(k)) store_vector(out + at + k * share.step * WIDTH<T>, floats[k]);
         }
     }
-    held.keep_packed(share.count);
+    held.keep_packed(share.own);
     auto write = [&](const Words<T>& v, int k) {
         if (!share.has(k)) return;
         C r[WIDTH<T>];
@@ -146,19 +147,19 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     if (shown || (MASKED && EXACT && column != cut.NOWHERE)) out[column] = shown ? T(ending.template from<LOG>(held.edge)) : T(0.0f);
 }
 
-// `room.slots` has as much room for g behind that for y.
+// `slots` has as much room for g behind that for y.
 template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
 __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int begin, int end, int columns, Team& team, double scale,
-                                              const SinkGradient& sink, const Room& room) {
+                                              const SinkGradient& sink, void* slots = nullptr) {
     using C = compute_t<T>;
     constexpr bool EDGES = MASKED || !EXACT;
     Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(y, begin, end);
-    Share share(team, cut.count, room);
-    int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + (share.begin + share.lane) * WIDTH<T>;
+    Share share(team, cut.count);
+    int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
     bool shown = EDGES && cut.shows(column);
     Held<T, VECTORS, SLOTS> ys, gs;
-    ys.slots = static_cast<Words<T>*>(room.slots) + team.lane();
-    gs.slots = ys.slots + (room.most - VECTORS * team.width);
+    ys.slots = static_cast<Words<T>*>(slots) + team.lane();
+    gs.slots = ys.slots + max(share.rounds - VECTORS, 0) * share.width;
     ys.load(y + at, share, C(0));
     gs.load(g + at, share, C(0));
     if constexpr (SLOTS) {
@@ -193,18 +194,18 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
         if (!MASKED || share.has(k)) add(ys.registers[k], gs.registers[k]);
     if constexpr (SLOTS) {
         take_groups(VECTORS, share.rounds, [&](int first, int end) {
-            ys.each(share, first, end, [&](const Words<T>& v, int k) { add(v, gs.slot(k, share.step)); });
+            ys.template each<2>(share, first, end, [&](const Words<T>& v, int k) { add(v, gs.slot(k, share)); });
         });
     }
     total = sink.add_to(team.add(total), team.leads());
-    ys.keep_packed(share.count);
-    gs.keep_packed(share.count);
+    ys.keep_packed(share.own);
+    gs.keep_packed(share.own);
     ys.each([&](const Words<T>& v, int k) {
         if (share.has(k)) write(v, gs.registers[k], dx + at + k * share.step * WIDTH<T>);
     });
     if constexpr (SLOTS) {
         ys.each(share, VECTORS, share.rounds, [&](const Words<T>& v, int k) {
-            if (share.has(k)) write(v, gs.slot(k, share.step), dx + at + k * share.step * WIDTH<T>);
+            if (share.has(k)) write(v, gs.slot(k, share), dx + at + k * share.step * WIDTH<T>);
         });
     }
     if (shown || (MASKED && EXACT && column != cut.NOWHERE)) dx[column] = shown ? T(gradient.template of<LOG>(ys.edge, gs.edge, total)) : T(0.0f);

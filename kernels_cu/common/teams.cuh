@@ -1,6 +1,6 @@
 // The threads that share a row, and what they tell one another: first the lanes that are near, by shuffles, then all, each with the
 // largest u and the sum of the exponentials that it and its near ones found. Every thread of a block must take part. rank() is the block's
-// number among those that share a row.
+// number among the size() that share a row; turns() is how often they all together go into a count.
 #pragma once
 #include "exponential.cuh"
 #include "ptx.cuh"
@@ -32,6 +32,8 @@ struct Lanes {
     int width;
     __device__ __forceinline__ explicit Lanes(int width) : width(width) {}
     static __device__ __forceinline__ int rank() { return 0; }
+    static __device__ __forceinline__ int size() { return 1; }
+    __device__ __forceinline__ int turns(int count) const { return count >> (31 - __clz(width)); }
     __device__ __forceinline__ int lane() const { return threadIdx.x % width; }
     __device__ __forceinline__ bool leads() const { return lane() == 0; }
     template <typename C>
@@ -58,6 +60,8 @@ struct Block {
     Found<T>& found;
     __device__ __forceinline__ explicit Block(Found<T>& found) : found(found) {}
     static __device__ __forceinline__ int rank() { return 0; }
+    static __device__ __forceinline__ int size() { return 1; }
+    static __device__ __forceinline__ int turns(int count) { return count / width; }
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
     __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
@@ -90,15 +94,14 @@ __device__ __forceinline__ void merge_block(const Exponential<T>& exponential, F
 // and a row has `size` neighbouring blocks, as many as it needs. Blocks start in the order of their numbers; those of a row can wait for
 // each other as long as `size` of them fit the GPU at a time.
 struct GlobalBoard {
-    unsigned long long* words;
+    unsigned long long* all;
     int size, number;
-    __device__ __forceinline__ GlobalBoard(unsigned long long* all, int size)
-        : words(all + blockIdx.x / size * size), size(size), number(blockIdx.x % size) {}
+    __device__ __forceinline__ GlobalBoard(unsigned long long* all, int size) : all(all), size(size), number(blockIdx.x % size) {}
     __device__ __forceinline__ int rank() const { return number; }
     __device__ __forceinline__ void tell(unsigned long long word) const {
-        if (threadIdx.x == 0) post(words + number, word);
+        if (threadIdx.x == 0) post(all + blockIdx.x, word);
     }
-    __device__ __forceinline__ unsigned long long hear(int i) const { return wait_for(words + i); }
+    __device__ __forceinline__ unsigned long long hear(int i) const { return wait_for(all + (blockIdx.x - number + i)); }
     static __device__ __forceinline__ void heard_all() {}
 };
 
@@ -137,6 +140,8 @@ struct Crowd {
     const Board& board;
     __device__ __forceinline__ Crowd(Found<T>& found, const Board& board) : block(found), board(board) {}
     __device__ __forceinline__ int rank() const { return board.rank(); }
+    __device__ __forceinline__ int size() const { return board.size; }
+    __device__ __forceinline__ int turns(int count) const { return count / (width * board.size); }
     __device__ __forceinline__ int lane() const { return threadIdx.x; }
     __device__ __forceinline__ bool leads() const { return rank() == 0 && threadIdx.x == 0; }
     __device__ __forceinline__ float near_max(float value) const { return warp_max(value); }
