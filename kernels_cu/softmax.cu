@@ -26,8 +26,8 @@
 // v5 and v6 0.47 (0.87), v7 1.10 (0.95). v10:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     1.03 (1.04)  0.99 (1.04)  0.99 (1.03)  0.95 (1.02)  0.96 (1.03)  0.96 (0.99)  0.89 (0.88)
-//  bfloat16  1.08 (1.07)  1.02 (1.06)  0.98 (1.02)  0.98 (1.01)  0.99 (1.02)  0.94 (1.00)  0.93 (0.92)
+//  float     1.03 (1.04)  0.99 (1.04)  0.99 (1.03)  0.97 (1.02)  0.98 (1.03)  0.98 (0.98)  0.89 (0.90)
+//  bfloat16  1.08 (1.07)  1.02 (1.06)  0.98 (1.02)  0.98 (1.01)  0.99 (1.03)  0.96 (1.00)  0.92 (0.92)
 //
 // It can be faster than a copy where neighbouring launches lie side by side (ahead.cuh), which the driver's copies do not: 8192x1024 in
 // bfloat16 takes 8.8 us, of which its 34 MB need 7.8 at the 4.28 TB/s of a large copy.
@@ -50,7 +50,16 @@
 //   its backward 0.96 to 0.99, that of bfloat16, now with two blocks of 512 threads on a multiprocessor, 0.96 to 1.00.
 // * Backward of 1M by one block of 512 threads on a multiprocessor, which has 128 KB of each tensor, not 64 (float 32) in each of two (four):
 //   0.907 to 0.923, float 0.835 to 0.880. Five blocks of 256 threads, not two of 512: float 131072 0.959 to 0.966.
-//
+// * Blocks that take turns at their row (held.cuh), 4 KB each, instead of one piece each: 131072 0.934 to 0.946, float 0.962 to 0.974, float
+//   50304 in clusters of four 0.958 to 0.976. Predicted by copies of the same accesses, without maths or waits: 64 KB a block, four on a
+//   multiprocessor, 0.932 in pieces and 0.957 in turns; 32 KB, six, 0.941 and 0.974; 4 KB a block 1.00. Turns of 8 KB gain nothing, and the
+//   backward of 131072 lost 0.01 by them. Where blocks share a row through global memory turns are as good as pieces.
+// * Clusters instead of a block that has a multiprocessor to itself: float 50304 0.957 to 0.984, 50257 0.946 to 0.972 (four blocks);
+//   backward of 50304, four of 256 threads, 1.026 to 1.035. Of 131072 three blocks of 512 threads, not four of 256, 0.946 to 0.954, with
+//   what goes to registers fetched ahead 0.960; float as before. Backward of 131072, eight of 256 threads, 0.988 to 1.003.
+// * Nothing spilled: a vector that was to be spilled was waited for before the copies to shared memory began. Backward of 1M by blocks of
+//   512 threads, two on a multiprocessor, that spill 12 bytes 0.85, that spill none 0.92 to 0.94. Float, of 48 such blocks a row 0.897.
+//   Even numbers of blocks a row are 1 to 4 % faster than odd ones, which is not explained.
 // * Several vectors a lane also where a row is short, so that a warp has many rows' bytes under way: float rows of 64 columns 0.60 to 0.98, of
 //   128 0.64 to 0.98, of 256 0.84 to 0.98; bfloat16 of 64 0.90 to 1.01, of 128 0.86 to 1.00.
 // * Blocks of no more threads than a row has vectors: backward of 1536 0.73 to 1.00 (float 0.68 to 0.99), of 2048 0.86 to 1.04 (0.79 to 1.04).
@@ -58,11 +67,13 @@
 // * Clusters or crowds for up to 16 rows of 64 KB or more that a block could hold: 1x50257 6.4 to 4.0 us, float 11.6 to 5.4. With more rows
 //   blocks are as fast or faster: float 33x32000 8.0 to 10.5, 100x32000 9.9 to 14.4.
 //
-// What is left of long rows is that blocks wait for one another: if they do not, 131072 is at 0.95 (float 0.97), 1M at 0.97, and backward at
-// 1.00 to 1.01. Of 1M a block waits 6 of 13 to 18 us: 3 for words through a busy L2, the others for the last of its row, whose loads take 5
-// to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
+// What is left of 131072 is how memory is accessed: a copy of the same accesses is no faster, and the less a multiprocessor has under way the
+// faster it is (32 KB 1.00, 64 KB 0.97, 128 KB 0.96, 256 KB 0.93), however few loads of it are asked for at a time. And the end of a
+// launch: 4096 rows of it are at 0.96 where 1024 are at 0.934. Of 1M it is that blocks wait for one another: if they do not, it is at 0.97,
+// and backward at 1.00 to 1.01. A block waits 6 of 13 to 18 us: 3 for words through a busy L2, the others for the last of its row, whose
+// loads take 5 to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
 // Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints on all loads and stores, more threads or more than 16 vectors a thread, rows that are
-// partly read twice, clusters for rows that a block holds, a row's blocks in numbers that divide the GPU's (1M 0.89 to 0.85) or more of them
+// partly read twice, clusters for rows that a block holds beside another (50304 0.983 to 0.979), a row's blocks in numbers that divide the GPU's (1M 0.89 to 0.85) or more of them
 // than must be (40 instead of 32: 0.89 to 0.81).
 // Persistent blocks too, even where nobody waits. Those that fetch their next part into what they have just written, parts by a counter:
 // 50304 0.97 to 0.91, float 0.96 to 0.93, 131072 0.94 to 0.84, 1M 0.93 to 0.86; parts in turns: 50304 0.89. Those that have a row in

@@ -38,17 +38,8 @@ MAY_SPILL = {
     ("sm_86", "kron_linear_v4_bwd"): 32,
     ("sm_89", "kron_linear_v4_bwd"): 32,
     ("sm_90a", "kron_linear_v4_bwd"): 16,
-    ("sm_80", "softmax_v8_bwd"): 8,
-    ("sm_86", "softmax_v8_bwd"): 8,
-    ("sm_89", "softmax_v8_bwd"): 8,
-    ("sm_90a", "softmax_v8_bwd"): 16,
-    ("sm_90a", "softmax_v9_bwd"): 8,
-    ("sm_90a", "softmax_v10_bwd"): 16,
-    ("sm_100a", "softmax_v8_bwd"): 8,
-    ("sm_100a", "softmax_v9_bwd"): 16,
     ("sm_100a", "causal_softmax_v2"): 4,
-    ("sm_120a", "softmax_v8_bwd"): 20,
-    ("sm_120a", "softmax_v9_bwd"): 32,
+    ("sm_120a", "softmax_v8"): 4,
     ("sm_120a", "causal_softmax_v2_warp"): 16,
 }
 

@@ -78,7 +78,7 @@ CLUSTERS: tuple[Shapes, Shapes] = (
     {2: (Shape(2, 256, 4), Shape(2, 512, 2)), 4: (Shape(2, 512, 2),), 8: ()},
 )
 CROWDS: tuple[Shapes, Shapes] = (
-    {2: (Shape(4, 512, 2),), 4: (Shape(8, 512, 2),), 8: ()},
+    {2: (Shape(4, 512, 2),), 4: (Shape(6, 512, 2),), 8: ()},
     {2: (Shape(4, 512, 2), Shape(2, 512, 2)), 4: (Shape(4, 512, 2), Shape(2, 256, 4)), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8

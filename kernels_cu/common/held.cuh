@@ -26,9 +26,9 @@ struct Cut {
     __device__ __forceinline__ bool shows(int column) const { return column >= begin && column < end; }
 };
 
-// Which vectors a thread of a team has: the k-th is vector `first + k * step` of the row, for k < own. The blocks of a row take turns, `width`
-// vectors each, so that together they go over the row from its beginning to its end: memory is faster so. rounds: the most that a thread of
-// the block has.
+// Which vectors a thread of a team has: the k-th is vector `first + k * step` of the row, for k < own. The blocks of a row take turns, of
+// `width` vectors each, so that together they go over the row from its beginning to its end: memory is faster so. rounds: the most that a
+// thread of the block has.
 struct Share {
     int first, width, step, own, rounds;
     template <class Team>

@@ -1,7 +1,7 @@
 // What softmax.cu and causal_softmax.cu do with a row that a team of threads holds on chip, so that it is read once.
 //
 // Of the columns that a row shows, all or a window of them, those that fill whole vectors, of 16 bytes at multiples of 16, are held as
-// such: thread t of a team of `width` has the t-th, the (t + width)-th, ..., in turns with the row's other blocks, if there are any; the first
+// such: thread t of a team of `width` has the t-th, the (t + width)-th, ..., in turns with the row's other blocks, if any; the first
 // VECTORS of them in registers, the others, with SLOTS, in shared memory. Those before the first such vector and behind the last, the edges,
 // are one element each for a few threads. All tensors' rows begin as far past a multiple of 16 bytes, so that what is a vector in one is in
 // the others.
@@ -15,7 +15,8 @@
 template <class Team, typename T>
 __device__ __forceinline__ void prefetch_row(const Team& team, const T* row, int begin, int columns) {
     constexpr int LINE = 128 / sizeof(T);
-    for (int at = begin + (team.rank() * team.width + team.lane()) * LINE; at < columns; at += team.width * team.size() * LINE) prefetch(row + at);
+    int at = begin + (team.rank() * team.width + team.lane()) * LINE;
+    for (; at < columns; at += team.width * team.size() * LINE) prefetch(row + at);
 }
 
 // take_over() of a block with its part of a row, of one or two tensors.
