@@ -73,8 +73,8 @@
 // and backward at 1.00 to 1.01. A block waits 6 of 13 to 18 us: 3 for words through a busy L2, the others for the last of its row, whose
 // loads take 5 to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
 // Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints on all loads and stores, more threads or more than 16 vectors a thread, rows that are
-// partly read twice, clusters for rows that a block holds beside another (50304 0.983 to 0.979), a row's blocks in numbers that divide the GPU's (1M 0.89 to 0.85) or more of them
-// than must be (40 instead of 32: 0.89 to 0.81).
+// partly read twice, clusters for rows that a block holds beside another (50304 0.983 to 0.979), a row's blocks in numbers that divide the
+// GPU's (1M 0.89 to 0.85) or more of them than must be (40 instead of 32: 0.89 to 0.81).
 // Persistent blocks too, even where nobody waits. Those that fetch their next part into what they have just written, parts by a counter:
 // 50304 0.97 to 0.91, float 0.96 to 0.93, 131072 0.94 to 0.84, 1M 0.93 to 0.86; parts in turns: 50304 0.89. Those that have a row in
 // registers while up to three are under way: 131072 0.70.
