@@ -224,7 +224,9 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
         exact = not any(n % plan.VECTOR_BYTES for n in (begins[0], steps[0], *apart))
         if any(n % plan.VECTOR_BYTES for n in apart):  # what is a vector in one tensor is none in another
             return loop(x, pointers, numbers)
-        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL):  # the diagonal cuts vectors, so that there are edges
+        if team := plan.warp_team(
+            vectors, size, False, plan.WARP_VECTORS_CAUSAL[size]
+        ):  # the diagonal cuts vectors, so that there are edges
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
             key = _warp_key(x.dtype, team, exact)
             warp[key].on(device)(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
@@ -256,7 +258,7 @@ def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
     found = [_V1[dtype], _V1_BWD[dtype]]
     for backward, exact in itertools.product((False, True), repeat=2):
         warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
-        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL)]
+        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL[dtype.itemsize])]
         blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
         found += [*(warp[key] for key in warps), *(block[key] for key in blocks)]
     return found

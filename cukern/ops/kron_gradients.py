@@ -9,6 +9,7 @@ from cukern.ops.kron_groups import Target, spread, text
 _STAGE = 32 << 10  # bytes of a chunk
 _MOST = 128  # rows and columns of a block's tile
 _SUMS = 2048  # of a warp, on tensor cores
+_CHUNK = 8  # fibers that could be multiplied in the time from a chunk to the next, on the FMA units; a guess
 
 
 class Gradient(NamedTuple):
@@ -32,18 +33,21 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
         team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
     else:
         K, J, most = min(p, _MOST), min(q, _MOST), 8 if size == 4 else 4
+        while K * J * size > target.shared:
+            K, J = (ceil(K / 2), J) if K > J else (K, ceil(J / 2))
         KW, JW = min(K, most), min(J, most)
         team, least = ceil(K / KW) * ceil(J / JW), gcd(C, 16 // size)
     threads = max(team, 256 // team * team) if tensor else ceil(max(team, 256) / 32) * 32
     fibers = max(_STAGE // ((K + J) * itemsize), 1)
     if C == 1 or C * least <= fibers or (C % least == 0 and fibers >= C):
         L, R = 1 << (fibers // C).bit_length() - 1, C
-    else:  # the last chunk of a row may be a part of one: as little as can be
-        L, R = 1, min(range(least, fibers + 1, least), key=lambda r: (-(-C // r) * r, -r))
+    else:  # the last chunk of a row may be a part of one: as little as can be, but few chunks, of more than one fiber
+        each, cost = max(least, 2), 0 if tensor else _CHUNK
+        L, R = 1, min(range(each, max(fibers, each) + 1, each), key=lambda r: (-(-C // r) * (r + cost), -r))
     while tensor and L * R % least:
         L *= 2
     whole = R == C
-    bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if R == 1 else gcd(C, R)) * itemsize)
+    bytes_ = gcd(16, target.aligned, (gcd(p, q, K, J) if C == 1 else gcd(C, R)) * itemsize)
     layouts = [_layout(n, R, L, itemsize, tensor) for n in (K, J)]
     chunks, tiles = ceil(A / L) * ceil(C / R), ceil(p / K) * ceil(q / J)
     stages = 2 * sum(-(-L * R * n // 64) * 64 for n in (K, J)) * itemsize

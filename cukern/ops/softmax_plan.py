@@ -60,7 +60,7 @@ SHAPES: tuple[Shapes, Shapes] = (
     },
 )
 FEWEST_LANES = 4  # that have several vectors each, so that neighbours' are halves of a line of memory at least
-WARP_VECTORS_CAUSAL = 1, 2, 4
+WARP_VECTORS_CAUSAL = {2: (1, 2, 4), 4: (1, 2, 4), 8: (1,)}
 SHAPES_CAUSAL: Shapes = {
     2: (Shape(4, 64, 1), Shape(4, 128, 1), Shape(4, 256, 1), Shape(8, 256, 1)),
     4: (Shape(4, 64, 1), Shape(4, 128, 1), Shape(4, 256, 1), Shape(4, 512, 1), Shape(8, 512, 1)),
