@@ -26,6 +26,9 @@
 //     4096 x (32, 32)     34 (176)      119   16.5 (68)    14 (78)       6.6 (27)
 //     16 x 2^16           588 (2478)    356   10.4 (61)    414 (1395)    9.2 (40)
 // LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 216, and 678 by the matrix itself.
+// These are of before launches lay side by side (common/ahead.cuh) and what that brought in kron_split.cuh and kron_split_one.cuh: since then
+// 32 x (128, 128) takes 7.8 (22), 16 x 64^3 27.7 (86), 1024 x (64, 64) 15.7 (55), x (128, 128) 96 (275), 4096 x (32, 32) 14.8 (65); in bfloat16
+// 5.4 (16), 17.5 (54), 5.6 (28), 21.5 (154) and 5.6 (24).
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves (130),
 // copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores (1024 x
 // (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3 from 116 to
