@@ -113,8 +113,8 @@ def launch_sum(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> Non
 def launch_parts(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
     """The sum over the rows of partials, in two arrays: the first 5 numbers, and the others."""
     pieces, n = partials.shape
-    parts = out[:5], out[5:], *[None] * 6
-    kernel(*parts, partials, 5, n - 5, *[0] * 6, pieces, 1.0, grid=-(-n // 32), block=(32, 32))
+    outs, of_them, rest = (out[:5], out[5:]), (partials, partials[:, 5:]), [0] * 6
+    kernel(*outs, *[None] * 6, *of_them, *[None] * 6, 5, n - 5, *rest, n, n, *rest, pieces, 1.0, grid=-(-n // 32), block=(32, 32))
 
 
 def fused_backward(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
