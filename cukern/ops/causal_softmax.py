@@ -224,9 +224,8 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
         exact = not any(n % plan.VECTOR_BYTES for n in (begins[0], steps[0], *apart))
         if any(n % plan.VECTOR_BYTES for n in apart):  # what is a vector in one tensor is none in another
             return loop(x, pointers, numbers)
-        if team := plan.warp_team(
-            vectors, size, False, plan.WARP_VECTORS_CAUSAL[size]
-        ):  # the diagonal cuts vectors, so that there are edges
+        # The diagonal cuts vectors, so that there are edges.
+        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[size]):
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
             key = _warp_key(x.dtype, team, exact)
             warp[key].on(device)(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)

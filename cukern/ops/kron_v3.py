@@ -15,7 +15,7 @@ from cukern.runtime.kernel import Kernel, Template
 
 _V3, _V3_BWD = Template("kron_linear.cu", "kron_linear_v3"), Template("kron_linear.cu", "kron_linear_v3_bwd")
 _V3_SUM = Template("kron_linear.cu", "kron_linear_v3_sum", pdl=True)
-BLOCK = (256, 1, 1)
+_BLOCK = (256, 1, 1)
 _WIDTHS = 8, 64  # columns of a block's tile: the least that is enough, else the last
 _PIECES = 512  # of a sum over fibers, at most: enough to fill every GPU
 _PIECE = 256  # fibers in a piece, at least
@@ -34,7 +34,7 @@ def mode_product(z: Tensor, w: Tensor, epilogue: Epilogue = PLAIN) -> Tensor:
         grid = samples * -(-A * C // (4096 // columns)) * -(-q // columns)
         pointers = (0 if t is None else t.data_ptr() for t in (out, z, w, bias, residual))
         launch = _V3[z.dtype, columns].on(z.get_device())
-        launch((grid, 1, 1), BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
+        launch((grid, 1, 1), _BLOCK, 0, *pointers, A, p, q, C, *w.stride(), scale, 1 if bias is None else bias.numel())
     return out
 
 
@@ -50,7 +50,7 @@ def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
     pieces = -(-A * C // piece)
     partials = torch.empty((samples, pieces, p, q), dtype=kind, device=z.device)
     grid = (samples * pieces * tiles, 1, 1)
-    _V3_BWD[z.dtype, kind, side].on(device)(grid, BLOCK, 0, *pointers(partials, z, h), A, p, q, C, pieces, piece)
+    _V3_BWD[z.dtype, kind, side].on(device)(grid, _BLOCK, 0, *pointers(partials, z, h), A, p, q, C, pieces, piece)
     return sum_pieces(partials, z.dtype, scale)
 
 
