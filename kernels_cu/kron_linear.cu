@@ -76,6 +76,7 @@
 
 #include "common/kron_backward.cuh"
 #include "common/kron_gradient.cuh"
+#include "common/kron_lanes.cuh"
 #include "common/kron_page_products.cuh"
 #include "common/kron_quarter.cuh"
 #include "common/kron_registers.cuh"

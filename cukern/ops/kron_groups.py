@@ -10,7 +10,8 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_gemm, kron_registers, kron_sixteen, kron_split
+from cukern.ops import kron_gemm, kron_lanes, kron_registers, kron_sixteen, kron_split
+from cukern.ops.kron_lanes import Lanes
 from cukern.ops.kron_plan import Sizes, Step, steps
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
@@ -84,7 +85,7 @@ class Group(NamedTuple):
         return f"Plan4<{text(self.threads, self.blocks, *tile, self.products, self.split, added, *[p.template for p in self.parts])}>"
 
 
-Launch = Group | Registers | Sixteen | Split
+Launch = Group | Lanes | Registers | Sixteen | Split
 
 
 class Target(NamedTuple):
@@ -138,6 +139,7 @@ def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
     exact: list[Launch] = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
     exact += kron_registers.launches(run, rows, target)
+    exact += kron_lanes.launches(run, rows, target)
     exact += kron_sixteen.launches(run, rows, target)
     exact += kron_split.forward(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)

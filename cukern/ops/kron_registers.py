@@ -40,7 +40,7 @@ class Pass(NamedTuple):
     @property
     def template(self) -> str:
         sizes = ", ".join(str(s.p) for s in self.factors)
-        return f"Pass<{_bits(self.held)}, {_bits(self.threads)}, {self.vector}, {self.right}, {self.exchanging}, {sizes}>"
+        return f"Pass<{bits_of(self.held)}, {bits_of(self.threads)}, {self.vector}, {self.right}, {self.exchanging}, {sizes}>"
 
 
 class Registers(NamedTuple):
@@ -67,16 +67,16 @@ class Registers(NamedTuple):
         numbers = ", ".join(str(n) for n in first)
         turns = ", ".join(str(n) for n in self.turns)
         passes = ", ".join(p.template for p in self.parts)
-        return f"RegisterPlan<{numbers}, {str(added).lower()}, Turned<{turns}>, {_bits(own)}, {passes}>"
+        return f"RegisterPlan<{numbers}, {str(added).lower()}, Turned<2, {turns}>, {bits_of(own)}, {passes}>"
 
 
 def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Registers]:
     """The launches of a run of steps, of tiles of each size."""
     if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or any(s.p != s.q or s.p not in SIZES for s in run):
         return
-    C, bits = run[0].right, sum(_log2(s.p) for s in run)
+    C, bits = run[0].right, sum(log2(s.p) for s in run)
     for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
-        others = HELD + _log2(threads * cluster) - bits
+        others = HELD + log2(threads * cluster) - bits
         if others < 0:
             continue
         R = min(1 << others, C & -C)
@@ -91,11 +91,11 @@ def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Regis
 
 
 def _launch(run: Sequence[Step], target: "Target", threads: int, cluster: int, L: int, R: int, tiles: int) -> Registers | None:
-    cut, top = _cut(run), HELD + _log2(threads)
+    cut, top = _cut(run), HELD + log2(threads)
     if len(cut) < 2:
         return None
-    cross = _log2(R * prod(s.p for piece in cut[:-1] for s in piece)) - 1
-    parts = _passes(cut, _log2(R), top, cross if cluster > 1 else -1)
+    cross = log2(R * prod(s.p for piece in cut[:-1] for s in piece)) - 1
+    parts = _passes(cut, log2(R), top, cross if cluster > 1 else -1)
     weights, numbers, warps = 128 * ceil(sum(s.p**2 for s in run) / 32), threads << HELD, threads // 32
     blocks, own = WHOLE_BLOCK // threads, 4 * numbers // warps  # bytes of a warp
     room = (target.shared + 1024) // blocks - 1024 - weights - 4 * numbers
@@ -109,7 +109,8 @@ def _launch(run: Sequence[Step], target: "Target", threads: int, cluster: int, L
         return None
     us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.multiprocessors))
     shared = weights + 4 * numbers + ahead * own
-    return Registers(tuple(run), tuple(parts), threads, blocks, L, R, cluster, ahead, cross, _turns(parts, top), shared, us)
+    vectors = [part.threads[:3] for part in parts if part.vector == 4]
+    return Registers(tuple(run), tuple(parts), threads, blocks, L, R, cluster, ahead, cross, turns(vectors, 2, top), shared, us)
 
 
 def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> list[Pass]:
@@ -119,7 +120,7 @@ def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> li
     for n, piece in enumerate(cut):
         moved = cross >= 0 and n == len(cut) - 1
         bits = [b for b in range(top + 1) if b != cross] if moved else list(range(top))
-        high = low + _log2(prod(s.p for s in piece))
+        high = low + log2(prod(s.p for s in piece))
         held, threads = _held(bits, low, high)
         right, low = 1 << sum(b < low for b in held), high
         together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor, whose results leave at once
@@ -164,23 +165,24 @@ def _held(bits: list[int], low: int, high: int) -> tuple[list[int], list[int]]:
     return sorted(held + others[:more]), lanes + others[more:]
 
 
-def _turns(parts: Sequence[Pass], top: int) -> tuple[int, ...]:
-    """By what each bit of a place from bit 5 on turns its unit of 16 bytes, so that the lanes of an access meet different banks."""
-    turns = dict.fromkeys(range(5, top), 0)
-    for part in parts:
-        if part.vector == 4:
-            met = {0}
-            for bit in part.threads[:3]:
-                if bit > 4 and not turns[bit]:
-                    turns[bit] = next((t for t in (1, 2, 4, 3, 5, 6, 7) if t not in met), 0)
-                turn = turns[bit] if bit > 4 else 1 << bit >> 2
-                met |= {m ^ turn for m in met}
-    return tuple(turns.values())
+def turns(accesses: Sequence[Sequence[int]], unit: int, top: int) -> tuple[int, ...]:
+    """By what each bit of a place above its unit of 2^unit numbers, and eight units, turns the unit, so that the lanes of an access, which
+    differ in some bits, meet different banks."""
+    first = unit + 3
+    found = dict.fromkeys(range(first, top), 0)
+    for bits in accesses:
+        met = {0}
+        for bit in sorted(bits):
+            if bit >= first and not found[bit]:
+                found[bit] = next((t for t in (1, 2, 4, 3, 5, 6, 7) if t not in met), 0)
+            turn = found[bit] if bit >= first else 1 << bit >> unit
+            met |= {m ^ turn for m in met}
+    return tuple(found.values())
 
 
-def _log2(n: int) -> int:
+def log2(n: int) -> int:
     return n.bit_length() - 1
 
 
-def _bits(bits: Sequence[int]) -> str:
+def bits_of(bits: Sequence[int]) -> str:
     return f"Bits<{', '.join(map(str, bits))}>"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops import kron_gemm, kron_groups, kron_pages, kron_v3
+from cukern.ops.kron_lanes import Lanes
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
@@ -22,6 +23,7 @@ _V4: dict[type, Template] = {
     kind: Template("kron_linear.cu", f"kron_linear_v4{name}", pdl=True)
     for kind, name in (
         (kron_groups.Group, ""),
+        (Lanes, "_lanes"),
         (Registers, "_registers"),
         (Sixteen, "_sixteen"),
         (kron_pages.Pages, "_pages"),

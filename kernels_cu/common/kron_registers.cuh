@@ -25,17 +25,18 @@ struct Bits {
     }
 };
 
-// Number e lies at e, but for its unit of 16 bytes among eight neighbours: bit 5 + i of e turns it by TO_i, so that the lanes which one
-// access serves meet different banks.
-template <int... TO>
+// Number e lies at e, but for its unit of 16 bytes, 2^UNIT numbers, among eight neighbours: bit UNIT + 3 + i of e turns it by TO_i, so that
+// the lanes which one access serves meet different banks.
+template <int UNIT, int... TO>
 struct Turned {
+    static constexpr int NEAR = (8 << UNIT) - 1;
     __device__ static constexpr int at(int e) {
-        int turn = 0, i = 5;
+        int turn = 0, i = UNIT + 3;
         ((turn ^= (e >> i & 1) * TO, ++i), ...);
-        return e ^ turn << 2;
+        return e ^ turn << UNIT;
     }
     // The place of a + b, from that of a, and from that of b, a constant.
-    __device__ static __forceinline__ int join(int a, int b) { return (a ^ (b & 31)) + (b & ~31); }
+    __device__ static __forceinline__ int join(int a, int b) { return (a ^ (b & NEAR)) + (b & ~NEAR); }
 };
 
 // A thread's numbers, Regs::scatter(r) + Threads::scatter(thread), and the factors' sizes, those of the rightmost first, whose digit is
@@ -175,8 +176,8 @@ struct Output {
     float scale;
 };
 
-template <class Plan, int V, typename T>
-__device__ __forceinline__ void store_results(const Output<T>& to, const float (&y)[Plan::VALUES], int r, int number, int own) {
+template <class Plan, int V, typename T, int N>
+__device__ __forceinline__ void store_results(const Output<T>& to, const float (&y)[N], int r, int number, int own) {
     if (Plan::L > 1 && number + own >= to.end) return;
     long long at = to.first + Plan::memory(number) + Plan::memory(own);
     float part[V];
