@@ -23,7 +23,7 @@ CASES = [  # sizes, first step, count, rows
     ((8, 8, 8), 0, 3, 17),  # one pass; several rows a tile, and some that do not fill the last
     ((8, 16, 8), 0, 3, 3),
     ((16, 16, 16), 0, 3, 3),  # two passes
-    ((2,) * 12, 0, 12, 5),  # merged
+    ((2, 2, 4, 4, 2, 2, 4, 4), 0, 8, 5),  # merged
     ((2, 4, 8, 16, 2, 4), 0, 6, 3),
     ((4, 8, 16, 16, 4), 0, 5, 2),  # three steps in a pass, of which the first and the last have bits in common
     ((8,) * 5, 0, 5, 2),

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from helpers import kernels, same_bits
+from test_kron_linear_lanes import near
 
 from cukern.ops import kron_groups, kron_sixteen, kron_v4
 from cukern.ops.kron_groups import Target
@@ -39,18 +40,20 @@ def run(x, ws, epilogue=PLAIN, grid=2):
 
 
 def test_who_takes_it():
-    (group,) = kron_groups.groups(SIZES, 1024, TARGET)
-    assert isinstance(group, Sixteen)
+    for target in (TARGET, TARGET._replace(itemsize=2, tensor=True)):
+        (group,) = kron_groups.groups(SIZES, 1024, target)
+        assert isinstance(group, Sixteen)
     assert list(kron_sixteen.launches(steps(((16, 16),) * 5)[:4], 64, TARGET)), "in a longer layer"
     others = (SIZES, 8, TARGET), (SIZES, 1024, TARGET._replace(aligned=8)), (SIZES, 1024, TARGET._replace(shared=163 << 10))
     for sizes, rows, target in (*others, (((16, 16),) * 3, 1024, TARGET), (((16, 16),) * 3 + ((16, 8),), 1024, TARGET)):
         assert not any(isinstance(g, Sixteen) for g in kron_groups.groups(sizes, rows, target))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("added", (False, True))
-def test_registers_suffice(added):
+def test_registers_suffice(added, dtype):
     (group,) = kron_sixteen.launches(steps(SIZES), 1024, TARGET)
-    report = kron_v4._V4[Sixteen][torch.float32, group.template(added)].compile("sm_90a").report
+    report = kron_v4._V4[Sixteen][dtype, group.template(added)].compile("sm_90a").report
     assert not report.spill_stores and not report.spill_loads
 
 
@@ -64,6 +67,18 @@ def test_four_factors_of_16(device):
     for kind in (torch.amax, torch.mean):
         assert kind((y - exact).abs(), ()) <= 2 * kind((others - exact).abs(), ())
     assert float((added - 0.5 * exact - bias - residual).abs().max()) < 4 * torch.finfo(x.dtype).eps * float(exact.abs().max())
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_four_factors_of_16_bits(device, dtype):
+    x, ws = drawn(3, device, dtype)
+    exact = product(x.double(), [w.double() for w in ws])
+    bias, residual = torch.randn(x.shape[1], device=device).to(dtype), torch.randn_like(x)
+    y, again, added = run(x, ws), run(x, ws, grid=4), run(x, ws, (0.5, bias, residual))
+    assert same_bits(y, again)
+    near(y, exact)
+    near(added, 0.5 * exact + bias + residual)
 
 
 @kernels

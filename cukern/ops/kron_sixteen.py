@@ -1,4 +1,4 @@
-"""The launch of kron_linear v4 of four factors of 16 x 16 at the right end of a layer, in float: see kernels_cu/common/kron_sixteen.cuh."""
+"""The launch of kron_linear v4 of four factors of 16 x 16 at the right end of a layer: see kernels_cu/common/kron_sixteen.cuh."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 SIDE, COUNT, CLUSTER, WARPS = 16, 4, 2, 16
 AHEAD = 4 * SIDE * SIDE * 4 * WARPS  # bytes of the next row's pages that are fetched ahead
 START_US = 6.0
-ROW_US = 12.1  # of a cluster
+ROW_US = {4: 12.1, 2: 5.5}  # of a cluster, by the bytes of a number
 
 
 class Sixteen(NamedTuple):
@@ -35,9 +35,9 @@ class Sixteen(NamedTuple):
 def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Sixteen]:
     """The launch of a run of steps, if it is one of these and has rows enough for all multiprocessors."""
     rows, clusters = rows * run[-1].left, target.multiprocessors // CLUSTER
-    if target.itemsize != 4 or target.aligned < 16 or rows < clusters:
+    if target.itemsize not in ROW_US or target.aligned < 16 or rows < clusters:
         return
     if len(run) == COUNT and run[0].right == 1 and all((s.p, s.q) == (SIDE, SIDE) for s in run):
-        made = Sixteen(tuple(run), START_US + ROW_US * ceil(rows / clusters))
+        made = Sixteen(tuple(run), START_US + ROW_US[target.itemsize] * ceil(rows / clusters))
         if made.shared <= target.shared:
             yield made

@@ -14,6 +14,7 @@
 // A warp copies its own part of the next tile as soon as it has read that of this one. It waits for the others twice a tile: to put its
 // numbers where they are exchanged, until all have read those of the tile before; and to fetch them.
 #pragma once
+#include "kron_pieces.cuh"
 #include "kron_registers.cuh"
 #include "wgmma.cuh"
 
@@ -75,14 +76,6 @@ struct LanePlan {
     using Start = typename First<Passes...>::type;
     __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
 };
-
-// Two numbers as pairs of bfloat16.
-__device__ __forceinline__ void cut_pair(float one, float two, unsigned& big, unsigned& small) {
-    big = __byte_perm(__float_as_uint(one), __float_as_uint(two), 0x7632);
-    float rest[2] = {one - __uint_as_float(__float_as_uint(one) & 0xffff0000), two - __uint_as_float(__float_as_uint(two) & 0xffff0000)};
-    Vec<__nv_bfloat16, 2> pair = pack<__nv_bfloat16, 2>(rest);
-    small = reinterpret_cast<unsigned&>(pair);
-}
 
 // The matrices as operand a, [step][piece][lane][4], of factors from number N on.
 template <typename T, bool FIRST, int N, int THREADS, class S>

@@ -35,6 +35,14 @@ __device__ __forceinline__ void split_two(float low, float high, unsigned (&piec
     for (int i = 0; i < 3; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
 }
 
+// Two numbers in two pieces each: the first cut, and what is left, rounded. Of what is not finite the second is NaN.
+__device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
+    big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    float rest[2] = {low - __uint_as_float(__float_as_uint(low) & 0xffff0000), high - __uint_as_float(__float_as_uint(high) & 0xffff0000)};
+    Vec<__nv_bfloat16, 2> pair = pack<__nv_bfloat16, 2>(rest);
+    small = reinterpret_cast<unsigned&>(pair);
+}
+
 // The same of any type that tensor cores take: 16 bits are rounded.
 template <typename T>
 __device__ __forceinline__ void pieces_of(float low, float high, unsigned (&pieces)[Pieces<T>::COUNT]) {

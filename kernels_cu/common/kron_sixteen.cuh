@@ -29,6 +29,7 @@
 #pragma once
 #include "kron_pieces.cuh"
 #include "kron_tile.cuh"
+#include "wgmma.cuh"
 
 #if __CUDA_ARCH__ >= 900
 
@@ -39,12 +40,18 @@ struct Sixteen4 {
     // Distances in shared memory, between neighbours of the second and of the first index: lanes that differ in these meet different banks.
     static constexpr int NEXT = PAGE / CLUSTER + 4, SLAB = SIDE * NEXT + 4;
     static constexpr int WARPS = THREADS / 32, EACH = PART / PAGE / WARPS, AT_ONCE = 4;  // pages of a warp in the first pass, and at a time
+    template <typename T>
+    static constexpr int STAGED = AT_ONCE * 4 / sizeof(T);  // pages of a warp that come ahead
 };
 
 constexpr int PIECES = Pieces<float>::COUNT;
 using Block16 = float[2][2][2];           // a lane's numbers [n][h][p] of 16 x 16: with k = 2 t + 8 h + p, of column g + 8 n
+using Words16 = unsigned[2][2];           // the same as they come, of 16 bits: [n][h]
 using Pieces16 = unsigned[2][PIECES][2];  // their pieces as operand b, [n][piece][h]: pairs
-using Weights16 = unsigned[PIECES][4];
+template <typename T>
+constexpr int FACTOR_PIECES = sizeof(T) == 4 ? PIECES : IS_BF16<T> ? 1 : 2;
+template <typename T>
+using Weights16 = unsigned[FACTOR_PIECES<T>][4];
 
 // Pairs of pieces of a and b. If they are ANY numbers, cut, else each the nearest to what is left, which must be in the range of bfloat16,
 // and so must products: of a piece whose sign is another than its number's they may be infinite first, and no piece of split_two is such.
@@ -81,11 +88,17 @@ __device__ __forceinline__ unsigned finite_pair(unsigned pair) {
     return ((pair & LOW) == LOW ? 0 : pair & 0xffff) | ((pair & HIGH) == HIGH ? 0 : pair & 0xffff0000);
 }
 
+// Sums as numbers: their index is that of the columns, and the columns' that of k.
+__device__ __forceinline__ void keep16(Block16& v, const float (&d)[2][4]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e / 2 % 2][e / 4][e % 2] = d[e / 4][e % 4];
+}
+
 // v = x w along k; then the results' index is that of the columns, and the columns' that of k. Cut pieces have their number's sign, so what
 // is left out does not cancel: of ANY numbers two products more are added, without which errors are 2.4 times those of torch, and so 1.2;
 // but if a factor is not finite, as its `limit` says, only one.
 template <bool ANY>
-__device__ __forceinline__ void multiply16(Block16& v, const Pieces16& x, const Weights16& w, float limit) {
+__device__ __forceinline__ void multiply16(Block16& v, const Pieces16& x, const Weights16<float>& w, float limit) {
     float d[2][4] = {};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -97,13 +110,12 @@ __device__ __forceinline__ void multiply16(Block16& v, const Pieces16& x, const 
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) mma_bf16(d[n], w[right_piece(i)], x[n][left_piece(i)]);
     }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) v[e / 2 % 2][e / 4][e % 2] = d[e / 4][e % 4];
+    keep16(v, d);
 }
 
 // A block times two factors. Adds the squares of the numbers, about.
 template <bool ANY>
-__device__ __forceinline__ void multiply_twice(Block16& v, const Weights16& first, const Weights16& second, float limit,
+__device__ __forceinline__ void multiply_twice(Block16& v, const Weights16<float>& first, const Weights16<float>& second, float limit,
                                                __nv_bfloat162& squares) {
     Pieces16 x;
     split16<ANY>(x, v);
@@ -116,7 +128,7 @@ __device__ __forceinline__ void multiply_twice(Block16& v, const Weights16& firs
     split16<ANY>(x, v);
     multiply16<ANY>(v, x, second, limit);
 }
-__device__ __forceinline__ void multiply_any(Block16& v, const Weights16& first, const Weights16& second, float limit) {
+__device__ __forceinline__ void multiply_any(Block16& v, const Weights16<float>& first, const Weights16<float>& second, float limit) {
     __nv_bfloat162 unused = {};
     multiply_twice<true>(v, first, second, limit, unused);
 }
@@ -124,7 +136,7 @@ __device__ __forceinline__ void multiply_any(Block16& v, const Weights16& first,
 // N blocks times two factors. Returns whether one of the warp's numbers is beyond the limit, or NaN: then what came of them may be wrong,
 // and all must be done again, as of any numbers.
 template <int N>
-__device__ __forceinline__ bool multiply_all(Block16 (&v)[N], const Weights16& first, const Weights16& second, float limit) {
+__device__ __forceinline__ bool multiply_all(Block16 (&v)[N], const Weights16<float>& first, const Weights16<float>& second, float limit) {
     __nv_bfloat162 squares[N] = {};
 #pragma unroll
     for (int i = 0; i < N; ++i) multiply_twice<false>(v[i], first, second, limit, squares[i]);
@@ -132,6 +144,30 @@ __device__ __forceinline__ bool multiply_all(Block16 (&v)[N], const Weights16& f
     for (int i = 1; i < N; ++i) squares[0] = __hadd2(squares[0], squares[i]);
     float2 sums = __bfloat1622float2(squares[0]);
     return __any_sync(~0u, !(sums.x + sums.y < limit));
+}
+
+// A block of 16-bit numbers times a factor: of what comes from memory, or of numbers cut in two, whose products cannot be infinite before
+// the sum is.
+template <typename T>
+__device__ __forceinline__ void multiply_words16(Block16& v, const Words16& x, const Weights16<T>& w) {
+    float d[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) mma_16_bit(d[n], w[0], x[n], T());
+    keep16(v, d);
+}
+template <typename T>
+__device__ __forceinline__ void multiply_cut16(Block16& v, const Weights16<T>& w) {
+    float d[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        unsigned big[2], small[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) cut_pair(v[n][h][0], v[n][h][1], big[h], small[h]);
+        mma_bf16(d[n], w[0], small);
+        if constexpr (FACTOR_PIECES<T> > 1) mma_bf16(d[n], w[1], big);
+        mma_bf16(d[n], w[0], big);
+    }
+    keep16(v, d);
 }
 
 // The limit of a sum of squares. By a factor numbers become at most 16 times as large as its largest one, and a little more for the pieces
@@ -168,30 +204,42 @@ __device__ __forceinline__ void load_weights16(unsigned* to, unsigned* largest, 
                 int row = n ? k + p : neighbours16(k + p), column = n == 0 ? neighbours16(j) : n == 1 ? j ^ rank * 8 : j;
                 pair[p] = load_as(factors.at[n][row * factors.p[n] + column * factors.q[n]]);
             }
+    to += f * FACTOR_PIECES<T> * 128 + e;
+    if constexpr (sizeof(T) == 2) {
+        if (IS_BF16<T> || f == 0) {
+            Vec<T, 2> both = pack<T, 2>(pair);
+            to[0] = reinterpret_cast<unsigned&>(both);
+        } else {
+            cut_pair(pair[0], pair[1], to[0], to[128]);
+        }
+        return;
+    }
     unsigned pieces[PIECES];
     split16<true>(pieces, pair[0], pair[1]);
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) to[(f * PIECES + i) * 128 + e] = pieces[i];
+    for (int i = 0; i < PIECES; ++i) to[i * 128] = pieces[i];
     unsigned most = __reduce_max_sync(~0u, max(__float_as_uint(fabsf(pair[0])), __float_as_uint(fabsf(pair[1]))));
     if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
 }
-__device__ __forceinline__ void fetch_weights16(Weights16& w, const unsigned* from) {
+template <int N>
+__device__ __forceinline__ void fetch_weights16(unsigned (&w)[N][4], const unsigned* from) {
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i)
+    for (int i = 0; i < N; ++i)
         reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
 }
 
-// N pages from `from` on, where the lane's numbers of the first one begin: to registers, or to their stage in shared memory, which no other
-// lane reads.
-template <class Plan, typename T, int N>
-__device__ __forceinline__ void load_pages16(Block16 (&v)[N], const T* from) {
+// N pages from `from` on, where the lane's numbers of the first one begin, to registers; or, from where its 16 bytes begin, to their stage
+// in shared memory, which no other warp reads.
+template <typename T, typename Block, int N>
+__device__ __forceinline__ void load_pages16(Block (&v)[N], const T* from) {
 #pragma unroll
     for (int i = 0; i < 2 * N; ++i) reinterpret_cast<Vec<T, 4>&>(v[i / 2][i % 2]) = load_vec<T, 4>(from + i * 128);
 }
-template <class Plan, typename T>
+template <int N, typename T>
 __device__ __forceinline__ void stage_pages16(T* to, const T* from) {
+    constexpr int V = 16 / sizeof(T);
 #pragma unroll
-    for (int i = 0; i < 2 * Plan::AT_ONCE; ++i) cp_async_16(shared_address(to + i * 128), from + i * 128);
+    for (int i = 0; i < N * 8 / V; ++i) cp_async_16(shared_address(to + i * (32 * V)), from + i * (32 * V));
 }
 
 // Where a lane's results of the first pass go: half to `mine`, half to there in the other block, whose addresses are `apart`. It learns of
@@ -210,32 +258,46 @@ __device__ __forceinline__ void put_pages16(const Places16& to, int page, const 
     }
 }
 
-// A warp's pages, from `own` on, times the two right factors, N at a time. The first N are in the stage, or on their way; when they are in
-// registers the next N follow, and at last those of the `next` row, if there is one.
+// A warp's pages, from `own` on, times the two right factors, N at a time. The first ones are in the stage, or on their way; when N are in
+// registers others follow, and at last those of the `next` row, if there is one.
 template <class Plan, typename T>
 __device__ __forceinline__ void first_pass16(const T* own, const T* next, T* stage, const Places16& to, unsigned parity,
-                                             const Weights16& first, const Weights16& second, float limit) {
-    constexpr int N = Plan::AT_ONCE;
+                                             const Weights16<T>& first, const Weights16<T>& second, float limit) {
+    constexpr int N = Plan::AT_ONCE, STAGED = Plan::template STAGED<T>;
+    int lane = threadIdx.x % 32 * (16 / sizeof(T) - 4);
 #pragma unroll 1
     for (int page = 0; page < Plan::EACH; page += N) {
-        Block16 v[N];
-        cp_async_wait<0>();
-        load_pages16<Plan>(v, stage);
-        const T* after = page + N < Plan::EACH ? own + (page + N) * Plan::PAGE : next;
-        if (after) stage_pages16<Plan>(stage, after);
+        conditional_t<sizeof(T) == 2, Words16, Block16> x[N];
+        T* from = stage + page % STAGED * Plan::PAGE;
+        cp_async_wait<STAGED / N - 1>();
+        __syncwarp();
+        load_pages16(x, from - lane);
+        __syncwarp();
+        const T* after = page + STAGED < Plan::EACH ? own + (page + STAGED) * Plan::PAGE : next;
+        if (after) stage_pages16<N>(from, after + (STAGED < Plan::EACH ? 0 : page * Plan::PAGE));
         cp_async_commit();
-        bool again = multiply_all(v, first, second, limit);
-        if (page == 0) mbarrier_wait(to.free, parity ^ 1);
-        if (!again) {
+        if constexpr (sizeof(T) == 2) {
+            Block16 v[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) multiply_words16<T>(v[i], x[i], first);
+#pragma unroll
+            for (int i = 0; i < N; ++i) multiply_cut16<T>(v[i], second);
+            if (page == 0) mbarrier_wait(to.free, parity ^ 1);
             put_pages16<Plan>(to, page, v);
-            continue;
-        }
+        } else {
+            bool again = multiply_all(x, first, second, limit);
+            if (page == 0) mbarrier_wait(to.free, parity ^ 1);
+            if (!again) {
+                put_pages16<Plan>(to, page, x);
+                continue;
+            }
 #pragma unroll 1
-        for (int i = page; i < page + N; ++i) {
-            Block16 one[1];
-            load_pages16<Plan>(one, own + i * Plan::PAGE);
-            multiply_any(one[0], first, second, limit);
-            put_pages16<Plan>(to, i, one);
+            for (int i = page; i < page + N; ++i) {
+                Block16 one[1];
+                load_pages16(one, own + i * Plan::PAGE);
+                multiply_any(one[0], first, second, limit);
+                put_pages16<Plan>(to, i, one);
+            }
         }
     }
 }
@@ -266,22 +328,28 @@ __device__ __forceinline__ void put_columns16(float* to, const Block16 (&v)[N]) 
 }
 
 // A warp's eight columns times the two left factors.
-template <class Plan>
-__device__ __forceinline__ void second_pass16(float* columns, const Weights16& first, const Weights16& second, float limit) {
+template <class Plan, typename T>
+__device__ __forceinline__ void second_pass16(float* columns, const Weights16<T>& first, const Weights16<T>& second, float limit) {
 #pragma unroll 1
     for (int c = 0; c < 8; c += 4) {
         Block16 v[4];
         fetch_columns16<Plan>(v, columns + c);
-        if (!multiply_all(v, first, second, limit)) {
+        if constexpr (sizeof(T) == 2) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) multiply_cut16<T>(v[i], first);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) multiply_cut16<T>(v[i], second);
             put_columns16<Plan>(columns + c, v);
-            continue;
-        }
+        } else if (!multiply_all(v, first, second, limit)) {
+            put_columns16<Plan>(columns + c, v);
+        } else {
 #pragma unroll 1
-        for (int i = c; i < c + 4; ++i) {
-            Block16 one[1];
-            fetch_columns16<Plan>(one, columns + i);
-            multiply_any(one[0], first, second, limit);
-            put_columns16<Plan>(columns + i, one);
+            for (int i = c; i < c + 4; ++i) {
+                Block16 one[1];
+                fetch_columns16<Plan>(one, columns + i);
+                multiply_any(one[0], first, second, limit);
+                put_columns16<Plan>(columns + i, one);
+            }
         }
     }
 }
@@ -305,7 +373,7 @@ __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual
             if (Plan::ADDED && bias) four.v[e] += load_as(bias[at % features + e]);
             if (Plan::ADDED && residual) four.v[e] += load_as(residual[at + e]);
         }
-        store_vec_past_l1(out + at, four);
+        store_vec_past_l1(out + at, pack<T, 4>(four.v));
     }
 }
 
@@ -318,10 +386,10 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
                        long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
                        long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
                        long long w7_p, long long w7_q, double scale, long long features) {
-    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, AT_ONCE = Plan::AT_ONCE, WARPS = Plan::WARPS;
-    constexpr int WEIGHTS = PIECES * 128;
+    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, STAGED = Plan::template STAGED<T>, WARPS = Plan::WARPS;
+    constexpr int V = 16 / sizeof(T), WEIGHTS = FACTOR_PIECES<T> * 128, LINE = 128 / sizeof(T), TOGETHER = LINE / 8;  // warps that have made whole lines
     extern __shared__ uint4 dynamic[];
-    float* numbers = reinterpret_cast<float*>(dynamic) + WARPS * AT_ONCE * PAGE;  // after the stage
+    float* numbers = reinterpret_cast<float*>(dynamic) + WARPS * Plan::AT_ONCE * PAGE;  // after the stage
     unsigned* weights = reinterpret_cast<unsigned*>(numbers + Plan::SIDE * SLAB);
     unsigned *largest = weights + 4 * WEIGHTS, *mbarriers = largest + WARPS;
     Factors4<T> factors = {{w0, w1, w2, w3}, {w0_p, w1_p, w2_p, w3_p}, {w0_q, w1_q, w2_q, w3_q}};
@@ -340,15 +408,17 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
     if (row < rows) prefetch_tile<Plan::PART, 1>(x + (long long)row * Plan::NUMBERS + rank * Plan::PART, 1, 1);
     wait_for_previous();
     // Of the first pass: EACH pages of a warp, and where their results go.
-    auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * 4); };
-    T* stage = reinterpret_cast<T*>(dynamic) + warp * (AT_ONCE * PAGE) + lane * 4;
+    auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * V); };
+    T* stage = reinterpret_cast<T*>(dynamic) + warp * (STAGED * PAGE) + lane * V;
     float* mine = numbers + (rank * 8 + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane * 4;
     Places16 to = {mine, apart, full, free};
-    // Of the second: the lane's numbers of columns, and those which it stores, when four warps have made whole lines of them.
+    // Of the second: the lane's numbers of columns, and those which it stores, four neighbours.
     float* column = numbers + lane / 4 * SLAB + lane % 4 * (2 * NEXT) + warp * 8;
-    int line = warp % 4 * 4 + lane / 8, within = warp / 4 * 32 + lane % 8 * 4;
-    if (row < rows) stage_pages16<Plan>(stage, own(row));
-    cp_async_commit();
+    int line = warp % TOGETHER * (16 / TOGETHER) + lane / (LINE / 4), within = warp / TOGETHER * LINE + lane % (LINE / 4) * 4;
+    for (int page = 0; page < STAGED; page += Plan::AT_ONCE) {
+        if (row < rows) stage_pages16<Plan::AT_ONCE>(stage + page * PAGE, own(row) + page * PAGE);
+        cp_async_commit();
+    }
     load_weights16<Plan>(weights, largest, factors, rank);
     let_next_come();
     __syncthreads();
@@ -357,19 +427,19 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
     // Clusters of one row less begin half a row's time later: else all multiply at one time, and all store at another.
     int more = rows % (gridDim.x / Plan::CLUSTER);
     if (row < rows && row >= more && more)
-        for (int us = 0; us < 7; ++us) __nanosleep(1000);
+        for (int us = 0; us < (sizeof(T) == 4 ? 7 : 3); ++us) __nanosleep(1000);
     for (; row < rows; row = after(row), parity ^= 1) {
-        Weights16 first, second;
+        Weights16<T> first, second;
         fetch_weights16(first, weights);
         fetch_weights16(second, weights + WEIGHTS);
-        first_pass16<Plan>(own(row), after(row) < rows ? own(after(row)) : nullptr, stage, to, parity, first, second, limits[0]);
+        first_pass16<Plan, T>(own(row), after(row) < rows ? own(after(row)) : nullptr, stage, to, parity, first, second, limits[0]);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(full, EACH * PAGE / Plan::CLUSTER * 4);  // as much as goes to the other block comes from there
         fetch_weights16(first, weights + 2 * WEIGHTS);
         fetch_weights16(second, weights + 3 * WEIGHTS);
         mbarrier_wait(full, parity);
-        second_pass16<Plan>(column, first, second, limits[1]);
-        barrier_of(1 + warp / 4, 128);
+        second_pass16<Plan, T>(column, first, second, limits[1]);
+        barrier_of(1 + warp / TOGETHER, 32 * TOGETHER);
         long long at = (long long)row * Plan::NUMBERS + line * PAGE + rank * (PAGE / Plan::CLUSTER) + within;
         store16<Plan>(out, bias, residual, numbers + line * NEXT + within, at, features, float(scale), [&] {
             __syncwarp();
