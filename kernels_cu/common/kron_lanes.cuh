@@ -148,15 +148,16 @@ __device__ __forceinline__ void multiply_exact(float (&v)[N], const unsigned (&x
     }
 }
 
-// The other steps.
+// The other steps, of those of the numbers whose bits `apart` are those of `own`.
 template <class S, typename T, int N>
-__device__ __forceinline__ void multiply_cut(float (&v)[N], const unsigned* weights) {
+__device__ __forceinline__ void multiply_cut(float (&v)[N], const unsigned* weights, int own, int apart) {
     constexpr int PIECES = S::template PIECES<T, false>;
     unsigned w[PIECES][4];
     fetch_lane_weights(w, weights);
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
         int at = without_bits<S>(n);
+        if ((at & apart) != own) continue;
         unsigned big[2], small[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) cut_pair(v[at + h * S::B], v[at + h * S::B + S::A], big[h], small[h]);
@@ -168,11 +169,19 @@ __device__ __forceinline__ void multiply_cut(float (&v)[N], const unsigned* weig
     }
 }
 template <typename T, int N>
-__device__ __forceinline__ void multiply_steps(float (&)[N], const unsigned*, Steps4<>) {}
+__device__ __forceinline__ void multiply_steps(float (&)[N], const unsigned*, int, int, Steps4<>) {}
 template <typename T, int N, class S, class... Others>
-__device__ __forceinline__ void multiply_steps(float (&v)[N], const unsigned* weights, Steps4<S, Others...>) {
-    multiply_cut<S, T>(v, weights);
-    multiply_steps<T>(v, weights + S::WORDS, Steps4<Others...>());
+__device__ __forceinline__ void multiply_steps(float (&v)[N], const unsigned* weights, int own, int apart, Steps4<S, Others...>) {
+    multiply_cut<S, T>(v, weights, own, apart);
+    multiply_steps<T>(v, weights + S::WORDS, own, apart, Steps4<Others...>());
+}
+// All steps of some numbers, then of others, so that few registers are at work.
+template <typename T, int N, class... Steps>
+__device__ __forceinline__ void multiply_all_steps(float (&v)[N], const unsigned* weights, Steps4<Steps...> list) {
+    constexpr int APART = N - 1 & ~(0 | ... | (Steps::A | Steps::B));
+#pragma unroll
+    for (int own = 0; own < N; ++own)
+        if ((own & ~APART) == 0) multiply_steps<T>(v, weights, own, APART, list);
 }
 template <typename T, int N, class S, class... Others>
 __device__ __forceinline__ void multiply_first(float (&v)[N], const unsigned (&x)[N / 2], const unsigned* weights, Steps4<S, Others...>) {
@@ -184,9 +193,9 @@ __device__ __forceinline__ void multiply_first(float (&v)[N], const unsigned (&x
             float2 two = widen(reinterpret_cast<const typename PairOf<T>::type&>(x[r / 2]));
             v[r] = two.x, v[r + 1] = two.y;
         }
-        multiply_cut<S, T>(v, weights);
+        multiply_cut<S, T>(v, weights, 0, 0);
     }
-    multiply_steps<T>(v, weights + S::WORDS, Steps4<Others...>());
+    multiply_all_steps<T>(v, weights + S::WORDS, Steps4<Others...>());
 }
 
 // Where number r of a lane lies, of the piece that begins at `piece`.
@@ -241,7 +250,7 @@ __device__ __forceinline__ void run_lane_passes(float* numbers, const unsigned* 
         fetch_numbers<4>(v, numbers, LanePlace<typename Plan::Places, typename P::Regs>::of(piece, typename P::Lanes()));
         if (LAST && i == P::PIECES - 1) read();
         if constexpr (!LAST) __syncwarp();
-        multiply_steps<T>(v, weights, typename P::List());
+        multiply_all_steps<T>(v, weights, typename P::List());
         put_numbers<Plan, P, LAST>(numbers, to, v, piece);
     }
     run_lane_passes<Plan>(numbers, weights + P::WEIGHTS, to, read, Steps4<Others...>());
