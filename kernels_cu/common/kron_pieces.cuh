@@ -38,7 +38,7 @@ __device__ __forceinline__ void split_two(float low, float high, unsigned (&piec
 // Two numbers in two pieces each: the first cut, and what is left, rounded. Of what is not finite the second is NaN.
 __device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
     big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-    float rest[2] = {low - __uint_as_float(__float_as_uint(low) & 0xffff0000), high - __uint_as_float(__float_as_uint(high) & 0xffff0000)};
+    float rest[2] = {low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)};
     Vec<__nv_bfloat16, 2> pair = pack<__nv_bfloat16, 2>(rest);
     small = reinterpret_cast<unsigned&>(pair);
 }
