@@ -38,7 +38,6 @@ def launches(sizes, first=0, count=None) -> list[Lanes]:
     return list(kron_lanes.launches(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
 
 
-
 @pytest.mark.parametrize("sizes, first, count, rows", CASES)
 def test_plans_hold_each_number_once(sizes, first, count, rows):
     found = launches(sizes, first, count)

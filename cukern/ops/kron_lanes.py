@@ -5,11 +5,10 @@ A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16
 
 import functools
 from collections.abc import Iterator, Sequence
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import ceil, prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from cukern.ops import kron_registers
 from cukern.ops.kron_plan import Step
 from cukern.ops.kron_registers import LEAST_RUN, LEAST_SHARED, SIZES, bits_of, log2, turns
 
@@ -130,8 +129,8 @@ def _launch(run: Sequence[Step], target: "Target", top: int, L: int, R: int, til
     blocks = min(1 << ALL - top, (target.shared + 1024) // (shared + 1024))
     if not blocks:
         return None
-    stage = turns([[b for b in parts[0].lanes[:AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
-    exchanges = [lanes[:3] for a, b in zip(parts, parts[1:], strict=False) for lanes in (a.lanes_after, b.lanes)]
+    stage = turns([[b for b in parts[0].lanes[: AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
+    exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
     threads, us = numbers >> EACH, _us(numbers, count, len(parts), blocks, tiles, target)
     return Lanes(tuple(run), parts, threads, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
 
@@ -170,16 +169,16 @@ def passes(sizes: tuple[int, ...], low: int, top: int) -> tuple[Pass, ...]:
 def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int) -> tuple[Pass, ...]:
     within = low + sum(log2(s) for piece in pieces for step in piece for s in step)  # a row's bits, of which zeros may be
     made = []
-    for n, piece in enumerate(pieces):
-        steps = []
+    for n, piece in enumerate(pieces, 1):
+        steps, last = [], n == len(pieces)
         for sizes in piece:
             bits = sum(log2(s) for s in sizes)
             steps.append((tuple(range(low, low + bits)), tuple(sizes)))
             low += bits
-        best = next((p for near in ((3, 2) if n == len(pieces) - 1 else (2,)) if (p := _pass(steps, within, top, near, n == len(pieces) - 1))), None)
-        if best is None:
+        found = _pass(steps, within, top, AT_ONCE if last else 2, last)
+        if found is None:
             return ()
-        made.append(best)
+        made.append(found)
     return tuple(made)
 
 

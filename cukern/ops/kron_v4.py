@@ -187,6 +187,6 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)._replace(warpgroups=False)  # for every GPU
+    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)._replace(warpgroups=False, shared=63 << 10)  # for every GPU
     plans = [plan for f, n in COMMON for plan in of_layer(((f, f),) * n, 64, target, dtype)]
     return [_V4[type(plan)][dtype, plan.template()] for plan in plans]

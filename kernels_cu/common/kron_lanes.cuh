@@ -108,7 +108,8 @@ __device__ __forceinline__ void load_all_lane_weights(unsigned* to, const Factor
 template <int PIECES>
 __device__ __forceinline__ void fetch_lane_weights(unsigned (&w)[PIECES][4], const unsigned* from) {
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
+    for (int i = 0; i < PIECES; ++i)
+        reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
 }
 
 // Number n of the registers whose bits A and B are 0.

@@ -386,8 +386,9 @@ kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2
                        long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
                        long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
                        long long w7_p, long long w7_q, double scale, long long features) {
-    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, STAGED = Plan::template STAGED<T>, WARPS = Plan::WARPS;
-    constexpr int V = 16 / sizeof(T), WEIGHTS = FACTOR_PIECES<T> * 128, LINE = 128 / sizeof(T), TOGETHER = LINE / 8;  // warps that have made whole lines
+    constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, WARPS = Plan::WARPS;
+    constexpr int STAGED = Plan::template STAGED<T>, WEIGHTS = FACTOR_PIECES<T> * 128, V = 16 / sizeof(T);
+    constexpr int LINE = 128 / sizeof(T), TOGETHER = LINE / 8;  // warps that make whole lines
     extern __shared__ uint4 dynamic[];
     float* numbers = reinterpret_cast<float*>(dynamic) + WARPS * Plan::AT_ONCE * PAGE;  // after the stage
     unsigned* weights = reinterpret_cast<unsigned*>(numbers + Plan::SIDE * SLAB);
