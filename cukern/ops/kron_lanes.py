@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
 
 EACH = 6  # bits: numbers of a tile for each thread
-ALL = 15  # of a tile, at most: what a multiprocessor exchanges at one time
-LANES, MOST, LEAST = 5, 11, 10  # bits of a warp's numbers: those of its lanes, all at most, and at least
+LEAST, ALL = 13, 15  # of a tile: what a multiprocessor exchanges at one time, and a part of it; smaller tiles begin too often
+LANES, PIECE = 5, 10  # of a lane's number, and of the numbers that a warp has at once
 AT_ONCE = 3  # bits: 16 bytes of 16-bit numbers
 SIDE = 4  # bits that a step multiplies along
 PASSES, STEPS = 3, 3  # of a launch, of a pass
@@ -25,7 +25,7 @@ PASSES, STEPS = 3, 3  # of a launch, of a pass
 CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 START_US = 4.0  # the launch, and a block's start
-STEP_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 7.0, 5.0, 7.0  # of a quarter of a multiprocessor for 32 numbers
+STEP_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 5.0, 5.0  # of a quarter of a multiprocessor for 32 numbers
 
 
 class Multiplied(NamedTuple):
@@ -61,7 +61,7 @@ class Pass(NamedTuple):
         order = tuple(self.registers_after.index(b) for b in after)
         bits = [bits_of(b) for b in (self.registers, self.lanes, after, order, self.lanes_after, others)]
         steps = [s.template for s in self.steps]
-        return f"LanePass<{', '.join([str(1 << MOST - len(self.bits)), str(self.before), str(self.after), *bits, *steps])}>"
+        return f"LanePass<{', '.join([str(self.before), str(self.after), *bits, *steps])}>"
 
     @property
     def before(self) -> int:
@@ -76,7 +76,7 @@ class Pass(NamedTuple):
     def run(self) -> int:
         """How many bits are those of lanes, of neighbours' neighbours: 1 for a sector of 32 bytes."""
         first = _near(self.registers_after)
-        return next(i for i in range(MOST) if first + i not in self.lanes_after) + (first - AT_ONCE)
+        return next(i for i in range(PIECE) if first + i not in self.lanes_after) + (first - AT_ONCE)
 
 
 class Lanes(NamedTuple):
@@ -110,7 +110,7 @@ def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Lanes
     if any(s.p != s.q or s.p not in SIZES for s in run):
         return
     C, bits = run[0].right, sum(log2(s.p) for s in run)
-    for top in range(MOST, ALL + 1):
+    for top in range(LEAST, ALL + 1):
         R = min(1 << max(0, top - bits), C & -C)
         L = (1 << top) // (R << bits)
         if not L or (L > 1 and R < C) or (R < C and 2 * R < LEAST_RUN) or 1 < R < 1 << AT_ONCE:
@@ -189,7 +189,7 @@ def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int,
     best = None
     for along in _along([bits for bits, _ in steps], [b for b in range(near, min(within, 8))]):
         together = {0, 1, 2}.union(*along)
-        if len(together) > min(MOST, top) or (0 in along[0] and 1 not in along[0]):
+        if len(together) > PIECE or (0 in along[0] and 1 not in along[0]):
             continue
         if any(len({*a} & {*b}) < 2 for a, b in zip(along, along[2:], strict=False)):  # of these come that step's t
             continue
@@ -199,8 +199,8 @@ def _pass(steps: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], within: int,
             for g0 in [b for b in dict.fromkeys([*after, *range(3, top)]) if b not in along[0] and b not in g12][:3]:
                 lanes = (*t, g0, *g12)
                 bits = together | set(lanes)
-                bits |= set([b for b in range(top) if b not in bits][: max(0, LEAST - len(bits))])
-                if len(set(lanes)) < LANES or len(bits) > min(MOST, top):
+                bits |= set([b for b in range(top) if b not in bits][: max(0, PIECE - len(bits))])
+                if len(set(lanes)) < LANES or len(bits) > PIECE:
                     continue
                 registers = tuple(sorted(bits - set(lanes)))
                 done = _walk(registers, lanes, along, steps, near)

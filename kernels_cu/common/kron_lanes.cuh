@@ -44,14 +44,14 @@ struct LaneStep {
     }
 };
 
-// A warp has 2^n numbers of a tile at once, those whose indices differ in the bits of Regs and of Lanes; after the steps, of RegsAfter and
-// LanesAfter, in the order that Order says. The others are Pieces': the warp's own PIECES first. V numbers are neighbours before, and W
-// after, 4 at least.
-template <int PIECES_, int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Pieces_,
+constexpr int VALUES = 32, LANE_PIECES = 2;  // a lane's numbers at once, and how many times: all of a tile
+
+// A warp has a piece of a tile at once, the numbers whose indices differ in the bits of Regs and of Lanes; after the steps, of RegsAfter, in
+// the order that Order says, and LanesAfter. The others are Pieces'. V numbers are neighbours before, and W after, 4 at least.
+template <int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Pieces_,
           class... Steps_>
 struct LanePass {
-    static constexpr int PIECES = PIECES_, V = V_, W = W_, COUNT = sizeof...(Steps_), WEIGHTS = (Steps_::WORDS + ...);
-    static constexpr int FACTORS = (Steps_::COUNT + ...), VALUES = 64 / PIECES;
+    static constexpr int V = V_, W = W_, COUNT = sizeof...(Steps_), WEIGHTS = (Steps_::WORDS + ...), FACTORS = (Steps_::COUNT + ...);
     using Regs = Regs_;
     using Lanes = Lanes_;
     using RegsAfter = RegsAfter_;
@@ -68,7 +68,7 @@ struct LanePlan {
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, P = P_, R = R_, WARPS = THREADS / 32;
     static constexpr long long C = C_;
     static constexpr bool ADDED = ADDED_;
-    static constexpr int NUMBERS = THREADS * 64, EXCHANGED = sizeof...(Passes) > 1 ? NUMBERS : 0, WEIGHTS = (Passes::WEIGHTS + ...);
+    static constexpr int NUMBERS = THREADS * LANE_PIECES * VALUES, EXCHANGED = sizeof...(Passes) > 1 ? NUMBERS : 0, WEIGHTS = (Passes::WEIGHTS + ...);
     using StagePlaces = StagePlaces_;
     using Places = Places_;
     using Copied = Copied_;
@@ -77,11 +77,11 @@ struct LanePlan {
     __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
 };
 
-// The matrices as operand a, [step][piece][lane][4], of factors from number N on.
-template <typename T, bool FIRST, int N, int THREADS, class S>
+// The matrices as operand a, [step][piece][lane][4], of factors from number N on, each step's by other threads: those from BY on.
+template <typename T, bool FIRST, int N, int BY, int THREADS, class S>
 __device__ __forceinline__ void load_lane_weights(unsigned* to, const Factors4<T>& factors) {
     constexpr bool AS_IS = S::template PIECES<T, FIRST> == 1;
-    for (int e = threadIdx.x; e < 128; e += THREADS) {
+    for (int e = (threadIdx.x + THREADS - BY % THREADS) % THREADS; e < 128; e += THREADS) {
         int j = S::Js::scatter(e / 16 + e % 2 * 8), k = e / 4 % 4 * 2 + e / 2 % 2 * 8;
         float pair[2] = {S::number(factors, N, S::Ks::scatter(k), j), S::number(factors, N, S::Ks::scatter(k + 1), j)};
         if constexpr (AS_IS) {
@@ -92,17 +92,17 @@ __device__ __forceinline__ void load_lane_weights(unsigned* to, const Factors4<T
         }
     }
 }
-template <typename T, bool FIRST, int N, int THREADS, class S, class... Others>
+template <typename T, bool FIRST, int N, int BY, int THREADS, class S, class... Others>
 __device__ __forceinline__ void load_lane_weights(unsigned* to, const Factors4<T>& factors, Steps4<S, Others...>) {
-    load_lane_weights<T, FIRST, N, THREADS, S>(to, factors);
+    load_lane_weights<T, FIRST, N, BY, THREADS, S>(to, factors);
     if constexpr (sizeof...(Others))
-        load_lane_weights<T, false, N + S::COUNT, THREADS>(to + S::WORDS, factors, Steps4<Others...>());
+        load_lane_weights<T, false, N + S::COUNT, BY + 128, THREADS>(to + S::WORDS, factors, Steps4<Others...>());
 }
-template <typename T, bool FIRST, int N, int THREADS, class P, class... Others>
+template <typename T, bool FIRST, int N, int BY, int THREADS, class P, class... Others>
 __device__ __forceinline__ void load_all_lane_weights(unsigned* to, const Factors4<T>& factors, Steps4<P, Others...>) {
-    load_lane_weights<T, FIRST, N, THREADS>(to, factors, typename P::List());
+    load_lane_weights<T, FIRST, N, BY, THREADS>(to, factors, typename P::List());
     if constexpr (sizeof...(Others))
-        load_all_lane_weights<T, false, N + P::FACTORS, THREADS>(to + P::WEIGHTS, factors, Steps4<Others...>());
+        load_all_lane_weights<T, false, N + P::FACTORS, BY + 128 * P::COUNT, THREADS>(to + P::WEIGHTS, factors, Steps4<Others...>());
 }
 
 template <int PIECES>
@@ -149,16 +149,15 @@ __device__ __forceinline__ void multiply_exact(float (&v)[N], const unsigned (&x
     }
 }
 
-// The other steps, of those of the numbers whose bits `apart` are those of `own`.
+// The other steps.
 template <class S, typename T, int N>
-__device__ __forceinline__ void multiply_cut(float (&v)[N], const unsigned* weights, int own, int apart) {
+__device__ __forceinline__ void multiply_cut(float (&v)[N], const unsigned* weights) {
     constexpr int PIECES = S::template PIECES<T, false>;
     unsigned w[PIECES][4];
     fetch_lane_weights(w, weights);
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
         int at = without_bits<S>(n);
-        if ((at & apart) != own) continue;
         unsigned big[2], small[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) cut_pair(v[at + h * S::B], v[at + h * S::B + S::A], big[h], small[h]);
@@ -170,19 +169,11 @@ __device__ __forceinline__ void multiply_cut(float (&v)[N], const unsigned* weig
     }
 }
 template <typename T, int N>
-__device__ __forceinline__ void multiply_steps(float (&)[N], const unsigned*, int, int, Steps4<>) {}
+__device__ __forceinline__ void multiply_steps(float (&)[N], const unsigned*, Steps4<>) {}
 template <typename T, int N, class S, class... Others>
-__device__ __forceinline__ void multiply_steps(float (&v)[N], const unsigned* weights, int own, int apart, Steps4<S, Others...>) {
-    multiply_cut<S, T>(v, weights, own, apart);
-    multiply_steps<T>(v, weights + S::WORDS, own, apart, Steps4<Others...>());
-}
-// All steps of some numbers, then of others, so that few registers are at work.
-template <typename T, int N, class... Steps>
-__device__ __forceinline__ void multiply_all_steps(float (&v)[N], const unsigned* weights, Steps4<Steps...> list) {
-    constexpr int APART = N - 1 & ~(0 | ... | (Steps::A | Steps::B));
-#pragma unroll
-    for (int own = 0; own < N; ++own)
-        if ((own & ~APART) == 0) multiply_steps<T>(v, weights, own, APART, list);
+__device__ __forceinline__ void multiply_steps(float (&v)[N], const unsigned* weights, Steps4<S, Others...>) {
+    multiply_cut<S, T>(v, weights);
+    multiply_steps<T>(v, weights + S::WORDS, Steps4<Others...>());
 }
 template <typename T, int N, class S, class... Others>
 __device__ __forceinline__ void multiply_first(float (&v)[N], const unsigned (&x)[N / 2], const unsigned* weights, Steps4<S, Others...>) {
@@ -194,9 +185,9 @@ __device__ __forceinline__ void multiply_first(float (&v)[N], const unsigned (&x
             float2 two = widen(reinterpret_cast<const typename PairOf<T>::type&>(x[r / 2]));
             v[r] = two.x, v[r + 1] = two.y;
         }
-        multiply_cut<S, T>(v, weights, 0, 0);
+        multiply_cut<S, T>(v, weights);
     }
-    multiply_all_steps<T>(v, weights + S::WORDS, Steps4<Others...>());
+    multiply_steps<T>(v, weights + S::WORDS, Steps4<Others...>());
 }
 
 // Where number r of a lane lies, of the piece that begins at `piece`.
@@ -245,13 +236,13 @@ __device__ __forceinline__ void run_lane_passes(float* numbers, const unsigned* 
     constexpr bool LAST = sizeof...(Others) == 0;
     __syncthreads();
 #pragma unroll 1
-    for (int i = 0; i < P::PIECES; ++i) {
-        int piece = P::Pieces::scatter(threadIdx.x / 32 * P::PIECES + i);
-        float v[P::VALUES];
+    for (int i = 0; i < LANE_PIECES; ++i) {
+        int piece = P::Pieces::scatter(threadIdx.x / 32 * LANE_PIECES + i);
+        float v[VALUES];
         fetch_numbers<4>(v, numbers, LanePlace<typename Plan::Places, typename P::Regs>::of(piece, typename P::Lanes()));
-        if (LAST && i == P::PIECES - 1) read();
+        if (LAST && i == LANE_PIECES - 1) read();
         if constexpr (!LAST) __syncwarp();
-        multiply_all_steps<T>(v, weights, typename P::List());
+        multiply_steps<T>(v, weights, typename P::List());
         put_numbers<Plan, P, LAST>(numbers, to, v, piece);
     }
     run_lane_passes<Plan>(numbers, weights + P::WEIGHTS, to, read, Steps4<Others...>());
@@ -294,7 +285,7 @@ kron_linear_v4_lanes(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             const T* from = x + first(n) + Plan::memory(own);
             int place = Stage::at(own);
 #pragma unroll
-            for (int i = 0; i < Start::VALUES / 8; ++i) {
+            for (int i = 0; i < VALUES / 8; ++i) {
                 int more = Plan::Copied::scatter(i * 256);
                 unsigned at = shared_address(stage + Stage::join(place, Stage::at(more)));
                 if constexpr (Plan::L == 1) cp_async_16(at, from + Plan::memory(more));
@@ -303,27 +294,28 @@ kron_linear_v4_lanes(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         }
         cp_async_commit();
     };
-    auto piece_of = [&](int i) { return Start::Pieces::scatter(warp * Start::PIECES + i); };
+    auto piece_of = [&](int i) { return Start::Pieces::scatter(warp * LANE_PIECES + i); };
     unsigned all_read = shared_address(weights + Plan::WEIGHTS), parity = 0;
     if (!ONE && threadIdx.x == 0) mbarrier_init(all_read, Plan::WARPS);
+    prefetch_tile<Plan::P, Plan::R>(x + first(tile), end(tile) / (Plan::P * Plan::R), Plan::C);
     wait_for_previous();
 #pragma unroll 1
-    for (int i = 0; i < Start::PIECES; ++i) copy(tile, piece_of(i));
-    load_all_lane_weights<T, true, 0, Plan::THREADS>(weights, factors, typename Plan::List());
+    for (int i = 0; i < LANE_PIECES; ++i) copy(tile, piece_of(i));
+    load_all_lane_weights<T, true, 0, 0, Plan::THREADS>(weights, factors, typename Plan::List());
     let_next_come();
     __syncthreads();
     for (; tile < tiles; tile += gridDim.x, parity ^= 1) {
         Output<T> to = {out, bias, residual, first(tile), features, end(tile), float(scale)};
 #pragma unroll 1
-        for (int i = 0; i < Start::PIECES; ++i) {
+        for (int i = 0; i < LANE_PIECES; ++i) {
             int piece = piece_of(i);
-            unsigned words[Start::VALUES / 2];
-            cp_async_wait<Start::PIECES - 1>();
+            unsigned words[VALUES / 2];
+            cp_async_wait<LANE_PIECES - 1>();
             __syncwarp();
             fetch_numbers<Start::V>(words, stage, LanePlace<Stage, typename Start::Regs>::of(piece, typename Start::Lanes()));
             __syncwarp();
             copy(tile + gridDim.x, piece);
-            float v[Start::VALUES];
+            float v[VALUES];
             multiply_first<T>(v, words, weights, typename Start::List());
             if (!ONE && i == 0) mbarrier_wait_in_block(all_read, parity ^ 1);
             put_numbers<Plan, Start, ONE>(numbers, to, v, piece);
