@@ -22,6 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 CASES = [  # sizes, first step, count, rows
     ((8, 8, 8), 0, 3, 17),  # one pass; several rows a tile, and some that do not fill the last
     ((8, 16, 8), 0, 3, 3),
+    ((4, 4, 4, 4), 0, 4, 40),  # merged; stores of 8 bytes
     ((16, 16, 16), 0, 3, 3),  # two passes
     ((2, 2, 4, 4, 2, 2, 4, 4), 0, 8, 5),  # merged
     ((2, 4, 8, 16, 2, 4), 0, 6, 3),

@@ -25,7 +25,8 @@ PASSES, STEPS = 3, 3  # of a launch, of a pass
 CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 START_US = 4.0  # the launch, and a block's start
-STEP_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 5.0, 5.0  # of a quarter of a multiprocessor for 32 numbers
+STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # of a quarter of a multiprocessor for 32 numbers
+ALONE = 1.12  # how much longer it takes where all of a multiprocessor's warps wait for each other
 
 
 class Multiplied(NamedTuple):
@@ -131,16 +132,18 @@ def _launch(run: Sequence[Step], target: "Target", top: int, L: int, R: int, til
         return None
     stage = turns([[b for b in parts[0].lanes[: AT_ONCE + (parts[0].before < 8)] if b >= AT_ONCE]], 3, top)
     exchanges = [lanes[:3] for a, b in pairwise(parts) for lanes in (a.lanes_after, b.lanes)]
-    threads, us = numbers >> EACH, _us(numbers, count, len(parts), blocks, tiles, target)
-    return Lanes(tuple(run), parts, threads, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
+    us = _us(numbers, parts, blocks, tiles, target)
+    return Lanes(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
 
 
-def _us(numbers: int, steps: int, passes: int, blocks: int, tiles: int, target: "Target") -> float:
+def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: "Target") -> float:
     """A model of a launch's time."""
-    stream = 2 * numbers / SM_BYTES_US
-    cycles = PLAIN_CYCLES + steps * STEP_CYCLES + (passes - 1) * EXCHANGE_CYCLES
-    each = ceil(tiles / target.multiprocessors)
-    compute = numbers / 128 * cycles / CYCLES_US * max(1.0, 8 / (min(blocks, each) * numbers / 2048))
+    cycles = PLAIN_CYCLES + (len(parts) - 1) * EXCHANGE_CYCLES
+    for step in (step for part in parts for step in part.steps):
+        cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
+    each, stream = ceil(tiles / target.multiprocessors), 2 * numbers / SM_BYTES_US
+    idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # a few warps do not keep a multiprocessor busy
+    compute = numbers / 128 * cycles / CYCLES_US * idle * (ALONE if blocks == 1 else 1)
     return START_US + stream + compute + (each - 1) * max(compute, 2 * stream)
 
 
@@ -175,7 +178,7 @@ def _passes(pieces: Sequence[Sequence[Sequence[int]]], low: int, top: int) -> tu
             bits = sum(log2(s) for s in sizes)
             steps.append((tuple(range(low, low + bits)), tuple(sizes)))
             low += bits
-        found = _pass(steps, within, top, AT_ONCE if last else 2, last)
+        found = (last and _pass(steps, within, top, AT_ONCE, last)) or _pass(steps, within, top, 2, last)
         if found is None:
             return ()
         made.append(found)

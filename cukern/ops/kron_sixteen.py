@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 SIDE, COUNT, CLUSTER, WARPS = 16, 4, 2, 16
 AHEAD = 4 * SIDE * SIDE * 4 * WARPS  # bytes of the next row's pages that are fetched ahead
 START_US = 6.0
-ROW_US = {4: 12.1, 2: 5.5}  # of a cluster, by the bytes of a number
+ROW_US = {4: 12.1, 2: 6.3}  # of a cluster, by the bytes of a number
 
 
 class Sixteen(NamedTuple):

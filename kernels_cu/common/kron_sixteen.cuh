@@ -1,7 +1,7 @@
-// What kron_linear v4 does in float with four factors of 16 x 16 at the right end of a layer: a row is an array of 16 x 16 x 16 x 16
-// numbers.
+// What kron_linear v4 does with four factors of 16 x 16 at the right end of a layer, of 16-bit numbers or float: a row is an array of
+// 16 x 16 x 16 x 16 numbers.
 //
-// Products are made on tensor cores, of numbers split in three of bfloat16: 6 products of m16n8k16. A lane splits its numbers itself, in 11
+// Products are made on tensor cores, of floats split in three of bfloat16: 6 products of m16n8k16. A lane splits its numbers itself, in 11
 // instructions for two of them. With the numbers as operand b, mma takes those of an index k from lane bits t, and leaves the results' j in
 // lane bits g; the other index, of 8 columns, goes from g to t. So a warp that holds 16 x 16 numbers of two indices, 8 a lane, multiplies
 // along one, and along the other, and nothing moves in between.
@@ -11,21 +11,26 @@
 // shared memory, from where whole lines are stored; meanwhile half of the next row comes to shared memory. Blocks hand over numbers by
 // st.async and mbarriers: a cluster barrier's release is MEMBAR.ALL.GPU, which waits also for what a thread stored to global memory.
 //
+// 16-bit numbers are exact as they come from memory, and then two of bfloat16, cut, as in kron_lanes.cuh: one product of the first factor,
+// of the others two, or in float16 three. Of floats:
+//
 // Most numbers are far from what overflows. A pass looks at its own: the sum of their squares, in bfloat16, of first pieces, which are
 // there anyway: 4 instructions for 8 numbers. Below a limit, which the factors' largest numbers give, no product and no sum of the pass can
 // be infinite; else, and if there is an infinity or a NaN, all is done again with pieces that are cut, whose products have the right sign.
 //
-// On one H200, 1024 x 16^4, in us: 200, in another process 210, where kron_registers.cuh takes 245, and a copy 127. Of a row's 22000 cycles
-// the two passes take 8500 each, in which the tensor cores are busy for half; 1300 are waiting for all of the first pass, 3000 reading and
-// storing results. What helped (each compared within a run; between runs a version varies by 5%): whole lines instead of sectors, and
-// waiting for the other block only before the first store (241 to 225); results, and then numbers, looked at once a pass instead of once a
-// step (224 to 214; to look costs 2); clusters that begin at different times (215 to 204, or 223 to 219); half a row ahead in shared memory
-// (226 to 223, foreseen 15: it is the barriers that are waited for), with st.async and mbarriers (231 to 209; cluster barriers without
-// release, which order nothing, give as much), half of a warp's pages at once (209 to 204), and nothing more fetched to L2 (214 to 203);
-// 128-byte boundaries for what st.async and cp.async write (207 to 199). What did not: clusters of four blocks, two on a multiprocessor
-// (327: no more than 62 of them run at a time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); stores from
-// registers, of half sectors (674), or of half as many columns at a time by twice as many warps (nothing); results looked at two in one fma,
-// by their product (234 for 226); a block's pages all neighbours at a time, and acquire of the block instead of the cluster (nothing).
+// On one H200, 1024 x 16^4 in bfloat16 takes 107 us, in float16 123, a copy 65, and two launches of the general kernel 178. In float:
+// 200, in another process 210, where kron_registers.cuh takes 245, and a copy 127. Of a row's 22000 cycles the two passes take 8500
+// each, in which the tensor cores are busy for half; 1300 are waiting for all of the first pass, 3000 reading and storing results. What
+// helped (each compared within a run; between runs a version varies by 5%): whole lines instead of sectors, and waiting for the other
+// block only before the first store (241 to 225); results, and then numbers, looked at once a pass instead of once a step (224 to 214;
+// to look costs 2); clusters that begin at different times (215 to 204, or 223 to 219); half a row ahead in shared memory (226 to 223,
+// foreseen 15: it is the barriers that are waited for), with st.async and mbarriers (231 to 209; cluster barriers without release, which
+// order nothing, give as much), half of a warp's pages at once (209 to 204), and nothing more fetched to L2 (214 to 203); 128-byte
+// boundaries for what st.async and cp.async write (207 to 199). What did not: clusters of four blocks, two on a multiprocessor (327: no
+// more than 62 of them run at a time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); stores from
+// registers, of half sectors (674), or of half as many columns at a time by twice as many warps (nothing); results looked at two in one
+// fma, by their product (234 for 226); a block's pages all neighbours at a time, and acquire of the block instead of the cluster
+// (nothing).
 #pragma once
 #include "kron_pieces.cuh"
 #include "kron_tile.cuh"
