@@ -14,11 +14,12 @@
 // A warp copies its own part of the next tile as soon as it has read that of this one. It waits for the others twice a tile: to put its
 // numbers where they are exchanged, until all have read those of the tile before; and to fetch them.
 //
-// On one H200 in bfloat16, from two launches of the general kernel, in us (and a copy): 1024 x 8^5 from 111 to 58 (33; in float16 64), 16 x
-// 8^7 from 160 to 88 in two launches, 1024 x 4^7 to 28 (17); from one, 8192 x 8^4 to 41 (33), 8192 x 16^3 to 39 (33), 65536 x 8^3 to 38 (33).
-// Of 8^5 nothing stored takes 53 instead of 58, and no second pieces 45. What did not help: sums of 64 numbers at once (8^5: 54, but some
-// instances spill), or 64 of which all steps of some are before those of others, which does not (65); 32 warps of 64 registers (60, and
-// 8^4 37; some spill); another unit for half of what cuts (nothing); blocks of 32 or 64 threads (4096 x (8, 16, 8): 8.1 for 6.5).
+// On one H200 in bfloat16, from two launches of the general kernel, in us (and a copy): 1024 x 8^5 from 111 to 58 (33; in float16 64),
+// 16 x 8^7 from 160 to 88 in two launches, 1024 x 4^7 to 28 (17); from one, 8192 x 8^4 to 41 (33), 8192 x 16^3 to 39 (33), 65536 x 8^3
+// to 38 (33). Of 8^5 nothing stored takes 53 instead of 58, and no second pieces 45. What did not help: sums of 64 numbers at once (8^5:
+// 54, but some instances spill), or 64 of which all steps of some are before those of others, which does not (65); 32 warps of 64
+// registers (60, and 8^4 37; some spill); another unit for half of what cuts (nothing); blocks of 32 or 64 threads (4096 x (8, 16, 8):
+// 8.1 for 6.5).
 #pragma once
 #include "kron_pieces.cuh"
 #include "kron_registers.cuh"
@@ -52,7 +53,7 @@ struct LaneStep {
 
 constexpr int VALUES = 32, LANE_PIECES = 2;  // a lane's numbers at once, and how many times: all of a tile
 
-// A warp has a piece of a tile at once, the numbers whose indices differ in the bits of Regs and of Lanes; after the steps, of RegsAfter, in
+// A warp has a piece of a tile at once, numbers whose indices differ in the bits of Regs and of Lanes; after the steps, of RegsAfter, in
 // the order that Order says, and LanesAfter. The others are Pieces'. V numbers are neighbours before, and W after, 4 at least.
 template <int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Pieces_,
           class... Steps_>
@@ -74,7 +75,8 @@ struct LanePlan {
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, P = P_, R = R_, WARPS = THREADS / 32;
     static constexpr long long C = C_;
     static constexpr bool ADDED = ADDED_;
-    static constexpr int NUMBERS = THREADS * LANE_PIECES * VALUES, EXCHANGED = sizeof...(Passes) > 1 ? NUMBERS : 0, WEIGHTS = (Passes::WEIGHTS + ...);
+    static constexpr int NUMBERS = THREADS * LANE_PIECES * VALUES, WEIGHTS = (Passes::WEIGHTS + ...);
+    static constexpr int EXCHANGED = sizeof...(Passes) > 1 ? NUMBERS : 0;
     using StagePlaces = StagePlaces_;
     using Places = Places_;
     using Copied = Copied_;
