@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_gemm, kron_groups, kron_pages, kron_v3
+from cukern.ops import kron_gemm, kron_groups, kron_pages, kron_registers, kron_v3
 from cukern.ops.kron_lanes import Lanes
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_registers import Registers
@@ -187,6 +187,7 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)._replace(warpgroups=False, shared=63 << 10)  # for every GPU
+    target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
+    target = target._replace(warpgroups=False, shared=kron_registers.LEAST_SHARED - 1)  # for every GPU
     plans = [plan for f, n in COMMON for plan in of_layer(((f, f),) * n, 64, target, dtype)]
     return [_V4[type(plan)][dtype, plan.template()] for plan in plans]
