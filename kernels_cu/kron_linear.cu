@@ -40,7 +40,7 @@
 // whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of 512 threads (250, and 8^5: 90), or
 // neighbours that change places so that a sum and its number are in different banks (nothing).
 // Small factors of 16-bit numbers in lanes' registers (common/kron_lanes.cuh), in bfloat16: 1024 x 8^5 from 111 to 58, 16 x 8^7 from 160 to
-// 88; four of 16 x 16 (common/kron_sixteen.cuh): 1024 x 16^4 from 178 to 107.
+// 83; four of 16 x 16 (common/kron_sixteen.cuh): 1024 x 16^4 from 178 to 107.
 // Layers of two factors of 16-bit numbers, or of three, whose products are chained in registers (common/kron_pages.cuh), in bfloat16, from
 // so many us to: 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6 to 6.6; 1024 x 32^3 from 61 to 46; 1024 x (64, 64) from 11.5 to
 // 8.1, 1024 x (128, 128) from 50 to 37. What did not: two rows of tiles a warp ((64, 64): 9.0); TF32 for what lies between the factors (8.9);

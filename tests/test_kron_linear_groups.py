@@ -89,7 +89,7 @@ def test_rows_go_in_parts_where_the_array_between_launches_is_large():
 
 
 def forget_plans() -> None:
-    for function in (kron_groups.groups, kron_groups.fastest, kron_v4.plan_of_layer, kron_v4._plan_one, kron_v4_backward._boundary):
+    for function in (kron_groups.groups, kron_groups.fastest, kron_v4.plan_of_layer, kron_v4._plan_one, kron_v4_backward._keeping):
         function.cache_clear()
 
 

@@ -9,7 +9,7 @@ from helpers import kernels, same_bits
 from test_kron_linear import draw
 from test_kron_linear_registers import dense_of, square
 
-from cukern.ops import kron_groups, kron_lanes, kron_v4
+from cukern.ops import kron_backward, kron_groups, kron_lanes, kron_v4, kron_v4_backward
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_lanes import Lanes
 from cukern.ops.kron_plan import steps
@@ -91,6 +91,16 @@ def test_what_memory_holds_up_goes_in_one_launch(sizes):
     assert isinstance(group, Lanes)
     for target in (TARGET._replace(itemsize=4, tensor=False), TARGET._replace(aligned=8), TARGET._replace(shared=163 << 10)):
         assert not isinstance(kron_groups.groups(square(sizes), 1024, target)[0], Lanes)
+
+
+@pytest.mark.parametrize("sizes, first", (((8,) * 5, 3), ((16,) * 4, 2)))
+def test_before_a_backward_of_two_launches_the_forward_is_two(sizes, first):
+    """Where it would be one: else the backward would make the first of them again."""
+    key = square(sizes), 256, torch.bfloat16, backend.SIMULATED, True, 16
+    assert len(kron_v4.plan_of_layer(square(sizes), None, *key[1:], False)[1]) == 1
+    plan = kron_backward.backwards(square(sizes), 256, kron_v4.target_of(torch.bfloat16, backend.SIMULATED, True, 16))
+    assert [made.group.steps for made in kron_v4_backward._keeping(*key, False)] == [p.steps for p in plan]
+    assert len(plan) == 2 and len(plan[0].steps) == first
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -1,7 +1,7 @@
 """v4 of kron_linear, backward: one or two neighbouring factors a launch where kron_backward.py plans it so; else a launch for each."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.ops import kron_backward, kron_chain, kron_groups, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
-from cukern.ops.kron_plan import Sizes, Step
+from cukern.ops.kron_plan import Sizes, Step, steps
 from cukern.ops.kron_v3 import PLAIN, Epilogue, pointers, sum_dtype
 from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
@@ -32,25 +32,39 @@ class _Waiting(NamedTuple):
 
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
-    """After how many steps the forward shall keep what it has for the backward: where both are two launches, and the same factors are in
-    each of them; else 0. `added`: with a bias or a residual."""
-    if any(w.ndim == 3 for w in factors):
-        return 0
-    sizes, aligned = tuple([tuple(w.shape) for w in factors]), gcd(x.data_ptr(), 16)
-    return _boundary(sizes, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, added)
-
-
-@functools.lru_cache(512)
-def _boundary(sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool) -> int:
-    part, launches = kron_v4.plan_of_layer(sizes, None, rows, dtype, device, tensor, aligned, added)
-    plan = kron_backward.backwards(sizes, rows, target_of(dtype, device, tensor, aligned))
-    same = len(launches) == len(plan) == 2 and part >= rows and plan[0].steps == launches[0].group.steps and plan[1].template
-    return len(plan[0].steps) if same else 0
+    """After how many steps the forward shall keep what it has for the backward, or 0. `added`: with a bias or a residual."""
+    launches = () if any(w.ndim == 3 for w in factors) else _keeping(*_key(x, factors), added)
+    return len(launches[0].group.steps) if launches else 0
 
 
 def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
     """The forward where there is a boundary, and what is there."""
-    return kron_v4.through(kron_v4.launches_of(x, factors, epilogue)[1], x, factors, epilogue)
+    return kron_v4.through(_keeping(*_key(x, factors), any(t is not None for t in epilogue[1:])), x, factors, epilogue)
+
+
+def _key(x: Tensor, factors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    sizes = tuple([tuple(w.shape) for w in factors])
+    return sizes, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16)
+
+
+@functools.lru_cache(512)
+def _keeping(
+    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
+) -> tuple[kron_v4.Prepared, ...]:
+    """The forward's two launches, where the backward is two, and the same factors are in each of them. Where one launch is faster, it is
+    two if the second takes less time than the one: the backward need not make the first again. (Floats are twice as much to keep.)"""
+    part, launches = kron_v4.plan_of_layer(sizes, None, rows, dtype, device, tensor, aligned, added)
+    target, order = target_of(dtype, device, tensor, aligned), steps(sizes)
+    plan = kron_backward.backwards(sizes, rows, target)
+    if len(plan) != 2 or not plan[1].template or plan[0].steps + plan[1].steps != order:
+        return ()
+    if len(launches) == 1 and dtype.itemsize == 2:
+        first, second = (kron_groups.fastest(p.steps, rows, t) for p, t in zip(plan, (target, target._replace(aligned=16)), strict=True))
+        if not first or not second or second.us + kron_groups.BETWEEN_US > launches[0].group.us:
+            return ()
+        part = kron_groups.rows_at_once([p.steps for p in plan], rows, dtype.itemsize)
+        launches = kron_v4.prepare(first, rows, dtype, device), kron_v4.prepare(second, rows, dtype, device, added)
+    return launches if len(launches) == 2 and part >= rows and plan[0].steps == launches[0].group.steps else ()
 
 
 def backward(

@@ -15,7 +15,7 @@
 // numbers where they are exchanged, until all have read those of the tile before; and to fetch them.
 //
 // On one H200 in bfloat16, from two launches of the general kernel, in us (and a copy): 1024 x 8^5 from 111 to 58 (33; in float16 64),
-// 16 x 8^7 from 160 to 88 in two launches, 1024 x 4^7 to 28 (17); from one, 8192 x 8^4 to 41 (33), 8192 x 16^3 to 39 (33), 65536 x 8^3
+// 16 x 8^7 from 160 to 83 in two launches, 1024 x 4^7 to 28 (17); from one, 8192 x 8^4 to 41 (33), 8192 x 16^3 to 39 (33), 65536 x 8^3
 // to 38 (33). Of 8^5 nothing stored takes 53 instead of 58, and no second pieces 45. What did not help: sums of 64 numbers at once (8^5:
 // 54, but some instances spill), or 64 of which all steps of some are before those of others, which does not (65); 32 warps of 64
 // registers (60, and 8^4 37; some spill); another unit for half of what cuts (nothing); blocks of 32 or 64 threads (4096 x (8, 16, 8):
