@@ -80,6 +80,7 @@
 #include "common/kron_quarter.cuh"
 #include "common/kron_registers.cuh"
 #include "common/kron_sixteen.cuh"
+#include "common/kron_slice.cuh"
 #include "common/kron_split.cuh"
 #include "common/kron_split_one.cuh"
 #include "common/kron_wide.cuh"

@@ -1,8 +1,9 @@
-"""How kron_linear v4 takes the backward of two factors of 128 x 128 on few rows by warpgroups: see kernels_cu/common/kron_quarter.cuh."""
+"""How kron_linear v4 takes two factors of 128 x 128 on few rows by warpgroups: forward, see kernels_cu/common/kron_slice.cuh, and backward,
+see kron_quarter.cuh there."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cukern.ops.kron_plan import Backward, Step
 
@@ -16,17 +17,47 @@ SHARED = {4: 9 * 64 * 64 * 6, 2: 11 * 64 * 64 * 2}  # bytes of X, W2, W1 or what
 SUMS = 1.5  # of each factor's numbers, the partial ones of a row
 START_US = 6.0  # the launches, and the partial sums
 ROW_US = {4: 8.0, 2: 4.0}  # of a block
+SLICE_SHARED, SLICE_US = 128 * 32 * 6 * 2, 4.5  # the forward: bytes of what a block has of W2 and Z, and its time
+
+
+class Slice(NamedTuple):
+    """The forward's launch; the rest as in Group of kron_groups.py."""
+
+    steps: tuple[Step, ...]
+    us: float
+    threads: int = 512
+    shared: int = SLICE_SHARED
+    L: int = 1
+    R: int = 1
+    blocks: int = BLOCKS * MOST_ROWS  # in as many turns as it takes
+    slices: int = BLOCKS
+    products: int = 3
+
+    def template(self, added: bool = False) -> str:
+        """The kernel's template argument; a bias and a residual are seen at run time."""
+        return str(SIDE)
+
+
+def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Slice]:
+    """The forward of a run, if there is one."""
+    A = rows * run[-1].left
+    if _fits(run, A, target) and target.itemsize == 4:
+        yield Slice(tuple(run), 1.0 + ceil(BLOCKS * A / target.multiprocessors) * SLICE_US)
 
 
 def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
     """The launch of a run, if there is one. (In TF32 the other launches are as fast.)"""
     A = rows * run[-1].left
-    exact = target.itemsize == 2 or (target.itemsize == 4 and not target.tensor)
-    if not exact or not target.warpgroups or target.aligned < 16 or A > MOST_ROWS:
+    if not _fits(run, A, target):
         return
     shared = SHARED[target.itemsize] + 16
-    if shared > target.shared:
-        return
-    if len(run) == 2 and run[0].right == 1 and all(s.p == s.q == SIDE for s in run):
+    if shared <= target.shared:
         us = START_US + ceil(BLOCKS * A / target.multiprocessors) * ROW_US[target.itemsize]
         yield Backward(tuple(run), us, str(SIDE), BLOCKS * A, 256, shared, ceil(SUMS * A), "quarter")
+
+
+def _fits(run: Sequence[Step], A: int, target: "Target") -> bool:
+    exact = target.itemsize == 2 or (target.itemsize == 4 and not target.tensor)
+    if not exact or not target.warpgroups or target.aligned < 16 or A > MOST_ROWS:
+        return False
+    return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == SIDE for s in run)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cukern.ops import kron_gemm, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
+from cukern.ops.kron_quarter import Slice
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
 from cukern.ops.kron_split import Split
@@ -27,6 +28,7 @@ _V4: dict[type, Template] = {
         (kron_pages.Pages, "_pages"),
         (kron_pages.Wide, "_wide"),
         (Split, "_split"),
+        (Slice, "_slice"),
         (kron_pages.Piles, "_piles"),
     )
 }

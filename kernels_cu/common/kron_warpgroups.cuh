@@ -86,10 +86,10 @@ __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float
 }
 
 // To shared memory, where Rows put them, of numbers that are not split yet.
-template <class M>
-__device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[8][4]) {
+template <class M, int N>
+__device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[N][4]) {
 #pragma unroll
-    for (int e = 0; e < 16; ++e) {
+    for (int e = 0; e < 2 * N; ++e) {
         unsigned two[3];
         split_two(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
 #pragma unroll

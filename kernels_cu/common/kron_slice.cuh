@@ -1,0 +1,99 @@
+// The forward of a layer of two factors of float, 128 x 128 each, of few rows, in one launch by warpgroups (sm_90a).
+//
+// Four blocks have a row X, each 32 columns of
+//     Z = X W2,  Y = W1^T Z,
+// for which it needs all of X and W1, and 32 columns of W2: only Z goes from one of its warps to another. X and W1 are operands a, each
+// number of which is in one lane, which splits it itself (kron_split.cuh tells why and how numbers are split): two warpgroups make Z, 64 rows
+// each, while two others fetch and split W1 for Y. W2 and Z are in shared memory, in pieces, of which all threads make some.
+#pragma once
+#include "ahead.cuh"
+#include "kron_warpgroups.cuh"
+
+// d = a b, of K numbers of k, where a's are split while those before are multiplied. The small products are added up apart.
+template <int K, class B, int N>
+__device__ __forceinline__ void multiply_splitting(float (&d)[N][4], const float (&numbers)[K / 8][4], const B& b) {
+    float small[N][4];
+    Rows<16> a[2];
+#pragma unroll
+    for (int k = 0; k < K / 16; ++k) {
+        Rows<16>& now = a[k % 2];
+        now.split({{numbers[2 * k][0], numbers[2 * k][1], numbers[2 * k][2], numbers[2 * k][3]},
+                   {numbers[2 * k + 1][0], numbers[2 * k + 1][1], numbers[2 * k + 1][2], numbers[2 * k + 1][3]}});
+        wgmma_fence();
+#pragma unroll
+        for (int e = 0; e < PRODUCTS; ++e)
+            wgmma<__nv_bfloat16, B::DOWN>(e + 1 < PRODUCTS ? small : d, now.pieces[left_piece(e)][0], b(right_piece(e), k),
+                                          k > 0 || (e > 0 && e + 1 < PRODUCTS));
+        wgmma_commit();
+        if (k > 0) wgmma_wait<1>(a[(k + 1) % 2].pieces);
+    }
+    wgmma_wait<0>(small);
+    wgmma_wait<0>(d);
+    add(d, small);
+}
+
+// kron_linear_v4 of two factors of few rows. Grid SIDE / 32 blocks a row, block 512; dynamic shared memory: the block's columns of W2 and Z
+// in pieces.
+template <typename T, int SIDE>
+__global__ void __launch_bounds__(512, 1)
+kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
+                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
+                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
+                     long long w7_p, long long w7_q, double scale, long long features) {
+    static_assert(SIDE == 128, "64 rows of Z, and of Y, for each of two warpgroups");
+    constexpr int COLUMNS = 32, SLICES = SIDE / COLUMNS, THREADS = 512;
+    using Slice = Tiles<SIDE, COLUMNS>;
+    extern __shared__ uint4 dynamic[];
+    __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *zs = right + Slice::BYTES / 2;
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), half = warp / 4 % 2 * 64, lane = threadIdx.x % 32;
+    bool first = warp < 8;
+    long long row = blockIdx.x / SLICES * (SIDE * SIDE);
+    int column = blockIdx.x % SLICES * COLUMNS;
+    prefetch_factor(w0, SIDE, SIDE, w0_p, w0_q);
+    prefetch_factor(w1, SIDE, SIDE, w1_p, w1_q);
+    prefetch_tile<SIDE * COLUMNS, 1>(x + blockIdx.x * (SIDE * COLUMNS), 1, 1);
+    wait_for_previous();
+    Underway<Slice, THREADS> factor;
+    factor.fetch_any(w0 + column * w0_q, w0_p, w0_q);
+    float numbers[SIDE / 8][4];  // of X, or of W1^T, of whose 16 rows a lane's two are neighbours in memory
+    if (first) {
+        fetch_seated(numbers, x + row + half * SIDE, SIDE);
+    } else {
+        const T* from = w1 + (half + warp % 4 * 16 + lane / 4 * 2) * w1_q + lane % 4 * 2 * w1_p;
+        bool twos = w1_q == 1 && w1_p % 2 == 0 && reinterpret_cast<unsigned long long>(w1) % 8 == 0;
+#pragma unroll
+        for (int e = 0; e < SIDE / 4; ++e) {
+            const T* at = from + (e / 2 * 8 + e % 2) * w1_p;
+            Vec<T, 2> two = twos ? load_vec<T, 2>(at) : Vec<T, 2>{at[0], at[w1_q]};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) numbers[e / 2][i * 2 + e % 2] = two.v[i];
+        }
+    }
+    let_next_come();
+    factor.template put<true>(right);
+    fence_async();
+    __syncthreads();
+    float sums[COLUMNS / 8][4];
+    if (!first) barrier_of(1, THREADS);
+    multiply_splitting<SIDE>(sums, numbers, Described<Slice, true>(first ? right : zs));
+    if (first) {
+        put_rows<Slice>(zs + Slice::tile(half, 0), sums);
+        fence_async();
+        return arrive_at(1, THREADS);
+    }
+    auto store = [&](bool more) {
+        each_seated(sums, [&](Vec<float, 4> four, int m, int n) {
+            long long i = row + (half + m / 16 * 16 + m % 8 * 2 + m % 16 / 8) * SIDE + column + n;
+            for (float& one : four.v) one *= float(scale);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (more && bias) four.v[e] += bias[i % features + e];
+                if (more && residual) four.v[e] += residual[i + e];
+            }
+            store_vec_past_l1(out + i, four);
+        });
+    };
+    if (bias || residual) store(true);
+    else store(false);
+}
