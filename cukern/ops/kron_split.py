@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 SIZES = 64, 128  # of factors
 TILE = 64  # rows of a right factor alone, or columns of a left one
-BYTES = 6  # of a number in shared memory
-MULTIPLY_ADDS_US = 450_000.0  # of a multiprocessor
+BYTES = {False: 6, True: 4}  # of a number in shared memory; in TF32
+MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # of a multiprocessor
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
@@ -35,7 +35,7 @@ class Split(NamedTuple):
 
     def template(self, added: bool = False) -> str:
         """The plan as the kernel's template argument; a bias and a residual are seen at run time."""
-        return _template(self.steps, self.teams)
+        return _template(self.steps, self.teams, self.products < 3)
 
 
 def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]:
@@ -46,12 +46,12 @@ def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]
     A, threads = rows * run[-1].left, 2 * q1 if left else 128  # of a team
     tiles = A * (1 if right else run[0].right // TILE) if left else ceil(A / TILE)
     teams = 2 if threads == 128 else 1
-    shared = BYTES * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))  # a left factor is in registers
+    shared = BYTES[target.tensor] * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))  # a left factor is in registers
     work = (p1 * q1 * p2 if left else 0) + (q1 * p2 * q2 if right else 0)
     us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)
     if shared <= target.shared:
-        yield Split(tuple(run), teams, teams * threads, shared, us, L, R)
+        yield Split(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
 
 
 def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
@@ -66,10 +66,10 @@ def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backw
 def _backward_of_two(run: Sequence[Step], rows: int, target: "Target") -> Backward:
     (p1, q1), (p2, q2), _, _ = _sizes(run)
     tiles, teams = rows * run[-1].left, 2
-    shared = BYTES * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
+    shared = BYTES[target.tensor] * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
     us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
     blocks = min(tiles, target.multiprocessors)
-    return Backward(tuple(run), us, _template(run, teams), blocks, (teams + 1) * 128, shared, blocks, "split")
+    return Backward(tuple(run), us, _template(run, teams, target.tensor), blocks, (teams + 1) * 128, shared, blocks, "split")
 
 
 def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
@@ -79,14 +79,16 @@ def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
         return None
     tiles = lines // lines_of_tile
     places = 2 if s.p == TILE else 4
-    shared = teams * lines_of_tile * (BYTES * places * s.q + 4 * (s.p + s.q)) + (2 * s.p * s.q if s.q > TILE else 0)
+    tiles_of_g, staged = BYTES[target.tensor] * lines_of_tile * places * s.q, 4 * s.p * (s.q + 4) // teams
+    third = 2 * s.p * s.q if s.q > TILE and not target.tensor else 0  # piece of the factor
+    shared = teams * (max(tiles_of_g, staged) + 4 * lines_of_tile * (s.p + s.q)) + third
     us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
-    blocks, template = min(tiles, target.multiprocessors), f"SplitOne4<{teams}, {s.right}, Factor<{s.p}, {s.q}>>"
+    blocks, template = min(tiles, target.multiprocessors), f"SplitOne4<{teams}, {_kind(target.tensor)}, {s.right}, Factor<{s.p}, {s.q}>>"
     return Backward((s,), us, template, blocks, teams * 2 * s.p, shared, blocks, "split_one")
 
 
 def _fits(run: Sequence[Step], target: "Target") -> bool:
-    if not target.warpgroups or target.itemsize != 4 or target.tensor or target.aligned < 16:
+    if not target.warpgroups or target.itemsize != 4 or target.aligned < 16:
         return False
     if len(run) > 1:
         return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == TILE for s in run)
@@ -102,12 +104,17 @@ def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool,
 
 def _us(tiles: int, work: int, numbers: int, target: "Target") -> float:
     """Of tiles with so many multiplications, and numbers to be moved."""
-    multiplied = ceil(tiles / target.multiprocessors) * (work / MULTIPLY_ADDS_US + TILE_US)
+    multiplied = ceil(tiles / target.multiprocessors) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
     moved = tiles * numbers * target.itemsize / (target.multiprocessors * SM_BYTES_US)
     return max(multiplied, moved) + min(multiplied, moved) / 4
 
 
-def _template(run: Sequence[Step], teams: int) -> str:
+def _template(run: Sequence[Step], teams: int, tf32: bool) -> str:
     _, _, right, left = _sizes(run)
     names = [f"Merged<Factor<{s.p}, {s.q}>>" if s else "Merged<>" for s in (run[-1] if left else None, run[0] if right else None)]
-    return f"Split4<{teams}, {run[0].right}, {', '.join(names)}>"
+    return f"Split4<{teams}, {_kind(tf32)}, {run[0].right}, {', '.join(names)}>"
+
+
+def _kind(tf32: bool) -> str:
+    """Of Pieces in kron_pieces.cuh."""
+    return "Tf32" if tf32 else "float"
