@@ -75,7 +75,8 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
     check(variants(sizes, first, count, rows, dtype), device, sizes, first, count, rows, dtype)
 
 
-def check(found, device, sizes, first, count, rows, dtype):
+def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
+    """`bound`: an error that is allowed, though torch's were less."""
     run, order = steps(sizes)[first : first + count], steps(sizes)
     before, inside = {s.factor for s in order[:first]}, [s.factor for s in run]
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
@@ -97,7 +98,7 @@ def check(found, device, sizes, first, count, rows, dtype):
             results.append([back, *[grads[i + 1] for i in inside]])
         for a, again, right, other in zip(*results, exact, torchs, strict=True):
             assert same_bits(a, again), launch.template
-            assert error(a, right) <= 2 * error(other, right) + torch.finfo(dtype).eps, launch.template
+            assert error(a, right) <= 2 * error(other, right) + max(bound, torch.finfo(dtype).eps), launch.template
 
 
 @kernels

@@ -86,7 +86,7 @@ def test_infinities_and_nan_go_where_torch_lets_them(device):
         found = kron_v4_backward.backward(x, g, ws, [True] * 3, 1.0)
         y = kron_v4.forward(x, ws, (1.0, None, None))
     X, G = x.view(128, 128), g.view(128, 128)
-    for a, b in zip((*found, y), (left @ G @ right.mT, X @ right @ G.mT, X.mT @ (left @ G), left.mT @ X @ right), strict=True):
+    for a, b in zip((*found, y), (left @ G @ right.mT, X @ right @ G.mT, X.mT @ (left @ G), left.mT @ (X @ right)), strict=True):
         assert a is not None and a.isnan().any()
         for at in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(at(a.view(128, 128)), at(b))

@@ -57,17 +57,17 @@ __device__ __forceinline__ void pieces_of(float low, float high, unsigned (&piec
     }
 }
 
-// V neighbours to their places, of each piece, which lie PLANE apart.
-template <int PLANE, typename T, int V>
+// V neighbours to their places, of floats of each of COUNT pieces, which lie PLANE apart.
+template <int PLANE, int COUNT, typename T, int V>
 __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const Vec<T, V>& numbers) {
     if constexpr (sizeof(T) == 2) {
         store_vec(to, numbers);
     } else {
-        unsigned pairs[V / 2][3];
+        unsigned pairs[V / 2][COUNT];
 #pragma unroll
         for (int i = 0; i < V / 2; ++i) split_two(numbers.v[2 * i], numbers.v[2 * i + 1], pairs[i]);
 #pragma unroll
-        for (int piece = 0; piece < 3; ++piece) {
+        for (int piece = 0; piece < COUNT; ++piece) {
             Vec<unsigned, V / 2> all;
 #pragma unroll
             for (int i = 0; i < V / 2; ++i) all.v[i] = pairs[i][piece];

@@ -59,7 +59,12 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     float numbers[SIDE / 8][4];  // of X, or of W1^T, of whose 16 rows a lane's two are neighbours in memory
     if (first) {
         fetch_seated(numbers, x + row + half * SIDE, SIDE);
-    } else {
+    }
+    let_next_come();
+    factor.template put<true>(right);
+    fence_async();
+    __syncthreads();
+    if (!first) {
         const T* from = w1 + (half + warp % 4 * 16 + lane / 4 * 2) * w1_q + lane % 4 * 2 * w1_p;
         bool twos = w1_q == 1 && w1_p % 2 == 0 && reinterpret_cast<unsigned long long>(w1) % 8 == 0;
 #pragma unroll
@@ -70,10 +75,6 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             for (int i = 0; i < 2; ++i) numbers[e / 2][i * 2 + e % 2] = two.v[i];
         }
     }
-    let_next_come();
-    factor.template put<true>(right);
-    fence_async();
-    __syncthreads();
     float sums[COLUMNS / 8][4];
     if (!first) barrier_of(1, THREADS);
     multiply_splitting<SIDE>(sums, numbers, Described<Slice, true>(first ? right : zs));

@@ -206,7 +206,7 @@ struct Underway {
         each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
     }
     __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
-        each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
+        each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE, M::COUNT>(to + M::place(row, column), part[i]); });
     }
 };
 
