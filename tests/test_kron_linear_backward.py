@@ -191,13 +191,15 @@ def test_infinities_and_large_numbers(device):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True), value
 
 
+MEMORY = (((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(
-    "sizes, rows", ((((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192))
+    "sizes, rows, dtype", (*((*case, t) for case in MEMORY for t in (torch.float32, torch.bfloat16)), (((128, 128),) * 2, 32, torch.float32))
 )
-def test_memory_beside_the_gradients(dtype, sizes, rows):
-    """Forward and backward have no more at any time than x and y are, besides the results. Of few rows partial sums may be more."""
+def test_memory_beside_the_gradients(sizes, rows, dtype):
+    """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows partial sums may be more."""
     x, ws = draw(rows, sizes, "cuda", dtype)
     leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
     for _ in range(2):  # the first one loads the kernels

@@ -58,7 +58,7 @@ def test_few_rows(device, views):
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_gradients_of_few_rows(device, dtype):
-    rows = 5  # a last sum that some threads have no part in
+    rows = 9 if dtype == torch.float32 else 5  # two launches, or one; a last sum that some threads have no part in
     x, g = (torch.randn(rows, 1 << 14, device=device).to(dtype) for _ in range(2))
     ws = [(torch.randn(128, 128, device=device) / 11).to(dtype) for _ in range(2)]
     ws[0] = ws[0].mT.contiguous().mT
@@ -71,7 +71,7 @@ def test_gradients_of_few_rows(device, dtype):
 
     with backend.simulated_memory([x, g, *ws]) if device == "cpu" else contextlib.nullcontext():
         found = kron_v4_backward.backward(x, g, ws, [True] * 3, 0.5)
-        again = found if device == "cpu" else kron_v4_backward.backward(x, g, ws, [True] * 3, 0.5)  # 9 s a time
+        again = found if device == "cpu" else kron_v4_backward.backward(x, g, ws, [True] * 3, 0.5)  # 15 s a time
     for a, b, exact, other in zip(found, again, gradients(torch.float64), gradients(dtype), strict=True):
         assert a is not None and same_bits(a, b)
         assert (a - exact).abs().max() <= 2 * (other - exact).abs().max() + torch.finfo(dtype).eps
