@@ -75,6 +75,7 @@
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
 
 #include "common/kron_backward.cuh"
+#include "common/kron_both.cuh"
 #include "common/kron_gradient.cuh"
 #include "common/kron_page_products.cuh"
 #include "common/kron_quarter.cuh"

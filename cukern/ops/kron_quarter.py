@@ -18,7 +18,7 @@ SUMS = 1.5  # of each factor's numbers, the partial ones of a row
 ALONE = 8  # rows, or fewer, are one launch; else there are two side by side, the second of which adds to the first one's partial sums
 START_US = 6.0  # the launches, and the partial sums
 ROW_US = {4: 8.0, 2: 4.0}  # of a block
-SLICE_SHARED, SLICE_US = 128 * 32 * 6 * 2, 4.5  # the forward: bytes of what a block has of W2 and Z, and its time
+SLICE_SHARED, SLICE_US = 128 * 32 * 6 * 2, {False: 7.0, True: 6.0}  # the forward: bytes of what a block has of W2 and Z, and its time; in TF32
 
 
 class Slice(NamedTuple):
@@ -30,24 +30,24 @@ class Slice(NamedTuple):
     shared: int = SLICE_SHARED
     L: int = 1
     R: int = 1
-    blocks: int = BLOCKS * MOST_ROWS  # in as many turns as it takes
+    blocks: int = BLOCKS * MOST_ROWS  # no fewer than there are
     slices: int = BLOCKS
     products: int = 3
 
     def template(self, added: bool = False) -> str:
         """The kernel's template argument; a bias and a residual are seen at run time."""
-        return str(SIDE)
+        return f"{'Tf32' if self.products < 3 else 'float'}, {SIDE}"
 
 
 def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Slice]:
-    """The forward of a run, if there is one."""
+    """The launch of a run, if there is one: more blocks than multiprocessors would take turns."""
     A = rows * run[-1].left
-    if _fits(run, A, target) and target.itemsize == 4:
-        yield Slice(tuple(run), 1.0 + ceil(BLOCKS * A / target.multiprocessors) * SLICE_US)
+    if target.itemsize == 4 and _fits(run, A, target) and BLOCKS * A <= target.multiprocessors:
+        yield Slice(tuple(run), SLICE_US[target.tensor], products=2 if target.tensor else 3)
 
 
 def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
-    """The launch of a run, if there is one. (In TF32 the other launches are as fast.)"""
+    """The launches of a run, if there are any; strict in TF32 too."""
     A = rows * run[-1].left
     if not _fits(run, A, target):
         return
@@ -64,7 +64,6 @@ def first_rows(A: int) -> int:
 
 
 def _fits(run: Sequence[Step], A: int, target: "Target") -> bool:
-    exact = target.itemsize == 2 or (target.itemsize == 4 and not target.tensor)
-    if not exact or not target.warpgroups or target.aligned < 16 or A > MOST_ROWS:
+    if target.itemsize > 4 or not target.warpgroups or target.aligned < 16 or A > MOST_ROWS:
         return False
     return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == SIDE for s in run)

@@ -14,6 +14,7 @@ TILE = 64  # rows of a right factor alone, or columns of a left one
 BYTES = {False: 6, True: 4}  # of a number in shared memory; in TF32
 MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # of a multiprocessor
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
+BOTH = 0.8  # of the time for as many, where two large factors are in one launch
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
 SUM_US = 3.0  # and of the partial sums
@@ -38,8 +39,17 @@ class Split(NamedTuple):
         return _template(self.steps, self.teams, self.products < 3)
 
 
+class Both(Split):
+    """One launch of two larger factors in TF32: see Both4 in kron_both.cuh."""
+
+    def template(self, added: bool = False) -> str:
+        return f"Both4<{', '.join(f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps))}>"
+
+
 def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]:
     """The launch of a run, if there is one."""
+    if target.tensor and _can(target) and len(run) == 2 and run[0].right == 1 and run[1].q > TILE:
+        yield from _both(run, rows, target)
     if not _fits(run, target):
         return
     (p1, q1), (p2, q2), right, left = _sizes(run)
@@ -52,6 +62,19 @@ def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]
     L, R = (1, 1 if right else TILE) if left else (TILE, 1)
     if shared <= target.shared:
         yield Split(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
+
+
+def _both(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Both]:
+    right, left = run
+    if not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
+        return
+    threads, tiles, numbers = 256, rows * left.left, left.p * right.p
+    coming = ceil(numbers / 4 / threads) * threads * 16
+    shared = 4 * right.p * right.q + max(4 * numbers + coming, 4 * left.p * (left.q + 4))
+    work = 2 * TILE * right.p * (left.p + right.q) * BOTH
+    us = START_US + _us(tiles, int(work), numbers + left.q * right.q, target)
+    if shared <= target.shared:
+        yield Both(tuple(run), 1, threads, shared, us, products=2)
 
 
 def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
@@ -88,11 +111,15 @@ def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
 
 
 def _fits(run: Sequence[Step], target: "Target") -> bool:
-    if not target.warpgroups or target.itemsize != 4 or target.aligned < 16:
+    if not _can(target):
         return False
     if len(run) > 1:
         return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == TILE for s in run)
     return run[0].p in SIZES and run[0].q in SIZES and (run[0].right == 1 or run[0].right % TILE == 0)
+
+
+def _can(target: "Target") -> bool:
+    return target.warpgroups and target.itemsize == 4 and target.aligned >= 16
 
 
 def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool, bool]:

@@ -14,7 +14,7 @@ from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_quarter import Slice
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
-from cukern.ops.kron_split import Split
+from cukern.ops.kron_split import Both, Split
 from cukern.ops.kron_v3 import PLAIN, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -28,6 +28,7 @@ _V4: dict[type, Template] = {
         (kron_pages.Pages, "_pages"),
         (kron_pages.Wide, "_wide"),
         (Split, "_split"),
+        (Both, "_both"),
         (Slice, "_slice"),
         (kron_pages.Piles, "_piles"),
     )

@@ -1,4 +1,4 @@
-// The forward of a layer of two factors of float, 128 x 128 each, of few rows, in one launch by warpgroups (sm_90a).
+// The forward of a layer of two factors of float, 128 x 128 each, of few rows, in one launch by warpgroups (sm_90a), strict or in TF32.
 //
 // Four blocks have a row X, each 32 columns of
 //     Z = X W2,  Y = W1^T Z,
@@ -10,20 +10,21 @@
 #include "kron_warpgroups.cuh"
 
 // d = a b, of K numbers of k, where a's are split while those before are multiplied. The small products are added up apart.
-template <int K, class B, int N>
+template <int K, typename Kind, class B, int N>
 __device__ __forceinline__ void multiply_splitting(float (&d)[N][4], const float (&numbers)[K / 8][4], const B& b) {
+    constexpr int FIRST = first_product(Pieces<Kind>::COUNT);
     float small[N][4];
-    Rows<16> a[2];
+    Rows<16, Kind> a[2];
 #pragma unroll
     for (int k = 0; k < K / 16; ++k) {
-        Rows<16>& now = a[k % 2];
+        Rows<16, Kind>& now = a[k % 2];
         now.split({{numbers[2 * k][0], numbers[2 * k][1], numbers[2 * k][2], numbers[2 * k][3]},
                    {numbers[2 * k + 1][0], numbers[2 * k + 1][1], numbers[2 * k + 1][2], numbers[2 * k + 1][3]}});
         wgmma_fence();
 #pragma unroll
-        for (int e = 0; e < PRODUCTS; ++e)
+        for (int e = FIRST; e < PRODUCTS; ++e)
             wgmma<__nv_bfloat16, B::DOWN>(e + 1 < PRODUCTS ? small : d, now.pieces[left_piece(e)][0], b(right_piece(e), k),
-                                          k > 0 || (e > 0 && e + 1 < PRODUCTS));
+                                          k > 0 || (e > FIRST && e + 1 < PRODUCTS));
         wgmma_commit();
         if (k > 0) wgmma_wait<1>(a[(k + 1) % 2].pieces);
     }
@@ -34,7 +35,7 @@ __device__ __forceinline__ void multiply_splitting(float (&d)[N][4], const float
 
 // kron_linear_v4 of two factors of few rows. Grid SIDE / 32 blocks a row, block 512; dynamic shared memory: the block's columns of W2 and Z
 // in pieces.
-template <typename T, int SIDE>
+template <typename T, typename Kind, int SIDE>
 __global__ void __launch_bounds__(512, 1)
 kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
                      const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
@@ -43,7 +44,7 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
                      long long w7_p, long long w7_q, double scale, long long features) {
     static_assert(SIDE == 128, "64 rows of Z, and of Y, for each of two warpgroups");
     constexpr int COLUMNS = 32, SLICES = SIDE / COLUMNS, THREADS = 512;
-    using Slice = Tiles<SIDE, COLUMNS>;
+    using Slice = Tiles<SIDE, COLUMNS, Kind>;
     extern __shared__ uint4 dynamic[];
     __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *zs = right + Slice::BYTES / 2;
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), half = warp / 4 % 2 * 64, lane = threadIdx.x % 32;
@@ -77,7 +78,7 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     }
     float sums[COLUMNS / 8][4];
     if (!first) barrier_of(1, THREADS);
-    multiply_splitting<SIDE>(sums, numbers, Described<Slice, true>(first ? right : zs));
+    multiply_splitting<SIDE, Kind>(sums, numbers, Described<Slice, true>(first ? right : zs));
     if (first) {
         put_rows<Slice>(zs + Slice::tile(half, 0), sums);
         fence_async();

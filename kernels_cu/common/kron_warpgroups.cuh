@@ -225,7 +225,7 @@ struct Staged {
 // first four numbers, the next ones THREADS fours on.
 template <class M, int THREADS, typename T = float>
 struct Arriving {
-    static constexpr int FOURS = M::PLANE / 4 / THREADS, BYTES = M::PLANE * sizeof(T);
+    static constexpr int FOURS = (M::PLANE / 4 + THREADS - 1) / THREADS;
     Vec<T, 4>* room;
 
     __device__ __forceinline__ void fetch(const T* from, long long stride) const {
@@ -234,12 +234,19 @@ struct Arriving {
         });
         cp_async_commit();
     }
-    // Once it has come: all is read before one is written, since for all that ptxas knows they might be the same memory.
+    // Once it has come: MOST are read before one is written, since for all that ptxas knows they might be the same memory.
+    template <int MOST = FOURS>
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
-        Vec<T, 4> fours[FOURS];
+        Vec<T, 4> fours[MOST];
 #pragma unroll
-        for (int i = 0; i < FOURS; ++i) fours[i] = room[i * THREADS];
-        each_four<M, THREADS / 32>([&](int i, int row, int column) { put_four<M>(to, row, column, fours[i]); });
+        for (int first = 0; first < FOURS; first += MOST) {
+            each_four<M, THREADS / 32>([&](int i, int, int) {
+                if (i / MOST == first / MOST) fours[i % MOST] = room[i * THREADS];
+            });
+            each_four<M, THREADS / 32>([&](int i, int row, int column) {
+                if (i / MOST == first / MOST) put_four<M>(to, row, column, fours[i % MOST]);
+            });
+        }
     }
 };
 
