@@ -9,29 +9,45 @@
 #include "ahead.cuh"
 #include "kron_warpgroups.cuh"
 
-// d = a b, of K numbers of k, where a's are split while those before are multiplied. The small products are added up apart.
-template <int K, typename Kind, class B, int N>
-__device__ __forceinline__ void multiply_splitting(float (&d)[N][4], const float (&numbers)[K / 8][4], const B& b) {
-    constexpr int FIRST = first_product(Pieces<Kind>::COUNT);
-    float small[N][4];
-    Rows<16, Kind> a[2];
+// 64 x K numbers of a warpgroup as operand a, split 16 of k at a time: the first AHEAD of these before, the others while those before them are
+// multiplied.
+template <int K, typename Kind, int AHEAD>
+struct Splitting {
+    static constexpr int STEPS = K / 16;
+    float numbers[K / 8][4];
+    Rows<16, Kind> a[STEPS];
+
+    __device__ __forceinline__ void split(int k) {
+        float two[2][4];
 #pragma unroll
-    for (int k = 0; k < K / 16; ++k) {
-        Rows<16, Kind>& now = a[k % 2];
-        now.split({{numbers[2 * k][0], numbers[2 * k][1], numbers[2 * k][2], numbers[2 * k][3]},
-                   {numbers[2 * k + 1][0], numbers[2 * k + 1][1], numbers[2 * k + 1][2], numbers[2 * k + 1][3]}});
-        wgmma_fence();
-#pragma unroll
-        for (int e = FIRST; e < PRODUCTS; ++e)
-            wgmma<__nv_bfloat16, B::DOWN>(e + 1 < PRODUCTS ? small : d, now.pieces[left_piece(e)][0], b(right_piece(e), k),
-                                          k > 0 || (e > FIRST && e + 1 < PRODUCTS));
-        wgmma_commit();
-        if (k > 0) wgmma_wait<1>(a[(k + 1) % 2].pieces);
+        for (int e = 0; e < 8; ++e) two[e / 4][e % 4] = numbers[2 * k + e / 4][e % 4];
+        a[k].split(two);
     }
-    wgmma_wait<0>(small);
-    wgmma_wait<0>(d);
-    add(d, small);
-}
+    __device__ __forceinline__ void split_ahead() {
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) split(k);
+    }
+    // d = a b. The small products are added up apart.
+    template <class B, int N>
+    __device__ __forceinline__ void multiply(float (&d)[N][4], const B& b) {
+        constexpr int FIRST = first_product(Pieces<Kind>::COUNT);
+        float small[N][4];
+#pragma unroll
+        for (int k = 0; k < STEPS; ++k) {
+            if (k >= AHEAD) split(k);
+            wgmma_fence();
+#pragma unroll
+            for (int e = FIRST; e < PRODUCTS; ++e)
+                wgmma<__nv_bfloat16, B::DOWN>(e + 1 < PRODUCTS ? small : d, a[k].pieces[left_piece(e)][0], b(right_piece(e), k),
+                                              k > 0 || (e > FIRST && e + 1 < PRODUCTS));
+            wgmma_commit();
+            if (k > 0) wgmma_wait<1>(a[k - 1].pieces);
+        }
+        wgmma_wait<0>(small);
+        wgmma_wait<0>(d);
+        add(d, small);
+    }
+};
 
 // kron_linear_v4 of two factors of few rows. Grid SIDE / 32 blocks a row, block 512; dynamic shared memory: the block's columns of W2 and Z
 // in pieces.
@@ -55,17 +71,18 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     prefetch_factor(w1, SIDE, SIDE, w1_p, w1_q);
     prefetch_tile<SIDE * COLUMNS, 1>(x + blockIdx.x * (SIDE * COLUMNS), 1, 1);
     wait_for_previous();
-    Underway<Slice, THREADS> factor;
-    factor.fetch_any(w0 + column * w0_q, w0_p, w0_q);
-    float numbers[SIDE / 8][4];  // of X, or of W1^T, of whose 16 rows a lane's two are neighbours in memory
+    Splitting<SIDE, Kind, 4> left;  // X, or W1^T, of whose 16 rows a lane's two are neighbours in memory
     if (first) {
-        fetch_seated(numbers, x + row + half * SIDE, SIDE);
-    }
-    let_next_come();
-    factor.template put<true>(right);
-    fence_async();
-    __syncthreads();
-    if (!first) {
+        fetch_seated(left.numbers, x + row + half * SIDE, SIDE);
+        let_next_come();
+        left.split_ahead();
+        __syncthreads();
+    } else {
+        Underway<Slice, THREADS / 2> factor;
+        factor.fetch_any(w0 + column * w0_q, w0_p, w0_q);
+        factor.template put<true>(right);
+        fence_async();
+        __syncthreads();
         const T* from = w1 + (half + warp % 4 * 16 + lane / 4 * 2) * w1_q + lane % 4 * 2 * w1_p;
         bool twos = w1_q == 1 && w1_p % 2 == 0 && reinterpret_cast<unsigned long long>(w1) % 8 == 0;
 #pragma unroll
@@ -73,12 +90,13 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             const T* at = from + (e / 2 * 8 + e % 2) * w1_p;
             Vec<T, 2> two = twos ? load_vec<T, 2>(at) : Vec<T, 2>{at[0], at[w1_q]};
 #pragma unroll
-            for (int i = 0; i < 2; ++i) numbers[e / 2][i * 2 + e % 2] = two.v[i];
+            for (int i = 0; i < 2; ++i) left.numbers[e / 2][i * 2 + e % 2] = two.v[i];
         }
+        left.split_ahead();
+        barrier_of(1, THREADS);
     }
     float sums[COLUMNS / 8][4];
-    if (!first) barrier_of(1, THREADS);
-    multiply_splitting<SIDE, Kind>(sums, numbers, Described<Slice, true>(first ? right : zs));
+    left.multiply(sums, Described<Slice, true>(first ? right : zs));
     if (first) {
         put_rows<Slice>(zs + Slice::tile(half, 0), sums);
         fence_async();
