@@ -196,7 +196,8 @@ MEMORY = (((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256),
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "sizes, rows, dtype", (*((*case, t) for case in MEMORY for t in (torch.float32, torch.bfloat16)), (((128, 128),) * 2, 32, torch.float32))
+    "sizes, rows, dtype",
+    (*((*case, t) for case in MEMORY for t in (torch.float32, torch.bfloat16)), (((128,) * 2,) * 2, 32, torch.float32)),
 )
 def test_memory_beside_the_gradients(sizes, rows, dtype):
     """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows partial sums may be more."""

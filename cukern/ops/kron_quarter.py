@@ -18,7 +18,8 @@ SUMS = 1.5  # of each factor's numbers, the partial ones of a row
 ALONE = 8  # rows, or fewer, are one launch; else there are two side by side, the second of which adds to the first one's partial sums
 START_US = 6.0  # the launches, and the partial sums
 ROW_US = {4: 8.0, 2: 4.0}  # of a block
-SLICE_SHARED, SLICE_US = 128 * 32 * 6 * 2, {False: 7.0, True: 6.0}  # the forward: bytes of what a block has of W2 and Z, and its time; in TF32
+SLICE_SHARED = 128 * 32 * 6 * 2  # bytes of what the forward's blocks have of W2 and Z
+SLICE_US = {False: 7.0, True: 6.0}  # its time; in TF32
 
 
 class Slice(NamedTuple):
@@ -42,7 +43,7 @@ class Slice(NamedTuple):
 def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Slice]:
     """The launch of a run, if there is one: more blocks than multiprocessors would take turns."""
     A = rows * run[-1].left
-    if target.itemsize == 4 and _fits(run, A, target) and BLOCKS * A <= target.multiprocessors:
+    if target.itemsize == 4 and _fits(run, A, target) and target.multiprocessors >= BLOCKS * A:
         yield Slice(tuple(run), SLICE_US[target.tensor], products=2 if target.tensor else 3)
 
 
