@@ -47,8 +47,8 @@ def kron_linear(
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
     Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is TF32 where torch's switch for
-    matrix products, torch.backends.cuda.matmul.fp32_precision or torch.set_float32_matmul_precision, lets it be. Else v4 multiplies it on
-    the FMA units, or on tensor cores as split numbers, whichever is the faster: a product of two numbers, each the sum of two in TF32, is
+    matrix products, torch.backends.cuda.matmul.fp32_precision or torch.set_float32_matmul_precision, lets it be; of large factors v4 then
+    takes each number as the sum of two in bfloat16, which is nearer. Else it multiplies float32 on the FMA units, or on tensor cores as split numbers, whichever is the faster: a product of two numbers, each the sum of two in TF32, is
     three products (of large factors, and of four of 16 x 16, each is the sum of three in bfloat16, and they are six). They err by 2^-22 of
     it at most, and a sum of them by up to 1.6 times as much as torch's; infinities and NaNs are what they are elsewhere, but of a number
     below 2^-112 what is below 2^-136 is lost, and of bfloat16 an infinite factor may make NaN of an infinity. 16-bit types are added in

@@ -15,7 +15,7 @@ BLOCKS = 4  # of a row
 MOST_ROWS = 64  # of more, the launches of kron_backward.py fill a GPU as well
 SHARED = {4: 9 * 64 * 64 * 6, 2: 11 * 64 * 64 * 2}  # bytes of X, W2, W1 or what comes there, G, H
 SUMS = 1.5  # of each factor's numbers, the partial ones of a row
-ALONE = 8  # rows, or fewer, are one launch; else there are two side by side, the second of which adds to the first one's partial sums
+ALONE = 8  # rows of float, or fewer, are one launch; else two are side by side, the second of which adds to the first one's partial sums
 START_US = 6.0  # the launches, and the partial sums
 ROW_US = {4: 8.0, 2: 4.0}  # of a block
 SLICE_SHARED = 128 * 32 * 6 * 2  # bytes of what the forward's blocks have of W2 and Z
@@ -55,13 +55,13 @@ def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backw
     shared = SHARED[target.itemsize] + 16
     if shared <= target.shared:
         us = START_US + ceil(BLOCKS * A / target.multiprocessors) * ROW_US[target.itemsize]
-        first = first_rows(A)
+        first = first_rows(A, target.itemsize)
         yield Backward(tuple(run), us, str(SIDE), BLOCKS * first, 256, shared, ceil(SUMS * first), "quarter")
 
 
-def first_rows(A: int) -> int:
+def first_rows(A: int, itemsize: int) -> int:
     """How many of A rows the backward's first launch has, which is those of partial sums."""
-    return A if A <= ALONE else ceil(A / 2)
+    return A if A <= ALONE or itemsize < 4 else ceil(A / 2)
 
 
 def _fits(run: Sequence[Step], A: int, target: "Target") -> bool:

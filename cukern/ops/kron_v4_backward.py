@@ -140,7 +140,7 @@ def _launched(
     run = _FUSED[launch.kernel][z.dtype, launch.template].on(device)
     geometry, shared = ((launch.blocks, 1, 1), (launch.threads, 1, 1)), backend.spread(launch.shared, launch.blocks, device)
     if launch.kernel == "quarter":
-        first, rows = kron_quarter.first_rows(fibers), [t.view(fibers, -1) for t in (out, z, h)]
+        first, rows = kron_quarter.first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
         run(*geometry, shared, *pointers(partials, *rows, *ws), 0, *strides, scale)
         if first < fibers:
             grid = kron_quarter.BLOCKS * (fibers - first), 1, 1

@@ -2,7 +2,8 @@
 // words this is told. There two factors of 128 x 128 need a launch each.
 //
 // In two pieces all that two warpgroups need of 128 x 128 fits: registers hold W1 as operand a, 64 rows each, and of Z = W1^T X what
-// Y = Z W2 takes, and shared memory W2, X, and, as it comes by cp.async, the next X, which is split while Y is multiplied.
+// Y = Z W2 takes, and shared memory W2, X, and, as it comes by cp.async, the next X. They take turns, and do all else, to split Z and the next
+// X and to store, while the other one multiplies.
 #pragma once
 #include "kron_warpgroups.cuh"
 
@@ -65,23 +66,7 @@ kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
     fence_async();
     fetch(a + step);
     __syncthreads();
-#pragma unroll 1
-    for (; a < A; a += step) {
-        Rows<P2, Tf32> rows;
-        float y[Q2 / 8][4];
-        {
-            float z[P2 / 8][4];
-            start_product<P1, Tf32>(z, left, Described<X, true>(xs));
-            wgmma_wait<0>(z);
-            rows.split(z);
-        }
-        start_product<P2, Tf32>(y, rows, Described<W2, true>(right));
-        __syncthreads();  // all have multiplied X
-        cp_async_wait<0>();
-        if (a + step < A) next.template put<4>(xs);
-        fence_async();
-        fetch(a + 2 * step);
-        wgmma_wait<0>(y);
+    auto give = [&](long long a, const float (&y)[Q2 / 8][4]) {
         auto store = [&](bool more) {
             each_seated(y, [&](Vec<float, 4> four, int row, int column) {
                 row += 64 * group;
@@ -98,6 +83,33 @@ kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
         };
         if (bias || residual) store(true);
         else store(false);
-        __syncthreads();
+    };
+    // The next X, when neither warpgroup multiplies this one any more.
+    auto put = [&] {
+        barrier_of(3 + group, THREADS);
+        cp_async_wait<0>();
+        if (a + step < A) next.template put<4>(xs);
+        fence_async();
+        fetch(a + 2 * step);
+    };
+    Turns<2> turns{0, group};
+    if (a < A) turns.first();
+#pragma unroll 1
+    for (; a < A; a += step) {
+        Rows<P2, Tf32> rows;
+        float z[P2 / 8][4], y[Q2 / 8][4];
+        turns.begin();
+        start_product<P1, Tf32>(z, left, Described<X, true>(xs));
+        turns.end(true);
+        wgmma_wait<0>(z);
+        arrive_at(4 - group, THREADS);
+        rows.split(z);
+        if (group == 1) put();
+        turns.begin();
+        start_product<P2, Tf32>(y, rows, Described<W2, true>(right));
+        turns.end(a + step < A);
+        if (group == 0) put();
+        wgmma_wait<0>(y);
+        give(a, y);
     }
 }
