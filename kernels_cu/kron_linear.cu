@@ -69,7 +69,9 @@
 //     common/kron_wide.cuh           two of them by warpgroups (sm_90a)
 //     common/kron_split.cuh          one or two large factors of float by warpgroups, and the backward of two (sm_90a)
 //     common/kron_split_one.cuh      the backward of one of them
-//     common/kron_quarter.cuh        the backward of two factors of few rows (sm_90a)
+//     common/kron_both.cuh           two larger ones in TF32, forward (sm_90a)
+//     common/kron_slice.cuh          two factors of few rows, forward, and
+//     common/kron_quarter.cuh        backward (sm_90a)
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.

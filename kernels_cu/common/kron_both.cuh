@@ -1,9 +1,9 @@
-// Two factors of float in TF32 in a launch by warpgroups (sm_90a), forward, of 80 to 128 columns q of the left one: kron_split.cuh, in whose
-// words this is told. There two factors of 128 x 128 need a launch each.
+// Two factors of float in TF32 in a launch by warpgroups (sm_90a), forward, of 80 to 128 columns q of the left one: kron_split.cuh, in
+// whose words this is told. There two factors of 128 x 128 need a launch each.
 //
-// In two pieces all that two warpgroups need of 128 x 128 fits: registers hold W1 as operand a, 64 rows each, and of Z = W1^T X what
-// Y = Z W2 takes, and shared memory W2, X, and, as it comes by cp.async, the next X. They take turns, and do all else, to split Z and the next
-// X and to store, while the other one multiplies.
+// In two pieces all that two warpgroups need of 128 x 128 fits: registers hold W1 as operand a, 64 rows each, and of Z = W1^T X what Y = Z
+// W2 takes, and shared memory W2, X, and, as it comes by cp.async, the next X. They take turns, and do all else, to split Z and the next X
+// and to store, while the other one multiplies.
 #pragma once
 #include "kron_warpgroups.cuh"
 

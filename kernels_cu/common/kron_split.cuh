@@ -35,6 +35,10 @@
 // waiting: hence the warpgroup that does it for them. Said were 7 us less; of 16 x 64^3 it was 59.9 to 58.5, of 1024 x (64, 64) 38.6 to
 // 39.4: perhaps since the second team's first numbers come after the first one's, which was not measured.
 //
+// In TF32 floats are two pieces, and products three, which are still more exact than TF32's own; from mma.sync in TF32: forward of 1024 x
+// (64, 64) 14.8 to 12.8, of 16 x 64^3 29.3 to 22.5; backward of 1024 x (128, 128) 257 to 188 (said: 140, but what is between its launches
+// is not kept here), of (64, 64) 27.8, strict 38, of 16 x 64^3 44, strict 58.
+//
 // What did not help: three teams (forward of (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128
 // bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38; now it spills).
 #pragma once
