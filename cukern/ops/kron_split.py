@@ -70,7 +70,7 @@ def _both(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Both]:
         return
     threads, tiles, numbers = 256, rows * left.left, left.p * right.p
     coming = ceil(numbers / 4 / threads) * threads * 16
-    shared = 4 * right.p * right.q + max(4 * numbers + coming, 4 * left.p * (left.q + 4))
+    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + coming
     work = 2 * TILE * right.p * (left.p + right.q) * BOTH
     us = START_US + _us(tiles, int(work), numbers + left.q * right.q, target)
     if shared <= target.shared:

@@ -14,6 +14,7 @@ struct Both4 {
     using X = Tiles<P1, P2, Tf32>;
     using W1 = Tiles<P1, Q1, Tf32>;
     using W2 = Tiles<P2, Q2, Tf32>;
+    static constexpr int STAGED = X::BYTES > Staged<W1>::SPACE ? X::BYTES : Staged<W1>::SPACE;  // of X, where W1 is before
 };
 
 // As kron_linear_v4_split. Grid any, block THREADS; dynamic shared memory: W2 and X in pieces, and what is on its way.
@@ -31,7 +32,7 @@ kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
     __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *xs = right + W2::BYTES / 2;
-    Arriving<X, THREADS, T> next{reinterpret_cast<Vec<T, 4>*>(xs + X::BYTES / 2) + threadIdx.x};
+    Arriving<X, THREADS, T> next{reinterpret_cast<Vec<T, 4>*>(xs + Plan::STAGED / 2) + threadIdx.x};
     auto fetch = [&](long long a) {
         if (a < A) next.fetch(x + a * (P1 * P2), P2);
     };
@@ -47,6 +48,7 @@ kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
         Underway<W2, THREADS> factor2;
         factor1.fetch_any(w1, w1_p, w1_q);
         factor2.fetch_any(w0, w0_p, w0_q);
+        fetch(a);
         float *staged = reinterpret_cast<float*>(xs), numbers[P1 / 8][4];
         Staged<W1>::put(staged, factor1);
         factor2.template put<true>(right);
@@ -60,7 +62,6 @@ kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
         left.split(numbers);
         __syncthreads();
     }
-    fetch(a);
     cp_async_wait<0>();
     if (a < A) next.put(xs);
     fence_async();
