@@ -5,8 +5,8 @@
 // W2 takes, and shared memory W2, X, and, as it comes by cp.async, the next X. They take turns, and do all else, to split Z and the next X
 // and to store, while the other one multiplies.
 //
-// On one H200, 1024 rows, in us, from mma.sync in TF32, where v2 takes: (128, 128) 73.6 to 56.5 (82), (128, 112) 90.7 to 50.4 (79), (112,
-// 128) 79.4 to 48.9 (79), (96, 96) 50 to 32 (63), (80, 80) 31 to 24 (53), (64, 128) 31.6 to 26.9 (46); said were 45 for the first, of which
+// On one H200, 1024 rows, in us, from mma.sync in TF32, where v2 takes: (128, 128) 73.6 to 55.7 (83), (128, 112) 90.7 to 50.0 (80), (112,
+// 128) 79.4 to 48.9 (79), (96, 96) 50 to 31 (63), (80, 80) 31 to 24 (53), (64, 128) 31.6 to 26.9 (46); said were 45 for the first, of which
 // tensor cores need 28 and memory 33. Before the warpgroups took turns, and both split or stored while no one multiplied, it was 67, 60,
 // 57, 38, 28 and 30. To store Y beside the next tile's first product takes registers that there are not.
 #pragma once
