@@ -193,7 +193,7 @@ def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatc
     ws = [torch.stack((w, w), -1)[..., 0] for w in ws]
     y = prod(q for _, q in sizes)
     bias, residual = torch.randn(y, device=device).to(dtype), torch.randn(3, y, device=device).to(dtype)
-    launches = kron_v4.plan_of_layer(sizes, None, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[1]
+    launches = kron_v4.plan_of_layer(sizes, 3, dtype, x.get_device(), dtype == torch.bfloat16, 16, True)[1]
     assert max(sizes) in [sizes[made.indices[0]] for made in launches if made.launch is None]
     ours, theirs = (cukern.kron_linear(x, ws, bias=bias, scale=0.5, residual=residual, version=v).double() for v in ("v4", "v2"))
     exact = 0.5 * dense(x.double(), [w.double() for w in ws]) + bias + residual

@@ -97,7 +97,7 @@ def test_what_memory_holds_up_goes_in_one_launch(sizes):
 def test_before_a_backward_of_two_launches_the_forward_is_two(sizes, first):
     """Where it would be one: else the backward would make the first of them again."""
     key = square(sizes), 256, torch.bfloat16, backend.SIMULATED, True, 16
-    assert len(kron_v4.plan_of_layer(square(sizes), None, *key[1:], False)[1]) == 1
+    assert len(kron_v4.plan_of_layer(square(sizes), *key[1:], False)[1]) == 1
     plan = kron_backward.backwards(square(sizes), 256, kron_v4.target_of(torch.bfloat16, backend.SIMULATED, True, 16))
     assert [made.group.steps for made in kron_v4_backward._keeping(*key, False)] == [p.steps for p in plan]
     assert len(plan) == 2 and len(plan[0].steps) == first

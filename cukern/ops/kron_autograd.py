@@ -30,7 +30,7 @@ def _in_dual_level() -> bool:
 
 
 class _KronLinear(torch.autograd.Function):
-    """What lies between two launches of v4 is kept for the backward, where that is two launches, too, with the same factors."""
+    """Where v4's backward is two launches the forward may be as many, and what lies between them is kept: kron_v4_backward.boundary."""
 
     @staticmethod
     def forward(ctx, x, bias, residual, scale, version, *factors):

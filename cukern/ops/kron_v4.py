@@ -38,6 +38,9 @@ _V4: dict[type, Template] = {
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
 
+Problem = tuple[tuple[tuple[int, ...], ...], int, torch.dtype, int, bool, int, bool]  # as plan_of_layer takes it
+
+
 class Prepared(NamedTuple):
     """A launch of v4, as far as it does not depend on the tensors: a call pays for one look-up."""
 
@@ -51,9 +54,9 @@ class Prepared(NamedTuple):
 
 @functools.lru_cache(512)
 def plan_of_layer(
-    sizes: Sizes, count: int | None, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
+    sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool, count: int | None = None
 ) -> tuple[int, tuple[Prepared, ...]]:
-    """How many rows go through all launches at once, and the launches."""
+    """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps."""
     target = target_of(dtype, device, tensor, aligned)
     plan: tuple[kron_pages.Launch, ...] = kron_groups.groups(sizes, rows, target, count) if count else of_layer(sizes, rows, target, dtype)
     part = kron_groups.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
@@ -112,7 +115,7 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
         if w.ndim == 3:
             return kron_v3.forward(x, factors, epilogue)
     rows, (scale, bias, residual) = x.shape[0], epilogue
-    part, launches = launches_of(x, factors, epilogue, count)
+    part, launches = plan_of_layer(*problem(x, factors, any(t is not None for t in epilogue[1:])), count)
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
     if part >= rows:
@@ -124,10 +127,10 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
     return out
 
 
-def launches_of(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int | None = None) -> tuple[int, tuple[Prepared, ...]]:
-    """How many rows of x go through all launches at once, and the launches."""
-    sizes, added = tuple([tuple(w.shape) for w in factors]), any(t is not None for t in epilogue[1:])
-    return plan_of_layer(sizes, count, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added)
+def problem(x: Tensor, factors: Sequence[Tensor], added: bool) -> Problem:
+    """What a plan for these tensors depends on. `added`: with a bias or a residual."""
+    sizes, rows = tuple([tuple(w.shape) for w in factors]), x.numel() // x.shape[-1]
+    return sizes, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added
 
 
 def through(
@@ -142,15 +145,13 @@ def through(
 
 def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
     """_v4 for tensors of these shapes and strides, if one launch of its kernel does all: nothing is left to do but to make the launch."""
-    rows, sizes = x.numel() // x.shape[-1], tuple([tuple(w.shape) for w in factors])
-    aligned = gcd(x.data_ptr(), 16)
-    _, launches = plan_of_layer(sizes, None, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), aligned, False)
+    _, launches = plan_of_layer(*problem(x, factors, False))
     made = launches[0]
     if len(launches) > 1 or made.launch is None:
         return None
     shape, order = (*x.shape[:-1], made.features), made.indices
     strides, like = [n for i in order for n in factors[i].stride()], x.shape == shape
-    numbers = rows * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
+    numbers = x.numel() // x.shape[-1] * made.group.steps[-1].left, *strides, *made.unused, *made.unused, scale, made.features
     launch = backend.bind(made.launch, *made.geometry, *made.unused, 0, 0, *numbers)  # no bias, no residual
 
     def call(x: Tensor, factors: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """v4 of kron_linear, backward: one or two neighbouring factors a launch where kron_backward.py plans it so; else a launch for each."""
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.ops import kron_backward, kron_chain, kron_groups, kron_quarter, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
-from cukern.ops.kron_plan import Sizes, Step, steps
+from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_v3 import PLAIN, Epilogue, pointers, sum_dtype
 from cukern.ops.kron_v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
@@ -33,38 +33,33 @@ class _Waiting(NamedTuple):
 
 def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
     """After how many steps the forward shall keep what it has for the backward, or 0. `added`: with a bias or a residual."""
-    launches = () if any(w.ndim == 3 for w in factors) else _keeping(*_key(x, factors), added)
+    launches = () if any(w.ndim == 3 for w in factors) else _keeping(*kron_v4.problem(x, factors, added))
     return len(launches[0].group.steps) if launches else 0
-
-
-def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
-    """The forward where there is a boundary, and what is there."""
-    return kron_v4.through(_keeping(*_key(x, factors), any(t is not None for t in epilogue[1:])), x, factors, epilogue)
-
-
-def _key(x: Tensor, factors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    sizes = tuple([tuple(w.shape) for w in factors])
-    return sizes, x.shape[0], x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16)
 
 
 @functools.lru_cache(512)
 def _keeping(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[kron_v4.Prepared, ...]:
-    """The forward's two launches, where the backward is two, and the same factors are in each of them. Where one launch is faster, it is
-    two if the second takes less time than the one: the backward need not make the first again. (Floats are twice as much to keep.)"""
-    part, launches = kron_v4.plan_of_layer(sizes, None, rows, dtype, device, tensor, aligned, added)
-    target, order = target_of(dtype, device, tensor, aligned), steps(sizes)
+    """The forward by the backward's two launches, so that nothing is multiplied anew, where with that it is no slower; else none."""
+    target = target_of(dtype, device, tensor, aligned)
     plan = kron_backward.backwards(sizes, rows, target)
-    if len(plan) != 2 or not plan[1].template or plan[0].steps + plan[1].steps != order:
+    if len(plan) != 2 or not plan[1].template or kron_groups.rows_at_once([b.steps for b in plan], rows, dtype.itemsize) < rows:
         return ()
-    if len(launches) == 1 and dtype.itemsize == 2:
-        first, second = (kron_groups.fastest(p.steps, rows, t) for p, t in zip(plan, (target, target._replace(aligned=16)), strict=True))
-        if not first or not second or second.us + kron_groups.BETWEEN_US > launches[0].group.us:
-            return ()
-        part = kron_groups.rows_at_once([p.steps for p in plan], rows, dtype.itemsize)
-        launches = kron_v4.prepare(first, rows, dtype, device), kron_v4.prepare(second, rows, dtype, device, added)
-    return launches if len(launches) == 2 and part >= rows and plan[0].steps == launches[0].group.steps else ()
+    first, last = (kron_groups.fastest(b.steps, rows, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True))
+    if first is None or last is None:
+        return ()
+    whole = kron_v4.of_layer(sizes, rows, target, dtype)
+    anew = sum(group.us for group in kron_groups.groups(sizes, rows, target, len(plan[0].steps)))
+    longer = kron_groups.BETWEEN_US if len(whole) == 1 else 0.0
+    if first.us + last.us + longer > sum(group.us for group in whole) + anew:
+        return ()
+    return kron_v4.prepare(first, rows, dtype, device), kron_v4.prepare(last, rows, dtype, device, added)
+
+
+def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
+    """The forward where there is a boundary, and what is there."""
+    return kron_v4.through(_keeping(*kron_v4.problem(x, factors, any(t is not None for t in epilogue[1:]))), x, factors, epilogue)
 
 
 def backward(
