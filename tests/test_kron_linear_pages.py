@@ -75,9 +75,21 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("sizes, dtype", ((((54, 50), (64, 64)), BF16), (((21, 70), (32, 32)), F16), (((40, 56), (64, 48)), BF16)))
-def test_left_factors_of_any_size(device, sizes, dtype):
-    """Rows of a page that are not there count for nothing, whatever lay in memory, and those of y that are not there are not stored."""
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    (
+        (((54, 50), (64, 64)), BF16),
+        (((21, 70), (32, 32)), F16),
+        (((40, 56), (64, 48)), BF16),
+        (((32, 50), (38, 86)), BF16),  # copies of 4 bytes
+        (((20, 64), (36, 33)), F16),  # of 8; stores of numbers one at a time
+        (((33, 49), (35, 40)), BF16),  # of 2, and rows of x and y that are not aligned
+        (((32, 134), (132, 52)), BF16),  # three panels, the left factor fetched for each part
+        (((150, 48), (48, 134)), BF16),  # one page at a time
+    ),
+)
+def test_factors_of_any_size(device, sizes, dtype):
+    """Rows and columns of a page that are not there count for nothing, whatever lay in memory, and those of y that are not there are not stored."""
     if not hopper(device):
         pytest.skip("needs warpgroups")
     x, ws = draw(7, sizes, device, dtype)
@@ -85,8 +97,8 @@ def test_left_factors_of_any_size(device, sizes, dtype):
     exact = dense(x.double(), [w.double() for w in ws])
     plan = kron_pages.fastest(sizes, 7, Target(2, 132, SHARED, True, 16, True), dtype is BF16)
     assert isinstance(plan, kron_pages.Wide)
-    for w in (ws[0], ws[0].t().contiguous().t()):
-        y = launched(plan, x, [w, ws[1]])
+    for turned in (False, True):
+        y = launched(plan, x, [w.t().contiguous().t() if turned else w for w in ws])
         finite = [0, 1, 5, 6]
         assert float((y[finite].double() - exact[finite]).norm() / exact[finite].norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
         assert torch.equal(y[2:4].double(), exact[2:4]) and y[4].isnan().all()

@@ -30,9 +30,9 @@ struct PageMemory {
     static constexpr int PAGE = Plan::P1 * Plan::LDX;  // numbers
 };
 
-// Products from which a lane has neighbours of y: 16 bytes, or 8.
+// Products from which a lane has neighbours of y: 16 bytes, or 8, or 4.
 template <int Q>
-constexpr int NEIGHBOURS = Q % 32 ? 2 : 4;
+constexpr int NEIGHBOURS = Q % 16 ? 1 : Q % 32 ? 2 : 4;
 
 // Which column of the products is w2's column j: lane t has 2 t and 2 t + 1 of each product, and those of NEIGHBOURS shall be neighbours.
 template <int Q>
