@@ -25,6 +25,7 @@ CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 L2_READ = 0.42  # the time to read from the L2 cache, if that of device memory is 1
 L2_BYTES, L2_HELD = 24 << 20, (0.7, 0.42)  # so many bytes in and out stay there: the time to read and to write them
+PARTLY = 2.2  # the time to write what does not begin and end with sectors of 32 bytes
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
 BETWEEN_US = 5.0  # two launches are slower than the model says of each
@@ -227,8 +228,9 @@ def _tiling(
         compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
+        partly = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
         to_read, to_write = L2_HELD if tiles * (numbers / slices + total) * itemsize <= L2_BYTES else (1.0, 1.0)
-        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write))
+        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write * partly))
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
         streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
@@ -262,7 +264,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
             if products == 3:  # add, split
                 others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
             issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
-            waves = (f + (2 if split else 1) * c) / (64 if pairs else 32)
+            waves = (f * conflicts(p, right, size if right == 1 or not pairs else 2, pairs) + (2 if split else 1) * c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
@@ -273,6 +275,30 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
+
+
+@functools.cache
+def conflicts(p: int, right: int, size: int, pairs: bool) -> float:
+    """How often tensor cores' lanes that one access serves meet in a bank, where no Layout keeps them apart; as in multiply4_tensor."""
+    if not (p & (p - 1) or right & (right - 1)):
+        return 1.0
+    one, pair = right == 1, 16 if right >= 32 else 8 if right >= 16 else 4
+    width = size * ((4 if pairs else 2) if one else 4)  # bytes of a lane
+    places = []
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        if one:
+            fiber, k = g, t * (4 if pairs else 2)
+        else:
+            h = g // 2
+            fiber, k = g % 2 * pair + (4 * h if pair == 16 else h % 2 * 4 + h // 2 * 16 if pair == 8 else 8 * h), t * (2 if pairs else 1)
+        places.append((fiber // right * p * right + fiber % right + k * right) * size // 4)
+    together, most = 128 // width, []
+    for first in range(0, 32, together):
+        words = {n + i for n in places[first : first + together] for i in range(max(1, width // 4))}
+        banks = [w % 32 for w in words]
+        most.append(max(banks.count(b) for b in banks))
+    return sum(most) / len(most)
 
 
 def _high(p: int, products: int, pairs: bool) -> int:

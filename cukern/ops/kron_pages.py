@@ -91,7 +91,7 @@ class Wide(NamedTuple):
     def registers(self) -> int:
         """About how many a thread needs."""
         right, left = self.steps
-        held = _of_left(left) if self.held else _sixteens(left.p) // 4
+        held = _of_left(left) if self.held else _sixteens(left.p) // 4 + 8
         return (_sixteens(right.p) + _sixteens(right.q)) // 2 + held + 48
 
     def template(self, added: bool = False) -> str:
