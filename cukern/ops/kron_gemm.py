@@ -21,6 +21,7 @@ SM_BYTES_US = {2: 24_000.0, 4: 24_000.0, 8: 8_000.0}  # of a multiprocessor
 TF32_WORK_US = 830_000.0  # flops of a multiprocessor, which multiplies tiles of 64 numbers, and of 128 at least
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
 MARGIN = 1.1  # by so much it must be faster
+MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
 
 
 def us(step: Step, rows: int, target: "Target") -> float:
@@ -66,6 +67,18 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
         x, y = z.view(-1, step.p, step.right), out.view(-1, step.q, step.right)
         torch.baddbmm(y, w.mT.expand(x.shape[0], -1, -1), x, beta=beta, alpha=scale, out=y)
     return out
+
+
+def better_gradient(p: int, q: int, right: int, target: "Target") -> bool:
+    """Whether a factor's gradient is torch's: fibers' numbers are neighbours, and our kernel would read them for several tiles of sums."""
+    return right == 1 and target.tensor and max(p, q) > MOST_SUMS
+
+
+@torch.no_grad()
+def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
+    """The gradient (p, q) of a factor, scale times z^T h, for z (fibers, p) and h (fibers, q)."""
+    out = torch.empty((z.shape[1], h.shape[1]), dtype=z.dtype, device=z.device)
+    return torch.addmm(out, z.mT, h, beta=0, alpha=scale, out=out)
 
 
 def _dense(strides: Sequence[int], columns: int) -> bool:

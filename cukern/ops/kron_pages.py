@@ -91,8 +91,8 @@ class Wide(NamedTuple):
     def registers(self) -> int:
         """About how many a thread needs."""
         right, left = self.steps
-        held = _of_left(left) if self.held else _sixteens(left.p) // 4 + 8
-        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + held + 48
+        held = _of_left(left) if self.held else _sixteens(left.p) // 4 + 24
+        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + held + (64 if right.p % 2 or right.q % 2 else 48)
 
     def template(self, added: bool = False) -> str:
         return f"Wide4<{text(self.teams, self.stages, added, *_factors(self.steps))}>"

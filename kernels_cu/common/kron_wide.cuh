@@ -73,13 +73,13 @@ template <class Plan, typename T>
 __device__ __forceinline__ void load_wide(T* to, const T* from) {
     constexpr int U = Plan::BYTES / sizeof(T), UNITS = Plan::P2 / U, LANES = UNITS > 8 ? 16 : 8;
     int row = threadIdx.x % 128 / LANES;
-#pragma unroll
+#pragma unroll(Plan::BYTES >= 4 ? UNITS : 1)
     for (int first = 0; first < UNITS; first += LANES) {
         int unit = first + threadIdx.x % LANES;
         if (first + LANES > UNITS && unit >= UNITS) break;
         T* place = to + Page<Plan>::at(row, unit * U);
         const T* source = from + row * Plan::P2 + unit * U;
-#pragma unroll
+#pragma unroll(Plan::BYTES >= 4 ? Plan::P1 : 4)
         for (int r = 0; r < Plan::P1; r += 128 / LANES) {
             if (r + 128 / LANES > Plan::P1 && row >= Plan::P1 - r) break;
             if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(place + r * 64), source + r * Plan::P2);
