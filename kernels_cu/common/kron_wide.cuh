@@ -72,7 +72,7 @@ struct PutWide {
 template <class Plan, typename T>
 __device__ __forceinline__ void load_wide(T* to, const T* from) {
     constexpr int U = Plan::BYTES / sizeof(T), UNITS = Plan::P2 / U, LANES = UNITS > 8 ? 16 : 8;
-    int row = threadIdx.x % 128 / LANES;
+    int row = LANES == 8 ? threadIdx.x % 128 / 8 : threadIdx.x % 128 / 32 + threadIdx.x % 32 / 16 * 4;  // a warp's: those of different banks
 #pragma unroll(Plan::BYTES >= 4 ? UNITS : 1)
     for (int first = 0; first < UNITS; first += LANES) {
         int unit = first + threadIdx.x % LANES;
@@ -130,22 +130,22 @@ __device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1
 
 // y (+)= z w2, of the rows of w2 that `right` describes; z's columns are those from FROM on, of which those beyond P2 are 0, whatever w1 is.
 template <class Plan, typename U, int FROM, int N>
-__device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], float (&z)[N][4], unsigned long long right) {
+__device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], const float (&z)[N][4], unsigned long long right) {
     constexpr bool ADD = FROM > 0;
-#pragma unroll
-    for (int i = 0; i < N * 4; ++i) {
-        int column = FROM + i / 4 * 8 + i % 2;
-        if (column + 6 >= Plan::P2 && column + threadIdx.x % 4 * 2 >= Plan::P2) z[i / 4][i % 4] = 0.0f;
-    }
+    auto number = [&](int n, int i) {
+        int column = FROM + n * 8 + i % 2;
+        return column + 6 >= Plan::P2 && column + int(threadIdx.x % 4) * 2 >= Plan::P2 ? 0.0f : z[n][i];
+    };
     unsigned a[N][4];  // of 16 columns big numbers, then small ones; or of 8 columns
 #pragma unroll
     for (int i = 0; i < 2 * N; ++i) {
         int n = i / 2, row = i % 2;
+        float one = number(n, row * 2), two = number(n, row * 2 + 1);
         if constexpr (sizeof(U) == 2) {
-            split_pair(z[n][row * 2], z[n][row * 2 + 1], a[n / 2 * 2][n % 2 * 2 + row], a[n / 2 * 2 + 1][n % 2 * 2 + row]);
+            split_pair(one, two, a[n / 2 * 2][n % 2 * 2 + row], a[n / 2 * 2 + 1][n % 2 * 2 + row]);
         } else {
-            a[n][row] = __float_as_uint(to_tf32(z[n][row * 2]));
-            a[n][row + 2] = __float_as_uint(to_tf32(z[n][row * 2 + 1]));
+            a[n][row] = __float_as_uint(to_tf32(one));
+            a[n][row + 2] = __float_as_uint(to_tf32(two));
         }
     }
     wgmma_fence();
@@ -177,7 +177,9 @@ __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, con
         store_vec(room + at, pack<T, PAIR>(part));
     }
     __syncwarp();
-    for (int e = lane * UNIT; e < numbers; e += 32 * UNIT) store_vec_past_l1(out + e, load_vec<T, UNIT>(room + e));
+#pragma unroll
+    for (int i = 0; i < 16 * Q2; i += 32 * UNIT)
+        if (int e = i + lane * UNIT; e < numbers) store_vec_past_l1(out + e, load_vec<T, UNIT>(room + e));
     __syncwarp();
 }
 
