@@ -36,7 +36,7 @@ def plans(sizes, rows, dtype, device):
     one = plan._replace(teams=1, stages=1)
     wide = kron_pages.wide(sizes, rows, target, dtype is BF16)
     return [
-        *([wide, wide._replace(teams=1, stages=3)] if wide else []),
+        *([wide, wide._replace(teams=1, stages=3), wide._replace(stages=1)] if wide else []),
         *[plan, one, *[one._replace(tiles=tiles, split=split) for tiles in (1, 2) for split in {plan.split, False}]],
     ]
 
@@ -84,12 +84,12 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
         (((32, 50), (38, 86)), BF16),  # copies of 4 bytes
         (((20, 64), (36, 33)), F16),  # of 8; stores of numbers one at a time
         (((33, 49), (35, 40)), BF16),  # of 2, and rows of x and y that are not aligned
-        (((32, 134), (132, 52)), BF16),  # three panels, the left factor fetched for each part
-        (((150, 48), (48, 134)), BF16),  # one page at a time
+        (((32, 134), (132, 52)), BF16),  # pages of three panels, the left factor fetched for each of three parts
+        (((150, 48), (48, 134)), BF16),  # a right factor of three
     ),
 )
 def test_factors_of_any_size(device, sizes, dtype):
-    """Rows and columns of a page that are not there count for nothing, whatever lay in memory, and those of y that are not there are not stored."""
+    """Rows and columns of a page that are not there count for nothing, whatever lay in memory, and those of y are not stored."""
     if not hopper(device):
         pytest.skip("needs warpgroups")
     x, ws = draw(7, sizes, device, dtype)

@@ -187,7 +187,7 @@ def _tiling(
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
         pairs = products == 1 and n == 0 and itemsize == 2 and len(piece) == 1 and p % 4 == 0 and p > 8  # in_pairs in kron_tensor.cuh
-        chosen = _config(total // p, p, q, right, size, warps, kind, pairs)
+        chosen = _config(total // p, p, q, right, size, size if n else itemsize, warps, kind, pairs)
         if chosen is None:
             return
         part, issued, waves = chosen
@@ -228,9 +228,9 @@ def _tiling(
         compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
-        partly = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
+        sectors = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
         to_read, to_write = L2_HELD if tiles * (numbers / slices + total) * itemsize <= L2_BYTES else (1.0, 1.0)
-        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write * partly))
+        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write * sectors))
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
         streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
@@ -240,8 +240,11 @@ def _tiling(
 
 
 @functools.lru_cache(1 << 14)
-def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind: Kind, pairs: bool) -> tuple[Part, float, float] | None:
-    """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
+def _config(
+    fibers: int, p: int, q: int, right: int, size: int, stored: int, warps: int, kind: Kind, pairs: bool
+) -> tuple[Part, float, float] | None:
+    """The fastest way for so many warps to make a step's sums, of numbers `stored` in so many bytes; a block's cycles of arithmetic, and
+    of shared memory."""
     best, (products, split) = None, kind
     if products:
         if min(p, q) < 8 or (p % 2 if right == 1 else right % 4):
@@ -264,7 +267,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
             if products == 3:  # add, split
                 others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
             issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
-            waves = (f * conflicts(p, right, size if right == 1 or not pairs else 2, pairs) + (2 if split else 1) * c) / (64 if pairs else 32)
+            waves = (f * _conflicts(p, right, stored, pairs) + (2 if split else 1) * c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
@@ -278,8 +281,8 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
 
 
 @functools.cache
-def conflicts(p: int, right: int, size: int, pairs: bool) -> float:
-    """How often tensor cores' lanes that one access serves meet in a bank, where no Layout keeps them apart; as in multiply4_tensor."""
+def _conflicts(p: int, right: int, size: int, pairs: bool) -> float:
+    """How often tensor cores' lanes that one access serves meet in a bank, where no Layout keeps them apart: Lanes4 in kron_tensor.cuh."""
     if not (p & (p - 1) or right & (right - 1)):
         return 1.0
     one, pair = right == 1, 16 if right >= 32 else 8 if right >= 16 else 4

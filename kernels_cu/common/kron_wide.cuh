@@ -5,18 +5,21 @@
 #include "kron_page_products.cuh"
 #include "wgmma.cuh"
 
-// TEAMS: warpgroups of a block. STAGES: pages that each has room for. COLUMNS: of z's first piece; REST: of the other. HELD: parts of w1 that
-// stay in registers, else each is fetched anew. Factors may have any sizes: a page has HIGH rows of DEEP columns in shared memory, of which
-// those beyond P1 and P2 stay 0, as do w1's and w2's. BYTES: of a copy; UNIT: numbers that are stored at once, by way of shared memory (PACKED)
-// where y's rows begin anywhere.
+__device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
+
+// TEAMS: warpgroups of a block. STAGES: pages that each has room for. COLUMNS: of z's first piece; REST: of the other. HELD: parts of w1
+// that stay in registers, else each is fetched anew. Factors may have any sizes: a page has HIGH rows of DEEP columns in shared memory, of which
+// those beyond P1 and P2 stay 0, as do w1's and w2's. BYTES: of a copy. UNIT: numbers that are stored at once, by way of shared memory
+// (PACKED), where y's rows begin anywhere.
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
 struct Wide4 {
     static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS, MT = 1;
     static constexpr bool ADDED = ADDED_;
     static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, PARTS = (Q1 + 63) / 64, ROWS = PARTS * 64;
-    static constexpr int HIGH = (P1 + 15) / 16 * 16, DEEP = (P2 + 15) / 16 * 16, ACROSS = (Q2 + 15) / 16 * 16, LD1 = (Q1 + 15) / 16 * 16 + 8;
-    static constexpr int COLUMNS = DEEP > 64 ? 64 : (DEEP / 2 + 15) / 16 * 16, REST = DEEP - COLUMNS;
-    static constexpr int HELD = PARTS <= 2 && (DEEP + ACROSS) / 2 + PARTS * HIGH / 4 <= 192 ? PARTS : 1, BYTES = gcd(16, 2 * P2), UNIT = gcd(8, Q1 * Q2);
+    static constexpr int HIGH = sixteens(P1), DEEP = sixteens(P2), ACROSS = sixteens(Q2), LD1 = sixteens(Q1) + 8;
+    static constexpr int COLUMNS = DEEP > 64 ? 64 : sixteens(DEEP / 2), REST = DEEP - COLUMNS;
+    static constexpr int HELD = PARTS <= 2 && (DEEP + ACROSS) / 2 + PARTS * HIGH / 4 <= 192 ? PARTS : 1;
+    static constexpr int BYTES = gcd(16, 2 * P2), UNIT = gcd(8, Q1 * Q2);
     static constexpr bool PACKED = Q2 % 16 > 0;
 };
 
@@ -72,7 +75,8 @@ struct PutWide {
 template <class Plan, typename T>
 __device__ __forceinline__ void load_wide(T* to, const T* from) {
     constexpr int U = Plan::BYTES / sizeof(T), UNITS = Plan::P2 / U, LANES = UNITS > 8 ? 16 : 8;
-    int row = LANES == 8 ? threadIdx.x % 128 / 8 : threadIdx.x % 128 / 32 + threadIdx.x % 32 / 16 * 4;  // a warp's: those of different banks
+    // Two rows of a warp, of 16 lanes, are those that meet different banks.
+    int row = LANES == 8 ? threadIdx.x % 128 / 8 : threadIdx.x % 128 / 32 + threadIdx.x % 32 / 16 * 4;
 #pragma unroll(Plan::BYTES >= 4 ? UNITS : 1)
     for (int first = 0; first < UNITS; first += LANES) {
         int unit = first + threadIdx.x % LANES;
@@ -89,22 +93,26 @@ __device__ __forceinline__ void load_wide(T* to, const T* from) {
     }
 }
 
-// Zeros to rows from ROW on and columns from COLUMN on of a matrix that is a Panels or Cores, by a number of threads.
-template <class M, int ROW, int ROWS, int COLUMN, int COLUMNS, typename T>
-__device__ __forceinline__ void clear(T* matrix, int thread, int threads) {
-    for (int e = thread; e < ROWS * COLUMNS; e += threads) matrix[M::at(ROW + e / (COLUMNS ? COLUMNS : 1), COLUMN + e % (COLUMNS ? COLUMNS : 1))] = T(0.0f);
+// Zeros to ROWS x COLUMNS of a matrix M from [ROW][COLUMN] on, by THREADS threads.
+template <class M, int ROW, int ROWS, int COLUMN, int COLUMNS, int THREADS, typename T>
+__device__ __forceinline__ void clear(T* matrix) {
+    if constexpr (COLUMNS > 0)
+        for (int e = threadIdx.x % THREADS; e < ROWS * COLUMNS; e += THREADS)
+            matrix[M::at(ROW + e / COLUMNS, COLUMN + e % COLUMNS)] = T(0.0f);
 }
 
 // Zeros to what is beyond the sizes: of a warpgroup's pages, and of w1 and w2, by a block's threads.
 template <class Plan, typename U, typename T>
 __device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
-    using P = Page<Plan>;
-    for (int stage = 0; stage < Plan::STAGES; ++stage, pages += P::SIZE) {
-        clear<P, Plan::P1, Plan::HIGH - Plan::P1, 0, Plan::DEEP>(pages, threadIdx.x % 128, 128);
-        clear<P, 0, Plan::P1, Plan::P2, Plan::DEEP - Plan::P2>(pages, threadIdx.x % 128, 128);
+    using X = Page<Plan>;
+    using Right = RightMatrix<Plan, U>;
+    constexpr int P1 = Plan::P1, P2 = Plan::P2, Q2 = Plan::Q2, DEEP = Plan::DEEP, THREADS = Plan::THREADS;
+    for (int stage = 0; stage < Plan::STAGES; ++stage, pages += X::SIZE) {
+        clear<X, P1, Plan::HIGH - P1, 0, DEEP, 128>(pages);
+        clear<X, 0, P1, P2, DEEP - P2, 128>(pages);
     }
-    clear<RightMatrix<Plan, U>, Plan::P2, Plan::DEEP - Plan::P2, 0, Plan::ACROSS>(right, threadIdx.x, Plan::THREADS);
-    clear<RightMatrix<Plan, U>, 0, Plan::P2, Plan::Q2, Plan::ACROSS - Plan::Q2>(right, threadIdx.x, Plan::THREADS);
+    clear<Right, P2, DEEP - P2, 0, Plan::ACROSS, THREADS>(right);
+    clear<Right, 0, P2, Q2, Plan::ACROSS - Q2, THREADS>(right);
     if constexpr (Plan::HIGH > Plan::P1 || Plan::Q1 % 16)
         for (int e = threadIdx.x; e < Plan::HIGH * Plan::LD1; e += Plan::THREADS)
             if (e / Plan::LD1 >= Plan::P1 || e % Plan::LD1 >= Plan::Q1) left[e] = T(0.0f);
@@ -128,7 +136,8 @@ __device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1
     wgmma_commit();
 }
 
-// y (+)= z w2, of the rows of w2 that `right` describes; z's columns are those from FROM on, of which those beyond P2 are 0, whatever w1 is.
+// y (+)= z w2, of the rows of w2 that `right` describes. z has columns from FROM on; those beyond P2 count for nothing, whatever w1 is. (To
+// write zeros to z itself would have ptxas wait for each product at once: 2048 x (128, 86) took 58 us.)
 template <class Plan, typename U, int FROM, int N>
 __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], const float (&z)[N][4], unsigned long long right) {
     constexpr bool ADD = FROM > 0;
@@ -155,10 +164,10 @@ __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], con
     wgmma_commit();
 }
 
-// Store a warp's 16 rows of y, which are neighbours in memory, from row `first` on; `room` is shared memory for them. Lanes have what mma leaves.
+// Store a warp's 16 rows of y, which are neighbours in memory, from row `first` on; `room` is shared memory for them.
 template <class Plan, typename T>
-__device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, const T* residual, const float (&y)[Plan::ACROSS / 8][4], int first,
-                                             float scale) {
+__device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, const T* residual, const float (&y)[Plan::ACROSS / 8][4],
+                                             int first, float scale) {
     constexpr int Q2 = Plan::Q2, UNIT = Plan::UNIT, PAIR = gcd(Q2, 2);
     int numbers = min(16, Plan::Q1 - first) * Q2, lane = threadIdx.x % 32, own = lane / 4 * Q2 + lane % 4 * 2;
     if (numbers <= 0) return;
