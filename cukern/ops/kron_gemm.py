@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
 
 # On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
-# (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 176, 202, and 219, 238.
-START_US = {2: 3.0, 4: 8.0, 8: 3.0}  # by the size of a number, as all here
+# (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
+START_US = {2: 3.0, 4: 12.0, 8: 3.0}  # by the size of a number, as all here
 SM_BYTES_US = {2: 24_000.0, 4: 24_000.0, 8: 8_000.0}  # of a multiprocessor
-TF32_WORK_US = 830_000.0  # flops of a multiprocessor, which multiplies tiles of 64 numbers, and of 128 at least
+# flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, and of 128 at least
+TF32_WORK_US = {True: 1_050_000.0, False: 830_000.0}
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
-MARGIN = 1.1  # by so much it must be faster
+MARGIN = 1.05  # by so much it must be faster
 MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
 
 
@@ -31,7 +32,7 @@ def us(step: Step, rows: int, target: "Target") -> float:
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
         across = step.left if last else _tiled(step.right) * step.left
-        multiplied = 2 * rows * across * step.p * _tiled(step.q) / TF32_WORK_US
+        multiplied = 2 * rows * across * step.p * _tiled(step.q) / TF32_WORK_US[last]
     elif last:
         moved *= max(128, ceil(step.q / 32) * 32) / step.q
     elif aligned:
@@ -61,6 +62,8 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if step.right == 1:
+        if z.dtype == torch.float32:  # only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130
+            w = w.mT.contiguous().mT
         y = out.view(-1, step.q)
         torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
     else:

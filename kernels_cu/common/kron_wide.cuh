@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_wide(T* to, const T* from) {
         if (first + LANES > UNITS && unit >= UNITS) break;
         T* place = to + Page<Plan>::at(row, unit * U);
         const T* source = from + row * Plan::P2 + unit * U;
-#pragma unroll(Plan::BYTES >= 4 ? Plan::P1 : 4)
+#pragma unroll
         for (int r = 0; r < Plan::P1; r += 128 / LANES) {
             if (r + 128 / LANES > Plan::P1 && row >= Plan::P1 - r) break;
             if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(place + r * 64), source + r * Plan::P2);
