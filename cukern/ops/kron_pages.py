@@ -1,7 +1,7 @@
 """How kron_linear v4 takes a layer of two or three factors in one launch on tensor cores: see Pages4 in kron_pages.cuh,
 Wide4 in kron_wide.cuh, and Piles4 in kron_page_products.cuh.
 
-Sizes are multiples of 16, but for Wide4's left factor, and numbers 16-bit: in TF32 the other launches are as fast.
+Sizes are multiples of 16, but for Wide4, and numbers 16-bit: in TF32 the other launches are as fast.
 """
 
 from math import ceil, gcd, prod
