@@ -166,9 +166,10 @@ def test_when_there_is_such_a_launch():
         assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
         assert kron_pages.fastest(sizes, 60, target, True) is None, "few rows are cut"
     of_hopper = target._replace(warpgroups=True)
-    for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2), (BF16, F16)):
+    odd = ((128, 128), (86, 86)), ((148, 148), (128, 128)), ((100, 100), (100, 100)), ((66, 66), (130, 130))
+    for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (BF16, F16)):
         assert kron_v4.of_layer(sizes, 1024, of_hopper, dtype) == (kron_pages.wide(sizes, 1024, of_hopper, dtype is BF16),)
-    for sizes in (((32, 32),) * 2, ((64, 64), (16, 64)), ((64, 64), (144, 64)), ((64, 64), (64, 256)), ((512, 512), (32, 32))):
+    for sizes in (((32, 32),) * 2, ((64, 64), (16, 64)), ((64, 64), (176, 64)), ((64, 64), (64, 256)), ((512, 512), (32, 32))):
         assert kron_pages.wide(sizes, 1024, of_hopper, True) is None
     for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
         assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None
