@@ -83,7 +83,7 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
         (((40, 56), (64, 48)), BF16),
         (((32, 50), (38, 86)), BF16),  # copies of 4 bytes
         (((20, 64), (36, 33)), F16),  # of 8; stores of numbers one at a time
-        (((33, 49), (35, 40)), BF16),  # of 2, and rows of x and y that are not aligned
+        (((33, 49), (34, 35)), BF16),  # rows of x and y that are not aligned
         (((32, 134), (132, 52)), BF16),  # pages of three panels, the left factor fetched for each of three parts
         (((150, 48), (48, 134)), BF16),  # a right factor of three
     ),
@@ -169,7 +169,14 @@ def test_when_there_is_such_a_launch():
     odd = ((128, 128), (86, 86)), ((148, 148), (128, 128)), ((100, 100), (100, 100)), ((66, 66), (130, 130))
     for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (BF16, F16)):
         assert kron_v4.of_layer(sizes, 1024, of_hopper, dtype) == (kron_pages.wide(sizes, 1024, of_hopper, dtype is BF16),)
-    for sizes in (((32, 32),) * 2, ((64, 64), (16, 64)), ((64, 64), (176, 64)), ((64, 64), (64, 256)), ((512, 512), (32, 32))):
+    for sizes in (
+        ((32, 32),) * 2,
+        ((64, 64), (16, 64)),
+        ((64, 64), (176, 64)),
+        ((64, 64), (85, 64)),
+        ((64, 64), (64, 256)),
+        ((512, 512), (32, 32)),
+    ):
         assert kron_pages.wide(sizes, 1024, of_hopper, True) is None
     for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
         assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None

@@ -14,7 +14,7 @@ from cukern.ops.kron_plan import Sizes, Step
 IN_FLIGHT = 32 << 10  # bytes on their way to a multiprocessor that keep device memory busy
 PRODUCT_CYCLES = 7  # of 16 x 8 x 16, beside all else that a warp issues
 MOST_COLUMNS = 160  # that warpgroups take
-COPY_CYCLES, LOAD_CYCLES, PACKED_CYCLES = 0.3, 0.8, 0.065  # of a multiprocessor, of a small copy, one of 2 bytes, a number stored packed
+COPY_CYCLES, PACKED_CYCLES = 0.3, 0.065  # of a multiprocessor, of a copy of few bytes and of a number that is stored packed
 WAITING = 2  # how much longer all takes, over the number of warps that a multiprocessor has
 
 
@@ -93,7 +93,7 @@ class Wide(NamedTuple):
         """About how many a thread needs."""
         right, left = self.steps
         held = _of_left(left) if self.held else _sixteens(left.p) // 4 + 24
-        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + held + (64 if right.p % 2 or right.q % 2 or left.p % 2 else 48)
+        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + held + (64 if right.q % 2 or left.p % 2 else 48)
 
     def template(self, added: bool = False) -> str:
         return f"Wide4<{text(self.teams, self.stages, added, *_factors(self.steps))}>"
@@ -162,7 +162,7 @@ def pages(sizes: Sizes, rows: int, target: Target, split: bool) -> Pages | None:
 def wide(sizes: Sizes, rows: int, target: Target, split: bool) -> Wide | None:
     """With as many warpgroups as registers and shared memory allow."""
     steps = right, left = _in_order(sizes)
-    if not target.warpgroups or left.q < 48 or not 32 <= right.p <= MOST_COLUMNS or right.q > MOST_COLUMNS:
+    if not target.warpgroups or left.q < 48 or not 32 <= right.p <= MOST_COLUMNS or right.p % 2 or right.q > MOST_COLUMNS:
         return None
     made = []
     for teams in (4, 3, 2, 1):
@@ -221,7 +221,7 @@ def _us_of_wide(plan: Wide, rows: int, target: Target) -> float:
         ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 * _sixteens(right.q)) / 32
     )  # of tensor cores, which seldom wait
     copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # that there are besides those of 16 bytes
-    cycles += copies * (COPY_CYCLES if right.p % 2 == 0 else LOAD_CYCLES) + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
+    cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
     cycles *= (1.15 if plan.stages == 1 else 1.0) * (1.0 if plan.held else 1.2)
     return _us(max(1.0, rows / target.multiprocessors) * cycles / CYCLES_US, plan.steps, 1, rows, target)
 

@@ -8,10 +8,14 @@
 __device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
 
 // TEAMS: warpgroups of a block. STAGES: pages that each has room for. COLUMNS: of z's first piece; REST: of the other. HELD: parts of w1
-// that stay in registers, else each is fetched anew. Factors may have any sizes: a page has HIGH rows of DEEP columns in shared memory, of which
-// those beyond P1 and P2 stay 0, as do w1's and w2's. BYTES: of a copy. UNIT: numbers that are stored at once, by way of shared memory
-// (PACKED), where y's rows begin anywhere. On an H200 2048 x (86, 64) take 21 us, in bfloat16, (128, 86) 46 (two launches 108, torch 82),
-// (128, 108) 47 (100, 107), (148, 128) 74 (154, 178), (100, 100) 46 (100, 145), (144, 72) 42 (78, 82).
+// that stay in registers, else each is fetched anew. Factors may have any sizes, but P2 is even: a page has HIGH rows of DEEP columns in
+// shared memory, of which those beyond P1 and P2 stay 0, as do w1's and w2's. BYTES: of a copy. UNIT: numbers that are stored at once, by
+// way of shared memory (PACKED), where y's rows begin anywhere.
+//
+// H200, bfloat16, 2048 rows, us by this kernel, and by v2: left and right factor (86, 128) 38, 83; (108, 128) 40, 109. By this kernel, by
+// what was planned before, and by v2: (128, 86) 45, 114, 86; (128, 108) 47, 100, 111; (148, 128) 74, 159, 183; (148, 96) 56, 149, 160;
+// (100, 100) 46, 100, 145; (144, 72) 42, 78, 82; (64, 86) 23, 98, 168. What did not help: odd right factors, of which each number is a
+// load and a store: (128, 85) 118.
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
 struct Wide4 {
     static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS, MT = 1;
@@ -78,7 +82,7 @@ __device__ __forceinline__ void load_wide(T* to, const T* from) {
     constexpr int U = Plan::BYTES / sizeof(T), UNITS = Plan::P2 / U, LANES = UNITS > 8 ? 16 : 8;
     // Two rows of a warp, of 16 lanes, are those that meet different banks.
     int row = LANES == 8 ? threadIdx.x % 128 / 8 : threadIdx.x % 128 / 32 + threadIdx.x % 32 / 16 * 4;
-#pragma unroll(Plan::BYTES >= 4 ? UNITS : 1)
+#pragma unroll
     for (int first = 0; first < UNITS; first += LANES) {
         int unit = first + threadIdx.x % LANES;
         if (first + LANES > UNITS && unit >= UNITS) break;
@@ -88,8 +92,7 @@ __device__ __forceinline__ void load_wide(T* to, const T* from) {
         for (int r = 0; r < Plan::P1; r += 128 / LANES) {
             if (r + 128 / LANES > Plan::P1 && row >= Plan::P1 - r) break;
             if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(place + r * 64), source + r * Plan::P2);
-            else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(place + r * 64), source + r * Plan::P2, true);
-            else place[r * 64] = source[r * Plan::P2];
+            else cp_async<Plan::BYTES>(shared_address(place + r * 64), source + r * Plan::P2, true);
         }
     }
 }
