@@ -90,10 +90,12 @@ class Wide(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """About how many a thread needs."""
+        """About how many a thread needs, as compiled."""
         right, left = self.steps
-        held = _of_left(left) if self.held else _sixteens(left.p) // 4 + 24
-        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + held + (64 if right.q % 2 or left.p % 2 else 48)
+        rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
+        if not self.held:
+            rest += 24 if self.split or right.q % 16 == 0 else 48
+        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + (_of_left(left) if self.held else _sixteens(left.p) // 4) + rest
 
     def template(self, added: bool = False) -> str:
         return f"Wide4<{text(self.teams, self.stages, added, *_factors(self.steps))}>"
