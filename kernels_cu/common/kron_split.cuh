@@ -106,8 +106,8 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
     let_next_come();
-    if constexpr (RIGHT) prefetch_factor(w0, P2, Q2, w0_p, w0_q);
-    if constexpr (LEFT) prefetch_factor(PAIR ? w1 : w0, P1, Q1, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
+    if constexpr (RIGHT) factor_ahead<W2, ALL>(w0, w0_p, w0_q);
+    if constexpr (LEFT) factor_ahead<typename Plan::W1, ALL>(PAIR ? w1 : w0, PAIR ? w1_p : w0_p, PAIR ? w1_q : w0_q);
     if constexpr (PAIR)
         if (a < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a), X_STRIDE);
     wait_for_previous();
@@ -227,8 +227,8 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
     auto g_of = [&](unsigned a) { return g + a * (1ll * Q1 * Q2); };
     unsigned tiles = A;  // tile number n of this block is blockIdx.x + n * gridDim.x
     let_next_come();
-    prefetch_factor(w1, P1, Q1, w1_p, w1_q);
-    prefetch_factor(w0, P2, Q2, w0_p, w0_q);
+    factor_ahead<W1, Plan::ALL>(w1, w1_p, w1_q);
+    factor_ahead<W2, Plan::ALL>(w0, w0_p, w0_q);
     if (team == TEAMS) {
         fewer_registers<88>();
         auto ahead = [&](unsigned a) { Ahead<P1, P2, THREADS, T>::ahead(x_of(a), P2); };

@@ -127,7 +127,7 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     Turns<P / 64> turns{team, group};
     unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
     let_next_come();
-    prefetch_factor(w, P, Q, w_p, w_q);
+    factor_ahead<W, Plan::TEAMS * THREADS>(w, w_p, w_q);
     if (a < tiles) Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
     wait_for_previous();
     Partly<Q, Plan::HELD> factor;

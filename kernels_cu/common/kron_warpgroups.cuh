@@ -65,6 +65,13 @@ struct Rows {
     }
 };
 
+// To the L2 cache, before the kernels before this one have ended: ahead.cuh says why that is not to read it.
+template <class M, int THREADS>
+__device__ __forceinline__ void factor_ahead(const float* w, long long p, long long q) {
+    if (q == 1) Ahead<M::ROWS, M::COLUMNS, THREADS, float>::ahead(w, p);
+    else if (p == 1) Ahead<M::COLUMNS, M::ROWS, THREADS, float>::ahead(w, q);
+}
+
 // Of rows whose fours are aligned, and whose columns are seated; those from row `rows` on are 0.
 template <int N>
 __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float* from, long long stride, int rows = 64) {
