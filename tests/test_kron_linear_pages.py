@@ -36,7 +36,7 @@ def plans(sizes, rows, dtype, device):
     one = plan._replace(teams=1, stages=1)
     wide = kron_pages.wide(sizes, rows, target, dtype is BF16)
     return [
-        *([wide, wide._replace(teams=1, stages=3)] if wide else []),
+        *([wide, wide._replace(teams=1, stages=3), wide._replace(stages=1)] if wide else []),
         *[plan, one, *[one._replace(tiles=tiles, split=split) for tiles in (1, 2) for split in {plan.split, False}]],
     ]
 
@@ -75,9 +75,21 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("sizes, dtype", ((((54, 50), (64, 64)), BF16), (((21, 70), (32, 32)), F16), (((40, 56), (64, 48)), BF16)))
-def test_left_factors_of_any_size(device, sizes, dtype):
-    """Rows of a page that are not there count for nothing, whatever lay in memory, and those of y that are not there are not stored."""
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    (
+        (((54, 50), (64, 64)), BF16),
+        (((21, 70), (32, 32)), F16),
+        (((40, 56), (64, 48)), BF16),
+        (((32, 50), (38, 86)), BF16),  # copies of 4 bytes
+        (((20, 64), (36, 33)), F16),  # of 8; stores of numbers one at a time
+        (((33, 49), (34, 35)), BF16),  # rows of x and y that are not aligned
+        (((32, 134), (132, 52)), BF16),  # pages of three panels, the left factor fetched for each of three parts
+        (((150, 48), (48, 134)), BF16),  # a right factor of three
+    ),
+)
+def test_factors_of_any_size(device, sizes, dtype):
+    """Rows and columns of a page that are not there count for nothing, whatever lay in memory, and those of y are not stored."""
     if not hopper(device):
         pytest.skip("needs warpgroups")
     x, ws = draw(7, sizes, device, dtype)
@@ -85,8 +97,8 @@ def test_left_factors_of_any_size(device, sizes, dtype):
     exact = dense(x.double(), [w.double() for w in ws])
     plan = kron_pages.fastest(sizes, 7, Target(2, 132, SHARED, True, 16, True), dtype is BF16)
     assert isinstance(plan, kron_pages.Wide)
-    for w in (ws[0], ws[0].t().contiguous().t()):
-        y = launched(plan, x, [w, ws[1]])
+    for turned in (False, True):
+        y = launched(plan, x, [w.t().contiguous().t() if turned else w for w in ws])
         finite = [0, 1, 5, 6]
         assert float((y[finite].double() - exact[finite]).norm() / exact[finite].norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
         assert torch.equal(y[2:4].double(), exact[2:4]) and y[4].isnan().all()
@@ -154,9 +166,17 @@ def test_when_there_is_such_a_launch():
         assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
         assert kron_pages.fastest(sizes, 60, target, True) is None, "few rows are cut"
     of_hopper = target._replace(warpgroups=True)
-    for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2), (BF16, F16)):
+    odd = ((128, 128), (86, 86)), ((148, 148), (128, 128)), ((100, 100), (100, 100)), ((66, 66), (130, 130))
+    for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (BF16, F16)):
         assert kron_v4.of_layer(sizes, 1024, of_hopper, dtype) == (kron_pages.wide(sizes, 1024, of_hopper, dtype is BF16),)
-    for sizes in (((32, 32),) * 2, ((64, 64), (16, 64)), ((64, 64), (144, 64)), ((64, 64), (64, 256)), ((512, 512), (32, 32))):
+    for sizes in (
+        ((32, 32),) * 2,
+        ((64, 64), (16, 64)),
+        ((64, 64), (176, 64)),
+        ((64, 64), (85, 64)),
+        ((64, 64), (64, 256)),
+        ((512, 512), (32, 32)),
+    ):
         assert kron_pages.wide(sizes, 1024, of_hopper, True) is None
     for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
         assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None

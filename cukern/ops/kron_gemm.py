@@ -14,31 +14,41 @@ from cukern.ops.kron_v3 import Epilogue
 if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
 
-# On one H200, 2048 rows of two factors, bfloat16, us by torch and by v4's kernel: (168, 176) the right one 73, the left one 93, both by
-# kernels 321; (128, 224) 68, 64, 200; (64, 86) 32, 39, 95; (128, 148) 135, 119, 196.
-START_US = 3.0
-SM_BYTES_US = {2: 24_000.0, 4: 19_000.0, 8: 8_000.0}  # of a multiprocessor, by the size of a number
-UNALIGNED = {2: 0.38, 4: 0.6, 8: 1.0}  # of that, where rows do not begin at multiples of 16 bytes; else:
-SIDES = {True: (32, 1), False: (64, 64)}  # what a matrix's rows and columns are rounded up to: if nothing is to the right, or else
-MARGIN, LARGE = 1.2, 128  # by so much it must be faster; not for more rows or columns, of which kernels take longer than is planned
+# On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
+# (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
+START_US = {2: 3.0, 4: 12.0, 8: 3.0}  # by the size of a number, as all here
+SM_BYTES_US = {2: 24_000.0, 4: 24_000.0, 8: 8_000.0}  # of a multiprocessor
+# flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, and of 128 at least
+TF32_WORK_US = {True: 1_050_000.0, False: 830_000.0}
+UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
+MARGIN = 1.05  # by so much it must be faster
+MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
 
 
 def us(step: Step, rows: int, target: "Target") -> float:
     """About how long it takes."""
     last, size = step.right == 1, target.itemsize
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
-    if all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,)))):
-        high, wide = SIDES[last]
-        moved *= ceil(step.q / high) * high / step.q * (ceil(step.right / wide) * wide / step.right)
-    else:
-        moved /= UNALIGNED[size]
-    return START_US + moved / (target.multiprocessors * SM_BYTES_US[size])
+    aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
+    if size == 4:
+        across = step.left if last else _tiled(step.right) * step.left
+        multiplied = 2 * rows * across * step.p * _tiled(step.q) / TF32_WORK_US[last]
+    elif last:
+        moved *= max(128, ceil(step.q / 32) * 32) / step.q
+    elif aligned:
+        moved *= ceil(step.q / 64) * 64 / step.q * (ceil(step.right / 64) * 64 / step.right)
+    slower = 1 if aligned else UNALIGNED[size]
+    longest = max(moved / SM_BYTES_US[size], multiplied if size == 4 else 0.0)
+    return START_US[size] + longest / (target.multiprocessors * slower)
+
+
+def _tiled(n: int) -> int:
+    return max(128, ceil(n / 64) * 64)
 
 
 def faster(step: Step, rows: int, target: "Target", us_of_kernel: float) -> bool:
     """Whether it is chosen, where there is a kernel. Strict float32 never is: there cuBLAS has no tensor cores."""
-    margin = 1.0 if max(step.p, step.q) > LARGE else MARGIN
-    return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and margin * us(step, rows, target) < us_of_kernel
+    return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and MARGIN * us(step, rows, target) < us_of_kernel
 
 
 @torch.no_grad()
@@ -52,12 +62,26 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if step.right == 1:
+        if z.dtype == torch.float32:  # only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130
+            w = w.mT.contiguous().mT
         y = out.view(-1, step.q)
         torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
     else:
         x, y = z.view(-1, step.p, step.right), out.view(-1, step.q, step.right)
         torch.baddbmm(y, w.mT.expand(x.shape[0], -1, -1), x, beta=beta, alpha=scale, out=y)
     return out
+
+
+def better_gradient(p: int, q: int, right: int, target: "Target") -> bool:
+    """Whether a factor's gradient is torch's: fibers' numbers are neighbours, and our kernel would read them for several tiles of sums."""
+    return right == 1 and target.tensor and max(p, q) > MOST_SUMS
+
+
+@torch.no_grad()
+def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
+    """The gradient (p, q) of a factor, scale times z^T h, for z (fibers, p) and h (fibers, q)."""
+    out = torch.empty((z.shape[1], h.shape[1]), dtype=z.dtype, device=z.device)
+    return torch.addmm(out, z.mT, h, beta=0, alpha=scale, out=out)
 
 
 def _dense(strides: Sequence[int], columns: int) -> bool:

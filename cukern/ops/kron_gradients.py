@@ -25,7 +25,8 @@ class Gradient(NamedTuple):
 @functools.lru_cache(512)
 def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     """For z [A][p][C] and h [A][q][C]."""
-    tensor = target.tensor and min(p, q) >= 8 and (C == 1 or C % 4 == 0)
+    fours = C == 1 or C % 4 == 0  # what tensor cores' lanes fetch at once; else of a row alone, with zeros beyond
+    tensor = target.tensor and min(p, q) >= 8 and (fours or C > 16)
     size, itemsize = max(target.itemsize, 4), target.itemsize
     if tensor:
         K, J = _side(p), _side(q)
@@ -39,7 +40,7 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
         team, least = ceil(K / KW) * ceil(J / JW), gcd(C, 16 // size)
     threads = max(team, 256 // team * team) if tensor else ceil(max(team, 256) / 32) * 32
     fibers = max(_STAGE // ((K + J) * itemsize), 1)
-    if C == 1 or C * least <= fibers or (C % least == 0 and fibers >= C):
+    if C == 1 or ((fours or not tensor) and (C * least <= fibers or (C % least == 0 and fibers >= C))):
         L, R = 1 << (fibers // C).bit_length() - 1, C
     else:  # the last chunk of a row may be a part of one: as little as can be, but few chunks, of more than one fiber
         each, cost = max(least, 2), 0 if tensor else _CHUNK

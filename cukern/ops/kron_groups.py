@@ -27,6 +27,7 @@ CYCLES_US = 1750.0
 SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 L2_READ = 0.42  # the time to read from the L2 cache, if that of device memory is 1
 L2_BYTES, L2_HELD = 24 << 20, (0.7, 0.42)  # so many bytes in and out stay there: the time to read and to write them
+PARTLY = 3.0  # the time to write what does not begin and end with sectors of 32 bytes: 2 to 3.5 were measured
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
 BETWEEN_US = 5.0  # two launches are slower than the model says of each
@@ -190,7 +191,7 @@ def _tiling(
     for n, piece in enumerate(pieces):
         p, q = prod(s.p for s in piece), prod(s.q for s in piece) // (1 if n else slices)
         pairs = products == 1 and n == 0 and itemsize == 2 and len(piece) == 1 and p % 4 == 0 and p > 8  # in_pairs in kron_tensor.cuh
-        chosen = _config(total // p, p, q, right, size, warps, kind, pairs)
+        chosen = _config(total // p, p, q, right, size, size if n else itemsize, warps, kind, pairs)
         if chosen is None:
             return
         part, issued, waves = chosen
@@ -231,8 +232,9 @@ def _tiling(
         compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
+        sectors = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
         to_read, to_write = L2_HELD if tiles * (numbers / slices + total) * itemsize <= L2_BYTES else (1.0, 1.0)
-        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write))
+        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write * sectors))
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
         streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
@@ -242,8 +244,11 @@ def _tiling(
 
 
 @functools.lru_cache(1 << 14)
-def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind: Kind, pairs: bool) -> tuple[Part, float, float] | None:
-    """The fastest way for so many warps to make a step's sums; a block's cycles of arithmetic, and of shared memory."""
+def _config(
+    fibers: int, p: int, q: int, right: int, size: int, stored: int, warps: int, kind: Kind, pairs: bool
+) -> tuple[Part, float, float] | None:
+    """The fastest way for so many warps to make a step's sums, of numbers `stored` in so many bytes; a block's cycles of arithmetic, and
+    of shared memory."""
     best, (products, split) = None, kind
     if products:
         if min(p, q) < 8 or (p % 2 if right == 1 else right % 4):
@@ -266,7 +271,7 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
             if products == 3:  # add, split
                 others += f * c / 32 / _depth(f, p) + f + (0 if split else c)
             issue = (f * c / 128 * products * MMA_CYCLES + others) / (16 if pairs else 8)
-            waves = (f + (2 if split else 1) * c) / (64 if pairs else 32)
+            waves = (f * _conflicts(p, right, stored, pairs) + (2 if split else 1) * c) / (64 if pairs else 32)
         else:
             loads = f / gcd(f, right if right > 1 else p, 16 // size) + c / gcd(c, 16 // size)
             issue, waves = f * c * size / 4 + loads + 1, (max(f * lanes, f * 8) + max(part.wide, 4 * c)) * size / 128
@@ -277,6 +282,30 @@ def _config(fibers: int, p: int, q: int, right: int, size: int, warps: int, kind
         if best is None or rank < best[0]:
             best = rank, (part, multiplied, fetched)
     return best[1] if best else None
+
+
+@functools.cache
+def _conflicts(p: int, right: int, size: int, pairs: bool) -> float:
+    """How often tensor cores' lanes that one access serves meet in a bank, where no Layout keeps them apart: Lanes4 in kron_tensor.cuh."""
+    if not (p & (p - 1) or right & (right - 1)):
+        return 1.0
+    one, pair = right == 1, 16 if right >= 32 else 8 if right >= 16 else 4
+    width = size * ((4 if pairs else 2) if one else 4)  # bytes of a lane
+    places = []
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        if one:
+            fiber, k = g, t * (4 if pairs else 2)
+        else:
+            h = g // 2
+            fiber, k = g % 2 * pair + (4 * h if pair == 16 else h % 2 * 4 + h // 2 * 16 if pair == 8 else 8 * h), t * (2 if pairs else 1)
+        places.append((fiber // right * p * right + fiber % right + k * right) * size // 4)
+    together, most = 128 // width, []
+    for first in range(0, 32, together):
+        words = {n + i for n in places[first : first + together] for i in range(max(1, width // 4))}
+        banks = [w % 32 for w in words]
+        most.append(max(banks.count(b) for b in banks))
+    return sum(most) / len(most)
 
 
 def _high(p: int, products: int, pairs: bool) -> int:

@@ -1,7 +1,7 @@
 """How kron_linear v4 takes a layer of two or three factors in one launch on tensor cores: see Pages4 in kron_pages.cuh,
 Wide4 in kron_wide.cuh, and Piles4 in kron_page_products.cuh.
 
-Sizes are multiples of 16, but for Wide4's left factor, and numbers 16-bit: in TF32 the other launches are as fast.
+Sizes are multiples of 16, but for Wide4, and numbers 16-bit: in TF32 the other launches are as fast.
 """
 
 from math import ceil, gcd, prod
@@ -13,6 +13,8 @@ from cukern.ops.kron_plan import Sizes, Step
 
 IN_FLIGHT = 32 << 10  # bytes on their way to a multiprocessor that keep device memory busy
 PRODUCT_CYCLES = 7  # of 16 x 8 x 16, beside all else that a warp issues
+MOST_COLUMNS = 160  # that warpgroups take
+COPY_CYCLES, PACKED_CYCLES = 0.3, 0.065  # of a multiprocessor, of a copy of few bytes and of a number that is stored packed
 WAITING = 2  # how much longer all takes, over the number of warps that a multiprocessor has
 
 
@@ -75,9 +77,25 @@ class Wide(NamedTuple):
     @property
     def shared(self) -> int:
         right, left = self.steps
-        pages = self.teams * self.stages * _panels(_high(left.p), right.p)
-        matrix = _high(left.p) * (_high(left.q) + 8) * 2
-        return (_panels(right.p, right.q) if self.split else right.p * right.q * 4) + pages + matrix
+        high, deep, across = _sixteens(left.p), _sixteens(right.p), _sixteens(right.q)
+        factor = _panels(deep, across) if self.split else deep * across * 4
+        matrix, room = high * (_sixteens(left.q) + 8) * 2, 128 * self.teams * right.q if right.q % 16 else 0
+        return factor + self.teams * self.stages * _panels(high, deep) + (max(matrix, room) if self.held else matrix + room)
+
+    @property
+    def held(self) -> bool:
+        """Whether the left factor stays in registers: HELD in kron_wide.cuh."""
+        right, left = self.steps
+        return left.q <= 128 and (_sixteens(right.p) + _sixteens(right.q)) // 2 + _of_left(left) <= 192
+
+    @property
+    def registers(self) -> int:
+        """About how many a thread needs, as compiled."""
+        right, left = self.steps
+        rest = 48 + (32 if right.q % 2 or left.p % 2 else 0)
+        if not self.held:
+            rest += 24 if self.split or right.q % 16 == 0 else 48
+        return (_sixteens(right.p) + _sixteens(right.q)) // 2 + (_of_left(left) if self.held else _sixteens(left.p) // 4) + rest
 
     def template(self, added: bool = False) -> str:
         return f"Wide4<{text(self.teams, self.stages, added, *_factors(self.steps))}>"
@@ -117,7 +135,7 @@ def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Wi
     fast enough; `bfloat`: of bfloat16."""
     if target.itemsize != 2 or not target.tensor or target.aligned < 16:
         return None
-    if len(sizes) not in (2, 3) or any(n % 16 for n in sizes[-1]):
+    if len(sizes) not in (2, 3):
         return None
     made: list[Pages | Wide | Piles | None] = [wide(sizes, rows, target, bfloat)] if len(sizes) == 2 else []
     if 2 * rows >= target.multiprocessors and not any(n % 16 for size in sizes for n in size):
@@ -146,16 +164,16 @@ def pages(sizes: Sizes, rows: int, target: Target, split: bool) -> Pages | None:
 def wide(sizes: Sizes, rows: int, target: Target, split: bool) -> Wide | None:
     """With as many warpgroups as registers and shared memory allow."""
     steps = right, left = _in_order(sizes)
-    if not target.warpgroups or left.q < 48 or not 32 <= right.p <= 128 or right.q > 128:
+    if not target.warpgroups or left.q < 48 or not 32 <= right.p <= MOST_COLUMNS or right.p % 2 or right.q > MOST_COLUMNS:
         return None
-    parts = ceil(left.q / 64)
-    registers = (right.p + right.q) // 2 + parts * _high(left.p) // 4 + 48
+    made = []
     for teams in (4, 3, 2, 1):
-        stages = max(2, 1 + ceil(IN_FLIGHT / (teams * left.p * right.p * 2)))
-        plan = Wide(steps, teams, stages, split)
-        if registers <= min(255, 512 // teams) and plan.shared <= target.shared:
-            return plan._replace(us=_us_of_wide(plan, rows, target))
-    return None
+        most = max(2, 1 + ceil(IN_FLIGHT / (teams * left.p * right.p * 2)))
+        for stages in (most, 1):
+            plan = Wide(steps, teams, stages, split)
+            if plan.registers <= min(240, 512 // teams) and plan.shared <= target.shared:
+                made.append(plan._replace(us=_us_of_wide(plan, rows, target)))
+    return min(made, key=lambda plan: plan.us, default=None)
 
 
 def piles(sizes: Sizes, rows: int, target: Target) -> Piles | None:
@@ -201,7 +219,12 @@ def _us_of_pages(plan: Pages, rows: int, target: Target) -> float:
 
 def _us_of_wide(plan: Wide, rows: int, target: Target) -> float:
     right, left = plan.steps
-    cycles = ceil(left.q / 64) * right.p * (_high(left.p) + 2 * right.q) / 32  # of tensor cores, which seldom wait
+    cycles = (
+        ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 * _sixteens(right.q)) / 32
+    )  # of tensor cores, which seldom wait
+    copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # that there are besides those of 16 bytes
+    cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
+    cycles *= (1.15 if plan.stages == 1 else 1.0) * (1.0 if plan.held else 1.2)
     return _us(max(1.0, rows / target.multiprocessors) * cycles / CYCLES_US, plan.steps, 1, rows, target)
 
 
@@ -224,9 +247,14 @@ def _factors(steps: tuple[Step, ...]) -> list[str]:
     return [f"Factor<{s.p}, {s.q}>" for s in reversed(steps)]
 
 
-def _high(rows: int) -> int:
-    """Rows of a page in shared memory, with those that stay 0: HIGH in kron_wide.cuh."""
-    return ceil(rows / 16) * 16
+def _sixteens(n: int) -> int:
+    """Rows or columns in shared memory, with those that stay 0: HIGH, DEEP and ACROSS in kron_wide.cuh."""
+    return ceil(n / 16) * 16
+
+
+def _of_left(left: Step) -> int:
+    """Registers for all of a left factor."""
+    return ceil(left.q / 64) * _sixteens(left.p) // 4
 
 
 def _panels(rows: int, columns: int) -> int:

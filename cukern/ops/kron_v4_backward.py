@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_backward, kron_chain, kron_groups, kron_quarter, kron_v3, kron_v4
+from cukern.ops import kron_backward, kron_chain, kron_gemm, kron_groups, kron_quarter, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_v3 import PLAIN, Epilogue, pointers, sum_dtype
@@ -216,6 +216,8 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
         return kron_v3.contraction(z, h, scale)
     device, kind = z.get_device(), sum_dtype(z.dtype)
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
+    if kron_gemm.better_gradient(p, h.shape[2], C, target):
+        return kron_gemm.contraction(z.view(A, p), h.view(A, -1), scale)[None]
     plan = gradient(A, p, h.shape[2], C, target)
     partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
     launch = _V4_BWD[z.dtype, kind, plan.template].on(device)

@@ -30,9 +30,9 @@ struct PageMemory {
     static constexpr int PAGE = Plan::P1 * Plan::LDX;  // numbers
 };
 
-// Products from which a lane has neighbours of y: 16 bytes, or 8.
+// Products from which a lane has neighbours of y: 16 bytes, or 8, or 4.
 template <int Q>
-constexpr int NEIGHBOURS = Q % 32 ? 2 : 4;
+constexpr int NEIGHBOURS = Q % 16 ? 1 : Q % 32 ? 2 : 4;
 
 // Which column of the products is w2's column j: lane t has 2 t and 2 t + 1 of each product, and those of NEIGHBOURS shall be neighbours.
 template <int Q>
@@ -67,12 +67,13 @@ __device__ __forceinline__ void each_unit(const F& f) {
 }
 
 // put(row, column, numbers) of a factor, N neighbours of a row where its rows are contiguous, by all threads of a block. `meanwhile` is done
-// while they are on their way: it asks for the pages, behind which the factors would come as late as these.
+// while they are on their way, if registers hold them: it asks for the pages, behind which the factors would come as late as these.
 template <int P, int Q, int THREADS, typename T, class Put, class Meanwhile>
 __device__ __forceinline__ void each_number(const T* w, long long p, long long q, const Put& put, const Meanwhile& meanwhile) {
     constexpr int U = gcd(Q, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T)), N = Put::TOGETHER < U ? Put::TOGETHER : U;
-    bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = q == 1 && p % U == 0 && aligned;
-    Vec<T, U> v[((P + 3) / 4 * 4 * Q / U + THREADS - 1) / THREADS];
+    constexpr int COUNT = ((P + 3) / 4 * 4 * Q / U + THREADS - 1) / THREADS, REGISTERS = COUNT * ((U * int(sizeof(T)) + 3) / 4);
+    bool aligned = reinterpret_cast<unsigned long long>(w) % 16 == 0, rows = REGISTERS <= 112 && q == 1 && p % U == 0 && aligned;
+    Vec<T, U> v[COUNT];
     if (rows) each_unit<P, Q, U, THREADS>([&](int n, int k, int j) { v[n] = load_vec<T, U>(w + k * p + j); });
     __syncwarp();  // else the compiler may put `meanwhile` first
     meanwhile();

@@ -59,6 +59,8 @@ constexpr bool IS_BF16<__nv_bfloat16> = true;
 #define CUKERN_P96 CUKERN_P80 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define CUKERN_P112 CUKERN_P96 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define CUKERN_P128 CUKERN_P112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUKERN_P144 CUKERN_P128 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define CUKERN_P160 CUKERN_P144 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define CUKERN_WGMMA_OF(n, types, places, a, b, across, add) \
     "{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types \
     " {" places "}, " a ", %" #b ", add, 1, 1" across ";\n}"
@@ -82,6 +84,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
     CUKERN_WGMMA(96, CUKERN_P96, 48, 49, 50, 51, 52, 53, 54, CUKERN_D8(0), CUKERN_D4(8));
     CUKERN_WGMMA(112, CUKERN_P112, 56, 57, 58, 59, 60, 61, 62, CUKERN_D8(0), CUKERN_D4(8), CUKERN_D2(12));
     CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, 69, 70, CUKERN_D8(0), CUKERN_D8(8));
+    CUKERN_WGMMA(144, CUKERN_P144, 72, 73, 74, 75, 76, 77, 78, CUKERN_D8(0), CUKERN_D8(8), CUKERN_D2(16));
+    CUKERN_WGMMA(160, CUKERN_P160, 80, 81, 82, 83, 84, 85, 86, CUKERN_D8(0), CUKERN_D8(8), CUKERN_D4(16));
 }
 
 // The same of 16-bit numbers, of 64 columns, or 32 of bfloat16, with a described as b is, too.
@@ -106,6 +110,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, un
 #undef CUKERN_P96
 #undef CUKERN_P112
 #undef CUKERN_P128
+#undef CUKERN_P144
+#undef CUKERN_P160
 #undef CUKERN_WGMMA
 #undef CUKERN_WGMMA_IN
 #undef CUKERN_WGMMA_OF
