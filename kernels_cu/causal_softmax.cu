@@ -23,10 +23,14 @@
 #include "common/held_rows.cuh"
 #include "common/softmax_rows.cuh"
 
-// What a row of the scores sees.
-__device__ __forceinline__ Span seen(long long query, long long queries, long long keys, long long window) {
-    long long end = min(max(query + keys - queries + 1, 0LL), keys);
-    return Span(min(max(query + keys - queries + 1 - window, 0LL), end), end, keys);
+// What a row of the scores sees, of which `hidden` queries of its matrix come later. Index is int where a row is held on chip.
+template <typename Index>
+__device__ __forceinline__ Index seen_end(long long hidden, Index keys) {
+    return keys - Index(min(hidden, (long long)keys));
+}
+template <typename Index>
+__device__ __forceinline__ Index seen_begin(Index end, Index keys, long long window) {
+    return max(end - Index(min(window, (long long)keys)), Index(0));
 }
 
 // Grid matrices * queries, or less.
@@ -37,7 +41,8 @@ __global__ void causal_softmax_v1(T* out, double* share, const T* x, const doubl
     Exponential<T> exponential(scale);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long matrix = row / queries, query = row % queries;
-        Span span = seen(query, queries, keys, window);
+        long long last = seen_end(queries - 1 - query, keys);
+        Span span(seen_begin(last, keys, window), last, keys);
         const T* from = x + matrix * x_matrix + query * x_row;
         Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
         compute_t<T> own;
@@ -47,7 +52,8 @@ __global__ void causal_softmax_v1(T* out, double* share, const T* x, const doubl
         compute_t<T> largest = extra.largest(own);
         sum = extra.add_to<true>(sum * exponential.rescale(own, exponential.base(largest)), largest, exponential, threadIdx.x == 0);
         End<T> end(exponential, largest, sum, false, largest);
-        write_columns<true>(out + row * keys, from, span, block_turns(from, 0, keys), end);
+        T* to = out + row * keys;
+        write_columns<true>(to, from, span, block_turns(to, 0, keys), end);
         __syncthreads();
     }
 }
@@ -60,12 +66,14 @@ __global__ void causal_softmax_v1_bwd(T* dx, double* dsink, const T* y, const T*
     Gradient<T> gradient(scale, false);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long matrix = row / queries, query = row % queries;
-        Span span = seen(query, queries, keys, window);
+        long long last = seen_end(queries - 1 - query, keys);
+        Span span(seen_begin(last, keys, window), last, keys);
         const T *ys = y + row * keys, *gs = g + matrix * g_matrix + query * g_row;
         SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
         compute_t<T> own = sum_terms(ys, gs, span, block_turns(ys, span.begin, span.end), gradient);
         compute_t<T> total = extra.add_to(block_reduce<Sum>(own, sums), threadIdx.x == 0);
-        write_gradients<true>(dx + row * keys, ys, gs, span, block_turns(ys, 0, keys), total, gradient);
+        T* to = dx + row * keys;
+        write_gradients<true>(to, ys, gs, span, block_turns(to, 0, keys), total, gradient);
         __syncthreads();
     }
 }
@@ -82,14 +90,13 @@ __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, c
                                             Team& team) {
     long long matrix = matrix_of(row, queries), query = row - matrix * queries;
     Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
-    Span span = seen(query, queries, keys, window);
+    int end = seen_end(queries - 1 - query, keys), begin = seen_begin(end, keys, window);
     if (matrix >= matrices) {
-        matrix = query = row = keys = 0;
-        span = Span(0, 0);
+        matrix = query = row = begin = end = keys = 0;
         extra = Sink{};
     }
-    team_softmax<VECTORS, false, true, EXACT, false>(out + row * keys, x + matrix * x_matrix + query * x_row, span.begin, span.end, keys, team,
-                                                     scale, extra);
+    team_softmax<VECTORS, false, true, EXACT, false>(out + row * keys, x + matrix * x_matrix + query * x_row, begin, end, keys, team, scale,
+                                                     extra);
 }
 
 template <int VECTORS, bool EXACT, class Team, typename T>
@@ -100,14 +107,13 @@ __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, c
     long long matrix = matrix_of(number, queries), i = number - matrix * queries, query = i % 2 ? queries - 1 - i / 2 : i / 2;
     long long row = matrix * queries + query;
     SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
-    Span span = seen(query, queries, keys, window);
+    int end = seen_end(queries - 1 - query, keys), begin = seen_begin(end, keys, window);
     if (matrix >= matrices) {
-        matrix = query = row = keys = 0;
-        span = Span(0, 0);
+        matrix = query = row = begin = end = keys = 0;
         extra = SinkGradient{};
     }
-    team_gradient<VECTORS, false, true, EXACT, false>(dx + row * keys, y + row * keys, g + matrix * g_matrix + query * g_row, span.begin,
-                                                      span.end, keys, team, scale, extra);
+    team_gradient<VECTORS, false, true, EXACT, false>(dx + row * keys, y + row * keys, g + matrix * g_matrix + query * g_row, begin, end, keys,
+                                                      team, scale, extra);
 }
 
 // Grid ceil(matrices * queries / (THREADS / width)); WIDTH as in softmax_v6.
@@ -133,8 +139,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // Grid matrices * queries.
-template <typename T, int VECTORS, int THREADS, bool EXACT>
-__global__ void __launch_bounds__(THREADS)
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     causal_softmax_v2(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries, int keys,
                       long long x_matrix, long long x_row, long long window, double scale) {
     __shared__ Found<T> found;
@@ -143,8 +149,8 @@ __global__ void __launch_bounds__(THREADS)
     row_softmax<VECTORS, EXACT>(out, share, x, sink, matrices, queries, keys, x_matrix, x_row, window, scale, blockIdx.x, team);
 }
 
-template <typename T, int VECTORS, int THREADS, bool EXACT>
-__global__ void __launch_bounds__(THREADS)
+template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     causal_softmax_v2_bwd(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad, long long matrices,
                           long long queries, int keys, long long g_matrix, long long g_row, long long window, double scale) {
     __shared__ Found<T> found;

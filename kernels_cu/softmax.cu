@@ -249,11 +249,12 @@ __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         compute_t<T> largest;
         sum_t<T> sum;
-        Turns turns = block_turns(x + row * x_row, 0, columns);
-        scan_columns(x + row * x_row, Span(0, columns), turns, exponential, largest, sum);
+        const T* from = x + row * x_row;
+        T* to = out + row * columns;
+        scan_columns(from, Span(0, columns), block_turns(from, 0, columns), exponential, largest, sum);
         merge_block(exponential, found, largest, sum);
         End<T> end(exponential, largest, sum, log, largest);
-        write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), turns, end);
+        write_columns<false>(to, from, Span(0, columns), block_turns(to, 0, columns), end);
         __syncthreads();
     }
 }
@@ -264,16 +265,14 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
     Gradient<T> gradient(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *ys = y + row * columns, *gs = g + row * g_row;
-        Turns turns = block_turns(ys, 0, columns);
-        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, Span(0, columns), turns, gradient), sums);
-        write_gradients<false>(dx + row * columns, ys, gs, Span(0, columns), turns, total, gradient);
+        T* to = dx + row * columns;
+        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, Span(0, columns), block_turns(ys, 0, columns), gradient), sums);
+        write_gradients<false>(to, ys, gs, Span(0, columns), block_turns(to, 0, columns), total, gradient);
         __syncthreads();
     }
 }
 
-// ---- v6 and v7: the row in registers. They are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
-
-#define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
+// ---- v6 and v7: the row in registers
 
 // Grid ceil(rows / (blockDim.x / width)), block 128; WIDTH is width, or 0 for any that is a power of 2, but for the edges at least
 // 2 vectors' elements. Where the last warp's rows come to an end, its lanes take part with an empty row.
@@ -353,7 +352,8 @@ __global__ void softmax_v7_write(T* out, const T* x, const double* parts, long l
     merge_block(exponential, found, largest, sum);
     End<T> end(exponential, largest, sum, log, largest);
     const T* from = x + row * x_row;
-    write_columns<false>(out + row * columns, from, Span(begin, stop), block_turns(from, begin, stop), end);
+    T* to = out + row * columns;
+    write_columns<false>(to, from, Span(begin, stop), block_turns(to, begin, stop), end);
 }
 
 template <typename T>
@@ -378,7 +378,7 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns), at = row * columns;
     C total = block_reduce<Sum>(threadIdx.x < pieces ? C(parts[row * pieces + threadIdx.x]) : C(0), sums);
     Gradient<T> gradient(scale, log);
-    write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(y + at, begin, end), total, gradient);
+    write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(dx + at, begin, end), total, gradient);
 }
 
 // ---- v8 to v10: the row in registers and in shared memory, of one block, or of several in turns. Dynamic shared memory: 16 bytes for each

@@ -31,15 +31,10 @@ class Problem(NamedTuple):
         return plan.vectors_of(self.columns, self.dtype.itemsize)
 
     @property
-    def matched(self) -> bool:
-        """Whether a row begins as far past a multiple of 16 bytes in all tensors. Else only in_pieces is for it."""
-        steps = (self.columns - self.row) * self.dtype.itemsize if self.rows > 1 else 0
-        return not (self.apart | steps) % plan.VECTOR_BYTES
-
-    @property
     def exact(self) -> bool:
-        """Whether all rows begin at such multiples, and are whole vectors; nor is a logarithm wanted: so few kernels are compiled."""
-        return self.matched and not self.log and not (self.begin | self.columns * self.dtype.itemsize) % plan.VECTOR_BYTES
+        """Whether all rows begin at multiples of 16 bytes, and are whole vectors; nor is a logarithm wanted: so few kernels are compiled."""
+        step = self.row if self.rows > 1 else 0
+        return not self.log and not (self.begin | self.apart | (self.columns | step) * self.dtype.itemsize) % plan.VECTOR_BYTES
 
 
 Run = Callable[[tuple[int, ...]], None]  # launches on the pointers of the output and of the inputs
@@ -58,8 +53,7 @@ _V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_two(name) for name in ("v6", "v7", "
 @functools.lru_cache(maxsize=4096)
 def first(ways: tuple[Way, ...], problem: Problem) -> Run | None:
     """The first way that holds a row on chip, if there is one."""
-    found = (way(problem) for way in ways if problem.matched or way is in_pieces)
-    return next(filter(None, found), None)
+    return next(filter(None, (way(problem) for way in ways)), None)
 
 
 def in_a_warp(p: Problem) -> Run | None:

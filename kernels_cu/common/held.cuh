@@ -55,18 +55,34 @@ struct Held {
     Words<T> registers[VECTORS], *slots;  // slots: the thread's own, so that they need no barrier
     compute_t<T> edge;
     __device__ __forceinline__ Words<T>& slot(int k, const Share& share) const { return slots[(k - VECTORS) * share.width]; }
-    // `from`: the thread's first vector. All loads are issued before the first is used, so that their latencies overlap.
-    __device__ __forceinline__ void load(const T* from, const Share& share, compute_t<T> missing) {
+    // `from`: the thread's first vector, at a multiple of 16 bytes if `aligned`. All loads are issued before the first is used, so that their
+    // latencies overlap.
+    __device__ __forceinline__ void load(const T* from, const Share& share, compute_t<T> missing, bool aligned) {
+        if (aligned) {
 #pragma unroll
-        for (int k = 0; k < VECTORS; ++k)
-            registers[k] = share.has(k) ? *reinterpret_cast<const Words<T>*>(from + k * share.step * WIDTH<T>) : filled<T>(missing);
+            for (int k = 0; k < VECTORS; ++k)
+                registers[k] = share.has(k) ? *reinterpret_cast<const Words<T>*>(from + k * share.step * WIDTH<T>) : filled<T>(missing);
+        } else {
+            each([&](Words<T>& v, int) { v = filled<T>(missing); });
+            load_apart(registers, from, share.step * WIDTH<T>, [&](int k) { return share.has(k); });
+        }
     }
-    // A group's, of which round `first` is the first.
-    __device__ __forceinline__ void fetch(int first, const T* from, const Share& share, compute_t<T> missing) {
+    // A group's, of which round `first` is the first. No asynchronous copy may begin elsewhere than at a multiple of 16 bytes.
+    __device__ __forceinline__ void fetch(int first, const T* from, const Share& share, compute_t<T> missing, bool aligned) {
+        if (aligned) {
 #pragma unroll
-        for (int k = first; k < first + GROUP; ++k) {
-            if (share.has(k)) cp_async_16(shared_address(&slot(k, share)), from + k * share.step * WIDTH<T>);
-            else if (k < share.rounds) slot(k, share) = filled<T>(missing);
+            for (int k = first; k < first + GROUP; ++k) {
+                if (share.has(k)) cp_async_16(shared_address(&slot(k, share)), from + k * share.step * WIDTH<T>);
+                else if (k < share.rounds) slot(k, share) = filled<T>(missing);
+            }
+        } else {
+            Words<T> v[GROUP];
+#pragma unroll
+            for (int k = 0; k < GROUP; ++k) v[k] = filled<T>(missing);
+            load_apart(v, from + first * share.step * WIDTH<T>, share.step * WIDTH<T>, [&](int k) { return share.has(first + k); });
+#pragma unroll
+            for (int k = 0; k < GROUP; ++k)
+                if (first + k < share.rounds) slot(first + k, share) = v[k];
         }
     }
     // f(vector, k) for each of a thread's vectors in registers.

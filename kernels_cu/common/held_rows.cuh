@@ -3,13 +3,16 @@
 // Of the columns that a row shows, all or a window of them, those that fill whole vectors, of 16 bytes at multiples of 16, are held as
 // such: thread t of a team of `width` has the t-th, the (t + width)-th, ..., in turns with the row's other blocks, if any; the first
 // VECTORS of them in registers, the others, with SLOTS, in shared memory. Those before the first such vector and behind the last, the edges,
-// are one element each for a few threads. All tensors' rows begin as far past a multiple of 16 bytes, so that what is a vector in one is in
-// the others.
+// are one element each for a few threads. Multiples of 16 bytes are those of what is written; what is read and begins elsewhere is read by
+// words (load_apart).
 #pragma once
 #include "ahead.cuh"
 #include "exponential.cuh"
 #include "held.cuh"
 #include "teams.cuh"
+
+// Registers are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
+#define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
 
 // A block's part of the columns from `begin` on. The line that an unaligned row ends in may be left out.
 template <class Team, typename T>
@@ -56,14 +59,16 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     using C = compute_t<T>;
     using E = Exponential<T>;
     constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = sizeof(T) == 2 && !MASKED && !LOG;
-    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(row, begin, end);
+    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(out, begin, end);
     Share share(team, cut.count);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
-    bool shown = EDGES && cut.shows(column);
+    bool shown = EDGES && cut.shows(column), aligned = EXACT || shift_of(row) == shift_of(out);
     Held<T, VECTORS, SLOTS> held;
     held.slots = static_cast<Words<T>*>(slots) + team.lane();
-    held.load(row + at, share, minus_infinity<C>());
-    if constexpr (SLOTS) fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, share, minus_infinity<C>()); });
+    if (SLOTS && !aligned) prefetch_row(team, row, 0, columns);
+    held.load(row + at, share, minus_infinity<C>(), aligned);
+    if constexpr (SLOTS)
+        fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, share, minus_infinity<C>(), aligned); });
     held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
     if constexpr (MASKED) write_hidden(out, cut, columns, team);
     E exponential(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
@@ -154,19 +159,22 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
                                               const SinkGradient& sink, void* slots = nullptr) {
     using C = compute_t<T>;
     constexpr bool EDGES = MASKED || !EXACT;
-    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(y, begin, end);
+    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(dx, begin, end);
     Share share(team, cut.count);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
     bool shown = EDGES && cut.shows(column);
+    bool y_aligned = EXACT || shift_of(y) == shift_of(dx), g_aligned = EXACT || shift_of(g) == shift_of(dx);
     Held<T, VECTORS, SLOTS> ys, gs;
     ys.slots = static_cast<Words<T>*>(slots) + team.lane();
     gs.slots = ys.slots + max(share.rounds - VECTORS, 0) * share.width;
-    ys.load(y + at, share, C(0));
-    gs.load(g + at, share, C(0));
+    if (SLOTS && !y_aligned) prefetch_row(team, y, 0, columns);
+    if (SLOTS && !g_aligned) prefetch_row(team, g, 0, columns);
+    ys.load(y + at, share, C(0), y_aligned);
+    gs.load(g + at, share, C(0), g_aligned);
     if constexpr (SLOTS) {
         fetch_groups(VECTORS, share.rounds, [&](int first) {
-            ys.fetch(first, y + at, share, C(0));
-            gs.fetch(first, g + at, share, C(0));
+            ys.fetch(first, y + at, share, C(0), y_aligned);
+            gs.fetch(first, g + at, share, C(0), g_aligned);
         });
     }
     ys.edge = shown ? load_as(y[column]) : C(0);
