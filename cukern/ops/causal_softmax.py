@@ -222,11 +222,11 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
         steps = keys, (matrices > 1) * int(numbers[0]), (queries > 1) * int(numbers[1])  # of contiguous rows; of x's or g's matrices and rows
         exact = not any(n % plan.VECTOR_BYTES for n in (*begins, *(size * step for step in steps)))
         # The diagonal cuts vectors, so that there are edges.
-        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[size]):
+        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[backward][size]):
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
             key = _warp_key(x.dtype, team, exact)
             warp[key].on(device)(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
-        elif (shape := plan.block_shape(vectors, plan.SHAPES_CAUSAL[size])) and rows <= plan.MOST_BLOCKS:
+        elif (shape := plan.block_shape(vectors, plan.SHAPES_CAUSAL[backward][size])) and rows <= plan.MOST_BLOCKS:
             key = _block_key(x.dtype, shape, exact)
             block[key].on(device)((rows, 1, 1), (shape.threads, 1, 1), 0, *pointers, *x.shape, *numbers)
         else:
@@ -254,8 +254,8 @@ def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
     found = [_V1[dtype], _V1_BWD[dtype]]
     for backward, exact in itertools.product((False, True), repeat=2):
         warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
-        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL[dtype.itemsize])]
-        blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
+        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL[backward][dtype.itemsize])]
+        blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[backward][dtype.itemsize]]
         found += [*(warp[key] for key in warps), *(block[key] for key in blocks)]
     return found
 

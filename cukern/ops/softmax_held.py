@@ -31,10 +31,24 @@ class Problem(NamedTuple):
         return plan.vectors_of(self.columns, self.dtype.itemsize)
 
     @property
+    def alike(self) -> bool:
+        """Whether a row begins as far past a multiple of 16 bytes in all tensors."""
+        steps = (self.columns - self.row) * self.dtype.itemsize if self.rows > 1 else 0
+        return not (self.apart | steps) % plan.VECTOR_BYTES
+
+    @property
     def exact(self) -> bool:
-        """Whether all rows begin at multiples of 16 bytes, and are whole vectors; nor is a logarithm wanted: so few kernels are compiled."""
-        step = self.row if self.rows > 1 else 0
-        return not self.log and not (self.begin | self.apart | (self.columns | step) * self.dtype.itemsize) % plan.VECTOR_BYTES
+        """Whether all rows begin at such multiples, and are whole vectors; nor is a logarithm wanted: so few kernels are compiled."""
+        return self.alike and not self.log and not (self.begin | self.columns * self.dtype.itemsize) % plan.VECTOR_BYTES
+
+    @property
+    def memory(self) -> int:
+        """Bytes of shared memory of a multiprocessor that rows may fill: they have tails unless they are alike (held.cuh)."""
+        shared = backend.shared_memory(self.number)
+        return shared if self.alike else shared // (plan.SLOTS_A_TAIL + 1) * plan.SLOTS_A_TAIL
+
+    def with_tails(self, shared: int) -> int:
+        return shared if self.alike else shared + shared // plan.SLOTS_A_TAIL
 
 
 Run = Callable[[tuple[int, ...]], None]  # launches on the pointers of the output and of the inputs
@@ -96,7 +110,7 @@ def in_pieces(p: Problem) -> Run | None:
 
 def in_shared_memory(p: Problem, blocks: int = 1) -> Run | None:
     """v8."""
-    found = plan.block_hold(p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), p.backward, blocks)
+    found = plan.block_hold(p.vectors, p.dtype.itemsize, p.memory, p.backward, blocks)
     return _launch_held(_V8, p, found, _shape_key(found.shape)) if found else None
 
 
@@ -127,25 +141,25 @@ def in_a_crowd(p: Problem) -> Run | None:
     if found is None:
         return None
     grid, block = (p.rows * found.size, 1, 1), (found.shape.threads, 1, 1)
-    rest = found.size, p.columns, p.row, p.scale
+    rest, shared = (found.size, p.columns, p.row, p.scale), p.with_tails(found.shared)
     kernel = _kernel(_V10, p, _shape_key(found.shape))
 
     def run(pointers: tuple[int, ...]) -> None:
         board = torch.zeros(p.rows * found.size, dtype=torch.int64, device=p.device)
-        kernel(grid, block, found.shared, *pointers, board.data_ptr(), *rest)
+        kernel(grid, block, shared, *pointers, board.data_ptr(), *rest)
 
     return run
 
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
-    return p.rows, p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), backend.multiprocessors(p.number), p.backward
+    return p.rows, p.vectors, p.dtype.itemsize, p.memory, backend.multiprocessors(p.number), p.backward
 
 
 def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:
     if p.rows * held.size > plan.MOST_BLOCKS:
         return None
     grid, numbers = (p.rows * held.size, 1, 1), (p.columns, p.row, p.scale)
-    return _launch(_kernel(templates, p, key), grid, held.shape.threads, held.shared, *numbers)
+    return _launch(_kernel(templates, p, key), grid, held.shape.threads, p.with_tails(held.shared), *numbers)
 
 
 def _launch(kernel: backend.Launch, grid: backend.Dim, threads: int, shared: int, *numbers: float) -> Run:

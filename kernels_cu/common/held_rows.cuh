@@ -52,23 +52,27 @@ __device__ __forceinline__ C sum_of(const C (&r)[N]) {
 }
 
 // A row's columns [begin, end), the others are 0 with MASKED. EXACT also of `out`. 16-bit values in registers become floats, so
-// that no exponential is computed twice, but with MASKED, where the registers are worth more. scale is not negative.
+// that no exponential is computed twice, but where the registers are worth more. scale is not negative.
 template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns, Team& team, double scale,
                                              const Sink& sink, void* slots = nullptr) {
     using C = compute_t<T>;
     using E = Exponential<T>;
-    constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = sizeof(T) == 2 && !MASKED && !LOG;
+    constexpr bool FULL = SLOTS && VECTORS == 2 && !EXACT;  // three blocks of 512 threads: 40 registers
+    constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = sizeof(T) == 2 && !MASKED && !LOG && !FULL;
     Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(out, begin, end);
     Share share(team, cut.count);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
-    bool shown = EDGES && cut.shows(column), aligned = EXACT || shift_of(row) == shift_of(out);
+    bool shown = EDGES && cut.shows(column);
     Held<T, VECTORS, SLOTS> held;
     held.slots = static_cast<Words<T>*>(slots) + team.lane();
-    if (SLOTS && !aligned) prefetch_row(team, row, 0, columns);
-    held.load(row + at, share, minus_infinity<C>(), aligned);
-    if constexpr (SLOTS)
-        fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, share, minus_infinity<C>(), aligned); });
+    held.tails = static_cast<Words<T>*>(slots) + share.slots(VECTORS) * share.width + team.lane() / 32;
+    held.apart = EXACT ? 0 : bytes_past_16(row + at);
+    held.load(row + at, share, minus_infinity<C>());
+    if constexpr (SLOTS) {
+        fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, share, minus_infinity<C>()); });
+        held.put_together(share);
+    }
     held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
     if constexpr (MASKED) write_hidden(out, cut, columns, team);
     E exponential(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
@@ -153,7 +157,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     if (shown || (MASKED && EXACT && column != cut.NOWHERE)) out[column] = shown ? T(ending.template from<LOG>(held.edge)) : T(0.0f);
 }
 
-// `slots` has as much room for g behind that for y.
+// `slots` has as much room for g behind that for y, and so have the tails behind both.
 template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
 __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int begin, int end, int columns, Team& team, double scale,
                                               const SinkGradient& sink, void* slots = nullptr) {
@@ -163,19 +167,22 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
     Share share(team, cut.count);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
     bool shown = EDGES && cut.shows(column);
-    bool y_aligned = EXACT || shift_of(y) == shift_of(dx), g_aligned = EXACT || shift_of(g) == shift_of(dx);
     Held<T, VECTORS, SLOTS> ys, gs;
     ys.slots = static_cast<Words<T>*>(slots) + team.lane();
-    gs.slots = ys.slots + max(share.rounds - VECTORS, 0) * share.width;
-    if (SLOTS && !y_aligned) prefetch_row(team, y, 0, columns);
-    if (SLOTS && !g_aligned) prefetch_row(team, g, 0, columns);
-    ys.load(y + at, share, C(0), y_aligned);
-    gs.load(g + at, share, C(0), g_aligned);
+    gs.slots = ys.slots + share.slots(VECTORS) * share.width;
+    ys.tails = static_cast<Words<T>*>(slots) + 2 * share.slots(VECTORS) * share.width + team.lane() / 32;
+    gs.tails = ys.tails + share.slots(VECTORS) * (share.width / 32);
+    ys.apart = EXACT ? 0 : bytes_past_16(y + at);
+    gs.apart = EXACT ? 0 : bytes_past_16(g + at);
+    ys.load(y + at, share, C(0));
+    gs.load(g + at, share, C(0));
     if constexpr (SLOTS) {
         fetch_groups(VECTORS, share.rounds, [&](int first) {
-            ys.fetch(first, y + at, share, C(0), y_aligned);
-            gs.fetch(first, g + at, share, C(0), g_aligned);
+            ys.fetch(first, y + at, share, C(0));
+            gs.fetch(first, g + at, share, C(0));
         });
+        ys.put_together(share);
+        gs.put_together(share);
     }
     ys.edge = shown ? load_as(y[column]) : C(0);
     gs.edge = shown ? load_as(g[column]) : C(0);

@@ -93,10 +93,11 @@ __device__ __forceinline__ void pack(Words<__half>& v, const float (&r)[8]) {
     }
 }
 
-// How many elements p is past a multiple of 16 bytes.
+// How far p is past a multiple of 16 bytes, and how many elements.
+__device__ __forceinline__ int bytes_past_16(const void* p) { return reinterpret_cast<unsigned long long>(p) % 16; }
 template <typename T>
 __device__ __forceinline__ int shift_of(const T* p) {
-    return reinterpret_cast<unsigned long long>(p) / sizeof(T) % WIDTH<T>;
+    return bytes_past_16(p) / int(sizeof(T));
 }
 
 // How many vectors, counted from a row's first, reach to its column `end`.
@@ -116,9 +117,9 @@ __device__ __forceinline__ Words<T> filled(compute_t<T> value) {
     return v;
 }
 
-// N vectors, `step` elements apart, the first at `from`, which need not be a multiple of 16 bytes: by words of 4 bytes, and where these hold
-// halves of 16-bit pairs, the first also what lies before `from`, then put together once all loads are under way. Only those that has(k)
-// says; the others stay, if all their elements are equal.
+// N vectors, `step` elements apart, the first at `from`, which need not be a multiple of 16 bytes: by words of 4 bytes, and where 16-bit
+// elements begin in the middle of one, the first and the last element alone; these are put together once all loads are under way. Only
+// vectors that has(k) says; the others stay, if all their elements are equal.
 template <int N, typename T, typename Has>
 __device__ __forceinline__ void load_apart(Words<T> (&to)[N], const T* from, int step, Has has) {
     bool odd = sizeof(T) == 2 && reinterpret_cast<unsigned long long>(from) % 4;
@@ -129,14 +130,21 @@ __device__ __forceinline__ void load_apart(Words<T> (&to)[N], const T* from, int
         if (!has(k)) continue;
         const unsigned* words = reinterpret_cast<const unsigned*>(from + k * step - odd);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[k].w[i] = words[i];
-        if (odd) last[k] = *reinterpret_cast<const unsigned short*>(words + 4);
+        for (int i = 1; i < 4; ++i) to[k].w[i] = words[i];
+        if (odd) {
+            to[k].w[0] = *reinterpret_cast<const unsigned short*>(from + k * step);
+            last[k] = *reinterpret_cast<const unsigned short*>(words + 4);
+        } else {
+            to[k].w[0] = words[0];
+        }
     }
     if (!odd) return;
 #pragma unroll
-    for (int k = 0; k < N; ++k)
+    for (int k = 0; k < N; ++k) {
+        to[k].w[0] <<= 16;
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[k].w[i] = __funnelshift_r(to[k].w[i], i < 3 ? to[k].w[i + 1] : last[k], 16);
+    }
 }
 
 // The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). If all are inside: one access of 16
