@@ -83,12 +83,18 @@ __device__ __forceinline__ long long matrix_of(long long number, long long queri
     return (number | queries) >> 31 ? number / queries : unsigned(number) / unsigned(queries);
 }
 
+// The i-th query to be taken; if `mixed` the first, the last, the second, the last but one, ...: long rows and short ones at the same time.
+__device__ __forceinline__ long long query_of(long long i, long long queries, bool mixed) {
+    return !mixed ? i : i % 2 ? queries - 1 - i / 2 : i / 2;
+}
+
 // v2. A team takes one row, the number-th. Beyond the last matrix it takes part in its warp's reductions, with an empty row.
 template <int VECTORS, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
-                                            int keys, long long x_matrix, long long x_row, long long window, double scale, long long row,
+                                            int keys, long long x_matrix, long long x_row, long long window, double scale, long long number,
                                             Team& team) {
-    long long matrix = matrix_of(row, queries), query = row - matrix * queries;
+    long long matrix = matrix_of(number, queries), query = query_of(number - matrix * queries, queries, sizeof(T) > 2);
+    long long row = matrix * queries + query;
     Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
     int end = seen_end(queries - 1 - query, keys), begin = seen_begin(end, keys, window);
     if (matrix >= matrices) {
@@ -103,8 +109,7 @@ template <int VECTORS, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
                                              long long matrices, long long queries, int keys, long long g_matrix, long long g_row,
                                              long long window, double scale, long long number, Team& team) {
-    // The first query, the last, the second, the last but one, ...: long rows and short ones at the same time.
-    long long matrix = matrix_of(number, queries), i = number - matrix * queries, query = i % 2 ? queries - 1 - i / 2 : i / 2;
+    long long matrix = matrix_of(number, queries), query = query_of(number - matrix * queries, queries, true);
     long long row = matrix * queries + query;
     SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
     int end = seen_end(queries - 1 - query, keys), begin = seen_begin(end, keys, window);

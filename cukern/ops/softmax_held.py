@@ -42,13 +42,18 @@ class Problem(NamedTuple):
         return self.alike and not self.log and not (self.begin | self.columns * self.dtype.itemsize) % plan.VECTOR_BYTES
 
     @property
+    def has_tails(self) -> bool:
+        """Whether there is something behind a warp's vectors in shared memory (held.cuh)."""
+        return not self.alike and self.dtype.itemsize == 2
+
+    @property
     def memory(self) -> int:
-        """Bytes of shared memory of a multiprocessor that rows may fill: they have tails unless they are alike (held.cuh)."""
+        """Bytes of a multiprocessor's shared memory that are left for vectors."""
         shared = backend.shared_memory(self.number)
-        return shared if self.alike else shared // (plan.SLOTS_A_TAIL + 1) * plan.SLOTS_A_TAIL
+        return shared // (plan.SLOTS_A_TAIL + 1) * plan.SLOTS_A_TAIL if self.has_tails else shared
 
     def with_tails(self, shared: int) -> int:
-        return shared if self.alike else shared + shared // plan.SLOTS_A_TAIL
+        return shared + shared // plan.SLOTS_A_TAIL if self.has_tails else shared
 
 
 Run = Callable[[tuple[int, ...]], None]  # launches on the pointers of the output and of the inputs

@@ -66,7 +66,7 @@ WARP_VECTORS_CAUSAL = {2: (1, 2, 4), 4: (1, 2, 4, 8), 8: (1,)}, {2: (1, 2, 4), 4
 SHAPES_CAUSAL: tuple[Shapes, Shapes] = (
     {
         2: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(8, 256, 4)),
-        4: (Shape(8, 64, 14), Shape(8, 128, 7), Shape(8, 256, 3), Shape(8, 512, 2)),
+        4: (Shape(8, 64, 14), Shape(8, 128, 7), Shape(8, 256, 4), Shape(8, 512, 2)),
         8: (Shape(2, 512, 1),),
     },
     {

@@ -74,11 +74,11 @@ template <typename T, int VECTORS, bool SLOTS>
 struct Held {
     static constexpr bool HALVES = sizeof(T) == 2;
     Words<T> registers[VECTORS], *slots, *tails;  // slots: the thread's own, so that they need no barrier
-    int apart;                                    // bytes that the vectors begin past multiples of 16 where they are read
     compute_t<T> edge;
     __device__ __forceinline__ Words<T>& slot(int k, const Share& share) const { return slots[(k - VECTORS) * share.width]; }
-    // All loads from the thread's first vector on are issued before the first is used, so that their latencies overlap.
-    __device__ __forceinline__ void load(const T* from, const Share& share, compute_t<T> missing) {
+    // `from`: the thread's first vector; unless `apart`, at a multiple of 16 bytes. All loads are issued before the first is used, so that
+    // their latencies overlap.
+    __device__ __forceinline__ void load(const T* from, bool apart, const Share& share, compute_t<T> missing) {
         if (apart) {
             each([&](Words<T>& v, int) { v = filled<T>(missing); });
             load_apart(registers, from, share.step * WIDTH<T>, [&](int k) { return share.has(k); });
@@ -88,29 +88,30 @@ struct Held {
                 registers[k] = share.has(k) ? *reinterpret_cast<const Words<T>*>(from + k * share.step * WIDTH<T>) : filled<T>(missing);
         }
     }
-    // A group's, of which round `first` is the first. What begins elsewhere is copied by words; since 16-bit elements may begin in the middle of
-    // one, these are copied as the vectors of 16 bytes that they are in, of which each holds something of the row, and put together later.
-    __device__ __forceinline__ void fetch(int first, const T* from, const Share& share, compute_t<T> missing) {
-        const char* at = reinterpret_cast<const char*>(from) - (HALVES ? apart : 0);
+    // A group's, of which round `first` is the first. Those that lie apart are copied by words; since 16-bit elements may begin in the middle
+    // of one, these are copied as the vectors of 16 bytes that they begin in, which are to be put together.
+    __device__ __forceinline__ void fetch(int first, const T* from, bool apart, const Share& share, compute_t<T> missing) {
+        const char* at = reinterpret_cast<const char*>(from);
+        int past = HALVES && apart ? bytes_past_16(from) : 0;
 #pragma unroll
         for (int k = first; k < first + GROUP; ++k) {
-            if (share.has(k)) copy(slot(k, share), at + k * share.step * 16LL);
+            if (share.has(k)) copy(slot(k, share), at - past + k * share.step * 16LL, apart && !HALVES);
             else if (k < share.rounds) slot(k, share) = filled<T>(missing);
         }
         if (!HALVES || !apart) return;
 #pragma unroll 1
         for (int k = first; k < first + GROUP; ++k)
-            if (share.ends_warp(k)) cp_async_16(shared_address(&tail(k, share)), at + k * share.step * 16LL + 16, apart);
+            if (share.ends_warp(k)) cp_async_16(shared_address(&tail(k, share)), at - past + k * share.step * 16LL + 16, past);
     }
-    __device__ __forceinline__ void copy(Words<T>& to, const char* from) const {
+    static __device__ __forceinline__ void copy(Words<T>& to, const char* from, bool by_words) {
         unsigned shared = shared_address(&to);
-        if (HALVES || !apart) return cp_async_16(shared, from);
+        if (!by_words) return cp_async_16(shared, from);
 #pragma unroll
         for (int i = 0; i < 16; i += 4) cp_async<4>(shared + i, from + i, true);
     }
-    // Each of the slots' vectors of what was copied for it, the rest of which the next lane has, or the tail.
-    __device__ __forceinline__ void put_together(const Share& share) {
-        if (!HALVES || !apart) return;
+    // What begins in a lane's vector ends in the next one's, or in the tail.
+    __device__ __forceinline__ void put_together(const T* from, const Share& share) {
+        if (!HALVES) return;
         cp_async_wait<0>();
 #pragma unroll 1
         for (int k = VECTORS; k < share.rounds; ++k) {
@@ -119,7 +120,7 @@ struct Held {
 #pragma unroll
             for (int i = 0; i < 4; ++i) next.w[i] = __shfl_down_sync(~0u, v.w[i], 1);
             if (share.ends_warp(k)) next = tail(k, share);
-            if (share.has(k)) v = shifted(v, next, apart);
+            if (share.has(k)) v = shifted(v, next, bytes_past_16(from));
         }
     }
     __device__ __forceinline__ Words<T>& tail(int k, const Share& share) const { return tails[(k - VECTORS) * (share.width / 32)]; }

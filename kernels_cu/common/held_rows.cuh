@@ -67,13 +67,16 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     Held<T, VECTORS, SLOTS> held;
     held.slots = static_cast<Words<T>*>(slots) + team.lane();
     held.tails = static_cast<Words<T>*>(slots) + share.slots(VECTORS) * share.width + team.lane() / 32;
-    held.apart = EXACT ? 0 : bytes_past_16(row + at);
-    held.load(row + at, share, minus_infinity<C>());
-    if constexpr (SLOTS) {
-        fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, share, minus_infinity<C>()); });
-        held.put_together(share);
-    }
-    held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
+    auto read = [&](bool apart) {
+        held.load(row + at, apart, share, minus_infinity<C>());
+        if constexpr (SLOTS) {
+            fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, apart, share, minus_infinity<C>()); });
+            if (apart) held.put_together(row + at, share);
+        }
+        held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
+    };
+    if (!EXACT && bytes_past_16(row + at)) read(true);
+    else read(false);  // all of it apart: where two ways join, what was loaded is waited for
     if constexpr (MASKED) write_hidden(out, cut, columns, team);
     E exponential(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
     C own = held.edge;
@@ -162,7 +165,7 @@ template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team
 __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int begin, int end, int columns, Team& team, double scale,
                                               const SinkGradient& sink, void* slots = nullptr) {
     using C = compute_t<T>;
-    constexpr bool EDGES = MASKED || !EXACT;
+    constexpr bool EDGES = MASKED || !EXACT, LATE = SLOTS && LOG;  // LATE: registers are rare
     Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(dx, begin, end);
     Share share(team, cut.count);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
@@ -172,20 +175,25 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
     gs.slots = ys.slots + share.slots(VECTORS) * share.width;
     ys.tails = static_cast<Words<T>*>(slots) + 2 * share.slots(VECTORS) * share.width + team.lane() / 32;
     gs.tails = ys.tails + share.slots(VECTORS) * (share.width / 32);
-    ys.apart = EXACT ? 0 : bytes_past_16(y + at);
-    gs.apart = EXACT ? 0 : bytes_past_16(g + at);
-    ys.load(y + at, share, C(0));
-    gs.load(g + at, share, C(0));
-    if constexpr (SLOTS) {
-        fetch_groups(VECTORS, share.rounds, [&](int first) {
-            ys.fetch(first, y + at, share, C(0));
-            gs.fetch(first, g + at, share, C(0));
-        });
-        ys.put_together(share);
-        gs.put_together(share);
-    }
-    ys.edge = shown ? load_as(y[column]) : C(0);
-    gs.edge = shown ? load_as(g[column]) : C(0);
+    auto read = [&](bool apart) {
+        ys.load(y + at, apart, share, C(0));
+        if (!LATE || !apart) gs.load(g + at, apart, share, C(0));
+        if constexpr (SLOTS) {
+            fetch_groups(VECTORS, share.rounds, [&](int first) {
+                ys.fetch(first, y + at, apart, share, C(0));
+                gs.fetch(first, g + at, apart, share, C(0));
+            });
+            if (apart) {
+                ys.put_together(y + at, share);
+                gs.put_together(g + at, share);
+            }
+        }
+        if (LATE && apart) gs.load(g + at, apart, share, C(0));
+        ys.edge = shown ? load_as(y[column]) : C(0);
+        gs.edge = shown ? load_as(g[column]) : C(0);
+    };
+    if (!EXACT && (bytes_past_16(y + at) | bytes_past_16(g + at))) read(true);
+    else read(false);
     if constexpr (MASKED) write_hidden(dx, cut, columns, team);
     Gradient<T> gradient(scale, LOG);
     C total = gradient.template term<LOG>(ys.edge, gs.edge);
