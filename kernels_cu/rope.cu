@@ -31,7 +31,8 @@
 //              Angles for each element (TransformerEngine's) 0.87-0.94: a thread reads 128 bytes of them for 32 of x; no faster with a third
 //              fewer registers; sines taken by the rotation's own blocks, in shared memory, 0.74.
 //              A quarter of a head of 128 in bfloat16 is 64 of 256 bytes: these take an H200 0.48 of the whole's time, whoever reads and
-//              writes them (128 of 256 bytes take 0.55), and so they do here.
+//              writes them, and so they do here. To read them alone takes 0.29, to write them 0.53, as much as 32 or 128 bytes of 256:
+//              memory is written in pieces of 128. The granularity of the L2 cache's fetches (32, 64) changes nothing, bulk copies neither.
 //   version 3: one thread the same vector of two neighbouring heads; in half pairing the pairs' other elements come by shuffles.
 //              Half as many reads of a table with angles for each element: H200, bfloat16, (4096, 1, 128, 128) with the angles' own kernel
 //              0.94 to 0.98, (8192, 4, 24, 128) 0.88 to 0.97, (2048, 4, 32, 128) 0.92 to 0.96; float, whose tables are double, 0.87 to 0.97,

@@ -24,9 +24,13 @@ MAY_IMPORT = {
 }
 
 
-# What is compiled for an architecture: every dtype where it is measured, one of 16 bits where the instructions for these are the oldest;
-# elsewhere float32 shows that a kernel compiles.
-COMPILED = {"sm_75": (torch.float32, torch.bfloat16), "sm_80": (torch.float32, torch.bfloat16), "sm_90a": None}
+# What is compiled for an architecture; elsewhere float32 shows that a kernel compiles. float16 and bfloat16 differ in how they are converted
+# alone, so each architecture has one of them.
+COMPILED = {
+    "sm_75": (torch.float32, torch.bfloat16),
+    "sm_80": (torch.float32, torch.float16),
+    "sm_90a": (torch.float64, torch.float32, torch.bfloat16),
+}
 
 # Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers to give: matmul_v5's fill the
 # register file. NVRTC 12.9 puts none of it in the main loop, 13.0 at most 12 loads and stores into its 1195 instructions.
