@@ -19,8 +19,8 @@
 //  v9       clusters of blocks hold a longer row, and tell one another through distributed shared memory (sm_90)
 //  v10      so many blocks hold a row as it needs, and tell one another through global memory
 //
-// v6 to v10 each do what the last did where they have nothing better. They hold rows that begin as far past a multiple of 16 bytes in x as
-// in out; v5 takes the others, such as a slice x[:, 1:] of an even number of columns.
+// v6 to v10 each do what the last did where they have nothing better. Vectors of 16 bytes are those of the results; where rows of x or g
+// begin elsewhere, as in a slice x[:, :50257] of padded rows, they are read by words, or put together in shared memory (held.cuh).
 //
 // H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.24 (0.002), v3 0.36 (0.006), v4 0.42 (0.008),
 // v5 and v6 0.47 (0.87), v7 1.10 (0.95). v10:

@@ -169,8 +169,8 @@ def test_every_kernel_on_rows_of_any_alignment(device):
 
 @kernels
 def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
-    """Slices of padded rows, and such gradients: each way to hold a row takes them. Two blocks of few threads or four of a cluster make many
-    rounds of a short row; its last warp is full, or not, or has one vector more. NaN stands beside the slices."""
+    """Slices of padded rows, and such gradients: each way to hold a row takes them. Blocks of few threads make many rounds of a short row;
+    its last warp is full, or not. NaN stands beside the slices."""
     small = {size: (plan.Shape(2, 128, 2),) for size in (2, 4, 8)}
     for name in ("HOLDS", "CLUSTERS", "CROWDS"):
         monkeypatch.setattr(plan, name, (small, small))

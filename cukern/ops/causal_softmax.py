@@ -219,7 +219,7 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
         (matrices, queries, keys), device, size = x.shape, x.get_device(), x.itemsize
         vectors, rows = plan.vectors_of(keys, size), matrices * queries
         begins = (*pointers[2:4], pointers[0]) if backward else (pointers[2], pointers[0])  # of y, g and dx; of x and out
-        steps = keys, (matrices > 1) * int(numbers[0]), (queries > 1) * int(numbers[1])  # of contiguous rows; of x's or g's matrices and rows
+        steps = keys, (matrices > 1) * int(numbers[0]), (queries > 1) * int(numbers[1])  # from row to row; of x's or g's matrices and rows
         exact = not any(n % plan.VECTOR_BYTES for n in (*begins, *(size * step for step in steps)))
         # The diagonal cuts vectors, so that there are edges.
         if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[backward][size]):
