@@ -74,11 +74,10 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
             if (apart) held.put_together(row + at, share);
         }
         held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
+        if constexpr (MASKED) write_hidden(out, cut, columns, team);
+        return E(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
     };
-    if (!EXACT && bytes_past_16(row + at)) read(true);
-    else read(false);  // all of it apart: where two ways join, what was loaded is waited for
-    if constexpr (MASKED) write_hidden(out, cut, columns, team);
-    E exponential(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
+    E exponential = !EXACT && bytes_past_16(row + at) ? read(true) : read(false);  // before the ways join, where loads may be waited for
     C own = held.edge;
     held.each([&](const Words<T>& v, int) { own = max(own, largest_of(v)); });
     own = team.near_max(own);
