@@ -13,13 +13,18 @@
 //  v2       up to 32 lanes or a block a row, which stays in registers; zeros are written while the loads are under way
 //
 // H200, of a copy of the bytes that are seen and written, forward (backward). 48 matrices of 1024, float: v1 0.25 (0.61), v2 0.88 (0.96).
-// v2, 192 of 1024 and 48 of 4096: float 0.91 (0.97), 0.91 (0.95), with sums in double within the warps as well 0.88; bfloat16 0.93 (0.96),
-// 0.93 (0.96). What made it so, bfloat16, 4096: 0.72 to 0.91 by no load before a row's own, fewer threads with
-// more vectors each, and the diagonal's vectors as elements of a few threads instead of masks in all loops; 0.93 by the maximum in one
-// instruction a warp. Kept exponentials, which softmax gains from, cost more registers than they save here: 0.87.
+// v2, 192 of 1024 and 48 of 4096: float 0.915 (0.97), 0.92 (0.95), bfloat16 0.93 (0.96), 0.93 (0.96). What made it so, bfloat16, 4096: 0.72
+// to 0.91 by no load before a row's own, fewer threads with more vectors each, and the diagonal's vectors as elements of a few threads
+// instead of masks in all loops; 0.93 by the maximum in one instruction a warp. Kept exponentials, which softmax gains from, cost more
+// registers than they save here: 0.87.
 // Other lengths, by blocks of no more threads than a row has vectors: bfloat16 1500 0.50 (0.64) to 0.72 (0.79), 2048 0.70 (0.88) to 0.91
 // (0.93), float 1500 0.43 (0.77) to 0.73 (0.93), 8192 0.48 (0.73) to 0.77 (0.95). Rows up to 256 are too short, and what is done once for
 // each counts: 0.4 to 0.7. Blocks of 128 threads for those, not 64, are as fast.
+// Float forward by 8 vectors a thread, not 4, since half of the instructions are done once a thread: 256 0.66 to 0.83, 1024, by whole
+// warps, 0.893 to 0.915, 1500 0.71 to 0.81, 2048 0.84 to 0.91, 4096 0.87 to 0.925, 8192 0.74 to 0.92, 16384, by two blocks on a
+// multiprocessor, 0.68 to 0.925; but 512 0.88 to 0.84, and bfloat16 of 4096 0.925 to 0.91. Left to itself the compiler took 52 registers,
+// not 48, and there were four blocks of 256 threads on a multiprocessor, not five: 0.90 to 0.834. Sums in double within the warps: 0.91 to
+// 0.88. Rows in backward's order: float 1024 0.915 to 0.93, 4096 as fast, but 512 0.88 to 0.82, bfloat16 0.925 to 0.885.
 #include "common/held_rows.cuh"
 #include "common/softmax_rows.cuh"
 
@@ -83,18 +88,12 @@ __device__ __forceinline__ long long matrix_of(long long number, long long queri
     return (number | queries) >> 31 ? number / queries : unsigned(number) / unsigned(queries);
 }
 
-// The i-th query to be taken; if `mixed` the first, the last, the second, the last but one, ...: long rows and short ones at the same time.
-__device__ __forceinline__ long long query_of(long long i, long long queries, bool mixed) {
-    return !mixed ? i : i % 2 ? queries - 1 - i / 2 : i / 2;
-}
-
 // v2. A team takes one row, the number-th. Beyond the last matrix it takes part in its warp's reductions, with an empty row.
 template <int VECTORS, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void row_softmax(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
-                                            int keys, long long x_matrix, long long x_row, long long window, double scale, long long number,
+                                            int keys, long long x_matrix, long long x_row, long long window, double scale, long long row,
                                             Team& team) {
-    long long matrix = matrix_of(number, queries), query = query_of(number - matrix * queries, queries, sizeof(T) > 2);
-    long long row = matrix * queries + query;
+    long long matrix = matrix_of(row, queries), query = row - matrix * queries;
     Sink extra{sink ? sink + matrix : nullptr, share ? share + row : nullptr, scale};
     int end = seen_end(queries - 1 - query, keys), begin = seen_begin(end, keys, window);
     if (matrix >= matrices) {
@@ -109,7 +108,8 @@ template <int VECTORS, bool EXACT, class Team, typename T>
 __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, const T* g, const double* share, const double* share_grad,
                                              long long matrices, long long queries, int keys, long long g_matrix, long long g_row,
                                              long long window, double scale, long long number, Team& team) {
-    long long matrix = matrix_of(number, queries), query = query_of(number - matrix * queries, queries, true);
+    // The first query, the last, the second, the last but one, ...: long rows and short ones at the same time.
+    long long matrix = matrix_of(number, queries), i = number - matrix * queries, query = i % 2 ? queries - 1 - i / 2 : i / 2;
     long long row = matrix * queries + query;
     SinkGradient extra{share ? share + row : nullptr, share_grad ? share_grad + row : nullptr, dsink ? dsink + row : nullptr};
     int end = seen_end(queries - 1 - query, keys), begin = seen_begin(end, keys, window);
@@ -117,8 +117,8 @@ __device__ __forceinline__ void row_gradient(T* dx, double* dsink, const T* y, c
         matrix = query = row = begin = end = keys = 0;
         extra = SinkGradient{};
     }
-    team_gradient<VECTORS, false, true, EXACT, false>(dx + row * keys, y + row * keys, g + matrix * g_matrix + query * g_row, begin, end, keys,
-                                                      team, scale, extra);
+    team_gradient<VECTORS, false, true, EXACT, false>(dx + row * keys, y + row * keys, g + matrix * g_matrix + query * g_row, begin, end,
+                                                      keys, team, scale, extra);
 }
 
 // Grid ceil(matrices * queries / (THREADS / width)); WIDTH as in softmax_v6.
