@@ -27,7 +27,7 @@
 //     16 x 2^16           588 (2478)    356   10.4 (61)    414 (1395)    9.2 (40)
 // LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 216, and 678 by the matrix itself.
 // These are of before launches lay side by side (common/ahead.cuh) and what that brought in kron_split.cuh and kron_split_one.cuh: since then
-// 32 x (128, 128) takes 7.8 (22), 16 x 64^3 27.7 (86), 1024 x (64, 64) 15.7 (55), x (128, 128) 96 (275), 4096 x (32, 32) 14.8 (65); in bfloat16
+// 32 x (128, 128) takes 6.6 (22), 16 x 64^3 27.7 (86), 1024 x (64, 64) 15.7 (55), x (128, 128) 96 (275), 4096 x (32, 32) 14.8 (65); in bfloat16
 // 5.4 (16), 17.5 (54), 5.6 (28), 21.5 (154) and 5.6 (24).
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves (130),
 // copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores (1024 x
@@ -58,9 +58,9 @@
 // (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 15.0). What lies between two launches is kept for the backward, if
 // that is two launches of the same factors, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
 // 199 (predicted: 212), 16 x 64^3 from 82 to 68, in TF32 from 84 to 73; and 1024 x 16^4 in bfloat16 from 428 to 319, 8^5 from 284 to 224.
-// What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us of 32 x (128, 128) in float 0.7 go by before a block
-// begins, 1.4 until its numbers are there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What did not
-// help: four (8.2), whose code is too long; 8 warps (8.2) or 16 (9.1).
+// What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us that 32 x (128, 128) took in float 0.7 went by before a block
+// began, 1.4 until its numbers were there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What did not
+// help: four (8.2), whose code is too long; 8 warps (8.2) or 16 (9.1). What did: common/kron_slice.cuh (6.6).
 //
 // Here are v4's kernels for any factors. Beside them, each where it is explained, are those of
 //     common/kron_registers.cuh      factors of 2 to 16, a tile in registers
@@ -69,17 +69,21 @@
 //     common/kron_wide.cuh           two of them by warpgroups (sm_90a)
 //     common/kron_split.cuh          one or two large factors of float by warpgroups, and the backward of two (sm_90a)
 //     common/kron_split_one.cuh      the backward of one of them
-//     common/kron_quarter.cuh        the backward of two factors of few rows (sm_90a)
+//     common/kron_both.cuh           two larger ones in TF32, forward (sm_90a)
+//     common/kron_slice.cuh          two factors of few rows, forward, and
+//     common/kron_quarter.cuh        backward (sm_90a)
 //
 // (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
 // same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
 
 #include "common/kron_backward.cuh"
+#include "common/kron_both.cuh"
 #include "common/kron_gradient.cuh"
 #include "common/kron_page_products.cuh"
 #include "common/kron_quarter.cuh"
 #include "common/kron_registers.cuh"
 #include "common/kron_sixteen.cuh"
+#include "common/kron_slice.cuh"
 #include "common/kron_split.cuh"
 #include "common/kron_split_one.cuh"
 #include "common/kron_wide.cuh"

@@ -24,8 +24,8 @@ MAY_IMPORT = {
 }
 
 
-# What is compiled for an architecture; elsewhere float32 shows that a kernel compiles. float16 and bfloat16 differ in how they are converted
-# alone, so each architecture has one of them.
+# What is compiled for an architecture; elsewhere float32 shows that a kernel compiles. float16 and bfloat16 are alike but for how they are
+# converted, so each architecture has one of them.
 COMPILED = {
     "sm_75": (torch.float32, torch.bfloat16),
     "sm_80": (torch.float32, torch.float16),

@@ -75,7 +75,8 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
     check(variants(sizes, first, count, rows, dtype), device, sizes, first, count, rows, dtype)
 
 
-def check(found, device, sizes, first, count, rows, dtype):
+def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
+    """`bound`: an error that is allowed, though torch's were less."""
     run, order = steps(sizes)[first : first + count], steps(sizes)
     before, inside = {s.factor for s in order[:first]}, [s.factor for s in run]
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
@@ -97,7 +98,7 @@ def check(found, device, sizes, first, count, rows, dtype):
             results.append([back, *[grads[i + 1] for i in inside]])
         for a, again, right, other in zip(*results, exact, torchs, strict=True):
             assert same_bits(a, again), launch.template
-            assert error(a, right) <= 2 * error(other, right) + torch.finfo(dtype).eps, launch.template
+            assert error(a, right) <= 2 * error(other, right) + max(bound, torch.finfo(dtype).eps), launch.template
 
 
 @kernels
@@ -190,13 +191,16 @@ def test_infinities_and_large_numbers(device):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True), value
 
 
+MEMORY = (((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(
-    "sizes, rows", ((((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192))
+    "sizes, rows, dtype",
+    (*((*case, t) for case in MEMORY for t in (torch.float32, torch.bfloat16)), (((128,) * 2,) * 2, 32, torch.float32)),
 )
-def test_memory_beside_the_gradients(dtype, sizes, rows):
-    """Forward and backward have no more at any time than x and y are, besides the results. Of few rows partial sums may be more."""
+def test_memory_beside_the_gradients(sizes, rows, dtype):
+    """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows partial sums may be more."""
     x, ws = draw(rows, sizes, "cuda", dtype)
     leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
     for _ in range(2):  # the first one loads the kernels

@@ -10,8 +10,9 @@ from itertools import product
 from math import ceil, gcd, prod
 from typing import NamedTuple
 
-from cukern.ops import kron_gemm, kron_registers, kron_sixteen, kron_split
+from cukern.ops import kron_gemm, kron_quarter, kron_registers, kron_sixteen, kron_split
 from cukern.ops.kron_plan import Sizes, Step, steps
+from cukern.ops.kron_quarter import Slice
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
 from cukern.ops.kron_split import Split
@@ -84,7 +85,7 @@ class Group(NamedTuple):
         return f"Plan4<{text(self.threads, self.blocks, *tile, self.products, self.split, added, *[p.template for p in self.parts])}>"
 
 
-Launch = Group | Registers | Sixteen | Split
+Launch = Group | Registers | Sixteen | Slice | Split
 
 
 class Target(NamedTuple):
@@ -140,6 +141,7 @@ def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     exact += kron_registers.launches(run, rows, target)
     exact += kron_sixteen.launches(run, rows, target)
     exact += kron_split.forward(run, rows, target)
+    exact += kron_quarter.forward(run, rows, target)
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if len(run) > 1 or (found and not kron_gemm.faster(run[0], rows, target, found.us)):
         return found

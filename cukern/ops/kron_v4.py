@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cukern.ops import kron_gemm, kron_groups, kron_pages, kron_v3
 from cukern.ops.kron_plan import Sizes, Step
+from cukern.ops.kron_quarter import Slice
 from cukern.ops.kron_registers import Registers
 from cukern.ops.kron_sixteen import Sixteen
-from cukern.ops.kron_split import Split
+from cukern.ops.kron_split import Both, Split
 from cukern.ops.kron_v3 import PLAIN, Epilogue
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
@@ -27,6 +28,8 @@ _V4: dict[type, Template] = {
         (kron_pages.Pages, "_pages"),
         (kron_pages.Wide, "_wide"),
         (Split, "_split"),
+        (Both, "_both"),
+        (Slice, "_slice"),
         (kron_pages.Piles, "_piles"),
     )
 }

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops import kron_backward, kron_chain, kron_groups, kron_v3, kron_v4
+from cukern.ops import kron_backward, kron_chain, kron_groups, kron_quarter, kron_v3, kron_v4
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_plan import Sizes, Step
 from cukern.ops.kron_v3 import PLAIN, Epilogue, pointers, sum_dtype
@@ -137,10 +137,17 @@ def _launched(
     strides = [n for w in ws for n in w.stride()]
     none = (0,) * (kron_groups.MOST - len(ws)) if launch.kernel == "group" else ()
     fibers = z.shape[0] * launch.steps[-1].left
-    _FUSED[launch.kernel][z.dtype, launch.template].on(device)(
-        (launch.blocks, 1, 1), (launch.threads, 1, 1), backend.spread(launch.shared, launch.blocks, device),
-        *pointers(partials, out, z, h, *ws), *none, fibers, *strides, *none, *none, scale,
-    )  # fmt: skip
+    run = _FUSED[launch.kernel][z.dtype, launch.template].on(device)
+    geometry, shared = ((launch.blocks, 1, 1), (launch.threads, 1, 1)), backend.spread(launch.shared, launch.blocks, device)
+    if launch.kernel == "quarter":
+        first, rows = kron_quarter.first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
+        run(*geometry, shared, *pointers(partials, *rows, *ws), 0, *strides, scale)
+        if first < fibers:
+            grid = kron_quarter.BLOCKS * (fibers - first), 1, 1
+            run(grid, geometry[1], shared, *pointers(partials, *[t[first:] for t in rows], *ws), 1, *strides, scale)
+        fibers = first
+    else:
+        run(*geometry, shared, *pointers(partials, out, z, h, *ws), *none, fibers, *strides, *none, *none, scale)
     waiting.append(_Waiting(launch, partials, grads, fibers))
     for s, grad in zip(launch.steps, grads, strict=True):
         found[s.factor + 1] = grad

@@ -5,7 +5,8 @@
 #pragma once
 #include "kron_backward.cuh"
 
-// What a number is in shared memory: COUNT numbers of `type`. A float is x = a + b + c exactly, of 8 bits each, all of its sign.
+// What a number is in shared memory: COUNT numbers of `type`. A float is x = a + b + c exactly, of 8 bits each, all of its sign; in Tf32 it
+// is a + b, which has 5 bits more than TF32's own.
 template <typename T>
 struct Pieces {
     using type = T;
@@ -17,28 +18,37 @@ struct Pieces<float> {
     static constexpr int COUNT = 3;
 };
 
-// a and b are finite, and c has the infinity or the NaN, so that none comes of their difference.
-__device__ __forceinline__ void split_in_three(float x, float (&pieces)[3]) {
+struct Tf32;
+template <>
+struct Pieces<Tf32> {
+    using type = __nv_bfloat16;
+    static constexpr int COUNT = 2;
+};
+
+// All but the last are finite, and the last has the infinity or the NaN, so that none comes of their difference.
+template <int COUNT>
+__device__ __forceinline__ void split(float x, float (&pieces)[COUNT]) {
     unsigned bits = __float_as_uint(limited(x, 3.40282347e38f));
     float high = __uint_as_float(bits & 0xffff0000), both = __uint_as_float(bits & 0xffffff00);
     pieces[0] = high;
-    pieces[1] = both - high;
-    pieces[2] = x - both;
+    if (COUNT == 3) pieces[1] = both - high;
+    pieces[COUNT - 1] = x - (COUNT == 3 ? both : high);
 }
 
 // Two neighbours' pieces.
-__device__ __forceinline__ void split_two(float low, float high, unsigned (&pieces)[3]) {
-    float a[3], b[3];
-    split_in_three(low, a);
-    split_in_three(high, b);
+template <int COUNT>
+__device__ __forceinline__ void split_two(float low, float high, unsigned (&pieces)[COUNT]) {
+    float a[COUNT], b[COUNT];
+    split(low, a);
+    split(high, b);
 #pragma unroll
-    for (int i = 0; i < 3; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
+    for (int i = 0; i < COUNT; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
 }
 
 // The same of any type that tensor cores take: 16 bits are rounded.
 template <typename T>
 __device__ __forceinline__ void pieces_of(float low, float high, unsigned (&pieces)[Pieces<T>::COUNT]) {
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (Pieces<T>::COUNT == 1) {
         typename PairOf<T>::type pair;
         narrow(pair, make_float2(low, high));
         pieces[0] = reinterpret_cast<unsigned&>(pair);
@@ -47,17 +57,17 @@ __device__ __forceinline__ void pieces_of(float low, float high, unsigned (&piec
     }
 }
 
-// V neighbours to their places, of each piece, which lie PLANE apart.
-template <int PLANE, typename T, int V>
+// V neighbours to their places, of floats of each of COUNT pieces, which lie PLANE apart.
+template <int PLANE, int COUNT, typename T, int V>
 __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const Vec<T, V>& numbers) {
     if constexpr (sizeof(T) == 2) {
         store_vec(to, numbers);
     } else {
-        unsigned pairs[V / 2][3];
+        unsigned pairs[V / 2][COUNT];
 #pragma unroll
         for (int i = 0; i < V / 2; ++i) split_two(numbers.v[2 * i], numbers.v[2 * i + 1], pairs[i]);
 #pragma unroll
-        for (int piece = 0; piece < 3; ++piece) {
+        for (int piece = 0; piece < COUNT; ++piece) {
             Vec<unsigned, V / 2> all;
 #pragma unroll
             for (int i = 0; i < V / 2; ++i) all.v[i] = pairs[i][piece];
@@ -66,8 +76,10 @@ __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const V
     }
 }
 
-// The six products of two numbers' pieces, small ones first, since tensor cores cut what they add; those left out are below 2^-22.
+// The six products of two numbers' pieces, small ones first, since tensor cores cut what they add; those left out are below 2^-22. Of two
+// pieces it is the last three, of one the last.
 constexpr int PRODUCTS = 6;
+__device__ constexpr int first_product(int pieces) { return pieces == 3 ? 0 : pieces == 2 ? 3 : 5; }
 __device__ constexpr int left_piece(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 __device__ constexpr int right_piece(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 

@@ -14,9 +14,11 @@
 // dW1 exchanged: 16.6; st.async, where barriers of the cluster wait for all stores, and 16 warps a block of the sum: 14.9. Until all is
 // split in shared memory it takes 5.5 (in bfloat16 4.3), then to the end of the second products 2.9, and for exchange, third products and
 // stores 3.9. Side by side with other launches (ahead.cuh) 14.1 and 10.1. What did not help: the first product begun when half of its
-// numbers are there, beside whose products the others are split (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores
-// to shared memory then meet the same banks (0.7 more). The forward so: 8.6, of which 5.2 to the end of the products, for the other
-// kernel's 8.1.
+// numbers are there, beside whose products the others are split (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores to
+// shared memory then meet the same banks (0.7 more). The forward so: 8.6, of which 5.2 to the end of the products (by kron_slice.cuh 6.6).
+//
+// Partial sums were 1.5 times as large as x and y in float. Two launches side by side, of 16 rows each, of which the second adds its own to
+// the first one's: half of that, and 15.5 us for 14.0 (said: 15.2). (A cluster of four, that adds up a row's, would not fit, as above.)
 #pragma once
 #include "ahead.cuh"
 #include "kron_warpgroups.cuh"
@@ -45,19 +47,25 @@ __device__ __forceinline__ void keep_half(float (&half)[8][4], const float (&sum
 }
 
 // Partial sums: of each row 12 parts of 64 x 64, of dw1 [down][right], then of dw0 [two][down][right], each as a warpgroup's lanes have it.
+// MORE: the sum of these and those that are there.
 constexpr int PARTS = 12;
-__device__ __forceinline__ void store_part(float4* partials, int part, const float (&sums)[8][4]) {
+__device__ __forceinline__ void store_part(float4* partials, int part, const float (&sums)[8][4], bool more) {
+    float4 there[8] = {}, *to = partials + part * 1024 + threadIdx.x % 128;
+    if (more)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) there[i] = to[i * 128];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-        partials[part * 1024 + i * 128 + threadIdx.x % 128] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+        to[i * 128] = make_float4(sums[i][0] + there[i].x, sums[i][1] + there[i].y, sums[i][2] + there[i].z, sums[i][3] + there[i].w);
 }
 
 #if __CUDA_ARCH__ >= 900
-// As kron_linear_v4_split_bwd, but w0 and w1 are the right and the left factor. Grid four blocks a row; dynamic shared memory: X, W2, W1, G
-// and H in pieces.
+// As kron_linear_v4_split_bwd, but w0 and w1 are the right and the left factor. MORE: the launch before was of other rows, as many or more,
+// to whose partial sums these are added. It runs beside this one, which waits for it as late as that, and need not wait for those before:
+// it had, when it let this one come. Grid four blocks a row; dynamic shared memory: X, W2, W1, G and H in pieces.
 template <typename T, int SIDE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
-kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
+kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, int more, long long w0_p,
                            long long w0_q, long long w1_p, long long w1_q, double scale) {
     using U = typename Pieces<T>::type;
     constexpr int HALF = SIDE / 2, MATRIX = Pieces<T>::COUNT * SIDE * HALF;
@@ -79,7 +87,8 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
     prefetch_factor(w0, SIDE, SIDE, w0_p, w0_q);
     prefetch_factor(w1, SIDE, SIDE, w1_p, w1_q);
     for (const T* rows : {x, g}) prefetch_tile<SIDE * SIDE / 4, 1>(rows + blockIdx.x * (SIDE * SIDE / 4), 1, 1);
-    wait_for_previous();
+    if (!more) wait_for_previous();
+    let_next_come();
     {
         Underway<Wide, 128, T> rows;
         Underway<Tall, 128, T> columns;
@@ -87,7 +96,6 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
         rows.fetch_any((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : w0_p, q = group ? 1 : w0_q;
         columns.fetch_any((group ? g + row * (SIDE * SIDE) : w0) + right * HALF * q, p, q);
-        let_next_come();
         rows.put_unseated(wide);
         columns.put_unseated(tall);
     }
@@ -109,9 +117,10 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
     float4 *space = reinterpret_cast<float4*>(w1s) + group * 1024, *parts = reinterpret_cast<float4*>(partials) + row * (PARTS * 1024);
     send_half(second, space, full, right);
     wgmma_wait<0>(third);
-    store_part(parts, 4 + down * 4 + group * 2 + right, third);
+    if (more) wait_for_previous();
+    store_part(parts, 4 + down * 4 + group * 2 + right, third, more);
     keep_half(first, second, space, full, right);
-    if (!group) return store_part(parts, down * 2 + right, first);
+    if (!group) return store_part(parts, down * 2 + right, first, more);
     dx += row * (SIDE * SIDE) + down * HALF * SIDE + right * HALF;
     each_two(first, [&](Vec<float, 2> two, int row, int column) {
         float scaled[2] = {two.v[0] * float(scale), two.v[1] * float(scale)};

@@ -35,6 +35,10 @@
 // waiting: hence the warpgroup that does it for them. Said were 7 us less; of 16 x 64^3 it was 59.9 to 58.5, of 1024 x (64, 64) 38.6 to
 // 39.4: perhaps since the second team's first numbers come after the first one's, which was not measured.
 //
+// In TF32 floats are two pieces, and products three, which are still more exact than TF32's own; from mma.sync in TF32: forward of 1024 x
+// (64, 64) 14.8 to 12.8, of 16 x 64^3 29.3 to 22.5; backward of 1024 x (128, 128) 257 to 188 (said: 140, but what is between its launches
+// is not kept here), of (64, 64) 27.8, strict 38, of 16 x 64^3 44, strict 58.
+//
 // What did not help: three teams (forward of (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128
 // bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38; now it spills).
 #pragma once
@@ -42,8 +46,9 @@
 
 // X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward, without the ROOM
 // for the next G.
-template <int TEAMS_, long long C_, class Left_, class Right_>
+template <int TEAMS_, typename Kind_, long long C_, class Left_, class Right_>
 struct Split4 {
+    using Kind = Kind_;
     static constexpr bool LEFT = Left_::COUNT > 0, RIGHT = Right_::COUNT > 0, PAIR = LEFT && RIGHT;
     static constexpr int P1 = LEFT ? Left_::P : 64, Q1 = LEFT ? Left_::Q : 64, P2 = RIGHT ? Right_::P : 64, Q2 = RIGHT ? Right_::Q : 64;
     static constexpr int TEAMS = TEAMS_, THREADS = 128, WIDE = LEFT ? 2 * Q1 : 128, SUMS1 = P1 * Q1, SUMS2 = P2 * Q2;
@@ -51,11 +56,11 @@ struct Split4 {
     // A team's X, forward: one is put down LEAD tiles ahead, since only a turn later another warpgroup sees it, which may still multiply
     // the one before.
     static constexpr int LEAD = WIDE / 128, PLACES = 2 * LEAD;
-    using X = Tiles<P1, P2>;
-    using G = Tiles<Q1, Q2>;
-    using H = Tiles<P1, Q2>;
-    using W1 = Tiles<P1, Q1>;
-    using W2 = Tiles<P2, Q2>;
+    using X = Tiles<P1, P2, Kind>;
+    using G = Tiles<Q1, Q2, Kind>;
+    using H = Tiles<P1, Q2, Kind>;
+    using W1 = Tiles<P1, Q1, Kind>;
+    using W2 = Tiles<P2, Q2, Kind>;
     static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
@@ -68,6 +73,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
                      long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
                      long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
                      long long w7_p, long long w7_q, double scale, long long features) {
+    using Kind = typename Plan::Kind;
     using X = typename Plan::X;
     using W2 = typename Plan::W2;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, ALL = Plan::TEAMS * Plan::WIDE, N = Plan::LEFT ? 64 : Q2;
@@ -117,7 +123,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         };
         fetch(a);
         if (LEAD > 1 && a + step < tiles) Ahead<P1, P2, Plan::WIDE, T>::ahead(x_of(a + step), X_STRIDE);
-        Rows<P1> left;  // [q][p] of this warpgroup's 64 q
+        Rows<P1, Kind> left;  // [q][p] of this warpgroup's 64 q
         {
             using W1 = typename Plan::W1;
             Underway<W1, ALL> whole;
@@ -147,16 +153,16 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         for (; a < tiles; a += step) {
             float y[8][4];
             turns.begin();
-            start_product<P1>(y, left, Described<X, true>(place(now)));
+            start_product<P1, Kind>(y, left, Described<X, true>(place(now)));
             turns.end(a + step < tiles);
             if (a + LEAD * step < tiles) next.put(place((now + LEAD) % PLACES));
             fence_async();
             fetch(a + (LEAD + 1) * step);
             wgmma_wait<0>(y);
             if constexpr (PAIR) {
-                Rows<P2> rows;
+                Rows<P2, Kind> rows;
                 rows.split(y);
-                start_product<P2>(y, rows, Described<W2, true>(right));
+                start_product<P2, Kind>(y, rows, Described<W2, true>(right));
                 wgmma_wait<0>(y);
             }
             give(a, y);
@@ -164,7 +170,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             now = (now + 1) % PLACES;
         }
     } else {
-        Rows<P2> rows;
+        Rows<P2, Kind> rows;
         float numbers[P2 / 8][4];
         auto fetch = [&](long long a) { fetch_seated(numbers, x_of(a), X_STRIDE, rows_of(a)); };
         if (a < tiles) fetch(a);
@@ -175,7 +181,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         for (; a < tiles; a += step) {
             float y[N / 8][4];
             rows.split(numbers);
-            start_product<P2>(y, rows, Described<W2, true>(right));
+            start_product<P2, Kind>(y, rows, Described<W2, true>(right));
             if (a + step < tiles) fetch(a + step);
             wgmma_wait<0>(y);
             give(a, y);
@@ -191,6 +197,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
 kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
                          long long w0_q, long long w1_p, long long w1_q, double scale) {
     using U = __nv_bfloat16;
+    using Kind = typename Plan::Kind;
     using X = typename Plan::X;
     using G = typename Plan::G;
     using H = typename Plan::H;
@@ -278,24 +285,24 @@ kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T
 #pragma unroll 1
         for (; a < tiles; a += TEAMS * gridDim.x, n += TEAMS) {
             float h[8][4], z[8][4];
-            Rows<64> rows;
+            Rows<64, Kind> rows;
             U* xs = all_xs + n % X_PLACES * X::BYTES / 2;
             mbarrier_wait_in_block(x_full(n), n / X_PLACES % 2);
             mbarrier_wait_in_block(g_full(n), n / TEAMS % 2);
-            start_product<P2>(z, Described<X, false>(xs), Described<W2, true>(right));
-            start_product<Q1>(h, Described<W1, false>(left), Described<G, true>(gs));
+            start_product<P2, Kind>(z, Described<X, false>(xs), Described<W2, true>(right));
+            start_product<Q1, Kind>(h, Described<W1, false>(left), Described<G, true>(gs));
             wgmma_wait<1>(z);
             rows.split(z);
-            start_product<Q2>(z, rows, Described<G, false>(gs));
+            start_product<Q2, Kind>(z, rows, Described<G, false>(gs));
             wgmma_wait<1>(h);
             put_rows<H>(hs, h);
             fence_async();
             sync();
-            start_product<Q2>(h, Described<H, false>(hs), Described<W2, false>(right));
+            start_product<Q2, Kind>(h, Described<H, false>(hs), Described<W2, false>(right));
             wgmma_wait<1>(z);
             tell(g_free(n));
             add(sums1, z);
-            start_product<P1>(z, Described<X, true>(xs), Described<H, true>(hs));
+            start_product<P1, Kind>(z, Described<X, true>(xs), Described<H, true>(hs));
             wgmma_wait<1>(h);
             give(a, h);
             wgmma_wait<0>(z);

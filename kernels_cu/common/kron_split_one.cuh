@@ -29,19 +29,21 @@
 
 // C: numbers to the factor's right. PLACES: tiles of g in shared memory. One is put down LEAD tiles ahead: where two warpgroups share it, one
 // sees only a turn later what the other has put down, and may still have its products of the tile before.
-template <int TEAMS_, long long C_, class Factor_>
+template <int TEAMS_, typename Kind_, long long C_, class Factor_>
 struct SplitOne4 {
+    using Kind = Kind_;
     static constexpr bool LEFT = C_ > 1;
-    static constexpr int P = Factor_::P, Q = Factor_::Q, N = 32, HELD = Q == 64 ? 3 : 2;
+    static constexpr int P = Factor_::P, Q = Factor_::Q, N = 32, COUNT = Pieces<Kind>::COUNT, HELD = Q == 64 ? COUNT : 2;
     static constexpr int LEAD = P == 64 ? 1 : 2, PLACES = 2 * LEAD;
     static constexpr int TEAMS = TEAMS_, THREADS = 2 * P;
     static constexpr unsigned ACROSS = LEFT ? C_ / N : 1;
-    using X = Tiles<LEFT ? P : N, LEFT ? N : P>;
-    using G = Tiles<LEFT ? Q : N, LEFT ? N : Q>;
-    using W = Tiles<P, Q>;
+    using X = Tiles<LEFT ? P : N, LEFT ? N : P, Kind>;
+    using G = Tiles<LEFT ? Q : N, LEFT ? N : Q, Kind>;
+    using W = Tiles<P, Q, Kind>;
     static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
-    static constexpr int THIRD = HELD < 3 ? W::PLANE : 0;  // the piece of W in shared memory
-    static constexpr int TEAM = PLACES * G::BYTES, ROOM = (P + Q) * N * 4;  // of a team: bytes of g's tiles, and of what is on its way
+    static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the piece of W in shared memory
+    // Of a team: bytes of g's tiles, where W is staged before, and of what is on its way.
+    static constexpr int STAGED = Staged<W>::SPACE / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED, ROOM = (P + Q) * N * 4;
 };
 
 // 64 rows of W as operand a: HELD pieces in registers, the others in shared memory.
@@ -61,6 +63,7 @@ template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
 kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, const T* w, long long A, long long w_p, long long w_q,
                              double scale) {
+    using Kind = typename Plan::Kind;
     using X = typename Plan::X;
     using G = typename Plan::G;
     using W = typename Plan::W;
@@ -78,11 +81,11 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     Arriving<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
     Vec<T, 4>* x_room = next_g.room + Q * N / 4;
     Vec<T, 2>* x_twos = reinterpret_cast<Vec<T, 2>*>(room + Q * N / 4) + threadIdx.x % THREADS;
-    auto place = [&](int n) { return gs + n * 3 * G::PLANE; };
+    auto place = [&](int n) { return gs + n * G::BYTES / 2; };
     auto x_place = [&](unsigned a) { return LEFT ? a / ACROSS * (P * X_STRIDE) + a % ACROSS * N : a * (1ll * N * P); };
     auto g_place = [&](unsigned a) { return LEFT ? a / ACROSS * (Q * G_STRIDE) + a % ACROSS * N : a * (1ll * N * Q); };
     float h[N / 8][4], z[8][4], sums[Q / 8][4] = {};
-    Rows<N> rows;
+    Rows<N, Kind> rows;
     auto fetch_g = [&](unsigned a) { next_g.fetch(g + g_place(a), G_STRIDE); };
     auto fetch_x = [&](unsigned a) {
         const T* from = x + x_place(a);
@@ -148,12 +151,12 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < Q / 4; ++e) {
-            unsigned two[3];
+            unsigned two[Plan::COUNT];
             split_two(all[e / 2][e % 2 * 2], all[e / 2][e % 2 * 2 + 1], two);
 #pragma unroll
             for (int i = 0; i < Plan::HELD; ++i) factor.pieces[i][e / 4][e % 4] = two[i];
-            if constexpr (Plan::HELD < 3)
-                if (team == 0) put_word<W>(third + W::tile(64 * group, 0), e, two[2]);
+            if constexpr (Plan::HELD < Plan::COUNT)
+                if (team == 0) put_word<W>(third + W::tile(64 * group, 0), e, two[Plan::COUNT - 1]);
         }
         factor.third = Described<W, false>(third, 64 * group).at;
     }
@@ -183,13 +186,13 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     for (; a < tiles; a += step) {
         bool more = a + step < tiles;
         turns.begin();
-        start_product<N>(z, rows, Described<G, !LEFT>(place(now)));
+        start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now)));
         if constexpr (Q > 64) {
             wgmma_wait<0>(z);
             add(sums, z);
-            start_product<N>(z, rows, Described<G, !LEFT>(place(now), 64));
+            start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now), 64));
         }
-        start_product<Q>(h, factor, Described<G, LEFT>(place(now)));
+        start_product<Q, Kind>(h, factor, Described<G, LEFT>(place(now)));
         turns.end(more);
         wgmma_wait<1>(z);
         add(sums, z, Q / 8 - 8);

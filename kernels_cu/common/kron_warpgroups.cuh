@@ -6,9 +6,9 @@
 #include "wgmma.cuh"
 
 // A matrix in shared memory, of each piece one: tiles of 8 x 8 numbers, whose rows of 16 bytes are neighbours, as wgmma takes them.
-template <int ROWS_, int COLUMNS_>
+template <int ROWS_, int COLUMNS_, typename Kind = float>
 struct Tiles {
-    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, PLANE = ROWS * COLUMNS, BYTES = 3 * PLANE * 2;
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, PLANE = ROWS * COLUMNS, COUNT = Pieces<Kind>::COUNT, BYTES = COUNT * PLANE * 2;
     __device__ static constexpr int tile(int row, int column) { return (row / 8 * (COLUMNS / 8) + column / 8) * 64; }
     __device__ static constexpr int place(int row, int column) { return tile(row, column) + row % 8 * 8 + column % 8; }
 };
@@ -86,14 +86,14 @@ __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float
 }
 
 // To shared memory, where Rows put them, of numbers that are not split yet.
-template <class M>
-__device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[8][4]) {
+template <class M, int N>
+__device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[N][4]) {
 #pragma unroll
-    for (int e = 0; e < 16; ++e) {
-        unsigned two[3];
+    for (int e = 0; e < 2 * N; ++e) {
+        unsigned two[M::COUNT];
         split_two(numbers[e / 2][e % 2 * 2], numbers[e / 2][e % 2 * 2 + 1], two);
 #pragma unroll
-        for (int i = 0; i < 3; ++i) put_word<M>(to + i * M::PLANE, e, two[i]);
+        for (int i = 0; i < M::COUNT; ++i) put_word<M>(to + i * M::PLANE, e, two[i]);
     }
 }
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&number
 template <int K, typename T = float, class A, class B, int N>
 __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, const B& b) {
     using U = typename Pieces<T>::type;
-    constexpr int COUNT = Pieces<T>::COUNT, FIRST = COUNT == 1 ? PRODUCTS - 1 : 0;
+    constexpr int COUNT = Pieces<T>::COUNT, FIRST = first_product(COUNT);
     wgmma_fence();
 #pragma unroll
     for (int e = 0; e < (PRODUCTS - FIRST) * K / 16; ++e) {
@@ -176,10 +176,10 @@ __device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column,
     unsigned* words = reinterpret_cast<unsigned*>(to + M::place(row, seat(column)));
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-        unsigned two[3];
+        unsigned two[M::COUNT];
         split_two(four.v[2 * pair], four.v[2 * pair + 1], two);
 #pragma unroll
-        for (int piece = 0; piece < 3; ++piece) words[piece * M::PLANE / 2 + pair * 32] = two[piece];
+        for (int piece = 0; piece < M::COUNT; ++piece) words[piece * M::PLANE / 2 + pair * 32] = two[piece];
     }
 }
 
@@ -206,7 +206,7 @@ struct Underway {
         each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
     }
     __device__ __forceinline__ void put_unseated(typename Pieces<T>::type* to) const {
-        each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE>(to + M::place(row, column), part[i]); });
+        each_four<M, WARPS>([&](int i, int row, int column) { put_pieces<M::PLANE, M::COUNT>(to + M::place(row, column), part[i]); });
     }
 };
 
@@ -225,7 +225,7 @@ struct Staged {
 // first four numbers, the next ones THREADS fours on.
 template <class M, int THREADS, typename T = float>
 struct Arriving {
-    static constexpr int FOURS = M::PLANE / 4 / THREADS, BYTES = M::PLANE * sizeof(T);
+    static constexpr int FOURS = (M::PLANE / 4 + THREADS - 1) / THREADS;
     Vec<T, 4>* room;
 
     __device__ __forceinline__ void fetch(const T* from, long long stride) const {
@@ -234,12 +234,19 @@ struct Arriving {
         });
         cp_async_commit();
     }
-    // Once it has come: all is read before one is written, since for all that ptxas knows they might be the same memory.
+    // Once it has come: MOST are read before one is written, since for all that ptxas knows they might be the same memory.
+    template <int MOST = FOURS>
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
-        Vec<T, 4> fours[FOURS];
+        Vec<T, 4> fours[MOST];
 #pragma unroll
-        for (int i = 0; i < FOURS; ++i) fours[i] = room[i * THREADS];
-        each_four<M, THREADS / 32>([&](int i, int row, int column) { put_four<M>(to, row, column, fours[i]); });
+        for (int first = 0; first < FOURS; first += MOST) {
+            each_four<M, THREADS / 32>([&](int i, int, int) {
+                if (i / MOST == first / MOST) fours[i % MOST] = room[i * THREADS];
+            });
+            each_four<M, THREADS / 32>([&](int i, int row, int column) {
+                if (i / MOST == first / MOST) put_four<M>(to, row, column, fours[i % MOST]);
+            });
+        }
     }
 };
 

@@ -23,6 +23,14 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");  // not read before
 }
 
+// The same of operands a, which may be written again.
+template <int PENDING, int N, int M>
+__device__ __forceinline__ void wgmma_wait(unsigned (&a)[N][M][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+#pragma unroll
+    for (int i = 0; i < N * M * 4; ++i) asm volatile("" : "+r"(a[i / (M * 4)][i / 4 % M][i % 4]) :: "memory");
+}
+
 // What describes operand b (or a, whose rows are what columns are to b) in shared memory, of cores: eight rows of 16 bytes. Along k numbers
 // are neighbours, a core's rows, one after another, are columns, and `along_k` and `across` are bytes to the next cores. Or SWIZZLED: across
 // numbers are neighbours, of 64 columns, eight cores, each row is 128 bytes, whose units of 16 bytes lie at their number xor the row's, in
