@@ -67,6 +67,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     Held<T, VECTORS, SLOTS> held;
     held.slots = static_cast<Words<T>*>(slots) + team.lane();
     held.tails = static_cast<Words<T>*>(slots) + share.slots(VECTORS) * share.width + team.lane() / 32;
+    auto constants = [&] { return E(scale, LOG, 1, !sink.logit); };  // a logit may be far above the columns
     auto read = [&](bool apart) {
         held.load(row + at, apart, share, minus_infinity<C>());
         if constexpr (SLOTS) {
@@ -75,9 +76,14 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
         }
         held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
         if constexpr (MASKED) write_hidden(out, cut, columns, team);
-        return E(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
+        if constexpr (SLOTS) return 0;  // for want of registers
+        else return constants();        // before the ways join, where loads may be waited for
     };
-    E exponential = !EXACT && bytes_past_16(row + at) ? read(true) : read(false);  // before the ways join, where loads may be waited for
+    auto early = !EXACT && bytes_past_16(row + at) ? read(true) : read(false);
+    E exponential = [&] {
+        if constexpr (SLOTS) return constants();
+        else return early;
+    }();
     C own = held.edge;
     held.each([&](const Words<T>& v, int) { own = max(own, largest_of(v)); });
     own = team.near_max(own);
