@@ -75,13 +75,13 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
             if (apart) held.put_together(row + at, share);
         }
         held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
-        if constexpr (MASKED) write_hidden(out, cut, columns, team);
-        if constexpr (SLOTS) return 0;  // for want of registers
-        else return constants();        // before the ways join, where loads may be waited for
+        if constexpr (SLOTS || MASKED) return 0;  // for want of registers
+        else return constants();                  // before the ways join, where loads may be waited for
     };
     auto early = !EXACT && bytes_past_16(row + at) ? read(true) : read(false);
+    if constexpr (MASKED) write_hidden(out, cut, columns, team);
     E exponential = [&] {
-        if constexpr (SLOTS) return constants();
+        if constexpr (SLOTS || MASKED) return constants();
         else return early;
     }();
     C own = held.edge;
