@@ -19,8 +19,8 @@
 //  v9       clusters of blocks hold a longer row, and tell one another through distributed shared memory (sm_90)
 //  v10      so many blocks hold a row as it needs, and tell one another through global memory
 //
-// v6 to v10 each do what the last did where they have nothing better. They hold rows that begin as far past a multiple of 16 bytes in x as
-// in out; v5 takes the others, such as a slice x[:, 1:] of an even number of columns.
+// v6 to v10 each do what the last did where they have nothing better. Vectors of 16 bytes are those of the results; where rows of x or g
+// begin elsewhere, as in a slice x[:, :50257] of padded rows, they are read by words, or put together in shared memory (held.cuh).
 //
 // H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.24 (0.002), v3 0.36 (0.006), v4 0.42 (0.008),
 // v5 and v6 0.47 (0.87), v7 1.10 (0.95). v10:
@@ -64,6 +64,7 @@
 //   128 0.64 to 0.98, of 256 0.84 to 0.98; bfloat16 of 64 0.90 to 1.01, of 128 0.86 to 1.00.
 // * Blocks of no more threads than a row has vectors: backward of 1536 0.73 to 1.00 (float 0.68 to 0.99), of 2048 0.86 to 1.04 (0.79 to 1.04).
 //   Three or four blocks of 256 threads, not two of 512: float 6000 0.75 to 0.99, 8192 0.90 to 0.98.
+// * Slices of padded rows are held too: bfloat16 50257 of 50304 0.19 to 0.87, float 0.93; 16383 of 16384 0.90, 0.96. g so: 0.79, 0.87.
 // * Clusters or crowds for up to 16 rows of 64 KB or more that a block could hold: 1x50257 6.4 to 4.0 us, float 11.6 to 5.4. With more rows
 //   blocks are as fast or faster: float 33x32000 8.0 to 10.5, 100x32000 9.9 to 14.4.
 //
@@ -72,9 +73,11 @@
 // launch: 4096 rows of it are at 0.96 where 1024 are at 0.934. Of 1M it is that blocks wait for one another: if they do not, it is at 0.97,
 // and backward at 1.00 to 1.01. A block waits 6 of 13 to 18 us: 3 for words through a busy L2, the others for the last of its row, whose
 // loads take 5 to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
+// Nor is it the words of 1M: clusters of 16 (0.929 for 0.927, backward 0.916 for 0.913) and a board that need not be cleared are as fast.
 // Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints on all loads and stores, more threads or more than 16 vectors a thread, rows that are
 // partly read twice, clusters for rows that a block holds beside another (50304 0.983 to 0.979), a row's blocks in numbers that divide the
-// GPU's (1M 0.89 to 0.85) or more of them than must be (40 instead of 32: 0.89 to 0.81).
+// GPU's (1M 0.89 to 0.85) or more of them than must be (40 instead of 32: 0.89 to 0.81), what comes next fetched to L2 while a block waits
+// (1M 0.927 to 0.90).
 // Persistent blocks too, even where nobody waits. Those that fetch their next part into what they have just written, parts by a counter:
 // 50304 0.97 to 0.91, float 0.96 to 0.93, 131072 0.94 to 0.84, 1M 0.93 to 0.86; parts in turns: 50304 0.89. Those that have a row in
 // registers while up to three are under way: 131072 0.70.
@@ -249,11 +252,12 @@ __global__ void softmax_v5(T* out, const T* x, long long rows, long long columns
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         compute_t<T> largest;
         sum_t<T> sum;
-        Turns turns = block_turns(x + row * x_row, 0, columns);
-        scan_columns(x + row * x_row, Span(0, columns), turns, exponential, largest, sum);
+        const T* from = x + row * x_row;
+        T* to = out + row * columns;
+        scan_columns(from, Span(0, columns), block_turns(from, 0, columns), exponential, largest, sum);
         merge_block(exponential, found, largest, sum);
         End<T> end(exponential, largest, sum, log, largest);
-        write_columns<false>(out + row * columns, x + row * x_row, Span(0, columns), turns, end);
+        write_columns<false>(to, from, Span(0, columns), block_turns(to, 0, columns), end);
         __syncthreads();
     }
 }
@@ -264,16 +268,14 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
     Gradient<T> gradient(scale, log);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *ys = y + row * columns, *gs = g + row * g_row;
-        Turns turns = block_turns(ys, 0, columns);
-        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, Span(0, columns), turns, gradient), sums);
-        write_gradients<false>(dx + row * columns, ys, gs, Span(0, columns), turns, total, gradient);
+        T* to = dx + row * columns;
+        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, Span(0, columns), block_turns(ys, 0, columns), gradient), sums);
+        write_gradients<false>(to, ys, gs, Span(0, columns), block_turns(to, 0, columns), total, gradient);
         __syncthreads();
     }
 }
 
-// ---- v6 and v7: the row in registers. They are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
-
-#define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
+// ---- v6 and v7: the row in registers
 
 // Grid ceil(rows / (blockDim.x / width)), block 128; WIDTH is width, or 0 for any that is a power of 2, but for the edges at least
 // 2 vectors' elements. Where the last warp's rows come to an end, its lanes take part with an empty row.
@@ -353,7 +355,8 @@ __global__ void softmax_v7_write(T* out, const T* x, const double* parts, long l
     merge_block(exponential, found, largest, sum);
     End<T> end(exponential, largest, sum, log, largest);
     const T* from = x + row * x_row;
-    write_columns<false>(out + row * columns, from, Span(begin, stop), block_turns(from, begin, stop), end);
+    T* to = out + row * columns;
+    write_columns<false>(to, from, Span(begin, stop), block_turns(to, begin, stop), end);
 }
 
 template <typename T>
@@ -378,7 +381,7 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns), at = row * columns;
     C total = block_reduce<Sum>(threadIdx.x < pieces ? C(parts[row * pieces + threadIdx.x]) : C(0), sums);
     Gradient<T> gradient(scale, log);
-    write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(y + at, begin, end), total, gradient);
+    write_gradients<false>(dx + at, y + at, g + row * g_row, Span(begin, end), block_turns(dx + at, begin, end), total, gradient);
 }
 
 // ---- v8 to v10: the row in registers and in shared memory, of one block, or of several in turns. Dynamic shared memory: 16 bytes for each

@@ -113,6 +113,15 @@ def test_rows_of_whole_vectors(device):
 
 @kernels
 @EVERY_VERSION
+def test_rows_that_begin_elsewhere_than_the_results(device, version):
+    """Slices of padded rows, which lanes and blocks hold, with NaN beside them."""
+    for keys, dtype, before in itertools.product((90, 1030), (torch.bfloat16, torch.float32), (1, 2)):
+        padded = torch.full((2, 5, keys + 3), nan, dtype=dtype, device=device)
+        check(padded[:, :, before : before + keys].normal_(), version, window=keys - 20)
+
+
+@kernels
+@EVERY_VERSION
 def test_sinks(device, version):
     x = 2 * torch.randn(2, 3, 9, 12, device=device)
     for sink in (torch.randn(3, device=device), torch.randn(2, 1, device=device), torch.zeros((), device=device)):

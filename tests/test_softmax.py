@@ -168,6 +168,34 @@ def test_every_kernel_on_rows_of_any_alignment(device):
 
 
 @kernels
+def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
+    """Slices of padded rows, and such gradients: each way to hold a row takes them. Blocks of few threads make many rounds of a short row;
+    its last warp is full, or not. NaN stands beside the slices."""
+    small = {size: (plan.Shape(2, 128, 2),) for size in (2, 4, 8)}
+    for name in ("HOLDS", "CLUSTERS", "CROWDS"):
+        monkeypatch.setattr(plan, name, (small, small))
+    monkeypatch.setattr(plan, "LEAST_PART", 300)
+    ways: dict[str, tuple[held.Way, tuple[int, ...]]] = {
+        "a few lanes": (held.in_a_warp, (20, 101)),
+        "a block": (held.in_a_block, (1030,)),
+        "shared memory": (held.in_shared_memory, (8 * 128 * 5 + 72, 8 * 128 * 4 + 731)),
+        "a cluster": (held.in_a_cluster, (8 * 128 * 6 + 61, 8 * 128 * 7 + 300)),
+        "a crowd": (held.in_a_crowd, (8 * 128 * 7 + 75,)),
+    }
+    runs = []
+    for what, (way, lengths) in ways.items():
+        monkeypatch.setattr(held, "first", lambda _, problem, way=way: runs.append(way(problem)) or runs[-1])
+        cases = itertools.product(lengths, (torch.bfloat16, torch.float32), ((0, 1), (3, 0), (1, 6)))
+        for (columns, dtype, (before, after)), name in zip(cases, itertools.cycle(FUNCTIONS), strict=False):
+            rows = 264 if what == "a cluster" and PLACE == "cuda" else 2
+            padded = torch.full((2, rows, before + columns + after), nan, dtype=dtype, device=device)
+            x, g = padded[:, :, before : before + columns].normal_()
+            check(name, x, "v10", g=g)
+            check(name, torch.randn(rows, columns, dtype=dtype, device=device), "v10", g=g)
+    assert None not in runs
+
+
+@kernels
 def test_long_rows(device):
     """By several blocks in two launches, in shared memory, and by clusters."""
     for columns, dtype, versions in (
@@ -400,7 +428,7 @@ def test_the_plan_holds_every_row():
         if warp := plan.warp_team(vectors, itemsize, exact, plan.WARP_VECTORS[itemsize]):
             assert warp.vectors * warp.width >= vectors and warp.width in (1, 2, 4, 8, 16, 32)
             assert exact or warp.width >= 2 * 16 // itemsize, "a lane for each element of two vectors that a row's ends cut"
-        for shapes in (*plan.SHAPES, plan.SHAPES_CAUSAL):
+        for shapes in (*plan.SHAPES, *plan.SHAPES_CAUSAL):
             if found := plan.block_shape(vectors, shapes[itemsize]):
                 assert found.vectors * found.threads >= vectors and found.threads % 32 == 0
     for rows, vectors in itertools.product((1, 7, 64, 10_000), (1, 5000, 100_000, 10_000_000)):

@@ -219,17 +219,14 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
         (matrices, queries, keys), device, size = x.shape, x.get_device(), x.itemsize
         vectors, rows = plan.vectors_of(keys, size), matrices * queries
         begins = (*pointers[2:4], pointers[0]) if backward else (pointers[2], pointers[0])  # of y, g and dx; of x and out
-        steps = (keys * size, *(int(n) * size for n in numbers[:2]))  # of contiguous rows, and of the matrices and rows of x or g
-        apart = [begins[0] - p for p in begins] + [(matrices > 1) * (queries * steps[0] - steps[1]), (queries > 1) * (steps[0] - steps[2])]
-        exact = not any(n % plan.VECTOR_BYTES for n in (begins[0], steps[0], *apart))
-        if any(n % plan.VECTOR_BYTES for n in apart):  # what is a vector in one tensor is none in another
-            return loop(x, pointers, numbers)
+        steps = keys, (matrices > 1) * int(numbers[0]), (queries > 1) * int(numbers[1])  # from row to row; of x's or g's matrices and rows
+        exact = not any(n % plan.VECTOR_BYTES for n in (*begins, *(size * step for step in steps)))
         # The diagonal cuts vectors, so that there are edges.
-        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[size]):
+        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[backward][size]):
             grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
             key = _warp_key(x.dtype, team, exact)
             warp[key].on(device)(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
-        elif (shape := plan.block_shape(vectors, plan.SHAPES_CAUSAL[size])) and rows <= plan.MOST_BLOCKS:
+        elif (shape := plan.block_shape(vectors, plan.SHAPES_CAUSAL[backward][size])) and rows <= plan.MOST_BLOCKS:
             key = _block_key(x.dtype, shape, exact)
             block[key].on(device)((rows, 1, 1), (shape.threads, 1, 1), 0, *pointers, *x.shape, *numbers)
         else:
@@ -243,7 +240,7 @@ def _warp_key(dtype: torch.dtype, team: plan.Team, exact: bool) -> tuple[Any, ..
 
 
 def _block_key(dtype: torch.dtype, shape: plan.Shape, exact: bool) -> tuple[Any, ...]:
-    return dtype, shape.vectors, shape.threads, exact
+    return dtype, *shape, exact
 
 
 _V1, _V1_BWD = (Template("causal_softmax.cu", f"causal_softmax_{name}") for name in ("v1", "v1_bwd"))
@@ -257,8 +254,8 @@ def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
     found = [_V1[dtype], _V1_BWD[dtype]]
     for backward, exact in itertools.product((False, True), repeat=2):
         warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
-        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL[dtype.itemsize])]
-        blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[dtype.itemsize]]
+        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL[backward][dtype.itemsize])]
+        blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[backward][dtype.itemsize]]
         found += [*(warp[key] for key in warps), *(block[key] for key in blocks)]
     return found
 

@@ -31,15 +31,29 @@ class Problem(NamedTuple):
         return plan.vectors_of(self.columns, self.dtype.itemsize)
 
     @property
-    def matched(self) -> bool:
-        """Whether a row begins as far past a multiple of 16 bytes in all tensors. Else only in_pieces is for it."""
+    def alike(self) -> bool:
+        """Whether a row begins as far past a multiple of 16 bytes in all tensors."""
         steps = (self.columns - self.row) * self.dtype.itemsize if self.rows > 1 else 0
         return not (self.apart | steps) % plan.VECTOR_BYTES
 
     @property
     def exact(self) -> bool:
         """Whether all rows begin at such multiples, and are whole vectors; nor is a logarithm wanted: so few kernels are compiled."""
-        return self.matched and not self.log and not (self.begin | self.columns * self.dtype.itemsize) % plan.VECTOR_BYTES
+        return self.alike and not self.log and not (self.begin | self.columns * self.dtype.itemsize) % plan.VECTOR_BYTES
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether there is something behind a warp's vectors in shared memory (held.cuh)."""
+        return not self.alike and self.dtype.itemsize == 2
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a multiprocessor's shared memory that are left for vectors."""
+        shared = backend.shared_memory(self.number)
+        return shared // (plan.SLOTS_A_TAIL + 1) * plan.SLOTS_A_TAIL if self.has_tails else shared
+
+    def with_tails(self, shared: int) -> int:
+        return shared + shared // plan.SLOTS_A_TAIL if self.has_tails else shared
 
 
 Run = Callable[[tuple[int, ...]], None]  # launches on the pointers of the output and of the inputs
@@ -58,8 +72,7 @@ _V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_two(name) for name in ("v6", "v7", "
 @functools.lru_cache(maxsize=4096)
 def first(ways: tuple[Way, ...], problem: Problem) -> Run | None:
     """The first way that holds a row on chip, if there is one."""
-    found = (way(problem) for way in ways if problem.matched or way is in_pieces)
-    return next(filter(None, found), None)
+    return next(filter(None, (way(problem) for way in ways)), None)
 
 
 def in_a_warp(p: Problem) -> Run | None:
@@ -102,7 +115,7 @@ def in_pieces(p: Problem) -> Run | None:
 
 def in_shared_memory(p: Problem, blocks: int = 1) -> Run | None:
     """v8."""
-    found = plan.block_hold(p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), p.backward, blocks)
+    found = plan.block_hold(p.vectors, p.dtype.itemsize, p.memory, p.backward, blocks)
     return _launch_held(_V8, p, found, _shape_key(found.shape)) if found else None
 
 
@@ -133,25 +146,25 @@ def in_a_crowd(p: Problem) -> Run | None:
     if found is None:
         return None
     grid, block = (p.rows * found.size, 1, 1), (found.shape.threads, 1, 1)
-    rest = found.size, p.columns, p.row, p.scale
+    rest, shared = (found.size, p.columns, p.row, p.scale), p.with_tails(found.shared)
     kernel = _kernel(_V10, p, _shape_key(found.shape))
 
     def run(pointers: tuple[int, ...]) -> None:
         board = torch.zeros(p.rows * found.size, dtype=torch.int64, device=p.device)
-        kernel(grid, block, found.shared, *pointers, board.data_ptr(), *rest)
+        kernel(grid, block, shared, *pointers, board.data_ptr(), *rest)
 
     return run
 
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
-    return p.rows, p.vectors, p.dtype.itemsize, backend.shared_memory(p.number), backend.multiprocessors(p.number), p.backward
+    return p.rows, p.vectors, p.dtype.itemsize, p.memory, backend.multiprocessors(p.number), p.backward
 
 
 def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:
     if p.rows * held.size > plan.MOST_BLOCKS:
         return None
     grid, numbers = (p.rows * held.size, 1, 1), (p.columns, p.row, p.scale)
-    return _launch(_kernel(templates, p, key), grid, held.shape.threads, held.shared, *numbers)
+    return _launch(_kernel(templates, p, key), grid, held.shape.threads, p.with_tails(held.shared), *numbers)
 
 
 def _launch(kernel: backend.Launch, grid: backend.Dim, threads: int, shared: int, *numbers: float) -> Run:

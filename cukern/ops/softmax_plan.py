@@ -16,6 +16,7 @@ LEAST_PART = 1024  # vectors of a row that several blocks hold, for each
 MOST_BLOCKS = (1 << 31) - 1  # of a grid
 MOST_VECTORS = 1 << 27  # of a row that is held on chip: its columns are counted in 31 bits
 MOST_OF_A_THREAD = 16  # vectors of a tensor where the blocks of a cluster share a row; with more it was slower
+SLOTS_A_TAIL = 32  # vectors of a warp in shared memory that have one more behind them
 NEXT_TO_SLOTS = 1536  # bytes of shared memory that a block needs for other things, its driver's among them
 
 
@@ -27,7 +28,7 @@ class Team(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A thread holds `vectors` in registers, which suffice for `blocks` of `threads` on a multiprocessor."""
+    """A thread holds `vectors` in registers, which suffice for `blocks` of `threads` on a multiprocessor; 0: as the compiler likes."""
 
     vectors: int
     threads: int
@@ -60,12 +61,20 @@ SHAPES: tuple[Shapes, Shapes] = (
     },
 )
 FEWEST_LANES = 4  # that have several vectors each, so that neighbours' are halves of a line of memory at least
-WARP_VECTORS_CAUSAL = {2: (1, 2, 4), 4: (1, 2, 4), 8: (1,)}
-SHAPES_CAUSAL: Shapes = {
-    2: (Shape(4, 64, 1), Shape(4, 128, 1), Shape(4, 256, 1), Shape(8, 256, 1)),
-    4: (Shape(4, 64, 1), Shape(4, 128, 1), Shape(4, 256, 1), Shape(4, 512, 1), Shape(8, 512, 1)),
-    8: (Shape(2, 512, 1),),
-}
+# Most of a row of scores is written and not read.
+WARP_VECTORS_CAUSAL = {2: (1, 2, 4), 4: (1, 2, 4, 8), 8: (1,)}, {2: (1, 2, 4), 4: (1, 2, 4), 8: (1,)}
+SHAPES_CAUSAL: tuple[Shapes, Shapes] = (
+    {
+        2: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(8, 256, 4)),
+        4: (Shape(8, 64, 14), Shape(8, 128, 7), Shape(8, 256, 4), Shape(8, 512, 2)),
+        8: (Shape(2, 512, 1),),
+    },
+    {
+        2: (Shape(4, 64, 0), Shape(4, 128, 0), Shape(4, 256, 0), Shape(8, 256, 0)),
+        4: (Shape(4, 64, 0), Shape(4, 128, 0), Shape(4, 256, 0), Shape(4, 512, 0), Shape(8, 512, 0)),
+        8: (Shape(2, 512, 0),),
+    },
+)
 
 # Of a block that has a row to itself, by preference; of those of a cluster, and of a crowd: the first that the rows fill the GPU with
 # twice, or the last. Not of float64: nobody is in a hurry with it.

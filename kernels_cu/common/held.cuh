@@ -30,14 +30,18 @@ struct Cut {
 // `width` vectors each, so that together they go over the row from its beginning to its end: memory is faster so. rounds: the most that a
 // thread of the block has.
 struct Share {
-    int first, width, step, own, rounds;
+    int first, width, step, own, rounds, vectors;
     template <class Team>
     __device__ __forceinline__ Share(const Team& team, int vectors)
-        : first(team.rank() * team.width + team.lane()), width(team.width), step(team.width * team.size()) {
+        : first(team.rank() * team.width + team.lane()), width(team.width), step(team.width * team.size()), vectors(vectors) {
         own = team.turns(vectors - first + step - 1);
         rounds = team.turns(vectors - team.rank() * width + step - 1);
     }
     __device__ __forceinline__ bool has(int k) const { return k < own; }
+    // Whether no other lane of the warp has what follows the k-th.
+    __device__ __forceinline__ bool ends_warp(int k) const { return has(k) && (threadIdx.x % 32 == 31 || first + k * step == vectors - 1); }
+    // How many a thread has at most beyond those in registers.
+    __device__ __forceinline__ int slots(int registers) const { return max(rounds - registers, 0); }
 };
 
 // At a multiple of 16 bytes.
@@ -50,25 +54,76 @@ __device__ __forceinline__ void store_vector(T* p, const compute_t<T> (&r)[WIDTH
 
 constexpr int GROUP = 4;  // rounds of vectors in slots that are fetched, and waited for, together
 
+// The 16 bytes that begin `bytes` behind the beginning of `own`, which `next` follows.
+template <typename T>
+__device__ __forceinline__ Words<T> shifted(const Words<T>& own, const Words<T>& next, int bytes) {
+    unsigned w[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) w[i] = i < 4 ? own.w[i] : next.w[i - 4];
+#pragma unroll
+    for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+    Words<T> v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v.w[i] = __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
+    return v;
+}
+
 template <typename T, int VECTORS, bool SLOTS>
 struct Held {
-    Words<T> registers[VECTORS], *slots;  // slots: the thread's own, so that they need no barrier
+    static constexpr bool HALVES = sizeof(T) == 2;
+    Words<T> registers[VECTORS], *slots, *tails;  // slots: the thread's own, so that they need no barrier
     compute_t<T> edge;
     __device__ __forceinline__ Words<T>& slot(int k, const Share& share) const { return slots[(k - VECTORS) * share.width]; }
-    // `from`: the thread's first vector. All loads are issued before the first is used, so that their latencies overlap.
-    __device__ __forceinline__ void load(const T* from, const Share& share, compute_t<T> missing) {
+    // `from`: the thread's first vector; unless `apart`, at a multiple of 16 bytes. All loads are issued before the first is used, so that
+    // their latencies overlap.
+    __device__ __forceinline__ void load(const T* from, bool apart, const Share& share, compute_t<T> missing) {
+        if (apart) {
+            each([&](Words<T>& v, int) { v = filled<T>(missing); });
+            load_apart(registers, from, share.step * WIDTH<T>, [&](int k) { return share.has(k); });
+        } else {
 #pragma unroll
-        for (int k = 0; k < VECTORS; ++k)
-            registers[k] = share.has(k) ? *reinterpret_cast<const Words<T>*>(from + k * share.step * WIDTH<T>) : filled<T>(missing);
-    }
-    // A group's, of which round `first` is the first.
-    __device__ __forceinline__ void fetch(int first, const T* from, const Share& share, compute_t<T> missing) {
-#pragma unroll
-        for (int k = first; k < first + GROUP; ++k) {
-            if (share.has(k)) cp_async_16(shared_address(&slot(k, share)), from + k * share.step * WIDTH<T>);
-            else if (k < share.rounds) slot(k, share) = filled<T>(missing);
+            for (int k = 0; k < VECTORS; ++k)
+                registers[k] = share.has(k) ? *reinterpret_cast<const Words<T>*>(from + k * share.step * WIDTH<T>) : filled<T>(missing);
         }
     }
+    // A group's, of which round `first` is the first. Those that lie apart are copied by words; since 16-bit elements may begin in the middle
+    // of one, these are copied as the vectors of 16 bytes that they begin in, which are to be put together.
+    __device__ __forceinline__ void fetch(int first, const T* from, bool apart, const Share& share, compute_t<T> missing) {
+        const char* at = reinterpret_cast<const char*>(from);
+        int past = HALVES && apart ? bytes_past_16(from) : 0;
+#pragma unroll
+        for (int k = first; k < first + GROUP; ++k) {
+            if (share.has(k)) copy(slot(k, share), at - past + k * share.step * 16LL, apart && !HALVES);
+            else if (k < share.rounds) slot(k, share) = filled<T>(missing);
+        }
+        if (!HALVES || !apart) return;
+#pragma unroll 1
+        for (int k = first; k < first + GROUP; ++k)
+            if (share.ends_warp(k)) cp_async_16(shared_address(&tail(k, share)), at - past + k * share.step * 16LL + 16, past);
+    }
+    static __device__ __forceinline__ void copy(Words<T>& to, const char* from, bool by_words) {
+        unsigned shared = shared_address(&to);
+        if (!by_words) return cp_async_16(shared, from);
+#pragma unroll
+        for (int i = 0; i < 16; i += 4) cp_async<4>(shared + i, from + i, true);
+    }
+    // What begins in a lane's vector ends in the next one's, or in the tail.
+    __device__ __forceinline__ void put_together(const T* from, const Share& share) {
+        if (!HALVES) return;
+        cp_async_wait<0>();
+#pragma unroll 1
+        for (int k = VECTORS; k < share.rounds; ++k) {
+            Words<T>& v = slot(k, share);
+            Words<T> next;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) next.w[i] = __shfl_down_sync(~0u, v.w[i], 1);
+            if (share.ends_warp(k)) next = tail(k, share);
+            if (share.has(k)) v = shifted(v, next, bytes_past_16(from));
+        }
+    }
+    __device__ __forceinline__ Words<T>& tail(int k, const Share& share) const { return tails[(k - VECTORS) * (share.width / 32)]; }
     // f(vector, k) for each of a thread's vectors in registers.
     template <typename F>
     __device__ __forceinline__ void each(F f) {

@@ -3,13 +3,16 @@
 // Of the columns that a row shows, all or a window of them, those that fill whole vectors, of 16 bytes at multiples of 16, are held as
 // such: thread t of a team of `width` has the t-th, the (t + width)-th, ..., in turns with the row's other blocks, if any; the first
 // VECTORS of them in registers, the others, with SLOTS, in shared memory. Those before the first such vector and behind the last, the edges,
-// are one element each for a few threads. All tensors' rows begin as far past a multiple of 16 bytes, so that what is a vector in one is in
-// the others.
+// are one element each for a few threads. Multiples of 16 bytes are those of what is written; what is read and begins elsewhere is read by
+// words (load_apart).
 #pragma once
 #include "ahead.cuh"
 #include "exponential.cuh"
 #include "held.cuh"
 #include "teams.cuh"
+
+// Registers are kept free for BLOCKS blocks on a multiprocessor of an H100 or H200: there it was measured.
+#define ON_SM_90(BLOCKS) (__CUDA_ARCH__ == 900 ? BLOCKS : 1)
 
 // A block's part of the columns from `begin` on. The line that an unaligned row ends in may be left out.
 template <class Team, typename T>
@@ -49,24 +52,38 @@ __device__ __forceinline__ C sum_of(const C (&r)[N]) {
 }
 
 // A row's columns [begin, end), the others are 0 with MASKED. EXACT also of `out`. 16-bit values in registers become floats, so
-// that no exponential is computed twice, but with MASKED, where the registers are worth more. scale is not negative.
+// that no exponential is computed twice, but where the registers are worth more. scale is not negative.
 template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns, Team& team, double scale,
                                              const Sink& sink, void* slots = nullptr) {
     using C = compute_t<T>;
     using E = Exponential<T>;
-    constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = sizeof(T) == 2 && !MASKED && !LOG;
-    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(row, begin, end);
+    constexpr bool FULL = SLOTS && VECTORS == 2 && !EXACT;  // three blocks of 512 threads: 40 registers
+    constexpr bool EDGES = MASKED || !EXACT, KEPT = E::KEPT && !LOG, FLOATS = sizeof(T) == 2 && !MASKED && !LOG && !FULL;
+    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(out, begin, end);
     Share share(team, cut.count);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
     bool shown = EDGES && cut.shows(column);
     Held<T, VECTORS, SLOTS> held;
     held.slots = static_cast<Words<T>*>(slots) + team.lane();
-    held.load(row + at, share, minus_infinity<C>());
-    if constexpr (SLOTS) fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, share, minus_infinity<C>()); });
-    held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
+    held.tails = static_cast<Words<T>*>(slots) + share.slots(VECTORS) * share.width + team.lane() / 32;
+    auto constants = [&] { return E(scale, LOG, 1, !sink.logit); };  // a logit may be far above the columns
+    auto read = [&](bool apart) {
+        held.load(row + at, apart, share, minus_infinity<C>());
+        if constexpr (SLOTS) {
+            fetch_groups(VECTORS, share.rounds, [&](int first) { held.fetch(first, row + at, apart, share, minus_infinity<C>()); });
+            if (apart) held.put_together(row + at, share);
+        }
+        held.edge = shown ? load_as(row[column]) : minus_infinity<C>();
+        if constexpr (SLOTS || MASKED) return 0;  // for want of registers
+        else return constants();                  // before the ways join, where loads may be waited for
+    };
+    auto early = !EXACT && bytes_past_16(row + at) ? read(true) : read(false);
     if constexpr (MASKED) write_hidden(out, cut, columns, team);
-    E exponential(scale, LOG, 1, !sink.logit);  // a logit may be far above the columns
+    E exponential = [&] {
+        if constexpr (SLOTS || MASKED) return constants();
+        else return early;
+    }();
     C own = held.edge;
     held.each([&](const Words<T>& v, int) { own = max(own, largest_of(v)); });
     own = team.near_max(own);
@@ -148,29 +165,40 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
     if (shown || (MASKED && EXACT && column != cut.NOWHERE)) out[column] = shown ? T(ending.template from<LOG>(held.edge)) : T(0.0f);
 }
 
-// `slots` has as much room for g behind that for y.
+// `slots` has as much room for g behind that for y, and so have the tails behind both.
 template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
 __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int begin, int end, int columns, Team& team, double scale,
                                               const SinkGradient& sink, void* slots = nullptr) {
     using C = compute_t<T>;
-    constexpr bool EDGES = MASKED || !EXACT;
-    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(y, begin, end);
+    constexpr bool EDGES = MASKED || !EXACT, LATE = SLOTS && LOG;  // LATE: registers are rare
+    Cut<T, EXACT, SLOTS && !EXACT ? 128 : 16> cut(dx, begin, end);
     Share share(team, cut.count);
     int column = EDGES && team.rank() == 0 ? cut.edge(team.lane()) : cut.NOWHERE, at = cut.first + share.first * WIDTH<T>;
     bool shown = EDGES && cut.shows(column);
     Held<T, VECTORS, SLOTS> ys, gs;
     ys.slots = static_cast<Words<T>*>(slots) + team.lane();
-    gs.slots = ys.slots + max(share.rounds - VECTORS, 0) * share.width;
-    ys.load(y + at, share, C(0));
-    gs.load(g + at, share, C(0));
-    if constexpr (SLOTS) {
-        fetch_groups(VECTORS, share.rounds, [&](int first) {
-            ys.fetch(first, y + at, share, C(0));
-            gs.fetch(first, g + at, share, C(0));
-        });
-    }
-    ys.edge = shown ? load_as(y[column]) : C(0);
-    gs.edge = shown ? load_as(g[column]) : C(0);
+    gs.slots = ys.slots + share.slots(VECTORS) * share.width;
+    ys.tails = static_cast<Words<T>*>(slots) + 2 * share.slots(VECTORS) * share.width + team.lane() / 32;
+    gs.tails = ys.tails + share.slots(VECTORS) * (share.width / 32);
+    auto read = [&](bool apart) {
+        ys.load(y + at, apart, share, C(0));
+        if (!LATE || !apart) gs.load(g + at, apart, share, C(0));
+        if constexpr (SLOTS) {
+            fetch_groups(VECTORS, share.rounds, [&](int first) {
+                ys.fetch(first, y + at, apart, share, C(0));
+                gs.fetch(first, g + at, apart, share, C(0));
+            });
+            if (apart) {
+                ys.put_together(y + at, share);
+                gs.put_together(g + at, share);
+            }
+        }
+        if (LATE && apart) gs.load(g + at, apart, share, C(0));
+        ys.edge = shown ? load_as(y[column]) : C(0);
+        gs.edge = shown ? load_as(g[column]) : C(0);
+    };
+    if (!EXACT && (bytes_past_16(y + at) | bytes_past_16(g + at))) read(true);
+    else read(false);
     if constexpr (MASKED) write_hidden(dx, cut, columns, team);
     Gradient<T> gradient(scale, LOG);
     C total = gradient.template term<LOG>(ys.edge, gs.edge);

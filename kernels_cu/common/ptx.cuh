@@ -14,8 +14,12 @@ __device__ __forceinline__ void cp_async(unsigned shared_dst, const void* src, b
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_dst), "l"(src) : "memory");
 }
+// Only so many of them, and zeros behind.
+__device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_dst), "l"(src), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+    cp_async_16(shared_dst, src, valid ? 16 : 0);
 }
 
 // Close the group of copies that this thread has issued since the last call.

@@ -93,10 +93,11 @@ __device__ __forceinline__ void pack(Words<__half>& v, const float (&r)[8]) {
     }
 }
 
-// How many elements p is past a multiple of 16 bytes.
+// How far p is past a multiple of 16 bytes, and how many elements.
+__device__ __forceinline__ int bytes_past_16(const void* p) { return reinterpret_cast<unsigned long long>(p) % 16; }
 template <typename T>
 __device__ __forceinline__ int shift_of(const T* p) {
-    return reinterpret_cast<unsigned long long>(p) / sizeof(T) % WIDTH<T>;
+    return bytes_past_16(p) / int(sizeof(T));
 }
 
 // How many vectors, counted from a row's first, reach to its column `end`.
@@ -116,11 +117,46 @@ __device__ __forceinline__ Words<T> filled(compute_t<T> value) {
     return v;
 }
 
-// The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). One access of 16 bytes if
-// `aligned`, which says that column `first` is at a multiple of them, and all columns are inside. Index is int or long long.
+// N vectors, `step` elements apart, the first at `from`, which need not be a multiple of 16 bytes: by words of 4 bytes, and where 16-bit
+// elements begin in the middle of one, the first and the last element alone; these are put together once all loads are under way. Only
+// vectors that has(k) says; the others stay, if all their elements are equal.
+template <int N, typename T, typename Has>
+__device__ __forceinline__ void load_apart(Words<T> (&to)[N], const T* from, int step, Has has) {
+    bool odd = sizeof(T) == 2 && reinterpret_cast<unsigned long long>(from) % 4;
+    unsigned last[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        last[k] = to[k].w[0];
+        if (!has(k)) continue;
+        const unsigned* words = reinterpret_cast<const unsigned*>(from + k * step - odd);
+#pragma unroll
+        for (int i = 1; i < 4; ++i) to[k].w[i] = words[i];
+        if (odd) {
+            to[k].w[0] = *reinterpret_cast<const unsigned short*>(from + k * step);
+            last[k] = *reinterpret_cast<const unsigned short*>(words + 4);
+        } else {
+            to[k].w[0] = words[0];
+        }
+    }
+    if (!odd) return;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        to[k].w[0] <<= 16;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[k].w[i] = __funnelshift_r(to[k].w[i], i < 3 ? to[k].w[i + 1] : last[k], 16);
+    }
+}
+
+// The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). If all are inside: one access of 16
+// bytes where `aligned`, which says that column `first` is at a multiple of them. Index is int or long long.
 template <typename T, typename Index>
 __device__ __forceinline__ Words<T> load_columns(const T* row, Index first, Index begin, Index end, bool aligned, compute_t<T> missing) {
-    if (aligned && first >= begin && first + WIDTH<T> <= end) return *reinterpret_cast<const Words<T>*>(row + first);
+    if (first >= begin && first + WIDTH<T> <= end) {
+        if (aligned) return *reinterpret_cast<const Words<T>*>(row + first);
+        Words<T> v[1];
+        load_apart(v, row + first, 0, [](int) { return true; });
+        return v[0];
+    }
     compute_t<T> r[WIDTH<T>];
 #pragma unroll
     for (int j = 0; j < WIDTH<T>; ++j) r[j] = first + j >= begin && first + j < end ? load_as(row[first + j]) : missing;
@@ -129,23 +165,16 @@ __device__ __forceinline__ Words<T> load_columns(const T* row, Index first, Inde
     return v;
 }
 
+// Those in [begin, end), where column `first` is at a multiple of 16 bytes.
 template <typename T, typename Index>
-__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, bool aligned, const Words<T>& v) {
-    if (aligned && first >= begin && first + WIDTH<T> <= end) {
+__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, const compute_t<T> (&r)[WIDTH<T>]) {
+    if (first >= begin && first + WIDTH<T> <= end) {
+        Words<T> v;
+        pack(v, r);
         *reinterpret_cast<Words<T>*>(row + first) = v;
     } else {
-        compute_t<T> r[WIDTH<T>];
-        unpack(v, r);
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j)
             if (first + j >= begin && first + j < end) row[first + j] = T(r[j]);
     }
-}
-
-template <typename T, typename Index>
-__device__ __forceinline__ void store_rounded(T* row, Index first, Index begin, Index end, bool aligned,
-                                              const compute_t<T> (&r)[WIDTH<T>]) {
-    Words<T> v;
-    pack(v, r);
-    store_columns(row, first, begin, end, aligned, v);
 }

@@ -49,25 +49,26 @@ __device__ __forceinline__ void scan_columns(const T* row, const Span& span, Tur
     }
 }
 
+// `turns` at out's vectors, as of write_gradients at dx's: what is written in 16 bytes may be read in less.
 template <bool MASKED, typename T>
 __device__ __forceinline__ void write_columns(T* out, const T* row, const Span& span, Turns turns, const End<T>& end) {
-    int shift = shift_of(row);
-    bool aligned = shift_of(out) == shift;
+    int shift = shift_of(out);
+    bool aligned = shift_of(row) == shift;
     for (long long i = turns.first; i < turns.end; i += turns.step) {
         long long first = i * WIDTH<T> - shift;
         compute_t<T> r[WIDTH<T>];
-        unpack(load_columns(row, first, span.begin, span.end, true, compute_t<T>(0)), r);
+        unpack(load_columns(row, first, span.begin, span.end, aligned, compute_t<T>(0)), r);
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) r[j] = span.hides<MASKED>(first + j) ? compute_t<T>(0) : end.of(r[j]);
-        store_rounded(out, first, span.from, span.to, aligned, r);
+        store_columns(out, first, span.from, span.to, r);
     }
 }
 
 // y and g of a vector.
 template <typename T>
-__device__ __forceinline__ void load_both(const T* y, const T* g, long long first, const Span& span, bool g_aligned,
+__device__ __forceinline__ void load_both(const T* y, const T* g, long long first, const Span& span, bool y_aligned, bool g_aligned,
                                           compute_t<T> (&a)[WIDTH<T>], compute_t<T> (&b)[WIDTH<T>]) {
-    unpack(load_columns(y, first, span.begin, span.end, true, compute_t<T>(0)), a);
+    unpack(load_columns(y, first, span.begin, span.end, y_aligned, compute_t<T>(0)), a);
     unpack(load_columns(g, first, span.begin, span.end, g_aligned, compute_t<T>(0)), b);
 }
 
@@ -78,7 +79,7 @@ __device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, const 
     bool aligned = shift_of(g) == shift;
     compute_t<T> sum = 0, a[WIDTH<T>], b[WIDTH<T>];
     for (long long i = turns.first; i < turns.end; i += turns.step) {
-        load_both(y, g, i * WIDTH<T> - shift, span, aligned, a, b);
+        load_both(y, g, i * WIDTH<T> - shift, span, true, aligned, a, b);
         compute_t<T> here = 0;
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) here += gradient.term(a[j], b[j]);
@@ -90,14 +91,14 @@ __device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, const 
 template <bool MASKED, typename T>
 __device__ __forceinline__ void write_gradients(T* dx, const T* y, const T* g, const Span& span, Turns turns, compute_t<T> total,
                                                 const Gradient<T>& gradient) {
-    int shift = shift_of(y);
-    bool g_aligned = shift_of(g) == shift, dx_aligned = shift_of(dx) == shift;
+    int shift = shift_of(dx);
+    bool y_aligned = shift_of(y) == shift, g_aligned = shift_of(g) == shift;
     compute_t<T> a[WIDTH<T>], b[WIDTH<T>];
     for (long long i = turns.first; i < turns.end; i += turns.step) {
         long long first = i * WIDTH<T> - shift;
-        load_both(y, g, first, span, g_aligned, a, b);
+        load_both(y, g, first, span, y_aligned, g_aligned, a, b);
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) a[j] = span.hides<MASKED>(first + j) ? compute_t<T>(0) : gradient(a[j], b[j], total);
-        store_rounded(dx, first, span.from, span.to, dx_aligned, a);
+        store_columns(dx, first, span.from, span.to, a);
     }
 }
