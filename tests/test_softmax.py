@@ -185,8 +185,8 @@ def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
     runs = []
     for what, (way, lengths) in ways.items():
         monkeypatch.setattr(held, "first", lambda _, problem, way=way: runs.append(way(problem)) or runs[-1])
-        cases = itertools.product(lengths, (torch.bfloat16, torch.float32), ((0, 1), (3, 0), (1, 6)))
-        for (columns, dtype, (before, after)), name in zip(cases, itertools.cycle(FUNCTIONS), strict=False):
+        cases = list(itertools.product(lengths, (torch.bfloat16, torch.float32), ((0, 1), (3, 0), (1, 6))))
+        for (columns, dtype, (before, after)), name in zip(cases[:: 1 if PLACE == "cuda" else 4], itertools.cycle(FUNCTIONS), strict=False):
             rows = 264 if what == "a cluster" and PLACE == "cuda" else 2
             padded = torch.full((2, rows, before + columns + after), nan, dtype=dtype, device=device)
             x, g = padded[:, :, before : before + columns].normal_()
