@@ -385,7 +385,8 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
 }
 
 // ---- v8 to v10: the row in registers and in shared memory, of one block, or of several in turns. Dynamic shared memory: 16 bytes for each
-// vector of a thread beyond VECTORS; backward as much again, for g. Grid rows times the blocks of a row.
+// vector of a thread beyond VECTORS; backward as much again, for g; and as much for each warp's round (tails) where 16-bit numbers of rows
+// that begin apart are shifted. Grid rows times the blocks of a row.
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
 __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))

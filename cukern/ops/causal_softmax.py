@@ -222,10 +222,10 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
         steps = keys, (matrices > 1) * int(numbers[0]), (queries > 1) * int(numbers[1])  # from row to row; of x's or g's matrices and rows
         exact = not any(n % plan.VECTOR_BYTES for n in (*begins, *(size * step for step in steps)))
         # The diagonal cuts vectors, so that there are edges.
-        if team := plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[backward][size]):
-            grid = (-(-rows // (WARP_BLOCK // team.width)), 1, 1)
+        team = plan.warp_team(vectors, size, False, plan.WARP_VECTORS_CAUSAL[backward][size])
+        if team and (blocks := -(-rows // (WARP_BLOCK // team.width))) <= plan.MOST_BLOCKS:
             key = _warp_key(x.dtype, team, exact)
-            warp[key].on(device)(grid, (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
+            warp[key].on(device)((blocks, 1, 1), (WARP_BLOCK, 1, 1), 0, *pointers, *x.shape, *numbers, team.width)
         elif (shape := plan.block_shape(vectors, plan.SHAPES_CAUSAL[backward][size])) and rows <= plan.MOST_BLOCKS:
             key = _block_key(x.dtype, shape, exact)
             block[key].on(device)((rows, 1, 1), (shape.threads, 1, 1), 0, *pointers, *x.shape, *numbers)

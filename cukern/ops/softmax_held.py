@@ -80,9 +80,10 @@ def in_a_warp(p: Problem) -> Run | None:
     team = plan.warp_team(p.vectors, p.dtype.itemsize, p.exact, plan.WARP_VECTORS[p.dtype.itemsize])
     if team is None:
         return None
-    grid = (-(-p.rows // (plan.WARP_BLOCK // team.width)), 1, 1)
-    kernel = _kernel(_V6, p, warp_key(team))
-    return _launch(kernel, grid, plan.WARP_BLOCK, 0, p.rows, p.columns, p.row, team.width, p.scale)
+    blocks = -(-p.rows // (plan.WARP_BLOCK // team.width))
+    if blocks > plan.MOST_BLOCKS:
+        return None
+    return _launch(_kernel(_V6, p, warp_key(team)), (blocks, 1, 1), plan.WARP_BLOCK, 0, p.rows, p.columns, p.row, team.width, p.scale)
 
 
 def in_a_block(p: Problem) -> Run | None:

@@ -3,8 +3,8 @@
 // Of the columns that a row shows, all or a window of them, those that fill whole vectors, of 16 bytes at multiples of 16, are held as
 // such: thread t of a team of `width` has the t-th, the (t + width)-th, ..., in turns with the row's other blocks, if any; the first
 // VECTORS of them in registers, the others, with SLOTS, in shared memory. Those before the first such vector and behind the last, the edges,
-// are one element each for a few threads. Multiples of 16 bytes are those of what is written; what is read and begins elsewhere is read by
-// words (load_apart).
+// are one element each for a few threads. Multiples of 16 bytes are those of what is written; what is read and begins elsewhere is read to
+// registers by words (load_apart), to shared memory by words, or in 16-bit types by vectors that are shifted there.
 #pragma once
 #include "ahead.cuh"
 #include "exponential.cuh"
