@@ -58,7 +58,7 @@
 // (the backward of 1024 x (64, 64) from 74 to 54), and multiplied by warpgroups, forward too (common/kron_split.cuh; the backward of
 // 1024 x (64, 64) from 54 to 40, of 1024 x (128, 128) from 383 to 263, of 16 x 64^3 from 108 to 82). Of few rows four blocks have a row
 // (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 15.0). What lies between two launches is kept for the backward, if
-// that is two launches of the same factors, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
+// that is two launches, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
 // 199 (predicted: 212), 16 x 64^3 from 82 to 68, in TF32 from 84 to 73; and 1024 x 16^4 in bfloat16 from 428 to 319, 8^5 from 284 to 224.
 // What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us that 32 x (128, 128) took in float 0.7 went by before a block
 // began, 1.4 until its numbers were there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What did not

@@ -80,8 +80,9 @@ def better_gradient(p: int, q: int, right: int, target: "Target") -> bool:
 @torch.no_grad()
 def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     """The gradient (p, q) of a factor, scale times z^T h, for z (fibers, p) and h (fibers, q)."""
-    out = torch.empty((z.shape[1], h.shape[1]), dtype=z.dtype, device=z.device)
-    return torch.addmm(out, z.mT, h, beta=0, alpha=scale, out=out)
+    if z.dtype == torch.float32 or not z.is_cuda:
+        return torch.mm(z.mT, h).mul_(scale)
+    return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
 
 
 def _dense(strides: Sequence[int], columns: int) -> bool:

@@ -57,9 +57,9 @@ def kron_linear(
     digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other switches for it
     say. Autocast does not change the dtype. Results have the same bits in every run.
 
-    For the backward x and the factors are kept; of a layer that v4 takes in two launches, forward and backward, also what is between,
-    an array like x. The backward itself has besides the gradients one array like x, or none with that, two where factors are not square;
-    and partial sums, of which few rows have more than numbers.
+    For the backward x and the factors are kept; of a layer whose backward is two launches of v4 also what is between them, an array like
+    x, where that is faster. The backward itself has besides the gradients one array like x, or none with that, two where factors are not
+    square; and partial sums, of which few rows have more than numbers.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """

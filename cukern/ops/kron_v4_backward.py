@@ -44,7 +44,9 @@ def _keeping(
     """The forward by the backward's two launches, so that nothing is multiplied anew, where with that it is no slower; else none."""
     target = target_of(dtype, device, tensor, aligned)
     plan = kron_backward.backwards(sizes, rows, target)
-    if len(plan) != 2 or not plan[1].template or kron_groups.rows_at_once([b.steps for b in plan], rows, dtype.itemsize) < rows:
+    if len(plan) != 2 or not plan[1].template or kron_backward.better_swapped(plan):
+        return ()
+    if kron_groups.rows_at_once([b.steps for b in plan], rows, dtype.itemsize) < rows:
         return ()
     first, last = (kron_groups.fastest(b.steps, rows, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True))
     if first is None or last is None:

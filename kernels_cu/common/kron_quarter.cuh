@@ -90,8 +90,8 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
     if (!more) wait_for_previous();
     let_next_come();
     {
-        Underway<Wide, 128, T> rows;
-        Underway<Tall, 128, T> columns;
+        Underway<Wide, 128, T, true> rows;
+        Underway<Tall, 128, T, true> columns;
         long long p = group ? w1_p : SIDE, q = group ? w1_q : 1;
         rows.fetch_any((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : w0_p, q = group ? 1 : w0_q;
