@@ -43,7 +43,8 @@ MAY_SPILL = {
     ("sm_89", "kron_linear_v4_bwd"): 32,
     ("sm_90a", "kron_linear_v4_bwd"): 16,
     ("sm_100a", "causal_softmax_v2"): 4,
-    ("sm_120a", "softmax_v8"): 4,
+    ("sm_100a", "softmax_v8"): 8,
+    ("sm_120a", "softmax_v8"): 12,
     ("sm_120a", "causal_softmax_v2_warp"): 16,
 }
 
