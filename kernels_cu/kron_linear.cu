@@ -12,23 +12,22 @@
 //  v4       a group of neighbouring factors a launch: a tile of the array stays on chip from the first to the last;
 //           compiled for the factors' sizes, with 16-bit types (and TF32, and float as split numbers) on tensor cores
 //
-// Microseconds on one H200: forward; in parentheses forward and backward together.
-//     rows x factors      float: v2     v3    v4           bfloat16: v2  v4
-//     32 x (128, 128)     16 (57)       46    8.1 (23)     6.2 (29)      5.9 (17)
-//     1024 x 8^5          1317 (4638)   1636  90 (831)     762 (2076)    111 (335)
-//     16 x 8^7            1843 (6208)   2308  156 (1221)   1066 (2670)   158 (656)
-//     1024 x 16^4         1356 (4715)   4950  210 (1211)   537 (1848)    180 (499)
-//     1024 x 32^3         373 (1881)    1500  153 (648)    132 (599)     46 (247)
-//     16 x 64^3           60 (218)      158   32 (100)     18 (76)       18 (64)
-//     1024 x (64, 64)     41 (169)      108   19.0 (60)    13 (74)       6.0 (29)
-//     1024 x (128, 128)   235 (803)     806   101 (299)    41 (233)      22 (160)
-//     1024 x (128, 112)   224 (732)           118 (624)    38 (207)      21 (170)
-//     4096 x (32, 32)     34 (176)      119   16.5 (68)    14 (78)       6.6 (27)
-//     16 x 2^16           588 (2478)    356   10.4 (61)    414 (1395)    9.2 (40)
-// LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 216, and 678 by the matrix itself.
-// These are of before launches lay side by side (common/ahead.cuh) and what that brought in kron_split.cuh and kron_split_one.cuh: since then
-// 32 x (128, 128) takes 6.6 (22), 16 x 64^3 27.7 (86), 1024 x (64, 64) 15.7 (55), x (128, 128) 96 (275), 4096 x (32, 32) 14.8 (65); in bfloat16
-// 5.4 (16), 17.5 (54), 5.6 (28), 21.5 (154) and 5.6 (24).
+// Microseconds on one H200: forward; in parentheses forward and backward together. (Before a backward of two launches the forward may be
+// two: in bfloat16 1024 x 8^5 then takes about 77, 16^4 148.)
+//     rows x factors      float: v2     v4          bfloat16: v2  v4          TF32: v2     v4
+//     32 x (128, 128)     16 (56)       6.6 (23)    6.1 (29)      5.5 (16)    9.1          5.9
+//     1024 x 8^5          1264 (4543)   89 (828)    752 (2054)    57 (278)
+//     16 x 8^7            1817 (6126)   158 (1220)  1052 (2645)   83 (496)
+//     1024 x 16^4         1343 (4675)   200 (1206)  526 (1828)    107 (416)
+//     1024 x 32^3         377 (1862)    153 (558)   132 (593)     44 (201)    400 (1179)   82 (399)
+//     16 x 64^3           59 (217)      28 (86)     18 (75)       18 (55)     33 (126)     22 (66)
+//     1024 x (64, 64)     41 (169)      15.7 (54)   13 (74)       5.7 (29)    23 (108)     12.8 (41)
+//     1024 x (128, 128)   235 (804)     97 (281)    40 (234)      21.8 (151)  83 (372)     55 (244)
+//     1024 x (128, 112)   220 (725)     114 (502)   39 (206)      20.7 (136)  80 (335)     49 (257)
+//     4096 x (32, 32)     34 (175)      14.8 (63)   13.5 (79)     5.6 (24)    26 (116)     10.3 (44)
+//     16 x 2^16           588 (2442)    9.7 (55)    410 (1411)    6.4 (34)
+// v3: 46 of 32 x (128, 128) in float, 1636 of 8^5, 4950 of 16^4, 1500 of 32^3, 108 of (64, 64), 806 of 1024 x (128, 128).
+// LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 153, by v2 254, and 678 by the matrix itself.
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves (130),
 // copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores (1024 x
 // (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3 from 116 to
@@ -60,9 +59,9 @@
 // (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 15.0). What lies between two launches is kept for the backward, if
 // that is two launches, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
 // 199 (predicted: 212), 16 x 64^3 from 82 to 68, in TF32 from 84 to 73; and 1024 x 16^4 in bfloat16 from 428 to 319, 8^5 from 284 to 224.
-// What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us that 32 x (128, 128) took in float 0.7 went by before a block
-// began, 1.4 until its numbers were there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What did not
-// help: four (8.2), whose code is too long; 8 warps (8.2) or 16 (9.1). What did: common/kron_slice.cuh (6.6).
+// What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us that 32 x (128, 128) took in float 0.7 went by before
+// a block began, 1.4 until its numbers were there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What
+// did not help: four (8.2), whose code is too long; 8 warps (8.2) or 16 (9.1). What did: common/kron_slice.cuh (6.6).
 //
 // Here are v4's kernels for any factors. Beside them, each where it is explained, are those of
 //     common/kron_registers.cuh      factors of 2 to 16, a tile in registers

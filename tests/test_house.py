@@ -14,7 +14,7 @@ from cukern.runtime import compiler
 from cukern.runtime.registry import OPS
 
 STEMS = sorted({op.stem for op in OPS.values()})
-ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")  # sm_86 has no instruction and no limit that differs from sm_89's
 MAY_IMPORT = {
     "runtime": {"runtime"},
     "ops": {"ops", "runtime"},
@@ -39,7 +39,6 @@ MAY_SPILL = {
     ("sm_100a", "matmul_v5"): 40,
     ("sm_120a", "matmul_v5"): 80,
     ("sm_80", "kron_linear_v4_bwd"): 32,
-    ("sm_86", "kron_linear_v4_bwd"): 32,
     ("sm_89", "kron_linear_v4_bwd"): 32,
     ("sm_90a", "kron_linear_v4_bwd"): 16,
     ("sm_100a", "causal_softmax_v2"): 4,

@@ -18,7 +18,8 @@
 // shared memory then meet the same banks (0.7 more). The forward so: 8.6, of which 5.2 to the end of the products (by kron_slice.cuh 6.6).
 //
 // Partial sums were 1.5 times as large as x and y in float. Two launches side by side, of 16 rows each, of which the second adds its own to
-// the first one's: half of that, and 15.5 us for 14.0 (said: 15.2). (A cluster of four, that adds up a row's, would not fit, as above.)
+// the first one's: half of that, and 15.5 us for 14.0 (said: 15.2); 16.1 where they read past L1. (A cluster of four, that adds up a row's, would not fit, as
+// above.)
 #pragma once
 #include "ahead.cuh"
 #include "kron_warpgroups.cuh"
@@ -90,8 +91,8 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
     if (!more) wait_for_previous();
     let_next_come();
     {
-        Underway<Wide, 128, T, true> rows;
-        Underway<Tall, 128, T, true> columns;
+        Underway<Wide, 128, T> rows;
+        Underway<Tall, 128, T> columns;
         long long p = group ? w1_p : SIDE, q = group ? w1_q : 1;
         rows.fetch_any((group ? w1 : x + row * (SIDE * SIDE)) + down * HALF * p, p, q);
         p = group ? SIDE : w0_p, q = group ? 1 : w0_q;

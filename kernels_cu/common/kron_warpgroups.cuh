@@ -183,27 +183,21 @@ __device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column,
     }
 }
 
-// A matrix on its way from memory to shared memory; PAST_L1: as other multiprocessors wrote it, though nobody waited for their launch.
-template <class M, int THREADS, typename T = float, bool PAST_L1 = false>
+// A matrix on its way from memory to shared memory.
+template <class M, int THREADS, typename T = float>
 struct Underway {
     static constexpr int WARPS = THREADS / 32;
     Vec<T, 4> part[(M::PLANE / 128 + WARPS - 1) / WARPS];
 
     __device__ __forceinline__ void fetch(const T* from, long long stride) {
-        each_four<M, WARPS>([&](int i, int row, int column) {
-            const T* at = from + row * stride + column;
-            part[i] = PAST_L1 ? load_vec_past_l1<T, 4>(at) : load_vec<T, 4>(at);
-        });
+        each_four<M, WARPS>([&](int i, int row, int column) { part[i] = load_vec<T, 4>(from + row * stride + column); });
     }
     // Of any strides.
     __device__ __forceinline__ void fetch_any(const T* from, long long p, long long q) {
         if (q == 1 && p % 4 == 0 && reinterpret_cast<unsigned long long>(from) % (4 * sizeof(T)) == 0) return fetch(from, p);
         each_four<M, WARPS>([&](int i, int row, int column) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const T* at = from + row * p + (column + e) * q;
-                part[i].v[e] = PAST_L1 ? __ldcg(at) : *at;
-            }
+            for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
         });
     }
     // Its columns are seated, and (ROWS) its rows.

@@ -27,15 +27,6 @@ __device__ __forceinline__ Vec<T, N> load_vec_kept(const T* p) {
     return v;
 }
 
-// The same from the L2 cache, whatever L1 holds; of 8 or 16 bytes.
-template <typename T, int N>
-__device__ __forceinline__ Vec<T, N> load_vec_past_l1(const T* p) {
-    Vec<T, N> v;
-    if constexpr (sizeof(v) == 16) *reinterpret_cast<uint4*>(&v) = __ldcg(reinterpret_cast<const uint4*>(p));
-    else *reinterpret_cast<uint2*>(&v) = __ldcg(reinterpret_cast<const uint2*>(p));
-    return v;
-}
-
 template <typename T, int N>
 __device__ __forceinline__ void store_vec_past_l1(T* p, const Vec<T, N>& x) {
     if constexpr (sizeof(T) * N == 16) store_past_l1(p, *reinterpret_cast<const uint4*>(&x));
