@@ -46,7 +46,7 @@ def encode(type_: str, x: Number, mode: str = "rn") -> int:
     if isinstance(x, float):
         return top | (infinity if x else 0)
     size_of_x = abs(x)
-    exponent = max(log2(size_of_x), 1 - most)
+    exponent = max(_log2(size_of_x), 1 - most)
     unit = Fraction(2) ** (exponent - digits + 1)
     whole, rest = divmod(size_of_x, unit)
     rest /= unit
@@ -64,12 +64,12 @@ def encode(type_: str, x: Number, mode: str = "rn") -> int:
         return top | (infinity if mode in ("rn", "rna") or (mode == "rm" and negative) or (mode == "rp" and not negative) else largest)
     if value == 0:
         return top
-    exponent = max(log2(value), 1 - most)
+    exponent = max(_log2(value), 1 - most)
     significand = int(value / Fraction(2) ** (exponent - _stored(type_)))
     return top | (significand + ((exponent + most - 1) << _stored(type_)))
 
 
-def log2(x: Fraction) -> int:
+def _log2(x: Fraction) -> int:
     """The floor of log2."""
     guess = x.numerator.bit_length() - x.denominator.bit_length()
     return guess if Fraction(2) ** guess <= x else guess - 1
