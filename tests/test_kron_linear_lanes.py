@@ -111,8 +111,13 @@ def test_registers_suffice(sizes, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("sizes, first, count, rows", CASES)
+@pytest.mark.parametrize(
+    "sizes, first, count, rows, dtype",
+    [
+        *((*case, torch.bfloat16) for case in CASES),
+        *(pytest.param(*case, torch.float16, marks=pytest.mark.gpu if i > 3 else ()) for i, case in enumerate(CASES)),
+    ],
+)
 def test_every_launch_gives_the_same(device, sizes, first, count, rows, dtype):
     inside = {s.factor for s in steps(square(sizes))[first:][:count]}
     x, ws = draw(rows, square(sizes), device, dtype)

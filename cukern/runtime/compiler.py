@@ -15,6 +15,7 @@ import re
 import tempfile
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -155,6 +156,12 @@ def cuda_include() -> Path:
 
 
 def _compile(source: Source, name: str, arch: str) -> Cubin:
+    code, (symbol,), log = run_nvrtc(source, (name,), arch)
+    return Cubin(code, symbol, arch, parse_report(log, symbol))
+
+
+def run_nvrtc(source: Source, names: Sequence[str], arch: str) -> tuple[bytes, list[str], str]:
+    """The code of several kernels of a source, their symbols in it, and the compiler's log. Raises as compile_kernel does."""
     binding = nvrtc()
     options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{kernels_dir()}", f"-I{cuda_include()}")
     if source.path.is_absolute():
@@ -163,17 +170,17 @@ def _compile(source: Source, name: str, arch: str) -> Cubin:
         options += ("--no-cache",)  # NVRTC's own cache, new in 12.9, gives no report
     program = binding.createProgram(source.text, str(source.path), (), ())
     try:
-        binding.addNameExpression(program, name)
+        for name in names:
+            binding.addNameExpression(program, name)
         try:
             binding.compileProgram(program, options)
         except binding.NVRTCError as error:
             log = binding.getProgramLog(program).strip() or str(error)
-            raise CompileError(f"{name} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
-        symbol = binding.getLoweredName(program, name)
-        symbol = symbol.decode() if isinstance(symbol, bytes) else symbol
+            raise CompileError(f"{', '.join(names)} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
+        symbols = [binding.getLoweredName(program, name) for name in names]
         # CuPy drops the last byte, which is zero; disassemblers want it back.
         code = binding.getPTX(program) if _virtual(arch) else binding.getCUBIN(program) + b"\0"
-        return Cubin(code, symbol, arch, _parse_report(binding.getProgramLog(program), symbol))
+        return code, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
     finally:
         binding.destroyProgram(program)
 
@@ -183,7 +190,7 @@ def _virtual(arch: str) -> bool:
     return arch.startswith("compute_")
 
 
-def _parse_report(log: str, symbol: str) -> Report:
+def parse_report(log: str, symbol: str) -> Report:
     """Read `ptxas -v`: the block of lines that follows the symbol's "Compiling entry function"."""
     block = log.split(f"Compiling entry function '{symbol}'", 1)[-1].split("Compiling entry function", 1)[0]
 
