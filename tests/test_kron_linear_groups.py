@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 from helpers import gpu, kernels, same_bits
-from test_kron_linear import close, dense, draw
+from test_kron_linear import FORWARD_MODE, close, dense, draw
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -274,6 +274,7 @@ def test_a_call_like_an_earlier_one_is_made_at_once():
 
 
 @gpu
+@FORWARD_MODE
 def test_a_call_that_somebody_watches_is_like_no_earlier_one():
     """What records a graph, carries a tangent, is negated lazily, or is traced must be seen."""
     kron_quick._known.clear()
