@@ -242,6 +242,24 @@ def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
 
 
 @kernels
+def test_rows_of_whole_vectors_that_several_blocks_hold(device, monkeypatch):
+    """More of them in registers; what a block has beyond those is in shared memory."""
+    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 2)
+    for way, hold, columns, dtype in (
+        (held.in_a_cluster, plan.cluster_hold, 36_864, torch.float32),
+        (held.in_a_crowd, plan.crowd_hold, 40_000, torch.float32),
+        (held.in_a_crowd, plan.crowd_hold, 72_000, torch.bfloat16),
+    ):
+        launched = []
+        monkeypatch.setattr(held, "first", lambda ways, problem, way=way, launched=launched: launched.append(problem) or way(problem))
+        check("softmax", torch.randn(4, columns, dtype=dtype, device=device), "v10")
+        for backward, problem in enumerate(launched):
+            found = hold(*held.numbers(problem))
+            assert found.shape == plan.Shape(plan.EXACT_VECTORS[backward][dtype.itemsize], 512, 2)
+            assert found.size > 1 and found.shared, "some in shared memory"
+
+
+@kernels
 @pytest.mark.parametrize("name, version", [*(("softmax", v) for v in (None, "v1", "v7", "v8")), ("causal_softmax", "v2")])
 def test_small_results_beside_a_peak(device, name, version):
     """Also those of threads that see nothing near the peak."""
@@ -439,10 +457,11 @@ def test_the_plan_holds_every_row():
 def test_the_plan_of_rows_in_shared_memory(backward):
     """Every vector has its place, and the blocks that a shape is made for fit an H200's multiprocessor: 228 KiB, of which each takes 1."""
     shared, sms, sizes = 227 << 10, 132, set()
-    for rows, columns, itemsize in itertools.product((1, 16, 64, 1024), (16_385, 50_257, 131_072, 1 << 20, 1 << 23), (2, 4)):
+    lengths = 16_385, 50_257, 131_072, 1 << 20, 1 << 23
+    for rows, columns, itemsize, exact in itertools.product((1, 16, 64, 1024), lengths, (2, 4), (False, True)):
         vectors = plan.vectors_of(columns, itemsize)
         block = plan.block_hold(vectors, itemsize, shared, backward)
-        cluster, crowd = (hold(rows, vectors, itemsize, shared, sms, backward) for hold in (plan.cluster_hold, plan.crowd_hold))
+        cluster, crowd = (hold(rows, vectors, itemsize, shared, sms, backward, exact) for hold in (plan.cluster_hold, plan.crowd_hold))
         assert cluster or crowd or columns == 1 << 23
         for found in filter(None, (block, cluster, crowd)):
             shape = found.shape

@@ -1,6 +1,7 @@
 """v6 to v10 of softmax, which hold a row on chip and read it once: which kernel takes a problem, and its launch."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -157,8 +158,8 @@ def in_a_crowd(p: Problem) -> Run | None:
     return run
 
 
-def numbers(p: Problem) -> tuple[int, int, int, int, int, bool]:
-    return p.rows, p.vectors, p.dtype.itemsize, p.memory, backend.multiprocessors(p.number), p.backward
+def numbers(p: Problem) -> tuple[int, int, int, int, int, bool, bool]:
+    return p.rows, p.vectors, p.dtype.itemsize, p.memory, backend.multiprocessors(p.number), p.backward, p.exact
 
 
 def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:
@@ -218,11 +219,21 @@ def v8_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 def v9_instances(dtype: torch.dtype) -> list[Kernel]:
-    def keys(backward: bool) -> list[Key]:
-        return [_shape_key(s, size) for s in plan.CLUSTERS[backward][dtype.itemsize] for size in plan.CLUSTER_SIZES]
-
-    return _instances(_V9, dtype, keys)
+    return _shared_instances(_V9, dtype, plan.CLUSTERS, plan.CLUSTER_SIZES)
 
 
 def v10_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V10, dtype, lambda backward: [_shape_key(s) for s in plan.CROWDS[backward][dtype.itemsize]])
+    return _shared_instances(_V10, dtype, plan.CROWDS)
+
+
+def _shared_instances(
+    templates: tuple[Template, Template], dtype: torch.dtype, shapes: tuple[plan.Shapes, plan.Shapes], sizes: Iterable[int] = (1,)
+) -> list[Kernel]:
+    n = dtype.itemsize
+    combinations = itertools.product((False, True), KINDS, sizes)
+    whole = [
+        (backward, (dtype, *_shape_key(plan.of_rows(shape, n, backward, kind[0]), size), *kind))
+        for backward, kind, size in combinations
+        for shape in shapes[backward][n]
+    ]
+    return [templates[backward][key] for backward, key in dict.fromkeys(whole)]

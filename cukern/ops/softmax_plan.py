@@ -91,6 +91,9 @@ CROWDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2), Shape(2, 512, 2)), 4: (Shape(4, 512, 2), Shape(2, 256, 4)), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8
+# Vectors in registers, forward and backward, of two blocks of 512 threads that share rows of whole vectors: there is room for more. So less
+# is in shared memory, and L1 is larger, through which those in registers come: 60 KB beside two blocks of 96 KB, 28 beside two of 112.
+EXACT_VECTORS = {2: 4, 4: 8}, {2: 5, 4: 5}
 
 
 def vectors_of(columns: int, itemsize: int) -> int:
@@ -126,6 +129,11 @@ def _room(shape: Shape, shared: int, backward: bool, most: int = 1 << 10) -> int
     return shape.threads * min(shape.vectors + slots // shape.threads, most)
 
 
+def of_rows(shape: Shape, itemsize: int, backward: bool, exact: bool) -> Shape:
+    """The shape of blocks that share a row, which is whole vectors, as all rows are, or not."""
+    return shape._replace(vectors=EXACT_VECTORS[backward][itemsize]) if exact and (shape.threads, shape.blocks) == (512, 2) else shape
+
+
 def _hold(shape: Shape, size: int, vectors: int, backward: bool) -> Hold:
     slots = max(ceil(vectors / (size * shape.threads)) - shape.vectors, 0)
     return Hold(shape, size, slots * shape.threads * VECTOR_BYTES * (2 if backward else 1))
@@ -139,7 +147,7 @@ def block_hold(vectors: int, itemsize: int, shared: int, backward: bool, blocks:
     return found and _hold(found, 1, vectors, backward)
 
 
-def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
+def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool, exact: bool) -> Hold | None:
     """The smallest cluster that holds a row, a larger one where rows are few; or None for too long a row, or too few for all of the GPU."""
     found = []
     for shape in CLUSTERS[backward][itemsize]:
@@ -149,11 +157,11 @@ def cluster_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, 
             if vectors <= s * _room(shape, shared, backward, MOST_OF_A_THREAD) and (rows * s >= 2 * sms or s == CLUSTER_SIZES[-1])
         ]
         if sizes and rows * sizes[0] >= sms // 2:
-            found.append(_hold(shape, sizes[0], vectors, backward))
+            found.append(_hold(of_rows(shape, itemsize, backward, exact), sizes[0], vectors, backward))
     return _first_that_fills(found, rows, sms)
 
 
-def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool) -> Hold | None:
+def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, backward: bool, exact: bool) -> Hold | None:
     """As many blocks as hold a row, or as fill the GPU where rows are few; or None for a row of which not half the GPU's blocks hold it."""
     found = []
     for shape in CROWDS[backward][itemsize]:
@@ -162,7 +170,7 @@ def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, ba
         even = min(least + least % 2, max(blocks, least))  # odd numbers were 1 to 4 % slower
         size = max(even, min(blocks // rows, vectors // LEAST_PART), 1)
         if vectors <= MOST_VECTORS and size <= blocks:
-            found.append(_hold(shape, size, vectors, backward))
+            found.append(_hold(of_rows(shape, itemsize, backward, exact), size, vectors, backward))
     return _first_that_fills(found, rows, sms)
 
 

@@ -223,7 +223,7 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
         if (!MASKED || share.has(k)) add(ys.registers[k], gs.registers[k]);
     if constexpr (SLOTS) {
         take_groups(VECTORS, share.rounds, [&](int first, int end) {
-            ys.template each<2>(share, first, end, [&](const Words<T>& v, int k) { add(v, gs.slot(k, share)); });
+            ys.template each<(VECTORS > 4 ? 1 : 2)>(share, first, end, [&](const Words<T>& v, int k) { add(v, gs.slot(k, share)); });
         });
     }
     total = sink.add_to(team.add(total), team.leads());
