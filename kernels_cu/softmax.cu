@@ -59,7 +59,7 @@
 //   what goes to registers fetched ahead 0.960; float as before. Backward of 131072, eight of 256 threads, 0.988 to 1.003.
 // * Nothing spilled: a vector that was to be spilled was waited for before the copies to shared memory began. Backward of 1M by blocks of
 //   512 threads, two on a multiprocessor, that spill 12 bytes 0.85, that spill none 0.92 to 0.94. Float, of 48 such blocks a row 0.897.
-//   Even numbers of blocks a row are 1 to 4 % faster than odd ones, which is not explained.
+//   Even numbers of blocks a row are 1 to 4 % faster than odd ones, which is not explained. More in registers: softmax_plan.py.
 // * Several vectors a lane also where a row is short, so that a warp has many rows' bytes under way: float rows of 64 columns 0.60 to 0.98, of
 //   128 0.64 to 0.98, of 256 0.84 to 0.98; bfloat16 of 64 0.90 to 1.01, of 128 0.86 to 1.00.
 // * Blocks of no more threads than a row has vectors: backward of 1536 0.73 to 1.00 (float 0.68 to 0.99), of 2048 0.86 to 1.04 (0.79 to 1.04).
@@ -81,9 +81,9 @@
 // Persistent blocks too, even where nobody waits. Those that fetch their next part into what they have just written, parts by a counter:
 // 50304 0.97 to 0.91, float 0.96 to 0.93, 131072 0.94 to 0.84, 1M 0.93 to 0.86; parts in turns: 50304 0.89. Those that have a row in
 // registers while up to three are under way: 131072 0.70.
-// As fast: blocks that start one after another, one barrier less where blocks tell, no more than two groups of copies under way; what the
-// blocks of a cluster or of a crowd copy to shared memory fetched to L2 before (131072 0.937 to 0.939); rows of 1024 by whole warps (1.035
-// for 1.05), or by 128 threads (1.01).
+// More of 1M in teams.cuh. As fast: blocks that start one after another, one barrier less where blocks tell, no more than two groups of
+// copies under way; what the blocks of a cluster or of a crowd copy to shared memory fetched to L2 before (131072 0.937 to 0.939); rows of
+// 1024 by whole warps (1.035 for 1.05), or by 128 threads (1.01).
 //
 // Grids are 1-D. Offsets are 64-bit.
 #include "common/held_rows.cuh"

@@ -1,7 +1,6 @@
 """v6 to v10 of softmax, which hold a row on chip and read it once: which kernel takes a problem, and its launch."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -200,40 +199,35 @@ def _shape_key(shape: plan.Shape, size: int = 1) -> Key:
 # ---- the kernels that each may launch, beyond those of the version before
 
 
-def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Callable[[bool], Iterable[Key]]) -> list[Kernel]:
-    whole = [(backward, (dtype, *key, *kind)) for backward in (False, True) for key in keys(backward) for kind in KINDS]
-    return [templates[backward][key] for backward, key in whole]
+def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Callable[[bool, bool], Iterable[Key]]) -> list[Kernel]:
+    """`keys` of a backward or not, of exact rows or not."""
+    whole = [(backward, (dtype, *key, *kind)) for backward in (False, True) for kind in KINDS for key in keys(backward, kind[0])]
+    return [templates[backward][key] for backward, key in dict.fromkeys(whole)]
 
 
 def v6_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V6, dtype, lambda _: warp_keys(plan.WARP_VECTORS[dtype.itemsize]))
+    return _instances(_V6, dtype, lambda *_: warp_keys(plan.WARP_VECTORS[dtype.itemsize]))
 
 
 def v7_instances(dtype: torch.dtype) -> list[Kernel]:
-    held = _instances(_V7, dtype, lambda backward: [_shape_key(s) for s in plan.SHAPES[backward][dtype.itemsize]])
+    held = _instances(_V7, dtype, lambda backward, _: [_shape_key(s) for s in plan.SHAPES[backward][dtype.itemsize]])
     return [*held, *(template[dtype] for template in (*_SCAN, *_WRITE))]
 
 
 def v8_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V8, dtype, lambda backward: [_shape_key(s) for s in plan.HOLDS[backward][dtype.itemsize]])
+    return _instances(_V8, dtype, lambda backward, _: [_shape_key(s) for s in plan.HOLDS[backward][dtype.itemsize]])
 
 
 def v9_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _shared_instances(_V9, dtype, plan.CLUSTERS, plan.CLUSTER_SIZES)
+    def keys(backward: bool, exact: bool) -> list[Key]:
+        shapes = [plan.of_rows(s, dtype.itemsize, backward, exact) for s in plan.CLUSTERS[backward][dtype.itemsize]]
+        return [_shape_key(s, size) for s in shapes for size in plan.CLUSTER_SIZES]
+
+    return _instances(_V9, dtype, keys)
 
 
 def v10_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _shared_instances(_V10, dtype, plan.CROWDS)
+    def keys(backward: bool, exact: bool) -> list[Key]:
+        return [_shape_key(plan.of_rows(s, dtype.itemsize, backward, exact)) for s in plan.CROWDS[backward][dtype.itemsize]]
 
-
-def _shared_instances(
-    templates: tuple[Template, Template], dtype: torch.dtype, shapes: tuple[plan.Shapes, plan.Shapes], sizes: Iterable[int] = (1,)
-) -> list[Kernel]:
-    n = dtype.itemsize
-    combinations = itertools.product((False, True), KINDS, sizes)
-    whole = [
-        (backward, (dtype, *_shape_key(plan.of_rows(shape, n, backward, kind[0]), size), *kind))
-        for backward, kind, size in combinations
-        for shape in shapes[backward][n]
-    ]
-    return [templates[backward][key] for backward, key in dict.fromkeys(whole)]
+    return _instances(_V10, dtype, keys)

@@ -93,6 +93,13 @@ __device__ __forceinline__ void merge_block(const Exponential<T>& exponential, F
 // Where the blocks that share a row tell one another: a word for each, 0 until it has told. Here in global memory, where all are 0 before,
 // and a row has `size` neighbouring blocks, as many as it needs. Blocks start in the order of their numbers; those of a row can wait for
 // each other as long as `size` of them fit the GPU at a time.
+//
+// One H200 with 512 rows of 1M: a block lives 17 us (float forward 21), of which its loads are on their way for 8 (11), it waits 3.5
+// for the last of its row and 2.9 for words, and stores for 2 to 3.5. Backward, rows move in step: of 264 blocks from 20 to 250 load at a
+// time, up and down in 16 us. What a block loads comes at 22 KB/us whether 80 or 160 do, so few that load are too few. Therefore slower:
+// blocks that load only when the row four to nine before, or the block 48 to 224 before, has told (backward 0.92 to 0.61 to 0.916), though
+// words then take 1.7 us, and copies to shared memory asked for before loads to registers (0.924 to 0.904, forward 0.926 to 0.903). As
+// fast: first blocks that start 15 to 60 ns after one another, loads to registers that leave no line in L1.
 struct GlobalBoard {
     unsigned long long* all;
     int size, number;
