@@ -3,6 +3,8 @@ kernels are compiled into a cache of the run's own."""
 
 import os
 
+# torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS reads this when CUDA starts; without it deterministic mode, which poisons memory, refuses matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
