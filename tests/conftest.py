@@ -1,6 +1,7 @@
 """What every test stands on: kernels run on the GPU or in the simulator, tests of the GPU alone skip aloud, outputs start as NaN, and
 kernels are compiled into a cache of the run's own."""
 
+import gc
 import os
 
 # torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
@@ -28,6 +29,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_collection_finish():
+    """Torch alone has a million objects: the collector need not look at them again for every kernel that is read."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter):
