@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Torch alone has a million objects: the collector need not look at them again for every kernel that is read."""
+    """What has been imported stays: the collector need not look through it again for every kernel that is read."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
 
