@@ -91,12 +91,13 @@ CROWDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2), Shape(2, 512, 2)), 4: (Shape(4, 512, 2), Shape(2, 256, 4)), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8
-# Vectors in registers, forward and backward, of two blocks of 512 threads that share rows of whole vectors: there is room for more. So less
-# is in shared memory, and L1 is larger, through which those in registers come: 60 KB beside two blocks of 96 KB, 28 beside two of 112. On
-# one H200, of a copy's speed, backward, and float's: 512 x 1M 0.922 to 0.938, 0.898 to 0.909; 512K 0.930 to 0.944, 0.938 to 0.953; 256K
-# 0.985 to 0.999, 0.967 to 0.983; 163840 0.957 to 1.004, 0.977 to 0.980; of float 131072 0.986 to 0.996. Forward of float: 1M 0.891 to
-# 0.905, 512K 0.910 to 0.921. Predicted for 1M were 0.013. Forward of 16-bit rows of 1M with 8, in 13 blocks: 0.926 to 0.930. Slower: more
-# of a row on a multiprocessor, 344 to 416 KB, in one or two blocks that have 8 to 20 in registers: 1M 0.84 to 0.91, backward 0.79 to 0.91.
+# Vectors in registers, forward and backward, of two blocks of 512 threads that share rows of whole vectors: there is room for more. So
+# less is in shared memory, and L1 is larger, through which those in registers come: 60 KB beside two blocks of 96 KB, 28 beside two of
+# 112. On one H200, of a copy's speed, backward, and float's: 512 x 1M 0.922 to 0.938, 0.898 to 0.909; 512K 0.930 to 0.944, 0.938 to 0.953;
+# 256K 0.985 to 0.999, 0.967 to 0.983; 163840 0.957 to 1.004, 0.977 to 0.980; of float 131072 0.986 to 0.996, 50304 1.017 to 1.015. Forward
+# of float: 1M 0.891 to 0.905, 512K 0.910 to 0.921. Predicted for 1M were 0.013. Forward of 16-bit rows of 1M with 8, in 13 blocks: 0.926
+# to 0.930. Slower: more of a row on a multiprocessor, 344 to 416 KB, in one or two blocks that have 8 to 20 in registers: 1M 0.84 to 0.91,
+# backward 0.79 to 0.91.
 EXACT_VECTORS = {2: 4, 4: 8}, {2: 5, 4: 5}
 
 
