@@ -66,6 +66,12 @@ CASES = [
     (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.bfloat16),
     (((40, 24),), 0, 1, 19, torch.float32),  # one factor, the rightmost
     (((40, 24), (8, 8)), 1, 1, 3, torch.bfloat16),  # one factor, with an array to the right
+    (((13, 10), (21, 7)), 0, 2, 5, torch.float32),  # sizes with zeros beyond them in shared memory
+    (((13, 20), (20, 6)), 0, 2, 5, torch.bfloat16),
+    (((4, 4), (6, 5), (13, 9)), 1, 2, 3, torch.float32),
+    (((11, 11), (26, 26)), 1, 1, 3, torch.bfloat16),  # tiles whose last columns are beyond those of the array
+    (((5, 5),) * 4, 0, 4, 3, torch.bfloat16),
+    (((88, 104),), 0, 1, 9, torch.bfloat16),  # sums that no number of warps can share evenly
 ]
 
 
@@ -179,7 +185,7 @@ def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
 def test_infinities_and_large_numbers(device):
     """They go where ordinary products take them: numbers split in two make no NaN of an infinity, and no infinity of a large number."""
     for value, sizes in itertools.product(
-        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39), (((8, 8), (16, 16)), ((64, 64),) * 2)
+        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39), (((8, 8), (16, 16)), ((6, 6), (13, 13)), ((64, 64),) * 2)
     ):
         x, ws = draw(4, sizes, device, torch.float32)
         x[1, 37] = value

@@ -21,6 +21,8 @@ SM_BYTES_US = {2: 24_000.0, 4: 24_000.0, 8: 8_000.0}  # of a multiprocessor
 # flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, and of 128 at least
 TF32_WORK_US = {True: 1_050_000.0, False: 830_000.0}
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
+# multiplications of a multiprocessor in a gradient: of 16 bits, in TF32, in float
+GRADIENT_US = {2: 1_000_000.0, 4: 500_000.0, 8: 160_000.0}
 MARGIN = 1.05  # by so much it must be faster
 MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
 
@@ -72,15 +74,23 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     return out
 
 
-def better_gradient(p: int, q: int, right: int, target: "Target") -> bool:
+def better_gradient(p: int, q: int, right: int) -> bool:
     """Whether a factor's gradient is torch's: fibers' numbers are neighbours, and our kernel would read them for several tiles of sums."""
-    return right == 1 and target.tensor and max(p, q) > MOST_SUMS
+    return right == 1 and max(p, q) > MOST_SUMS
+
+
+def us_of_gradient(A: int, p: int, q: int, target: "Target") -> float:
+    """About how long it takes."""
+    rate = GRADIENT_US[2 if target.itemsize == 2 else 4 if target.tensor else 8] * target.multiprocessors
+    moved = A * (p + q) * target.itemsize / (SM_BYTES_US[2] * target.multiprocessors)
+    aligned = p * target.itemsize % 16 == q * target.itemsize % 16 == 0
+    return 2 * START_US[2] + max(A * p * _tiled(q) / rate, moved) / (1 if aligned else UNALIGNED[min(target.itemsize, 4)])
 
 
 @torch.no_grad()
 def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     """The gradient (p, q) of a factor, scale times z^T h, for z (fibers, p) and h (fibers, q)."""
-    if z.dtype == torch.float32 or not z.is_cuda:
+    if z.itemsize > 2 or not z.is_cuda:
         return torch.mm(z.mT, h).mul_(scale)
     return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
 
