@@ -67,7 +67,7 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     moved = A * C * (p + q) * itemsize / SM_BYTES_US
     multiplied = ceil(A / L) * ceil(C / R) * L * R * K * J * tiles / (_MULTIPLY_ADDS_US[itemsize] if tensor else _FMA_US)
     busy = (max(moved, multiplied) + _WAITING * min(moved, multiplied) + copies) / min(target.multiprocessors, pieces * tiles)
-    return Gradient(template, pieces, pieces * tiles, threads, shared, 2 * LAUNCH_US + busy)
+    return Gradient(template, pieces, pieces * tiles, threads, shared, 4 * LAUNCH_US + busy)
 
 
 def _share(K: int, J: int) -> tuple[int, int]:
@@ -86,8 +86,8 @@ def _side(n: int) -> int:
 
 
 def _part(n: int) -> int:
-    """The same for threads: of more than one tile a multiple of 8."""
-    return n if n <= _MOST else ceil(n / ceil(n / _MOST) / 8) * 8
+    """The same for 256 threads of 8 x 8 sums: such that few are of no use, and few threads."""
+    return n if n <= _MOST else min(range(_MOST, 48, -8), key=lambda s: (ceil(n / s) * s) ** 2 / (256 // (s // 8) ** 2 * (s // 8) ** 2))
 
 
 def _divisors(n: int) -> list[int]:

@@ -53,8 +53,8 @@ def _keeping(
         return ()
     whole = kron_v4.of_layer(sizes, rows, target, dtype)
     anew = sum(group.us for group in kron_groups.groups(sizes, rows, target, len(plan[0].steps)))
-    longer = kron_groups.BETWEEN_US if len(whole) == 1 else 0.0
-    if first.us + last.us + longer > sum(group.us for group in whole) + anew:
+    two = first.us + last.us
+    if two + (kron_groups.between(two) if len(whole) == 1 else 0.0) > sum(group.us for group in whole) + anew:
         return ()
     return kron_v4.prepare(first, rows, dtype, device), kron_v4.prepare(last, rows, dtype, device, added)
 
@@ -221,9 +221,9 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
         return kron_v3.contraction(z, h, scale)
     device, kind = z.get_device(), sum_dtype(z.dtype)
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
-    if kron_gemm.better_gradient(p, h.shape[2], C):
-        return kron_gemm.contraction(z.view(A, p), h.view(A, -1), scale)[None]
     plan = gradient(A, p, h.shape[2], C, target)
+    if kron_gemm.better_gradient(A, p, h.shape[2], C, target, plan.us):
+        return kron_gemm.contraction(z[0], h[0], scale)[None]
     partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
     launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
     geometry = (plan.blocks, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, plan.blocks, device)

@@ -203,12 +203,22 @@ __device__ __forceinline__ void multiply_add_fma(float (&sums)[MI][NI][4], const
     }
 }
 
-// How many rows of 16 (MI) and columns of 8 (NI) of an M x N product a warp makes at once, so that there is work for WARPS.
+// How many rows of 16 (MI) and columns of 8 (NI) of an M x N product a warp makes at once, so that there is work for WARPS: DOWN x ACROSS
+// parts. Where sizes do not divide, the last ones make some that are others'.
 template <int M, int N, int COUNT, int WARPS>
 struct Cut {
-    static constexpr int MB = (M + 15) / 16, NB = eights(N) / 8, WIDE = NB % 4 == 0 ? 4 : NB % 3 == 0 ? 3 : NB % 2 == 0 ? 2 : 1;
-    static constexpr int HIGH = MB % 2 == 0 && COUNT * MB / 2 * (NB / WIDE) >= WARPS ? 2 : 1;
-    static constexpr int MI = HIGH, NI = WIDE % 2 == 0 && COUNT * (MB / MI) * (NB / WIDE) < WARPS ? WIDE / 2 : WIDE;
+    static constexpr int MB = (M + 15) / 16, NB = eights(N) / 8;
+    __device__ static constexpr int parts(int all, int each) { return (all + each - 1) / each; }
+    __device__ static constexpr int wide() {  // to fetch rows takes as long as the products with one column and a half
+        int best = 1;
+        for (int n = 2; n <= 4; ++n)
+            if (n <= NB && parts(NB, n) * (2 * n + 3) < parts(NB, best) * (2 * best + 3)) best = n;
+        return best;
+    }
+    static constexpr int WIDE = wide();
+    static constexpr int MI = (MB % 2 == 0 || MB > 4) && COUNT * parts(MB, 2) * parts(NB, WIDE) >= WARPS ? 2 : 1;
+    static constexpr int NI = WIDE % 2 == 0 && COUNT * parts(MB, MI) * parts(NB, WIDE) < WARPS ? WIDE / 2 : WIDE;
+    static constexpr int DOWN = parts(MB, MI), ACROSS = parts(NB, NI);
 };
 
 // store(batch, row, column, two neighbours) of each of the products, the warps in turns; W is the factor that is multiplied by. Short sums
@@ -216,13 +226,14 @@ struct Cut {
 template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, typename T, class Store>
 __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store& store) {
     using C = Cut<M, N, Batch::COUNT, Plan::WARPS>;
-    constexpr int ROWS = 16 * C::MI, COLUMNS = 8 * C::NI, ACROSS = C::NB / C::NI, DOWN = C::MB / C::MI, RUN = Plan::SPLIT || K < 16 ? 8 : 16;
+    constexpr int ACROSS = C::ACROSS, DOWN = C::DOWN, RUN = Plan::SPLIT || K < 16 ? 8 : 16;
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll 1
     for (int item = threadIdx.x / 32; item < Batch::COUNT * ACROSS * DOWN; item += Plan::WARPS) {
-        int batch = item / (ACROSS * DOWN), m0 = item / ACROSS % DOWN * ROWS, n0 = item % ACROSS * COLUMNS;
+        int batch = item / (ACROSS * DOWN), own_row = item / ACROSS % DOWN * C::MI, own_column = item % ACROSS * C::NI;
+        int m0 = 16 * (C::MB % C::MI ? min(own_row, C::MB - C::MI) : own_row), n0 = 8 * (C::NB % C::NI ? min(own_column, C::NB - C::NI) : own_column);
         const T *from = a + Batch::a(batch) + m0 * A::ROW, *with = b + Batch::b(batch) + n0 * B::ROW;
-        int high = eights(M) % 16 && m0 + ROWS > M ? 0 : 8 * A::ROW;
+        int high = eights(M) % 16 && m0 + 16 * C::MI > M ? 0 : 8 * A::ROW;
         float sums[C::MI][C::NI][4] = {};
 #pragma unroll 2
         for (int k = 0; k < K / RUN; ++k) {
@@ -236,6 +247,7 @@ __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store
         for (int e = 0; e < C::MI * C::NI * 2; ++e) {
             int m = m0 + e / 2 / C::NI * 16 + e % 2 * 8 + g, n = n0 + e / 2 % C::NI * 8 + 2 * t;
             if ((M % 16 && m >= M) || (N % 8 && n >= N)) continue;
+            if ((C::MB % C::MI && m < 16 * own_row) || (C::NB % C::NI && n < 8 * own_column)) continue;
             const float(&d)[4] = sums[e / 2 / C::NI][e / 2 % C::NI];
             store(batch, m, n, d[e % 2 * 2], N % 2 && n + 1 == N ? 0.0f : d[e % 2 * 2 + 1]);
         }
