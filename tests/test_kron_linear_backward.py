@@ -11,7 +11,7 @@ from test_kron_linear import dense, draw
 from test_kron_linear_groups import LAYERS
 
 import cukern
-from cukern.ops import kron_backward, kron_groups, kron_v4_backward
+from cukern.ops import kron_backward, kron_gemm, kron_groups, kron_v4_backward
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import Backward, steps
@@ -154,6 +154,31 @@ def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
     for p, q, C in itertools.product((3, 8, 86, 148, 256), (12, 100, 136), (1, 2, 16, 37, 86, 100, 128, 148, 172, 257, 1000)):
         plan = gradient(64, p, q, C, target)
         assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.pieces >= 1, (p, q, C)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gradients_in_several_tiles(device, dtype):
+    """By our kernel, and by torch's products of parts of the rows: the same sums."""
+    z, h = torch.randn(5, 136, 24, dtype=dtype, device=device), torch.randn(5, 150, 24, dtype=dtype, device=device)
+    exact = 0.5 * torch.einsum("akc,ajc->kj", z.double(), h.double())
+    with backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext():
+        ours = kron_v4_backward.contraction(z[None], h[None], 0.5)[0]
+    assert error(ours, exact) < torch.finfo(dtype).eps
+    if dtype == torch.float32:
+        assert error(kron_gemm.contraction(z, h, 0.5), exact) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))
+def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
+    target = Target(itemsize, 132, 226 << 10, tensor)
+    for (A, p, C), torchs in (
+        ((1 << 18, 100, 1), False),
+        ((1 << 18, 200, 1), True),
+        ((128, 384, 384), itemsize == 4),
+        ((4096, 100, 100), False),
+    ):
+        assert kron_gemm.better_gradient(A, p, p, C, target, gradient(A, p, p, C, target).us) == torchs
 
 
 @kernels

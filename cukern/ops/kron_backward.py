@@ -20,6 +20,9 @@ _MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # of a multiprocessor, 
 _WAITING = 0.4  # of the shorter of multiplying and moving, for the rest of which the other goes on
 _ALONE = 0.4  # how much longer a multiprocessor's one block takes: while its warps wait for each other nobody else works
 _CROWDED, _FULL = 2.0, 0.7  # 16-bit numbers are slower the more of shared memory, beyond a part of it, is in use
+_SHALLOW = 0.7  # of the time, that tiles of at most 64 rows take of one large factor of 16 bits
+# By how much sizes other than powers of 2 take longer: of a right factor, a left one, both; by the bytes of a number, and if it is split.
+_LONGER = {(2, False): (1.0, 1.1, 1.1), (4, False): (1.05, 1.25, 1.4), (4, True): (1.0, 1.2, 1.3)}
 _COPIES_US = 5000.0  # of a multiprocessor, of a few bytes each instead of 16
 _TILE_US = 0.3  # from a tile to the next, for the one block of a multiprocessor
 
@@ -138,6 +141,10 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
     each = max(multiplied, moved) + alone * min(multiplied, moved) + _TILE_US / resident
     crowded = 0.0 if split else _CROWDED * max(0.0, resident * shared / target.shared - _FULL)
     each *= (1 + _ALONE / resident) * (1 + crowded)
+    if any(n & n - 1 for n in (p1, q1, p2, q2, C)):
+        each *= _LONGER[target.itemsize, split][2 if left and right else 1 if left else 0]
+    if target.itemsize == 2 and not left and L <= 64 and p2 * q2 > _LARGE:
+        each *= _SHALLOW
     us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + (matrices * target.itemsize + sums * 8) * resident / SM_BYTES_US
     names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]
     template = f"Backward4<{text(threads, resident, split, bytes_, stages, L, R, C, *names)}>"
@@ -162,7 +169,7 @@ def _share(m: int, n: int, warps: int) -> int:
     """How many 16 x 8 sums of a gradient a warp keeps: Sums of kron_backward.cuh."""
     rows, columns, used = ceil(m / 16), ceil(n / 8), 1
     while rows * columns > 4 and 2 * used <= warps and (rows % 2 == 0 or columns % 2 == 0 or rows * columns > _UNEVEN):
-        if (rows % 2 == 0 or 2 * rows >= columns) if columns % 2 else (rows % 2 == 0 and 2 * rows >= columns):
+        if 2 * rows >= columns if rows % 2 == columns % 2 else rows % 2 == 0:
             rows = ceil(rows / 2)
         else:
             columns = ceil(columns / 2)

@@ -66,7 +66,9 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if step.right == 1:
-        if z.dtype == torch.float32 and z.numel() >= TURNED:  # only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130
+        if (
+            z.dtype == torch.float32 and z.numel() >= TURNED
+        ):  # only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130
             w = w.mT.contiguous().mT
         y = out.view(-1, step.q)
         torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
@@ -77,7 +79,7 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
 
 
 def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_kernel: float) -> bool:
-    """Whether a factor's gradient is torch's: if fibers' numbers are neighbours, where our kernel would read them for several tiles of sums."""
+    """Whether a factor's gradient is torch's, where our kernel would read z and h for several tiles of sums."""
     if right == 1 or max(p, q) <= MOST_SUMS:
         return max(p, q) > MOST_SUMS
     return target.itemsize == 4 and MARGIN * us_of_gradient(A, p, q, right, target) < us_of_kernel
@@ -100,7 +102,7 @@ def us_of_gradient(A: int, p: int, q: int, right: int, target: "Target") -> floa
 def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     """The gradient (p, q) of a factor, scale times the sum of z[a] h[a]^T, for z (A, p, right) and h (A, q, right). Those products of
     so many a at a time as take a quarter of z's memory; where right is 1, one product."""
-    A, p, right = z.shape
+    A, right = z.shape[0], z.shape[2]
     if right > 1:
         part = max(1, A * right // (4 * h.shape[1]))
         sums = [torch.bmm(z[i : i + part], h[i : i + part].mT).sum(0) for i in range(0, A, part)]

@@ -12,7 +12,7 @@ _SUMS = 2048  # of a warp, on tensor cores
 _CHUNK = 8  # fibers that could be multiplied in the time from a chunk to the next; a guess
 
 _MULTIPLY_ADDS_US = {2: 757_000.0, 4: 333_000.0}  # of a multiprocessor's tensor cores, by the bytes of a number
-_FMA_US = 95_000.0  # of its FMA units
+_FMA_US = 110_000.0  # of its FMA units
 _COPIES_US = 5800.0  # of few bytes each
 _WAITING = 0.5  # of the shorter of multiplying and moving
 

@@ -41,7 +41,7 @@ def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
 def _keeping(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[kron_v4.Prepared, ...]:
-    """The forward by the backward's two launches, so that nothing is multiplied anew, where with that it is no slower; else none."""
+    """The forward cut where the backward is, if that is in two parts, so that nothing is multiplied anew; none where it were slower."""
     target = target_of(dtype, device, tensor, aligned)
     plan = kron_backward.backwards(sizes, rows, target)
     if len(plan) != 2 or kron_backward.better_swapped(plan):

@@ -219,6 +219,9 @@ struct Cut {
     static constexpr int MI = (MB % 2 == 0 || MB > 4) && COUNT * parts(MB, 2) * parts(NB, WIDE) >= WARPS ? 2 : 1;
     static constexpr int NI = WIDE % 2 == 0 && COUNT * parts(MB, MI) * parts(NB, WIDE) < WARPS ? WIDE / 2 : WIDE;
     static constexpr int DOWN = parts(MB, MI), ACROSS = parts(NB, NI);
+    // The first 16 rows, or 8 columns, that a warp makes, from its own first ones.
+    __device__ static int row(int own) { return MB % MI ? min(own, MB - MI) : own; }
+    __device__ static int column(int own) { return NB % NI ? min(own, NB - NI) : own; }
 };
 
 // store(batch, row, column, two neighbours) of each of the products, the warps in turns; W is the factor that is multiplied by. Short sums
@@ -231,7 +234,7 @@ __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store
 #pragma unroll 1
     for (int item = threadIdx.x / 32; item < Batch::COUNT * ACROSS * DOWN; item += Plan::WARPS) {
         int batch = item / (ACROSS * DOWN), own_row = item / ACROSS % DOWN * C::MI, own_column = item % ACROSS * C::NI;
-        int m0 = 16 * (C::MB % C::MI ? min(own_row, C::MB - C::MI) : own_row), n0 = 8 * (C::NB % C::NI ? min(own_column, C::NB - C::NI) : own_column);
+        int m0 = 16 * C::row(own_row), n0 = 8 * C::column(own_column);
         const T *from = a + Batch::a(batch) + m0 * A::ROW, *with = b + Batch::b(batch) + n0 * B::ROW;
         int high = eights(M) % 16 && m0 + 16 * C::MI > M ? 0 : 8 * A::ROW;
         float sums[C::MI][C::NI][4] = {};
@@ -262,7 +265,7 @@ struct Sums {
     __device__ static constexpr int down(bool want_rows) {
         int mi = MB, ni = NB, down = 1, across = 1;
         while (mi * ni > 4 && down * across * 2 <= WARPS && (mi % 2 == 0 || ni % 2 == 0 || mi * ni > MOST)) {
-            if (ni % 2 ? mi % 2 == 0 || 2 * mi >= ni : mi % 2 == 0 && 2 * mi >= ni) mi = (mi + 1) / 2, down *= 2;
+            if (mi % 2 == ni % 2 ? 2 * mi >= ni : mi % 2 == 0) mi = (mi + 1) / 2, down *= 2;
             else ni = (ni + 1) / 2, across *= 2;
         }
         return want_rows ? down : across;
