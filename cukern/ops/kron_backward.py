@@ -20,8 +20,8 @@ _MULTIPLY_ADDS_US = {True: 320_000.0, False: 900_000.0}  # of a multiprocessor, 
 _WAITING = 0.4  # of the shorter of multiplying and moving, for the rest of which the other goes on
 _ALONE = 0.4  # how much longer a multiprocessor's one block takes: while its warps wait for each other nobody else works
 _CROWDED, _FULL = 2.0, 0.7  # 16-bit numbers are slower the more of shared memory, beyond a part of it, is in use
-_SHALLOW = 0.7  # of the time, that tiles of at most 64 rows take of one large factor of 16 bits
-# By how much sizes other than powers of 2 take longer: of a right factor, a left one, both; by the bytes of a number, and if it is split.
+_SHALLOW = 0.7  # of the time, that tiles of at most 64 rows or columns take of one large factor of 16 bits
+# By how much sizes other than 8, 16, 32, .. take longer: of a right factor, a left one, both; by the bytes of a number, and if it is split.
 _LONGER = {(2, False): (1.0, 1.1, 1.1), (4, False): (1.05, 1.25, 1.4), (4, True): (1.0, 1.2, 1.3)}
 _COPIES_US = 5000.0  # of a multiprocessor, of a few bytes each instead of 16
 _TILE_US = 0.3  # from a tile to the next, for the one block of a multiprocessor
@@ -141,9 +141,10 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
     each = max(multiplied, moved) + alone * min(multiplied, moved) + _TILE_US / resident
     crowded = 0.0 if split else _CROWDED * max(0.0, resident * shared / target.shared - _FULL)
     each *= (1 + _ALONE / resident) * (1 + crowded)
-    if any(n & n - 1 for n in (p1, q1, p2, q2, C)):
+    uneven = any(n & n - 1 or 1 < n < 8 for n in (p1, q1, p2, q2, C))
+    if uneven:
         each *= _LONGER[target.itemsize, split][2 if left and right else 1 if left else 0]
-    if target.itemsize == 2 and not left and L <= 64 and p2 * q2 > _LARGE:
+    if target.itemsize == 2 and L * R <= 64 and max(p1 * q1, p2 * q2) > _LARGE and not (left and (right or uneven)):
         each *= _SHALLOW
     us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + (matrices * target.itemsize + sums * 8) * resident / SM_BYTES_US
     names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]

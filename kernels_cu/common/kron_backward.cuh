@@ -426,11 +426,14 @@ __device__ __forceinline__ void load_factor(T* to, const Factors4<T>& factors, M
         long long p = factors.p[N], q = factors.q[N];
         const T* from = factors.at[N];
         auto neighbours = [&](int k, int j) { return load_vec<T, V>(from + k * p + j * q); };
+        auto one = [&](int k, int j) { return Vec<T, 1>{T(element<N, Factors...>(factors, k, j))}; };
         if constexpr (W::COUNT == 1 && W::P % V == 0 && W::Q % V == 0) {
             bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
-            if (aligned && q == 1 && p % V == 0) return place_factor<Plan, W::P, W::Q, K, J, 1, V>(to, neighbours);
-            if (aligned && p == 1 && q % V == 0) return place_factor<Plan, W::P, W::Q, K, J, V, 1>(to, neighbours);
+            if (aligned && q == 1 && p % V == 0) place_factor<Plan, W::P, W::Q, K, J, 1, V>(to, neighbours);
+            else if (aligned && p == 1 && q % V == 0) place_factor<Plan, W::P, W::Q, K, J, V, 1>(to, neighbours);
+            else place_factor<Plan, W::P, W::Q, K, J, 1, 1>(to, one);
+        } else {
+            place_factor<Plan, W::P, W::Q, K, J, 1, 1>(to, one);
         }
-        place_factor<Plan, W::P, W::Q, K, J, 1, 1>(to, [&](int k, int j) { return Vec<T, 1>{T(element<N, Factors...>(factors, k, j))}; });
     }
 }
