@@ -321,7 +321,7 @@ __device__ __forceinline__ void gather_sums(float* all, const float (&sums)[MI][
                 int m = 16 * row + e % 4 / 2 * 8 + g, n = 8 * column + 2 * t + e % 2;
                 if ((S::MB % S::DOWN && row < S::own_row()) || (S::NB % S::ACROSS && column < S::own_column())) continue;
                 float sum = sums[e / 4 / NI][e / 4 % NI][e % 4];
-                if (m < M && n < N) all[m * N + n] = turn ? all[m * N + n] + sum : sum;
+                if (m < M && (N % 8 == 0 || n < N)) all[m * N + n] = turn ? all[m * N + n] + sum : sum;
             }
         __syncthreads();
     }
