@@ -7,7 +7,9 @@ from math import prod
 import pytest
 import torch
 from helpers import gpu, kernels, same_bits
-from test_kron_linear import close, dense, draw
+from test_kron_linear import FORWARD_MODE, close, dense, draw
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 
 import cukern
 from cukern.bench import environment
@@ -259,13 +261,40 @@ def test_a_call_like_an_earlier_one_is_made_at_once():
     kron_quick._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     first = cukern.kron_linear(x, ws)
-    assert len(kron_quick._known) == 1
+    assert kron_quick.known(x, ws, 1.0)
     assert same_bits(cukern.kron_linear(x, ws), first) and len(kron_quick._known) == 1
     columns, wide = [w.t().contiguous().t() for w in ws], [w.double() for w in ws]
-    for x2, ws2, scale in ((x[:1], ws, 1.0), (x, columns, 1.0), (x, ws, 0.5), (x.double(), wide, 1.0)):
+    whole, shifted = [torch.randn(512, 8, device="cuda")], torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
+    calls = (x[:1], ws, 1.0), (x, columns, 1.0), (x, ws, 0.5), (x.double(), wide, 1.0), (shifted, ws, 1.0), (x, whole, 1.0)
+    for x2, ws2, scale in calls:
         for _ in range(2):
             close(cukern.kron_linear(x2, ws2, scale=scale), scale * dense(x2, ws2))
-    leaf = x.clone().requires_grad_()
-    assert cukern.kron_linear(leaf, ws).requires_grad and not cukern.kron_linear(x, ws).requires_grad
     with pytest.raises(ValueError, match="the last dimension of x"):
         cukern.kron_linear(x[..., 1:], ws)
+
+
+@gpu
+@FORWARD_MODE
+def test_a_call_that_somebody_watches_is_like_no_earlier_one():
+    """What records a graph, carries a tangent, is negated lazily, or is traced must be seen."""
+    kron_quick._known.clear()
+    x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
+    layer = cukern.KronLinear((16, 32), (16, 32), bias=False, device="cuda")
+    for _ in range(2):
+        cukern.kron_linear(x, ws)
+        with torch.no_grad():
+            assert not layer(x).requires_grad
+        assert layer(x).requires_grad and cukern.kron_linear(x.clone().requires_grad_(), ws).requires_grad
+    assert kron_quick.known(x, ws, 1.0)
+    lazy = torch._neg_view(-x)
+    with pytest.raises(ValueError, match="x has the negative bit set"):
+        cukern.kron_linear(lazy, ws)
+    close(torch.func.vmap(lambda one: cukern.kron_linear(one, ws))(x), dense(x, ws))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(cukern.kron_linear(forward_ad.make_dual(x, x), ws)).tangent
+    close(tangent, dense(x, ws))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(cukern.kron_linear(x, ws), FakeTensor)
+    z, vs = (x.to(torch.complex64), [w.to(torch.complex64) for w in ws])
+    for _ in range(2):
+        close(cukern.kron_linear(z, vs).real, dense(x, ws))

@@ -64,20 +64,19 @@ def kron_linear(
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """
-    key = kron_quick.key_of(x, factors, scale) if bias is residual is version is None else None
-    if key:
-        call = kron_quick.known(key)
-        if call:
-            return call(x, factors)
+    plain = bias is residual is version is None
+    call = kron_quick.known(x, factors, scale) if plain else None
+    if call:
+        return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
-    if key:
-        kron_quick.remember(key, x, factors, float(scale))
     kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
+    if plain:
+        kron_quick.remember(x, factors, scale)
     flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
     y = product(rows, factors, bias, flat, float(scale), version or "")
     return y if x.ndim == 2 else y.view(shape)

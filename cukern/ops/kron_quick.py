@@ -1,6 +1,8 @@
 """The usual call of kron_linear, in a few microseconds: tensors on a GPU, no bias, no residual, nothing that records a graph, one launch.
 
-A call of the same shapes and strides as an earlier one needs none of its checks again, and no plan: all but the pointers is known.
+A call of the same shapes and strides as an earlier one needs none of its checks again, and no plan: all but the pointers is known. What
+torch.compile asks before it runs what it compiled, TensorGuards, tells so of all tensors at once: their types, dtypes, devices, shapes,
+strides, whether they require a gradient, are negated lazily, or are seen by a dispatch mode or one of torch.func's transforms.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,40 +17,47 @@ from cukern.ops.kron_checks import PLAIN
 from cukern.ops.kron_versions import VERSIONS
 from cukern.runtime.registry import choose
 
-_MOST = 512  # calls to remember
+# torch's stub does not know its arguments. Without it no call is known.
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+Call = Callable[[Tensor, Sequence[Tensor]], Tensor]
+
+_MOST = 16  # calls to remember of x's shape
 _recording = torch.is_grad_enabled
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._are_functorch_transforms_active
 
-_known: dict[Any, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {}
+_known: dict[Any, list[tuple[Any, Call]]] = {}
 
 
-def key_of(x: Any, factors: Any, scale: float) -> Any:
-    """What tells this call from those that need another launch; None if it is not a usual one, or its tensors must be looked at closely."""
-    if _tracing() or type(factors) not in (list, tuple) or type(scale) not in (float, int):
+def known(x: Any, factors: Any, scale: Any) -> Call | None:
+    """The launch of an earlier call that was like this one."""
+    if type(x) not in PLAIN or type(factors) not in (list, tuple) or type(scale) not in (float, int):
         return None
-    if _modes() or _transforms() or forward_ad._current_level >= 0:
+    if _tracing() or _modes() or forward_ad._current_level >= 0:
         return None
-    records, key = _recording(), [scale, kron_v4.tf32()]
+    for guards, call in _known.get(_key(x, factors, scale), ()):
+        if guards.check(x, *factors):
+            return None if x.data_ptr() & 15 else call
+    return None
+
+
+def remember(x: Tensor, factors: Sequence[Tensor], scale: Any) -> None:
+    """Prepare for calls like this one, which goes to kernels, if it is a usual one and one launch will do."""
+    if not TensorGuards or _tracing() or _modes() or forward_ad._current_level >= 0:
+        return
+    if not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
+        return
     for t in (x, *factors):
-        if type(t) not in PLAIN or not t.is_cuda or t.is_neg() or (records and t.requires_grad):
-            return None
-        key += t.shape, t.stride(), t.dtype, t.get_device()
-    return (x.data_ptr() & 15, *key)
-
-
-def remember(key: Any, x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
-    """Prepare for calls of this key, whose arguments have passed the checks, if one launch will do."""
-    if not x.is_contiguous() or x.ndim < 1 or not x.numel() or any(w.ndim != 2 for w in factors):
-        return
-    if choose("kron_linear", "", x.get_device()) is not VERSIONS["v4"]:
-        return
-    call = kron_v4.single_launch(x, factors, scale)
+        if type(t) not in PLAIN or t.is_neg() or (_recording() and t.requires_grad) or (t is not x and t.ndim != 2):
+            return
+    call = choose("kron_linear", "", x.get_device()) is VERSIONS["v4"] and kron_v4.single_launch(x, factors, float(scale))
     if call:
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = call
+        alike = _known.setdefault(_key(x, factors, scale), [])
+        if len(alike) >= _MOST:
+            alike.clear()
+        alike.append((TensorGuards(x, *factors, dynamic_dims_sizes=None, dynamic_dims_strides=None), call))
 
 
-known = _known.get
+def _key(x: Tensor, factors: Sequence[Tensor], scale: float) -> Any:
+    return x.shape, len(factors), scale, kron_v4.tf32(), _recording()

@@ -72,24 +72,6 @@ kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
     fence_async();
     fetch(a + step);
     __syncthreads();
-    auto give = [&](long long a, const float (&y)[Q2 / 8][4]) {
-        auto store = [&](bool more) {
-            each_seated(y, [&](Vec<float, 4> four, int row, int column) {
-                row += 64 * group;
-                if (row >= Q1) return;
-                long long i = (a * Q1 + row) * Q2 + column;
-                for (float& one : four.v) one *= float(scale);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (more && bias) four.v[e] += bias[i % features + e];
-                    if (more && residual) four.v[e] += residual[i + e];
-                }
-                store_vec_past_l1(out + i, four);
-            });
-        };
-        if (bias || residual) store(true);
-        else store(false);
-    };
     // The next X, when neither warpgroup multiplies this one any more.
     auto put = [&] {
         barrier_of(3 + group, THREADS);
@@ -116,6 +98,9 @@ kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
         turns.end(a + step < A);
         if (group == 0) put();
         wgmma_wait<0>(y);
-        give(a, y);
+        store_seated(out, bias, residual, y, features, float(scale), [&](int row, int column) {
+            row += 64 * group;
+            return row < Q1 ? (a * Q1 + row) * Q2 + column : -1;
+        });
     }
 }

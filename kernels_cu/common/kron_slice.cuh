@@ -108,18 +108,7 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         fence_async();
         return arrive_at(1, THREADS);
     }
-    auto store = [&](bool more) {
-        each_seated(sums, [&](Vec<float, 4> four, int m, int n) {
-            long long i = row + (half + m / 16 * 16 + m % 8 * 2 + m % 16 / 8) * SIDE + column + n;
-            for (float& one : four.v) one *= float(scale);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (more && bias) four.v[e] += bias[i % features + e];
-                if (more && residual) four.v[e] += residual[i + e];
-            }
-            store_vec_past_l1(out + i, four);
-        });
-    };
-    if (bias || residual) store(true);
-    else store(false);
+    store_seated(out, bias, residual, sums, features, float(scale), [&](int m, int n) {
+        return row + (half + m / 16 * 16 + m % 8 * 2 + m % 16 / 8) * SIDE + column + n;
+    });
 }

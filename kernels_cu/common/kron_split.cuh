@@ -88,21 +88,8 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
     auto give = [&](long long a, const float (&d)[N / 8][4]) {
         long long at = (a / ACROSS * Q1 + 64 * group) * OUT_STRIDE + a % ACROSS * Q2;
         int rows = rows_of(a);
-        auto store = [&](bool more) {
-            each_seated(d, [&](Vec<float, 4> four, int row, int column) {
-                if (!LEFT && row >= rows) return;
-                long long i = at + row * OUT_STRIDE + column;
-                for (float& one : four.v) one *= float(scale);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (more && bias) four.v[e] += bias[i % features + e];
-                    if (more && residual) four.v[e] += residual[i + e];
-                }
-                store_vec_past_l1(out + i, four);
-            });
-        };
-        if (bias || residual) store(true);
-        else store(false);
+        store_seated(out, bias, residual, d, features, float(scale),
+                     [=](int row, int column) { return LEFT || row < rows ? at + row * OUT_STRIDE + column : -1; });
     };
     long long step = (long long)gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : (A + 63) / 64, a = blockIdx.x + team * gridDim.x;
     let_next_come();

@@ -133,6 +133,28 @@ __device__ __forceinline__ void each_seated(const float (&d)[N][4], const F& f) 
     }
 }
 
+// Seated sums, times scale and with bias and residual (which may be null pointers) added, to out[place(row, column)] and the next three;
+// nowhere if that is below 0.
+template <int N, class F>
+__device__ __forceinline__ void store_seated(float* out, const float* bias, const float* residual, const float (&d)[N][4],
+                                             long long features, float scale, const F& place) {
+    auto store = [&](bool added) {
+        each_seated(d, [&](Vec<float, 4> four, int row, int column) {
+            long long at = place(row, column);
+            if (at < 0) return;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                four.v[e] *= scale;
+                if (added && bias) four.v[e] += bias[at % features + e];
+                if (added && residual) four.v[e] += residual[at + e];
+            }
+            store_vec_past_l1(out + at, four);
+        });
+    };
+    if (bias || residual) store(true);
+    else store(false);
+}
+
 // To the columns from 8 `from` on.
 template <int M, int N>
 __device__ __forceinline__ void add(float (&sums)[M][4], const float (&d)[N][4], int from = 0) {
