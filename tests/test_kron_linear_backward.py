@@ -161,12 +161,13 @@ def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
 def test_gradients_in_several_tiles(device, dtype):
     """By our kernel, and by torch's products of parts of the rows: the same sums."""
     z, h = torch.randn(5, 136, 24, dtype=dtype, device=device), torch.randn(5, 150, 24, dtype=dtype, device=device)
-    exact = 0.5 * torch.einsum("akc,ajc->kj", z.double(), h.double())
+    exact, torchs = (0.5 * torch.einsum("akc,ajc->kj", z.to(kind), h.to(kind)) for kind in (torch.float64, dtype))
+    allowed = 2 * error(torchs, exact) + torch.finfo(dtype).eps
     with backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext():
         ours = kron_v4_backward.contraction(z[None], h[None], 0.5)[0]
-    assert error(ours, exact) < torch.finfo(dtype).eps
+    assert error(ours, exact) <= allowed
     if dtype == torch.float32:
-        assert error(kron_gemm.contraction(z, h, 0.5), exact) < torch.finfo(dtype).eps
+        assert error(kron_gemm.contraction(z, h, 0.5), exact) <= allowed
 
 
 @pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))

@@ -35,7 +35,7 @@ def us(step: Step, rows: int, target: "Target") -> float:
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
         tiles = _tiled(step.q) if last else ceil(step.q / 128) * 128 * (ceil(step.right / 128) * 128 if step.right > 64 else 64)
-        multiplied = 2 * rows * step.left * step.p * tiles / TF32_WORK_US[last]
+        multiplied = 2 * rows * step.left * (step.p if last else max(128, step.p)) * tiles / TF32_WORK_US[last]
     elif last:
         moved *= max(128, ceil(step.q / 32) * 32) / step.q
     elif aligned:

@@ -86,8 +86,11 @@ def _side(n: int) -> int:
 
 
 def _part(n: int) -> int:
-    """The same for 256 threads of 8 x 8 sums: such that few are of no use, and few threads."""
-    return n if n <= _MOST else min(range(_MOST, 48, -8), key=lambda s: (ceil(n / s) * s) ** 2 / (256 // (s // 8) ** 2 * (s // 8) ** 2))
+    """The same for 256 threads of 8 x 8 sums: even parts, if so fewer multiply zeros or have nothing to do."""
+    if n <= _MOST:
+        return n
+    even = ceil(n / ceil(n / _MOST) / 8) * 8
+    return min((_MOST, even), key=lambda s: (ceil(n / s) * s) ** 2 / (256 // (s // 8) ** 2 * (s // 8) ** 2))
 
 
 def _divisors(n: int) -> list[int]:

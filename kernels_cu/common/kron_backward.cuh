@@ -11,6 +11,14 @@
 // float is multiplied as three products of split numbers (SPLIT, see split_tf32), whose sums over few numbers are added up by ordinary
 // additions, because tensor cores cut what they add (by tiny factors on the FMA units); or in TF32. Of 16-bit types, Z and H are rounded
 // to the type.
+//
+// Sizes need be no multiples of anything: in shared memory factors and tiles have zeros beyond them, up to multiples of 8, which nobody
+// overwrites, and what warps share out need not divide. Before, such factors had a launch for their gradient and one for what goes back. On
+// one H200, the backward with that, in us from .. to .., in parentheses v2's, 2048 rows or as many as said: bfloat16 (64, 86) 167 to 76
+// (158), (100, 100) 252 to 234 (325), 4096 x (12, 16, 20) 222 to 93 (428), 1000 x 28^3 400 to 184 (549), 4096 x 5^4 157 to 40 (417); in TF32
+// (128, 86) 448 to 346 (437), (64, 86) 237 to 141 (233); in float (100, 100) 788 to 502 (775). Parts of up to 4 times 8 columns also where
+// their number is a prime gave a third of it: the pair of (100, 100) from 304 to 217. Slower: pairs of more than 100 rows, of which a
+// multiprocessor holds one tile.
 #pragma once
 #include "kron_tile.cuh"
 
@@ -224,12 +232,15 @@ struct Cut {
     __device__ static int column(int own) { return NB % NI ? min(own, NB - NI) : own; }
 };
 
+// Numbers of k at once; those that are left at the end are 8. (Of 24, 16 and 8 took longer.)
+__device__ constexpr int run_of(int k) { return k < 16 || k == 24 ? 8 : 16; }
+
 // store(batch, row, column, two neighbours) of each of the products, the warps in turns; W is the factor that is multiplied by. Short sums
 // are so exact on the FMA units, and a layer of tiny factors makes so many of them in a row, that split numbers would be seen.
 template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, typename T, class Store>
 __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store& store) {
     using C = Cut<M, N, Batch::COUNT, Plan::WARPS>;
-    constexpr int ACROSS = C::ACROSS, DOWN = C::DOWN, RUN = Plan::SPLIT || K < 16 ? 8 : 16;
+    constexpr int ACROSS = C::ACROSS, DOWN = C::DOWN, RUN = Plan::SPLIT ? 8 : run_of(K);
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll 1
     for (int item = threadIdx.x / 32; item < Batch::COUNT * ACROSS * DOWN; item += Plan::WARPS) {
@@ -273,8 +284,8 @@ struct Sums {
     static constexpr int DOWN = down(true), ACROSS = down(false), MI = (MB + DOWN - 1) / DOWN, NI = (NB + ACROSS - 1) / ACROSS;
     static constexpr int TIMES = WARPS / (DOWN * ACROSS);
     // A warp's own first 16 rows and 8 columns, and the first ones that it makes.
-    __device__ static int own_row() { return threadIdx.x / 32 / ACROSS % DOWN * MI; }
-    __device__ static int own_column() { return threadIdx.x / 32 % ACROSS * NI; }
+    __device__ static int own_row() { return int(threadIdx.x) / 32 / ACROSS % DOWN * MI; }
+    __device__ static int own_column() { return int(threadIdx.x) / 32 % ACROSS * NI; }
     __device__ static int row() { return MB % DOWN ? min(own_row(), MB - MI) : own_row(); }
     __device__ static int column() { return NB % ACROSS ? min(own_column(), NB - NI) : own_column(); }
 };
@@ -294,7 +305,7 @@ __device__ __forceinline__ void contract_run(float (&sums)[MI][NI][4], const T* 
 // sums += the products of a batch, each warp its own; W is the factor whose gradient they are, and those of several are as exact as can be.
 template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, class S, int MI, int NI, typename T>
 __device__ __forceinline__ void contract_all(float (&sums)[MI][NI][4], const T* a, const T* b, S) {
-    constexpr int RUN = K % 32 == 0 ? 32 : K < 16 ? 8 : 16, EACH = (K + RUN - 1) / RUN;
+    constexpr int RUN = K % 32 == 0 ? 32 : run_of(K), EACH = (K + RUN - 1) / RUN;
     int time = threadIdx.x / 32 / (S::DOWN * S::ACROSS), m0 = 16 * S::row();
     int high = eights(M) % 16 && m0 + 16 * MI > M ? 0 : 8 * A::ROW;
     a += m0 * A::ROW;
@@ -312,14 +323,14 @@ __device__ __forceinline__ void contract_all(float (&sums)[MI][NI][4], const T* 
 template <int M, int N, class S, int MI, int NI>
 __device__ __forceinline__ void gather_sums(float* all, const float (&sums)[MI][NI][4], S) {
     int time = threadIdx.x / 32 / (S::DOWN * S::ACROSS), g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int m0 = 16 * S::row(), n0 = 8 * S::column();
 #pragma unroll 1
     for (int turn = 0; turn < S::TIMES; ++turn) {
         if (turn == time)
 #pragma unroll
             for (int e = 0; e < MI * NI * 4; ++e) {
-                int row = S::row() + e / 4 / NI, column = S::column() + e / 4 % NI;
-                int m = 16 * row + e % 4 / 2 * 8 + g, n = 8 * column + 2 * t + e % 2;
-                if ((S::MB % S::DOWN && row < S::own_row()) || (S::NB % S::ACROSS && column < S::own_column())) continue;
+                int m = m0 + e / 4 / NI * 16 + e % 4 / 2 * 8 + g, n = n0 + e / 4 % NI * 8 + 2 * t + e % 2;
+                if ((S::MB % S::DOWN && m < 16 * S::own_row()) || (S::NB % S::ACROSS && n < 8 * S::own_column())) continue;
                 float sum = sums[e / 4 / NI][e / 4 % NI][e % 4];
                 if (m < M && (N % 8 == 0 || n < N)) all[m * N + n] = turn ? all[m * N + n] + sum : sum;
             }
