@@ -15,7 +15,7 @@
 // Sizes need be no multiples of anything: in shared memory factors and tiles have zeros beyond them, up to multiples of 8, which nobody
 // overwrites, and what warps share out need not divide. Before, such factors had a launch for their gradient and one for what goes back. On
 // one H200, the backward with that, in us from .. to .., in parentheses v2's, 2048 rows or as many as said: bfloat16 (64, 86) 167 to 76
-// (158), (100, 100) 252 to 234 (325), 4096 x (12, 16, 20) 222 to 93 (428), 1000 x 28^3 400 to 184 (549), 4096 x 5^4 157 to 40 (417); in TF32
+// (158), (100, 100) 252 to 234 (325), 4096 x (12, 16, 20) 222 to 93 (428), 1000 x 28^3 400 to 184 (549), 4096 x 5^4 157 to 40 (417); TF32
 // (128, 86) 448 to 346 (437), (64, 86) 237 to 141 (233); in float (100, 100) 788 to 502 (775). Parts of up to 4 times 8 columns also where
 // their number is a prime: the launch of both of (100, 100) from 304 to 217. What did not help: that launch, for which two take 170.
 #pragma once
