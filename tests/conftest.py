@@ -1,8 +1,11 @@
 """What every test stands on: kernels run on the GPU or in the simulator, tests of the GPU alone skip aloud, outputs start as NaN, and
 kernels are compiled into a cache of the run's own."""
 
+import gc
 import os
 
+# torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS reads this when CUDA starts; without it deterministic mode, which poisons memory, refuses matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -26,6 +29,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_collection_finish():
+    """What has been imported stays: the collector need not look through it again for every kernel that is read."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter):

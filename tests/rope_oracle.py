@@ -10,8 +10,8 @@ COPY = -1  # as a position: the token is not rotated
 def rotated(x, cos, sin, positions, rotary_dim, *, interleaved=False, offset=0, inverse=False, scale=1.0):
     """Element by element. x (batch, sequence, heads, head_dim); cos, sin (rows, pairs), or (rows, 2 pairs): an angle for each element.
     positions[b][s]: a row, COPY, or a list of one row for each pair."""
-    out, x, cos, sin = x.double().clone(), x.double(), cos.double(), sin.double()
-    pairs = rotary_dim // 2
+    device, (x, cos, sin) = x.device, (t.double().cpu().numpy() for t in (x, cos, sin))
+    out, pairs = x.copy(), rotary_dim // 2
     for b, s, i in itertools.product(range(x.shape[0]), range(x.shape[1]), range(pairs)):
         row = positions[b][s]
         if row == COPY:
@@ -25,7 +25,7 @@ def rotated(x, cos, sin, positions, rotary_dim, *, interleaved=False, offset=0, 
         else:
             y_1, y_2 = x_1 * cos[row, a] - x_2 * sin[row, a], x_2 * cos[row, c] + x_1 * sin[row, c]
         out[b, s, :, offset + first], out[b, s, :, offset + second] = scale * y_1, scale * y_2
-    return out
+    return torch.from_numpy(out).to(device)
 
 
 def complex_rotated(x, angles):
@@ -72,8 +72,9 @@ def te_positions(form, shape, starts=None, cu_seqlens=None, cp_size=1, cp_rank=0
 def te(x, freqs, positions, interleaved, grad=False):
     """TransformerEngine's fused form, element by element: each has its own angle. x (batch, sequence, heads, head_dim), freqs (rows,
     rotary_dim); `grad`: x is the gradient of the result, and what is returned that of the input."""
-    out, x, width = x.double().clone(), x.double(), freqs.shape[1]
-    cos, sin = freqs.double().cos(), freqs.double().sin()
+    device, freqs = x.device, freqs.double()
+    x, cos, sin = (t.cpu().numpy() for t in (x.double(), freqs.cos(), freqs.sin()))
+    out, width = x.copy(), freqs.shape[1]
     for b, s, i in itertools.product(range(x.shape[0]), range(x.shape[1]), range(width)):
         p = positions[b][s]
         if p == COPY:
@@ -82,4 +83,4 @@ def te(x, freqs, positions, interleaved, grad=False):
         j = (i + 1 if first else i - 1) if interleaved else (i + width // 2) % width
         sign = (-1 if first else 1) * (-1 if grad else 1)
         out[b, s, :, i] = x[b, s, :, i] * cos[p, i] + sign * x[b, s, :, j] * sin[p, j if grad else i]
-    return out
+    return torch.from_numpy(out).to(device)

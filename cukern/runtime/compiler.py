@@ -156,12 +156,13 @@ def cuda_include() -> Path:
 
 
 def _compile(source: Source, name: str, arch: str) -> Cubin:
-    code, (symbol,), log = run_nvrtc(source, (name,), arch)
+    code, _, (symbol,), log = run_nvrtc(source, (name,), arch)
     return Cubin(code, symbol, arch, parse_report(log, symbol))
 
 
-def run_nvrtc(source: Source, names: Sequence[str], arch: str) -> tuple[bytes, list[str], str]:
-    """The code of several kernels of a source, their symbols in it, and the compiler's log. Raises as compile_kernel does."""
+def run_nvrtc(source: Source, names: Sequence[str], arch: str) -> tuple[bytes, bytes, list[str], str]:
+    """The code of several kernels of a source, the PTX that it is made of, their symbols in both, and the compiler's log. Raises as
+    compile_kernel does."""
     binding = nvrtc()
     options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{kernels_dir()}", f"-I{cuda_include()}")
     if source.path.is_absolute():
@@ -179,8 +180,9 @@ def run_nvrtc(source: Source, names: Sequence[str], arch: str) -> tuple[bytes, l
             raise CompileError(f"{', '.join(names)} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
         symbols = [binding.getLoweredName(program, name) for name in names]
         # CuPy drops the last byte, which is zero; disassemblers want it back.
-        code = binding.getPTX(program) if _virtual(arch) else binding.getCUBIN(program) + b"\0"
-        return code, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
+        ptx = binding.getPTX(program)
+        code = ptx if _virtual(arch) else binding.getCUBIN(program) + b"\0"
+        return code, ptx, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
     finally:
         binding.destroyProgram(program)
 

@@ -9,6 +9,7 @@ from cukern.sim.decode import Context
 from cukern.sim.memory import CARRIERS
 from cukern.sim.order import IN_FLIGHT
 from cukern.sim.ptx import Immediate, Register, immediate_value
+from cukern.sim.spaces import each
 
 if TYPE_CHECKING:
     from cukern.sim.machine import Group, Machine
@@ -88,7 +89,7 @@ def _start(c: Context) -> "Step":
         m.pc = pc
         m.order.clock.tick(pc)
         lanes, n = group.lanes, len(group.lanes)
-        addresses = np.broadcast_to(offset_by(m.get(group, source), source_offset), (n,))
+        addresses = each(offset_by(m.get(group, source), source_offset), lanes)
         count = np.full(n, size)
         if read is not None:
             values = m.spread(group, read)

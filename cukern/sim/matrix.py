@@ -87,12 +87,15 @@ def warpgroup(c: Context) -> "Step":
 
     def fetch(m: "Machine", lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
         """Rows of a, or columns of b, from 16 bytes a lane at a time."""
-        parts = []
-        for more in range(0, 2 * count, 32):
-            at = tensor_core.described(words, first + more + lanes % 32, down)
-            part = through(m, "shared", lanes, at, lambda where, lanes, at: where.load(m, lanes, at, 16))
-            parts.append(np.ascontiguousarray(part).view(np.uint16).reshape(-1, 32, 8))
-        return tensor_core.by_rows(np.concatenate(parts, axis=1), down)
+        times = count // 16
+
+        def each(values: np.ndarray) -> np.ndarray:
+            return np.repeat(values.reshape(-1, 1, 32), times, axis=1)
+
+        numbers = each(first + lanes % 32) + 32 * np.arange(times)[:, None]
+        at = tensor_core.described(words if len(words) == 1 else each(words).reshape(-1), numbers.reshape(-1), down)
+        parts = through(m, "shared", each(lanes).reshape(-1), at, lambda where, lanes, at: where.load(m, lanes, at, 16))
+        return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 32 * times, 8), down)
 
     def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes, pc)

@@ -22,14 +22,15 @@ from cukern.sim.ptx import (
     immediate_value,
 )
 
+# A token, behind what is to be skipped: blanks, comments and the sections of a debugger.
 _TOKEN = re.compile(
-    r"""(?P<skip>\s+|//[^\n]*|/\*.*?\*/)
-    |(?P<line>\.(?:loc|file|version|target|address_size)\b[^\n]*)
-    |(?P<string>"(?:[^"\\]|\\.)*")
-    |(?P<word>\.[A-Za-z_]\w*|[%$_A-Za-z](?:[\w.$%]|::)*)
-    |(?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?)
-    |(?P<mark>[{}()\[\],;:|!@=<>+-])
-    |(?P<other>.)""",
+    r"""(?:\s+|//[^\n]*|/\*.*?\*/|\.section\s+[^{\s]+\s*\{[^{}]*\})*
+    (\.(?:loc|file|version|target|address_size)\b[^\n]*
+    |"(?:[^"\\]|\\.)*"
+    |\.[A-Za-z_]\w*
+    |[%$_A-Za-z](?:[\w.$%]|::)*
+    |0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?
+    |\Z|\S)""",
     re.VERBOSE | re.DOTALL,
 )
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
@@ -45,9 +46,7 @@ def parse(text: str) -> Module:
 class _Parser:
     def __init__(self, text: str):
         self.text = text
-        found = [m for m in _TOKEN.finditer(text) if m.lastgroup != "skip"]
-        self.tokens = [m[0] for m in found] + [""]
-        self.places = [m.start() for m in found] + [len(text)]
+        self.tokens = _TOKEN.findall(text)  # the last is empty
         self.at = 0
 
     # ---- tokens
@@ -70,7 +69,8 @@ class _Parser:
             raise self.error(f"{token!r} expected")
 
     def error(self, what: str) -> PtxError:
-        place = self.places[min(self.at, len(self.places) - 1)]
+        places = [match.start(1) for match in _TOKEN.finditer(self.text)]
+        place = places[self.at] if self.at < len(places) else len(self.text)
         return PtxError(f"PTX line {self.text.count(chr(10), 0, place) + 1}: {what}, found {self.tokens[self.at]!r}")
 
     def skip_block(self) -> None:
@@ -87,10 +87,6 @@ class _Parser:
             token = self.next()
             if match := _FILE.match(token):
                 module.files[int(match[1])] = match[2]
-            elif token == ".section":
-                self.next()
-                self.expect("{")
-                self.skip_block()
             elif token == ".entry":
                 kernel = self.kernel(module)
                 module.kernels[kernel.name] = kernel

@@ -10,6 +10,7 @@ import numpy as np
 
 from cukern.sim.order import IN_FLIGHT, STRONG, TIME_BITS, Order
 
+_COUNT = np.arange(16)  # an access has at most 16 bytes
 _LONGEST_LOG = 1 << 21  # reads that may be noted before they are sorted out
 
 
@@ -124,7 +125,7 @@ class Shadow:
                 self.readers = [np.repeat(stamps, finer) for stamps in self.readers]
         first = positions >> self.bits
         count = size >> self.bits
-        return first if count == 1 else first[:, None] + np.arange(count)
+        return first if count == 1 else first[:, None] + _COUNT[:count]
 
     def _unordered(self, order: Order, stamps: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
         if self.reach == "lane":

@@ -31,6 +31,11 @@ class Place(NamedTuple):
     parts: list[tuple[Region, Shadow | None, np.ndarray | None]]  # the rows in each; None: all
 
 
+def each(values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+    """One element a lane, of values that may be one for all."""
+    return values if len(values) == len(lanes) else np.broadcast_to(values, lanes.shape)
+
+
 def raw(values: np.ndarray) -> np.ndarray:
     """Elements of any size as integers, one row each, that compare as bits do."""
     return values.view(np.uint64).reshape(-1, 2) if values.dtype.itemsize == 16 else values
@@ -67,7 +72,7 @@ class Space:
     def store(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: int = 0) -> np.ndarray:
         """Returns the positions."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
-        at, values = np.broadcast_to(at, lanes.shape), np.broadcast_to(values, lanes.shape)
+        at, values = each(at, lanes), each(values, lanes)
         shared_rows = []
         for region, shadow, rows in parts:
             some = slice(None) if rows is None else rows
@@ -232,7 +237,7 @@ class Global(Space):
             for i, _ in parts:
                 if not self.regions[i].writable:
                     raise m.fault(OutOfBounds, lanes[0], f"{verb} {self.describe(self.regions[i], low)}, which is constant memory")
-        return Place(np.broadcast_to(at, lanes.shape), [(self.regions[i], self.shadows[i], rows) for i, rows in parts])
+        return Place(each(at, lanes), [(self.regions[i], self.shadows[i], rows) for i, rows in parts])
 
     def load(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
         if len(addresses) == 1 and len(lanes) > 1 and self._is_only_read(int(addresses[0])):

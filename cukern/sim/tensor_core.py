@@ -69,13 +69,13 @@ def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers
     numbers = 8 if factors is TF32 else 16
 
     def function(a: Registers, b: Array, c: Registers, kept: Array) -> list[Array]:
-        d: list[Array] = []
-        for n in range(0, int(columns), 8):
-            words = np.ascontiguousarray(b[:, n : n + 8]).view(np.uint32)  # [warp][column][word along k]
-            tile = [words[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
-            before = [np.where(kept, r, np.uint32(0)) for r in c[n // 2 : n // 2 + 4]]
-            d += _mma(factors, FORMATS["f32"], numbers, a, tile, before)
-        return d
+        warps, tiles = len(b), int(columns) // 8  # a tile has 8 columns, and 4 registers of c
+        words = np.ascontiguousarray(b).view(np.uint32).reshape(warps * tiles, 8, 8)  # [tile of a warp][column][word along k]
+        before = np.where(kept[:, None], np.stack(c, axis=1), np.uint32(0)).reshape(warps * tiles, 4, 32)
+        held = [np.repeat(r, tiles, axis=0) for r in a]
+        tile = [words[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
+        d = _mma(factors, FORMATS["f32"], numbers, held, tile, list(np.moveaxis(before, 1, 0)))
+        return _apart(np.stack(d, axis=1).reshape(warps, 4 * tiles, 32))
 
     return int(columns), numbers == 16, function
 
@@ -122,7 +122,12 @@ def _elements(fmt: Format, registers: Registers) -> Array:
 def _registers(elements: Array) -> list[Array]:
     if elements.dtype == np.uint16:
         elements = elements[:, ::2].astype(np.uint32) | elements[:, 1::2].astype(np.uint32) << 16
-    return [np.ascontiguousarray(r) for r in np.moveaxis(elements, 1, 0)]
+    return _apart(elements)
+
+
+def _apart(registers: Array) -> list[Array]:
+    """(warps, registers, 32) as an array a register."""
+    return [np.ascontiguousarray(r) for r in np.moveaxis(registers, 1, 0)]
 
 
 def _along_k(fmt: Format, k: int) -> list[Array]:
