@@ -23,7 +23,7 @@
 //     16 x 64^3           59 (217)      28 (86)     18 (75)       18 (55)     33 (126)     22 (66)
 //     1024 x (64, 64)     41 (169)      15.7 (54)   13 (74)       5.7 (29)    23 (108)     12.8 (41)
 //     1024 x (128, 128)   235 (804)     97 (281)    40 (234)      21.8 (151)  83 (372)     55 (244)
-//     1024 x (128, 112)   220 (725)     114 (502)   39 (206)      20.7 (136)  80 (335)     49 (257)
+//     1024 x (128, 112)   220 (725)     114 (355)   39 (206)      20.7 (136)  80 (335)     49 (252)
 //     4096 x (32, 32)     34 (175)      14.8 (63)   13.5 (79)     5.6 (24)    26 (116)     10.3 (44)
 //     16 x 2^16           588 (2442)    9.7 (55)    410 (1411)    6.4 (34)
 // v3: 46 of 32 x (128, 128) in float, 1636 of 8^5, 4950 of 16^4, 1500 of 32^3, 108 of (64, 64), 806 of 1024 x (128, 128).
@@ -425,6 +425,7 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
     using Left = typename Plan::Left;
     using Right = typename Plan::Right;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, L = Plan::L, R = Plan::R, FIRST = Right::COUNT;
+    constexpr int HP1 = Plan::HP1, HQ1 = Plan::HQ1, HP2 = Plan::HP2, HQ2 = Plan::HQ2;
     constexpr int SX = Plan::SX, SG = Plan::SG, S2 = Plan::S2, LD1 = Plan::LD1, LD2 = Plan::LD2;
     constexpr bool ONE = Plan::ONE;
     extern __shared__ uint4 dynamic[];
@@ -433,24 +434,29 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
     Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
                            {w0_p, w1_p, w2_p, w3_p, w4_p, w5_p, w6_p, w7_p},
                            {w0_q, w1_q, w2_q, w3_q, w4_q, w5_q, w6_q, w7_q}};
-    constexpr long long ACROSS = Plan::C / R;
+    constexpr long long ACROSS = Plan::ACROSS;
     long long count = (A + L - 1) / L * ACROSS, number = blockIdx.x, next = number;
     auto rows_of = [&](long long n) { return int(A - n / ACROSS * L < L ? A - n / ACROSS * L : L); };
     auto load = [&](T* to) {
         if (next < count) {
             long long a = next / ACROSS * L, c = next % ACROSS * R;
-            load_arrays<Plan, P1, P2, SX>(to, x + a * Plan::P * Plan::C + c, rows_of(next));
-            load_arrays<Plan, Q1, Q2, SG>(to + Plan::X, g + a * Plan::Q * Plan::C + c, rows_of(next));
+            load_arrays<Plan, P1, P2, HP1, SX>(to, x + a * Plan::P * Plan::C + c, rows_of(next), Plan::C - c);
+            load_arrays<Plan, Q1, Q2, HQ1, SG>(to + Plan::X, g + a * Plan::Q * Plan::C + c, rows_of(next), Plan::C - c);
         }
         cp_async_commit();
         next += gridDim.x;
     };
     prefetch_merged<0>(factors, Right());
     prefetch_merged<FIRST>(factors, Left());
-    if (next < count) {
+    if (next < count && (ACROSS == 1 || Plan::C % R == 0)) {
+        constexpr int WIDE = ACROSS == 1 ? int(Plan::C) : R;
         long long a = next / ACROSS * L, c = next % ACROSS * R;
-        prefetch_tile<Plan::P, R>(x + a * Plan::P * Plan::C + c, rows_of(next), Plan::C);
-        prefetch_tile<Plan::Q, R>(g + a * Plan::Q * Plan::C + c, rows_of(next), Plan::C);
+        prefetch_tile<Plan::P, WIDE>(x + a * Plan::P * Plan::C + c, rows_of(next), Plan::C);
+        prefetch_tile<Plan::Q, WIDE>(g + a * Plan::Q * Plan::C + c, rows_of(next), Plan::C);
+    }
+    if constexpr (Plan::ZEROS) {
+        for (int e = threadIdx.x; e < Plan::NUMBERS * int(sizeof(T)) / 16; e += Plan::THREADS) dynamic[e] = uint4();
+        __syncthreads();
     }
     wait_for_previous();
     load_factor<Plan, FIRST, 1, LD1>(left, factors, Left());  // transposed
@@ -473,44 +479,47 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
             float pair[2] = {one, two};
             store_vec(at, pack<T, 2>(pair));
         };
-        constexpr int N1 = ONE ? Q2 : R, EACH = ONE ? 1 : Q2;  // G as matrices of Q1 rows: columns, and how many to a row of the array
+        constexpr int N1 = ONE ? Q2 : R, K1 = ONE ? HQ2 : R, EACH = ONE ? 1 : Q2;  // G as matrices of Q1 rows: columns, and how many to a row of the array
         auto back_left = [&](T* to, float times) {             // W1 G
-            multiply_all<Plan, Left, P1, N1, Q1, Operand<1, LD1>, Operand<1, SG>, Batches<L * EACH, EACH, 0, 0, Q1 * SG, S2>>(
+            multiply_all<Plan, Left, P1, N1, HQ1, Operand<1, LD1>, Operand<1, SG>, Batches<L * EACH, EACH, 0, 0, HQ1 * SG, S2>>(
                 left, gs, [&](int n, int m, int j, float one, float two) {
-                    keep(to + (n / EACH * P1 + m) * SG + n % EACH * S2 + j, one * times, two * times);
+                    keep(to + (n / EACH * HP1 + m) * SG + n % EACH * S2 + j, one * times, two * times);
                 });
         };
         T* back = Plan::PAIR ? hs : gs;
         if constexpr (Plan::PAIR) {  // H, and Z = X W2
             back_left(hs, 1.0f);
             if constexpr (ONE)
-                multiply_all<Plan, Right, L * P1, Q2, P2, Operand<SX, 1>, Operand<1, LD2>, Batches<1, 1, 0, 0, 0, 0>>(
+                multiply_all<Plan, Right, L * HP1, Q2, HP2, Operand<SX, 1>, Operand<1, LD2>, Batches<1, 1, 0, 0, 0, 0>>(
                     xs, right, [&](int, int m, int j, float one, float two) { keep(zs + m * SG + j, one, two); });
             else
-                multiply_all<Plan, Right, Q2, R, P2, Operand<1, LD2>, Operand<1, S2>, Batches<L * P1, 1, 0, 0, SX, 0>>(
+                multiply_all<Plan, Right, Q2, R, HP2, Operand<1, LD2>, Operand<1, S2>, Batches<L * HP1, 1, 0, 0, SX, 0>>(
                     right, xs, [&](int n, int m, int j, float one, float two) { keep(zs + n * SG + m * S2 + j, one, two); });
             __syncthreads();
         }
         if constexpr (Left::COUNT)  // dW1 += Z G^T
-            contract_all<Plan, Left, P1, Q1, N1, Operand<SG, 1>, Operand<SG, 1>, Batches<L * EACH, EACH, P1 * SG, S2, Q1 * SG, S2>>(
+            contract_all<Plan, Left, P1, Q1, K1, Operand<SG, 1>, Operand<SG, 1>, Batches<L * EACH, EACH, HP1 * SG, S2, HQ1 * SG, S2>>(
                 sums1, Plan::PAIR ? zs : xs, gs, S1());
         if constexpr (Right::COUNT && ONE)  // dW2 += X^T H
-            contract_all<Plan, Right, P2, Q2, L * P1, Operand<1, SX>, Operand<1, SG>, Batches<1, 1, 0, 0, 0, 0>>(sums2, xs, back, Sr());
+            contract_all<Plan, Right, P2, Q2, L * HP1, Operand<1, SX>, Operand<1, SG>, Batches<1, 1, 0, 0, 0, 0>>(sums2, xs, back, Sr());
         if constexpr (Right::COUNT && !ONE)
-            contract_all<Plan, Right, P2, Q2, R, Operand<S2, 1>, Operand<S2, 1>, Batches<L * P1, 1, SX, 0, SG, 0>>(sums2, xs, back, Sr());
+            contract_all<Plan, Right, P2, Q2, R, Operand<S2, 1>, Operand<S2, 1>, Batches<L * HP1, 1, SX, 0, SG, 0>>(sums2, xs, back, Sr());
         __syncthreads();
         if constexpr (!Right::COUNT)  // dX = H W2^T, in the place of X
             back_left(xs, float(scale));
         else if constexpr (ONE)
-            multiply_all<Plan, Right, L * P1, P2, Q2, Operand<SG, 1>, Operand<LD2, 1>, Batches<1, 1, 0, 0, 0, 0>>(
-                back, right, [&](int, int m, int j, float one, float two) { keep(xs + m * SX + j, one * float(scale), two * float(scale)); });
+            multiply_all<Plan, Right, L * HP1, P2, HQ2, Operand<SG, 1>, Operand<LD2, 1>, Batches<1, 1, 0, 0, 0, 0>>(
+                back, right, [&](int, int m, int j, float one, float two) {
+                    if (m % HP1 < P1) keep(xs + m * SX + j, one * float(scale), two * float(scale));
+                });
         else
-            multiply_all<Plan, Right, P2, R, Q2, Operand<LD2, 1>, Operand<1, S2>, Batches<L * P1, 1, 0, 0, SG, 0>>(
+            multiply_all<Plan, Right, P2, R, HQ2, Operand<LD2, 1>, Operand<1, S2>, Batches<L * HP1, 1, 0, 0, SG, 0>>(
                 right, back, [&](int n, int m, int j, float one, float two) {
-                    keep(xs + n * SX + m * S2 + j, one * float(scale), two * float(scale));
+                    if (n % HP1 < P1) keep(xs + n * SX + m * S2 + j, one * float(scale), two * float(scale));
                 });
         __syncthreads();
-        store_arrays<Plan>(dx + number / ACROSS * L * Plan::P * Plan::C + number % ACROSS * R, xs, rows_of(number));
+        long long c = number % ACROSS * R;
+        store_arrays<Plan>(dx + number / ACROSS * L * Plan::P * Plan::C + c, xs, rows_of(number), Plan::C - c);
         __syncthreads();
         if constexpr (Plan::STAGES == 1) load(tiles);
     }

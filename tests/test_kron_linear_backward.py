@@ -11,7 +11,7 @@ from test_kron_linear import dense, draw
 from test_kron_linear_groups import LAYERS
 
 import cukern
-from cukern.ops import kron_backward, kron_groups, kron_v4_backward
+from cukern.ops import kron_backward, kron_gemm, kron_groups, kron_v4_backward
 from cukern.ops.kron_gradients import gradient
 from cukern.ops.kron_groups import Target
 from cukern.ops.kron_plan import Backward, steps
@@ -66,6 +66,12 @@ CASES = [
     (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.bfloat16),
     (((40, 24),), 0, 1, 19, torch.float32),  # one factor, the rightmost
     (((40, 24), (8, 8)), 1, 1, 3, torch.bfloat16),  # one factor, with an array to the right
+    (((13, 10), (21, 7)), 0, 2, 5, torch.float32),  # sizes with zeros beyond them in shared memory
+    (((13, 20), (20, 6)), 0, 2, 5, torch.bfloat16),
+    (((4, 4), (6, 5), (13, 9)), 1, 2, 3, torch.float32),
+    (((11, 11), (26, 26)), 1, 1, 3, torch.bfloat16),  # tiles whose last columns are beyond those of the array
+    (((5, 5),) * 4, 0, 4, 3, torch.bfloat16),
+    (((88, 104),), 0, 1, 9, torch.bfloat16),  # sums that no number of warps can share evenly
 ]
 
 
@@ -152,6 +158,32 @@ def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
 
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gradients_in_several_tiles(device, dtype):
+    """By our kernel, and by torch's products of parts of the rows: the same sums."""
+    z, h = torch.randn(5, 136, 24, dtype=dtype, device=device), torch.randn(5, 150, 24, dtype=dtype, device=device)
+    exact, torchs = (0.5 * torch.einsum("akc,ajc->kj", z.to(kind), h.to(kind)) for kind in (torch.float64, dtype))
+    allowed = 2 * error(torchs, exact) + torch.finfo(dtype).eps
+    with backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext():
+        ours = kron_v4_backward.contraction(z[None], h[None], 0.5)[0]
+    assert error(ours, exact) <= allowed
+    if dtype == torch.float32:
+        assert error(kron_gemm.contraction(z, h, 0.5), exact) <= allowed
+
+
+@pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))
+def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
+    target = Target(itemsize, 132, 226 << 10, tensor)
+    for (A, p, C), torchs in (
+        ((1 << 18, 100, 1), False),
+        ((1 << 18, 200, 1), True),
+        ((128, 384, 384), itemsize == 4),
+        ((4096, 100, 100), False),
+    ):
+        assert kron_gemm.better_gradient(A, p, p, C, target, gradient(A, p, p, C, target).us) == torchs
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_large_factors_of_unlike_sizes(device, dtype):
     """Those that kron_split.py leaves to kron_backward.py: 96 columns, and few numbers in one of two factors."""
     for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32))):
@@ -179,7 +211,7 @@ def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
 def test_infinities_and_large_numbers(device):
     """They go where ordinary products take them: numbers split in two make no NaN of an infinity, and no infinity of a large number."""
     for value, sizes in itertools.product(
-        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39), (((8, 8), (16, 16)), ((64, 64),) * 2)
+        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39), (((8, 8), (16, 16)), ((6, 6), (13, 13)), ((64, 64),) * 2)
     ):
         x, ws = draw(4, sizes, device, torch.float32)
         x[1, 37] = value

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 # On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
 # (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
-START_US = {2: 3.0, 4: 12.0, 8: 3.0}  # by the size of a number, as all here
+START_US = {2: 3.0, 4: 3.3, 8: 3.0}  # by the size of a number, as all here
+TURN_US, TURNED = 8.0, 1 << 22  # to turn a factor for TF32, where z has so many numbers
 SM_BYTES_US = {2: 24_000.0, 4: 24_000.0, 8: 8_000.0}  # of a multiprocessor
-# flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, and of 128 at least
-TF32_WORK_US = {True: 1_050_000.0, False: 830_000.0}
+# flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, of 128 at least, or else of 128
+TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
+# multiplications of a multiprocessor in a gradient: of 16 bits, in TF32, in float
+GRADIENT_US = {2: 1_000_000.0, 4: 600_000.0, 8: 170_000.0}
 MARGIN = 1.05  # by so much it must be faster
 MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
 
@@ -31,15 +34,16 @@ def us(step: Step, rows: int, target: "Target") -> float:
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
     aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
     if size == 4:
-        across = step.left if last else _tiled(step.right) * step.left
-        multiplied = 2 * rows * across * step.p * _tiled(step.q) / TF32_WORK_US[last]
+        tiles = _tiled(step.q) if last else ceil(step.q / 128) * 128 * (ceil(step.right / 128) * 128 if step.right > 64 else 64)
+        multiplied = 2 * rows * step.left * (step.p if last else max(128, step.p)) * tiles / TF32_WORK_US[last]
     elif last:
         moved *= max(128, ceil(step.q / 32) * 32) / step.q
     elif aligned:
         moved *= ceil(step.q / 64) * 64 / step.q * (ceil(step.right / 64) * 64 / step.right)
     slower = 1 if aligned else UNALIGNED[size]
     longest = max(moved / SM_BYTES_US[size], multiplied if size == 4 else 0.0)
-    return START_US[size] + longest / (target.multiprocessors * slower)
+    turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
+    return START_US[size] + turn + longest / (target.multiprocessors * slower)
 
 
 def _tiled(n: int) -> int:
@@ -62,7 +66,9 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if step.right == 1:
-        if z.dtype == torch.float32:  # only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130
+        if (
+            z.dtype == torch.float32 and z.numel() >= TURNED
+        ):  # only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130
             w = w.mT.contiguous().mT
         y = out.view(-1, step.q)
         torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
@@ -72,15 +78,37 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     return out
 
 
-def better_gradient(p: int, q: int, right: int, target: "Target") -> bool:
-    """Whether a factor's gradient is torch's: fibers' numbers are neighbours, and our kernel would read them for several tiles of sums."""
-    return right == 1 and target.tensor and max(p, q) > MOST_SUMS
+def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_kernel: float) -> bool:
+    """Whether a factor's gradient is torch's, where our kernel would read z and h for several tiles of sums."""
+    if right == 1 or max(p, q) <= MOST_SUMS:
+        return max(p, q) > MOST_SUMS
+    return target.itemsize == 4 and MARGIN * us_of_gradient(A, p, q, right, target) < us_of_kernel
+
+
+def us_of_gradient(A: int, p: int, q: int, right: int, target: "Target") -> float:
+    """About how long it takes, for z (A, p, right) and h (A, q, right)."""
+    size, multiprocessors = target.itemsize, target.multiprocessors
+    moved, rate = A * (p + q) * right * size, GRADIENT_US[2 if size == 2 else 4 if target.tensor else 8]
+    if right == 1:
+        aligned, us = p * size % 16 == q * size % 16 == 0, max(A * p * _tiled(q) / rate, moved / SM_BYTES_US[2])
+    else:
+        side = 128 if target.tensor else 64
+        aligned = right * size % 16 == 0
+        us = A * right * ceil(p / side) * ceil(q / side) * side**2 / rate + 2 * A * p * q * size / SM_BYTES_US[2]
+    return 2 * START_US[2] + us / (multiprocessors * (1 if aligned else UNALIGNED[min(size, 4)]))
 
 
 @torch.no_grad()
 def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
-    """The gradient (p, q) of a factor, scale times z^T h, for z (fibers, p) and h (fibers, q)."""
-    if z.dtype == torch.float32 or not z.is_cuda:
+    """The gradient (p, q) of a factor, scale times the sum of z[a] h[a]^T, for z (A, p, right) and h (A, q, right). Those products of
+    so many a at a time as take a quarter of z's memory; where right is 1, one product."""
+    A, right = z.shape[0], z.shape[2]
+    if right > 1:
+        part = max(1, A * right // (4 * h.shape[1]))
+        sums = [torch.bmm(z[i : i + part], h[i : i + part].mT).sum(0) for i in range(0, A, part)]
+        return torch.stack(sums).sum(0).mul_(scale)
+    z, h = z[:, :, 0], h[:, :, 0]
+    if z.itemsize > 2 or not z.is_cuda:
         return torch.mm(z.mT, h).mul_(scale)
     return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
 

@@ -4,12 +4,17 @@ import functools
 from math import ceil, gcd
 from typing import NamedTuple
 
-from cukern.ops.kron_groups import Target, spread, text
+from cukern.ops.kron_groups import LAUNCH_US, SM_BYTES_US, Target, spread, text
 
 _STAGE = 32 << 10  # bytes of a chunk
 _MOST = 128  # rows and columns of a block's tile
 _SUMS = 2048  # of a warp, on tensor cores
-_CHUNK = 8  # fibers that could be multiplied in the time from a chunk to the next, on the FMA units; a guess
+_CHUNK = 8  # fibers that could be multiplied in the time from a chunk to the next; a guess
+
+_MULTIPLY_ADDS_US = {2: 757_000.0, 4: 333_000.0}  # of a multiprocessor's tensor cores, by the bytes of a number
+_FMA_US = 110_000.0  # of its FMA units
+_COPIES_US = 5800.0  # of few bytes each
+_WAITING = 0.5  # of the shorter of multiplying and moving
 
 
 class Gradient(NamedTuple):
@@ -20,6 +25,7 @@ class Gradient(NamedTuple):
     blocks: int
     threads: int
     shared: int  # bytes
+    us: float  # about how long it and the sum of its chunks' take
 
 
 @functools.lru_cache(512)
@@ -33,7 +39,7 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
         KW, JW = _share(K, J)
         team, least = 32 * (K // KW) * (J // JW), 8 if C == 1 and itemsize == 4 else 16
     else:
-        K, J, most = min(p, _MOST), min(q, _MOST), 8 if size == 4 else 4
+        K, J, most = _part(p), _part(q), 8 if size == 4 else 4
         while K * J * size > target.shared:
             K, J = (ceil(K / 2), J) if K > J else (K, ceil(J / 2))
         KW, JW = min(K, most), min(J, most)
@@ -43,8 +49,8 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     if C == 1 or ((fours or not tensor) and (C * least <= fibers or (C % least == 0 and fibers >= C))):
         L, R = 1 << (fibers // C).bit_length() - 1, C
     else:  # the last chunk of a row may be a part of one: as little as can be, but few chunks, of more than one fiber
-        each, cost = max(least, 2), 0 if tensor else _CHUNK
-        L, R = 1, min(range(each, max(fibers, each) + 1, each), key=lambda r: (-(-C // r) * (r + cost), -r))
+        each = max(least, 2)
+        L, R = 1, min(range(each, max(fibers, each) + 1, each), key=lambda r: (-(-C // r) * (r + _CHUNK), -r))
     while tensor and L * R % least:
         L *= 2
     whole = R == C
@@ -57,7 +63,11 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     pieces = min(chunks, max(1, target.multiprocessors * resident // tiles))
     names = [f"Layout<{text(*one)}>" for one in layouts]
     template = f"Gradient4<{text(threads, L, R, whole, bytes_, tensor, p, q, K, J, KW, JW, *names)}>"
-    return Gradient(template, pieces, pieces * tiles, threads, shared)
+    copies = A * C * (p + q) * (itemsize / bytes_ - itemsize / 16) / _COPIES_US
+    moved = A * C * (p + q) * itemsize / SM_BYTES_US
+    multiplied = ceil(A / L) * ceil(C / R) * L * R * K * J * tiles / (_MULTIPLY_ADDS_US[itemsize] if tensor else _FMA_US)
+    busy = (max(moved, multiplied) + _WAITING * min(moved, multiplied) + copies) / min(target.multiprocessors, pieces * tiles)
+    return Gradient(template, pieces, pieces * tiles, threads, shared, 4 * LAUNCH_US + busy)
 
 
 def _share(K: int, J: int) -> tuple[int, int]:
@@ -73,6 +83,14 @@ def _side(n: int) -> int:
     """The rows of a tile: a multiple of 8, for as few tiles as can be; of 16, where several warps share them."""
     rows = ceil(n / ceil(n / _MOST))
     return ceil(rows / 8) * 8 if rows <= 64 else ceil(rows / 16) * 16
+
+
+def _part(n: int) -> int:
+    """The same for 256 threads of 8 x 8 sums: even parts, if so fewer multiply zeros or have nothing to do."""
+    if n <= _MOST:
+        return n
+    even = ceil(n / ceil(n / _MOST) / 8) * 8
+    return min((_MOST, even), key=lambda s: (ceil(n / s) * s) ** 2 / (256 // (s // 8) ** 2 * (s // 8) ** 2))
 
 
 def _divisors(n: int) -> list[int]:

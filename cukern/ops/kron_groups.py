@@ -30,7 +30,7 @@ L2_BYTES, L2_HELD = 24 << 20, (0.7, 0.42)  # so many bytes in and out stay there
 PARTLY = 3.0  # the time to write what does not begin and end with sectors of 32 bytes: 2 to 3.5 were measured
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
-BETWEEN_US = 8.0  # two launches are slower than the model says of each
+BETWEEN_US, BETWEEN_PART = 8.0, 0.32  # two launches are slower than the model says of each, by so much at most, and by such a part
 START_US = 1.5  # from a block's start to its first numbers
 BARRIER_CYCLES = 400  # for the warps to come together, and to get going again
 TILE_CYCLES = 1500  # from the end of a tile to the next
@@ -114,9 +114,15 @@ def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) ->
             us, rest = best[len(order) - end]
             group = fastest(order[first:end], rows, target if first == 0 else target._replace(aligned=16))
             if group:
-                options.append((us + group.us + (BETWEEN_US if rest else 0), (group, *rest)))
+                both = us + group.us
+                options.append((both + (between(both) if rest else 0.0), (group, *rest)))
         best.append(min(options, key=lambda o: o[0]))
     return best[-1][1]
+
+
+def between(us: float) -> float:
+    """How much longer two launches of so many us take than each alone."""
+    return min(BETWEEN_US, BETWEEN_PART * us)
 
 
 def rows_at_once(plan: Sequence[Sequence[Step]], rows: int, itemsize: int) -> int:

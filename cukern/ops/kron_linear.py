@@ -55,10 +55,11 @@ def kron_linear(
     lost, and of bfloat16 an infinite factor may make NaN of an infinity. 16-bit types are added in float32 and rounded after each launch,
     in the backward after each factor; between the factors of one launch v4 keeps them in float32, or on tensor cores in TF32 or with 16
     digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other switches for it
-    say. Autocast does not change the dtype. Results have the same bits in every run.
+    say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not change the dtype. Results have
+    the same bits in every run.
 
-    For the backward x and the factors are kept; of a layer whose backward is two launches of v4 also what is between them, an array like
-    x, where that is faster. The backward itself has besides the gradients one array like x, or none with that, two where factors are not
+    For the backward x and the factors are kept; of a layer whose backward is in two parts also what is between them, an array like x, where
+    that is faster. The backward itself has besides the gradients one array like x, or none with that, two where factors are not
     square; and partial sums, of which few rows have more than numbers.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.

@@ -1,7 +1,7 @@
 """v4 of kron_linear, backward: one or two neighbouring factors a launch where kron_backward.py plans it so; else a launch for each."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -41,10 +41,10 @@ def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
 def _keeping(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[kron_v4.Prepared, ...]:
-    """The forward by the backward's two launches, so that nothing is multiplied anew, where with that it is no slower; else none."""
+    """The forward cut where the backward is, if that is in two parts, so that nothing is multiplied anew; none where it were slower."""
     target = target_of(dtype, device, tensor, aligned)
     plan = kron_backward.backwards(sizes, rows, target)
-    if len(plan) != 2 or not plan[1].template or kron_backward.better_swapped(plan):
+    if len(plan) != 2 or kron_backward.better_swapped(plan):
         return ()
     if kron_groups.rows_at_once([b.steps for b in plan], rows, dtype.itemsize) < rows:
         return ()
@@ -53,8 +53,8 @@ def _keeping(
         return ()
     whole = kron_v4.of_layer(sizes, rows, target, dtype)
     anew = sum(group.us for group in kron_groups.groups(sizes, rows, target, len(plan[0].steps)))
-    longer = kron_groups.BETWEEN_US if len(whole) == 1 else 0.0
-    if first.us + last.us + longer > sum(group.us for group in whole) + anew:
+    two = first.us + last.us
+    if two + (kron_groups.between(two) if len(whole) == 1 else 0.0) > sum(group.us for group in whole) + anew:
         return ()
     return kron_v4.prepare(first, rows, dtype, device), kron_v4.prepare(last, rows, dtype, device, added)
 
@@ -78,6 +78,11 @@ def backward(
     found: list[Tensor | None] = [None] * len(wanted)
     n, plan = len(order), plan_of(x, g, factors)
     waiting: list[_Waiting] = []
+
+    def came(n: int) -> Tensor:
+        """What went into step n."""
+        return x if not n else kept if kept is not None and n == at else kron_v4.forward(x, factors, PLAIN, n)
+
     if kept is None and all(wanted) and kron_backward.better_swapped(plan):
         return _swapped(plan, x, g, factors, scale, found)
     for launch in reversed(plan):
@@ -87,12 +92,12 @@ def backward(
             more = launch.sums * 4 * sum(factors[i].numel() for i in own)
             if sum(w.partials.nbytes for w in waiting) + more > x.nbytes // 2:  # of few rows: one launch's alone may be as many as x
                 _sum(waiting, scale)
-            z = x if not n else kept if kept is not None and n == at else kron_v4.forward(x, factors, PLAIN, n)
+            z = came(n)
             out = z if z is not x and z is not kept else h.view_as(z) if h is not g and launch.in_place else None
             h = _launched(launch, z, h, out, factors, found, 1.0 if n else scale, waiting)
             del z, out
         else:
-            h = _in_steps(launch.steps, n, x, h, factors, wanted, scale, found)
+            h = _in_steps(launch.steps, n, came, h, factors, wanted, scale, found)
         if not wanted[0] and not any(wanted[earlier.factor + 1] for earlier in order[:n]):
             break
     else:
@@ -196,17 +201,15 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
 
 
 def _in_steps(
-    run: Sequence[Step], n: int, x: Tensor, h: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool], scale: float,
-    found: list[Tensor | None],
+    run: Sequence[Step], n: int, came: Callable[[int], Tensor], h: Tensor, factors: Sequence[Tensor], wanted: Sequence[bool],
+    scale: float, found: list[Tensor | None],
 ) -> Tensor:  # fmt: skip
     """The same by launches for each thing and for each of the steps, of which the first is step n, and for the wanted gradients alone."""
     for at, s in reversed(list(enumerate(run, n))):
         w = factors[s.factor][None]
         h = kron_chain.seen(h, w, s.q, s.right)
         if wanted[s.factor + 1]:
-            z = kron_v4.forward(x, factors, PLAIN, at) if at else x
-            found[s.factor + 1] = contraction(kron_chain.seen(z, w, s.p, s.right), h, scale)[0]
-            del z
+            found[s.factor + 1] = contraction(kron_chain.seen(came(at), w, s.p, s.right), h, scale)[0]
         h = kron_v4.mode(h, w.mT, 1.0 if at else scale)
     return h
 
@@ -218,9 +221,9 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
         return kron_v3.contraction(z, h, scale)
     device, kind = z.get_device(), sum_dtype(z.dtype)
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
-    if kron_gemm.better_gradient(p, h.shape[2], C, target):
-        return kron_gemm.contraction(z.view(A, p), h.view(A, -1), scale)[None]
     plan = gradient(A, p, h.shape[2], C, target)
+    if kron_gemm.better_gradient(A, p, h.shape[2], C, target, plan.us):
+        return kron_gemm.contraction(z[0], h[0], scale)[None]
     partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
     launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
     geometry = (plan.blocks, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, plan.blocks, device)
