@@ -32,9 +32,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: the collector need not look through it again for every kernel that is read."""
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
+    """What has been imported stays: the collector need not look through it again for every kernel that is simulated."""
+    if PLACE == "sim":
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -32,8 +32,8 @@ COMPILED = {
     "sm_90a": (torch.float64, torch.float32, torch.bfloat16),
 }
 
-# matmul_v5 has nine ways to read its matrices, three for each: elsewhere than on sm_90a those that take both matrices alike stand for all.
-ALIKE = re.compile(r"matmul_v5<\w+, (\d), (?!\1)")
+# matmul_v5 has nine ways to read its matrices, three for each: elsewhere than on sm_90a three of them, in each architecture others.
+WAYS = re.compile(r"matmul_v5<\w+, (\d), (\d)")
 
 # Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers to give: matmul_v5's fill the
 # register file. NVRTC 12.9 puts none of it in the main loop, 13.0 at most 12 loads and stores into its 1195 instructions.
@@ -138,7 +138,8 @@ def test_every_kernel_compiles_without_spills(stem, arch):
         if op.stem == stem:
             kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,)))
     if arch != "sm_90a":
-        kernels = {name: kernel for name, kernel in kernels.items() if not ALIKE.match(name)}
+        ways = {name: WAYS.match(name) for name in kernels}
+        kernels = {name: kernels[name] for name, way in ways.items() if not way or (int(way[1]) + int(way[2]) - ARCHS.index(arch)) % 3 == 0}
     assert kernels
     halves = [dict(list(kernels.items())[i::2]) for i in range(min(2, len(kernels)))]
     with ThreadPoolExecutor(2) as pool:

@@ -170,6 +170,15 @@ def test_gradients_in_several_tiles(device, dtype):
         assert error(kron_gemm.contraction(z, h, 0.5), exact) <= allowed
 
 
+def test_autocast_changes_no_gradient_of_torchs():
+    for right in (1, 24):
+        z, h = torch.randn(50, 20, right), torch.randn(50, 12, right)
+        exact = torch.einsum("akc,ajc->kj", z.double(), h.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = kron_gemm.contraction(z, h, 1.0)
+        assert found.dtype == torch.float32 and error(found, exact) < 1e-6
+
+
 @pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))
 def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
     target = Target(itemsize, 132, 226 << 10, tensor)

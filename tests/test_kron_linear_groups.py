@@ -269,8 +269,15 @@ def test_a_call_like_an_earlier_one_is_made_at_once():
     for x2, ws2, scale in calls:
         for _ in range(2):
             close(cukern.kron_linear(x2, ws2, scale=scale), scale * dense(x2, ws2))
+    tied = [torch.randn(32, 32, device="cuda")] * 2
+    z = torch.randn(5, 1024, device="cuda")
+    for _ in range(2):
+        close(cukern.kron_linear(z, tied), dense(z, tied))
     with pytest.raises(ValueError, match="the last dimension of x"):
         cukern.kron_linear(x[..., 1:], ws)
+    for n in range(600):
+        cukern.kron_linear(x, ws, scale=n + 0.5)
+    assert len(kron_quick._known) <= kron_quick._MOST_KEYS
 
 
 @gpu

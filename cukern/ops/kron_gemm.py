@@ -1,5 +1,5 @@
-"""One factor of kron_linear by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those whose sizes v4's kernels
-have no good tiles for. It needs no more memory than the output."""
+"""One factor of kron_linear, and the gradient of one, by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those
+whose sizes v4's kernels have no good tiles for. Products of one dtype go to tensors that are given: those autocast leaves as they are."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -66,9 +66,8 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
         w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
     if step.right == 1:
-        if (
-            z.dtype == torch.float32 and z.numel() >= TURNED
-        ):  # only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130
+        # Only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130.
+        if z.dtype == torch.float32 and z.numel() >= TURNED:
             w = w.mT.contiguous().mT
         y = out.view(-1, step.q)
         torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
@@ -82,34 +81,43 @@ def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_
     """Whether a factor's gradient is torch's, where our kernel would read z and h for several tiles of sums."""
     if right == 1 or max(p, q) <= MOST_SUMS:
         return max(p, q) > MOST_SUMS
-    return target.itemsize == 4 and MARGIN * us_of_gradient(A, p, q, right, target) < us_of_kernel
+    fits = p * q <= A * p * right // 4  # see contraction
+    return target.itemsize == 4 and fits and MARGIN * us_of_gradient(A, p, q, right, target) < us_of_kernel
 
 
 def us_of_gradient(A: int, p: int, q: int, right: int, target: "Target") -> float:
     """About how long it takes, for z (A, p, right) and h (A, q, right)."""
-    size, multiprocessors = target.itemsize, target.multiprocessors
+    size, multiprocessors, launches = target.itemsize, target.multiprocessors, 2
     moved, rate = A * (p + q) * right * size, GRADIENT_US[2 if size == 2 else 4 if target.tensor else 8]
     if right == 1:
         aligned, us = p * size % 16 == q * size % 16 == 0, max(A * p * _tiled(q) / rate, moved / SM_BYTES_US[2])
     else:
-        side = 128 if target.tensor else 64
+        side, launches = 128 if target.tensor else 64, 3 * ceil(A / _at_once(A, q, right))
         aligned = right * size % 16 == 0
         us = A * right * ceil(p / side) * ceil(q / side) * side**2 / rate + 2 * A * p * q * size / SM_BYTES_US[2]
-    return 2 * START_US[2] + us / (multiprocessors * (1 if aligned else UNALIGNED[min(size, 4)]))
+    return launches * START_US[2] + us / (multiprocessors * (1 if aligned else UNALIGNED[min(size, 4)]))
+
+
+def _at_once(A: int, q: int, right: int) -> int:
+    """How many a's products take a quarter of z's memory."""
+    return max(1, A * right // (4 * q))
 
 
 @torch.no_grad()
 def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     """The gradient (p, q) of a factor, scale times the sum of z[a] h[a]^T, for z (A, p, right) and h (A, q, right). Those products of
     so many a at a time as take a quarter of z's memory; where right is 1, one product."""
-    A, right = z.shape[0], z.shape[2]
+    (A, p, right), q = z.shape, h.shape[1]
     if right > 1:
-        part = max(1, A * right // (4 * h.shape[1]))
-        sums = [torch.bmm(z[i : i + part], h[i : i + part].mT).sum(0) for i in range(0, A, part)]
-        return torch.stack(sums).sum(0).mul_(scale)
+        part, total = _at_once(A, q, right), z.new_zeros(p, q)
+        products = z.new_empty(part, p, q)
+        for i in range(0, A, part):
+            n = min(part, A - i)
+            total += torch.bmm(z[i : i + n], h[i : i + n].mT, out=products[:n]).sum(0)
+        return total.mul_(scale)
     z, h = z[:, :, 0], h[:, :, 0]
     if z.itemsize > 2 or not z.is_cuda:
-        return torch.mm(z.mT, h).mul_(scale)
+        return torch.mm(z.mT, h, out=z.new_empty(p, q)).mul_(scale)
     return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
 
 

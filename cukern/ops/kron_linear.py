@@ -52,11 +52,11 @@ def kron_linear(
     split numbers, whichever is the faster: a product of two numbers, each the sum of two in TF32, is three products (of large factors, and
     of four of 16 x 16, each is the sum of three in bfloat16, and they are six). They err by 2^-22 of it at most, and a sum of them by up to
     1.6 times as much as torch's; infinities and NaNs are what they are elsewhere, but of a number below 2^-112 what is below 2^-136 is
-    lost, and of bfloat16 an infinite factor may make NaN of an infinity. 16-bit types are added in float32 and rounded after each launch,
-    in the backward after each factor; between the factors of one launch v4 keeps them in float32, or on tensor cores in TF32 or with 16
-    digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other switches for it
-    say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not change the dtype. Results have
-    the same bits in every run.
+    lost, and of bfloat16, and in gradients, an infinite factor may make NaN of an infinity. 16-bit types are added in float32 and rounded
+    after each launch, in the backward after each factor; between the factors of one launch v4 keeps them in float32, or on tensor cores in
+    TF32 or with 16 digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other
+    switches for it say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not change the dtype.
+    Results have the same bits in every run.
 
     For the backward x and the factors are kept; of a layer whose backward is in two parts also what is between them, an array like x, where
     that is faster. The backward itself has besides the gradients one array like x, or none with that, two where factors are not

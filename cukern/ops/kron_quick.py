@@ -22,7 +22,7 @@ TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 Call = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
-_MOST = 16  # calls to remember of x's shape
+_MOST, _MOST_KEYS = 16, 512  # calls to remember that have a key in common, and keys
 _recording = torch.is_grad_enabled
 _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
@@ -48,11 +48,15 @@ def remember(x: Tensor, factors: Sequence[Tensor], scale: Any) -> None:
         return
     if not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
         return
+    if len({id(t) for t in (x, *factors)}) <= len(factors):  # the guards take a tensor that comes twice for another one
+        return
     for t in (x, *factors):
         if type(t) not in PLAIN or t.is_neg() or (_recording() and t.requires_grad) or (t is not x and t.ndim != 2):
             return
     call = choose("kron_linear", "", x.get_device()) is VERSIONS["v4"] and kron_v4.single_launch(x, factors, float(scale))
     if call:
+        if len(_known) >= _MOST_KEYS:
+            _known.clear()
         alike = _known.setdefault(_key(x, factors, scale), [])
         if len(alike) >= _MOST:
             alike.clear()
