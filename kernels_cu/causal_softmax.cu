@@ -161,5 +161,6 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     __shared__ Found<T> found;
     wait_for_previous();
     Block<T, THREADS> team(found);
-    row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x, team);
+    row_gradient<VECTORS, EXACT>(dx, dsink, y, g, share, share_grad, matrices, queries, keys, g_matrix, g_row, window, scale, blockIdx.x,
+                                 team);
 }

@@ -95,14 +95,11 @@
 constexpr int THREADS = 256;
 
 // Where fiber f begins in an array [A][n][C], for f = a * C + c.
-__device__ __forceinline__ long long fiber_offset(long long f, int n, long long C) {
-    return C == 1 ? f * n : f / C * n * C + f % C;
-}
+__device__ __forceinline__ long long fiber_offset(long long f, int n, long long C) { return C == 1 ? f * n : f / C * n * C + f % C; }
 
 // y = scale * product + bias + residual, rounded once, at out[i]. bias and residual may be null pointers.
 template <typename T>
-__device__ __forceinline__ void store_result(T* out, const T* bias, const T* residual, long long i, compute_t<T> sum,
-                                             compute_t<T> scale) {
+__device__ __forceinline__ void store_result(T* out, const T* bias, const T* residual, long long i, compute_t<T> sum, compute_t<T> scale) {
     sum *= scale;
     if (bias) sum += load_as(bias[i]);
     if (residual) sum += load_as(residual[i]);
@@ -121,8 +118,8 @@ struct Tile3 {
 // out [S][A][q][C], x [S][A][p][C], w [S][p][q]. Grid S * ceil(A * C / BM) * ceil(q / BN), block 256.
 template <typename T, int BN>
 __global__ void __launch_bounds__(THREADS)
-kron_linear_v3(T* out, const T* x, const T* w, const T* bias, const T* residual, long long A, int p, int q, long long C,
-               long long w_s, long long w_p, long long w_q, double scale, long long features) {
+    kron_linear_v3(T* out, const T* x, const T* w, const T* bias, const T* residual, long long A, int p, int q, long long C, long long w_s,
+                   long long w_p, long long w_q, double scale, long long features) {
     using S = Tile3<BN>;
     using F = compute_t<T>;
     __shared__ F xs[S::BK][S::BM + 1], ws[S::BK][BN + 1];
@@ -179,8 +176,7 @@ kron_linear_v3(T* out, const T* x, const T* w, const T* bias, const T* residual,
 // Acc is compute_t<T>. Grid S * pieces * ceil(p / BT) * ceil(q / BT), block 256.
 template <typename T, typename Acc, int BT>
 __global__ void __launch_bounds__(THREADS, 1)
-kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, int q, long long C, long long pieces,
-                   long long piece) {
+    kron_linear_v3_bwd(Acc* partials, const T* x, const T* g, long long A, int p, int q, long long C, long long pieces, long long piece) {
     constexpr int SIDE = BT / 4, GROUP = SIDE * SIDE, GROUPS = THREADS / GROUP, CHUNK = GROUPS < 16 ? 16 : GROUPS;
     constexpr int LD = BT + 1, TILES = 2 * CHUNK * LD, SUMS = GROUPS > 1 ? THREADS * 16 : 0;
     __shared__ Acc shared[TILES > SUMS ? TILES : SUMS];
@@ -264,11 +260,11 @@ __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long
 // tiles, or fewer), block THREADS; dynamic shared memory: the matrices, the stage, the tile.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-               const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-               long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-               long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-               long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                   const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                   long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                   long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                   long long features) {
     using F = compute_t<T>;
     using In = typename Plan::Rightmost::In;
     extern __shared__ uint4 dynamic[];
@@ -308,7 +304,8 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
     while (true) {
         long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
         int rows = int(A - a < Plan::L ? A - a : Plan::L);
-        Global4<T> global = {out, bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * Plan::C + c, features, rows, F(scale), A > 0 ? F(1) : F(0)};
+        Global4<T> global = {out,      bias, residual, (a * Plan::Q + slice * Plan::COLUMNS) * Plan::C + c,
+                             features, rows, F(scale), A > 0 ? F(1) : F(0)};
         number += step;
         auto after = [&] {
             if constexpr (Plan::LOCAL) __syncwarp();
@@ -321,8 +318,8 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
             load(false);
             cp_async_commit();
         };
-        run4<Plan, true, Plan::NUMBERS / Plan::Rightmost::P / Plan::R, Plan::R>(stage, reinterpret_cast<const T*>(tile), tile, matrices, global,
-                                                                                after, late, typename Plan::List());
+        run4<Plan, true, Plan::NUMBERS / Plan::Rightmost::P / Plan::R, Plan::R>(stage, reinterpret_cast<const T*>(tile), tile, matrices,
+                                                                                global, after, late, typename Plan::List());
         if (number >= tiles) break;
         cp_async_wait<0>();
         if constexpr (Plan::LOCAL) __syncwarp();
@@ -336,7 +333,7 @@ kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const 
 // Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of each, or the sums.
 template <typename T, typename Acc, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS : 1)
-kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
+    kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
     constexpr int P = Plan::P, Q = Plan::Q, K = Plan::K, J = Plan::J, TILES_K = (P + K - 1) / K, TILES_J = (Q + J - 1) / J;
     constexpr int ZS = (Plan::FIBERS * K + 63) / 64 * 64, HS = (Plan::FIBERS * J + 63) / 64 * 64;
     extern __shared__ uint4 dynamic[];
@@ -417,11 +414,11 @@ kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long
 // memory: the matrices, the tiles of x and g, Z, H, or the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4,
-                         const T* w5, const T* w6, const T* w7, long long A, long long w0_p, long long w0_q, long long w1_p,
-                         long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p,
-                         long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p,
-                         long long w7_q, double scale) {
+    kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, const T* w2, const T* w3,
+                             const T* w4, const T* w5, const T* w6, const T* w7, long long A, long long w0_p, long long w0_q,
+                             long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p,
+                             long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q,
+                             double scale) {
     using Left = typename Plan::Left;
     using Right = typename Plan::Right;
     constexpr int P1 = Plan::P1, Q1 = Plan::Q1, P2 = Plan::P2, Q2 = Plan::Q2, L = Plan::L, R = Plan::R, FIRST = Right::COUNT;
@@ -466,7 +463,8 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
 
     using S1 = Sums<P1, Q1, Plan::WARPS>;
     using Sr = Sums<P2, Q2, Plan::WARPS>;
-    float sums1[Left::COUNT ? S1::MI : 1][Left::COUNT ? S1::NI : 1][4] = {}, sums2[Right::COUNT ? Sr::MI : 1][Right::COUNT ? Sr::NI : 1][4] = {};
+    float sums1[Left::COUNT ? S1::MI : 1][Left::COUNT ? S1::NI : 1][4] = {},
+                                                                 sums2[Right::COUNT ? Sr::MI : 1][Right::COUNT ? Sr::NI : 1][4] = {};
     for (int stage = 0; number < count; number += gridDim.x) {
         T *xs = tiles + stage * (Plan::X + Plan::G), *gs = xs + Plan::X;
         if constexpr (Plan::STAGES == 2) {
@@ -479,8 +477,9 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
             float pair[2] = {one, two};
             store_vec(at, pack<T, 2>(pair));
         };
-        constexpr int N1 = ONE ? Q2 : R, K1 = ONE ? HQ2 : R, EACH = ONE ? 1 : Q2;  // G as matrices of Q1 rows: columns, and how many to a row of the array
-        auto back_left = [&](T* to, float times) {             // W1 G
+        constexpr int N1 = ONE ? Q2 : R, K1 = ONE ? HQ2 : R,
+                      EACH = ONE ? 1 : Q2;          // G as matrices of Q1 rows: columns, and how many to a row of the array
+        auto back_left = [&](T* to, float times) {  // W1 G
             multiply_all<Plan, Left, P1, N1, HQ1, Operand<1, LD1>, Operand<1, SG>, Batches<L * EACH, EACH, 0, 0, HQ1 * SG, S2>>(
                 left, gs, [&](int n, int m, int j, float one, float two) {
                     keep(to + (n / EACH * HP1 + m) * SG + n % EACH * S2 + j, one * times, two * times);
@@ -537,10 +536,11 @@ kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T
 // not all are at work at one time, 8 are faster: 64 pieces of 32768 numbers 2.7 us for 7.9; 256 of 8192 are slower.
 template <typename T, int WARPS = 32>
 __global__ void __launch_bounds__(32 * WARPS)
-kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials0, const float* partials1,
-                   const float* partials2, const float* partials3, const float* partials4, const float* partials5, const float* partials6,
-                   const float* partials7, int n0, int n1, int n2, int n3, int n4, int n5, int n6, int n7, int row0, int row1, int row2,
-                   int row3, int row4, int row5, int row6, int row7, int pieces, double scale) {
+    kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials0,
+                       const float* partials1, const float* partials2, const float* partials3, const float* partials4,
+                       const float* partials5, const float* partials6, const float* partials7, int n0, int n1, int n2, int n3, int n4,
+                       int n5, int n6, int n7, int row0, int row1, int row2, int row3, int row4, int row5, int row6, int row7, int pieces,
+                       double scale) {
     __shared__ double sums[WARPS][32];
     let_next_come();
     T* outs[] = {out0, out1, out2, out3, out4, out5, out6, out7};

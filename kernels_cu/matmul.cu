@@ -25,8 +25,8 @@ __device__ __forceinline__ T bias_or_zero(const T* bias, int n) {
 
 // v1: grid ceil(M * N / 256), block 256.
 template <typename T>
-__global__ void matmul_v1(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
-                          long long a_m, long long a_k, long long b_k, long long b_n) {
+__global__ void matmul_v1(T* out, const T* a, const T* b, const T* bias, int M, int N, int K, long long a_m, long long a_k, long long b_k,
+                          long long b_n) {
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= (long long)M * N) return;
     int m = i % M, n = i / M;  // a warp's 32 threads write 32 rows: 32 separate pieces of memory
@@ -37,8 +37,8 @@ __global__ void matmul_v1(T* out, const T* a, const T* b, const T* bias, int M, 
 
 // v2: grid ceil(M / 16) * ceil(N / 16), block (16, 16).
 template <typename T>
-__global__ void matmul_v2(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
-                          long long a_m, long long a_k, long long b_k, long long b_n) {
+__global__ void matmul_v2(T* out, const T* a, const T* b, const T* bias, int M, int N, int K, long long a_m, long long a_k, long long b_k,
+                          long long b_n) {
     int tiles_n = (N + 15) / 16;
     int m = blockIdx.x / tiles_n * 16 + threadIdx.y;
     int n = blockIdx.x % tiles_n * 16 + threadIdx.x;  // x is the fastest index in a warp, and n in a row of C
@@ -50,8 +50,8 @@ __global__ void matmul_v2(T* out, const T* a, const T* b, const T* bias, int M, 
 
 // v3: grid ceil(M / 32) * ceil(N / 32), block (32, 32).
 template <typename T>
-__global__ void __launch_bounds__(1024) matmul_v3(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
-                                                  long long a_m, long long a_k, long long b_k, long long b_n) {
+__global__ void __launch_bounds__(1024) matmul_v3(T* out, const T* a, const T* b, const T* bias, int M, int N, int K, long long a_m,
+                                                  long long a_k, long long b_k, long long b_n) {
     __shared__ T as[32][33], bs[32][33];  // as[m][k], bs[k][n]; the 33rd column keeps a column's words in 32 banks
     int tiles_n = (N + 31) / 32;
     int m0 = blockIdx.x / tiles_n * 32, n0 = blockIdx.x % tiles_n * 32;
@@ -93,8 +93,7 @@ __device__ __forceinline__ void load_fragment(T* fragment, const T* shared, int 
 // v4 copies 128 rows (of m or n) x 8 k of an operand into tile[k][row]. `ld` is the stride that is not 1.
 // `ALONG_K`: the operand is contiguous along k, so neighbouring threads read neighbouring k.
 template <typename T, bool ALONG_K>
-__device__ __forceinline__ void load_tile_v4(T (*tile)[132], const T* x, int row0, int rows, int k0, int K,
-                                             long long ld) {
+__device__ __forceinline__ void load_tile_v4(T (*tile)[132], const T* x, int row0, int rows, int k0, int K, long long ld) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         int e = threadIdx.x + i * 256;
@@ -107,8 +106,8 @@ __device__ __forceinline__ void load_tile_v4(T (*tile)[132], const T* x, int row
 // v4: A_K: A is contiguous along k (else along m); B_N: B is contiguous along n (else along k). lda and ldb are the
 // other stride of each. Grid ceil(M / 128) * ceil(N / 128), block 256.
 template <typename T, bool A_K, bool B_N>
-__global__ void __launch_bounds__(256) matmul_v4(T* out, const T* a, const T* b, const T* bias, int M, int N, int K,
-                                                 long long lda, long long ldb) {
+__global__ void __launch_bounds__(256)
+    matmul_v4(T* out, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb) {
     __shared__ alignas(16) T as[8][132], bs[8][132];  // 132: the transposing stores then hit 32 different banks
     constexpr int V = WIDE<T>;
     int tiles_n = (N + 127) / 128;
@@ -216,8 +215,7 @@ struct TileCopy {
         advance = BK * sizeof(T) * (COPY == ALONG_K ? 1 : ld);
         // Past the matrix's edge copy its last row again, which takes no test in the loop: nobody stores the results.
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            offset[i] = (COPY == ALONG_K ? min(mn + i * STEP, last) - inside : i * STEP) * pitch;
+        for (int i = 0; i < COUNT; ++i) offset[i] = (COPY == ALONG_K ? min(mn + i * STEP, last) - inside : i * STEP) * pitch;
         if (mn > last) k = OUTSIDE;  // nothing inside at all: zeros. (Lanes that copy one address take turns: slow.)
     }
 
@@ -333,8 +331,8 @@ __device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][T
 // are added to `sums`, this thread's place in the workspace, and start again from zero: the error of one chain of
 // additions grows with its length, that of several short ones with its root.
 template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
-__device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as,
-                                         const T* bs, T* ring, int tiles, int k_left, int chain) {
+__device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs, T* ring,
+                                         int tiles, int k_left, int chain) {
     constexpr int V = WIDE<T>, STAGE_BYTES = CopyA::BYTES + CopyB::BYTES, STAGE = STAGE_BYTES / sizeof(T);
     T column[2][TM], row[2][TN];
 #pragma unroll
@@ -384,8 +382,7 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_
     }
     if (tiles > chain) {
 #pragma unroll
-        for (int q = 0; q < TM * TN / V; ++q)
-            set_vector(acc, q, load_vec<T, V>(sums + q * THREADS * V));
+        for (int q = 0; q < TM * TN / V; ++q) set_vector(acc, q, load_vec<T, V>(sums + q * THREADS * V));
     }
     cp_async_wait<0>();
     __syncthreads();  // the ring is free again
@@ -414,8 +411,8 @@ struct Store {
     }
 
     // From the registers, where C's rows are vectors.
-    __device__ __forceinline__ static void directly(T* out, const T* bias, const T (&acc)[S::TM][S::TN], const P& place,
-                                                    int m0, int n0, int M, int N) {
+    __device__ __forceinline__ static void directly(T* out, const T* bias, const T (&acc)[S::TM][S::TN], const P& place, int m0, int n0,
+                                                    int M, int N) {
 #pragma unroll
         for (int j = 0; j < S::TN; j += V) {
             int n = n0 + place.n + P::column(j);
@@ -435,8 +432,8 @@ struct Store {
 
     // Through shared memory, V rows of each thread at a time: from there a warp stores 32 neighbouring elements of a row,
     // whatever the alignment of the rows.
-    __device__ __forceinline__ static void staged(T* out, const T* bias, const T (&acc)[S::TM][S::TN], T* stage,
-                                                  const P& place, int m0, int n0, int M, int N) {
+    __device__ __forceinline__ static void staged(T* out, const T* bias, const T (&acc)[S::TM][S::TN], T* stage, const P& place, int m0,
+                                                  int n0, int M, int N) {
         int row = place.m / (8 * S::TM) * 8 * V + place.m % (8 * S::TM) / V, n = threadIdx.x % S::BN;
         T b = n0 + n < N ? bias_or_zero(bias, n0 + n) : T(0);
 #pragma unroll
@@ -444,8 +441,7 @@ struct Store {
 #pragma unroll
             for (int v = 0; v < V; ++v)
 #pragma unroll
-                for (int j = 0; j < S::TN; j += V)
-                    store_vec(stage + (row + v * 8) * LD + place.n + P::column(j), vector(acc, g + v, j));
+                for (int j = 0; j < S::TN; j += V) store_vec(stage + (row + v * 8) * LD + place.n + P::column(j), vector(acc, g + v, j));
             __syncthreads();
 #pragma unroll 4
             for (int r = threadIdx.x / S::BN; r < ROWS; r += THREADS / S::BN) {
@@ -461,14 +457,13 @@ struct Store {
 // writes and reads 512 bytes in a row.
 template <typename T, typename S>
 __device__ __forceinline__ long long partial_offset(long long p, int q) {
-    return ((p * (S::TM * S::TN / WIDE<T>) + q) * THREADS + threadIdx.x) * WIDE<T>;
+    return ((p * (S::TM * S::TN / WIDE<T>)+q) * THREADS + threadIdx.x) * WIDE<T>;
 }
 
 template <typename T, typename S>
 __device__ __forceinline__ void store_partial(T* partials, long long p, const T (&acc)[S::TM][S::TN]) {
 #pragma unroll
-    for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q)
-        store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
+    for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q) store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
 }
 
 // v5. Blocks [0, shared_blocks) share equally the k tiles of the first `shared_tiles` tiles of C: block b takes numbers
@@ -480,8 +475,8 @@ __device__ __forceinline__ void store_partial(T* partials, long long p, const T 
 // the BM or BN rows of a tile.
 template <typename T, int A_COPY, int B_COPY, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
-matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda,
-          long long ldb, int shared_blocks, int shared_tiles, int chain) {
+    matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
+              int shared_blocks, int shared_tiles, int chain) {
     using CopyA = TileCopy<T, A_COPY, S::BM>;
     using CopyB = TileCopy<T, B_COPY, S::BN>;
     constexpr int STAGES = 4, RING = STAGES * (CopyA::BYTES + CopyB::BYTES), STAGED = Store<T, S>::BYTES;
@@ -515,8 +510,8 @@ matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, in
         CopyA copy_a(a, lda, m0, M, k0, shared_address(ring));
         CopyB copy_b(b, ldb, n0, N, k0, shared_address(ring) + CopyA::BYTES);
         T acc[S::TM][S::TN];
-        multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs,
-                         reinterpret_cast<T*>(ring), count, min(K - k0, count * BK), chain);
+        multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs, reinterpret_cast<T*>(ring), count,
+                         min(K - k0, count * BK), chain);
         asm volatile("" : "+r"(tile), "+r"(first));  // compute m0, n0 again: they need not hold registers in the loop
         tile_origin<S>(tile, M, N, m0, n0);
         if (!whole) store_partial<T, S>(workspace, 2 * block + (first == 0), acc);
@@ -533,7 +528,7 @@ matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, in
 // Grid shared_tiles * (TM / V) * (TN / V), where V elements make 16 bytes; block 128.
 template <typename T, typename S>
 __global__ void __launch_bounds__(THREADS)
-matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
+    matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
     using P = Place<T, S>;
     constexpr int V = P::V, ACROSS = S::TN / V, PARTS = S::TM / V * ACROSS;
     int tile = blockIdx.x / PARTS, i = blockIdx.x % PARTS / ACROSS * V, j = blockIdx.x % ACROSS * V;

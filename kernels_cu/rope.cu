@@ -53,8 +53,8 @@
 #include "common/pack.cuh"
 #include "common/vec.cuh"
 
-constexpr int UNROTATED = -1;         // in positions: a token that belongs to no sequence, which is copied
-constexpr int OUTSIDE = 0x7fffffff;   // in positions: beyond every table; the token becomes NaN
+constexpr int UNROTATED = -1;        // in positions: a token that belongs to no sequence, which is copied
+constexpr int OUTSIDE = 0x7fffffff;  // in positions: beyond every table; the token becomes NaN
 
 template <typename A>
 struct Angles {
@@ -280,15 +280,17 @@ __device__ __forceinline__ unsigned divide(unsigned n, unsigned magic, unsigned 
 // token, k's after x's, are neighbours, then the tokens in their order in memory: `inner` of them follow each other in the sequence, or, if
 // batch_inner, in the batch. Strides, rotary_dim, rotary_offset and rest are in vectors of E elements; the stride of head_dim is one element.
 template <typename T, typename C, bool INTERLEAVED, bool FULL>
-constexpr int BLOCKS = FULL || (sizeof(T) == 4 && sizeof(C) == 8) ? 4 : INTERLEAVED ? 8 : 6;  // of 256 threads, that registers suffice for
+constexpr int BLOCKS = FULL || (sizeof(T) == 4 && sizeof(C) == 8) ? 4
+                       : INTERLEAVED                              ? 8
+                                                                  : 6;  // of 256 threads, that registers suffice for
 
 template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
 __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     rope_v2(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rest, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
-            unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b, unsigned x_s,
-            unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
+            unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b,
+            unsigned x_s, unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
     using A = maths_t<T, C>;
     using Vector = Vec<T, E>;
     unsigned item = blockIdx.x * blockDim.y + threadIdx.y;
@@ -379,8 +381,8 @@ __global__ void __launch_bounds__(256, V3_BLOCKS<C>)
     rope_v3(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
-            unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b, unsigned x_s,
-            unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
+            unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b,
+            unsigned x_s, unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
     using A = maths_t<T, C>;
     using Vector = Vec<T, E>;
     unsigned number = blockIdx.x * blockDim.y + threadIdx.y, item = min(number, items - 1);  // all lanes take part in the shuffles

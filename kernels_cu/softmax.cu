@@ -178,7 +178,8 @@ __device__ __forceinline__ void block_softmax(T* out, const T* x, long long rows
         C largest = minus_infinity<C>(), sum = 0;
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) largest = max(largest, exponential.lift(load_as(from[i])));
         largest = Reduction::template reduce<Max>(largest, maxima);
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += exponential(exponential.lift(load_as(from[i])), exponential.base(largest));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
+            sum += exponential(exponential.lift(load_as(from[i])), exponential.base(largest));
         sum = Reduction::template reduce<Sum>(sum, sums);
         End<T> end(exponential, largest, sum, false, largest);
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[row * columns + i] = T(end.of(load_as(from[i])));
@@ -280,7 +281,8 @@ __global__ void softmax_v5_bwd(T* dx, const T* y, const T* g, long long rows, lo
 // Grid ceil(rows / (blockDim.x / width)), block 128; WIDTH is width, or 0 for any that is a power of 2, but for the edges at least
 // 2 vectors' elements. Where the last warp's rows come to an end, its lanes take part with an empty row.
 template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
-__global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale) {
+__global__ void __launch_bounds__(128)
+    softmax_v6(T* out, const T* x, long long rows, int columns, long long x_row, int width, double scale) {
     wait_for_previous();
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width;
@@ -289,8 +291,8 @@ __global__ void __launch_bounds__(128) softmax_v6(T* out, const T* x, long long 
 }
 
 template <typename T, int VECTORS, int WIDTH, bool EXACT, bool LOG>
-__global__ void __launch_bounds__(128) softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row, int width,
-                                                      double scale) {
+__global__ void __launch_bounds__(128)
+    softmax_v6_bwd(T* dx, const T* y, const T* g, long long rows, int columns, long long g_row, int width, double scale) {
     wait_for_previous();
     Lanes team(WIDTH ? WIDTH : width);
     long long row = blockIdx.x * (long long)(128 / team.width) + threadIdx.x / team.width, at = row * columns;
@@ -309,8 +311,8 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, 
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
-__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row,
-                                                                            double scale) {
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v7_bwd(T* dx, const T* y, const T* g, int columns, long long g_row, double scale) {
     __shared__ Found<T> found;
     long long row = blockIdx.x, at = row * columns;
     Block<T, THREADS> team(found);
@@ -322,8 +324,8 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7_bwd(T* d
 // pieces, 2) or (rows, pieces). Grids rows * pieces; a block has at least as many threads as a row has pieces; a piece is `length` columns.
 
 template <typename T>
-__global__ void softmax_v7_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length,
-                                double scale, bool log) {
+__global__ void softmax_v7_scan(double* parts, const T* x, long long columns, long long x_row, int pieces, long long length, double scale,
+                                bool log) {
     __shared__ Found<T> found;
     wait_for_previous();
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, end = min(begin + length, columns);
@@ -340,8 +342,8 @@ __global__ void softmax_v7_scan(double* parts, const T* x, long long columns, lo
 }
 
 template <typename T>
-__global__ void softmax_v7_write(T* out, const T* x, const double* parts, long long columns, long long x_row, int pieces,
-                                 long long length, double scale, bool log) {
+__global__ void softmax_v7_write(T* out, const T* x, const double* parts, long long columns, long long x_row, int pieces, long long length,
+                                 double scale, bool log) {
     __shared__ Found<T> found;
     wait_for_previous();
     long long row = blockIdx.x / pieces, begin = blockIdx.x % pieces * length, stop = min(begin + length, columns);
@@ -389,8 +391,7 @@ __global__ void softmax_v7_write_bwd(T* dx, const T* y, const T* g, const double
 // that begin apart are shifted. Grid rows times the blocks of a row.
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
-__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
-    softmax_v8(T* out, const T* x, int columns, long long x_row, double scale) {
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v8(T* out, const T* x, int columns, long long x_row, double scale) {
     extern __shared__ Words<float> slots[];
     __shared__ Found<T> found;
     long long row = blockIdx.x;
@@ -495,5 +496,6 @@ __global__ void softmax_inner_bwd(T* dx, const T* y, const T* g, long long rows,
     Gradient<T> gradient(scale, log);
     Accumulator<C> total;
     for (long long i = 0; i < columns; ++i) total.add(gradient.term(load_as(y[at + i * inner]), load_as(g[at + i * inner])));
-    for (long long i = 0; i < columns; ++i) dx[at + i * inner] = T(gradient(load_as(y[at + i * inner]), load_as(g[at + i * inner]), total.sum));
+    for (long long i = 0; i < columns; ++i)
+        dx[at + i * inner] = T(gradient(load_as(y[at + i * inner]), load_as(g[at + i * inner]), total.sum));
 }

@@ -40,9 +40,9 @@ struct Exponential<float> {
     };
     static constexpr bool KEPT = true;
     static constexpr float ROUND = 12582912.0f + 127;  // 1.5 * 2^23: a sum with it is rounded to an integer, which its low bits are
-    static constexpr float LIFT = 64;                  // exponentials go up to 2^64, so that those of the smallest results are normal numbers
-    float sign, size, rate, rate_low, inverse, top;    // rate_low: the digits of rate that a float cannot hold; top: LIFT or 0
-    bool log;                                          // then errors of small exponentials are lost in the sum, and that of 1 is to be 1
+    static constexpr float LIFT = 64;                // exponentials go up to 2^64, so that those of the smallest results are normal numbers
+    float sign, size, rate, rate_low, inverse, top;  // rate_low: the digits of rate that a float cannot hold; top: LIFT or 0
+    bool log;                                        // then errors of small exponentials are lost in the sum, and that of 1 is to be 1
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ Exponential(double scale, bool log, float sign, bool lifted = true)
         : sign(sign), size(fabs(scale)), top(lifted && !log ? LIFT : 0.0f), log(log) {
@@ -63,7 +63,7 @@ struct Exponential<float> {
     __device__ __forceinline__ float rescale(float largest, const Base& to) const {
         if (largest == minus_infinity<float>()) return 0;
         Base from = base(largest);
-        float offset = to.power - from.power - LIFT;  // so that it is no 0 before it must
+        float offset = to.power - from.power - LIFT;                                            // so that it is no 0 before it must
         return power(from.center - to.center, offset, least(offset)) * 5.421010862427522e-20f;  // 2^-64
     }
     __device__ __forceinline__ float plain(float u) const { return power(u, 0.0f, least(0.0f)); }
@@ -85,7 +85,8 @@ struct Exponential<double> {
     using Base = double;
     static constexpr bool KEPT = true;
     double sign, size, rate;
-    __device__ __forceinline__ Exponential(double scale, bool log, double sign, bool = true) : sign(sign), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
+    __device__ __forceinline__ Exponential(double scale, bool log, double sign, bool = true)
+        : sign(sign), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ double lift(double x) const { return sign * x; }
     __device__ __forceinline__ Base base(double largest) const { return largest == minus_infinity<double>() ? 0.0 : largest; }
@@ -143,7 +144,9 @@ struct End<double> {
     __device__ __forceinline__ double from(double kept) const {
         return LOG ? fma(exponential.lift(kept) - base, exponential.size, -log_sum) : kept * factor;
     }
-    __device__ __forceinline__ double of(double x) const { return log ? from<true>(x) : from<false>(exponential(exponential.lift(x), base)); }
+    __device__ __forceinline__ double of(double x) const {
+        return log ? from<true>(x) : from<false>(exponential(exponential.lift(x), base));
+    }
 };
 
 // One more term of a row's sum, exp(logit), that has no column of its own.

@@ -97,7 +97,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
         if (shown) near = e;
         if (KEPT) held.edge = e;
     }
-    auto add = [&](const Words<T>& v, C (&e)[WIDTH<T>]) {
+    auto add = [&](const Words<T>& v, C(&e)[WIDTH<T>]) {
         unpack(v, e);
 #pragma unroll
         for (int j = 0; j < WIDTH<T>; ++j) e[j] = exponential(e[j], base);
@@ -237,5 +237,6 @@ __device__ __forceinline__ void team_gradient(T* dx, const T* y, const T* g, int
             if (share.has(k)) write(v, gs.slot(k, share), dx + at + k * share.step * WIDTH<T>);
         });
     }
-    if (shown || (MASKED && EXACT && column != cut.NOWHERE)) dx[column] = shown ? T(gradient.template of<LOG>(ys.edge, gs.edge, total)) : T(0.0f);
+    if (shown || (MASKED && EXACT && column != cut.NOWHERE))
+        dx[column] = shown ? T(gradient.template of<LOG>(ys.edge, gs.edge, total)) : T(0.0f);
 }

@@ -261,7 +261,7 @@ __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store
             int m = m0 + e / 2 / C::NI * 16 + e % 2 * 8 + g, n = n0 + e / 2 % C::NI * 8 + 2 * t;
             if ((M % 16 && m >= M) || (N % 8 && n >= N)) continue;
             if ((C::MB % C::MI && m < 16 * own_row) || (C::NB % C::NI && n < 8 * own_column)) continue;
-            const float(&d)[4] = sums[e / 2 / C::NI][e / 2 % C::NI];
+            const float (&d)[4] = sums[e / 2 / C::NI][e / 2 % C::NI];
             store(batch, m, n, d[e % 2 * 2], N % 2 && n + 1 == N ? 0.0f : d[e % 2 * 2 + 1]);
         }
     }
@@ -350,7 +350,8 @@ __device__ __forceinline__ void separate(float* to, const float* all, const Fact
             int at = output, own = -1, a = 0, b = 0, columns = 1, terms = 1;
 #pragma unroll
             for (int f = 0; f < W::COUNT; ++f) {
-                if (own < 0 && at < p[f] * q[f]) own = f, a = at / q[f], b = at % q[f], columns = W::Q / q[f], terms = W::P / p[f] * columns;
+                if (own < 0 && at < p[f] * q[f])
+                    own = f, a = at / q[f], b = at % q[f], columns = W::Q / q[f], terms = W::P / p[f] * columns;
                 at -= p[f] * q[f];
             }
             double sum = 0;

@@ -25,11 +25,11 @@ struct Both4 {
 // As kron_linear_v4_split. Grid any, block THREADS; dynamic shared memory: W2 and X in pieces, and what is on its way.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
-kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                    const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                    long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                    long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                    long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                        const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                        long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                        long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                        long long features) {
     using X = typename Plan::X;
     using W1 = typename Plan::W1;
     using W2 = typename Plan::W2;

@@ -14,7 +14,8 @@
 #pragma once
 #include "kron_tile.cuh"
 
-template <int THREADS_, int L_, int R_, bool WHOLE_, int BYTES_, bool TENSOR_, int P_, int Q_, int K_, int J_, int KW_, int JW_, class Z_, class H_>
+template <int THREADS_, int L_, int R_, bool WHOLE_, int BYTES_, bool TENSOR_, int P_, int Q_, int K_, int J_, int KW_, int JW_, class Z_,
+          class H_>
 struct Gradient4 {
     static constexpr int THREADS = THREADS_, L = L_, R = R_, BYTES = BYTES_, P = P_, Q = Q_, K = K_, J = J_, KW = KW_, JW = JW_;
     static constexpr bool WHOLE = WHOLE_, TENSOR = TENSOR_;
@@ -47,7 +48,7 @@ __device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const 
     constexpr int FV = gcd(R, V), KV = R == 1 ? gcd(gcd(K, KW), V) : 1, JV = R == 1 ? gcd(gcd(J, JW), V) : 1;
     constexpr int HALF = R > 1 && JW % 2 == 0 ? JW / 2 : JW;
     int tj = threadIdx.x % Plan::DOWN, tk = threadIdx.x / Plan::DOWN % Plan::ACROSS, time = threadIdx.x / (Plan::DOWN * Plan::ACROSS);
-#pragma unroll (R == 1 ? 2 : 1)
+#pragma unroll(R == 1 ? 2 : 1)
     for (int f = time * FV; f < (time < Plan::TIMES ? Plan::FIBERS : 0); f += Plan::TIMES * FV) {
         int l = f / R, r = f % R;
 #pragma unroll
@@ -94,7 +95,8 @@ __device__ __forceinline__ void fetch_rows(float (&x)[WIDTH / 8][FIBERS], const 
         for (int group = 0; group < WIDTH / 8; group += WIDE)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                Vec<T, WIDE> v = load_vec<T, WIDE>(from + In::join(In::at((f0 + t + 4 * i) * N), In::at(first + row_of<Plan, T, WIDTH>(group, g))));
+                Vec<T, WIDE> v =
+                    load_vec<T, WIDE>(from + In::join(In::at((f0 + t + 4 * i) * N), In::at(first + row_of<Plan, T, WIDTH>(group, g))));
 #pragma unroll
                 for (int e = 0; e < WIDE; ++e) x[group + e][i] = number(v.v[e]);
             }

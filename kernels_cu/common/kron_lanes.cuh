@@ -55,8 +55,7 @@ constexpr int VALUES = 32, LANE_PIECES = 2;  // a lane's numbers at once, and ho
 
 // A warp has a piece of a tile at once, numbers whose indices differ in the bits of Regs and of Lanes; after the steps, of RegsAfter, in
 // the order that Order says, and LanesAfter. The others are Pieces'. V numbers are neighbours before, and W after, 4 at least.
-template <int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Pieces_,
-          class... Steps_>
+template <int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Pieces_, class... Steps_>
 struct LanePass {
     static constexpr int V = V_, W = W_, COUNT = sizeof...(Steps_), WEIGHTS = (Steps_::WORDS + ...), FACTORS = (Steps_::COUNT + ...);
     using Regs = Regs_;
@@ -262,11 +261,11 @@ __device__ Steps4<Others...> but_the_first(Steps4<P, Others...>);
 // numbers are exchanged, the stage, the matrices, an mbarrier.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-kron_linear_v4_lanes(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                     long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_lanes(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                         long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                         long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                         long long features) {
     using Start = typename Plan::Start;
     using Stage = typename Plan::StagePlaces;
     using Rest = decltype(but_the_first(typename Plan::List()));
@@ -328,10 +327,13 @@ kron_linear_v4_lanes(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             if (!ONE && i == 0) mbarrier_wait_in_block(all_read, parity ^ 1);
             put_numbers<Plan, Start, ONE>(numbers, to, v, piece);
         }
-        run_lane_passes<Plan>(numbers, weights + Start::WEIGHTS, to, [&] {
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(all_read);
-        }, Rest());
+        run_lane_passes<Plan>(
+            numbers, weights + Start::WEIGHTS, to,
+            [&] {
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(all_read);
+            },
+            Rest());
     }
 }
 #endif

@@ -16,7 +16,8 @@ __device__ __forceinline__ void mma_page(float (&d)[4], const unsigned (&a)[4], 
 
 // z += 16 MT rows of w1^T, times COLUMNS columns of x from `column` on. In TF32 a lane fetches neighbours, of as many products.
 template <class Plan, typename T>
-__device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS / 8][4], const T* x, int column, const LeftOperand<Plan, T>& left) {
+__device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS / 8][4], const T* x, int column,
+                                              const LeftOperand<Plan, T>& left) {
     constexpr int K = 32 / sizeof(T), V = Plan::COLUMNS / 8;
     int lane = threadIdx.x % 32;
     unsigned tiles_at = tile_address<false>(x + column, Plan::LDX);
@@ -60,8 +61,8 @@ __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, 
 
 // y += z w2, of the rows of w2 from `column` on.
 template <class Plan, typename T>
-__device__ __forceinline__ void multiply_right(float (&y)[Plan::MT][Plan::Q2 / 8][4], const float (&z)[Plan::MT][Plan::COLUMNS / 8][4], int column,
-                                               const RightOperand<Plan, T>& right) {
+__device__ __forceinline__ void multiply_right(float (&y)[Plan::MT][Plan::Q2 / 8][4], const float (&z)[Plan::MT][Plan::COLUMNS / 8][4],
+                                               int column, const RightOperand<Plan, T>& right) {
     constexpr bool SPLIT = Plan::SPLIT;
     using U = conditional_t<SPLIT, T, float>;
     constexpr int K = SPLIT ? 16 : 8;
@@ -165,11 +166,11 @@ __device__ __forceinline__ void keep_page(float* z, const float (&y)[Plan::MT][P
 // shared memory: w1, w2, the teams' pages.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                     long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                         long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                         long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                         long long features) {
     using Memory = PageMemory<Plan, T>;
     constexpr bool ONE = Plan::STAGES == 1;
     extern __shared__ uint4 dynamic[];
@@ -222,11 +223,11 @@ kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
 // The same of three factors, see Piles4. w2 is the leftmost. Dynamic shared memory: w0, w1, w2, a row's pages, z.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
-kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                     long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                         long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                         long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                         long long features) {
     using Page = typename Plan::Page;
     using Top = typename Plan::Top;
     constexpr int P0 = Plan::P0, PAGE = Page::P1 * Page::P2, NUMBERS = P0 * PAGE, STAGE = PageMemory<Page, T>::PAGE, WARPS = Plan::WARPS;

@@ -17,9 +17,10 @@ struct Pages4 {
     static constexpr int BLOCKS = BLOCKS_, TEAMS = TEAMS_, STAGES = STAGES_, MT = MT_;
     static constexpr bool HELD = HELD_, SPLIT = SPLIT_, ADDED = ADDED_;
     static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, COLUMNS = gcd(P2, 32);
-    static constexpr int TEAM = (Q1 + 16 * MT - 1) / (16 * MT);  // warps
+    static constexpr int TEAM = (Q1 + 16 * MT - 1) / (16 * MT);               // warps
     static constexpr int ROWS = TEAM * MT * 16, THREADS = 32 * TEAM * TEAMS;  // ROWS: of y that a team could make
-    static constexpr int LD1 = Q1 + 8, LD2 = Q2 + 8, LDX = P2 + 8;  // numbers between rows in shared memory: 8 lanes' rows meet different banks
+    static constexpr int LD1 = Q1 + 8, LD2 = Q2 + 8,
+                         LDX = P2 + 8;  // numbers between rows in shared memory: 8 lanes' rows meet different banks
 };
 
 template <class Plan, typename T>
@@ -32,7 +33,9 @@ struct PageMemory {
 
 // Products from which a lane has neighbours of y: 16 bytes, or 8, or 4.
 template <int Q>
-constexpr int NEIGHBOURS = Q % 16 ? 1 : Q % 32 ? 2 : 4;
+constexpr int NEIGHBOURS = Q % 16   ? 1
+                           : Q % 32 ? 2
+                                    : 4;
 
 // Which column of the products is w2's column j: lane t has 2 t and 2 t + 1 of each product, and those of NEIGHBOURS shall be neighbours.
 template <int Q>
@@ -126,7 +129,8 @@ template <class Plan, typename T>
 __device__ __forceinline__ void load_page(T* to, const T* from, int thread) {
     constexpr int U = 16 / sizeof(T), UNITS = Plan::P2 / U;
 #pragma unroll 8
-    for (int e = thread; e < Plan::P1 * UNITS; e += Plan::TEAM * 32) cp_async_16(shared_address(to + e / UNITS * Plan::LDX + e % UNITS * U), from + e * U);
+    for (int e = thread; e < Plan::P1 * UNITS; e += Plan::TEAM * 32)
+        cp_async_16(shared_address(to + e / UNITS * Plan::LDX + e % UNITS * U), from + e * U);
 }
 
 // Where a lane's row of an 8 x 8 tile lies for load_tiles, of 16 x 16 numbers: the rows go on to the next tile, or (ASIDE) the columns.

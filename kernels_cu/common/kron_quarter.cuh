@@ -66,8 +66,8 @@ __device__ __forceinline__ void store_part(float4* partials, int part, const flo
 // it had, when it let this one come. Grid four blocks a row; dynamic shared memory: X, W2, W1, G and H in pieces.
 template <typename T, int SIDE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
-kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, int more, long long w0_p,
-                           long long w0_q, long long w1_p, long long w1_q, double scale) {
+    kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, int more, long long w0_p,
+                               long long w0_q, long long w1_p, long long w1_q, double scale) {
     using U = typename Pieces<T>::type;
     constexpr int HALF = SIDE / 2, MATRIX = Pieces<T>::COUNT * SIDE * HALF;
     using Wide = Tiles<HALF, SIDE>;
@@ -133,8 +133,7 @@ kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const
 // dw0 and dw1: scale times the sums of A rows' parts, always in the same order. Grid 8 * 32: parts of both, and of each a warp's 16 rows of
 // 8 columns; block (32, 16).
 template <typename T, int SIDE>
-__global__ void __launch_bounds__(512)
-kron_linear_v4_quarter_sum(T* dw0, T* dw1, const float* partials, long long A, double scale) {
+__global__ void __launch_bounds__(512) kron_linear_v4_quarter_sum(T* dw0, T* dw1, const float* partials, long long A, double scale) {
     constexpr int SHARE = 16;
     __shared__ float4 sums[SHARE][32];
     int part = blockIdx.x / 32, at = blockIdx.x % 32, lane = threadIdx.x;

@@ -144,7 +144,8 @@ __device__ __forceinline__ void load_weights(float* to, const Factors4<T>& facto
 template <int N, typename T>
 __device__ __forceinline__ void prefetch_weights(const Factors4<T>&, Steps4<>) {}
 template <int N, typename T, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
-__device__ __forceinline__ void prefetch_weights(const Factors4<T>& factors, Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
+__device__ __forceinline__ void prefetch_weights(const Factors4<T>& factors,
+                                                 Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
     prefetch_those<N, T, Factor<SIZES, SIZES>...>(factors);
     prefetch_weights<N + sizeof...(SIZES)>(factors, Steps4<Others...>());
 }
@@ -211,15 +212,19 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
     int thread = Threads::scatter(threadIdx.x);
     if constexpr (sizeof...(Others) == 0) {
         int rank = Plan::CLUSTER > 1 ? cluster_rank() << Plan::CROSS : 0;
-        multiply_pass<V, RIGHT, SIZES...>(v, w, 0, [&](int r) { return Plan::result(thread | Regs::scatter(r)) | rank; },
-            [&](int number, const float(&y)[Plan::VALUES], int r) { store_results<Plan, V>(to, y, r, number, Plan::result(Regs::scatter(r))); });
+        multiply_pass<V, RIGHT, SIZES...>(
+            v, w, 0, [&](int r) { return Plan::result(thread | Regs::scatter(r)) | rank; },
+            [&](int number, const float (&y)[Plan::VALUES], int r) {
+                store_results<Plan, V>(to, y, r, number, Plan::result(Regs::scatter(r)));
+            });
     } else {
         constexpr bool CROSS = Plan::CLUSTER > 1 && sizeof...(Others) == 1;
         constexpr int HALF = CROSS ? 1 << Plan::CROSS : 0;
         int rank = CROSS ? cluster_rank() : 0;
         if constexpr (CROSS) cluster_arrive();  // the numbers are read
         bool waits = CROSS;
-        multiply_pass<V, RIGHT, SIZES...>(v, w, CROSS ? rank ^ 1 : 0,
+        multiply_pass<V, RIGHT, SIZES...>(
+            v, w, CROSS ? rank ^ 1 : 0,
             [&](int r) {
                 int number = Regs::scatter(r), place = Places::at(thread | (number & ~HALF) | rank * HALF);
                 if constexpr (!CROSS) return place;
@@ -227,7 +232,7 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
                 waits = false;
                 return int(shared_of_rank(shared_address(numbers + place), number & HALF ? 1 : 0));
             },
-            [&](int place, const float(&y)[Plan::VALUES], int r) {
+            [&](int place, const float (&y)[Plan::VALUES], int r) {
                 int own = Places::at(Regs::scatter(r));
                 Vec<float, V> some;
 #pragma unroll
@@ -251,11 +256,11 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
 // factors, a tile's numbers, the stage.
 template <typename T, class Plan>
 __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
-kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                         long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                         long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                         long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                             const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                             long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                             long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                             long long features) {
     extern __shared__ uint4 dynamic[];
     float *w = reinterpret_cast<float*>(dynamic), *numbers = w + Plan::WEIGHTS;
     Factors4<T> factors = {{w0, w1, w2, w3, w4, w5, w6, w7},
@@ -288,10 +293,13 @@ kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* 
         fetch<Plan, typename Plan::Start>(v, numbers, stage);
         __syncwarp();
         if (warp < Plan::AHEAD) load(next);
-        run_passes<Plan>(v, numbers, w, to, [&] {
-            __syncthreads();
-            if (warp >= Plan::AHEAD) load(next);
-        }, typename Plan::List());
+        run_passes<Plan>(
+            v, numbers, w, to,
+            [&] {
+                __syncthreads();
+                if (warp >= Plan::AHEAD) load(next);
+            },
+            typename Plan::List());
     }
 }
 #endif

@@ -54,7 +54,9 @@ using Block16 = float[2][2][2];           // a lane's numbers [n][h][p] of 16 x 
 using Words16 = unsigned[2][2];           // the same as they come, of 16 bits: [n][h]
 using Pieces16 = unsigned[2][PIECES][2];  // their pieces as operand b, [n][piece][h]: pairs
 template <typename T>
-constexpr int FACTOR_PIECES = sizeof(T) == 4 ? PIECES : IS_BF16<T> ? 1 : 2;
+constexpr int FACTOR_PIECES = sizeof(T) == 4 ? PIECES
+                              : IS_BF16<T>   ? 1
+                                             : 2;
 template <typename T>
 using Weights16 = unsigned[FACTOR_PIECES<T>][4];
 
@@ -229,8 +231,7 @@ __device__ __forceinline__ void load_weights16(unsigned* to, unsigned* largest, 
 template <int N>
 __device__ __forceinline__ void fetch_weights16(unsigned (&w)[N][4], const unsigned* from) {
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-        reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
+    for (int i = 0; i < N; ++i) reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
 }
 
 // N pages from `from` on, where the lane's numbers of the first one begin, to registers; or, from where its 16 bytes begin, to their stage
@@ -386,11 +387,11 @@ __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual
 // of a row, which both begin at multiples of 128 bytes, the factors, the largest number of each warp's part of them, two mbarriers.
 template <typename T, class Plan>
 __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, 1)
-kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                       const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                       long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                       long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                       long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                           const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                           long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                           long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                           long long features) {
     constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, WARPS = Plan::WARPS;
     constexpr int STAGED = Plan::template STAGED<T>, WEIGHTS = FACTOR_PIECES<T> * 128, V = 16 / sizeof(T);
     constexpr int LINE = 128 / sizeof(T), TOGETHER = LINE / 8;  // warps that make whole lines

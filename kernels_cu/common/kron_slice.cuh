@@ -58,11 +58,11 @@ struct Splitting {
 // in pieces.
 template <typename T, typename Kind, int SIDE>
 __global__ void __launch_bounds__(512, 1)
-kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                     long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                         long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                         long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                         long long features) {
     static_assert(SIDE == 128, "64 rows of Z, and of Y, for each of two warpgroups");
     constexpr int COLUMNS = 32, SLICES = SIDE / COLUMNS, THREADS = 512;
     using Slice = Tiles<SIDE, COLUMNS, Kind>;
@@ -108,7 +108,6 @@ kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
         fence_async();
         return arrive_at(1, THREADS);
     }
-    store_seated(out, bias, residual, sums, features, float(scale), [&](int m, int n) {
-        return row + (half + m / 16 * 16 + m % 8 * 2 + m % 16 / 8) * SIDE + column + n;
-    });
+    store_seated(out, bias, residual, sums, features, float(scale),
+                 [&](int m, int n) { return row + (half + m / 16 * 16 + m % 8 * 2 + m % 16 / 8) * SIDE + column + n; });
 }

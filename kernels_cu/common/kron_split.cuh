@@ -67,12 +67,12 @@ struct Split4 {
 // kron_linear_v4 of one large factor, or two, of float. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in pieces, each
 // team's X.
 template <typename T, class Plan>
-__global__ void __launch_bounds__(Plan::TEAMS * Plan::WIDE, 1)
-kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                     const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                     long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                     long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                     long long w7_p, long long w7_q, double scale, long long features) {
+__global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
+    kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                         const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                         long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                         long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                         long long features) {
     using Kind = typename Plan::Kind;
     using X = typename Plan::X;
     using W2 = typename Plan::W2;
@@ -122,8 +122,7 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
             __syncthreads();
             int q = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4, p = threadIdx.x % 4 * 2;
 #pragma unroll
-            for (int e = 0; e < P1 / 2; ++e)
-                numbers[e / 4][e % 4] = staged[(p + e % 2 + e / 4 * 8) * Staged<W1>::ROW + q + e / 2 % 2 * 8];
+            for (int e = 0; e < P1 / 2; ++e) numbers[e / 4][e % 4] = staged[(p + e % 2 + e / 4 * 8) * Staged<W1>::ROW + q + e / 2 % 2 * 8];
             left.split(numbers);
             __syncthreads();
         }
@@ -181,8 +180,8 @@ kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, 
 // multiply, and take tiles in turns.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::ALL, 1)
-kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
-                         long long w0_q, long long w1_p, long long w1_q, double scale) {
+    kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
+                             long long w0_q, long long w1_p, long long w1_q, double scale) {
     using U = __nv_bfloat16;
     using Kind = typename Plan::Kind;
     using X = typename Plan::X;

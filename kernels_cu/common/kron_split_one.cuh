@@ -43,7 +43,8 @@ struct SplitOne4 {
     static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
     static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the piece of W in shared memory
     // Of a team: bytes of g's tiles, where W is staged before, and of what is on its way.
-    static constexpr int STAGED = Staged<W>::SPACE / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED, ROOM = (P + Q) * N * 4;
+    static constexpr int STAGED = Staged<W>::SPACE / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
+                         ROOM = (P + Q) * N * 4;
 };
 
 // 64 rows of W as operand a: HELD pieces in registers, the others in shared memory.
@@ -60,9 +61,9 @@ struct Partly {
 // As kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: W's third piece, each team's PLACES of g, each
 // team's room for what is on its way, where a thread takes what it brought itself; or the sums.
 template <typename T, class Plan>
-__global__ void __launch_bounds__(Plan::TEAMS * Plan::THREADS, 1)
-kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, const T* w, long long A, long long w_p, long long w_q,
-                             double scale) {
+__global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
+    kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, const T* w, long long A, long long w_p, long long w_q,
+                                 double scale) {
     using Kind = typename Plan::Kind;
     using X = typename Plan::X;
     using G = typename Plan::G;
@@ -138,7 +139,7 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
             fetch_g(a);
             fetch_x(a);
         }
-        if (a + step < tiles) ahead(a + step);  // after the first tile's, which all wait for
+        if (a + step < tiles) ahead(a + step);                                         // after the first tile's, which all wait for
         float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
         static_assert(Staged<W>::SPACE <= Plan::TEAMS * Plan::TEAM, "where g will be");
         Staged<W>::put(staged, whole);
@@ -211,6 +212,5 @@ kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, con
     partials += (long long)blockIdx.x * (P * Q);
     if constexpr (LEFT)
         each_two(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
-    else
-        each_seated(sums, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
+    else each_seated(sums, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
 }

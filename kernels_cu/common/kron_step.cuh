@@ -47,12 +47,14 @@ struct First {
 
 // BYTES: of a copy from memory. PRODUCTS: for each product that many on tensor cores: 1, in TF32 or of 16-bit numbers, or 3, of floats that
 // are split; or 0, on the FMA units. SPLIT: the matrices lie split in shared memory. ADDED: with a bias or a residual.
-template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, int PRODUCTS_, bool SPLIT_, bool ADDED_, class... Steps>
+template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, int PRODUCTS_, bool SPLIT_,
+          bool ADDED_, class... Steps>
 struct Plan4 {
     static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, L = L_, R = R_, BYTES = BYTES_, AHEAD = AHEAD_, SLICES = SLICES_;
     static constexpr int PRODUCTS = PRODUCTS_;
     static constexpr long long C = C_;
-    static constexpr bool WHOLE = R == C, TENSOR = PRODUCTS > 0, IN_TF32 = PRODUCTS == 1, SPLIT = SPLIT_, BY_LANES = TENSOR && (IN_TF32 || SPLIT), ADDED = ADDED_;
+    static constexpr bool WHOLE = R == C, TENSOR = PRODUCTS > 0, IN_TF32 = PRODUCTS == 1, SPLIT = SPLIT_,
+                          BY_LANES = TENSOR && (IN_TF32 || SPLIT), ADDED = ADDED_;
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;

@@ -28,7 +28,9 @@ __device__ __forceinline__ unsigned pair_of(T a, T b) {
     return *reinterpret_cast<unsigned*>(&pair);
 }
 __device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __half) { mma_f16(d, a, b); }
-__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) { mma_bf16(d, a, b); }
+__device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], __nv_bfloat16) {
+    mma_bf16(d, a, b);
+}
 template <typename T>
 __device__ __forceinline__ void mma_16_bit(float (&)[4], const unsigned (&)[4], const unsigned (&)[2], T) {}  // never called
 
@@ -92,7 +94,8 @@ struct Lanes4 {
 
 // sums += the products of `count` 16-bit numbers of each fiber, as they are, and of zeros beyond the last.
 template <class S, int RIGHT, int MS, int NS, int FROM, typename In>
-__device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const In* w, int count) {
+__device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const In* w,
+                                               int count) {
 #pragma unroll 2
     for (int k0 = 0; k0 < count; k0 += 16) {
         unsigned x[NS][2], c[MS][4];
@@ -159,7 +162,8 @@ __device__ __forceinline__ void fetch_fibers(float (&x)[NS][2], const In* source
 
 // sums += the products of `count` numbers of each fiber, in TF32.
 template <class S, int RIGHT, bool ROUND, int MS, int NS, int FROM, typename In>
-__device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const float* w, int count) {
+__device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const float* w,
+                                              int count) {
 #pragma unroll 2
     for (int k0 = 0; k0 < count; k0 += 8) {
         float x[NS][2], c[MS][4];
@@ -176,7 +180,8 @@ __device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In
 
 // The same of split numbers. The fewer numbers are added, the less SGEMM errs, and the fewer are added here before they are rounded.
 template <class S, int RIGHT, bool SPLIT, int UNROLL, int MS, int NS, int FROM>
-__device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w, int count) {
+__device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w,
+                                               int count) {
     constexpr int DEPTH = S::P >= 64 && S::P % 16 == 0 && S::FIBERS <= 32 ? 2 : 1, WIDE = Lanes4<S, RIGHT>::WIDE;
 #pragma unroll(UNROLL)
     for (int k0 = 0; k0 < count; k0 += 8 * DEPTH) {
@@ -184,7 +189,7 @@ __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const f
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) fetch_fibers<S, RIGHT, false>(x[d], source, from, k0 + 8 * d);
         Vec<float, WIDE> rows[DEPTH][2];
-        multiply_split<MS>(sums, x, [&](float(&c)[4], float(&small)[4], int d, int m) {
+        multiply_split<MS>(sums, x, [&](float (&c)[4], float (&small)[4], int d, int m) {
             if constexpr (SPLIT) {
                 unpack(c, load_vec<float, 4>(w + d * (S::PADDED * 8) + m * 128));
                 unpack(small, load_vec<float, 4>(w + (high<S, false>() + d * 8) * S::PADDED + m * 128));
@@ -233,7 +238,8 @@ __device__ __forceinline__ void store_tensor(const float (&sums)[MS][NS][4], flo
 
 // One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the
 // fibers (N). P is even where RIGHT is 1, COLUMNS a multiple of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
-template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T, class After>
+template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T,
+          class After>
 __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
                                                  const After& after) {
     using Lanes = Lanes4<S, RIGHT>;
@@ -255,7 +261,7 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     if constexpr (PAIRS) multiply_pairs<S, RIGHT>(sums, source, from, w, count);
     else if constexpr (Plan::PRODUCTS == 3)  // a multiprocessor's only four warps have registers to fetch ahead
         multiply_three<S, RIGHT, Plan::SPLIT, Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1>(sums, source, from, w, count);
-    else multiply_tf32<S, RIGHT, sizeof(In) == 4 && AHEAD < (1 << 30)>(sums, source, from, w, count);
+    else multiply_tf32 < S, RIGHT, sizeof(In) == 4 && AHEAD<(1 << 30)>(sums, source, from, w, count);
     after();
     store_tensor<Plan, S, Q, RIGHT, ALL, Out, LAST>(sums, tile, global, f0, j0);
 }

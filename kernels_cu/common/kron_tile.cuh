@@ -177,7 +177,8 @@ __device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
 
 // The steps from S on, of which `in` and `rest`, from number AHEAD on, are the input. LEFT and RIGHT are those of S. `after` and
 // `late`: what to do when the first and the last step's input has been read.
-template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class Late, class S, class... Others>
+template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class Late, class S,
+          class... Others>
 __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, const char* matrices, const Global4<T>& global,
                                      const After& after, const Late& late, Steps4<S, Others...>) {
     constexpr bool LAST = sizeof...(Others) == 0;
@@ -199,6 +200,7 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
         if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
         if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
         else __syncthreads();
-        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, FIRST, T, S>(), global, after, late, Steps4<Others...>());
+        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, FIRST, T, S>(), global, after, late,
+                                           Steps4<Others...>());
     }
 }

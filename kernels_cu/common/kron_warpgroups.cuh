@@ -251,9 +251,8 @@ struct Arriving {
     Vec<T, 4>* room;
 
     __device__ __forceinline__ void fetch(const T* from, long long stride) const {
-        each_four<M, THREADS / 32>([&](int i, int row, int column) {
-            cp_async_16(shared_address(room + i * THREADS), from + row * stride + column);
-        });
+        each_four<M, THREADS / 32>(
+            [&](int i, int row, int column) { cp_async_16(shared_address(room + i * THREADS), from + row * stride + column); });
         cp_async_commit();
     }
     // Once it has come: MOST are read before one is written, since for all that ptxas knows they might be the same memory.

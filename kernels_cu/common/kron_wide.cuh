@@ -24,7 +24,7 @@ struct Wide4 {
     static constexpr int HIGH = sixteens(P1), DEEP = sixteens(P2), ACROSS = sixteens(Q2), LD1 = sixteens(Q1) + 8;
     static constexpr int COLUMNS = DEEP > 64 ? 64 : sixteens(DEEP / 2), REST = DEEP - COLUMNS;
     static constexpr int HELD = PARTS <= 2 && (DEEP + ACROSS) / 2 + PARTS * HIGH / 4 <= 192 ? PARTS : 1;
-    static constexpr int BYTES = gcd(16, 2 * P2), UNIT = gcd(8, Q1 * Q2);
+    static constexpr int BYTES = gcd(16, 2 * P2), UNIT = gcd(8, Q1* Q2);
     static constexpr bool PACKED = Q2 % 16 > 0;
 };
 
@@ -164,7 +164,8 @@ __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], con
     wgmma_fence();
     wgmma<U, sizeof(U) == 2>(y, a[0], right, ADD);
 #pragma unroll
-    for (int n = 1; n < N; ++n) wgmma<U, sizeof(U) == 2>(y, a[n], right + RightMatrix<Plan, U>::step(sizeof(U) == 2 ? n / 2 * 16 : n * 8, 0), true);
+    for (int n = 1; n < N; ++n)
+        wgmma<U, sizeof(U) == 2>(y, a[n], right + RightMatrix<Plan, U>::step(sizeof(U) == 2 ? n / 2 * 16 : n * 8, 0), true);
     wgmma_commit();
 }
 
@@ -200,11 +201,11 @@ __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, con
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
-kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
-                    const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q,
-                    long long w1_p, long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q,
-                    long long w4_p, long long w4_q, long long w5_p, long long w5_q, long long w6_p, long long w6_q,
-                    long long w7_p, long long w7_q, double scale, long long features) {
+    kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                        const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                        long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                        long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                        long long features) {
     using U = right_t<T>;
     using Right = RightMatrix<Plan, U>;
     constexpr int PAGE = Page<Plan>::SIZE, SECOND = Page<Plan>::step(0, Plan::COLUMNS), STAGES = Plan::STAGES;
@@ -267,7 +268,7 @@ kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, c
                 stage = stage + 1 < STAGES ? stage + 1 : 0;
                 wgmma_wait<0>(y[0]);
             } else {
-                unsigned(&next_w1)[Plan::HIGH / 16][4] = w1_held[ALL_HELD ? part + 1 : 0];
+                unsigned (&next_w1)[Plan::HIGH / 16][4] = w1_held[ALL_HELD ? part + 1 : 0];
                 wgmma_wait<1>(z);
                 if (!ALL_HELD) fetch_left<Plan>(next_w1, left, part + 1);
                 start_left<Plan, T>(z, next_w1, at);

@@ -6,17 +6,17 @@
 // of BYTES. Where `valid` is false nothing is read and zeros are written, so `src` may then point anywhere.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(unsigned shared_dst, const void* src, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 :: "r"(shared_dst), "l"(src), "n"(BYTES), "r"(valid ? BYTES : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_dst), "l"(src), "n"(BYTES), "r"(valid ? BYTES : 0)
+                 : "memory");
 }
 
 // The same of 16 bytes, past the L1 cache, whatever they are.
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_dst), "l"(src) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_dst), "l"(src) : "memory");
 }
 // Only so many of them, and zeros behind.
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_dst), "l"(src), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_dst), "l"(src), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src, bool valid) {
     cp_async_16(shared_dst, src, valid ? 16 : 0);
@@ -33,25 +33,23 @@ __device__ __forceinline__ void cp_async_commit() {
 // only after a barrier that follows.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // The address of a shared-memory object as the 32-bit number that PTX instructions take.
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
+__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
 // A barrier of some of a block's warps, `threads` threads; its number is 1 to 15.
 __device__ __forceinline__ void barrier_of(int number, int threads) {
-    asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 // The same of those who do not wait for the others.
 __device__ __forceinline__ void arrive_at(int number, int threads) {
-    asm volatile("bar.arrive %0, %1;" :: "r"(number), "r"(threads) : "memory");
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // Fetch the 128 bytes that hold *p to the L2 cache.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // Programmatic dependent launch (sm_90 and newer). A kernel that calls this before it touches global memory, and whose Template says `pdl`,
 // is put onto the multiprocessors while the kernels before it on the stream come to an end: from here on they have ended, and what they
@@ -83,18 +81,12 @@ __device__ __forceinline__ unsigned cluster_rank() {
 
 // The cluster's barrier in two halves, between which a thread may do what concerns no other block. What a thread did
 // before it arrived is seen by every thread of the cluster that has waited. Each thread arrives once, then waits once.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // To arrive and tell nobody of what was done before: enough at a kernel's start, for the others to know that this block
 // runs and that its shared memory may be written.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 // A __syncthreads() of the whole cluster. One must stand before the first access to another block's shared memory,
 // since that block may not have started, and one after the last, since it may have exited.
@@ -128,42 +120,47 @@ __device__ __forceinline__ float2 ld_cluster(unsigned address) {
 template <>
 __device__ __forceinline__ float4 ld_cluster(unsigned address) {
     float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
     return x;
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float x) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(x) : "memory");
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float2 x) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(x.x), "f"(x.y) : "memory");
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 }
 __device__ __forceinline__ void st_cluster(unsigned address, float4 x) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
 // An mbarrier: 8 bytes of shared memory that count, in phases, `count` arrivals and the bytes that st_async brings. It costs no fence,
 // where the cluster's barrier waits for all of a thread's stores, also to global memory. One thread makes it; then mbarriers_made() and a
 // barrier of the cluster must come before others use it.
 __device__ __forceinline__ void mbarrier_init(unsigned mbarrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(mbarrier), "r"(count) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(mbarrier), "r"(count) : "memory");
 }
 __device__ __forceinline__ void mbarriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrive, at another block's too (shared_of_rank): those who wait may write what this thread has read. Its own block sees what it wrote;
 // another does not, unless a cluster_fence() comes before.
 __device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(mbarrier) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
 // Arrive at one of this block's, whose phase must also wait for so many bytes more.
 __device__ __forceinline__ void mbarrier_arrive(unsigned mbarrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(mbarrier), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(mbarrier), "r"(bytes) : "memory");
 }
 // Wait until this block's mbarrier has ended its phase of that parity, 0 for the first; of 1 there seems to be one before the first.
 __device__ __forceinline__ void mbarrier_wait(unsigned mbarrier, unsigned parity) {
     unsigned ended;
     do {
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(ended) : "r"(mbarrier), "r"(parity) : "memory");
+                     : "=r"(ended)
+                     : "r"(mbarrier), "r"(parity)
+                     : "memory");
     } while (!ended);
 }
 // The same where only this block's threads arrive, which spares the L1 cache.
@@ -171,18 +168,21 @@ __device__ __forceinline__ void mbarrier_wait_in_block(unsigned mbarrier, unsign
     unsigned ended;
     do {
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(ended) : "r"(mbarrier), "r"(parity) : "memory");
+                     : "=r"(ended)
+                     : "r"(mbarrier), "r"(parity)
+                     : "memory");
     } while (!ended);
 }
 // Four floats to a block's shared memory, of which that block's mbarrier is told: who has waited for its phase sees them.
 __device__ __forceinline__ void st_async(unsigned address, float4 x, unsigned mbarrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 :: "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mbarrier) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "f"(x.x),
+                 "f"(x.y), "f"(x.z), "f"(x.w), "r"(mbarrier)
+                 : "memory");
 }
 
 // Write a word that other blocks wait for, and wait for one, which is not 0. Nothing else is told by it.
 __device__ __forceinline__ void post(unsigned long long* to, unsigned long long word) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
 __device__ __forceinline__ unsigned long long wait_for(const unsigned long long* from) {
     unsigned long long word;
@@ -194,7 +194,7 @@ __device__ __forceinline__ unsigned long long wait_for(const unsigned long long*
 
 // The same through the shared memory of a cluster's blocks, of another block to write and one's own to wait.
 __device__ __forceinline__ void post_cluster(unsigned address, unsigned long long word) {
-    asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" :: "r"(address), "l"(word) : "memory");
+    asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(word) : "memory");
 }
 __device__ __forceinline__ unsigned long long wait_for_shared(unsigned address) {
     unsigned long long word;
@@ -253,7 +253,8 @@ __device__ __forceinline__ void load_kept(uint4& to, const void* p) {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(p), "l"(policy));
+                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                 : "l"(p), "l"(policy));
 #else
     to = *static_cast<const uint4*>(p);
 #endif
@@ -261,12 +262,11 @@ __device__ __forceinline__ void load_kept(uint4& to, const void* p) {
 
 // Write 16 or 8 bytes without keeping their line in L1.
 __device__ __forceinline__ void store_past_l1(void* p, uint4 v) {
-    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 __device__ __forceinline__ void store_past_l1(void* p, uint2 v) {
-    asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(v.x), "r"(v.y) : "memory");
+    asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // The nearest number that the tensor cores' TF32 can hold: 8 bits of exponent, 10 of fraction (sm_80 and newer). Of two as near
@@ -297,7 +297,8 @@ __device__ __forceinline__ float limited(float x, float most) {
 // 2^-22 of it. big is in TF32 and finite: small is what has the infinity or the NaN, so that none comes of their difference. small
 // is exact, 12 bits at most of fraction and sign, of which tensor cores see 11: rounding it would be no better than their cutting.
 __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
-    big = __uint_as_float((__float_as_uint(limited(x, LARGEST_TF32)) + 0x1000) & 0xffffe000);  // to nearest: of a finite number in two instructions
+    big = __uint_as_float((__float_as_uint(limited(x, LARGEST_TF32)) + 0x1000) &
+                          0xffffe000);  // to nearest: of a finite number in two instructions
     small = x - big;
 }
 
@@ -314,11 +315,13 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], con
 // a[i + 2 k] and b[2 t + 8 k ..][g] in b[k].
 __device__ __forceinline__ void mma_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // Tiles of 8 x 8 numbers of 16 bits from shared memory to a warp's registers, as mma takes them: lane 8 i + j has the address of row j of
@@ -327,15 +330,21 @@ template <bool TRANSPOSED>
 __device__ __forceinline__ void load_tiles(unsigned (&tiles)[4], unsigned row) {
     if constexpr (TRANSPOSED)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3]) : "r"(row) : "memory");
+                     : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+                     : "r"(row)
+                     : "memory");
     else
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3]) : "r"(row) : "memory");
+                     : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+                     : "r"(row)
+                     : "memory");
 }
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_tiles(unsigned (&tiles)[2], unsigned row) {
     if constexpr (TRANSPOSED)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(tiles[0]), "=r"(tiles[1]) : "r"(row) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(tiles[0]), "=r"(tiles[1]) : "r"(row) : "memory");
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                     : "=r"(tiles[0]), "=r"(tiles[1])
+                     : "r"(row)
+                     : "memory");
+    else asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(tiles[0]), "=r"(tiles[1]) : "r"(row) : "memory");
 }

@@ -73,8 +73,7 @@ __device__ __forceinline__ void load_both(const T* y, const T* g, long long firs
 }
 
 template <typename T>
-__device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, const Span& span, Turns turns,
-                                                  const Gradient<T>& gradient) {
+__device__ __forceinline__ compute_t<T> sum_terms(const T* y, const T* g, const Span& span, Turns turns, const Gradient<T>& gradient) {
     int shift = shift_of(y);
     bool aligned = shift_of(g) == shift;
     compute_t<T> sum = 0, a[WIDTH<T>], b[WIDTH<T>];

@@ -11,24 +11,28 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // From here on a warpgroup has N registers a thread, a multiple of 8: others of its block may have what it gives back. Each warpgroup must be
 // in a branch of its own, of one if and else.
 template <int N>
-__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 template <int N>
-__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 // Wait until at most PENDING committed groups are under way; d is theirs.
 template <int PENDING, int N>
 __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
-    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4]) :: "memory");  // not read before
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");  // not read before
 }
 
 // The same of operands a, which may be written again.
 template <int PENDING, int N, int M>
 __device__ __forceinline__ void wgmma_wait(unsigned (&a)[N][M][4]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
-    for (int i = 0; i < N * M * 4; ++i) asm volatile("" : "+r"(a[i / (M * 4)][i / 4 % M][i % 4]) :: "memory");
+    for (int i = 0; i < N * M * 4; ++i) asm volatile("" : "+r"(a[i / (M * 4)][i / 4 % M][i % 4])::"memory");
 }
 
 // What describes operand b (or a, whose rows are what columns are to b) in shared memory, of cores: eight rows of 16 bytes. Along k numbers
@@ -61,21 +65,20 @@ constexpr bool IS_BF16<__nv_bfloat16> = true;
 #define CUKERN_P128 CUKERN_P112 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define CUKERN_P144 CUKERN_P128 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define CUKERN_P160 CUKERN_P144 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define CUKERN_WGMMA_OF(n, types, places, a, b, across, add) \
-    "{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types \
-    " {" places "}, " a ", %" #b ", add, 1, 1" across ";\n}"
+#define CUKERN_WGMMA_OF(n, types, places, a, b, across, add)                                                                      \
+    "{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types " {" places "}, " a ", %" #b \
+    ", add, 1, 1" across ";\n}"
 template <typename T, bool ACROSS, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], unsigned long long b, bool add) {
-#define CUKERN_WGMMA_IN(n, types, places, a0, a1, a2, a3, at, more, across, ...) \
+#define CUKERN_WGMMA_IN(n, types, places, a0, a1, a2, a3, at, more, across, ...)                                 \
     asm volatile(CUKERN_WGMMA_OF(n, types, places, "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}", at, across, more) \
-                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(int(ACROSS)))
-#define CUKERN_WGMMA(n, places, a0, a1, a2, a3, at, more, flag, ...) \
-    if constexpr (N * 8 == n && sizeof(T) == 4) \
-        CUKERN_WGMMA_IN(n, "k8.f32.tf32.tf32", places, a0, a1, a2, a3, at, more, "", __VA_ARGS__); \
-    else if constexpr (N * 8 == n && IS_BF16<T>) \
-        CUKERN_WGMMA_IN(n, "k16.f32.bf16.bf16", places, a0, a1, a2, a3, at, more, ", %" #flag, __VA_ARGS__); \
-    else if constexpr (N * 8 == n) \
-        CUKERN_WGMMA_IN(n, "k16.f32.f16.f16", places, a0, a1, a2, a3, at, more, ", %" #flag, __VA_ARGS__)
+                 : __VA_ARGS__                                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)), "n"(int(ACROSS)))
+#define CUKERN_WGMMA(n, places, a0, a1, a2, a3, at, more, flag, ...)                                                                       \
+    if constexpr (N * 8 == n && sizeof(T) == 4) CUKERN_WGMMA_IN(n, "k8.f32.tf32.tf32", places, a0, a1, a2, a3, at, more, "", __VA_ARGS__); \
+    else if constexpr (N * 8 == n && IS_BF16<T>)                                                                                           \
+        CUKERN_WGMMA_IN(n, "k16.f32.bf16.bf16", places, a0, a1, a2, a3, at, more, ", %" #flag, __VA_ARGS__);                               \
+    else if constexpr (N * 8 == n) CUKERN_WGMMA_IN(n, "k16.f32.f16.f16", places, a0, a1, a2, a3, at, more, ", %" #flag, __VA_ARGS__)
     CUKERN_WGMMA(16, CUKERN_P16, 8, 9, 10, 11, 12, 13, 14, CUKERN_D2(0));
     CUKERN_WGMMA(32, CUKERN_P32, 16, 17, 18, 19, 20, 21, 22, CUKERN_D4(0));
     CUKERN_WGMMA(48, CUKERN_P48, 24, 25, 26, 27, 28, 29, 30, CUKERN_D4(0), CUKERN_D2(4));
@@ -94,13 +97,16 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, un
     static_assert(N == 8 || N == 4 && IS_BF16<T>, "64 columns, or 32 of bfloat16");
     if constexpr (N == 4)
         asm volatile(CUKERN_WGMMA_OF(32, "k16.f32.bf16.bf16", CUKERN_P32, "%16", 17, ", %19, %20", 18)
-                     : CUKERN_D4(0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
+                     : CUKERN_D4(0)
+                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
     else if constexpr (N == 8 && IS_BF16<T>)
         asm volatile(CUKERN_WGMMA_OF(64, "k16.f32.bf16.bf16", CUKERN_P64, "%32", 33, ", %35, %36", 34)
-                     : CUKERN_D8(0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
+                     : CUKERN_D8(0)
+                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
     else
         asm volatile(CUKERN_WGMMA_OF(64, "k16.f32.f16.f16", CUKERN_P64, "%32", 33, ", %35, %36", 34)
-                     : CUKERN_D8(0) : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
+                     : CUKERN_D8(0)
+                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
 }
 #undef CUKERN_P16
 #undef CUKERN_P32
