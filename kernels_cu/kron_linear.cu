@@ -14,23 +14,24 @@
 //
 // Microseconds on one H200: forward; in parentheses forward and backward together. (Before a backward of two launches the forward may be
 // two: in bfloat16 1024 x 8^5 then takes about 77, 16^4 148.)
-//     rows x factors      float: v2     v4          bfloat16: v2  v4          TF32: v2     v4
-//     32 x (128, 128)     15.8 (57)     6.6 (22)    6.1 (29)      5.5 (15.6)  9.2          6.0
+//     rows x factors (*)  float: v2     v4          bfloat16: v2  v4          TF32: v2     v4
+//     32 x (128, 128)     15.6 (56)     6.6 (22)    6.1 (29)      5.5 (15.6)  9.2          6.0
 //     1024 x 8^5          1315 (4612)   88 (826)    758 (2065)    57 (279)
 //     16 x 8^7            1841 (6199)   158 (1214)  1079 (2673)   83 (500)
 //     1024 x 16^4         1357 (4691)   201 (1206)  529 (1804)    107 (417)
 //     1024 x 32^3         378 (1855)    153 (554)   132 (597)     44 (199)    402 (1163)   82 (399)
-//     16 x 64^3           59 (217)      28 (86)     18 (75)       18 (55)     33 (126)     23 (66)
+//     16 x 64^3           59 (216)      28 (85)     18 (75)       18 (55)     33 (126)     23 (66)
 //     1024 x (64, 64)     41 (169)      15.8 (54)   12.7 (74)     5.5 (28)    23 (108)     12.9 (41)
-//     1024 x (128, 128)   237 (807)     96 (277)    41 (237)      21 (151)    84 (367)     56 (245)
-//     1024 x (128, 112)   224 (732)     114 (357)   38 (205)      20 (134)    80 (335)     48 (249)
+//     1024 x (128, 128)   236 (803)     96 (277)    41 (237)      21 (151)    84 (367)     56 (245)
+//     1024 x (128, 112)   223 (728)     114 (356)   38 (205)      20 (135)    80 (333)     48 (248)
 //     4096 x (32, 32)     34 (176)      14.8 (63)   13.4 (78)     5.7 (25)    26 (116)     10.3 (45)
 //     16 x 2^16           589 (2469)    9.7 (55)    410 (1386)    6.4 (35)
-//     2048 x (100, 100)   325 (1104)    270 (770)   107 (430)     39 (271)    139 (532)    122 (431)
+//     2048 x (100, 100)   324 (1099)    269 (769)   107 (429)     39 (271)    139 (532)    122 (431)
 //     1000 x 28^3         269 (1375)    158 (510)   172 (720)     77 (261)    318 (848)    84 (368)
-//     2048 x (160, 160)   1026 (3559)   883 (3559)  134 (765)     136 (464)   275 (1293)   402 (1292)
+//     2048 x (160, 160)   1026 (3561)   882 (3551)  133 (773)     136 (525)   275 (1302)   399 (1290)
+// (*) As on the command line, the fastest index's first.
 // v3: 46 of 32 x (128, 128) in float, 1636 of 8^5, 4950 of 16^4, 1500 of 32^3, 108 of (64, 64), 806 of 1024 x (128, 128).
-// LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 154, by v2 256, and 678 by the matrix itself. Factors that shrink and widen, 4096 x
+// LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 153, by v2 254, and 670 by the matrix itself. Factors that shrink and widen, 4096 x
 // (128 -> 8, 8 -> 128) in float: 17 (45), by v2, which takes the widening one first, 250 (908). Of more than 128 rows or columns v4 has good
 // kernels in 16 bits only; TF32 forward is slower than v2, whose result is a transposed view.
 // What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves (130),

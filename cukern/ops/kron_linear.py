@@ -59,8 +59,8 @@ def kron_linear(
     Results have the same bits in every run.
 
     For the backward x and the factors are kept; of a layer whose backward is in two parts also what is between them, an array like x, where
-    that is faster and the last part is one launch. The backward itself has besides the gradients one array like x, or none with what is
-    kept, two where factors are not square; and partial sums, of which few rows have more than numbers.
+    that is faster and memory allows. The backward itself has besides the gradients one array like x, or none with what is kept, two where
+    factors are not square; and partial sums, of which few rows have more than numbers.
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """

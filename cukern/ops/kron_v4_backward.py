@@ -42,10 +42,12 @@ def _keeping(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[kron_v4.Prepared, ...]:
     """The forward cut where the backward is, if that is in two parts, so that nothing is multiplied anew; none where it were slower, or
-    where the last part is in steps, which have an array like x of their own: with what is kept that were more than x and y."""
+    where the last part is in steps whose result the first cannot turn into dx where it is: with what is kept more than x and y."""
     target = target_of(dtype, device, tensor, aligned)
     plan = kron_backward.backwards(sizes, rows, target)
-    if len(plan) != 2 or not plan[1].template or kron_backward.better_swapped(plan):
+    if len(plan) != 2 or kron_backward.better_swapped(plan):
+        return ()
+    if not plan[1].template and not (plan[0].template and plan[0].in_place):
         return ()
     if kron_groups.rows_at_once([b.steps for b in plan], rows, dtype.itemsize) < rows:
         return ()
