@@ -1,5 +1,5 @@
 """kron_linear under pytest-benchmark: `pytest benchmarks/bench_kron_linear.py`. Besides the op's own shapes: a LoKr layer and a FlatQuant
-rotation in bfloat16 beside the product matrix formed by torch.kron, and factors that shrink or widen the array in the bad order."""
+rotation in bfloat16 beside the product matrix formed by torch.kron."""
 
 from collections.abc import Callable
 
@@ -20,8 +20,14 @@ def test_kron_linear(run, dims, provider, backward):
     run("kron_linear", dims, provider, backward)
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(*shape, device=DEVICE) * shape[-1] ** -0.5).to(dtype).requires_grad_()
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("dims", "provider"), cases("kron_linear_rectangular"))
+def test_factors_that_widen_and_shrink(run, dims, provider, backward):
+    run("kron_linear_rectangular", dims, provider, backward)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return (torch.randn(*shape, device=DEVICE) * shape[-1] ** -0.5).to(torch.bfloat16).requires_grad_()
 
 
 def measure(benchmark: Callable, function: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -52,10 +58,3 @@ def test_flatquant_rotation(benchmark, sizes, way):
     x, ws = draw(ROWS, sizes[0] * sizes[1]), [draw(n, n) for n in sizes]
     ways = {"cukern": lambda: cukern.kron_linear(x, ws), "materialised": lambda: x @ torch.kron(*ws)}
     measure(benchmark, ways[way], [x, *ws])
-
-
-@pytest.mark.parametrize("way", ["cukern", "last first"])
-def test_narrow_and_wide(benchmark, way):
-    """The last factor widens the array: whoever takes it first handles 16 times as much."""
-    x, ws = draw(ROWS, 1024, dtype=torch.float32), [draw(128, 8, dtype=torch.float32), draw(8, 128, dtype=torch.float32)]
-    measure(benchmark, lambda: cukern.kron_linear(x, ws, version=None if way == "cukern" else "v2"), [x, *ws])

@@ -70,10 +70,8 @@ def _alone(s: Step, A: int, target: Target) -> Backward:
     """One step by a launch for each thing."""
     back = kron_groups.fastest((Step(0, 1, s.q, s.p, s.right),), A, target)
     assert back
-    us = gradient(A, s.p, s.q, s.right, target).us
-    if kron_gemm.better_gradient(A, s.p, s.q, s.right, target, us):
-        us = kron_gemm.us_of_gradient(A, s.p, s.q, s.right, target)
-    return Backward((s,), back.us + us)
+    ours = gradient(A, s.p, s.q, s.right, target).us
+    return Backward((s,), back.us + (kron_gemm.better_gradient(A, s.p, s.q, s.right, target, ours) or ours))
 
 
 def _pieces(run: tuple[Step, ...], split: bool) -> Iterator[Pieces]:

@@ -1,6 +1,7 @@
 """One factor of kron_linear, and the gradient of one, by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those
 whose sizes v4's kernels have no good tiles for. Products of one dtype go to tensors that are given: those autocast leaves as they are."""
 
+import functools
 from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING
@@ -77,15 +78,18 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
     return out
 
 
-def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_kernel: float) -> bool:
-    """Whether a factor's gradient is torch's, where our kernel would read z and h for several tiles of sums."""
-    if right == 1 or max(p, q) <= MOST_SUMS:
-        return max(p, q) > MOST_SUMS
-    fits = p * q <= A * p * right // 4  # see contraction
-    return target.itemsize == 4 and fits and MARGIN * us_of_gradient(A, p, q, right, target) < us_of_kernel
+@functools.lru_cache(512)
+def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_kernel: float) -> float | None:
+    """About how long torch takes for a factor's gradient, where it is to make that, since our kernel would read z and h for several tiles
+    of sums; else None."""
+    fits = right == 1 or (target.itemsize == 4 and p * q <= A * p * right // 4)  # see contraction
+    if max(p, q) <= MOST_SUMS or not fits:
+        return None
+    us = _us_of_gradient(A, p, q, right, target)
+    return us if right == 1 or MARGIN * us < us_of_kernel else None
 
 
-def us_of_gradient(A: int, p: int, q: int, right: int, target: "Target") -> float:
+def _us_of_gradient(A: int, p: int, q: int, right: int, target: "Target") -> float:
     """About how long it takes, for z (A, p, right) and h (A, q, right)."""
     size, multiprocessors, launches = target.itemsize, target.multiprocessors, 2
     moved, rate = A * (p + q) * right * size, GRADIENT_US[2 if size == 2 else 4 if target.tensor else 8]

@@ -64,8 +64,8 @@ def kron_linear(
 
     Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
     """
-    plain = bias is residual is version is None
-    call = kron_quick.known(x, factors, scale) if plain else None
+    usual = bias is residual is version is None and kron_quick.usual(x, factors, scale)
+    call = kron_quick.known(x, factors, scale) if usual else None
     if call:
         return call(x, factors)
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
@@ -75,7 +75,7 @@ def kron_linear(
     if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
         return with_epilogue(y.reshape(shape), (scale, bias, residual))
-    if plain:
+    if usual:
         kron_quick.remember(x, factors, scale)
     flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
     y = product(rows, factors, bias, flat, float(scale), version or "")

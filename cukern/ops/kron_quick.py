@@ -30,23 +30,24 @@ _modes = torch._C._len_torch_dispatch_stack
 _known: dict[Any, list[tuple[Any, Call]]] = {}
 
 
-def known(x: Any, factors: Any, scale: Any) -> Call | None:
-    """The launch of an earlier call that was like this one."""
+def usual(x: Any, factors: Any, scale: Any) -> bool:
+    """Whether a call may be known: the types of its arguments are, and nobody traces, listens or carries tangents."""
     if type(x) not in PLAIN or type(factors) not in (list, tuple) or type(scale) not in (float, int):
-        return None
-    if _tracing() or _modes() or forward_ad._current_level >= 0:
-        return None
+        return False
+    return not (_tracing() or _modes() or forward_ad._current_level >= 0)
+
+
+def known(x: Tensor, factors: Sequence[Tensor], scale: float) -> Call | None:
+    """The launch of an earlier usual call that was like this one."""
     for guards, call in _known.get(_key(x, factors, scale), ()):
         if guards.check(x, *factors):
             return None if x.data_ptr() & 15 else call
     return None
 
 
-def remember(x: Tensor, factors: Sequence[Tensor], scale: Any) -> None:
-    """Prepare for calls like this one, which goes to kernels, if it is a usual one and one launch will do."""
-    if not TensorGuards or _tracing() or _modes() or forward_ad._current_level >= 0:
-        return
-    if not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
+def remember(x: Tensor, factors: Sequence[Tensor], scale: float) -> None:
+    """Prepare for calls like this usual one, which goes to kernels, if one launch will do."""
+    if not TensorGuards or not x.is_cuda or not x.is_contiguous() or not x.numel() or x.data_ptr() & 15:
         return
     if len({id(t) for t in (x, *factors)}) <= len(factors):  # the guards take a tensor that comes twice for another one
         return

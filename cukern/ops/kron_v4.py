@@ -115,7 +115,7 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
         if w.ndim == 3:
             return kron_v3.forward(x, factors, epilogue)
     rows, (scale, bias, residual) = x.shape[0], epilogue
-    part, launches = plan_of_layer(*problem(x, factors, any(t is not None for t in epilogue[1:])), count)
+    part, launches = plan_of_layer(*problem(x, factors, adds(epilogue)), count)
     if len(launches) == 1:
         return launch_group(launches[0], x, factors, epilogue)
     if part >= rows:
@@ -125,6 +125,11 @@ def forward(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue, count: int
         own = slice(first, first + part)
         through(launches, x[own], factors, (scale, bias, None if residual is None else residual[own]), out[own])
     return out
+
+
+def adds(epilogue: Epilogue) -> bool:
+    """Whether there is a bias or a residual."""
+    return epilogue[1] is not None or epilogue[2] is not None
 
 
 def problem(x: Tensor, factors: Sequence[Tensor], added: bool) -> Problem:

@@ -64,7 +64,7 @@ def _keeping(
 
 def forward_keeping(x: Tensor, factors: Sequence[Tensor], epilogue: Epilogue) -> tuple[Tensor, Tensor]:
     """The forward where there is a boundary, and what is there."""
-    return kron_v4.through(_keeping(*kron_v4.problem(x, factors, any(t is not None for t in epilogue[1:]))), x, factors, epilogue)
+    return kron_v4.through(_keeping(*kron_v4.problem(x, factors, kron_v4.adds(epilogue))), x, factors, epilogue)
 
 
 def backward(

@@ -4,6 +4,7 @@ It needs no GPU and no driver. CuPy's `RawModule(code=...)` is not used to compi
 -ftz=true, and does not see an edit of an included header.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -156,13 +157,15 @@ def cuda_include() -> Path:
 
 
 def _compile(source: Source, name: str, arch: str) -> Cubin:
-    code, _, (symbol,), log = run_nvrtc(source, (name,), arch)
+    with compiled(source, (name,), arch) as (program, (symbol,), log):
+        # CuPy drops the last byte, which is zero; disassemblers want it back.
+        code = nvrtc().getPTX(program) if _virtual(arch) else nvrtc().getCUBIN(program) + b"\0"
     return Cubin(code, symbol, arch, parse_report(log, symbol))
 
 
-def run_nvrtc(source: Source, names: Sequence[str], arch: str) -> tuple[bytes, bytes, list[str], str]:
-    """The code of several kernels of a source, the PTX that it is made of, their symbols in both, and the compiler's log. Raises as
-    compile_kernel does."""
+@contextlib.contextmanager
+def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[int, list[str], str]]:
+    """NVRTC's program of several kernels of a source, their symbols in it, and the compiler's log. Raises as compile_kernel does."""
     binding = nvrtc()
     options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{kernels_dir()}", f"-I{cuda_include()}")
     if source.path.is_absolute():
@@ -179,10 +182,7 @@ def run_nvrtc(source: Source, names: Sequence[str], arch: str) -> tuple[bytes, b
             log = binding.getProgramLog(program).strip() or str(error)
             raise CompileError(f"{', '.join(names)} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
         symbols = [binding.getLoweredName(program, name) for name in names]
-        # CuPy drops the last byte, which is zero; disassemblers want it back.
-        ptx = binding.getPTX(program)
-        code = ptx if _virtual(arch) else binding.getCUBIN(program) + b"\0"
-        return code, ptx, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
+        yield program, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
     finally:
         binding.destroyProgram(program)
 
