@@ -88,6 +88,7 @@
 // Grids are 1-D. Offsets are 64-bit.
 #include "common/held_rows.cuh"
 #include "common/softmax_rows.cuh"
+#include "common/softmax_steps.cuh"
 
 // ---- v1
 
@@ -300,14 +301,25 @@ __global__ void __launch_bounds__(128)
     team_gradient<VECTORS, false, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{});
 }
 
-// Grid rows.
+// Two rows of 64 threads each lie side by side in a block, since half as many blocks cost less; of an odd number the last one twice. BLOCKS
+// counts rows.
+template <int THREADS>
+constexpr int ROWS_A_BLOCK = THREADS == 64 ? 2 : 1;
+
+// Grid ceil(rows / ROWS_A_BLOCK<THREADS>).
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
-__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS)) softmax_v7(T* out, const T* x, int columns, long long x_row, double scale) {
-    __shared__ Found<T> found;
-    long long row = blockIdx.x;
-    Block<T, THREADS> team(found);
-    take_over_row(BLOCKS * THREADS, team, columns, x + row * x_row);
-    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{});
+__global__ void __launch_bounds__(THREADS* ROWS_A_BLOCK<THREADS>, ON_SM_90(BLOCKS / ROWS_A_BLOCK<THREADS>))
+    softmax_v7(T* out, const T* x, long long rows, int columns, long long x_row, double scale) {
+    constexpr int ROWS = ROWS_A_BLOCK<THREADS>;
+    __shared__ Found<T> found[ROWS];
+    long long row = ROWS == 1 ? blockIdx.x : min(blockIdx.x * (long long)ROWS + threadIdx.x / THREADS, rows - 1);
+    Block<T, THREADS, ROWS> team(found[ROWS == 1 ? 0 : threadIdx.x / THREADS]);
+    take_over(ROWS * columns * sizeof(T), BLOCKS * THREADS, [&] { prefetch_row(team, x + row * x_row, 0, columns); });
+    auto meanwhile = [&] {
+        if constexpr (VECTORS * THREADS * sizeof(T) > 512) prefetch_later_row(BLOCKS, team, row, rows, columns, x, x_row);
+    };
+    team_softmax<VECTORS, false, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, nullptr,
+                                                    meanwhile);
 }
 
 template <typename T, int VECTORS, int THREADS, int BLOCKS, bool EXACT, bool LOG>
@@ -454,6 +466,7 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     long long row = blockIdx.x / size;
     GlobalBoard words(board, size);
     Crowd<T, THREADS, GlobalBoard> team(found, words);
+    prefetch_later_turns(BLOCKS, team, columns, x, x_row);
     team_softmax<VECTORS, true, false, EXACT, LOG>(out + row * columns, x + row * x_row, 0, columns, columns, team, scale, Sink{}, slots);
 }
 
@@ -468,6 +481,20 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
     Crowd<T, THREADS, GlobalBoard> team(found, words);
     team_gradient<VECTORS, true, false, EXACT, LOG>(dx + at, y + at, g + row * g_row, 0, columns, columns, team, scale, SinkGradient{},
                                                     slots);
+}
+
+// ---- v11: long rows that all of the GPU shares (softmax_steps.cuh). Grid BLOCKS times the multiprocessors, all of them there at a time;
+// a row has at most 4 vectors for each of THREADS of a multiprocessor's; dynamic shared memory for 2 * 4 * 2 vectors a thread of THREADS.
+// `board`: a word for each row and multiprocessor, all 0.
+
+template <typename T, int THREADS, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+    softmax_v11_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int rows, int columns, long long g_row, double scale) {
+    using Steps = Steps<T, THREADS, BLOCKS>;
+    extern __shared__ Words<float> slots[];
+    __shared__ typename Steps::Found found[2];
+    Gradient<T> gradient(scale, false);
+    Steps::run(dx, y, g, board, rows, columns, g_row, gradient, reinterpret_cast<Words<T>*>(slots), found);
 }
 
 // ---- along a dimension that is not the last: x is (outer, columns, inner) and contiguous. Neighbouring threads take neighbouring rows,

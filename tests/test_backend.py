@@ -11,7 +11,7 @@ import torch
 from helpers import gpu, kernels, run_python
 
 import cukern
-from cukern.runtime import backend, pdl
+from cukern.runtime import backend, extended_launch
 from cukern.runtime.compiler import arch_of
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.sources import Source
@@ -121,7 +121,8 @@ def test_the_way_through_raw_module_does_the_same():
             launch((1, 1, 1), (32, 1, 1), shared, "pointer", *arguments)
 
 
-def test_programmatic_dependent_launch_packs_what_the_driver_reads(monkeypatch):
+@pytest.mark.parametrize("attribute", [extended_launch.EARLY, extended_launch.TOGETHER])
+def test_extended_launch_packs_what_the_driver_reads(monkeypatch, attribute):
     """CUlaunchConfig and its one CUlaunchAttribute, byte by byte, in each thread its own; an error is CuPy's; old GPUs and drivers do
     without."""
     runtime, driver = pytest.importorskip("cupy_backends.cuda.api.runtime"), pytest.importorskip("cupy_backends.cuda.api.driver")
@@ -135,19 +136,19 @@ def test_programmatic_dependent_launch_packs_what_the_driver_reads(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=launch))
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: 13000)
     monkeypatch.setattr(driver, "CUDADriverError", KeyError)  # its own constructor asks the driver for words
-    pdl.launcher.cache_clear()
-    run = pdl.launcher(90)
+    extended_launch.launcher.cache_clear()
+    run = extended_launch.launcher(90, attribute)
     for start in (run, lambda *args: threads_call(run, *args)):
         start(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
-        assert calls.pop() == (1, 2, 3, 4, 5, 6, 99, 0xABC, 6, 1, 1, 7, 0, 0xDEF)
+        assert calls.pop() == (1, 2, 3, 4, 5, 6, 99, 0xABC, attribute, 1, 1, 7, 0, 0xDEF)
     status[0] = 1
     with pytest.raises(KeyError, match="1"):
         run(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
-    assert pdl.launcher(80) is None
+    assert extended_launch.launcher(80, attribute) is None
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: 12020)
-    pdl.launcher.cache_clear()
-    assert pdl.launcher(90) is None
-    pdl.launcher.cache_clear()
+    extended_launch.launcher.cache_clear()
+    assert extended_launch.launcher(90, attribute) is None
+    extended_launch.launcher.cache_clear()
 
 
 def threads_call(function, *args):

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from cukern.runtime.signature import Param, explain_misfit, kernel_names, packer, parse
+from cukern.runtime.signature import Param, explain_misfit, kernel_names, offsets, packer, parse
 from cukern.runtime.sources import Source
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -209,7 +209,9 @@ def test_arguments_lie_where_the_kernel_reads_them(call):
     types, values = call
     fields = [(f"p{i}", ctypes.c_uint64 if t == "pointer" else CTYPES[t]) for i, t in enumerate(types)]
     layout = type("Layout", (ctypes.Structure,), {"_fields_": fields})
-    packed = packer(tuple(Param(f"p{i}", "float" if t == "pointer" else t, t == "pointer") for i, t in enumerate(types))).pack(*values)
+    params = tuple(Param(f"p{i}", "float" if t == "pointer" else t, t == "pointer") for i, t in enumerate(types))
+    packed = packer(params).pack(*values)
+    assert offsets(params) == [getattr(layout, field).offset for field, _ in fields]
     read = layout.from_buffer_copy(packed.ljust(ctypes.sizeof(layout), b"\0"))
     for (field, _), value in zip(fields, values, strict=True):
         got = getattr(read, field)

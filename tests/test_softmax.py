@@ -396,7 +396,7 @@ def test_forward_and_backward_are_chosen_apart(device):
 def test_launches_side_by_side(rows, columns, dtype, captured):
     """Each reads what the one before writes, and may have fetched it to L2 before that: then it was NaN."""
     steps = torch.empty(13, rows, columns, dtype=dtype, device="cuda")
-    x, ladder = torch.randn_like(steps[0]), VERSIONS["v10"]
+    x, ladder = torch.randn_like(steps[0]), VERSIONS["v11"]
 
     def run(between):
         steps.fill_(nan)

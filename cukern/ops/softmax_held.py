@@ -67,6 +67,7 @@ def _two(name: str) -> tuple[Template, Template]:
 
 
 _V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_two(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9", "v10"))
+_V11_BWD = Template("softmax.cu", "softmax_v11_bwd", together=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,7 +92,11 @@ def in_a_block(p: Problem) -> Run | None:
     shape = plan.block_shape(p.vectors, plan.SHAPES[p.backward][p.dtype.itemsize])
     if shape is None or p.rows > plan.MOST_BLOCKS:
         return None
-    return _launch(_kernel(_V7, p, _shape_key(shape)), (p.rows, 1, 1), shape.threads, 0, p.columns, p.row, p.scale)
+    kernel = _kernel(_V7, p, _shape_key(shape))
+    if p.backward:
+        return _launch(kernel, (p.rows, 1, 1), shape.threads, 0, p.columns, p.row, p.scale)
+    beside = plan.rows_a_block(shape)
+    return _launch(kernel, (-(-p.rows // beside), 1, 1), beside * shape.threads, 0, p.rows, p.columns, p.row, p.scale)
 
 
 def in_pieces(p: Problem) -> Run | None:
@@ -152,6 +157,23 @@ def in_a_crowd(p: Problem) -> Run | None:
 
     def run(pointers: tuple[int, ...]) -> None:
         board = torch.zeros(p.rows * found.size, dtype=torch.int64, device=p.device)
+        kernel(grid, block, shared, *pointers, board.data_ptr(), *rest)
+
+    return run
+
+
+def in_step(p: Problem) -> Run | None:
+    """v11, backward of many long rows that are whole vectors."""
+    sms = backend.multiprocessors(p.number)
+    shape = plan.steps_shape(p.rows, p.vectors, sms)
+    if not p.backward or not p.exact or shape is None or p.dtype.itemsize > 4:
+        return None
+    grid, block = (sms * shape.blocks, 1, 1), (shape.threads, 1, 1)
+    shared = 2 * shape.vectors * shape.threads * plan.VECTOR_BYTES * plan.STEPS_STAGES
+    kernel, rest = _V11_BWD[p.dtype, shape.threads, shape.blocks].on(p.number), (p.rows, p.columns, p.row, p.scale)
+
+    def run(pointers: tuple[int, ...]) -> None:
+        board = torch.zeros(p.rows * sms, dtype=torch.int64, device=p.device)
         kernel(grid, block, shared, *pointers, board.data_ptr(), *rest)
 
     return run
@@ -231,3 +253,7 @@ def v10_instances(dtype: torch.dtype) -> list[Kernel]:
         return [_shape_key(plan.of_rows(s, dtype.itemsize, backward, exact)) for s in plan.CROWDS[backward][dtype.itemsize]]
 
     return _instances(_V10, dtype, keys)
+
+
+def v11_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [_V11_BWD[dtype, s.threads, s.blocks] for s in plan.STEPS] if dtype.itemsize <= 4 else []

@@ -51,7 +51,7 @@ WARP_VECTORS = {2: (1, 2), 4: (1, 4), 8: (1, 4)}
 SHAPES: tuple[Shapes, Shapes] = (
     {
         2: (Shape(2, 64, 20), Shape(2, 128, 12), Shape(2, 256, 6), Shape(4, 256, 4), Shape(4, 512, 2)),
-        4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 5), Shape(6, 256, 4), Shape(8, 256, 3), Shape(8, 512, 2)),
+        4: (Shape(4, 64, 20), Shape(4, 128, 10), Shape(4, 256, 4), Shape(6, 256, 4), Shape(8, 256, 3), Shape(8, 512, 2)),
         8: (Shape(2, 512, 2),),
     },
     {
@@ -91,6 +91,11 @@ CROWDS: tuple[Shapes, Shapes] = (
     {2: (Shape(4, 512, 2), Shape(2, 512, 2)), 4: (Shape(4, 512, 2), Shape(2, 256, 4)), 8: ()},
 )
 CLUSTER_SIZES = 2, 4, 8
+# Of those that go over the rows in step, backward: the first whose threads on all multiprocessors hold a row, if they are full by two
+# thirds. With fewer rows, or less of each, a turn takes longer than memory does (softmax_steps.cuh).
+STEPS = Shape(4, 256, 2), Shape(4, 512, 1)
+STEPS_STAGES = 3  # of shared memory
+LEAST_STEPS = 32  # rows
 # Vectors in registers, forward and backward, of two blocks of 512 threads that share rows of whole vectors: there is room for more. So
 # less is in shared memory, and L1 is larger, through which those in registers come: 60 KB beside two blocks of 96 KB, 28 beside two of
 # 112. On one H200, of a copy's speed, backward, and float's: 512 x 1M 0.922 to 0.938, 0.898 to 0.909; 512K 0.930 to 0.944, 0.938 to 0.953;
@@ -120,6 +125,11 @@ def warp_team(vectors: int, itemsize: int, exact: bool, options: tuple[int, ...]
 def block_shape(vectors: int, shapes: tuple[Shape, ...]) -> Shape | None:
     """The first whose block holds a row in registers, or None for too long a row."""
     return next((s for s in shapes if vectors <= s.vectors * s.threads), None)
+
+
+def rows_a_block(shape: Shape) -> int:
+    """Of v7's, forward."""
+    return 2 if shape.threads == 64 else 1
 
 
 def pieces(rows: int, vectors: int, sms: int) -> int:
@@ -177,6 +187,12 @@ def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, ba
         if vectors <= MOST_VECTORS and size <= blocks:
             found.append(_hold(of_rows(shape, itemsize, backward, exact), size, vectors, backward))
     return _first_that_fills(found, rows, sms)
+
+
+def steps_shape(rows: int, vectors: int, sms: int) -> Shape | None:
+    """The shape of blocks that go over the rows in step; or None for too few rows, or of a length that is not for them."""
+    held = ((s, sms * s.threads * s.vectors) for s in STEPS)
+    return next((s for s, most in held if 2 * most <= 3 * vectors <= 3 * most and rows >= LEAST_STEPS), None)
 
 
 def _first_that_fills(holds: list[Hold], rows: int, sms: int) -> Hold | None:

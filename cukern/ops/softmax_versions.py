@@ -97,12 +97,13 @@ def _v5_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
     _V5_BWD[y.dtype].on(y.get_device())(grid, _BLOCK, 0, *_pointers(dx, y, g), rows, columns, g.stride(0), scale, log)
 
 
-# ---- v6 to v10: the first way that holds a row on chip, else v5
+# ---- v6 to v11: the first way that holds a row on chip, else v5
 
 _V7 = held.in_a_warp, held.in_a_block, held.in_pieces
 _V8 = held.in_a_warp, held.in_a_block, held.in_shared_memory, held.in_pieces
 _V9 = held.in_a_warp, held.in_a_block, held.beside_another, held.in_a_cluster, held.in_pieces
 _V10 = held.in_a_warp, held.in_a_block, held.of_few_rows, held.beside_another, held.in_several_blocks, held.in_pieces
+_V11 = held.in_a_warp, held.in_a_block, held.of_few_rows, held.beside_another, held.in_step, held.in_several_blocks, held.in_pieces
 
 
 def _first(*ways: held.Way) -> tuple[Forward, Backward]:
@@ -132,7 +133,7 @@ def _instances(
     return lambda dtype: [*(t[dtype] for t in (*templates, _INNER, _INNER_BWD)), *(k for some in more for k in some(dtype))]
 
 
-_HELD = held.v6_instances, held.v7_instances, held.v8_instances, held.v9_instances, held.v10_instances
+_HELD = held.v6_instances, held.v7_instances, held.v8_instances, held.v9_instances, held.v10_instances, held.v11_instances
 VERSIONS = {
     "v1": Version("a thread a row; backward a thread a column", _v1, _v1_bwd, _instances(_V1, _V1_BWD)),
     "v2": Version("a block a row; backward groups of rows side by side", _block_a_row(_V2), _v2_bwd, _instances(_V2, _V2_BWD)),
@@ -145,6 +146,7 @@ VERSIONS = {
     "v7": Version("longer rows in the registers of a block", *_first(*_V7), _instances(_V5, _V5_BWD, more=_HELD[:2])),
     "v8": Version("and in its shared memory", *_first(*_V8), _instances(_V5, _V5_BWD, more=_HELD[:3]), requires=80),
     "v9": Version("and in that of a cluster of blocks", *_first(*_V9), _instances(_V5, _V5_BWD, more=_HELD[:4]), requires=90),
-    "v10": Version("and in that of as many blocks as a row needs", *_first(*_V10), _instances(_V5, _V5_BWD, more=_HELD), requires=90),
+    "v10": Version("and in that of as many blocks as a row needs", *_first(*_V10), _instances(_V5, _V5_BWD, more=_HELD[:5]), requires=90),
+    "v11": Version("backward of the longest in step", *_first(*_V11), _instances(_V5, _V5_BWD, more=_HELD), requires=90),
 }
 LOG_VERSIONS = {name: version for name, version in VERSIONS.items() if int(name[1:]) >= 5}

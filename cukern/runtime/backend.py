@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import pdl
+from cukern.runtime import extended_launch
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
-from cukern.runtime.signature import Param, explain_misfit, packer
+from cukern.runtime.signature import Param, explain_misfit, offsets, packer
 
 Dim = tuple[int, int, int]
 Launch = Callable[..., None]
@@ -134,7 +134,7 @@ def shared_memory(device: int) -> int:
 def spread(shared: int, blocks: int, device: int) -> int:
     """`shared` bytes of dynamic shared memory for each block of a launch, or so many that no multiprocessor has room for more of the blocks
     than its part. Those of a launch that begins while another ends would else crowd onto the first multiprocessors that have room."""
-    if device == SIMULATED or capability(device) < pdl.CAPABILITY:
+    if device == SIMULATED or capability(device) < extended_launch.CAPABILITY:
         return shared
     each = -(-blocks // multiprocessors(device))
     return max(shared, (shared_memory(device) + 1024) // (each + 1) - 896)
@@ -145,9 +145,9 @@ def require_gpu() -> None:
         raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
 
 
-def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, early: bool = False) -> Launch:
-    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which runs it on torch's current stream of that GPU; if
-    `early`, by programmatic dependent launch: the kernel itself waits for what is ahead of it on the stream."""
+def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int = 0) -> Launch:
+    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which runs it on torch's current stream of that GPU;
+    `attribute`: EARLY or TOGETHER of extended_launch.py, if any."""
     try:
         from cupy_backends.cuda.api import driver
     except ImportError as error:
@@ -155,7 +155,7 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, early:
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # makes torch's context, which the module belongs to
         fast = hasattr(driver, "launchKernel") and hasattr(driver, "moduleLoadData")
-        launch = _through_driver(name, cubin, params, device, early) if fast else _through_raw_module(name, cubin, params, device)
+        launch = _through_driver(name, cubin, params, device, attribute) if fast else _through_raw_module(name, cubin, params, device)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device)
@@ -192,14 +192,17 @@ def _debugged(launch: Launch, name: str) -> Launch:
 
 
 class _Arguments(threading.local):
-    """A buffer for a kernel's packed arguments, one for each thread (forward and backward run on two), and what tells the driver of it."""
+    """A buffer for a kernel's packed arguments, one for each thread (forward and backward run on two), and what tells the driver of it: a
+    description of the buffer, or the address of each argument where a cooperative launch into a CUDA graph takes nothing else."""
 
-    def __init__(self, packed: bytes):
+    def __init__(self, packed: bytes, params: tuple[Param, ...], attribute: int):
         buffer = ctypes.create_string_buffer(packed, max(1, len(packed)))
-        self._size = ctypes.c_size_t(len(packed))
+        start, self._size = ctypes.addressof(buffer), ctypes.c_size_t(len(packed))
         # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END: 0.15 us faster than an array of pointers, one for each argument
-        self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(self._size), 0)
-        self.pair = buffer, ctypes.addressof(self._extra)
+        self._extra = (ctypes.c_void_p * 5)(1, start, 2, ctypes.addressof(self._size), 0)
+        self._each = (ctypes.c_void_p * len(params))(*(start + offset for offset in offsets(params)))
+        together = attribute == extended_launch.TOGETHER
+        self.parts = (buffer, ctypes.addressof(self._each), 0) if together else (buffer, 0, ctypes.addressof(self._extra))
 
 
 def _allow_cluster(function: int, device: int) -> Dim:
@@ -214,7 +217,7 @@ def _allow_cluster(function: int, device: int) -> Dim:
     return x, y, z
 
 
-def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, early: bool) -> Launch:
+def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int) -> Launch:
     from cupy_backends.cuda.api import driver
 
     try:
@@ -223,8 +226,8 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
     except driver.CUDADriverError as error:
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
     layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
-    pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size))
-    launch = (early and pdl.launcher(capability(device))) or driver.launchKernel
+    pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size), params, attribute)
+    launch = (attribute and extended_launch.launcher(capability(device), attribute)) or driver.launchKernel
     allowed, growing = _FREE_SHARED - cubin.report.shared, threading.Lock()
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
@@ -236,9 +239,9 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
                         driver.funcSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared)
                         allowed = shared
             (gx, gy, gz), (bx, by, bz) = grid, block
-            buffer, extra = arguments.pair
+            buffer, each, extra = arguments.parts
             pack(buffer, 0, *args)
-            launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), 0, extra)
+            launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
         except struct.error:
             raise explain_misfit(name, params, args) from None
         except driver.CUDADriverError as error:
@@ -251,16 +254,16 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
 
     def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
         first = packer(params[: len(params) - len(last)])
-        pack, filled = first.pack_into, _Arguments(layout.pack(*bytes(len(params) - len(last)), *last))
+        pack, filled = first.pack_into, _Arguments(layout.pack(*bytes(len(params) - len(last)), *last), params, attribute)
         (gx, gy, gz), (bx, by, bz) = grid, block
 
         def run_bound(*args: Any) -> None:
             if shared > allowed:
                 return run(grid, block, shared, *args, *last)
-            buffer, extra = filled.pair
+            buffer, each, extra = filled.parts
             try:
                 pack(buffer, 0, *args)
-                launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), 0, extra)
+                launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
             except (struct.error, driver.CUDADriverError):
                 run(grid, block, shared, *args, *last)  # says why, or makes the context current
 

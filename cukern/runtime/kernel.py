@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import backend, checks, interop, signature
+from cukern.runtime import backend, checks, extended_launch, interop, signature
 from cukern.runtime.compiler import Cubin, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.sources import Source, kernels_dir
 
@@ -20,8 +20,9 @@ class Kernel:
     checked against the kernel's own parameter list.
     """
 
-    def __init__(self, source: Source, name: str, pdl: bool = False):
+    def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False):
         self.source, self.name, self.pdl = source, name, pdl
+        self._attribute = extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
         self.params = signature.parse(source, name)
         self._loaded: dict[int, backend.Launch] = {}
         self._lock = threading.Lock()
@@ -51,7 +52,7 @@ class Kernel:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
         cubin = self.compile(arch_of(torch.cuda.get_device_capability(device)))
-        self._loaded[device] = backend.load(self.name, cubin, self.params, device, self.pdl)
+        self._loaded[device] = backend.load(self.name, cubin, self.params, device, self._attribute)
         return self._loaded[device]
 
     def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:
@@ -86,17 +87,18 @@ class Template:
     """The instances of one template of kernels_cu, made when first asked for: `Template("square.cu", "square_v2")[torch.float32, 4]`.
 
     `pdl`: programmatic dependent launch; the kernel calls wait_for_previous() of common/ptx.cuh before it touches global memory.
+    `together`: cooperative launch; all blocks fit the GPU, and may wait for one another.
     """
 
-    def __init__(self, file: str, name: str, pdl: bool = False):
-        self.file, self.name, self.pdl = file, name, pdl
+    def __init__(self, file: str, name: str, pdl: bool = False, together: bool = False):
+        self.file, self.name, self.pdl, self.together = file, name, pdl, together
         self._instances: dict[Any, Kernel] = {}
 
     def __getitem__(self, key: Any) -> Kernel:
         kernel = self._instances.get(key)
         if kernel is None:
             arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
-            kernel = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl)
+            kernel = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
             kernel = self._instances.setdefault(key, kernel)
         return kernel
 

@@ -106,6 +106,12 @@ def packer(params: tuple[Param, ...]) -> struct.Struct:
     return struct.Struct("@" + "".join(p.format for p in params))
 
 
+def offsets(params: tuple[Param, ...]) -> list[int]:
+    """Where in what `packer` packs each argument begins."""
+    formats = [p.format for p in params]
+    return [struct.calcsize("@" + "".join(formats[:i]) + "0" + formats[i]) for i in range(len(formats))]
+
+
 def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Exception:
     """The error for arguments that `packer` refused: a TypeError or ValueError that names the parameter, the value and the rule."""
     if len(args) != len(params):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cukern.sim.access import offset_by
+from cukern.sim.access import nothing, offset_by
 from cukern.sim.decode import Context
 from cukern.sim.memory import CARRIERS
 from cukern.sim.order import IN_FLIGHT
@@ -56,6 +56,8 @@ class Copies:
 def copy(c: Context) -> "Step":
     if c.parts[:2] != ["cp", "async"]:
         raise c.unknown()
+    if c.opcode == "cp.async.bulk.prefetch.L2.global":
+        return nothing(c)
     if c.opcode == "cp.async.commit_group":
         return _commit
     if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):

@@ -22,6 +22,25 @@ __device__ __forceinline__ void prefetch_row(const Team& team, const T* row, int
     for (; at < columns; at += team.width * team.size() * LINE) prefetch(row + at);
 }
 
+// What a block reads that comes so much later as there are blocks with FETCHED_AHEAD bytes, unless it is among the first, which come at once,
+// `blocks` to a multiprocessor. Where each of `rows` rows is a block's,
+template <class Team, typename T>
+__device__ __forceinline__ void prefetch_later_row(unsigned blocks, const Team& team, long long row, long long rows, int columns,
+                                                   const T* x, long long x_row) {
+    asm volatile("" : "+l"(x), "+r"(columns));  // else the compiler keeps for the loads what it needs here
+    long long later = row + unsigned(FETCHED_AHEAD / (columns * sizeof(T)));
+    if (later >= blocks * MULTIPROCESSORS && later < rows) prefetch_row(team, x + later * x_row, 0, columns);
+}
+// and where several share one, in turns.
+template <class Team, typename T>
+__device__ __forceinline__ void prefetch_later_turns(unsigned blocks, const Team& team, int columns, const T* x, long long x_row) {
+    asm volatile("" : "+l"(x), "+r"(columns));
+    unsigned size = team.size(), later = blockIdx.x + unsigned(FETCHED_AHEAD * size / (columns * sizeof(T)));
+    if (later < blocks * MULTIPROCESSORS || later >= gridDim.x) return;
+    int turn = team.width * WIDTH<T>, first = (team.lane() * size + later % size) * turn;
+    if (first < columns) prefetch(x + later / size * x_row + first, min(columns - first, turn) * sizeof(T));
+}
+
 // take_over() of a block with its part of a row, of one or two tensors.
 template <class Team, typename... T>
 __device__ __forceinline__ void take_over_row(unsigned threads, const Team& team, int columns, const T*... rows) {
@@ -41,6 +60,10 @@ __device__ __forceinline__ void write_hidden(T* out, const Cut<T, EXACT, 16>& cu
     }
 }
 
+struct Nothing {
+    __device__ __forceinline__ void operator()() const {}
+};
+
 // In pairs, so that there are few roundings, and few that wait for one another.
 template <typename C, int N>
 __device__ __forceinline__ C sum_of(const C (&r)[N]) {
@@ -52,10 +75,11 @@ __device__ __forceinline__ C sum_of(const C (&r)[N]) {
 }
 
 // A row's columns [begin, end), the others are 0 with MASKED. EXACT also of `out`. 16-bit values in registers become floats, so
-// that no exponential is computed twice, but where the registers are worth more. scale is not negative.
-template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T>
+// that no exponential is computed twice, but where the registers are worth more. scale is not negative. meanwhile() is called once all loads
+// are asked for.
+template <int VECTORS, bool SLOTS, bool MASKED, bool EXACT, bool LOG, class Team, typename T, class F = Nothing>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns, Team& team, double scale,
-                                             const Sink& sink, void* slots = nullptr) {
+                                             const Sink& sink, void* slots = nullptr, F meanwhile = {}) {
     using C = compute_t<T>;
     using E = Exponential<T>;
     constexpr bool FULL = SLOTS && VECTORS == 2 && !EXACT;  // three blocks of 512 threads: 40 registers
@@ -79,6 +103,7 @@ __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, in
         else return constants();                  // before the ways join, where loads may be waited for
     };
     auto early = !EXACT && bytes_past_16(row + at) ? read(true) : read(false);
+    meanwhile();
     if constexpr (MASKED) write_hidden(out, cut, columns, team);
     E exponential = [&] {
         if constexpr (SLOTS || MASKED) return constants();

@@ -50,6 +50,14 @@ __device__ __forceinline__ void arrive_at(int number, int threads) {
 
 // Fetch the 128 bytes that hold *p to the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// The same of those of so many bytes that begin at a multiple of 16, whole 16 of them (sm_90).
+__device__ __forceinline__ void prefetch(const void* p, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (bytes >= 16)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(reinterpret_cast<unsigned long long>(p) & ~15ull),
+                     "r"(bytes & ~15u));
+#endif
+}
 
 // Programmatic dependent launch (sm_90 and newer). A kernel that calls this before it touches global memory, and whose Template says `pdl`,
 // is put onto the multiprocessors while the kernels before it on the stream come to an end: from here on they have ended, and what they
@@ -184,11 +192,15 @@ __device__ __forceinline__ void st_async(unsigned address, float4 x, unsigned mb
 __device__ __forceinline__ void post(unsigned long long* to, unsigned long long word) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
+__device__ __forceinline__ unsigned long long look(const unsigned long long* from) {
+    unsigned long long word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
 __device__ __forceinline__ unsigned long long wait_for(const unsigned long long* from) {
     unsigned long long word;
-    do {
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    } while (word == 0);
+    do word = look(from);
+    while (word == 0);
     return word;
 }
 

@@ -52,25 +52,25 @@ struct Lanes {
     }
 };
 
-// A block of THREADS, a power of 2 of whole warps.
-template <typename T, int THREADS>
+// A block of THREADS, a power of 2 of whole warps; or of ROWS times as many, where so many rows lie side by side.
+template <typename T, int THREADS, int ROWS = 1>
 struct Block {
     using C = compute_t<T>;
     static constexpr int width = THREADS;
-    Found<T>& found;
+    Found<T>& found;  // of the row
     __device__ __forceinline__ explicit Block(Found<T>& found) : found(found) {}
     static __device__ __forceinline__ int rank() { return 0; }
     static __device__ __forceinline__ int size() { return 1; }
     static __device__ __forceinline__ int turns(int count) { return count / width; }
-    __device__ __forceinline__ int lane() const { return threadIdx.x; }
-    __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
+    __device__ __forceinline__ int lane() const { return ROWS == 1 ? threadIdx.x : threadIdx.x % THREADS; }
+    __device__ __forceinline__ bool leads() const { return lane() == 0; }
     __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
     template <typename S>
     __device__ __forceinline__ S near_sum(S value) const {
         return warp_reduce<Sum>(value);
     }
     __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, sum_t<T>& sum) const {
-        int warp = threadIdx.x / 32;
+        int warp = lane() / 32;
         if (threadIdx.x % 32 == 0) {
             found.largest[warp] = largest;
             found.sums[warp] = sum;

@@ -1,5 +1,8 @@
-"""Programmatic dependent launch: the driver may put a kernel onto the multiprocessors while those before it come to an end, if the kernel
-says so and waits itself (wait_for_previous of common/ptx.cuh). CuPy does not bind it, so it goes through ctypes: 0.4 us of host time more.
+"""Launches with an attribute. CuPy does not bind them, so they go through ctypes: 0.4 us of host time more.
+
+EARLY is programmatic dependent launch: the driver may put a kernel onto the multiprocessors while those before it come to an end, if the
+kernel says so and waits itself (wait_for_previous of common/ptx.cuh). TOGETHER is a cooperative launch: all blocks are on the
+multiprocessors at a time, or none, so that they may wait for one another whatever else the GPU has to do.
 """
 
 import ctypes
@@ -9,23 +12,23 @@ import struct
 import threading
 from collections.abc import Callable
 
-CAPABILITY, DRIVER = 90, 12030  # the least that have it; older drivers cannot capture it in a CUDA graph
-_ALLOWED = struct.pack("I4xI60x", 6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+CAPABILITY, DRIVER = 90, 12030  # the least that have both; older drivers cannot capture EARLY in a CUDA graph
+TOGETHER, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Config(threading.local):
-    """CUlaunchConfig, one for each thread, with that one attribute."""
+    """CUlaunchConfig, one for each thread, with one attribute."""
 
     layout = struct.Struct("7I4xQQI4x")  # grid, block, shared memory; stream, attributes, their number
 
-    def __init__(self) -> None:
-        self._attribute = ctypes.create_string_buffer(_ALLOWED)
+    def __init__(self, attribute: int) -> None:
+        self._attribute = ctypes.create_string_buffer(struct.pack("I4xI60x", attribute, 1))
         config = ctypes.create_string_buffer(self.layout.size)
         self.parts = config, ctypes.addressof(config), ctypes.addressof(self._attribute)
 
 
 @functools.cache
-def launcher(capability: int) -> Callable[..., None] | None:
+def launcher(capability: int, attribute: int) -> Callable[..., None] | None:
     """What takes the arguments of CuPy's driver.launchKernel, and raises as that does; None where the GPU or the driver is too old."""
     from cupy_backends.cuda.api import driver, runtime
 
@@ -33,7 +36,7 @@ def launcher(capability: int) -> Callable[..., None] | None:
         return None
     launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
     launch.argtypes = [ctypes.c_void_p] * 4
-    local, pack = _Config(), _Config.layout.pack_into
+    local, pack = _Config(attribute), _Config.layout.pack_into
 
     def run(
         function: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, params: int, extra: int
