@@ -18,19 +18,20 @@
 //  v8       what registers do not hold stays in shared memory, which asynchronous copies fill (sm_80)
 //  v9       clusters of blocks hold a longer row, and tell one another through distributed shared memory (sm_90)
 //  v10      so many blocks hold a row as it needs, and tell one another through global memory
+//  v11                                                                   all of the GPU goes over the longest rows in step
 //
-// v6 to v10 each do what the last did where they have nothing better. Vectors of 16 bytes are those of the results; where rows of x or g
+// v6 to v11 each do what the last did where they have nothing better. Vectors of 16 bytes are those of the results; where rows of x or g
 // begin elsewhere, as in a slice x[:, :50257] of padded rows, they are read by words, or put together in shared memory (held.cuh).
 //
 // H200, of a copy's speed. 1024x1024 float, forward (backward): v1 0.01 (0.0001), v2 0.24 (0.002), v3 0.36 (0.006), v4 0.42 (0.008),
-// v5 and v6 0.47 (0.87), v7 1.10 (0.95). v10:
+// v5 and v6 0.51 (0.87), v7 1.10 (0.95). v11:
 //
 //            8192x1024    8192x4096    8192x16384   4096x50257   4096x50304   1024x131072  512x1M
-//  float     1.03 (1.03)  0.99 (1.04)  0.99 (1.03)  0.97 (1.03)  0.98 (1.03)  0.98 (1.01)  0.91 (0.91)
-//  bfloat16  1.08 (1.02)  1.02 (1.05)  0.98 (1.02)  0.98 (1.02)  0.98 (1.03)  0.96 (1.00)  0.93 (0.94)
+//  float     1.04 (1.04)  1.02 (1.03)  1.01 (1.02)  0.97 (1.02)  0.98 (1.02)  0.97 (1.00)  0.92 (1.00)
+//  bfloat16  1.09 (1.03)  1.02 (1.04)  1.00 (1.01)  0.98 (1.01)  0.98 (1.02)  0.96 (0.99)  0.94 (1.00)
 //
 // It can be faster than a copy where neighbouring launches lie side by side (ahead.cuh), which the driver's copies do not: 8192x1024 in
-// bfloat16 takes 8.8 us, of which its 34 MB need 7.8 at the 4.28 TB/s of a large copy.
+// bfloat16 takes 8.65 us, of which its 34 MB need 7.8 at the 4.28 TB/s of a large copy.
 //
 // What made it so, in a copy's speed, bfloat16 but where said otherwise:
 // * No load before a row's own. A constant that the compiler had put into global memory: 8192x16384 0.90 to 0.96.
@@ -65,14 +66,22 @@
 // * Blocks of no more threads than a row has vectors: backward of 1536 0.73 to 1.00 (float 0.68 to 0.99), of 2048 0.86 to 1.04 (0.79 to 1.04).
 //   Three or four blocks of 256 threads, not two of 512: float 6000 0.75 to 0.99, 8192 0.90 to 0.98.
 // * Slices of padded rows are held too: bfloat16 50257 of 50304 0.19 to 0.87, float 0.93; 16383 of 16384 0.90, 0.96. g so: 0.79, 0.87.
+// * v11: backward of 1M 0.934 to 1.003, float 0.907 to 1.004; of 64 such rows 0.843 to 0.954, 0.877 to 0.984 (softmax_steps.cuh).
+// * What a block reads that comes 4.5 MB later fetched to L2 (held_rows.cuh), in v7 once its own loads are asked for: float 1536 0.92 to 0.98,
+//   4096, with four blocks of 256 threads on a multiprocessor, not five, 0.99 to 1.015, 8192 0.98 to 1.00, 16384 0.99 to 1.01, 1024 1.03 to
+//   1.04; bfloat16 3072 0.945 to 1.00, 8192 1.00 to 1.016, 16384 0.985 to 1.00; 1M, where it comes before the own loads, 0.926 to 0.936, float
+//   0.91 to 0.92. It was to fill the time between two launches, which it does not. Instead memory is read in the order of the blocks' numbers:
+//   the wider the range that is under way at a time, the slower it is, also where it is only copied (a vector a thread 1.00, two 0.97, four
+//   0.955, eight 0.945), whatever the distance from what is written. As fast for 1 to 4.5 MB, slower for more. Slower: rows of 2 KB 1.07
+//   to 1.03; what comes to shared memory (50304 0.99 to 0.94, 131072 0.96 to 0.95); all of backward (4096 1.03 to 0.98, 1M 0.93 to 0.81).
+// * Two rows of 1024 to a block: 1.070 to 1.075; four 1.06.
 // * Clusters or crowds for up to 16 rows of 64 KB or more that a block could hold: 1x50257 6.4 to 4.0 us, float 11.6 to 5.4. With more rows
 //   blocks are as fast or faster: float 33x32000 8.0 to 10.5, 100x32000 9.9 to 14.4.
 //
 // What is left of 131072 is how memory is accessed: a copy of the same accesses is no faster, and the less a multiprocessor has under way the
 // faster it is (32 KB 1.00, 64 KB 0.97, 128 KB 0.96, 256 KB 0.93), however few loads of it are asked for at a time. And the end of a
-// launch: 4096 rows of it are at 0.96 where 1024 are at 0.934. Of 1M it is that blocks wait for one another: if they do not, it is at 0.97,
-// and backward at 1.00 to 1.01. A block waits 6 of 13 to 18 us: 3 for words through a busy L2, the others for the last of its row, whose
-// loads take 5 to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
+// launch: 4096 rows of it are at 0.96 where 1024 are at 0.934. Of 1M it is that blocks wait for one another: if they do not, it is at 0.97.
+// A block waits 6 of 13 to 18 us: 3 for words behind its multiprocessor's loads, the others for the last of its row, whose loads take 5 to 8. The exponentials themselves cost little: without them 131072 takes as long, in float 1 % less.
 // Nor is it the words of 1M: clusters of 16 (0.929 for 0.927, backward 0.916 for 0.913) and a board that need not be cleared are as fast.
 // Slower: bulk copies (0.86 to 0.73 at 1M), L2 hints on all loads and stores, more threads or more than 16 vectors a thread, rows that are
 // partly read twice, clusters for rows that a block holds beside another (50304 0.983 to 0.979), a row's blocks in numbers that divide the
@@ -484,11 +493,11 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
 }
 
 // ---- v11: long rows that all of the GPU shares (softmax_steps.cuh). Grid BLOCKS times the multiprocessors, all of them there at a time;
-// a row has at most 4 vectors for each of THREADS of a multiprocessor's; dynamic shared memory for 2 * 4 * 2 vectors a thread of THREADS.
+// a row has at most 4 vectors for each of the threads of a block on each; dynamic shared memory for 3 * 4 * 2 vectors a thread.
 // `board`: a word for each row and multiprocessor, all 0.
 
 template <typename T, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
+__global__ void __launch_bounds__(THREADS, BLOCKS)
     softmax_v11_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int rows, int columns, long long g_row, double scale) {
     using Steps = Steps<T, THREADS, BLOCKS>;
     extern __shared__ Words<float> slots[];

@@ -40,7 +40,7 @@ def test_rows_in_step(launched, device, vectors, shape):
         width = 16 // dtype.itemsize
         g = torch.randn(rows, vectors * width + 3 * width, dtype=dtype, device=device)[:, : vectors * width]
         check("softmax", torch.randn(rows, vectors * width, dtype=dtype, device=device), "v11", scale=0.7, g=g)
-        assert plan.steps_shape(rows, launched[-1].vectors, 2) == plan.STEPS[shape]
+        assert plan.steps_shape(rows, launched[-1].vectors, launched[-1].memory, 2) == plan.STEPS[shape]
 
 
 @kernels
@@ -54,14 +54,14 @@ def test_a_nan_stays_in_its_row(launched, device):
 
 
 def test_which_rows_go_in_step():
-    """Those that fill the threads by two thirds, if there are enough of them."""
+    """Those that fill the threads by two thirds, if there are enough of them, and if all blocks fit the GPU."""
+    least, h200, smaller = plan.LEAST_STEPS, 227 << 10, 99 << 10
     for shape in plan.STEPS:
         most = 132 * shape.threads * shape.vectors
-        assert plan.steps_shape(plan.LEAST_STEPS, most, 132) == shape
-        assert plan.steps_shape(plan.LEAST_STEPS, -(-2 * most // 3), 132) == shape
-        assert plan.steps_shape(plan.LEAST_STEPS - 1, most, 132) is None
-        assert plan.steps_shape(plan.LEAST_STEPS, 2 * most // 3 - 1, 132) is None
-    assert plan.steps_shape(512, most + 1, 132) is None
+        assert plan.steps_shape(least, most, h200, 132) == plan.steps_shape(least, -(-2 * most // 3), h200, 132) == shape
+        for rows, vectors, shared in ((least - 1, most, h200), (least, 2 * most // 3 - 1, h200), (least, most, smaller)):
+            assert plan.steps_shape(rows, vectors, shared, 132) is None
+    assert plan.steps_shape(512, most + 1, h200, 132) is None
 
 
 @kernels

@@ -31,7 +31,7 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
             operations, or to the simulator.
         dim: along which the results add up to 1.
         scale: any finite number: an inverse temperature, or 1 / sqrt(head_dim).
-        version: "v1" to "v10", or two of them, for forward and backward; by default the fastest. Along a dimension whose elements do not
+        version: "v1" to "v11", or two of them, for forward and backward; by default the fastest. Along a dimension whose elements do not
             lie side by side there is one kernel, whatever the version. The time of backward's v1 to v4 grows with the square of a row.
 
     Returns a new tensor of x's shape and dtype; contiguous, if x is, or if it is copied; else with `dim`'s elements side by side.

@@ -1,4 +1,4 @@
-"""v6 to v10 of softmax, which hold a row on chip and read it once: which kernel takes a problem, and its launch."""
+"""v6 to v11 of softmax, which hold a row on chip and read it once: which kernel takes a problem, and its launch."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -165,11 +165,10 @@ def in_a_crowd(p: Problem) -> Run | None:
 def in_step(p: Problem) -> Run | None:
     """v11, backward of many long rows that are whole vectors."""
     sms = backend.multiprocessors(p.number)
-    shape = plan.steps_shape(p.rows, p.vectors, sms)
+    shape = plan.steps_shape(p.rows, p.vectors, p.memory, sms)
     if not p.backward or not p.exact or shape is None or p.dtype.itemsize > 4:
         return None
-    grid, block = (sms * shape.blocks, 1, 1), (shape.threads, 1, 1)
-    shared = 2 * shape.vectors * shape.threads * plan.VECTOR_BYTES * plan.STEPS_STAGES
+    grid, block, shared = (sms * shape.blocks, 1, 1), (shape.threads, 1, 1), plan.steps_shared(shape)
     kernel, rest = _V11_BWD[p.dtype, shape.threads, shape.blocks].on(p.number), (p.rows, p.columns, p.row, p.scale)
 
     def run(pointers: tuple[int, ...]) -> None:

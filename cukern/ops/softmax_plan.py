@@ -189,10 +189,18 @@ def crowd_hold(rows: int, vectors: int, itemsize: int, shared: int, sms: int, ba
     return _first_that_fills(found, rows, sms)
 
 
-def steps_shape(rows: int, vectors: int, sms: int) -> Shape | None:
-    """The shape of blocks that go over the rows in step; or None for too few rows, or of a length that is not for them."""
+def steps_shared(shape: Shape) -> int:
+    """Bytes that a block needs for its stages, of two tensors."""
+    return 2 * STEPS_STAGES * shape.vectors * shape.threads * VECTOR_BYTES
+
+
+def steps_shape(rows: int, vectors: int, shared: int, sms: int) -> Shape | None:
+    """The shape of blocks that go over the rows in step; or None for too few rows, or of a length that is not for them. All blocks must fit
+    the multiprocessors, of which each has `shared` bytes."""
     held = ((s, sms * s.threads * s.vectors) for s in STEPS)
-    return next((s for s, most in held if 2 * most <= 3 * vectors <= 3 * most and rows >= LEAST_STEPS), None)
+    found = next((s for s, most in held if 2 * most <= 3 * vectors <= 3 * most and rows >= LEAST_STEPS), None)
+    fits = found and found.blocks * (steps_shared(found) + NEXT_TO_SLOTS) <= shared + 1024
+    return found if fits else None
 
 
 def _first_that_fills(holds: list[Hold], rows: int, sms: int) -> Hold | None:

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-CAPABILITY, DRIVER = 90, 12030  # the least that have both; older drivers cannot capture EARLY in a CUDA graph
+CAPABILITY, DRIVER = 90, 12030  # the least that EARLY takes; older drivers cannot capture it in a CUDA graph
 TOGETHER, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -29,10 +29,10 @@ class _Config(threading.local):
 
 @functools.cache
 def launcher(capability: int, attribute: int) -> Callable[..., None] | None:
-    """What takes the arguments of CuPy's driver.launchKernel, and raises as that does; None where the GPU or the driver is too old."""
+    """What takes the arguments of CuPy's driver.launchKernel, and raises as that does; None where the GPU or the driver is too old for EARLY."""
     from cupy_backends.cuda.api import driver, runtime
 
-    if capability < CAPABILITY or runtime.driverGetVersion() < DRIVER:
+    if attribute == EARLY and (capability < CAPABILITY or runtime.driverGetVersion() < DRIVER):
         return None
     launch = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuLaunchKernelEx
     launch.argtypes = [ctypes.c_void_p] * 4

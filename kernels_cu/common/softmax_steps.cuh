@@ -1,15 +1,19 @@
 // The gradient of rows so long that all of the GPU shares each. As many blocks as the multiprocessors hold stay to the end, and go over the
-// rows in step: none is more than three rows ahead of another. So what is read lies side by side in memory, and what is written too.
+// rows in step: none is more than three rows ahead of another. So what is read lies side by side in memory, and so does what is written.
 //
-// H200, 512 rows of 1M, of a copy's speed: float 0.91 to 1.00, bfloat16 0.935 to 0.995 (v10, whose rows are each at another place). Copies of
-// the same accesses, without maths, and with all blocks of a row waiting for the slowest, had predicted 1.01; if nobody waits they are at
-// 0.98, since blocks drift apart. (They also predicted 0.95 for forward, of which half is written: v10 is as fast.) What made it so:
+// In turn i a block tells the others what it found of row i, which has come to shared memory; looks at what they told of row i - 2; writes
+// row i - 3, of which it now knows all, from registers; takes row i - 1 there; and asks for row i + 2.
+//
+// H200, 512 rows of 1M, of a copy's speed: float 0.907 to 1.004, bfloat16 0.934 to 1.003; v10's rows are each at another place. Copies of the
+// same accesses, in which all wait for the slowest of a row, had predicted 1.01; if nobody waits they are at 0.98, since blocks drift apart.
+// (Forward, of which half is written, they are at 0.95: v10 is as fast.) What it takes:
 // * Words are for moments at which no load waits to be sent. A multiprocessor sends in order, and a row's loads keep it busy for most of
-//   a turn: words that came behind them took 6 us (0.42 to 0.50), of a warp of their own 3 us, which is more than a turn (0.80, 0.88).
-// * Two turns from when a block tells to when it looks, not one: 0.67 to 0.97, and another until it uses what it then sees: 1.00. The turn
-//   itself then takes 2 us, of which memory is busy for all where rows are whole: float 1M 3 us, 600 K, of 9 MB, would need 1.8.
-// * A block of 128 threads four times is slower (bfloat16 512K 0.89 for 0.97): too little maths between barriers.
-// One word a row that all add to would be deterministic for no type; a count beside the words costs a fence (0.83).
+//   a turn: words that came behind them took 6 us (0.42 to 0.50); those of a warp of their own 3, which is more than a turn (0.81, 0.88).
+// * Two turns from when a block tells to when it looks: with one 0.90, 0.87; another until it uses what it then sees: 0.967, 0.970 without.
+// * The word is sent before others store: bfloat16 0.995 to 1.001.
+// The turn itself takes 2 us, of which memory is busy for all where rows are long enough: float 1M 2.9 us; of 600 K, which memory would need
+// 1.8 for, 0.93 where v10 is at 0.95. As fast: three rows under way, not two. Slower: four blocks of 128 threads (bfloat16 512K 0.89, v10
+// 0.97), streaming stores, fetches of 256 bytes. Sums by atomics are not the same in each run, and a count beside the words costs a fence (0.83).
 #pragma once
 #include "exponential.cuh"
 #include "held.cuh"
@@ -23,9 +27,9 @@ template <typename T, int THREADS, int BLOCKS>
 struct Steps {
     static constexpr int VECTORS = 4, STAGES = 3, LAG = 3, WARPS = THREADS / 32;
     using C = compute_t<T>;
-    struct Found {
-        float parts[WARPS],
-            words[WARPS];  // of a row, what the threads of each warp found; of another, what the words that it heard add up to
+    struct Found {           // by each warp:
+        float parts[WARPS];  // of a row, what its threads found;
+        float words[WARPS];  // of another, what the words add up to that it looked at
     };
 
     template <class F>
