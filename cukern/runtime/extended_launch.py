@@ -29,7 +29,8 @@ class _Config(threading.local):
 
 @functools.cache
 def launcher(capability: int, attribute: int) -> Callable[..., None] | None:
-    """What takes the arguments of CuPy's driver.launchKernel, and raises as that does; None where the GPU or the driver is too old for EARLY."""
+    """What takes the arguments of CuPy's driver.launchKernel, and raises as that does; None where the GPU or the driver is too old for
+    EARLY."""
     from cupy_backends.cuda.api import driver, runtime
 
     if attribute == EARLY and (capability < CAPABILITY or runtime.driverGetVersion() < DRIVER):
