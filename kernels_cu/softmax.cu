@@ -495,9 +495,11 @@ __global__ void __launch_bounds__(THREADS, ON_SM_90(BLOCKS))
 // ---- v11: long rows that all of the GPU shares (softmax_steps.cuh). Grid BLOCKS times the multiprocessors, all of them there at a time;
 // a row has at most 4 vectors for each of the threads of a block on each; dynamic shared memory for 3 * 4 * 2 vectors a thread.
 // `board`: a word for each row and multiprocessor, all 0.
+// Where shared memory is too small for it nobody launches it (softmax_plan.py): there it may have more registers.
+#define BESIDE(BLOCKS) (__CUDA_ARCH__ < 1200 ? BLOCKS : 1)
 
 template <typename T, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+__global__ void __launch_bounds__(THREADS, BESIDE(BLOCKS))
     softmax_v11_bwd(T* dx, const T* y, const T* g, unsigned long long* board, int rows, int columns, long long g_row, double scale) {
     using Steps = Steps<T, THREADS, BLOCKS>;
     extern __shared__ Words<float> slots[];
