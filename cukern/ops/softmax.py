@@ -43,7 +43,7 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
 
 
 def log_softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
-    """log(softmax(x)), without the loss of small results; everything as in `softmax`, and of the versions those from "v5" on."""
+    """log(softmax(x)), without the loss of small results; everything as in `softmax`, and of the versions "v5" to "v10"."""
     return _public("log_softmax", x, dim, scale, version)
 
 

@@ -149,4 +149,4 @@ VERSIONS = {
     "v10": Version("and in that of as many blocks as a row needs", *_first(*_V10), _instances(_V5, _V5_BWD, more=_HELD[:5]), requires=90),
     "v11": Version("backward of the longest in step", *_first(*_V11), _instances(_V5, _V5_BWD, more=_HELD), requires=90),
 }
-LOG_VERSIONS = {name: version for name, version in VERSIONS.items() if int(name[1:]) >= 5}
+LOG_VERSIONS = {name: version for name, version in VERSIONS.items() if 5 <= int(name[1:]) <= 10}
