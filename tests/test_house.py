@@ -2,6 +2,7 @@
 
 import ast
 import re
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,8 @@ COMPILED = {
     "sm_80": (torch.float32, torch.float16),
     "sm_90a": (torch.float64, torch.float32, torch.bfloat16),
 }
+
+PAIR = "sm_80", "sm_89"  # alike in instructions and registers
 
 # matmul_v5 has nine ways to read its matrices, three for each: elsewhere than on sm_90a three of them, in each architecture others.
 WAYS = re.compile(r"matmul_v5<\w+, (\d), (\d)")
@@ -141,6 +144,8 @@ def test_every_kernel_compiles_without_spills(stem, arch):
     if arch != "sm_90a":
         ways = {name: WAYS.match(name) for name in kernels}
         kernels = {name: kernels[name] for name, way in ways.items() if not way or (int(way[1]) + int(way[2]) - ARCHS.index(arch)) % 3 == 0}
+    if arch in PAIR:  # of float32, what the other does not compile
+        kernels = {name: k for name, k in kernels.items() if "<float" not in name or zlib.crc32(name.encode()) % 2 == PAIR.index(arch)}
     assert kernels
     halves = [dict(list(kernels.items())[i::2]) for i in range(min(2, len(kernels)))]
     with ThreadPoolExecutor(2) as pool:
