@@ -87,8 +87,8 @@ def long_rows() -> tuple[torch.Tensor, torch.Tensor]:
 def test_two_at_a_time():
     """Whose blocks do not fit the GPU together: each waits until all of the other's have ended."""
     y, g = long_rows()
-    half = y.shape[1] // 4 * 3
-    problems = [(y, g), (y[:, :half].contiguous(), g[:, :half])]
+    shorter = y.shape[1] // 4 * 3
+    problems = [(y, g), (y[:, :shorter].contiguous(), g[:, :shorter])]
     expected, streams = [gradients(*p) for p in problems], [torch.cuda.Stream() for _ in problems]
     torch.cuda.synchronize()
     found = [[], []]
