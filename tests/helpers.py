@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cukern
-from cukern.runtime import compiler
+from cukern.runtime import cache, compiler
 from cukern.runtime.registry import OPS, Op
 
 gpu = pytest.mark.gpu
@@ -112,7 +112,7 @@ class Guarded:
 
 def forget_cache() -> None:
     """Make this process look at CUKERN_CACHE_DIR, and warn, as a fresh one would."""
-    for function in vars(compiler).values():
+    for function in vars(cache).values():
         if hasattr(function, "cache_clear") and function.__name__ in ("cache_dir", "_warn_once"):
             function.cache_clear()
 

@@ -11,7 +11,8 @@ import typer
 
 from cukern.bench import environment
 from cukern.cli.common import console, errors, find_op, listed, progress, table
-from cukern.runtime.compiler import CompileError, Report, arch_of, cache_dir
+from cukern.runtime.cache import cache_dir
+from cukern.runtime.compiler import CompileError, Report, arch_of
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS, Op
 

@@ -15,7 +15,7 @@ import typer
 
 from cukern.bench import environment
 from cukern.cli.common import console
-from cukern.runtime import compiler
+from cukern.runtime import cache, compiler
 from cukern.runtime.compiler import SetupError
 
 State = Literal["ok", "absent", "warning", "missing"]
@@ -110,7 +110,7 @@ def _why_no_gpu() -> str:
 
 
 def _cache() -> Finding:
-    folder = compiler.cache_dir()
+    folder = cache.cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -14,7 +14,7 @@ import torch
 
 from cukern.ops.matmul_versions import BIAS_GRAD, VERSIONS
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.registry import Cost, Op, apply_of, choose, raw_op, register
+from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, each, raw_op, register, save, watched
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -93,40 +93,70 @@ def _inputs(op: str, version: str | None, **values: Any) -> list[Any]:
 # ---- autograd: the gradients of a product are products, so every higher derivative is this Function again
 
 
-class _Product(torch.autograd.Function):
+class _Product(Differentiable):
     @staticmethod
-    def forward(ctx, a, b, bias, version):
-        ctx.save_for_backward(a, b)
-        ctx.version = version
+    def forward(a, b, bias, version):
         return _matmul(a, b, bias, version)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        a, b, _, ctx.version = inputs
+        save(ctx, a, b)
 
     @staticmethod
     def backward(ctx, dout):
         a, b = ctx.saved_tensors
         da = _product(dout, b.t(), None, ctx.version) if ctx.needs_input_grad[0] else None
         db = _product(a.t(), dout, None, ctx.version) if ctx.needs_input_grad[1] else None
-        dbias = _ColumnSum.apply(dout, ctx.version) if ctx.needs_input_grad[2] else None
+        dbias = _column_sums(dout, ctx.version) if ctx.needs_input_grad[2] else None
         return da, db, dbias, None
 
-
-class _ColumnSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, version):
-        ctx.rows = x.shape[0]
+    def tangent(ctx, da, db, dbias, _):
+        a, b = ctx.saved_tensors
+        out = _product(da, b, None, ctx.version) + _product(a, db, None, ctx.version)
+        return out if dbias is None else out + dbias
+
+    @staticmethod
+    def batch(info, in_dims, a, b, bias, version):
+        size, (a_dim, b_dim, bias_dim, _) = info.batch_size, in_dims
+        if b_dim is None and bias_dim is None:
+            a = a.movedim(a_dim, 0)
+            return _product(a.reshape(-1, a.shape[2]), b, bias, version).view(size, a.shape[1], b.shape[1]), 0
+        if a_dim is None and bias is None:
+            b = b.movedim(b_dim, 1)
+            return _product(a, b.reshape(b.shape[0], -1), None, version).view(a.shape[0], size, b.shape[2]), 1
+        return each(_product, size, in_dims, (a, b, bias, version))
+
+
+class _ColumnSum(Differentiable):
+    @staticmethod
+    def forward(x, version):
         return _column_sum(x, version)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.rows, ctx.version = inputs[0].shape[0], inputs[1]
 
     @staticmethod
     def backward(ctx, dout):
         return dout.expand(ctx.rows, -1), None
 
+    @staticmethod
+    def tangent(ctx, dx, _):
+        return _column_sums(dx, ctx.version)
+
+    @staticmethod
+    def batch(info, in_dims, x, version):
+        x = x.movedim(in_dims[0], 1)
+        return _column_sums(x.reshape(x.shape[0], -1), version).view(x.shape[1:]), 0
+
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        return _apply(a, b, bias, version)
-    return _matmul(a, b, bias, version)
+    return (_apply if watched(a, b, bias) else _matmul)(a, b, bias, version)
 
 
-_apply = apply_of(_Product)
+_apply, _column_sums = apply_of(_Product), apply_of(_ColumnSum)
 
 
 def _launch_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:

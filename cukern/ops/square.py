@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Op, Version, apply_of, choose, raw_op, register
+from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, transformed
 
 THREADS = 256
 VECTOR_BYTES = 16
@@ -30,14 +30,14 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
     """
     if type(x) is not Tensor:
         x = interop.to_torch("x", x)
-    if version is not None and version not in VERSIONS:
-        checks.unknown_version("square", version, VERSIONS)
+    if version is not None:
+        checks.version("square", version, VERSIONS)
     if not x.is_cuda and not backend.simulates(x):
         if version is not None:
             checks.needs_gpu("square", version, x.device)
         checks.dtype("x", x, checks.FLOATS)
         return reference(x)
-    if x.requires_grad and torch.is_grad_enabled():
+    if (x.requires_grad and torch.is_grad_enabled()) or transformed():
         return _apply(x, version or "")
     return _square(x, version or "")
 
@@ -46,34 +46,59 @@ def reference(x: Tensor) -> Tensor:
     return x * x
 
 
-class _Square(torch.autograd.Function):
+class _Square(Differentiable):
     @staticmethod
-    def forward(ctx, x, version):
-        ctx.save_for_backward(x)
-        ctx.version = version
+    def forward(x, version):
         return _square(x, version)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.version = inputs
+        save(ctx, x)
 
     @staticmethod
     def backward(ctx, dout):
         (x,) = ctx.saved_tensors
-        return _SquareBackward.apply(x, dout, ctx.version), None
-
-
-class _SquareBackward(torch.autograd.Function):
-    """B(x, dout) = 2 x dout is bilinear: its gradients are B again, so every higher derivative is this kernel."""
+        return _apply_backward(x, dout, ctx.version), None
 
     @staticmethod
-    def forward(ctx, x, dout, version):
-        ctx.save_for_backward(x, dout)
-        ctx.version = version
+    def tangent(ctx, dx, _):
+        (x,) = ctx.saved_tensors
+        return _apply_backward(x, dx, ctx.version)
+
+    @staticmethod
+    def batch(info, in_dims, x, version):
+        return _apply(x, version), in_dims[0]
+
+
+class _SquareBackward(Differentiable):
+    """B(x, dout) = 2 x dout is bilinear: its derivatives are B again, so every higher derivative is this kernel."""
+
+    @staticmethod
+    def forward(x, dout, version):
         return _square_backward(x, dout, version)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, dout, ctx.version = inputs
+        save(ctx, x, dout)
 
     @staticmethod
     def backward(ctx, d):
         x, dout = ctx.saved_tensors
-        dx = _SquareBackward.apply(d, dout, ctx.version) if ctx.needs_input_grad[0] else None
-        ddout = _SquareBackward.apply(x, d, ctx.version) if ctx.needs_input_grad[1] else None
+        dx = _apply_backward(d, dout, ctx.version) if ctx.needs_input_grad[0] else None
+        ddout = _apply_backward(x, d, ctx.version) if ctx.needs_input_grad[1] else None
         return dx, ddout, None
+
+    @staticmethod
+    def tangent(ctx, dx, ddout, _):
+        x, dout = ctx.saved_tensors
+        return _apply_backward(dx, dout, ctx.version) + _apply_backward(x, ddout, ctx.version)
+
+    @staticmethod
+    def batch(info, in_dims, x, dout, version):
+        x, dout = (batched(t, dim, info.batch_size) for t, dim in ((x, in_dims[0]), (dout, in_dims[1])))
+        return _apply_backward(x, dout, version), 0
 
 
 def _launch_square(x: Tensor, version: str) -> Tensor:
@@ -117,7 +142,7 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 
 _square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake)
 _square_backward = raw_op("_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake)
-_apply = apply_of(_Square)
+_apply, _apply_backward = apply_of(_Square), apply_of(_SquareBackward)
 
 # ---- the ladder: for each version and pass the kernel for a dtype and an alignment, and how many elements its block takes
 

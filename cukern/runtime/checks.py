@@ -1,5 +1,8 @@
 """Every check of an argument, and the wording of its error: the value, and the rule that it breaks."""
 
+import math
+import numbers
+import operator
 from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
@@ -7,6 +10,76 @@ import torch
 
 SIMULATOR = 'run it in the simulator: with cukern.backend("sim")'
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def number(name: str, value: Any, most: float = math.inf) -> float:
+    """`value` as a float: a finite int, float or NumPy scalar of at most `most` in magnitude. Raises TypeError and ValueError."""
+    if type(value) is not float:
+        if not isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {brief(value)}")
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must be finite, got an integer of {value.bit_length()} bits") from None
+    if not abs(value) < math.inf:
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    if abs(value) > most:
+        raise ValueError(f"{name} is {value!r}: its magnitude must be at most {most:.6g}")
+    return value
+
+
+def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """`value` as an int, or as the SymInt of a trace, in least..most. Raises TypeError and ValueError."""
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an int, got {brief(value)}")
+        value = operator.index(value)
+    if (least is not None and value < least) or (most is not None and value > most):
+        rule = f"at least {least}" if most is None else f"at most {most}" if least is None else f"in {least}..{most}"
+        raise ValueError(f"{name} must be {rule}, got {value}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool. Raises TypeError for anything else, such as 1 or "no"."""
+    if value is True or value is False:
+        return value
+    if type(value).__name__ not in ("bool_", "bool"):  # NumPy's
+        raise TypeError(f"{name} must be a bool, got {brief(value)}")
+    return bool(value)
+
+
+def choice(name: str, value: Any, known: Iterable[str]) -> str:
+    """`value`, which is one of the strings `known`. Raises TypeError and ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {brief(value)}")
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    return value
+
+
+def version(op: str, value: Any, known: Iterable[str]) -> None:
+    """`value` is None or one of the op's versions. Raises TypeError and ValueError."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise TypeError(f"version of cukern.{op} must be a str or None, got {brief(value)}")
+    if value not in known:
+        unknown_version(op, value, known)
+
+
+def brief(value: Any) -> str:
+    """A value for an error message: its type, and its text where that is short."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    try:
+        text = repr(value)
+    except Exception:
+        text = ""
+    return f"{type(value).__name__} {text}" if 0 < len(text) <= 80 else type(value).__name__
 
 
 def dtype(name: str, tensor: torch.Tensor, allowed: Collection[torch.dtype]) -> None:

@@ -1,4 +1,4 @@
-"""NVRTC: from one kernel of a .cu file to a cubin and a report of what it uses, kept in a cache on disk.
+"""NVRTC: from one kernel of a .cu file to a cubin and a report of what it uses.
 
 It needs no GPU and no driver. CuPy's `RawModule(code=...)` is not used to compile: it cannot target sm_90a before NVRTC 12.9, forces
 -ftz=true, and does not see an edit of an included header.
@@ -10,16 +10,17 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
-import tempfile
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from cukern.runtime import cache
+from cukern.runtime.cache import Cubin as Cubin
+from cukern.runtime.cache import Report as Report
+from cukern.runtime.cache import virtual
 from cukern.runtime.sources import Source, kernels_dir
 
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
@@ -31,27 +32,6 @@ class CompileError(RuntimeError):
 
 class SetupError(RuntimeError):
     """CuPy, NVRTC, the CUDA headers or the driver are missing; the message says what to install."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What ptxas says that one kernel uses: registers a thread, bytes of spills and stack a thread, bytes of static shared memory."""
-
-    registers: int
-    spill_stores: int
-    spill_loads: int
-    stack: int
-    shared: int
-
-
-@dataclass(frozen=True)
-class Cubin:
-    """A compiled kernel: machine code for one architecture, the symbol to look up in it, and its report."""
-
-    code: bytes
-    symbol: str
-    arch: str
-    report: Report
 
 
 @dataclass(frozen=True)
@@ -78,14 +58,14 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     Raises CompileError with the compiler's own words, SetupError where NVRTC cannot be had.
     """
     key = hashlib.sha256("\0".join((arch, nvrtc_version(), *OPTIONS, name, source.digest())).encode()).hexdigest()
-    cached = _read_cache(key)
+    cached = cache.read(key)
     if cached:
         return cached
     with _compile_locks.setdefault(key, threading.Lock()):
-        cubin = _read_cache(key)
+        cubin = cache.read(key)
         if cubin is None:
             cubin = _compile(source, name, arch)
-            _write_cache(key, cubin)
+            cache.write(key, cubin)
     return cubin
 
 
@@ -159,7 +139,7 @@ def cuda_include() -> Path:
 def _compile(source: Source, name: str, arch: str) -> Cubin:
     with compiled(source, (name,), arch) as (program, (symbol,), log):
         # CuPy drops the last byte, which is zero; disassemblers want it back.
-        code = nvrtc().getPTX(program) if _virtual(arch) else nvrtc().getCUBIN(program) + b"\0"
+        code = nvrtc().getPTX(program) if virtual(arch) else nvrtc().getCUBIN(program) + b"\0"
     return Cubin(code, symbol, arch, parse_report(log, symbol))
 
 
@@ -187,11 +167,6 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
         binding.destroyProgram(program)
 
 
-def _virtual(arch: str) -> bool:
-    """Whether NVRTC makes PTX for it, not machine code."""
-    return arch.startswith("compute_")
-
-
 def parse_report(log: str, symbol: str) -> Report:
     """Read `ptxas -v`: the block of lines that follows the symbol's "Compiling entry function"."""
     block = log.split(f"Compiling entry function '{symbol}'", 1)[-1].split("Compiling entry function", 1)[0]
@@ -207,60 +182,3 @@ def parse_report(log: str, symbol: str) -> Report:
         stack=number(r"(\d+) bytes stack frame"),
         shared=number(r"(\d+) bytes smem"),
     )
-
-
-# ---- the cache: <key>.json names <hash of the code>.cubin, or .ptx; both are written whole or not at all
-
-
-@functools.cache
-def cache_dir() -> Path:
-    """Where cubins are kept: $CUKERN_CACHE_DIR, else the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(os.environ.get("CUKERN_CACHE_DIR") or Path(home) / "cukern").absolute()
-
-
-def _code_path(folder: Path, sha256: str, arch: str) -> Path:
-    return folder / (sha256 + (".ptx" if _virtual(arch) else ".cubin"))
-
-
-def _read_cache(key: str) -> Cubin | None:
-    folder = cache_dir()
-    try:
-        entry = json.loads((folder / f"{key}.json").read_bytes())
-        code = _code_path(folder, entry["sha256"], entry["arch"]).read_bytes()
-        if hashlib.sha256(code).hexdigest() != entry["sha256"]:
-            raise ValueError("the machine code is not the one that was written")
-        return Cubin(code, entry["symbol"], entry["arch"], Report(**entry["report"]))
-    except OSError:
-        return None  # not there; where the folder cannot be used at all, writing will say so
-    except (ValueError, KeyError, TypeError, AttributeError):
-        _warn_once(f"cukern found corrupt entries in its cache {folder} and compiles their kernels anew")
-        return None
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
-
-
-def _write_cache(key: str, cubin: Cubin) -> None:
-    folder = cache_dir()
-    sha256 = hashlib.sha256(cubin.code).hexdigest()
-    entry = {"sha256": sha256, "symbol": cubin.symbol, "arch": cubin.arch, "report": asdict(cubin.report)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_atomically(_code_path(folder, sha256, cubin.arch), cubin.code)
-        _write_atomically(folder / f"{key}.json", json.dumps(entry).encode())
-    except OSError as error:
-        _warn_once(f"cukern cannot write its cache {folder} ({error.strerror}): every process compiles its kernels anew")
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
