@@ -143,3 +143,24 @@ def test_checkpoint_functional_call_and_export(name, device):
     weights = {k: 2 * v.detach() for k, v in layer.named_parameters()}
     close(torch.func.functional_call(layer, weights, inputs[0]), torch.func.functional_call(exact, weights, inputs[0]), "functional_call")
     close(torch.export.export(layer, inputs[:1]).module()(inputs[0]), exact(inputs[0]), "export")
+
+
+@kernels
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_transforms_inside_of_torch_compile(name):
+    """A compiled graph would lose the derivative without a word: there is a graph break, and with fullgraph an error."""
+    ours, theirs, inputs = problem(name, DEVICE)
+    tangents = random_like(inputs)
+
+    def jvp(*xs):
+        return torch.func.jvp(ours, xs, tangents)[1]
+
+    def grad(*xs):
+        return torch.func.grad(lambda *ys: ours(*ys).square().sum())(*xs)
+
+    torch._dynamo.reset()
+    close(torch.compile(jvp, backend="aot_eager")(*inputs), torch.func.jvp(theirs, inputs, tangents)[1], "jvp")
+    close(torch.compile(grad, backend="aot_eager")(*inputs), torch.func.grad(lambda *ys: theirs(*ys).square().sum())(*inputs), "grad")
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="run eagerly"):
+        torch.compile(jvp, backend="aot_eager", fullgraph=True)(*inputs)

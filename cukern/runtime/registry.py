@@ -111,6 +111,8 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
 
     def apply(*args: Any) -> Any:
         if _tracing():
+            if transformed():  # traced without the rules, derivatives would silently be zero
+                torch._dynamo.graph_break(msg="cukern's ops run eagerly inside of torch.func transforms and forward-mode AD")
             return function.apply(*args)
         return full.apply(*args) if _transforms() else fast(*args)  # type: ignore[attr-defined]
 
@@ -128,7 +130,7 @@ def watched(*tensors: torch.Tensor | None) -> bool:
 
 def transformed() -> bool:
     """Whether tensors may carry tangents, or torch.func is at work."""
-    return not _tracing() and (forward_ad._current_level >= 0 or _transforms())
+    return forward_ad._current_level >= 0 or _transforms()
 
 
 def batched(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
