@@ -1,6 +1,8 @@
 """Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
 
+import asyncio
 import contextlib
+import contextvars
 import ctypes
 import struct
 import threading
@@ -8,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import gpu, kernels, run_python
+from helpers import gpu, kernels, own_names, run_python
 
 import cukern
+from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, outputs, wanted_inputs
 from cukern.runtime import backend, extended_launch
 from cukern.runtime.compiler import arch_of
 from cukern.runtime.kernel import Kernel
+from cukern.runtime.registry import OPS
 from cukern.runtime.sources import Source
 
 NOTHING = 'extern "C" __global__ void nothing() {}'
@@ -424,3 +428,129 @@ def test_a_bound_launch_that_is_refused_says_why():
     launch = backend.bind(cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0), (1, 1, 1), (2000, 1, 1), 0, 3)
     with pytest.raises(cukern.LaunchError, match=r"one .*block x = 2000"):
         launch(0)
+
+
+# ---- the choice of a backend
+
+
+def test_blocks_of_two_threads_that_overlap():
+    """Each thread has its own; none is left on."""
+    inside, left, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with cukern.backend("sim"):
+            inside.wait(20)
+            seen.append(backend.simulating())
+        left.set()
+
+    def second():
+        with cukern.backend("sim"):
+            inside.set()
+            left.wait(20)
+            seen.append(backend.simulating())
+        seen.append(backend.simulating())
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    inside.wait(20)
+    seen.append(backend.simulating())
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [False, False, True, True] and not backend.simulating()
+
+
+def test_blocks_nest_and_end_with_an_exception():
+    with cukern.backend("sim"):
+        with pytest.raises(KeyError), cukern.backend("gpu"):
+            assert not backend.simulating()
+            raise KeyError
+        assert backend.simulating()
+    assert not backend.simulating()
+
+
+def test_blocks_of_generators_that_end_in_another_order():
+    def work():
+        with cukern.backend("sim"):
+            yield
+
+    one, other = work(), work()
+    next(one), next(other)
+    one.close()
+    assert backend.simulating()
+    other.close()
+    assert not backend.simulating()
+
+
+def test_a_thread_inherits_no_block_and_a_copied_context_does():
+    seen = []
+    with cukern.backend("sim"):
+        threads_call(lambda: seen.append(backend.simulating()))
+        threads_call(contextvars.copy_context().run, lambda: seen.append(backend.simulating()))
+    assert seen == [False, True]
+
+
+def test_blocks_of_asyncio_tasks():
+    async def work(name, turns):
+        with cukern.backend(name):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                assert backend.simulating() == (name == "sim")
+            return await asyncio.create_task(child())
+
+    async def child():
+        return backend.simulating()
+
+    async def both():
+        return await asyncio.gather(work("sim", 3), work("gpu", 6), work("sim", 9)), backend.simulating()
+
+    assert asyncio.run(both()) == ([True, False, True], False)
+
+
+@pytest.mark.parametrize("name", own_names())
+def test_backward_of_what_was_simulated_is_simulated_anywhere(name):
+    """In the block, after it, and in another thread."""
+    op, found = OPS[name], []
+    inputs = op.make(op.sim_dims[0], torch.float32, "cpu")
+    wanted, douts = wanted_inputs(op, "bwd", inputs), draw_douts(op, inputs)
+    with cukern.backend("sim"):
+        leaves = leaves_of(inputs, wanted)
+        again = backward(outputs(op.call(*arguments(op, leaves), version=None)), [leaves[i] for i in wanted], douts)
+        found.append(again())
+    found.append(again())
+    threads_call(lambda: found.append(again()))
+    assert len(found) == 3 and all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
+def test_a_compiled_function_follows_the_block_of_its_thread():
+    ran, x = [], torch.arange(4.0)
+    compiled = torch.compile(lambda t: t * 2 if backend.simulates(t) else t * 3, backend="eager", fullgraph=True)
+
+    def run():
+        ran.append(int(compiled(x)[1]))
+
+    run()
+    with cukern.backend("sim"):
+        run()
+        threads_call(run)
+    run()
+    assert ran == [3, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("name", "error", "words"), [(5, TypeError, "must be a str, got int 5"), ("cpu", ValueError, "no backend 'cpu'")])
+def test_a_backend_that_there_is_not(name, error, words):
+    with pytest.raises(error, match=words), cukern.backend(name):
+        pass
+
+
+def test_a_wrong_environment_variable_is_told_at_the_first_cpu_tensor():
+    code = """
+import torch, cukern
+with cukern.backend("gpu"):
+    print(cukern.square(torch.tensor([3.0])).item())
+try:
+    cukern.square(torch.tensor([3.0]))
+except ValueError as error:
+    print(error)
+"""
+    assert run_python(code, CUKERN_BACKEND="zzz").stdout == "9.0\nCUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"
