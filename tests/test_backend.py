@@ -294,12 +294,31 @@ print(y.tolist(), dx.tolist())
 
 
 @pytest.mark.parametrize(
-    "ops, options, words",
-    [(("cube",), {}, "no op 'cube'; the ops are .*square"), (("square",), {"device": "cpu"}, "must be a GPU, got cpu")],
+    "ops, options, error, words",
+    [
+        (("cube",), {}, ValueError, "op must be one of .*square, got 'cube'"),
+        (("square", 5), {}, TypeError, "op must be a str, got int 5"),
+        ((["square"],), {}, TypeError, "op must be a str, got list"),
+        ((), {"dtypes": torch.float32}, TypeError, "dtypes must be a collection .*, got dtype torch.float32"),
+        ((), {"dtypes": ("float",)}, TypeError, r"got tuple \('float',\)"),
+        ((), {"dtypes": "float"}, TypeError, "got str 'float'"),
+        (("square",), {"dtypes": (torch.float32, torch.int8)}, ValueError, "torch.int8, of which square has no kernels"),
+        *((("square",), {"device": d}, ValueError, f"must be a GPU, got '{d}'") for d in ("cpu", "nonsense", "", "cuda:-1", "cuda:x")),
+        ((), {"device": torch.device("cpu")}, ValueError, "must be a GPU, got 'cpu'"),
+        ((), {"device": -1}, ValueError, "device must be at least 0, got -1"),
+        *(((), {"device": d}, TypeError, "device must be an int, got") for d in (True, 0.0, [0])),
+    ],
 )
-def test_warmup_refuses_what_there_is_not(ops, options, words):
-    with pytest.raises(ValueError, match=words):
+def test_warmup_refuses_what_there_is_not(ops, options, error, words):
+    with pytest.raises(error, match=words):
         cukern.warmup(*ops, **options)
+
+
+@gpu
+@pytest.mark.parametrize("device", [99, 1 << 40, "cuda:99"])
+def test_warmup_refuses_a_gpu_that_there_is_not(device):
+    with pytest.raises(ValueError, match=f"device must be one of the .* GPUs, got {device!r}"):
+        cukern.warmup("square", device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
