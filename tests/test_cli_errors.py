@@ -10,7 +10,6 @@ from helpers import run
 from test_cli import call, refused
 
 from cukern.cli import check
-from cukern.runtime.registry import OPS
 
 COMMAND = [sys.executable, "-m", "cukern"]
 QUICK = ("--wait", 0, "--warmup", 1, "--active", 1)
@@ -59,10 +58,14 @@ def test_empty_and_odd_options(args):
 
 @pytest.fixture
 def unmeasured(tmp_path, monkeypatch):
-    """A folder to stand in, where measuring anything would end in a traceback."""
+    """A folder to stand in, where measuring anything is an error of the test."""
+
+    def measure(*args):
+        raise AssertionError
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cukern.bench.timing.device_times", None)
-    monkeypatch.setattr("cukern.cli.profile.stepper", None)
+    monkeypatch.setattr("cukern.cli.bench.measure", measure)
+    monkeypatch.setattr("cukern.cli.profile.stepper", measure)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     return tmp_path

@@ -16,8 +16,8 @@ from cukern.runtime.backend import LaunchError, simulating
 from cukern.runtime.compiler import CompileError, SetupError
 from cukern.sim.faults import Fault, NotSimulated
 
-_USERS_ERRORS = (ValueError, TypeError, OSError, MemoryError, CompileError, SetupError, LaunchError, Fault, NotSimulated)
-_NO_MEMORY = ("can't allocate memory", "not enough memory")  # torch's words on Linux and on Windows, in a RuntimeError
+_OURS = (CompileError, SetupError, LaunchError, Fault, NotSimulated)
+_USERS_ERRORS = (*_OURS, ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
 class _Group(TyperGroup):
@@ -32,8 +32,7 @@ class _Group(TyperGroup):
         except BrokenPipeError:  # as by `| head -1`
             raise SystemExit(1) from None
         except (*_USERS_ERRORS, RuntimeError) as error:
-            known = isinstance(error, (*_USERS_ERRORS, torch.OutOfMemoryError))
-            if not known and not any(words in str(error) for words in _NO_MEMORY):
+            if not isinstance(error, _USERS_ERRORS) and "DefaultCPUAllocator" not in str(error):  # torch's MemoryError
                 raise
             with contextlib.suppress(OSError):  # stderr may be full too
                 errors.print(f"error: {str(error) or 'out of memory'}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """Load kernels ahead of their first use: before a CUDA graph is captured, or so that no user waits for a compiler."""
 
+import contextlib
 import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,8 @@ def warmup(*ops: str, dtypes: Collection[torch.dtype] | None = None, device: tor
                 raise ValueError(f"dtypes has {dtype}, of which {', '.join(ops) or 'no op'} has no kernels")
     index = _index(device)
     backend.require_gpu()
-    index = torch.cuda.current_device() if index is None else index
+    if index is None:
+        index = torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs, got {device!r}")
     with torch.cuda.device(index):
@@ -45,14 +47,9 @@ def warmup(*ops: str, dtypes: Collection[torch.dtype] | None = None, device: tor
 
 def _index(device: torch.device | str | int | None) -> int | None:
     """The number of a GPU; None for the current one."""
-    if device is None:
-        return None
     if not isinstance(device, str | torch.device):
-        return checks.integer("device", device, 0)
-    try:
-        place = torch.device(device)
-    except RuntimeError:  # torch's, for a name that it does not know
-        place = None
-    if place is None or place.type != "cuda":
-        raise ValueError(f"device must be a GPU, got {str(device)!r}")
-    return place.index
+        return None if device is None else checks.integer("device", device, 0)
+    with contextlib.suppress(RuntimeError):  # torch's, for a name that it does not know
+        if torch.device(device).type == "cuda":
+            return torch.device(device).index
+    raise ValueError(f"device must be a GPU, got {str(device)!r}")
