@@ -110,12 +110,16 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     fast = super(torch.autograd.Function, full).apply  # type: ignore[misc]
 
     def apply(*args: Any) -> Any:
-        if _tracing():
-            if transformed():  # traced without the rules, derivatives would silently be zero
-                torch._dynamo.graph_break(msg="cukern's ops run eagerly inside of torch.func transforms and forward-mode AD")
-            return function.apply(*args)
+        if transformed():
+            return eager(*args)
+        return function.apply(*args) if _tracing() else fast(*args)
+
+    def transform(*args: Any) -> Any:
         return full.apply(*args) if _transforms() else fast(*args)  # type: ignore[attr-defined]
 
+    # torch.compile breaks its graph here, and says so by this name: traced without the rules, derivatives would silently be zero.
+    transform.__qualname__ = f"{function.__name__}.transform"
+    eager = torch._disable_dynamo(transform)
     return apply
 
 
