@@ -5,6 +5,7 @@ host time, nearly all of it the driver's. Where a CuPy has no such binding, RawM
 """
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import math
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import extended_launch
+from cukern.runtime import checks, extended_launch
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
 from cukern.runtime.signature import Param, explain_misfit, offsets, packer
 
@@ -51,7 +52,18 @@ SIMULATED_SHARED_MEMORY = 227 << 10
 SIMULATED_MULTIPROCESSORS = 2  # few, so that a small problem has more tiles than run at one time
 
 BACKENDS = ("gpu", "sim")
-_simulating = False
+_START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so that the command line can say what is wrong
+_blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar("cukern.backend", default=(_START,))
+
+
+class _Traced(threading.local):
+    """The same for torch.compile, which can trace no context variable: the backend of the block that this thread entered or left last."""
+
+    def __init__(self) -> None:
+        self.name = _START[0]
+
+
+_traced = _Traced()
 
 
 @contextlib.contextmanager
@@ -59,37 +71,48 @@ def backend(name: str) -> Iterator[None]:
     """Choose who runs the kernels on CPU tensors: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
 
     Args:
-        name: "sim": the simulator interprets the kernels, in all threads of this process; it names races, accesses out of bounds and the
-            like, by raising cukern.sim.Fault. "gpu": nobody; CPU tensors go to the plain torch path. The environment variable
-            CUKERN_BACKEND says which it is at the start. Tensors on a GPU are not concerned.
+        name: "sim": the simulator interprets the kernels; it names races, accesses out of bounds and the like, by raising cukern.sim.Fault.
+            "gpu": nobody; CPU tensors go to the plain torch path. Tensors on a GPU are not concerned.
 
-    Raises ValueError for another name.
+    The block is a context variable: it holds for the thread or asyncio task that opened it, and for tasks started inside it. Other threads
+    are not concerned, and a thread started inside begins as the process did, unless it runs in `contextvars.copy_context()`. The backward
+    pass of what was simulated is simulated, wherever it is called. The environment variable CUKERN_BACKEND says which backend it is outside
+    of all blocks.
+
+    Raises TypeError for a name that is no str, ValueError for another name; a wrong CUKERN_BACKEND raises at the first CPU tensor.
     """
-    global _simulating
-    before, _simulating = _simulating, _simulates(name)
+    _check("", name)
+    mine = [name]
+    _enter((*_blocks.get(), mine))
     try:
         yield
-    finally:
-        _simulating = before
+    finally:  # of blocks that generators hold open, the first may end before the last
+        _enter(tuple(block for block in _blocks.get() if block is not mine))
 
 
-def _simulates(name: str) -> bool:
+def _enter(blocks: tuple[list[str], ...]) -> None:
+    _blocks.set(blocks)
+    _traced.name = blocks[-1][0]
+
+
+def _check(where: str, name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a backend must be a str, got {checks.brief(name)}")
     if name not in BACKENDS:
-        raise ValueError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
-    return name == "sim"
-
-
-_simulating = _simulates(os.environ.get("CUKERN_BACKEND") or "gpu")
+        raise ValueError(f"{where}there is no backend {name!r}; there are {', '.join(BACKENDS)}")
 
 
 def simulates(x: torch.Tensor) -> bool:
     """Whether kernels on this tensor run in the simulator."""
-    return _simulating and x.device.type == "cpu"
+    return simulating() and x.device.type == "cpu"
 
 
 def simulating() -> bool:
-    """Whether CPU tensors go to the simulator."""
-    return _simulating
+    """Whether CPU tensors go to the simulator. Raises ValueError for a wrong CUKERN_BACKEND."""
+    name = _traced.name if torch.compiler.is_dynamo_compiling() else _blocks.get()[-1][0]
+    if name not in BACKENDS:
+        _check("CUKERN_BACKEND: ", name)
+    return name == "sim"
 
 
 def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
