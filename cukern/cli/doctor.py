@@ -1,12 +1,14 @@
 """`cukern doctor`: what is installed, found and missing, and how to mend it."""
 
+import importlib
 import importlib.util
+import os
 import platform
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +19,7 @@ from cukern.bench import environment
 from cukern.cli.common import console
 from cukern.runtime import cache, compiler
 from cukern.runtime.compiler import SetupError
+from cukern.runtime.sources import Source, kernels_dir
 
 State = Literal["ok", "absent", "warning", "missing"]
 _MARKS = {"ok": "[green]ok[/green]", "absent": "[dim]--[/dim]", "warning": "[yellow]!![/yellow]", "missing": "[red]NO[/red]"}
@@ -37,7 +40,7 @@ def doctor() -> None:
     findings = list(examine())
     for one in findings:
         console.print(f"{_MARKS[one.state]} [bold]{one.what:<18}[/bold]", end=" ")
-        console.print(one.found, markup=False, highlight=False, soft_wrap=True)
+        console.print(" ".join(one.found.split()), markup=False, highlight=False, soft_wrap=True)
         if one.mend:
             console.print(f"{'':<22}{one.mend}", markup=False, highlight=False, soft_wrap=True, style="yellow")
     if any(one.state == "missing" for one in findings):
@@ -48,16 +51,36 @@ def examine() -> Iterator[Finding]:
     """Everything that cukern needs or can use, in the order in which one would mend it."""
     yield Finding("ok", "Python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "torch", f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})")
-    yield _cupy()
-    yield _needed("NVRTC", lambda: f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})")
-    yield _needed("CUDA headers", lambda: str(compiler.cuda_include()))
-    yield from _gpus()
-    yield _cache()
-    yield _package("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton")
-    yield _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib")
+    needed = [
+        *_tried("missing", "CuPy", lambda: [_cupy()]),
+        *_tried("missing", "NVRTC", lambda: [Finding("ok", "NVRTC", _nvrtc())]),
+        *_tried("missing", "CUDA headers", lambda: [Finding("ok", "CUDA headers", str(compiler.cuda_include()))]),
+        *_tried("missing", "kernel sources", lambda: [_sources()]),
+    ]
+    yield from needed
+    if not any(one.state == "missing" for one in needed):
+        yield from _tried("missing", "compiler", lambda: [_compiles()])
+    yield from _tried("warning", "GPU", _gpus)
+    yield from _tried("warning", "cache", _caches)
+    for what, module, mend in (
+        ("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton"),
+        ("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib"),
+    ):
+        yield from _tried("warning", what, lambda: [_package(what, module, mend)], f"pip install --force-reinstall {module}")  # noqa: B023
     yield _program("nvcc", "only the peer load_inline of cukern bench needs it: install the CUDA toolkit")
     yield _program("ncu", "cukern profile --ncu: install Nsight Compute, https://developer.nvidia.com/nsight-compute")
     yield _program("compute-sanitizer", "to look for memory errors and races: install the CUDA toolkit")
+
+
+def _tried(state: State, what: str, find: Callable[[], Iterable[Finding]], mend: str = "") -> list[Finding]:
+    """What is found, or why it cannot be: in a broken installation anything may raise anything."""
+    try:
+        return list(find())
+    except SetupError as error:
+        message, _, command = str(error).partition(" Run: ")
+        return [Finding(state, what, message, command)]
+    except Exception as error:
+        return [Finding(state, what, f"{type(error).__name__}: {error}", mend or "install cukern and what it needs into a new environment")]
 
 
 def _cupy() -> Finding:
@@ -69,18 +92,39 @@ def _cupy() -> Finding:
     if importlib.util.find_spec("cupy") is None:
         return Finding("missing", "CuPy", found, "pip install cupy-cuda12x")
     try:
+        cache.house_cupy()
         import cupy  # noqa: F401  that it is there does not say that it works
     except Exception as error:
         return Finding("missing", "CuPy", f"{found}, cannot be imported: {error}", "pip install --force-reinstall cupy-cuda12x")
     return Finding("ok", "CuPy", found if wheels else "from no known wheel")
 
 
-def _needed(what: str, find: Callable[[], str]) -> Finding:
+def _nvrtc() -> str:
+    return f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})"
+
+
+def _sources() -> Finding:
+    """The .cu files and headers of the package: there, and for this user to read."""
+    folder, mend = kernels_dir(), "make the files readable (chmod -R a+rX), or install cukern again"
+    files = [*folder.glob("*.cu"), *folder.glob("common/*.cuh")]
+    if not files:
+        return Finding("missing", "kernel sources", f"none in {folder}", mend)
+    for file in files:
+        try:
+            file.read_bytes()
+        except OSError as error:
+            return Finding("missing", "kernel sources", f"{file}: {error.strerror}", mend)
+    return Finding("ok", "kernel sources", f"{len(files)} files in {folder}")
+
+
+def _compiles() -> Finding:
+    """NVRTC loads more libraries when it compiles."""
+    text = '#include <cuda_fp16.h>\nextern "C" __global__ void k(__half* x) { *x = __float2half(1.f); }\n'
     try:
-        return Finding("ok", what, find())
-    except SetupError as error:
-        message, _, mend = str(error).partition(" Run: ")
-        return Finding("missing", what, message, mend)
+        with compiler.compiled(Source.from_text(text), ("k",), "sm_80"):
+            return Finding("ok", "compiler", "makes machine code")
+    except Exception as error:
+        return Finding("missing", "compiler", str(error), "pip install --force-reinstall nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -109,17 +153,26 @@ def _why_no_gpu() -> str:
     return "CUDA_VISIBLE_DEVICES may hide it"
 
 
-def _cache() -> Finding:
-    folder = cache.cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        size = sum(file.stat().st_size for file in folder.glob("*.cubin"))
-    except OSError as error:
-        found = f"{folder} cannot be written ({error.strerror}): every process compiles its kernels anew"
-        return Finding("warning", "cache", found, "set CUKERN_CACHE_DIR to a folder that you may write to")
-    return Finding("ok", "cache", f"{folder}: {len(list(folder.glob('*.json')))} kernels, {size / 2**20:.1f} MiB")
+def _caches() -> Iterator[Finding]:
+    """Each folder that is looked into, up to the first that can be written."""
+    mend = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody else but root (chmod go-w)"
+    for folder in cache.candidates():
+        if why := cache.refusal(folder):
+            yield Finding("warning", "cache", f"{folder} is not used: {why}", mend)
+            continue
+        try:
+            entries = [file.stat().st_size for file in folder.glob(f"*{cache.SUFFIX}")]
+            found = f"{folder}: {len(entries)} kernels, {sum(entries) / 2**20:.1f} MiB"
+            if not os.access(folder, os.W_OK):
+                yield Finding("ok", "cache", f"{found}, to read; what it does not have goes to the next")
+                continue
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            yield Finding("ok", "cache", found)
+        except OSError as error:
+            yield Finding("warning", "cache", f"{folder} cannot be used: {error.strerror}", mend)
+        return
+    yield Finding("warning", "cache", "no folder can be written: every process compiles its kernels anew", mend)
 
 
 def _package(what: str, module: str, mend: str) -> Finding:

@@ -44,7 +44,8 @@ class Ptx:
 
 
 # setdefault is atomic: two threads that meet a kernel at the same time get the same lock. functools.cache would not promise that.
-_compile_locks: dict[str, threading.Lock] = {}
+# RLock: a signal handler, or a child that it forks, may want the kernel that its own thread compiles.
+_compile_locks: dict[str, contextlib.AbstractContextManager] = {}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -62,7 +63,7 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     cached = cache.read(key)
     if cached:
         return cached
-    with no_fork(), _compile_locks.setdefault(key, threading.Lock()):
+    with no_fork(), _compile_locks.setdefault(key, threading.RLock()):
         cubin = cache.read(key)
         if cubin is None:
             cubin = _compile(source, name, arch)

@@ -26,7 +26,7 @@ class Kernel:
         self._attribute = extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
         self.params = signature.parse(source, name)
         self._loaded: dict[int, backend.Launch] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may want the same kernel
 
     def __repr__(self) -> str:
         return f"<cukern kernel {self.name}({', '.join(map(str, self.params))}) of {self.source.path}>"
