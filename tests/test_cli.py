@@ -292,12 +292,12 @@ NO_HEADERS = SetupError("no cuda_fp16.h in /here. Run: pip install nvidia-cuda-r
     ("broken", "name", "value", "says", "status"),
     [
         (compiler, "nvrtc", fails(NO_NVRTC), ("NVRTC cannot be loaded", "pip install nvidia-cuda-nvrtc-cu12"), 1),
-        (compiler, "nvrtc", fails(OSError("no such library")), ("NVRTC", "OSError: no such library", "new environment"), 1),
+        (compiler, "nvrtc", fails(OSError("no such library")), ("NVRTC", "OSError: no such library", "--force-reinstall"), 1),
         (compiler, "cuda_include", fails(NO_HEADERS), ("no cuda_fp16.h in /here", "pip install nvidia-cuda-runtime-cu12"), 1),
         (compiler, "compiled", fails(RuntimeError("no builtins")), ("compiler", "no builtins", "pip install --force-reinstall"), 1),
         (environment, "cupy_wheels", fails(TypeError("no name")), ("CuPy", "TypeError: no name"), 1),
         (doctor, "kernels_dir", lambda: Path("/proc/none"), ("kernel sources", "none in /proc/none", "install cukern again"), 1),
-        (Path, "read_bytes", fails(PermissionError(13, "Permission denied")), (".cu: Permission denied", "chmod -R a+rX"), 1),
+        (Path, "read_bytes", fails(PermissionError(13, "Permission denied")), ("Permission denied", "chmod -R a+rX"), 1),
         (environment, "smi", fails(IndexError("nothing")), ("GPU", "IndexError: nothing"), 0),
         (torch.cuda, "is_available", fails(RuntimeError("bad driver")), ("GPU", "bad driver"), 0),
         (importlib.util, "find_spec", fails(ValueError("matplotlib.__spec__ is None")), ("matplotlib", "--force-reinstall"), 1),
@@ -317,7 +317,7 @@ def test_doctor_of_a_cupy_that_cannot_be_imported(tmp_path):
     (tmp_path / "cupy.py").write_text("raise OSError('libcuda is away')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['doctor']; from cukern.cli import main; main()"
     done = run_python(code, ok=False)
-    assert done.returncode == 1 and "cannot be imported: libcuda is away" in done.stdout and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "OSError: libcuda is away" in done.stdout and "Traceback" not in done.stderr
     assert "pip install --force-reinstall cupy" in done.stdout and "compute-sanitizer" in done.stdout
 
 

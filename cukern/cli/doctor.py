@@ -18,11 +18,13 @@ import typer
 from cukern.bench import environment
 from cukern.cli.common import console
 from cukern.runtime import cache, compiler
-from cukern.runtime.compiler import SetupError
 from cukern.runtime.sources import Source, kernels_dir
 
 State = Literal["ok", "absent", "warning", "missing"]
 _MARKS = {"ok": "[green]ok[/green]", "absent": "[dim]--[/dim]", "warning": "[yellow]!![/yellow]", "missing": "[red]NO[/red]"}
+
+_WHEELS = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+_OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody else but root (chmod go-w)"
 
 
 @dataclass(frozen=True)
@@ -52,87 +54,70 @@ def examine() -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "torch", f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})")
     needed = [
-        *_tried("missing", "CuPy", lambda: [_cupy()]),
-        *_tried("missing", "NVRTC", lambda: [Finding("ok", "NVRTC", _nvrtc())]),
-        *_tried("missing", "CUDA headers", lambda: [Finding("ok", "CUDA headers", str(compiler.cuda_include()))]),
-        *_tried("missing", "kernel sources", lambda: [_sources()]),
+        *_tried("CuPy", _cupy, "pip install --force-reinstall cupy-cuda12x"),
+        *_tried("NVRTC", _nvrtc, f"pip install --force-reinstall {_WHEELS}"),
+        *_tried("CUDA headers", lambda: str(compiler.cuda_include()), f"pip install --force-reinstall {_WHEELS}"),
+        *_tried("kernel sources", _sources, "make the files readable (chmod -R a+rX), or install cukern again"),
     ]
     yield from needed
     if not any(one.state == "missing" for one in needed):
-        yield from _tried("missing", "compiler", lambda: [_compiles()])
-    yield from _tried("warning", "GPU", _gpus)
-    yield from _tried("warning", "cache", _caches)
-    for what, module, mend in (
-        ("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton"),
-        ("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib"),
-    ):
-        yield from _tried("warning", what, lambda: [_package(what, module, mend)], f"pip install --force-reinstall {module}")  # noqa: B023
+        yield from _tried("compiler", _compiles, f"pip install --force-reinstall {_WHEELS}")
+    yield from _tried("GPU", _gpus, "see https://pytorch.org and https://www.nvidia.com/drivers", "warning")
+    yield from _tried("cache", _caches, _OWN_CACHE, "warning")
+    yield from _package("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton")
+    yield from _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib")
     yield _program("nvcc", "only the peer load_inline of cukern bench needs it: install the CUDA toolkit")
     yield _program("ncu", "cukern profile --ncu: install Nsight Compute, https://developer.nvidia.com/nsight-compute")
     yield _program("compute-sanitizer", "to look for memory errors and races: install the CUDA toolkit")
 
 
-def _tried(state: State, what: str, find: Callable[[], Iterable[Finding]], mend: str = "") -> list[Finding]:
+def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, state: State = "missing") -> list[Finding]:
     """What is found, or why it cannot be: in a broken installation anything may raise anything."""
     try:
-        return list(find())
-    except SetupError as error:
-        message, _, command = str(error).partition(" Run: ")
-        return [Finding(state, what, message, command)]
+        found = find()
+        return [Finding("ok", what, found)] if isinstance(found, str) else list(found)
     except Exception as error:
-        return [Finding(state, what, f"{type(error).__name__}: {error}", mend or "install cukern and what it needs into a new environment")]
+        message, _, command = str(error).partition(" Run: ")
+        return [Finding(state, what, message if command else f"{type(error).__name__}: {error}", command or mend)]
 
 
-def _cupy() -> Finding:
+def _cupy() -> str | list[Finding]:
     wheels = [f"{name} {version}" for name, version in environment.cupy_wheels().items()]
     found = ", ".join(wheels) or "not installed"
     if len(wheels) > 1:
         names = " ".join(environment.cupy_wheels())
-        return Finding("warning", "CuPy", found, f"they overwrite each other's files: pip uninstall {names}, then install one of them")
+        return [Finding("warning", "CuPy", found, f"they overwrite each other's files: pip uninstall {names}, then install one of them")]
     if importlib.util.find_spec("cupy") is None:
-        return Finding("missing", "CuPy", found, "pip install cupy-cuda12x")
-    try:
-        cache.house_cupy()
-        import cupy  # noqa: F401  that it is there does not say that it works
-    except Exception as error:
-        return Finding("missing", "CuPy", f"{found}, cannot be imported: {error}", "pip install --force-reinstall cupy-cuda12x")
-    return Finding("ok", "CuPy", found if wheels else "from no known wheel")
+        return [Finding("missing", "CuPy", found, "pip install cupy-cuda12x")]
+    cache.house_cupy()
+    importlib.import_module("cupy")  # that it is there does not say that it works
+    return found if wheels else "from no known wheel"
 
 
 def _nvrtc() -> str:
     return f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})"
 
 
-def _sources() -> Finding:
+def _sources() -> str:
     """The .cu files and headers of the package: there, and for this user to read."""
-    folder, mend = kernels_dir(), "make the files readable (chmod -R a+rX), or install cukern again"
-    files = [*folder.glob("*.cu"), *folder.glob("common/*.cuh")]
+    files = [*kernels_dir().glob("*.cu"), *kernels_dir().glob("common/*.cuh")]
     if not files:
-        return Finding("missing", "kernel sources", f"none in {folder}", mend)
-    for file in files:
-        try:
-            file.read_bytes()
-        except OSError as error:
-            return Finding("missing", "kernel sources", f"{file}: {error.strerror}", mend)
-    return Finding("ok", "kernel sources", f"{len(files)} files in {folder}")
+        raise FileNotFoundError(f"none in {kernels_dir()}")
+    return f"{len(files)} files, {sum(len(file.read_bytes()) for file in files) >> 10} KiB, in {kernels_dir()}"
 
 
-def _compiles() -> Finding:
+def _compiles() -> str:
     """NVRTC loads more libraries when it compiles."""
     text = '#include <cuda_fp16.h>\nextern "C" __global__ void k(__half* x) { *x = __float2half(1.f); }\n'
-    try:
-        with compiler.compiled(Source.from_text(text), ("k",), "sm_80"):
-            return Finding("ok", "compiler", "makes machine code")
-    except Exception as error:
-        return Finding("missing", "compiler", str(error), "pip install --force-reinstall nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12")
+    with compiler.compiled(Source.from_text(text), ("k",), "sm_80"):
+        return "makes machine code"
 
 
 def _gpus() -> Iterator[Finding]:
     driver = environment.smi("driver_version")
     if not torch.cuda.is_available():
-        yield Finding(
-            "absent", "driver", driver or "nvidia-smi is not there", "" if driver else "for a GPU: https://www.nvidia.com/drivers"
-        )
+        mend = "" if driver else "for a GPU: https://www.nvidia.com/drivers"
+        yield Finding("absent", "driver", driver or "nvidia-smi is not there", mend)
         why = "torch is built without CUDA: install a CUDA build, see https://pytorch.org" if torch.version.cuda is None else _why_no_gpu()
         yield Finding("absent", "GPU", "torch.cuda sees none: ops run as plain torch, kernels can only be compiled", why)
         return
@@ -155,30 +140,31 @@ def _why_no_gpu() -> str:
 
 def _caches() -> Iterator[Finding]:
     """Each folder that is looked into, up to the first that can be written."""
-    mend = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody else but root (chmod go-w)"
     for folder in cache.candidates():
         if why := cache.refusal(folder):
-            yield Finding("warning", "cache", f"{folder} is not used: {why}", mend)
+            yield Finding("warning", "cache", f"{folder} is not used: {why}", _OWN_CACHE)
             continue
         try:
-            entries = [file.stat().st_size for file in folder.glob(f"*{cache.SUFFIX}")]
-            found = f"{folder}: {len(entries)} kernels, {sum(entries) / 2**20:.1f} MiB"
+            sizes = [file.stat().st_size for file in folder.glob(f"*{cache.SUFFIX}")]
+            found = f"{folder}: {len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB"
             if not os.access(folder, os.W_OK):
                 yield Finding("ok", "cache", f"{found}, to read; what it does not have goes to the next")
                 continue
             with tempfile.TemporaryFile(dir=folder):
-                pass
-            yield Finding("ok", "cache", found)
+                yield Finding("ok", "cache", found)
         except OSError as error:
-            yield Finding("warning", "cache", f"{folder} cannot be used: {error.strerror}", mend)
+            yield Finding("warning", "cache", f"{folder} cannot be used: {error.strerror}", _OWN_CACHE)
         return
-    yield Finding("warning", "cache", "no folder can be written: every process compiles its kernels anew", mend)
+    yield Finding("warning", "cache", "no folder can be written: every process compiles its kernels anew", _OWN_CACHE)
 
 
-def _package(what: str, module: str, mend: str) -> Finding:
-    if importlib.util.find_spec(module) is None:
-        return Finding("absent", what, "not installed", mend)
-    return Finding("ok", what, str(getattr(importlib.import_module(module), "__version__", "installed")))
+def _package(what: str, module: str, mend: str) -> list[Finding]:
+    def find() -> str | list[Finding]:
+        if importlib.util.find_spec(module) is None:
+            return [Finding("absent", what, "not installed", mend)]
+        return str(getattr(importlib.import_module(module), "__version__", "installed"))
+
+    return _tried(what, find, f"pip install --force-reinstall {module}", "warning")
 
 
 def _program(name: str, mend: str) -> Finding:

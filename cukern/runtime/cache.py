@@ -77,22 +77,18 @@ def candidates() -> Iterator[Path]:
 
 def temporary_dir() -> Path:
     """The user's own folder among the temporary files."""
-    try:
-        parent = tempfile.gettempdir()
-    except OSError:  # nothing at all can be written
-        parent = "/tmp"
-    return Path(parent, f"cukern-{_uid()}").absolute()
+    user = os.geteuid() if hasattr(os, "geteuid") else "user"
+    with contextlib.suppress(OSError):  # nothing at all can be written
+        tempfile.gettempdir()
+    return Path(tempfile.tempdir or "/tmp", f"cukern-{user}").absolute()
 
 
 def house_cupy() -> None:
     """CuPy makes ~/.cupy when it is imported, and cannot be imported where it cannot: give it another folder there."""
     if "CUPY_CACHE_DIR" not in os.environ:
-        usual = os.path.expanduser("~/.cupy/kernel_cache")
         try:
-            if not os.path.isabs(usual):
-                raise FileNotFoundError("no home")
-            os.makedirs(usual, exist_ok=True)
-        except OSError:
+            Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):
             own = temporary_dir()
             os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cukern-cupy-") if refusal(own) else str(own / "cupy")
 
@@ -126,18 +122,14 @@ def target() -> Path | None:
     return next((folder for folder, writable in folders() if writable), None)
 
 
-def _uid() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else 0  # Windows: temporary files are the user's own
-
-
 def _foreign(status: os.stat_result, *owners: int) -> str | None:
     """How another user may have written it."""
-    if os.name == "nt":
-        return None
-    for owner in (status.st_uid, *owners):
-        if owner not in (0, _uid()):
+    if hasattr(os, "geteuid"):
+        for owner in {status.st_uid, *owners} - {0, os.geteuid()}:
             return f"it belongs to user {owner}"
-    return f"its mode {status.st_mode & 0o7777:o} lets other users write" if status.st_mode & 0o022 else None
+        if status.st_mode & 0o022:
+            return f"its mode {status.st_mode & 0o7777:o} lets other users write"
+    return None
 
 
 @functools.cache
