@@ -21,6 +21,7 @@ from cukern.runtime import cache
 from cukern.runtime.cache import Cubin as Cubin
 from cukern.runtime.cache import Report as Report
 from cukern.runtime.cache import virtual
+from cukern.runtime.forks import no_fork
 from cukern.runtime.sources import Source, kernels_dir
 
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
@@ -43,7 +44,8 @@ class Ptx:
 
 
 # setdefault is atomic: two threads that meet a kernel at the same time get the same lock. functools.cache would not promise that.
-_compile_locks: dict[str, threading.Lock] = {}
+# RLock: a signal handler, or a child that it forks, may want the kernel that its own thread compiles.
+_compile_locks: dict[str, contextlib.AbstractContextManager] = {}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -61,7 +63,7 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     cached = cache.read(key)
     if cached:
         return cached
-    with _compile_locks.setdefault(key, threading.Lock()):
+    with no_fork(), _compile_locks.setdefault(key, threading.RLock()):
         cubin = cache.read(key)
         if cubin is None:
             cubin = _compile(source, name, arch)
@@ -94,8 +96,10 @@ def nvrtc_version() -> str:
 def nvrtc():
     """CuPy's binding of NVRTC. Raises SetupError with the command that mends it."""
     try:
-        from cupy.cuda import nvrtc as binding
-    except ImportError as error:
+        with no_fork():
+            cache.house_cupy()
+            from cupy.cuda import nvrtc as binding
+    except Exception as error:
         raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
     try:
         binding.getVersion()

@@ -10,6 +10,7 @@ import torch
 
 from cukern.runtime import backend, checks, extended_launch, interop, signature
 from cukern.runtime.compiler import Cubin, arch_of, compile_kernel, compile_ptx
+from cukern.runtime.forks import no_fork
 from cukern.runtime.sources import Source, kernels_dir
 
 
@@ -25,7 +26,7 @@ class Kernel:
         self._attribute = extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
         self.params = signature.parse(source, name)
         self._loaded: dict[int, backend.Launch] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may want the same kernel
 
     def __repr__(self) -> str:
         return f"<cukern kernel {self.name}({', '.join(map(str, self.params))}) of {self.source.path}>"
@@ -41,7 +42,7 @@ class Kernel:
         """
         loaded = self._loaded.get(device)
         if loaded is None:
-            with self._lock:
+            with no_fork(), self._lock:
                 loaded = self._loaded.get(device) or self._load(device)
         return loaded
 
