@@ -94,18 +94,17 @@ def reference(x: Tensor, scale: float = 1.0, window: int | None = None, sink: Te
 
 def _logits(x: Tensor, scale: float, window: int | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """scale x and the sink, less each row's largest scale x, -inf for the keys that are not seen; and which these are. In float64, unless x
-    is as good. Where scale is large the largest is subtracted first, so that no product overflows."""
+    is as good. The largest is subtracted first, and by halves, so that nothing overflows."""
     queries, keys = x.shape[-2:]
     last = torch.arange(queries, device=x.device)[:, None] + keys - queries
     key = torch.arange(keys, device=x.device)
     hidden = key > last if window is None else (key > last) | (key <= last - window)
-    small, large = min(scale, 1.0), max(scale, 1.0)
-    scores = (x.to(wide(x) if scale == 1 and sink is None else torch.float64) * small).masked_fill(hidden, -math.inf)
-    top = scores.detach().amax(-1, keepdim=True) if keys else scores.new_zeros(*x.shape[:-1], 1)
+    half = (x.to(wide(x) if scale == 1 and sink is None else torch.float64) * 0.5).masked_fill(hidden, -math.inf)
+    top = half.detach().amax(-1, keepdim=True) if keys else half.new_zeros(*x.shape[:-1], 1)
     top = top.masked_fill(top == -math.inf, 0.0)
-    scores = ((scores - top) * large).masked_fill(hidden, -math.inf)
+    scores = ((half - top) * scale * 2).masked_fill(hidden, -math.inf)
     most = torch.finfo(torch.float64).max
-    return scores, None if sink is None else sink.double()[..., None, None] - (top * large).clamp(-most, most), hidden
+    return scores, None if sink is None else sink.double()[..., None, None] - (top * scale * 2).clamp(-most, most), hidden
 
 
 # ---- autograd: x is (matrices, queries, keys), sinks (matrices) in float64; `share` is the sinks' share of each row

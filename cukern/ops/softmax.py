@@ -66,9 +66,9 @@ def _reference(function: Callable[..., Tensor], x: Tensor, dim: int, scale: floa
 
 
 def scaled(x: Tensor, scale: float, dim: int) -> Tensor:
-    """scale x in float64, less the largest along `dim`. Where scale is large it is subtracted first, so that no product overflows."""
-    small = x.double() * math.copysign(min(abs(scale), 1.0), scale)
-    return (small - small.detach().amax(dim, keepdim=True)) * max(abs(scale), 1.0)
+    """scale x in float64, less the largest along `dim`, subtracted first, and by halves, so that nothing overflows."""
+    half = x.double() * math.copysign(0.5, scale)
+    return (half - half.detach().amax(dim, keepdim=True)) * abs(scale) * 2
 
 
 def extreme(scale: float) -> bool:
