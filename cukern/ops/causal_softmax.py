@@ -55,14 +55,14 @@ def causal_softmax(
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if window is not None:
-        window = checks.integer("window", window, 1)
+        window = min(checks.integer("window", window, 1), 1 << 62)
     sink = None if sink is None else _sinks(x, sink)
     if not x.is_cuda and not backend.simulates(x):
         return reference(x, scale, window, sink)
     matrices = math.prod(x.shape[:-2])
     sinks = None if sink is None else sink.double().expand(x.shape[:-2]).reshape(matrices)
     scores = _side_by_side(x if x.ndim == 3 else x.reshape(matrices, *x.shape[-2:]))
-    y = _run(scores, sinks, scale, min(window or 1 << 62, 1 << 62), forward, backward)
+    y = _run(scores, sinks, scale, window or 1 << 62, forward, backward)
     return y.view(x.shape)
 
 
@@ -133,7 +133,7 @@ class _CausalSoftmax(Differentiable):
         y, share = ctx.saved_tensors
         if g is None:
             g = torch.zeros_like(y)
-        dx, dsink = _apply_backward(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.rest)
+        dx, dsink = _gradient(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.rest)
         return dx, dsink.sum(1) if ctx.sinks else None, None, None, None, None
 
     @staticmethod
@@ -141,7 +141,7 @@ class _CausalSoftmax(Differentiable):
         """The Jacobian of a row and its sink's share is symmetric, but for the scale: its product with dx is that with a gradient."""
         y, share = ctx.saved_tensors
         dx = torch.zeros_like(y) if dx is None else dx
-        out, dshare = _apply_backward(y, dx, share if ctx.sinks else None, None, *ctx.rest)
+        out, dshare = _gradient(y, dx, share if ctx.sinks else None, None, *ctx.rest)
         dshare = ctx.rest[0] * dshare
         if dsinks is not None:
             change = share * dsinks[:, None]
@@ -152,6 +152,14 @@ class _CausalSoftmax(Differentiable):
     @staticmethod
     def batch(info, in_dims, x, sinks, *rest):
         return _batch(_apply, info.batch_size, in_dims, (x, sinks), sinks is not None, rest)
+
+    @staticmethod
+    def recorded(ctx, x, sinks, scale, window, forward, backward):
+        y, share = _causal_softmax(x, sinks, scale, window, forward)
+        ctx.save_for_backward(y, share)
+        ctx.rest, ctx.sinks = (scale, window, backward), sinks is not None
+        ctx.set_materialize_grads(False)
+        return y, share
 
 
 class _CausalSoftmaxBackward(Differentiable):
@@ -206,6 +214,11 @@ def _batch(
     out, rows = apply(*(None if t is None else t.flatten(0, 1) for t in every), *rest)
     shape = every[0].shape
     return (out.view(shape), rows.view(shape[:-1]) if sinks else rows), (0, 0 if sinks else None)
+
+
+def _gradient(y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    apply = _apply_backward if watched(y, g, share, share_grad) else _causal_softmax_backward
+    return apply(y, g, share, share_grad, *rest)
 
 
 _apply, _apply_backward = apply_of(_CausalSoftmax), apply_of(_CausalSoftmaxBackward)

@@ -16,7 +16,7 @@ from torch import Tensor
 from cukern.ops import softmax_versions as ladder
 from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, save, transformed
+from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, save, watched
 
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # in magnitude: the scales that the kernels take
@@ -133,7 +133,7 @@ def scale_of(x: Tensor, scale: float) -> float:
 
 def _run(x: Tensor, scale: float, log: bool, forward: str, backward: str) -> Tensor:
     x = _side_by_side(x)
-    if (x.requires_grad and torch.is_grad_enabled()) or transformed():
+    if watched(x):
         return _apply(x, scale, log, forward, backward)
     return _softmax(x, scale, log, forward)
 
@@ -152,14 +152,14 @@ class _Softmax(Differentiable):
     @staticmethod
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
-        return _apply_backward(y, g, *ctx.rest), None, None, None, None
+        return _gradient(y, g, *ctx.rest), None, None, None, None
 
     @staticmethod
     def tangent(ctx, dx, *_):
         """Softmax's Jacobian is symmetric: its product with a tangent is that with a gradient."""
         (y,), (scale, log, _) = ctx.saved_tensors, ctx.rest
         if not log:
-            return _apply_backward(y, dx, *ctx.rest)
+            return _gradient(y, dx, *ctx.rest)
         d = dx.to(wide(y))
         return (scale * (d - (y.to(wide(y)).exp() * d).sum(1, keepdim=True))).to(y.dtype)
 
@@ -167,6 +167,13 @@ class _Softmax(Differentiable):
     def batch(info, in_dims, x, *rest):
         x = x.movedim(in_dims[0], 0)
         return _apply(x.flatten(0, 1), *rest).view(x.shape), 0
+
+    @staticmethod
+    def recorded(ctx, x, scale, log, forward, backward):
+        y = _softmax(x, scale, log, forward)
+        ctx.save_for_backward(y)
+        ctx.rest = scale, log, backward
+        return y
 
 
 class _SoftmaxBackward(Differentiable):
@@ -207,6 +214,10 @@ class _SoftmaxBackward(Differentiable):
     def batch(info, in_dims, y, g, *rest):
         y, g = (batched(t, dim, info.batch_size) for t, dim in ((y, in_dims[0]), (g, in_dims[1])))
         return _apply_backward(y.flatten(0, 1), g.flatten(0, 1), *rest).view(y.shape), 0
+
+
+def _gradient(y: Tensor, g: Tensor, *rest: Any) -> Tensor:
+    return _apply_backward(y, g, *rest) if watched(y, g) else _softmax_backward(y, g, *rest)
 
 
 _apply, _apply_backward = apply_of(_Softmax), apply_of(_SoftmaxBackward)
