@@ -43,8 +43,8 @@ def causal_softmax(
     Returns a new contiguous tensor of x's shape and dtype. A row that sees no key, or none but -inf, is 0. NaN and +inf among the keys that
     a row sees make all of these NaN, as in torch.
 
-    Raises TypeError for another dtype, and for an option of another type; ValueError for an x of less than two dimensions, a negative scale,
-    a window less than 1, a sink that does not fit, or an unknown version.
+    Raises TypeError for another dtype, and for an option of another type; ValueError for an x of less than two dimensions, a scale that is
+    negative, not finite or too large, a window less than 1, a sink that does not fit, or an unknown version.
     """
     x = interop.to_torch("x", x)
     checks.dtype("x", x, checks.FLOATS)
@@ -69,7 +69,7 @@ def causal_softmax(
 def _sinks(x: Tensor, sink: Any) -> Tensor:
     """The sink as a tensor, once it is known to broadcast to x's leading dimensions."""
     if isinstance(sink, numbers.Real):
-        if isinstance(sink, bool) or -math.inf < sink < math.inf:
+        if isinstance(sink, bool) or (sink == sink and abs(sink) != math.inf):
             sink = checks.number("sink", sink)
         sink = torch.full((), sink, dtype=torch.float64, device=x.device)
     sink = interop.to_torch("sink", sink)
@@ -131,8 +131,7 @@ class _CausalSoftmax(Differentiable):
     @staticmethod
     def backward(ctx, g, share_grad):
         y, share = ctx.saved_tensors
-        if g is None:
-            g = torch.zeros_like(y)
+        g = torch.zeros_like(y) if g is None else g
         dx, dsink = _gradient(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.rest)
         return dx, dsink.sum(1) if ctx.sinks else None, None, None, None, None
 
@@ -155,11 +154,9 @@ class _CausalSoftmax(Differentiable):
 
     @staticmethod
     def recorded(ctx, x, sinks, scale, window, forward, backward):
-        y, share = _causal_softmax(x, sinks, scale, window, forward)
-        ctx.save_for_backward(y, share)
-        ctx.rest, ctx.sinks = (scale, window, backward), sinks is not None
-        ctx.set_materialize_grads(False)
-        return y, share
+        output = _causal_softmax(x, sinks, scale, window, forward)
+        _CausalSoftmax.setup_context(ctx, (x, sinks, scale, window, forward, backward), output)
+        return output
 
 
 class _CausalSoftmaxBackward(Differentiable):
@@ -210,7 +207,7 @@ def _batch(
     apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], tensors: Sequence[Any], sinks: bool, rest: Sequence[Any]
 ) -> tuple[Any, Any]:
     """The vmap rule of both: the batch joins the matrices. The second result is empty where there are no sinks."""
-    every = [None if t is None else batched(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
+    every: list[Any] = [None if t is None else batched(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
     out, rows = apply(*(None if t is None else t.flatten(0, 1) for t in every), *rest)
     shape = every[0].shape
     return (out.view(shape), rows.view(shape[:-1]) if sinks else rows), (0, 0 if sinks else None)

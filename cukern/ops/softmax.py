@@ -171,8 +171,7 @@ class _Softmax(Differentiable):
     @staticmethod
     def recorded(ctx, x, scale, log, forward, backward):
         y = _softmax(x, scale, log, forward)
-        ctx.save_for_backward(y)
-        ctx.rest = scale, log, backward
+        _Softmax.setup_context(ctx, (x, scale, log, forward, backward), y)
         return y
 
 
