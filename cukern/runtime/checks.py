@@ -98,6 +98,8 @@ def one_of(name: str, dtype: torch.dtype, allowed: Collection[torch.dtype]) -> N
 def strided(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a strided tensor, got a nested one")
 
 
 def negative_bit(name: str) -> NoReturn:
