@@ -23,7 +23,7 @@ def plan(factors: Sequence[Tensor]) -> tuple[Step, ...]:
 
 def seen(z: Tensor, w: Tensor, n: int, right: int) -> Tensor:
     """The array as a factor sees it, whose index has n places: (S, A, n, C)."""
-    return z.reshape(w.shape[0], z.numel() // (w.shape[0] * n * right), n, right)
+    return z.reshape(w.shape[0], z.numel() // max(w.shape[0] * n * right, 1), n, right)
 
 
 def gradients(
