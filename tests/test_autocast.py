@@ -62,6 +62,7 @@ def test_lokr_linear(dtype, device):
     check(call, inputs, range(6), [torch.randn(2, 3, 20, dtype=dtype, device=device)])
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
 @pytest.mark.parametrize("name", ("matmul", "linear", "kron_linear"))
 @pytest.mark.parametrize("inside", (False, True))
 def test_in_a_compiled_graph(name, inside):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cukern.ops import kron_chain, kron_plan, kron_torch, kron_v3, kron_v4_backward
 from cukern.ops.kron_checks import PLAIN
-from cukern.runtime.autocast import off
 from cukern.runtime.registry import Differentiable, apply_of, batched, choose, raw_op, save, transformed, watched
 
 
@@ -48,8 +47,8 @@ class _KronLinear(Differentiable):
             else:
                 made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version, kept, ctx.at))
                 found = [next(made) if w else None for w in wanted]
-        with off(g):
-            return found[0], g.sum(0) if need[1] else None, g if need[2] else None, None, None, *found[1:]
+        dbias = g.sum(0, dtype=g.dtype) if need[1] else None  # autocast leaves a sum alone whose dtype is given
+        return found[0], dbias, g if need[2] else None, None, None, *found[1:]
 
     @staticmethod
     def tangent(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):

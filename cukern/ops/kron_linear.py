@@ -19,8 +19,8 @@ from cukern.ops import kron_checks, kron_quick
 from cukern.ops.kron_autograd import product
 from cukern.ops.kron_torch import PRODUCTS, movedim_product
 from cukern.ops.kron_versions import VERSIONS, with_epilogue
+from cukern.ops.torch_matmul import matmul
 from cukern.runtime import backend, checks
-from cukern.runtime.autocast import matmul
 
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
@@ -63,8 +63,8 @@ def kron_linear(
     that is faster and memory allows. The backward itself has besides the gradients one array like x, or none with what is kept, two where
     factors are not square; and partial sums, of which few rows have more than numbers.
 
-    Raises TypeError for another dtype, or two, and arguments of other types; ValueError for no factors, shapes that do not fit, two devices,
-    a scale that is not finite, or an unknown version.
+    Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
+    devices, a scale that is not finite, or an unknown version.
     """
     usual = bias is residual is version is None and kron_quick.usual(x, factors, scale)
     call = kron_quick.known(x, factors, scale) if usual else None

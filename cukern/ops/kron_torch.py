@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from cukern.runtime.autocast import matmul
+from cukern.ops.torch_matmul import matmul
 
 Product = Callable[[Tensor, Sequence[Tensor]], Tensor]
 

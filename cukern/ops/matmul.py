@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from cukern.ops import torch_matmul
 from cukern.ops.matmul_versions import BIAS_GRAD, VERSIONS
-from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime import backend, checks, interop
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, each, raw_op, register, save, watched
 
 DTYPES = (torch.float32, torch.float64)
@@ -63,10 +64,8 @@ def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None)
 
 def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str | None) -> torch.Tensor:
     rows = a if a.ndim == 2 else a.reshape(a.shape[:-1].numel(), a.shape[-1])
-    if a.is_cuda or backend.simulates(a):
-        out = _product(rows, b, bias, version or "")
-    else:
-        out = autocast.matmul(rows, b, bias)
+    kernels = a.is_cuda or backend.simulates(a)
+    out = _product(rows, b, bias, version or "") if kernels else torch_matmul.matmul(rows, b, bias)
     return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
 
 

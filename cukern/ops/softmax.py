@@ -16,6 +16,7 @@ from torch import Tensor
 from cukern.ops import softmax_versions as ladder
 from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.autocast import off
 from cukern.runtime.registry import Cost, Op, apply_of, choose, raw_op, register
 
 Versions = str | tuple[str | None, str | None] | None
@@ -56,9 +57,10 @@ def reference_log_softmax(x: Tensor, dim: int = -1, scale: float = 1.0) -> Tenso
 
 
 def _reference(function: Callable[..., Tensor], x: Tensor, dim: int, scale: float) -> Tensor:
-    if scale == 1:
-        return function(x, dim)
-    return function(x.to(wide(x)) * scale, dim).to(x.dtype)
+    with off(x):
+        if scale == 1:
+            return function(x, dim)
+        return function(x.to(wide(x)) * scale, dim).to(x.dtype)
 
 
 def wide(x: Tensor) -> torch.dtype:
