@@ -16,6 +16,7 @@ from torch import Tensor
 from cukern.ops import softmax_versions as ladder
 from cukern.ops.softmax_versions import LOG_VERSIONS, VERSIONS
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.autocast import off
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, save, watched
 
 Versions = str | tuple[str | None, str | None] | None
@@ -60,9 +61,10 @@ def reference_log_softmax(x: Tensor, dim: int = -1, scale: float = 1.0) -> Tenso
 
 
 def _reference(function: Callable[..., Tensor], x: Tensor, dim: int, scale: float) -> Tensor:
-    if scale == 1 or not x.numel():
-        return function(x, dim)
-    return function(scaled(x, scale, dim), dim).to(x.dtype)
+    with off(x):
+        if scale == 1 or not x.numel():
+            return function(x, dim)
+        return function(scaled(x, scale, dim), dim).to(x.dtype)
 
 
 def scaled(x: Tensor, scale: float, dim: int) -> Tensor:

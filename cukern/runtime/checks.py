@@ -34,9 +34,10 @@ def number(name: str, value: Any, most: float = math.inf) -> float:
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """`value` as an int, or as the SymInt of a trace, in least..most. Raises TypeError and ValueError."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
-        if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int, got {brief(value)}")
-        value = operator.index(value)
+        try:
+            value = operator.index(0.5 if isinstance(value, bool | torch.Tensor) else value)
+        except TypeError:
+            raise TypeError(f"{name} must be an int, got {brief(value)}") from None
     if (least is not None and value < least) or (most is not None and value > most):
         rule = f"at least {least}" if most is None else f"at most {most}" if least is None else f"in {least}..{most}"
         raise ValueError(f"{name} must be {rule}, got {value}")
@@ -74,7 +75,7 @@ def version(op: str, value: Any, known: Iterable[str]) -> None:
 def brief(value: Any) -> str:
     """A value for an error message: its type, and its text where that is short."""
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     try:
         text = repr(value)
     except Exception:

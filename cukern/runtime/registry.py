@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cukern.runtime import backend, checks
+from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.kernel import Kernel
 
@@ -150,8 +150,10 @@ def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], ar
     """The vmap rule of last resort: one call for each element of the batch. Returns (outputs, out_dims)."""
     calls = [apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(size)]
     if isinstance(calls[0], torch.Tensor):
-        return torch.stack(calls), 0
-    outputs = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True))
+        with autocast.off(calls[0]):
+            return torch.stack(calls), 0
+    with autocast.off(calls[0][0]):
+        outputs = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True))
     return outputs, tuple(None if out is None else 0 for out in outputs)
 
 
