@@ -37,7 +37,7 @@ class SetupError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ptx:
-    """A kernel in PTX, the virtual machine's assembly, with the source lines in it; the symbol of its entry; and its parameters' mangled types."""
+    """A kernel in PTX, the virtual machine's assembly, with the source lines in it; its entry's symbol; its parameters' mangled types."""
 
     text: str
     symbol: str
@@ -162,7 +162,7 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
             binding.compileProgram(program, options)
         except binding.NVRTCError as error:
             log = _explained(binding.getProgramLog(program).strip() or str(error), source)
-            raise CompileError(f"{', '.join(names)} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
+            raise CompileError(f"{names[0]} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
         symbols = [binding.getLoweredName(program, name) for name in names]
         yield program, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
     finally:
@@ -171,7 +171,8 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
 
 def _explained(log: str, source: Source) -> str:
     """NVRTC's log with the names of real files, and what it cannot know."""
-    log = log.replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
+    log = log.replace(f"{NOWHERE}/<", "<").replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
+    log = re.sub(r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+", "", log)  # follows from the others
     missing = re.search(r'cannot open source file "([^"]+)"', log)
     if missing and (source.folder / missing[1]).is_file():
         log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"

@@ -14,48 +14,48 @@ CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float3
 
 PROBE = '\n\n#line 1 "cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
 
-_POINTEES: dict[str, tuple[torch.dtype, ...]] = {name: (dtype,) for dtype, name in CTYPES.items()} | {
-    "void": (),  # any
-    "bool": (torch.bool,),
-    "char": (torch.int8,),
-    "signed char": (torch.int8,),
-    "unsigned char": (torch.uint8, torch.bool),
-    "short": (torch.int16,),
-    "unsigned short": (torch.uint16,),
-    "int": (torch.int32,),
-    "unsigned int": (torch.uint32,),
-    "long": (torch.int64,),
-    "unsigned long": (torch.uint64,),
-    "long long": (torch.int64,),
-    "unsigned long long": (torch.uint64,),
+# By the letter of a mangled name: the C++ type, its `struct` format where it can be passed by value, the dtypes of a tensor for a pointer.
+_TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
+    "v": ("void", "", ()),  # a pointer to it takes any tensor
+    "b": ("bool", "?", (torch.bool,)),
+    "c": ("char", "b", (torch.int8,)),
+    "a": ("signed char", "b", (torch.int8,)),
+    "h": ("unsigned char", "B", (torch.uint8, torch.bool)),
+    "s": ("short", "h", (torch.int16,)),
+    "t": ("unsigned short", "H", (torch.uint16,)),
+    "i": ("int", "i", (torch.int32,)),
+    "j": ("unsigned int", "I", (torch.uint32,)),
+    "l": ("long", "q", (torch.int64,)),
+    "m": ("unsigned long", "Q", (torch.uint64,)),
+    "x": ("long long", "q", (torch.int64,)),
+    "y": ("unsigned long long", "Q", (torch.uint64,)),
+    "f": ("float", "f", (torch.float32,)),
+    "d": ("double", "d", (torch.float64,)),
+}
+_OTHERS = {
+    "n": "__int128",
+    "o": "unsigned __int128",
+    "e": "long double",
+    "w": "wchar_t",
+    "Dn": "nullptr_t",
+    "Ds": "char16_t",
+    "Di": "char32_t",
+}
+_BUILTINS = {letter: name for letter, (name, _, _) in _TYPES.items()} | _OTHERS
+_SCALARS = {name: form for name, form, _ in _TYPES.values() if form} | {"__half": "e"}
+_POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {
+    "__half": (torch.float16,),
     "__half2": (torch.float16,),
+    "__nv_bfloat16": (torch.bfloat16,),
     "__nv_bfloat162": (torch.bfloat16,),
     "__nv_fp8_e4m3": (torch.float8_e4m3fn,),
     "__nv_fp8_e5m2": (torch.float8_e5m2,),
 }
-for _name in ("char", "short", "int", "long", "longlong", "float", "double"):
-    for _unsigned in ("unsigned ", "")[_name in ("float", "double") :]:
-        _vector, _element = _unsigned[:1] + _name, _unsigned + _name.replace("longlong", "long long")
-        _POINTEES |= {f"{_vector}{n}": _POINTEES[_element][:1] for n in (1, 2, 3, 4)}
-_POINTEES |= {"float2": (torch.float32, torch.complex64), "double2": (torch.float64, torch.complex128)}
-
-_SCALARS = {
-    "bool": "?",
-    "char": "b",
-    "signed char": "b",
-    "unsigned char": "B",
-    "short": "h",
-    "unsigned short": "H",
-    "int": "i",
-    "unsigned int": "I",
-    "long": "q",
-    "long long": "q",
-    "unsigned long": "Q",
-    "unsigned long long": "Q",
-    "__half": "e",
-    "float": "f",
-    "double": "d",
-}
+for _letter in "chstijlmxyfd":  # vectors, such as uchar4
+    _element, _, _dtypes = _TYPES[_letter]
+    _vector = _element.replace("unsigned ", "u").replace(" ", "")
+    _complex = {"f": (torch.complex64,), "d": (torch.complex128,)}.get(_letter, ())
+    _POINTEES |= {f"{_vector}{n}": _dtypes[:1] + _complex * (n == 2) for n in (1, 2, 3, 4)}
 
 
 @dataclass(frozen=True)
@@ -146,60 +146,34 @@ def split_list(text: str) -> list[str]:
     return [p for p in (*parts, text[start:].strip()) if p]
 
 
-_UNNAMED = frozenset("void bool char short int long float double unsigned signed const volatile".split())
+_UNNAMED = re.compile(r"[*&\d].*|__.*|void|bool|char|short|int|long|float|double|unsigned|signed|const|volatile")
 
 
 def _name_in(declaration: str) -> str:
     """The name that a parameter's declaration gives it, or ""."""
     words = re.findall(r"\w+|[*&]", re.sub(r"\[.*", "", declaration.partition("=")[0], flags=re.DOTALL))
-    named = len(words) > 1 and re.fullmatch(r"[^\W\d]\w*", words[-1]) and words[-1] not in _UNNAMED and not words[-1].startswith("__")
-    return words[-1] if named else ""
+    return words[-1] if len(words) > 1 and not _UNNAMED.fullmatch(words[-1]) else ""
 
 
 # ---- mangled names, after the Itanium C++ ABI, https://itanium-cxx-abi.github.io/cxx-abi/abi.html#mangling
 
-_BUILTINS = {
-    "v": "void",
-    "b": "bool",
-    "c": "char",
-    "a": "signed char",
-    "h": "unsigned char",
-    "s": "short",
-    "t": "unsigned short",
-    "i": "int",
-    "j": "unsigned int",
-    "l": "long",
-    "m": "unsigned long",
-    "x": "long long",
-    "y": "unsigned long long",
-    "n": "__int128",
-    "o": "unsigned __int128",
-    "f": "float",
-    "d": "double",
-    "e": "long double",
-    "w": "wchar_t",
-    "Dn": "std::nullptr_t",
-    "Ds": "char16_t",
-    "Di": "char32_t",
-}
 _BUILTIN = re.compile("|".join(_BUILTINS))
 _QUALIFIERS = {"r": "__restrict ", "V": "volatile ", "K": "const "}
-_HEAD = re.compile(r"_Z16cukern_signatureIP(?:Do)?F")
 
 
 def demangled(mangled: str) -> list[str]:
     """The C++ types of the parameters, of a probe's mangled name. Raises TypeError for a form that is not read."""
-    head = _HEAD.match(mangled)
-    if not head:
-        raise TypeError(f"{mangled!r} is no signature of a kernel")
-    return _Types(mangled, head.end()).function()
+    reader = _Types(mangled)
+    reader.expect("_Z16cukern_signatureIPF")
+    types = reader.until_end()[1:]  # the first is the result
+    return [] if types == ["void"] else types
 
 
 class _Types:
     """Reads types from a mangled name. `seen` are those that a substitution, such as S0_, repeats."""
 
-    def __init__(self, mangled: str, at: int):
-        self.mangled, self.at, self.seen = mangled, at, ["cukern_signature"]
+    def __init__(self, mangled: str):
+        self.mangled, self.at, self.seen = mangled, 0, ["cukern_signature"]
 
     def accept(self, pattern: str | re.Pattern[str]) -> str:
         match = re.compile(pattern).match(self.mangled, self.at)
@@ -214,11 +188,6 @@ class _Types:
     def remember(self, name: str) -> str:
         self.seen.append(name)
         return name
-
-    def function(self) -> list[str]:
-        """What stands between F and E: the parameters' types, without the result's."""
-        _, *types = self.until_end()
-        return [] if types == ["void"] else types
 
     def until_end(self) -> list[str]:
         types = []
@@ -235,7 +204,7 @@ class _Types:
             inner, words = self.type(), "".join(_QUALIFIERS[q] for q in qualifiers)
             return self.remember(f"{inner} {words.strip()}" if inner.endswith("*") else words + inner)
         if self.accept("F"):
-            result, *types = self.until_end()
+            result, types = self.type(), self.until_end()
             return self.remember(f"{result}({', '.join(types)})")
         if array := self.accept(r"A\d*_"):
             return self.remember(f"{self.type()}[{array[1:-1]}]")

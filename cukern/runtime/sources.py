@@ -43,11 +43,10 @@ _INCLUDE = re.compile(
 )
 _DIRECTIVE = re.compile(rf"^(?<!\\\n){_BLANK}(?:#|%{_SPLICE}:){_LINE}", re.MULTILINE)
 _FILE_NAME = re.compile(r'"([^"]+)"|<([^<>]+)>')
+_TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")  # a string is blanked
 _WORD = re.compile(r"\s*(\w+)(?:\s*\(|\b)")
-_ATTRIBUTE = re.compile(r"__\w+__")  # such as __launch_bounds__(256)
 _HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::|\bPYBIND11_MODULE\b|\bTORCH_LIBRARY")
 _HOST_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(?:torch|ATen|c10|cuda_runtime)[^>\n]*>", re.M)
-_OPEN_SCOPE = re.compile(r'(?:^|[;{}\s])(?:namespace\b\s*(?P<name>[\w:]*)|extern\s*(?:"C")?)\s*\{$')
 
 
 @functools.cache
@@ -200,11 +199,10 @@ def without_host_code(text: str) -> str:
     if not _HOST_ONLY.search(code):
         return text
     pieces, start, depth = [], 0, 0
-    for match in re.finditer(r"[{};]", code):
-        scope = depth == 0 and match[0] == "{" and _OPEN_SCOPE.search(code, max(start, match.end() - 200), match.end())
-        if not scope and (depth or match[0] == "{"):
-            depth += {"{": 1, "}": -1, ";": 0}[match[0]]
-        if depth == 0:
+    for match in _TOKEN.finditer(code):
+        if depth or match[0] == "{":  # the brackets of a namespace do not count
+            depth += match[0].endswith("{") - (match[0] == "}")
+        if depth == 0 and match[0] != "__global__":
             pieces.append((start, match.end()))
             start = match.end()
     pieces.append((start, len(text)))
@@ -217,42 +215,36 @@ def _directives(text: str) -> str:
 
 def find_kernels(text: str) -> dict[str, str]:
     """The parameter list of each __global__ function, as text, by its name with namespaces. Of several, the last, which has the body."""
-    if "__global__" not in text:
-        return {}
-    code = blanked(text, literals=True)
-    code = _DIRECTIVE.sub(lambda line: " " * len(line[0]), code)
-    closing, opened = {}, []
-    for match in re.finditer(r"[()]", code):
-        if match[0] == "(":
-            opened.append(match.start())
-        elif opened:
-            closing[opened.pop()] = match.start()
     found: dict[str, str] = {}
+    if "__global__" not in text:
+        return found
+    code = _DIRECTIVE.sub(lambda line: " " * len(line[0]), blanked(text, literals=True))
     scopes: list[str] = []
     end = 0
-    for match in re.finditer(r"\b__global__\b|[{}]", code):
-        if match[0] == "{":
-            opens = _OPEN_SCOPE.search(code, max(0, match.end() - 200), match.end())
-            scopes.append(opens["name"] or "" if opens else "")
+    for match in _TOKEN.finditer(code):
+        if match.start() < end:
+            continue
+        if match[0].endswith("{"):
+            scopes.append(match["name"] or "")
         elif match[0] == "}":
             del scopes[-1:]
-        elif match.start() >= end and (declared := _declarator(code, match.end(), closing)):
-            name, start = declared
-            end = closing[start]
-            found["::".join((*filter(None, scopes), name))] = code[start + 1 : end]
+        elif match[0] == "__global__":
+            end = match.end()
+            while (word := _WORD.match(code, end)) and word[1] != "__global__":
+                end = start = word.end()
+                if code[start - 1] == "(":
+                    end = _closing(code, start)
+                    if not re.fullmatch(r"__\w+__", word[1]):  # such as __launch_bounds__(256)
+                        found["::".join((*filter(None, scopes), word[1]))] = code[start : end - 1]
+                        break
     return found
 
 
-def _declarator(code: str, at: int, closing: dict[int, int]) -> tuple[str, int] | None:
-    """The name of the function whose declaration goes on at a place, and where its parameter list begins."""
-    while (match := _WORD.match(code, at)) and match[1] != "__global__":
-        start = match.end() - 1
-        if code[start] != "(":
-            at = match.end()
-        elif start not in closing:
-            return None
-        elif _ATTRIBUTE.fullmatch(match[1]):
-            at = closing[start] + 1
-        else:
-            return match[1], start
-    return None
+def _closing(code: str, at: int) -> int:
+    """Where the bracket that was opened before a place is closed."""
+    depth = 1
+    for match in re.compile(r"[()]").finditer(code, at):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    return len(code)
