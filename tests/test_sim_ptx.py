@@ -9,10 +9,10 @@ from cukern.ops.matmul_versions import VERSIONS as MATMUL
 from cukern.ops.square import VERSIONS as SQUARE
 from cukern.runtime.compiler import compile_ptx
 from cukern.runtime.sources import Source
-from cukern.sim.decode import instruction
-from cukern.sim.parser import parse
-from cukern.sim.program import Program
-from cukern.sim.ptx import Address, Immediate, PtxError, Register, Symbol, Vector, immediate_bits, immediate_value
+from cukern.sim.instructions.decode import instruction
+from cukern.sim.machine.program import Program
+from cukern.sim.ptx.module import Address, Immediate, PtxError, Register, Symbol, Vector, immediate_bits, immediate_value
+from cukern.sim.ptx.parser import parse
 
 HEAD = ".version 8.8\n.target sm_90\n.address_size 64\n"
 

@@ -21,12 +21,12 @@ from cukern.sim.faults import OutOfBounds as OutOfBounds
 from cukern.sim.faults import Race as Race
 from cukern.sim.faults import StepLimit as StepLimit
 from cukern.sim.faults import Uninitialized as Uninitialized
-from cukern.sim.machine import Launched
-from cukern.sim.memory import Region
-from cukern.sim.parser import parse
-from cukern.sim.program import Program
-from cukern.sim.ptx import Kernel
-from cukern.sim.spaces import Global
+from cukern.sim.machine.machine import Launched
+from cukern.sim.machine.program import Program
+from cukern.sim.memory.regions import Region, regions
+from cukern.sim.memory.spaces import Global
+from cukern.sim.ptx.module import Kernel
+from cukern.sim.ptx.parser import parse
 
 Launch = Callable[..., None]
 
@@ -60,7 +60,7 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
 
 def _regions(program: Program, params: tuple[Param, ...], args: tuple) -> list[Region]:
     """What the launch may touch, by address, each region with the name of the argument that points into it."""
-    found = memory.regions()
+    found = regions()
     for region in found:
         names = [p.name for p, a in zip(params, args, strict=True) if p.pointer and region.start <= a < region.end]
         region.name = f"the tensor of argument '{names[0]}'" if names else "a tensor"

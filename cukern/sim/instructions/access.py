@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cukern.sim import ptx
-from cukern.sim.decode import SIGNED, UNSIGNED, Context, compute
-from cukern.sim.memory import CARRIERS
-from cukern.sim.order import STRONG
-from cukern.sim.ptx import Address, Operand, Register, Symbol
-from cukern.sim.spaces import WINDOW
+from cukern.sim.instructions.decode import SIGNED, UNSIGNED, Context, compute
+from cukern.sim.memory.order import STRONG
+from cukern.sim.memory.regions import CARRIERS
+from cukern.sim.memory.spaces import WINDOW
+from cukern.sim.ptx import module as ptx
+from cukern.sim.ptx.module import Address, Operand, Register, Symbol
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
 _IGNORED = {

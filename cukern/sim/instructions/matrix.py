@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim import tensor_core
-from cukern.sim.access import offset_by, through
-from cukern.sim.decode import Context
 from cukern.sim.faults import BarrierFault
-from cukern.sim.memory import CARRIERS
-from cukern.sim.ptx import Immediate, Vector
-from cukern.sim.warp import bits_of, together
+from cukern.sim.instructions.access import offset_by, through
+from cukern.sim.instructions.decode import Context
+from cukern.sim.instructions.warp import bits_of, together
+from cukern.sim.memory.regions import CARRIERS
+from cukern.sim.numerics import tensor_core
+from cukern.sim.ptx.module import Immediate, Vector
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 _EVERY_LANE = Immediate("0xFFFFFFFF")
 

@@ -4,10 +4,10 @@ import operator
 
 import numpy as np
 
-from cukern.sim import floats, integers
-from cukern.sim.floats import FORMATS, Array, Format, Function
-from cukern.sim.integers import UNSIGNED
-from cukern.sim.opcode import PACKED, Opcode
+from cukern.sim.numerics import floats, integers
+from cukern.sim.numerics.floats import FORMATS, Array, Format, Function
+from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.numerics.opcode import PACKED, Opcode
 
 _ORDERED: dict[str, Function] = {
     "eq": operator.eq,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cukern.sim import floats, integers
-from cukern.sim.floats import FORMATS, Format, Function
+from cukern.sim.numerics import floats, integers
+from cukern.sim.numerics.floats import FORMATS, Format, Function
 
 PACKED = {"f16x2": "f16", "bf16x2": "bf16", "u16x2": "u16", "s16x2": "s16"}
 _INTEGERS = {sign + width for sign in "us" for width in ("8", "16", "32", "64")}

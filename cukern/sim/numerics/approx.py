@@ -7,8 +7,8 @@ cos between -pi and pi, growing with larger arguments.
 
 import numpy as np
 
-from cukern.sim import floats
-from cukern.sim.floats import F64, Array, Format, Function
+from cukern.sim.numerics import floats
+from cukern.sim.numerics.floats import F64, Array, Format, Function
 
 _FUNCTIONS: dict[str, Function] = {
     "ex2": np.exp2,

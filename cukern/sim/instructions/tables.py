@@ -1,6 +1,7 @@
 """Which maker decodes which instruction; the rest is the ALU's. Makers in JUMPS give steps that send their lanes on by themselves."""
 
-from cukern.sim import access, arithmetic, atomics, barriers, clusters, copies, decode, jumps, matrix, mbarriers, warp
+from cukern.sim.instructions import access, arithmetic, atomics, copies, decode, jumps, matrix, warp
+from cukern.sim.machine import barriers, clusters, mbarriers
 
 STEPS: dict[str, decode.Maker] = {
     "mov": arithmetic.move,

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim import access, ptx
-from cukern.sim.decode import UNSIGNED, Context
 from cukern.sim.faults import BarrierFault, Fault
-from cukern.sim.order import IN_FLIGHT
+from cukern.sim.instructions import access
+from cukern.sim.instructions.decode import UNSIGNED, Context
+from cukern.sim.memory.order import IN_FLIGHT
+from cukern.sim.ptx import module as ptx
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 _SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"}
 

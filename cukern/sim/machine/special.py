@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim.decode import UNSIGNED
 from cukern.sim.faults import NotSimulated
-from cukern.sim.geometry import block_index, clusters, xyz
+from cukern.sim.instructions.decode import UNSIGNED
+from cukern.sim.machine.geometry import block_index, clusters, xyz
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Machine
+    from cukern.sim.machine.machine import Machine
 
 WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")

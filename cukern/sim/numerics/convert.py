@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import numpy as np
 
-from cukern.sim import floats
-from cukern.sim.floats import BF16, F32, F64, FORMATS, Array, Format, Function
-from cukern.sim.integers import SIGNED, UNSIGNED, unsigned
+from cukern.sim.numerics import floats
+from cukern.sim.numerics.floats import BF16, F32, F64, FORMATS, Array, Format, Function
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED, unsigned
 
 _INTEGRAL: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", *_INTEGRAL})

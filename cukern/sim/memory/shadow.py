@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukern.sim.order import IN_FLIGHT, STRONG, TIME_BITS, Order
+from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
 
 _COUNT = np.arange(16)  # an access has at most 16 bytes
 _LONGEST_LOG = 1 << 21  # reads that may be noted before they are sorted out

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cukern.sim import compare, convert, floats, integers
-from cukern.sim.approx import approximate
 from cukern.sim.faults import NotSimulated
-from cukern.sim.floats import FORMATS, Function
-from cukern.sim.opcode import Opcode, parse
+from cukern.sim.numerics import compare, convert, floats, integers
+from cukern.sim.numerics.approx import approximate
+from cukern.sim.numerics.floats import FORMATS, Function
+from cukern.sim.numerics.opcode import Opcode, parse
 
 
 @functools.cache

@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim import alu, ptx
-from cukern.sim.access import offset_by, put, through
-from cukern.sim.decode import UNSIGNED, Context
-from cukern.sim.order import STRONG
-from cukern.sim.spaces import Space
+from cukern.sim.instructions.access import offset_by, put, through
+from cukern.sim.instructions.decode import UNSIGNED, Context
+from cukern.sim.memory.order import STRONG
+from cukern.sim.memory.spaces import Space
+from cukern.sim.numerics import alu
+from cukern.sim.ptx import module as ptx
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
 _MODIFIERS |= {"cluster", "shared::cluster"}

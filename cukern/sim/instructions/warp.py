@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cukern.sim.decode import SIGNED, UNSIGNED, Context
 from cukern.sim.faults import BarrierFault, Fault, Uninitialized
-from cukern.sim.ptx import Operand, Register
+from cukern.sim.instructions.decode import SIGNED, UNSIGNED, Context
+from cukern.sim.ptx.module import Operand, Register
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 _SYNC = -1  # lanes wait at any bar.warp.sync, wherever it stands
 

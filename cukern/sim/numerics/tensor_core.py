@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from cukern.sim import floats
 from cukern.sim.faults import NotSimulated
-from cukern.sim.floats import BF16, F16, FORMATS, TF32, Array, Format
+from cukern.sim.numerics import floats
+from cukern.sim.numerics.floats import BF16, F16, FORMATS, TF32, Array, Format
 
 Registers = Sequence[Array]
 Place = tuple[slice, Array, Array]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cukern.sim import ptx
 from cukern.sim.faults import NotSimulated
-from cukern.sim.ptx import Address, Immediate, Instruction, Operand, Register, Symbol, Vector
+from cukern.sim.ptx import module as ptx
+from cukern.sim.ptx.module import Address, Immediate, Instruction, Operand, Register, Symbol, Vector
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Program, Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Program, Step
 
 UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -73,7 +73,7 @@ Maker = Callable[[Context], "Step"]
 
 def instruction(program: "Program", pc: int) -> tuple["Step", bool]:
     c = Context(program, pc)
-    from cukern.sim import tables
+    from cukern.sim.instructions import tables
 
     makers = tables.STEPS | tables.JUMPS
     base = next((name for name in (".".join(c.parts[:2]), c.parts[0]) if name in makers), "")  # st.async is no st

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim.decode import UNSIGNED, Context, compute
 from cukern.sim.faults import BarrierFault, Fault, OutOfBounds, Race
-from cukern.sim.memory import Region
-from cukern.sim.spaces import RANK, WINDOW, Place, Space
+from cukern.sim.instructions.decode import UNSIGNED, Context, compute
+from cukern.sim.memory.regions import Region
+from cukern.sim.memory.spaces import RANK, WINDOW, Place, Space
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 _HIGHEST = 254  # what stands for any rank that no cluster has
 _HALF = 1 << RANK - 1  # an offset below 0 is of the block whose address it was counted from

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cukern.sim.barriers import Barriers
-from cukern.sim.clusters import Clusters, Distributed
-from cukern.sim.copies import Copies
 from cukern.sim.faults import Dim, Fault, StepLimit, Where
-from cukern.sim.geometry import block_index, xyz
-from cukern.sim.mbarriers import Mbarriers
-from cukern.sim.order import Clock, Order
-from cukern.sim.spaces import Global, Private, Space
-from cukern.sim.warp import Warps
+from cukern.sim.instructions.copies import Copies
+from cukern.sim.instructions.warp import Warps
+from cukern.sim.machine.barriers import Barriers
+from cukern.sim.machine.clusters import Clusters, Distributed
+from cukern.sim.machine.geometry import block_index, xyz
+from cukern.sim.machine.mbarriers import Mbarriers
+from cukern.sim.memory.order import Clock, Order
+from cukern.sim.memory.spaces import Global, Private, Space
 
 if TYPE_CHECKING:
-    from cukern.sim.program import Program
+    from cukern.sim.machine.program import Program
 
 LANES_A_BATCH = 1 << 15
 MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute

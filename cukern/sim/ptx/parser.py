@@ -3,7 +3,7 @@
 import math
 import re
 
-from cukern.sim.ptx import (
+from cukern.sim.ptx.module import (
     WIDTHS,
     Address,
     Immediate,

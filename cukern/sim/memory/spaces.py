@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cukern.sim import memory
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
-from cukern.sim.memory import CARRIERS, Region
-from cukern.sim.order import IN_FLIGHT
-from cukern.sim.shadow import Conflict, Shadow
+from cukern.sim.memory import regions as memory
+from cukern.sim.memory.order import IN_FLIGHT
+from cukern.sim.memory.regions import CARRIERS, Region
+from cukern.sim.memory.shadow import Conflict, Shadow
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Machine
+    from cukern.sim.machine.machine import Machine
 
 WINDOW = 56  # generic addresses with 1 and 2 above this bit are shared and local memory
 RANK = 24  # above this bit of a shared::cluster address is the rank of its block, plus 1; 0 stands for the block's own

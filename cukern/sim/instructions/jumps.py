@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim.decode import Context
 from cukern.sim.faults import Fault, NotSimulated
-from cukern.sim.ptx import Register, Symbol, Vector
+from cukern.sim.instructions.decode import Context
+from cukern.sim.ptx.module import Register, Symbol, Vector
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 
 def branch(c: Context) -> "Step":

@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cukern.sim.access import nothing, offset_by
-from cukern.sim.decode import Context
-from cukern.sim.memory import CARRIERS
-from cukern.sim.order import IN_FLIGHT
-from cukern.sim.ptx import Immediate, Register, immediate_value
-from cukern.sim.spaces import each
+from cukern.sim.instructions.access import nothing, offset_by
+from cukern.sim.instructions.decode import Context
+from cukern.sim.memory.order import IN_FLIGHT
+from cukern.sim.memory.regions import CARRIERS
+from cukern.sim.memory.spaces import each
+from cukern.sim.ptx.module import Immediate, Register, immediate_value
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 _HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
 

@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cukern.sim import alu, clusters, ptx, special
-from cukern.sim.decode import SIGNED, UNSIGNED, Context, compute
-from cukern.sim.ptx import Operand, Register, Symbol, Vector
-from cukern.sim.spaces import WINDOW, WINDOWS
+from cukern.sim.instructions.decode import SIGNED, UNSIGNED, Context, compute
+from cukern.sim.machine import clusters, special
+from cukern.sim.memory.spaces import WINDOW, WINDOWS
+from cukern.sim.numerics import alu
+from cukern.sim.ptx import module as ptx
+from cukern.sim.ptx.module import Operand, Register, Symbol, Vector
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 
 def arithmetic(c: Context) -> "Step":

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim import clusters, warp
-from cukern.sim.decode import Context
 from cukern.sim.faults import BarrierFault, Fault
-from cukern.sim.ptx import Operand, Register
+from cukern.sim.instructions import warp
+from cukern.sim.instructions.decode import Context
+from cukern.sim.machine import clusters
+from cukern.sim.ptx.module import Operand, Register
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
-    from cukern.sim.program import Step
+    from cukern.sim.machine.machine import Group, Machine
+    from cukern.sim.machine.program import Step
 
 
 class _Meeting:

@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cukern.sim import decode, ptx, special
-from cukern.sim.decode import UNSIGNED
-from cukern.sim.jumps import exit_
-from cukern.sim.memory import Region
-from cukern.sim.spaces import variable_name
+from cukern.sim.instructions import decode
+from cukern.sim.instructions.decode import UNSIGNED
+from cukern.sim.instructions.jumps import exit_
+from cukern.sim.machine import special
+from cukern.sim.memory.regions import Region
+from cukern.sim.memory.spaces import variable_name
+from cukern.sim.ptx import module as ptx
 
 if TYPE_CHECKING:
-    from cukern.sim.machine import Group, Machine
+    from cukern.sim.machine.machine import Group, Machine
 
 Step = Callable[["Machine", "Group"], None]
 MODULE_SPACES = ("global", "const")
