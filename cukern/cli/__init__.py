@@ -9,8 +9,8 @@ from typer.core import TyperGroup
 
 from cukern.cli import bench, check, compile, doctor, profile
 from cukern.cli.common import console, errors
-from cukern.runtime.backend import LaunchError
 from cukern.runtime.compiler import CompileError, SetupError
+from cukern.runtime.limits import LaunchError
 from cukern.sim.faults import Fault, NotSimulated
 
 _USERS_ERRORS = (ValueError, TypeError, CompileError, SetupError, LaunchError, Fault, NotSimulated, torch.OutOfMemoryError)

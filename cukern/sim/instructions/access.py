@@ -1,20 +1,18 @@
 """Loads, stores and fences."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cukern.sim.instructions.decode import SIGNED, UNSIGNED, Context, compute
+from cukern.sim.instructions.decode import Context, compute
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import STRONG
 from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.memory.spaces import WINDOW
-from cukern.sim.ptx import module as ptx
-from cukern.sim.ptx.module import Address, Operand, Register, Symbol
-
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED
+from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
 _IGNORED = {
@@ -55,7 +53,7 @@ _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 def space_of(c: Context) -> str:
     """The state space in an opcode, "generic" if none is there, "cluster" for shared::cluster. Raises NotSimulated for a modifier that is
     not known."""
-    modifiers = [p for p in c.parts[1:] if p not in ptx.WIDTHS]
+    modifiers = [p for p in c.parts[1:] if p not in WIDTHS]
     if set(modifiers) - _IGNORED:
         raise c.unknown()
     if "shared::cluster" in modifiers:
@@ -68,20 +66,20 @@ def _is_strong(c: Context, space: str) -> bool:
     return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
 
 
-def load(c: Context) -> "Step":
+def load(c: Context) -> Step:
     space, type_ = space_of(c), c.types[-1]
     targets = [c.target(x) for x in c.items(c.operands[0])]
     if space == "param":
         return _load_param(c, targets, type_)
     base, offset = c.address(c.operands[1])
-    width, signed = ptx.WIDTHS[type_], type_[0] == "s"
+    width, signed = WIDTHS[type_], type_[0] == "s"
     size, count, pc = width // 8, len(targets), c.pc
     if size * count > 16 or width > 64:
         raise c.unknown()
     strong = _is_strong(c, space) and space != "cluster"  # who waits for a word waits for one of its own block's
     constant, acquires = space == "const", "acquire" in c.parts
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         m.pc = pc
         if not constant:
             m.order.clock.tick(pc)
@@ -100,7 +98,7 @@ def load(c: Context) -> "Step":
     return run
 
 
-def put(m: "Machine", group: "Group", target: Register | None, values: np.ndarray, signed: bool) -> None:
+def put(m: Machine, group: Group, target: Register | None, values: np.ndarray, signed: bool) -> None:
     """Loaded bits to a register that may be wider."""
     if target is None:
         return
@@ -118,7 +116,7 @@ def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
 
 
 def through(
-    m: "Machine", space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray | None], *values: np.ndarray
+    m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray | None], *values: np.ndarray
 ) -> np.ndarray | None:
     """Call `access(space, lanes, addresses, *values)`: for generic addresses once for each space that they lie in."""
     if space != "generic":
@@ -140,15 +138,15 @@ def through(
     return result
 
 
-def _load_param(c: Context, targets: list[Register | None], type_: str) -> "Step":
+def _load_param(c: Context, targets: list[Register | None], type_: str) -> Step:
     """Kernel parameters are the same for all lanes."""
     address = c.operands[1]
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in c.program.params:
         raise c.unknown()
     at = c.program.params[address.base.name] + address.offset
-    dtype, signed = UNSIGNED[ptx.WIDTHS[type_]], type_[0] == "s"
+    dtype, signed = UNSIGNED[WIDTHS[type_]], type_[0] == "s"
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         values = np.frombuffer(m.launched.params, dtype, len(targets), at)
         for i, target in enumerate(targets):
             put(m, group, target, values[i : i + 1], signed)
@@ -156,13 +154,13 @@ def _load_param(c: Context, targets: list[Register | None], type_: str) -> "Step
     return run
 
 
-def store(c: Context) -> "Step":
+def store(c: Context) -> Step:
     space, type_ = space_of(c), c.types[-1]
     address, value = c.operands[:2]  # a cache hint may follow
     if space == "param":
         return _store_param(c, address, value, type_)
     base, offset = c.address(address)
-    width = ptx.WIDTHS[type_]
+    width = WIDTHS[type_]
     sources = [c.source(x, type_) for x in c.items(value)]
     size, count, pc = width // 8, len(sources), c.pc
     if size * count > 16 or width > 64 or space == "const":
@@ -170,7 +168,7 @@ def store(c: Context) -> "Step":
     strong, releases, dtype = _is_strong(c, space), "release" in c.parts, UNSIGNED[width]
     flags = STRONG if strong else 0
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
         values = vectors(m, group, sources, dtype)
@@ -182,7 +180,7 @@ def store(c: Context) -> "Step":
     return run
 
 
-def vectors(m: "Machine", group: "Group", sources: list[int], dtype: Any) -> np.ndarray:
+def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndarray:
     """What the lanes of a group store: one element each, or a vector of several."""
     if len(sources) == 1:
         values = m.get(group, sources[0])
@@ -193,28 +191,28 @@ def vectors(m: "Machine", group: "Group", sources: list[int], dtype: Any) -> np.
     return rows.view(CARRIERS[rows.itemsize * len(sources)])[:, 0]
 
 
-def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> "Step":
+def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> Step:
     """An argument of a call: kept in a register of its own."""
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
         raise c.unknown()
-    register = Register(c.program.hidden(max(16, ptx.WIDTHS[type_])), ptx.WIDTHS[type_])
+    register = Register(c.program.hidden(max(16, WIDTHS[type_])), WIDTHS[type_])
     c.program.params[address.base.name] = register.number
     return compute(np.copy, register, [c.source(value, type_)])
 
 
-def fence(c: Context) -> "Step":
+def fence(c: Context) -> Step:
     proxies = c.opcode == "fence.proxy.async.shared::cta"  # there is one proxy here
     known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
     if not proxies and not set(c.parts[1:]) <= known:
         raise c.unknown()
     local = proxies or "cta" in c.parts
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         if not local:
             m.order.fence(group.lanes)
 
     return run
 
 
-def nothing(c: Context) -> "Step":
+def nothing(c: Context) -> Step:
     return lambda m, group: None

@@ -1,23 +1,20 @@
-"""Instructions that only compute: the ALU's, moves, and conversions of addresses."""
+"""Instructions that only compute: the ALU's and moves."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cukern.sim.instructions.decode import SIGNED, UNSIGNED, Context, compute
-from cukern.sim.machine import clusters, special
-from cukern.sim.memory.spaces import WINDOW, WINDOWS
+from cukern.sim.instructions.decode import Context, compute
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.machine.special import CLOCKS
 from cukern.sim.numerics import alu
-from cukern.sim.ptx import module as ptx
-from cukern.sim.ptx.module import Operand, Register, Symbol, Vector
-
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED
+from cukern.sim.ptx.module import WIDTHS, Operand, Register, Symbol, Vector
 
 
-def arithmetic(c: Context) -> "Step":
+def arithmetic(c: Context) -> Step:
     """An instruction of the ALU."""
     targets = c.items(c.operands[0])
     types = source_types(c)
@@ -40,10 +37,10 @@ def arithmetic(c: Context) -> "Step":
     return _compute_all(results, sources)
 
 
-def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sources: list[int]) -> "Step":
+def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sources: list[int]) -> Step:
     """Several results of the same operands, any of which may lie where a result goes."""
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         operands = [m.get(group, s) for s in sources]
         for (_, register), values in zip(results, [function(*operands) for function, _ in results], strict=True):
             m.put(group, register.number, values)
@@ -51,8 +48,8 @@ def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sour
     return run
 
 
-def _in_turn(steps: list["Step"]) -> "Step":
-    def run(m: "Machine", group: "Group") -> None:
+def _in_turn(steps: list[Step]) -> Step:
+    def run(m: Machine, group: Group) -> None:
         for step in steps:
             step(m, group)
 
@@ -88,7 +85,7 @@ def _with_negated(function: Callable, negated: list[bool]) -> Callable:
 
 def _extended(function: Callable, register: Register, types: list[str]) -> Callable:
     """`function`, with its result extended where the destination register is wider than it."""
-    if register.width == 1 or not types or ptx.WIDTHS[types[0]] >= register.width:
+    if register.width == 1 or not types or WIDTHS[types[0]] >= register.width:
         return function
     wide, signed = UNSIGNED[register.width], types[0][0] == "s"
 
@@ -101,17 +98,17 @@ def _extended(function: Callable, register: Register, types: list[str]) -> Calla
     return run
 
 
-def constant(c: Context, register: Register, value: Callable[["Machine"], Any]) -> "Step":
+def constant(c: Context, register: Register, value: Callable[[Machine], Any]) -> Step:
     """register = value(m), the same for all lanes."""
     dtype = UNSIGNED[register.width]
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         m.put(group, register.number, np.array([value(m)], dtype))
 
     return run
 
 
-def create_policy(c: Context) -> "Step":
+def create_policy(c: Context) -> Step:
     """A cache policy, which the simulator has no use for."""
     register = c.target(c.operands[0])
     if register is None or c.parts[1] != "fractional":
@@ -119,9 +116,9 @@ def create_policy(c: Context) -> "Step":
     return constant(c, register, lambda m: 0)
 
 
-def move(c: Context) -> "Step":
+def move(c: Context) -> Step:
     target, source = c.operands
-    if isinstance(source, Symbol) and source.name in special.CLOCKS:
+    if isinstance(source, Symbol) and source.name in CLOCKS:
         register = c.target(target)
         assert register is not None
         mask, high = (1 << register.width) - 1, source.name.endswith("_hi")
@@ -136,7 +133,7 @@ def move(c: Context) -> "Step":
     return compute(_extended(np.copy, register, []), register, [c.source(source, c.types[0])])
 
 
-def _pack(c: Context, target: Operand, items: tuple[Operand, ...]) -> "Step":
+def _pack(c: Context, target: Operand, items: tuple[Operand, ...]) -> Step:
     register = c.target(target)
     if register is None or register.width > 64:
         raise c.unknown()
@@ -154,8 +151,8 @@ def _pack(c: Context, target: Operand, items: tuple[Operand, ...]) -> "Step":
     return compute(join, register, [c.source(x, f"b{width}") for x in items])
 
 
-def _unpack(items: tuple[Operand, ...], c: Context) -> "Step":
-    width = ptx.WIDTHS[c.types[0]] // len(items)
+def _unpack(items: tuple[Operand, ...], c: Context) -> Step:
+    width = WIDTHS[c.types[0]] // len(items)
     if width < 16 or width * len(items) > 64:
         raise c.unknown()
     source = c.source(c.operands[1], c.types[0])
@@ -169,25 +166,3 @@ def _unpack(items: tuple[Operand, ...], c: Context) -> "Step":
 
 def _part(shift: int, dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
     return lambda x: (x >> x.dtype.type(shift)).astype(dtype)
-
-
-def convert_address(c: Context) -> "Step":
-    """cvta: between the addresses of a space and generic ones."""
-    space = next(p for p in c.parts[1:] if p not in ("to", *c.types)).split("::")[0]
-    if space not in WINDOWS:
-        raise c.unknown()
-    register = c.target(c.operands[0])
-    assert register is not None
-    window = np.array([WINDOWS[space] << WINDOW if register.width == 64 else 0], UNSIGNED[register.width])
-    function = (lambda x: x - window) if "to" in c.parts else (lambda x: x + window)
-    return compute(function, register, [c.source(c.operands[1], c.types[0])])
-
-
-def is_space(c: Context) -> "Step":
-    register = c.target(c.operands[0])
-    space = c.parts[1]
-    if space in ("shared", "shared::cta", "shared::cluster"):
-        return clusters.is_shared(c)
-    if space not in ("global", "local") or register is None:
-        raise c.unknown()
-    return compute(lambda x: x >> np.uint64(WINDOW) == WINDOWS[space], register, [c.source(c.operands[1], "b64")])

@@ -1,20 +1,18 @@
-"""atom and red: read, change and write, one lane after the other where several want one address."""
+"""atom and red: read, change and write. Lanes that address the same location execute one after the other."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cukern.sim.instructions.access import offset_by, put, through
-from cukern.sim.instructions.decode import UNSIGNED, Context
+from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import STRONG
 from cukern.sim.memory.spaces import Space
 from cukern.sim.numerics import alu
-from cukern.sim.ptx import module as ptx
-
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
+from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.module import WIDTHS
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
 _MODIFIERS |= {"cluster", "shared::cluster"}
@@ -22,8 +20,8 @@ _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 Change = Callable[..., np.ndarray]  # old value and operands to new value
 
 
-def atomic(c: Context) -> "Step":
-    operation = next((p for p in c.parts[1:] if p not in _MODIFIERS and p not in ptx.WIDTHS), "")
+def atomic(c: Context) -> Step:
+    operation = next((p for p in c.parts[1:] if p not in _MODIFIERS and p not in WIDTHS), "")
     if len(c.types) != 1 or set(c.parts[1:]) - _MODIFIERS - set(c.types) - {operation}:
         raise c.unknown()
     spaces = {"global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster"}
@@ -33,10 +31,10 @@ def atomic(c: Context) -> "Step":
     address, *operands = c.operands[1:] if returns else c.operands
     base, offset = c.address(address)
     sources = [c.source(x, c.types[0]) for x in operands]
-    width, signed, pc = ptx.WIDTHS[c.types[0]], c.types[0][0] == "s", c.pc
+    width, signed, pc = WIDTHS[c.types[0]], c.types[0][0] == "s", c.pc
     changes = {name: _change(c, operation, name) for name in ("global", "shared")}
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
         n = len(group.lanes)
@@ -62,7 +60,7 @@ def _change(c: Context, operation: str, space: str) -> Change:
         return alu.find(f"{operation}.{type_}")
     if operation in ("and", "or", "xor"):
         return alu.find(f"{operation}.{type_}")
-    one = UNSIGNED[ptx.WIDTHS[type_]](1)
+    one = UNSIGNED[WIDTHS[type_]](1)
     others: dict[str, Change] = {
         "exch": _second,
         "cas": _compare_and_swap,
@@ -83,7 +81,7 @@ def _second(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def _serially(
-    m: "Machine", where: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
+    m: Machine, where: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
 ) -> np.ndarray:
     """The values before. Lanes at one address take turns, in their order."""
     at, parts = where.place(m, lanes, addresses, size, "changes")

@@ -1,59 +1,20 @@
 """cp.async: copies from global to shared memory that are in flight until their thread waits for them."""
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import numpy as np
 
 from cukern.sim.instructions.access import nothing, offset_by
 from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import IN_FLIGHT
 from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.memory.spaces import each
 from cukern.sim.ptx.module import Immediate, Register, immediate_value
 
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
-
 _HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
 
 
-class _Flight(NamedTuple):
-    numbers: np.ndarray  # by lane, of the group it belongs to
-    lanes: np.ndarray
-    positions: np.ndarray
-    size: int
-    pc: int
-
-
-class Copies:
-    """The copies that are in flight. The data is in shared memory at once; the shadow knows that nobody may look yet."""
-
-    def __init__(self, m: "Machine"):
-        self.m = m
-        self.flights: list[_Flight] = []
-        self.committed = np.zeros(m.lanes, np.int64)
-
-    def start(self, pc: int, lanes: np.ndarray, positions: np.ndarray, size: int) -> None:
-        self.flights.append(_Flight(self.committed[lanes], lanes, positions, size, pc))
-
-    def wait(self, lanes: np.ndarray, newest: int | None) -> None:
-        """These lanes wait until at most the `newest` last groups of each are in flight; None: until nothing is."""
-        limit = np.full(self.m.lanes, -1)
-        limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
-        left = []
-        for flight in self.flights:
-            landed = flight.numbers < limit[flight.lanes]
-            if landed.any():
-                self.m.order.clock.tick(flight.pc)
-                self.m.shared.shadow.arrived(self.m.order, flight.positions[landed], flight.size, flight.lanes[landed])
-            if not landed.all():
-                up = ~landed
-                left.append(flight._replace(numbers=flight.numbers[up], lanes=flight.lanes[up], positions=flight.positions[up]))
-        self.flights = left
-
-
-def copy(c: Context) -> "Step":
+def copy(c: Context) -> Step:
     if c.parts[:2] != ["cp", "async"]:
         raise c.unknown()
     if c.opcode == "cp.async.bulk.prefetch.L2.global":
@@ -67,16 +28,16 @@ def copy(c: Context) -> "Step":
     return _start(c)
 
 
-def _commit(m: "Machine", group: "Group") -> None:
+def _commit(m: Machine, group: Group) -> None:
     m.copies.committed[group.lanes] += 1
 
 
-def _wait(c: Context) -> "Step":
+def _wait(c: Context) -> Step:
     newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
     return lambda m, group: m.copies.wait(group.lanes, newest)
 
 
-def _start(c: Context) -> "Step":
+def _start(c: Context) -> Step:
     """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source}."""
     to, from_, bytes_, *rest = c.operands
     (target, target_offset), (source, source_offset) = c.address(to), c.address(from_)
@@ -87,7 +48,7 @@ def _start(c: Context) -> "Step":
     read = c.source(rest[0], "pred" if ignored else "u32") if rest else None
     negated = bool(rest) and isinstance(rest[0], Register) and rest[0].negated
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
         lanes, n = group.lanes, len(group.lanes)
@@ -104,7 +65,7 @@ def _start(c: Context) -> "Step":
     return run
 
 
-def _fetch(m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, count: np.ndarray) -> np.ndarray:
+def _fetch(m: Machine, lanes: np.ndarray, addresses: np.ndarray, size: int, count: np.ndarray) -> np.ndarray:
     """The first `count` bytes at each address, then zeros."""
     memory, values = m.launched.memory, np.zeros(len(lanes), CARRIERS[size])
     whole = np.flatnonzero(count >= size)

@@ -1,46 +1,41 @@
-"""From an instruction to the function that carries it out on a group of lanes.
+"""From an instruction to a step, the function that executes it for a group of lanes.
 
-`instruction` gives a step, and whether it may send lanes elsewhere than to the next instruction. What the simulator does not know becomes a
-step that raises NotSimulated when a lane comes to it: a kernel may contain what it does not execute.
+An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel may contain instructions that
+it does not execute. Which maker decodes which instruction is in tables.py, and passed in.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import numpy as np
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.ptx import module as ptx
-from cukern.sim.ptx.module import Address, Immediate, Instruction, Operand, Register, Symbol, Vector
-
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Program, Step
-
-UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step, Stretches
+from cukern.sim.machine.program import Program
+from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector, immediate_bits
 
 
 class Context:
-    """One instruction under way: its parts, and where its operands are found."""
+    """One instruction being decoded: its parts, and the registers of its operands."""
 
-    def __init__(self, program: "Program", pc: int):
+    def __init__(self, program: Program, pc: int):
         self.program, self.pc = program, pc
         self.instruction: Instruction = program.kernel.code[pc]
         self.opcode, self.operands = self.instruction.opcode, self.instruction.operands
         self.parts = self.opcode.split(".")
-        self.types = [p for p in self.parts if p in ptx.WIDTHS]
+        self.types = [p for p in self.parts if p in WIDTHS]
 
     def unknown(self) -> NotSimulated:
         return NotSimulated(self.opcode)
 
     def source(self, operand: Operand, type_: str) -> int:
-        """The number of the register with an operand's value, of that type if it is a literal."""
-        program, width = self.program, max(16, ptx.WIDTHS[type_]) if type_ != "pred" else 1
+        """The number of the register that holds an operand; `type_` is the type of a literal."""
+        program, width = self.program, max(16, WIDTHS[type_]) if type_ != "pred" else 1
         if isinstance(operand, Register):
             return operand.number
         if isinstance(operand, Immediate):
-            return program.constant(ptx.immediate_bits(operand, type_), width)
+            return program.constant(immediate_bits(operand, type_), width)
         if isinstance(operand, Symbol):
             if operand.name in program.addresses:
                 return program.constant(program.addresses[operand.name][1] + operand.offset, width)
@@ -68,18 +63,44 @@ class Context:
         return operand.items if isinstance(operand, Vector) else (operand,)
 
 
-Maker = Callable[[Context], "Step"]
+Maker = Callable[[Context], Step]
 
 
-def instruction(program: "Program", pc: int) -> tuple["Step", bool]:
+class Table(NamedTuple):
+    """The maker for each opcode or its first part. The steps of `jumps` send their lanes on by themselves; `other`: all other opcodes."""
+
+    steps: dict[str, Maker]
+    jumps: dict[str, Maker]
+    other: Maker
+
+
+def stretches(program: Program, table: Table) -> Stretches:
+    """The whole program, decoded and divided into stretches without a jump."""
+    kernel = program.kernel
+    decoded = [instruction(program, pc, table) for pc in range(len(kernel.code))]
+    leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
+    retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # where lanes may have to try again
+    found: Stretches = {}
+    for start in leaders | retried:
+        steps, pc = [], start
+        while pc < len(decoded) and not decoded[pc][1] and (pc == start or pc not in leaders):
+            steps.append(decoded[pc][0])
+            pc += 1
+        jumps = pc < len(decoded) and decoded[pc][1] and (pc == start or pc not in leaders)
+        found[start] = steps, pc, decoded[pc][0] if jumps else None
+    found[len(decoded)] = [], len(decoded), Machine.leave
+    return found
+
+
+def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
+    """The step of an instruction, and whether it sends its lanes on by itself."""
     c = Context(program, pc)
-    from cukern.sim.instructions import tables
-
-    makers = tables.STEPS | tables.JUMPS
-    base = next((name for name in (".".join(c.parts[:2]), c.parts[0]) if name in makers), "")  # st.async is no st
-    jumps = base in tables.JUMPS
+    base = next(
+        (name for name in (".".join(c.parts[:2]), c.parts[0]) if name in table.steps or name in table.jumps), ""
+    )  # st.async is no st
+    jumps = base in table.jumps
     try:
-        step = makers.get(base, tables.ALU)(c)
+        step = (table.jumps if jumps else table.steps).get(base, table.other)(c)
     except NotSimulated as error:
         return _not_simulated(pc, str(error)), True
     except (IndexError, KeyError, ValueError, StopIteration):  # operands that it does not have
@@ -90,10 +111,10 @@ def instruction(program: "Program", pc: int) -> tuple["Step", bool]:
     return step, jumps
 
 
-def _guarded(step: "Step", guard: Register) -> "Step":
+def _guarded(step: Step, guard: Register) -> Step:
     register, negated = guard.number, guard.negated
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         chosen = m.select(group, register, negated)
         if chosen is not None:
             step(m, chosen)
@@ -101,10 +122,10 @@ def _guarded(step: "Step", guard: Register) -> "Step":
     return run
 
 
-def _split(step: "Step", guard: Register, pc: int) -> "Step":
-    """For what sends lanes on by itself: those whose guard fails go on at the next instruction."""
+def _split(step: Step, guard: Register, pc: int) -> Step:
+    """A guarded jump: lanes whose guard is false continue at the next instruction."""
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         rest = m.select(group, guard.number, not guard.negated)
         chosen = m.select(group, guard.number, guard.negated)
         if rest is not None:
@@ -115,18 +136,18 @@ def _split(step: "Step", guard: Register, pc: int) -> "Step":
     return run
 
 
-def _not_simulated(pc: int, what: str) -> "Step":
-    def run(m: "Machine", group: "Group") -> None:
+def _not_simulated(pc: int, what: str) -> Step:
+    def run(m: Machine, group: Group) -> None:
         raise NotSimulated(f"{what}, in {m.launched.name}, {m.program.location(pc)}")
 
     return run
 
 
-def compute(function: Callable[..., np.ndarray], target: Register, sources: list[int]) -> "Step":
+def compute(function: Callable[..., np.ndarray], target: Register, sources: list[int]) -> Step:
     """target = function(sources)."""
     t = target.number
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         regs = m.regs
         if group.whole:
             regs[t] = function(*[regs[s] for s in sources])

@@ -1,19 +1,15 @@
-"""Branches, ends and calls."""
-
-from typing import TYPE_CHECKING
+"""Branches, exits and calls."""
 
 import numpy as np
 
 from cukern.sim.faults import Fault, NotSimulated
 from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.ptx.module import Register, Symbol, Vector
 
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
 
-
-def branch(c: Context) -> "Step":
+def branch(c: Context) -> Step:
     (label,) = c.operands
     assert isinstance(label, Symbol)
     target, guard, pc = c.program.kernel.labels[label.name], c.instruction.guard, c.pc
@@ -21,7 +17,7 @@ def branch(c: Context) -> "Step":
         return lambda m, group: m.go(target, group)
     register, negated = guard.number, guard.negated
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         values = m.regs[register]
         if len(values) == 1:
             m.go(target if bool(values[0]) != negated else pc + 1, group)
@@ -39,13 +35,13 @@ def branch(c: Context) -> "Step":
     return run
 
 
-def branch_indexed(c: Context) -> "Step":
+def branch_indexed(c: Context) -> Step:
     index, table = c.operands
     if not isinstance(index, Register) or not isinstance(table, Symbol):
         raise c.unknown()
     targets = np.array([c.program.kernel.labels[t] for t in c.program.kernel.tables[table.name]])
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         goals = targets[m.spread(group, index.number)]
         for goal in np.unique(goals):
             m.go(int(goal), m.group(group.lanes[goals == goal]))
@@ -53,22 +49,18 @@ def branch_indexed(c: Context) -> "Step":
     return run
 
 
-def exit_(m: "Machine", group: "Group") -> None:
-    m.leave(group)
+def leave(c: Context) -> Step:
+    return Machine.leave
 
 
-def leave(c: Context) -> "Step":
-    return exit_
-
-
-def trap(c: Context) -> "Step":
-    def run(m: "Machine", group: "Group") -> None:
+def trap(c: Context) -> Step:
+    def run(m: Machine, group: Group) -> None:
         raise m.fault(Fault, group.lanes[0], "trap: the kernel stopped itself")
 
     return run
 
 
-def call(c: Context) -> "Step":
+def call(c: Context) -> Step:
     """Only __assertfail(message, file, line, function, size) is known: a failed assert."""
     name = next((x.name for x in c.operands if isinstance(x, Symbol)), c.opcode)
     arguments = next((x.items for x in c.operands if isinstance(x, Vector)), ())
@@ -76,7 +68,7 @@ def call(c: Context) -> "Step":
         raise NotSimulated(f"call of {name}")
     registers = [c.program.params[a.name] for a in arguments if isinstance(a, Symbol)]
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         message, file, line = (int(m.spread(group, r)[0]) for r in registers[:3])
         memory = m.launched.memory
         raise m.fault(Fault, group.lanes[0], f"assertion failed: {memory.text(message)} ({memory.text(file)}:{line})")

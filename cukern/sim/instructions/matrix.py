@@ -1,25 +1,22 @@
-"""The instructions of the tensor cores: mma.sync, wgmma and ldmatrix, which take whole warps."""
-
-from typing import TYPE_CHECKING
+"""The tensor-core instructions mma.sync, wgmma and ldmatrix, which need whole warps."""
 
 import numpy as np
 
 from cukern.sim.faults import BarrierFault
 from cukern.sim.instructions.access import offset_by, through
 from cukern.sim.instructions.decode import Context
-from cukern.sim.instructions.warp import bits_of, together
+from cukern.sim.instructions.warp import together
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.machine.warps import bits_of
 from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.numerics import tensor_core
 from cukern.sim.ptx.module import Immediate, Vector
 
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
-
 _EVERY_LANE = Immediate("0xFFFFFFFF")
 
 
-def _check_whole_warps(m: "Machine", lanes: np.ndarray, pc: int) -> None:
+def _check_whole_warps(m: Machine, lanes: np.ndarray, pc: int) -> None:
     m.pc = pc
     here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
     if (here != 0xFFFFFFFF).any():
@@ -27,13 +24,13 @@ def _check_whole_warps(m: "Machine", lanes: np.ndarray, pc: int) -> None:
         raise m.fault(BarrierFault, lane, "wants all 32 lanes of its warp, and some are not there")
 
 
-def mma(c: Context) -> "Step":
+def mma(c: Context) -> Step:
     function, pc = tensor_core.mma(c.opcode), c.pc
     to, *from_ = c.operands
     targets = [c.target(x) for x in c.items(to)]
     sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in from_]
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes, pc)
         fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
         for target, values in zip(targets, function(*fragments), strict=True):
@@ -43,7 +40,7 @@ def mma(c: Context) -> "Step":
     return together(c, _EVERY_LANE, act)
 
 
-def load_matrix(c: Context) -> "Step":
+def load_matrix(c: Context) -> Step:
     """ldmatrix: lane 8 i + j has the address of row j of tile i."""
     count = {"x1": 1, "x2": 2, "x4": 4}.get(c.parts[4] if len(c.parts) > 4 else "", 0)
     known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
@@ -53,7 +50,7 @@ def load_matrix(c: Context) -> "Step":
     (base, offset), pc, transposed = c.address(c.operands[1]), c.pc, "trans" in c.parts
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes, pc)
         m.order.clock.tick(pc)
         addresses = np.broadcast_to(offset_by(m.get(group, base), offset), group.lanes.shape)
@@ -68,7 +65,7 @@ def load_matrix(c: Context) -> "Step":
     return together(c, _EVERY_LANE, act)
 
 
-def warpgroup(c: Context) -> "Step":
+def warpgroup(c: Context) -> Step:
     """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is done where it stands: wgmma.fence,
     .commit_group and .wait_group change nothing, and what is read too early of a result is not seen here."""
     pc = c.pc
@@ -85,7 +82,7 @@ def warpgroup(c: Context) -> "Step":
     old, registers = [c.source(x, "b32") for x in c.items(d)], [c.source(x, "b32") for x in c.items(a)] if held else []
     described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
 
-    def fetch(m: "Machine", lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
+    def fetch(m: Machine, lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
         """Rows of a, or columns of b, from 16 bytes a lane at a time."""
         times = count // 16
 
@@ -97,7 +94,7 @@ def warpgroup(c: Context) -> "Step":
         parts = through(m, "shared", each(lanes).reshape(-1), at, lambda where, lanes, at: where.load(m, lanes, at, 16))
         return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 32 * times, 8), down)
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes, pc)
         m.order.clock.tick(pc)
         b = fetch(m, group.lanes, m.get(group, described_b), np.zeros_like(group.lanes), columns, down[-1])

@@ -1,15 +1,15 @@
-"""Which maker decodes which instruction; the rest is the ALU's. Makers in JUMPS give steps that send their lanes on by themselves."""
+"""Which maker decodes which instruction."""
 
-from cukern.sim.instructions import access, arithmetic, atomics, copies, decode, jumps, matrix, warp
-from cukern.sim.machine import barriers, clusters, mbarriers
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, copies, jumps, matrix, warp
+from cukern.sim.instructions.decode import Maker, Table
 
-STEPS: dict[str, decode.Maker] = {
+_STEPS: dict[str, Maker] = {
     "mov": arithmetic.move,
     "createpolicy": arithmetic.create_policy,
-    "cvta": arithmetic.convert_address,
-    "isspacep": arithmetic.is_space,
-    "mapa": clusters.map_address,
-    "getctarank": clusters.rank_of_address,
+    "cvta": addresses.convert_address,
+    "isspacep": addresses.is_space,
+    "mapa": addresses.map_address,
+    "getctarank": addresses.rank_of_address,
     "ld": access.load,
     "ldu": access.load,
     "st": access.store,
@@ -26,8 +26,7 @@ STEPS: dict[str, decode.Maker] = {
     "pmevent": access.nothing,
     "setmaxnreg": access.nothing,
 }
-ALU: decode.Maker = arithmetic.arithmetic
-JUMPS: dict[str, decode.Maker] = {
+_JUMPS: dict[str, Maker] = {
     "bra": jumps.branch,
     "brx": jumps.branch_indexed,
     "ret": jumps.leave,
@@ -37,8 +36,8 @@ JUMPS: dict[str, decode.Maker] = {
     "call": jumps.call,
     "bar": barriers.barrier,
     "barrier": barriers.barrier,
-    "mbarrier": mbarriers.mbarrier,
-    "st.async": mbarriers.store_async,
+    "mbarrier": barriers.mbarrier,
+    "st.async": barriers.store_async,
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "match": warp.match,
@@ -48,3 +47,4 @@ JUMPS: dict[str, decode.Maker] = {
     "ldmatrix": matrix.load_matrix,
     "wgmma": matrix.warpgroup,
 }
+INSTRUCTIONS = Table(_STEPS, _JUMPS, other=arithmetic.arithmetic)

@@ -1,99 +1,26 @@
-"""What the lanes of a warp do together: __syncwarp, shuffles, votes, matches and reductions.
-
-Lanes that come first park until those that their mask names are there too. Lanes that have ended are not waited for.
-"""
+"""Instructions in which the lanes of a warp exchange data: __syncwarp, shuffles, votes, matches and reductions."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cukern.sim.faults import BarrierFault, Fault, Uninitialized
-from cukern.sim.instructions.decode import SIGNED, UNSIGNED, Context
+from cukern.sim.faults import Uninitialized
+from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.machine.warps import SYNC, bits, bits_of
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import Operand, Register
 
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
-
-_SYNC = -1  # lanes wait at any bar.warp.sync, wherever it stands
+Act = Callable[[Machine, Group, np.ndarray], None]
 
 
-class Warps:
-    """Lanes that wait for others of their warp."""
-
-    def __init__(self, m: "Machine"):
-        self.m = m
-        self.parked: dict[int, np.ndarray] = {}  # by instruction, or _SYNC
-        self.at = np.zeros(m.lanes, np.int64)
-        self.masks = np.zeros(m.lanes, np.uint32)
-
-    def meet(self, group: "Group", masks: np.ndarray, key: int) -> "Group | None":
-        """Those lanes whose partners are all here; the others park."""
-        m = self.m
-        if key not in self.parked and len(masks) == 1 and masks[0] == 0xFFFFFFFF and group.whole:
-            return group
-        lanes = group.lanes
-        self.masks[lanes], self.at[lanes] = masks, m.pc
-        self._check_members(lanes)
-        if key in self.parked:
-            lanes = np.sort(np.concatenate((lanes, self.parked.pop(key))))
-        warps = m.order.warp_of[lanes]
-        missing = self.masks[lanes] & bits(m.alive)[warps] & ~bits_of(lanes, m.lanes)[warps]
-        if not missing.any():
-            return group if len(lanes) == len(group.lanes) else m.group(lanes)
-        ready = lanes[missing == 0]
-        self.parked[key] = lanes[missing != 0]
-        return m.group(ready) if len(ready) else None
-
-    def _check_members(self, lanes: np.ndarray) -> None:
-        outside = (self.masks[lanes] >> (lanes % 32).astype(np.uint32) & 1) == 0
-        if outside.any():
-            lane = lanes[outside][0]
-            what = f"names the lanes {self.masks[lane]:#010x} of its warp, but it is lane {lane % 32} itself"
-            raise self.m.fault(BarrierFault, lane, what)
-
-    def lanes_left(self) -> None:
-        """Nobody waits for lanes that are done: try again."""
-        parked, self.parked = self.parked, {}
-        for lanes in parked.values():
-            for pc in np.unique(self.at[lanes]):
-                self.m.go(int(pc), self.m.group(lanes[self.at[lanes] == pc]))
-
-    def waits_at(self, lane: int) -> int | None:
-        return int(self.at[lane]) if any(lane in lanes for lanes in self.parked.values()) else None
-
-    def stuck(self) -> Fault | None:
-        m = self.m
-        for lanes in self.parked.values():
-            lane = int(lanes[0])
-            warp = m.order.warp_of[lane]
-            wanted = np.flatnonzero(self.masks[lane] >> np.arange(32, dtype=np.uint32) & 1) + warp * 32
-            missing = next(int(x) for x in wanted if m.alive[x] and x not in lanes)
-            what = f"waits for the lanes {self.masks[lane]:#010x} of its warp, but {m.whereabouts(missing)}"
-            return m.fault(BarrierFault, lane, what, int(self.at[lane]))
-        return None
-
-
-def bits(flags: np.ndarray) -> np.ndarray:
-    """A bool for each lane as 32 bits for each warp."""
-    return np.packbits(flags, bitorder="little").view(np.uint32)
-
-
-def bits_of(lanes: np.ndarray, count: int) -> np.ndarray:
-    flags = np.zeros(count, bool)
-    flags[lanes] = True
-    return bits(flags)
-
-
-Act = Callable[["Machine", "Group", np.ndarray], None]
-
-
-def together(c: Context, mask: Operand, act: Act) -> "Step":
+def together(c: Context, mask: Operand, act: Act) -> Step:
     """A step that acts once all lanes of `mask` are here: act(m, lanes, their masks)."""
     register, pc = c.source(mask, "u32"), c.pc
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         ready = m.warp_wide.meet(group, m.get(group, register), pc)
         if ready is not None:
             act(m, ready, m.spread(ready, register))
@@ -102,12 +29,12 @@ def together(c: Context, mask: Operand, act: Act) -> "Step":
     return run
 
 
-def sync(c: Context) -> "Step":
+def sync(c: Context) -> Step:
     register = c.source(c.operands[0], "u32")
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         before = group
-        ready = m.warp_wide.meet(group, m.get(group, register), _SYNC)
+        ready = m.warp_wide.meet(group, m.get(group, register), SYNC)
         if ready is None:
             return
         lanes, order = ready.lanes, m.order
@@ -129,17 +56,17 @@ def sync(c: Context) -> "Step":
     return run
 
 
-def active_mask(c: Context) -> "Step":
+def active_mask(c: Context) -> Step:
     register = c.target(c.operands[0])
     assert register is not None
 
-    def run(m: "Machine", group: "Group") -> None:
+    def run(m: Machine, group: Group) -> None:
         m.put(group, register.number, bits_of(group.lanes, m.lanes)[m.order.warp_of[group.lanes]])
 
     return run
 
 
-def shuffle(c: Context) -> "Step":
+def shuffle(c: Context) -> Step:
     """shfl.sync.mode.b32 d|p, a, b, c, mask. PTX ISA, shfl.sync."""
     if c.parts[1] != "sync" or len(c.parts) != 4 or c.parts[3] != "b32":
         raise c.unknown()
@@ -148,7 +75,7 @@ def shuffle(c: Context) -> "Step":
     target, holds = c.target(first), c.target(rest[0]) if rest else None
     value, distance, clamp = (c.source(x, "b32") for x in c.operands[1:4])
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         m.pc = pc
         lanes = group.lanes
         lane, step, ends = lanes % 32, m.get(group, distance).astype(np.int64) & 31, m.get(group, clamp).astype(np.int64)
@@ -172,7 +99,7 @@ def shuffle(c: Context) -> "Step":
     return together(c, c.operands[4], act)
 
 
-def _check_sources(m: "Machine", lanes: np.ndarray, masks: np.ndarray, source: np.ndarray) -> None:
+def _check_sources(m: Machine, lanes: np.ndarray, masks: np.ndarray, source: np.ndarray) -> None:
     """A lane may read a register of those lanes alone that its mask names, and that are here."""
     here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
     bad = (here & masks) >> source.astype(np.uint32) & 1 == 0
@@ -183,13 +110,13 @@ def _check_sources(m: "Machine", lanes: np.ndarray, masks: np.ndarray, source: n
         raise m.fault(Uninitialized, lanes[row], f"reads a register of lane {source[row]} of its warp, which {why}")
 
 
-def vote(c: Context) -> "Step":
+def vote(c: Context) -> Step:
     if c.parts[1] != "sync" or c.parts[2] not in ("all", "any", "uni", "ballot"):
         raise c.unknown()
     mode, register, operand = c.parts[2], c.target(c.operands[0]), c.operands[1]
     predicate, negated = c.source(operand, "pred"), isinstance(operand, Register) and operand.negated
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         warps = m.order.warp_of[group.lanes]
         here = bits_of(group.lanes, m.lanes)[warps] & masks
         hold = bits_of(group.lanes[m.spread(group, predicate) ^ negated], m.lanes)[warps] & masks
@@ -205,13 +132,13 @@ def vote(c: Context) -> "Step":
     return together(c, c.operands[2], act)
 
 
-def _members(m: "Machine", lanes: np.ndarray, masks: np.ndarray) -> np.ndarray:
+def _members(m: Machine, lanes: np.ndarray, masks: np.ndarray) -> np.ndarray:
     """members[i, j]: lane j of the warp is here, and lane i names it."""
     here = (bits_of(lanes, m.lanes)[m.order.warp_of[lanes]] & masks)[:, None]
     return (here >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
 
 
-def _of_warp(m: "Machine", lanes: np.ndarray, register: int) -> np.ndarray:
+def _of_warp(m: Machine, lanes: np.ndarray, register: int) -> np.ndarray:
     """For each lane the values of all 32 of its warp."""
     values = np.broadcast_to(m.regs[register], (m.lanes,)).reshape(-1, 32)
     return values[m.order.warp_of[lanes]]
@@ -221,13 +148,13 @@ def _to_bits(flags: np.ndarray) -> np.ndarray:
     return np.packbits(flags, axis=1, bitorder="little").view(np.uint32)[:, 0]
 
 
-def match(c: Context) -> "Step":
+def match(c: Context) -> Step:
     mode, type_ = c.parts[1], c.types[0]
     first, *rest = c.items(c.operands[0])
     target, holds = c.target(first), c.target(rest[0]) if rest else None
     value = c.source(c.operands[1], type_)
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         members = _members(m, group.lanes, masks)
         equal = members & (_of_warp(m, group.lanes, value) == m.spread(group, value)[:, None])
         result = _to_bits(equal)
@@ -242,7 +169,7 @@ def match(c: Context) -> "Step":
     return together(c, c.operands[2], act)
 
 
-def reduce_(c: Context) -> "Step":
+def reduce_(c: Context) -> Step:
     """redux.sync, of integers."""
     operation, type_ = c.parts[2], c.types[-1]
     signed = type_ == "s32"
@@ -260,7 +187,7 @@ def reduce_(c: Context) -> "Step":
     function, neutral = functions[operation]
     target, value = c.target(c.operands[0]), c.source(c.operands[1], type_)
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         values = _of_warp(m, group.lanes, value).view(dtype)
         result = function.reduce(np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype)
         if target is not None:
@@ -269,11 +196,11 @@ def reduce_(c: Context) -> "Step":
     return together(c, c.operands[2], act)
 
 
-def elect(c: Context) -> "Step":
+def elect(c: Context) -> Step:
     """elect.sync d|p, mask: the first lane of the mask leads."""
     first, holds = (c.target(x) for x in c.items(c.operands[0]))
 
-    def act(m: "Machine", group: "Group", masks: np.ndarray) -> None:
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         leader = _members(m, group.lanes, masks).argmax(axis=1)
         if first is not None:
             m.put(group, first.number, leader.astype(np.uint32))

@@ -1,41 +1,33 @@
-"""Barriers of a block: bar.sync, bar.arrive and bar.red.
+"""The barriers of a block: who waits at each of them.
 
-Threads that come first wait. When no lane of a batch can go on, those that wait wait for ever: a fault.
+Lanes that come first wait. If no lane of a batch can continue, those that wait would wait forever: a fault.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault
-from cukern.sim.instructions import warp
-from cukern.sim.instructions.decode import Context
-from cukern.sim.machine import clusters
-from cukern.sim.ptx.module import Operand, Register
-
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
+from cukern.sim.machine.batch import Batch, Group
 
 
 class _Meeting:
-    """One barrier: who waits at it, in all blocks of the batch."""
+    """One barrier number: who waits there, in all blocks of the batch."""
 
-    def __init__(self, m: "Machine"):
+    def __init__(self, m: Batch):
         self.pcs = np.full(m.lanes, -1)  # where a lane waits
         self.count = np.zeros(m.blocks, np.int64)  # of threads; 0: all of the block
         self.holds = np.zeros(m.lanes, bool)  # the predicate of a bar.red
-        self.signals: dict[int, np.ndarray] = {}  # by warp that did not wait: what it could tell
+        self.signals: dict[int, np.ndarray] = {}  # by warp that has arrived and does not wait: what it knew
 
 
 class Barriers:
-    def __init__(self, m: "Machine"):
+    def __init__(self, m: Batch):
         self.m = m
         self.meetings: dict[int, _Meeting] = {}
         self.outcomes: dict[int, Callable[[Group, np.ndarray], None]] = {}  # by instruction: what a bar.red does with the counts
 
-    def sync(self, group: "Group", barrier: int, count: int, holds: np.ndarray | None = None) -> None:
+    def sync(self, group: Group, barrier: int, count: int, holds: np.ndarray | None = None) -> None:
         """These lanes wait."""
         m = self.m
         everybody = len(group.lanes) == m.blocks * m.launched.threads
@@ -49,8 +41,8 @@ class Barriers:
         meeting.holds[group.lanes] = False if holds is None else holds
         self._complete(barrier, meeting)
 
-    def arrive(self, group: "Group", barrier: int, count: int) -> None:
-        """These lanes' warps signal, and go on."""
+    def arrive(self, group: Group, barrier: int, count: int) -> None:
+        """These lanes arrive without waiting."""
         m = self.m
         meeting = self.meetings.setdefault(barrier, _Meeting(m))
         meeting.count[np.unique(m.order.block_of[group.lanes])] = count
@@ -65,11 +57,11 @@ class Barriers:
 
     def _everybody_met(self) -> None:
         self.m.order.barrier(np.arange(self.m.blocks))
-        if self.m.order.blocks_a_cluster == 1:  # else others than the block's own may have read
+        if self.m.order.blocks_a_cluster == 1:  # else other blocks may have read, too
             self.m.shared.shadow.forget_reads()
 
     def _complete(self, barrier: int, meeting: _Meeting) -> None:
-        """Let go the blocks in which all have come."""
+        """Release the blocks in which all threads have arrived."""
         m = self.m
         here = meeting.pcs >= 0
         by_warp = here.reshape(-1, 32).sum(axis=1)
@@ -151,51 +143,3 @@ class Barriers:
         what = f"waits at barrier {barrier} for {for_whom}"
         what += f", but {m.whereabouts(missing)}" if missing is not None else ", and the block has no more"
         return m.fault(BarrierFault, lane, what, int(meeting.pcs[lane]))
-
-
-def barrier(c: Context) -> "Step":
-    if c.parts[:2] == ["bar", "warp"]:
-        return warp.sync(c)
-    if c.parts[:2] == ["barrier", "cluster"]:
-        return clusters.barrier(c)
-    parts = [p for p in c.parts[1:] if p not in ("cta", "aligned")]
-    kind = parts[0]
-    if kind not in ("sync", "arrive", "red") or (kind != "red" and len(parts) > 1):
-        raise c.unknown()
-    operands = list(c.operands)
-    target = operands.pop(0) if kind == "red" else None
-    predicate = operands.pop() if kind == "red" else None
-    number = c.source(operands[0], "u32")
-    count = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
-    holds = c.source(predicate, "pred") if predicate is not None else None
-    negated = isinstance(predicate, Register) and predicate.negated
-    outcome = _outcome(c, parts[1], target) if kind == "red" else None
-
-    def run(m: "Machine", group: "Group") -> None:
-        if outcome is not None:
-            m.barriers.outcomes[c.pc] = lambda lanes, counts: outcome(m, lanes, counts)
-        numbers, counts = m.spread(group, number), m.spread(group, count)
-        for n, threads in (
-            set(zip(numbers.tolist(), counts.tolist(), strict=True)) if len(m.regs[number]) > 1 else {(numbers[0], counts[0])}
-        ):
-            chosen = (numbers == n) & (counts == threads)
-            some = group if chosen.all() else m.group(group.lanes[chosen])
-            if kind == "arrive":
-                m.barriers.arrive(some, int(n), int(threads))
-            else:
-                m.barriers.sync(some, int(n), int(threads), None if holds is None else m.spread(some, holds) ^ negated)
-
-    return run
-
-
-def _outcome(c: Context, operation: str, target: Operand | None) -> Callable[["Machine", "Group", np.ndarray], None]:
-    """Puts the result of a bar.red into its register, from how many lanes held and came."""
-    results: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-        "and": lambda held, came: held == came,
-        "or": lambda held, came: held > 0,
-        "popc": lambda held, came: held.astype(np.uint32),
-    }
-    register = c.target(target) if target is not None else None
-    if operation not in results or register is None:
-        raise c.unknown()
-    return lambda m, group, counts: m.put(group, register.number, results[operation](counts[0], counts[1]))

@@ -1,48 +1,43 @@
-"""Thread-block clusters: the barrier that all threads of a cluster share, and the shared memory of its blocks that each of them reaches.
+"""Thread block clusters: the barrier of a cluster, and the distributed shared memory that its blocks access.
 
-That a block has started is known to those that have come through a cluster barrier, and it must not exit before it knows of its
-neighbours' last access to its memory: by barrier.cluster, or of a strong write by a strong read of what it wrote. Strong accesses with
-.cluster may meet, but nothing else is ordered by them, nor by atomics of shared memory: barrier.cluster does that, and mbarriers.py.
-PTX ISA, barrier.cluster and mapa.
+A block may access its neighbours' memory only after a cluster barrier shows that they have started, and they must not exit before they know
+of the access: by barrier.cluster, or because a strong read of theirs saw the strong write. Strong accesses with .cluster do not race, but
+neither they nor atomics on shared memory order anything else: barrier.cluster and mbarriers do. PTX ISA, barrier.cluster and mapa.
 """
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault, OutOfBounds, Race
-from cukern.sim.instructions.decode import UNSIGNED, Context, compute
+from cukern.sim.machine.batch import Batch, Group
 from cukern.sim.memory.regions import Region
-from cukern.sim.memory.spaces import RANK, WINDOW, Place, Space
+from cukern.sim.memory.spaces import RANK, Accessor, Place, Space
 
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-    from cukern.sim.machine.program import Step
-
-_HIGHEST = 254  # what stands for any rank that no cluster has
-_HALF = 1 << RANK - 1  # an offset below 0 is of the block whose address it was counted from
+_NOT_STARTED = "which may not have started yet: no cluster barrier is before the access"
+_HALF = 1 << RANK - 1  # offsets from -_HALF on: an address below the start still belongs to the block it was computed from
 
 
 class Clusters:
-    """Who has arrived at the cluster barrier, and who waits there, in all clusters of the batch.
+    """Accessor has arrived at the cluster barrier, and who waits there, in all clusters of the batch.
 
-    A thread that ends without having arrived is missed, as at a block's barrier; a GPU would not wait for it.
+    A thread that exits without having arrived is waited for, as at a block's barrier; a GPU would not wait for it.
     """
 
-    def __init__(self, m: "Machine"):
+    def __init__(self, m: Batch):
         self.m = m
         self.count = m.blocks // m.order.blocks_a_cluster
         self.arrived = np.zeros(m.lanes, bool)  # since the barrier last opened
-        self.owes = np.zeros(m.lanes, bool)  # a wait: has arrived, and not waited since
-        self.since = np.zeros(m.lanes, np.int64)  # the others learn what a lane did before this time
+        self.owes = np.zeros(m.lanes, bool)  # has arrived, and not waited since
+        self.since = np.zeros(m.lanes, np.int64)  # the others learn what this lane did before this time
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
         self.pcs = np.full(m.lanes, -1)  # where a lane waits
-        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of others
-        self.learned = self.told.copy()  # what those learn who wait, since the barrier last opened
-        self.met = np.zeros(m.blocks, bool)  # blocks of which somebody has waited: the others of the cluster have started
+        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of other warps
+        self.learned = self.told.copy()  # what those who wait learn: `told` when the barrier last opened
+        self.met = np.zeros(
+            m.blocks, bool
+        )  # blocks of which a lane has waited, so that it knows that the others of its cluster have started
         self.exited = np.zeros(m.blocks, bool)
 
-    def arrive(self, group: "Group", releases: bool, aligned: bool) -> None:
+    def arrive(self, group: Group, releases: bool, aligned: bool) -> None:
         m, lanes, order = self.m, group.lanes, self.m.order
         if self.owes[lanes].any():
             lane = lanes[self.owes[lanes]][0]
@@ -55,7 +50,7 @@ class Clusters:
         m.go(m.pc + 1, group)
         self._open()
 
-    def wait(self, group: "Group") -> None:
+    def wait(self, group: Group) -> None:
         m, lanes = self.m, group.lanes
         if not self.owes[lanes].all():
             raise m.fault(BarrierFault, lanes[~self.owes[lanes]][0], "waits at the cluster barrier, at which it has not arrived")
@@ -76,7 +71,7 @@ class Clusters:
         self._pass(np.flatnonzero((self.pcs >= 0) & full[order.cluster_of]))
 
     def _pass(self, lanes: np.ndarray) -> None:
-        """These lanes, which wait at an open barrier, go on."""
+        """These lanes, which wait at an open barrier, continue."""
         m, order = self.m, self.m.order
         if not len(lanes):
             return
@@ -127,7 +122,7 @@ class Clusters:
                 block = m.block_index(int(owners[row]) + m.first_block)
                 raise m.fault(Race, lanes[row], f"{verb} {where} of the shared memory of block {block}, {why}")
 
-    def lanes_left(self, group: "Group") -> None:
+    def lanes_left(self, group: Group) -> None:
         """A block has exited when its last thread has; each of its neighbours' accesses to its memory must have come before."""
         m = self.m
         if m.order.blocks_a_cluster > 1:
@@ -154,20 +149,17 @@ class Clusters:
                 raise m.fault(Race, lane - order.base, f"{what}: no cluster barrier after the access keeps it", pc)
 
 
-_NOT_STARTED = "which may not have started yet: no cluster barrier is before the access"
-
-
 class Distributed(Space):
     """Shared memory as shared::cluster and generic addresses reach it: that of all blocks of the cluster."""
 
     name = "shared"
 
-    def __init__(self, m: "Machine"):
+    def __init__(self, m: Batch, clusters: Clusters):
         super().__init__(m.shared.arrays)
-        self.m, self.own = m, m.shared
+        self.m, self.own, self.clusters = m, m.shared, clusters
 
-    def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
-        ranks, offsets = _split(addresses)
+    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
+        ranks, offsets = split_address(addresses)
         if not ranks.any():
             return self.own.place(m, lanes, offsets, size, verb)
         self.check_aligned(m, lanes, offsets, size, verb)
@@ -181,10 +173,10 @@ class Distributed(Space):
         outside = (offsets < 0) | (offsets > self.own.size - size)
         if outside.any():
             row = int(np.flatnonzero(outside)[0])
-            whose = f"of the shared memory of block {m.block_index(int(owners[row]) + m.first_block)}"
+            whose = f"of the shared memory of block {self.m.block_index(int(owners[row]) + m.first_block)}"
             what = f"{verb} {size} bytes at offset {offsets[row]} {whose}, which has {self.own.size} bytes of it"
             raise m.fault(OutOfBounds, lanes[row], what)
-        m.clusters.check_running(lanes, owners, f"{size} bytes", verb)
+        self.clusters.check_running(lanes, owners, f"{size} bytes", verb)
         return Place(owners * self.own.stride + offsets, [(self.own.region, self.own.shadow, None)])
 
     def describe(self, region: Region, position: int) -> str:
@@ -192,63 +184,7 @@ class Distributed(Space):
         return f"{self.own.describe(region, position)} of block {block}"
 
 
-def _split(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks, plus 1, and offsets of addresses of shared::cluster."""
+def split_address(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses of shared::cluster as ranks, plus 1, and offsets."""
     shifted = (addresses.astype(np.uint64) + np.uint64(_HALF)).view(np.int64)
     return shifted >> RANK & 0xFF, (shifted & (1 << RANK) - 1) - _HALF
-
-
-def map_address(c: Context) -> "Step":
-    """mapa d, address, rank."""
-    register, width = c.target(c.operands[0]), 64 if c.types[-1] == "u64" else 32
-    if register is None or c.parts[1:-1] not in ([], ["shared::cluster"]) or c.types[-1] not in ("u32", "u64"):
-        raise c.unknown()
-    dtype = UNSIGNED[width]
-    low = dtype(~(0xFF << RANK) & (1 << width) - 1)
-
-    def function(address: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        above = np.minimum(rank.astype(np.int64) + 1, _HIGHEST).astype(dtype) << dtype(RANK)
-        return (address & low) | above
-
-    return compute(function, register, [c.source(c.operands[1], c.types[-1]), c.source(c.operands[2], "u32")])
-
-
-def rank_of_address(c: Context) -> "Step":
-    """getctarank d, address."""
-    register = c.target(c.operands[0])
-    if register is None or c.parts[1:-1] not in ([], ["shared::cluster"]):
-        raise c.unknown()
-
-    def function(address: np.ndarray, own: np.ndarray) -> np.ndarray:
-        rank = _split(address)[0]
-        return np.where(rank > 0, rank - 1, own).astype(np.uint32)
-
-    return compute(function, register, [c.source(c.operands[1], c.types[-1]), c.program.special("%cluster_ctarank")])
-
-
-def is_shared(c: Context) -> "Step":
-    """isspacep.shared::cta and .shared::cluster p, address."""
-    register, anyones = c.target(c.operands[0]), c.parts[1] == "shared::cluster"
-    assert register is not None
-
-    def function(address: np.ndarray, own: np.ndarray) -> np.ndarray:
-        rank = _split(address)[0]
-        return (address >> np.uint64(WINDOW) == 1) & (anyones | (rank == 0) | (rank - 1 == own))
-
-    return compute(function, register, [c.source(c.operands[1], "b64"), c.program.special("%cluster_ctarank")])
-
-
-def barrier(c: Context) -> "Step":
-    """barrier.cluster.arrive and .wait."""
-    kind, pc, rest = c.parts[2], c.pc, set(c.parts[3:])
-    if kind not in ("arrive", "wait") or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"}):
-        raise c.unknown()
-
-    def run(m: "Machine", group: "Group") -> None:
-        m.pc = pc
-        if kind == "arrive":
-            m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
-        else:
-            m.clusters.wait(group)
-
-    return run

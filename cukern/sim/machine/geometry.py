@@ -1,13 +1,13 @@
-"""Where a block stands: the simulator numbers the blocks of a grid cluster by cluster, in each by their rank, so that those of one cluster
-are neighbours. Without clusters, which is with clusters of one block, that is the order of blockIdx."""
+"""How blocks are numbered: cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
+A kernel without clusters has clusters of one block; its blocks are numbered in the order of blockIdx."""
 
 from typing import Any
 
-from cukern.sim.faults import Dim
+from cukern.runtime.limits import Dim
 
 
 def xyz(i: Any, dims: Dim) -> tuple[Any, Any, Any]:
-    """The indices of number i in a box, x running fastest. Of one number or of an array of them."""
+    """The x, y and z of linear index i, x varying fastest. i is a number or an array."""
     return i % dims[0], i // dims[0] % dims[1], i // (dims[0] * dims[1])
 
 

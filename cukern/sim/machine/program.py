@@ -1,38 +1,29 @@
-"""A kernel made ready to run: its instructions as Python functions, in stretches without a jump, and where its variables lie."""
+"""A kernel laid out for execution: the addresses of its variables, and the numbers of its registers."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import re
 
 import numpy as np
 
-from cukern.sim.instructions import decode
-from cukern.sim.instructions.decode import UNSIGNED
-from cukern.sim.instructions.jumps import exit_
-from cukern.sim.machine import special
 from cukern.sim.memory.regions import Region
-from cukern.sim.memory.spaces import variable_name
-from cukern.sim.ptx import module as ptx
+from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.module import Module, Variable
 
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Group, Machine
-
-Step = Callable[["Machine", "Group"], None]
 MODULE_SPACES = ("global", "const")
+SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}  # the others have 32 bits
 
 
 class Program:
     """One kernel of a module. Its module-wide variables keep their values from launch to launch."""
 
-    def __init__(self, module: ptx.Module, symbol: str):
+    def __init__(self, module: Module, symbol: str):
         self.module, self.kernel = module, module.kernels[symbol]
         self.widths = list(self.kernel.widths)
-        self.initial: dict[int, np.ndarray] = {}  # registers that hold constants
-        self.specials: dict[str, int] = {}
+        self.constants: dict[int, np.ndarray] = {}  # register number -> value
+        self.specials: dict[str, int] = {}  # special register's name -> register number
         self._carry: int | None = None
-        self.addresses: dict[str, tuple[str, int]] = {}  # of each variable: space and address
-        self.params: dict[str, int] = {}
+        self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
+        self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
         self._lay_out_variables()
-        self.stretches = self._stretches()
 
     # ---- variables
 
@@ -52,7 +43,7 @@ class Program:
             self.shared_names.append((self.dynamic_start, variable_name(v.name)))
         self._lay_out_module([v for v in everything if v.space in MODULE_SPACES])
 
-    def _lay_out(self, variables: list[ptx.Variable]) -> tuple[int, list[tuple[int, str]]]:
+    def _lay_out(self, variables: list[Variable]) -> tuple[int, list[tuple[int, str]]]:
         at, names = 0, []
         for v in variables:
             at += -at % v.align
@@ -61,7 +52,7 @@ class Program:
             at += v.size
         return at, names
 
-    def _lay_out_module(self, variables: list[ptx.Variable]) -> None:
+    def _lay_out_module(self, variables: list[Variable]) -> None:
         self.regions: list[Region] = []
         buffers = {}
         for v in variables:
@@ -84,7 +75,7 @@ class Program:
     def constant(self, value: int, width: int) -> int:
         """The number of a register that always holds `value`."""
         self.widths.append(width)
-        self.initial[len(self.widths) - 1] = np.array([value], UNSIGNED[width])
+        self.constants[len(self.widths) - 1] = np.array([value], UNSIGNED[width])
         return len(self.widths) - 1
 
     def hidden(self, width: int) -> int:
@@ -101,38 +92,18 @@ class Program:
     def special(self, name: str) -> int:
         """The number of the register that holds a special one, such as %tid.x."""
         if name not in self.specials:
-            self.specials[name] = self.hidden(special.WIDTHS.get(name, 32))
+            self.specials[name] = self.hidden(SPECIAL_WIDTHS.get(name, 32))
         return self.specials[name]
-
-    def registers(self, m: "Machine") -> list[np.ndarray]:
-        """All registers as a batch begins with them."""
-        zeros = {width: np.zeros(1, dtype) for width, dtype in UNSIGNED.items()}
-        found = [zeros[width] for width in self.widths]
-        for i, value in self.initial.items():
-            found[i] = value
-        for name, i in self.specials.items():
-            found[i] = special.value(m, name)
-        return found
-
-    # ---- code
-
-    def _stretches(self) -> dict[int, tuple[list[Step], int, Step | None]]:
-        """By the instruction with which it begins: functions to call in turn; the end; and the one there, if it sends lanes on itself."""
-        kernel = self.kernel
-        decoded = [decode.instruction(self, pc) for pc in range(len(kernel.code))]
-        leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
-        found: dict[int, tuple[list[Step], int, Step | None]] = {}
-        retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # where lanes may have to try again
-        for start in leaders | retried:
-            steps, pc = [], start
-            while pc < len(decoded) and not decoded[pc][1] and (pc == start or pc not in leaders):
-                steps.append(decoded[pc][0])
-                pc += 1
-            jumps = pc < len(decoded) and decoded[pc][1] and (pc == start or pc not in leaders)
-            found[start] = steps, pc, decoded[pc][0] if jumps else None
-        found[len(decoded)] = [], len(decoded), exit_
-        return found
 
     def location(self, pc: int) -> str:
         code = self.kernel.code
         return self.module.location(code[min(pc, len(code) - 1)].line if code else None)
+
+
+def variable_name(symbol: str) -> str:
+    """The name in the source of a variable: the last part of a mangled one."""
+    found = symbol
+    for match in re.finditer(r"E(\d+)(?=[A-Za-z_])", symbol):
+        if match.end() + int(match[1]) == len(symbol):
+            found = symbol[match.end() :]
+    return found

@@ -1,23 +1,30 @@
-"""The special registers: a thread's place in its block and grid, and what else a kernel may ask."""
-
-from typing import TYPE_CHECKING
+"""The special registers, such as %tid.x, and the initial values of all registers."""
 
 import numpy as np
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.instructions.decode import UNSIGNED
+from cukern.sim.machine.batch import Batch
 from cukern.sim.machine.geometry import block_index, clusters, xyz
+from cukern.sim.machine.program import SPECIAL_WIDTHS
+from cukern.sim.numerics.integers import UNSIGNED
 
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Machine
-
-WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
-_SMS = 132  # multiprocessors of the GPU that is simulated
+_SMS = 132  # multiprocessors of the simulated GPU
 
 
-def value(m: "Machine", name: str) -> np.ndarray:
-    """A special register when a batch begins, one element a lane, or one where it is the same for all."""
+def registers(m: Batch) -> list[np.ndarray]:
+    """All registers at the start of a batch."""
+    zeros = {width: np.zeros(1, dtype) for width, dtype in UNSIGNED.items()}
+    found = [zeros[width] for width in m.program.widths]
+    for i, constant in m.program.constants.items():
+        found[i] = constant
+    for name, i in m.program.specials.items():
+        found[i] = _value(m, name)
+    return found
+
+
+def _value(m: Batch, name: str) -> np.ndarray:
+    """A special register: one element per lane, or a single one if it is the same for all."""
     register, _, axis = name.partition(".")
     launched, axis_number = m.launched, "xyz".find(axis) if axis else 0
     cluster, blocks = launched.cluster, m.order.block_of + m.first_block
@@ -62,4 +69,4 @@ def value(m: "Machine", name: str) -> np.ndarray:
     }
     if register not in uniform:
         raise NotSimulated(f"the special register {name}")
-    return np.array([uniform[register]], UNSIGNED[WIDTHS.get(name, 32)])
+    return np.array([uniform[register]], UNSIGNED[SPECIAL_WIDTHS.get(name, 32)])

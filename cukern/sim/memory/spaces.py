@@ -1,27 +1,36 @@
-"""The state spaces of a running kernel: where an address lies, whether it may be accessed, and the access itself.
+"""The state spaces: where an address lies, whether it may be accessed, and the access itself.
 
-Global memory is the process's own: a pointer argument is the address of a tensor's memory. Shared and local memory are arrays in which
-each block and each lane has its piece. A generic address carries its space in its top byte.
+Global memory is this process's memory: a pointer argument is the address of a tensor. Shared and local memory are arrays in which each
+block or each lane has its part. A generic address has its space in the top byte.
 """
 
 import bisect
-import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from cukern.runtime.limits import Dim
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
-from cukern.sim.memory import regions as memory
-from cukern.sim.memory.order import IN_FLIGHT
-from cukern.sim.memory.regions import CARRIERS, Region
+from cukern.sim.memory.order import IN_FLIGHT, Order
+from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
 from cukern.sim.memory.shadow import Conflict, Shadow
-
-if TYPE_CHECKING:
-    from cukern.sim.machine.machine import Machine
 
 WINDOW = 56  # generic addresses with 1 and 2 above this bit are shared and local memory
 RANK = 24  # above this bit of a shared::cluster address is the rank of its block, plus 1; 0 stands for the block's own
 WINDOWS = {"global": 0, "const": 0, "shared": 1, "local": 2}
+
+
+class Accessor(Protocol):
+    """The batch of blocks whose lanes access a space: how their accesses are ordered, and how to report a fault."""
+
+    order: Order
+    first_block: int
+
+    def block_and_thread(self, lane: int) -> tuple[Dim, Dim]: ...
+
+    def who(self, stamp: int) -> tuple[Dim, Dim, str]: ...
+
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault: ...
 
 
 class Place(NamedTuple):
@@ -50,7 +59,7 @@ class Space:
     def __init__(self, arrays: dict[int, np.ndarray]):
         self.arrays = arrays
 
-    def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
+    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
         raise NotImplementedError
 
     def describe(self, region: Region, position: int) -> str:
@@ -61,7 +70,7 @@ class Space:
 
     # ---- accesses
 
-    def load(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
         at, parts = self.place(m, lanes, addresses, size, "reads")
         for region, shadow, rows in parts:
             if shadow is not None:
@@ -69,7 +78,7 @@ class Space:
         array, index = self.array(at, size)
         return array[index]
 
-    def store(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: int = 0) -> np.ndarray:
+    def store(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: int = 0) -> np.ndarray:
         """Returns the positions."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
         at, values = each(at, lanes), each(values, lanes)
@@ -87,7 +96,7 @@ class Space:
 
     def note_write(
         self,
-        m: "Machine",
+        m: Accessor,
         region: Region,
         shadow: Shadow | None,
         at: np.ndarray,
@@ -111,13 +120,13 @@ class Space:
             raise self.race(m, region, at, lanes, size, "writes", over_reads, "read")
         return lost
 
-    def _check_read(self, m: "Machine", region: Region, shadow: Shadow, at: np.ndarray, lanes: np.ndarray, size: int, strong: bool) -> None:
+    def _check_read(self, m: Accessor, region: Region, shadow: Shadow, at: np.ndarray, lanes: np.ndarray, size: int, strong: bool) -> None:
         self.check_written(m, region, shadow, at, lanes, size)
         conflict = shadow.read(m.order, at - region.origin, size, lanes, strong)
         if conflict is not None:
             raise self.race(m, region, at, lanes, size, "reads", conflict, "wrote")
 
-    def check_written(self, m: "Machine", region: Region, shadow: Shadow | None, at: np.ndarray, lanes: np.ndarray, size: int) -> None:
+    def check_written(self, m: Accessor, region: Region, shadow: Shadow | None, at: np.ndarray, lanes: np.ndarray, size: int) -> None:
         missing = shadow.unwritten(at - region.origin, size) if shadow is not None else None
         if missing is not None:
             row = missing[0]
@@ -126,7 +135,7 @@ class Space:
 
     def _check_agreement(
         self,
-        m: "Machine",
+        m: Accessor,
         region: Region,
         lanes: np.ndarray,
         at: np.ndarray,
@@ -146,7 +155,7 @@ class Space:
             raise m.fault(Race, lanes[row], what)
 
     def race(
-        self, m: "Machine", region: Region, at: np.ndarray, lanes: np.ndarray, size: int, verb: str, conflict: Conflict, did: str
+        self, m: Accessor, region: Region, at: np.ndarray, lanes: np.ndarray, size: int, verb: str, conflict: Conflict, did: str
     ) -> Fault:
         """The Race of one conflict. `verb`: what the lane does now, `did`: what the other did."""
         mine = (lanes[conflict.rows] + m.order.base) // 32
@@ -168,7 +177,7 @@ class Space:
             remedy = "a __syncwarp(), or a barrier, is missing between the two" if same_warp else "no barrier is between the two"
         return m.fault(Race, lanes[row], f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}")
 
-    def check_aligned(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
+    def check_aligned(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
         low = addresses & addresses.dtype.type(size - 1)
         if low.any():
             row = int(np.flatnonzero(np.broadcast_to(low, lanes.shape))[0])
@@ -193,7 +202,7 @@ class Private(Space):
         self.region = Region(0, pieces * self.stride)
         self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="cluster" if name == "shared" else "lane")
 
-    def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
+    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
         self.check_aligned(m, lanes, addresses, size, verb)
         offsets = addresses.astype(np.int64)
         if int(offsets.max()) > self.size - size or int(offsets.min()) < 0:
@@ -217,16 +226,16 @@ class Global(Space):
     """What a launch may touch of the process's memory, and the module's own variables."""
 
     name = "global"
-    first = memory.FIRST_ADDRESS
+    first = FIRST_ADDRESS
 
     def __init__(self, regions: list[Region]):
-        super().__init__(memory.all_memory())
+        super().__init__(all_memory())
         self.regions = regions
         self.starts = [r.start for r in regions]
         self.shadows = [Shadow(r.end - r.origin, r.written) if r.writable else None for r in regions]
         self.bounds = np.array(self.starts, np.uint64), np.array([r.end for r in regions], np.uint64)
 
-    def place(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
+    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
         self.check_aligned(m, lanes, addresses, size, verb)
         low, high = int(addresses.min()), int(addresses.max())
         i = bisect.bisect_right(self.starts, low) - 1
@@ -239,7 +248,7 @@ class Global(Space):
                     raise m.fault(OutOfBounds, lanes[0], f"{verb} {self.describe(self.regions[i], low)}, which is constant memory")
         return Place(each(at, lanes), [(self.regions[i], self.shadows[i], rows) for i, rows in parts])
 
-    def load(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
         if len(addresses) == 1 and len(lanes) > 1 and self._is_only_read(int(addresses[0])):
             return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]  # two lanes stand for all
         return super().load(m, lanes, addresses, size, strong)
@@ -256,7 +265,7 @@ class Global(Space):
                 return bytes(self.arrays[1][address - self.first : region.end - self.first]).split(b"\0")[0].decode(errors="replace")
         return "?"
 
-    def _several(self, m: "Machine", lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> list:
+    def _several(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> list:
         """The lanes of an access that does not fall into one region, by region. Raises OutOfBounds for the first that is outside all."""
         starts, ends = self.bounds
         addresses = np.broadcast_to(addresses, lanes.shape)
@@ -296,12 +305,3 @@ class Global(Space):
             written = shadow.written() if shadow is not None else None
             if region.written is not None and written is not None:
                 region.written |= written[: len(region.written)]
-
-
-def variable_name(symbol: str) -> str:
-    """The name in the source of a variable: the last part of a mangled one."""
-    found = symbol
-    for match in re.finditer(r"E(\d+)(?=[A-Za-z_])", symbol):
-        if match.end() + int(match[1]) == len(symbol):
-            found = symbol[match.end() :]
-    return found

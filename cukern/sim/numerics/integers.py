@@ -1,6 +1,6 @@
 """Integer arithmetic and bit operations of the ALU, on raw bits: unsigned numpy arrays, which wrap around as registers do.
 
-`signed(x)` reads the same bits as two's complement. Where an operand is wider or narrower than its type, the caller has cut it already.
+`signed(x)` reads the same bits as two's complement. Operands have the width of their type: the caller has truncated wider ones.
 """
 
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Function = Callable[..., Array]
 
-UNSIGNED: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 
 
