@@ -12,7 +12,7 @@ from cukern.ops import matmul_plan
 from cukern.runtime import signature
 from cukern.runtime.compiler import compile_ptx
 from cukern.runtime.sources import Source, kernels_dir
-from cukern.sim import machine
+from cukern.sim.machine import machine
 
 
 def ints(*shape: int) -> torch.Tensor:
