@@ -300,7 +300,7 @@ def t(*shape, dtype=torch.float32, device="cpu"):
 REFUSED = [
     ((t(2, 7), [t(2, 2), t(3, 3)]), {}, ValueError, r"the last dimension of x, 7, must equal the product of the factors' rows, 2 x 3 = 6"),
     ((t(2, 6), []), {}, ValueError, "factors is empty: the layer needs at least one matrix"),
-    ((t(2, 6), t(6, 6)), {}, TypeError, r"factors must be a list of matrices, got one tensor of shape \(6, 6\)"),
+    ((t(2, 6), t(6, 6)), {}, TypeError, r"factors must be a list or a tuple of matrices, got a tensor of shape \(6, 6\)"),
     ((t(), [t(1, 1)]), {}, ValueError, "x must have at least one dimension"),
     ((t(2, 6), [t(6)]), {}, ValueError, r"factors\[0\] must be \(p, q\), or \(samples, p, q\), with p and q at least 1, got \(6,\)"),
     ((t(2, 0), [t(0, 3)]), {}, ValueError, r"with p and q at least 1, got \(0, 3\)"),

@@ -12,8 +12,9 @@ from typer.core import TyperGroup
 
 from cukern.cli import bench, check, compile, doctor, profile
 from cukern.cli.common import console, errors
-from cukern.runtime.backend import LaunchError, simulating
+from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
+from cukern.runtime.limits import LaunchError
 from cukern.sim.faults import Fault, NotSimulated
 
 _OURS = (CompileError, SetupError, LaunchError, Fault, NotSimulated)

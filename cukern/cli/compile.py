@@ -11,7 +11,7 @@ import typer
 
 from cukern.bench import environment
 from cukern.cli.common import console, errors, find_op, listed, progress, table
-from cukern.runtime.cache import cache_dir
+from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS, Op
@@ -36,7 +36,7 @@ def compile(
             kernels |= each.kernels(_number(one))
         failed += print_reports(compile_kernels(kernels.values(), one), one)
         listed("not for " + one + ":", _too_new(ops, one))
-    console.print(f"cache: {cache_dir()}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"cache: {target() or 'none can be written'}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 

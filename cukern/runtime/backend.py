@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import ctypes
 import functools
-import math
 import os
 import struct
 import tempfile
@@ -21,9 +20,9 @@ import torch
 
 from cukern.runtime import checks, extended_launch
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
+from cukern.runtime.limits import Dim, LaunchError, exceeded, launch_error
 from cukern.runtime.signature import Param, explain_misfit, offsets, packer
 
-Dim = tuple[int, int, int]
 Launch = Callable[..., None]
 
 SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronise after each launch, so that a fault names its kernel
@@ -38,10 +37,6 @@ _FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic, that need
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
-
-
-class LaunchError(RuntimeError):
-    """The driver refused a launch, or the kernel failed; the message names the kernel, the geometry and the limit that was broken."""
 
 
 # ---- the simulator
@@ -273,7 +268,8 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
                 driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
-            raise launch_error(name, grid, block, shared, device, threads, error, cluster) from None
+            broken = exceeded(grid, block, shared, threads, shared_memory(device), cluster, cubin.report.shared)
+            raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
 
     def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
         first = packer(params[: len(params) - len(last)])
@@ -322,7 +318,9 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
             if not cupy.cuda.driver.ctxGetCurrent():
                 cupy.cuda.driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
-            raise launch_error(name, grid, block, shared, device, raw.max_threads_per_block, error, cluster) from None
+            threads = raw.max_threads_per_block
+            broken = exceeded(grid, block, shared, threads, shared_memory(device), cluster, cubin.report.shared)
+            raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
 
     return run
 
@@ -331,26 +329,3 @@ def refuse_fork(name: str, error: Exception) -> None:
     """Raise the LaunchError that explains `error`, if this process was forked after CUDA was initialised."""
     if torch.cuda._is_in_bad_fork():
         raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error
-
-
-def cluster_misfit(grid: Dim, cluster: Dim) -> list[str]:
-    """What is wrong with a grid whose blocks go in clusters of that shape."""
-    axes = zip("xyz", grid, cluster, strict=True)
-    return [f"grid {axis} = {n} is not a multiple of the {k} that the kernel's cluster has along {axis}" for axis, n, k in axes if n % k]
-
-
-def launch_error(
-    name: str, grid: Dim, block: Dim, shared: int, device: int, threads: int, error: Exception, cluster: Dim = (1, 1, 1)
-) -> LaunchError:
-    """The error of a refused launch: what was asked for, and each limit of the GPU that it breaks."""
-    broken = []
-    for what, dims, limits in (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64))):
-        for axis, n, limit in zip("xyz", dims, limits, strict=True):
-            if not 1 <= n <= limit:
-                broken.append(f"{what} {axis} = {n} is not in 1..{limit}")
-    if math.prod(block) > threads:
-        broken.append(f"{math.prod(block)} threads a block are more than the {threads} that this kernel may have")
-    broken += cluster_misfit(grid, cluster)
-    if shared > shared_memory(device):
-        broken.append(f"{shared} bytes of dynamic shared memory are more than the GPU's {shared_memory(device)}")
-    return LaunchError(f"{name} <<<grid {grid}, block {block}, {shared} bytes shared>>> failed: {'; '.join(broken) or error}")
