@@ -51,7 +51,7 @@ def test_empty_and_odd_options(line):
 def unmeasured(tmp_path, monkeypatch):
     """A folder to stand in, where measuring anything is an error of the test."""
 
-    def measure(*args):
+    def measure(*args, **options):
         raise AssertionError
 
     monkeypatch.chdir(tmp_path)
