@@ -68,11 +68,6 @@ def signed(path: Path, body: bytes) -> bytes:
     return cache._digest(path.stem, body) + b"\n" + body
 
 
-def replace(path: Path, make: object) -> None:
-    path.unlink()
-    make(path)
-
-
 DAMAGE = {
     "truncated": lambda p, old: p.write_bytes(old[: len(old) // 2]),
     "empty": lambda p, old: p.write_bytes(b""),
@@ -85,9 +80,9 @@ DAMAGE = {
     "signed words": lambda p, old: p.write_bytes(signed(p, b'{"report": "words"}\n')),
     "not UTF-8": lambda p, old: p.write_bytes(signed(p, b"\xff\xfe\n")),
     "huge": lambda p, old: os.truncate(p, 1 << 40),
-    "fifo": lambda p, old: replace(p, os.mkfifo),
-    "folder": lambda p, old: replace(p, lambda path: (path / "in").mkdir(parents=True)),
-    "link to itself": lambda p, old: replace(p, lambda path: path.symlink_to(path)),
+    "fifo": lambda p, old: (p.unlink(), os.mkfifo(p)),
+    "folder": lambda p, old: (p.unlink(), (p / "in").mkdir(parents=True)),
+    "link to itself": lambda p, old: (p.unlink(), p.symlink_to(p)),
 }
 
 
@@ -207,13 +202,14 @@ print(typer.testing.CliRunner().invoke(cukern.cli.app, ["doctor"]).stdout)
 )
 def test_what_another_user_may_have_planted_is_not_loaded(tmp_path, empty_cache, place, mode, owner, why):
     wrong, right = (cukern.compile(text).compile(ARCH) for text in (SCALE.replace("*=", "+="), SCALE))
-    for path in empty_cache.iterdir():
+    if owner and not ROOT:
+        pytest.skip("needs root, to make files of another user")
+    entries = list(empty_cache.iterdir())
+    for path in entries:
         cache.write(path.stem, wrong)
-        (path if place == "file" else empty_cache).chmod(mode)
-        if owner and not ROOT:
-            pytest.skip("needs root, to make files of another user")
-        if owner:
-            os.chown(path if place == "file" else empty_cache, owner, owner)
+    for path in entries if place == "file" else [empty_cache]:
+        path.chmod(mode)
+        os.chown(path, owner or -1, owner or -1)
     forget_cache()
     with pytest.warns(UserWarning, match=why) as caught:
         assert cukern.compile(SCALE).compile(ARCH) == right
@@ -241,6 +237,7 @@ from cukern.runtime import compiler
 shared, private = pathlib.Path({folder!r}, "shared"), pathlib.Path({folder!r}, "private")
 def compile(name):
     return cukern.compile({SCALE!r}.replace("scale", name)).compile({ARCH!r})
+os.umask(0o022)
 secret, known, nvrtc = compile("secret"), compile("known"), compiler.nvrtc
 for path in shared.iterdir():
     if b"secret" in path.read_bytes(): path.chmod(0o600)  # as older cukerns wrote all
