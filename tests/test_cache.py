@@ -2,18 +2,21 @@
 
 import json
 import os
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import count_compilations, forget_cache, run_python
+from helpers import count_compilations, forget_cache, run, run_python
 
 import cukern
 from cukern.runtime import cache
 
 ARCH = "sm_90a"
+OTHER = 12345  # a user who owns nothing here
+ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
 
 
@@ -65,11 +68,6 @@ def signed(path: Path, body: bytes) -> bytes:
     return cache._digest(path.stem, body) + b"\n" + body
 
 
-def replace(path: Path, make: object) -> None:
-    path.unlink()
-    make(path)
-
-
 DAMAGE = {
     "truncated": lambda p, old: p.write_bytes(old[: len(old) // 2]),
     "empty": lambda p, old: p.write_bytes(b""),
@@ -82,9 +80,9 @@ DAMAGE = {
     "signed words": lambda p, old: p.write_bytes(signed(p, b'{"report": "words"}\n')),
     "not UTF-8": lambda p, old: p.write_bytes(signed(p, b"\xff\xfe\n")),
     "huge": lambda p, old: os.truncate(p, 1 << 40),
-    "fifo": lambda p, old: replace(p, os.mkfifo),
-    "folder": lambda p, old: replace(p, lambda path: (path / "in").mkdir(parents=True)),
-    "link to itself": lambda p, old: replace(p, lambda path: path.symlink_to(path)),
+    "fifo": lambda p, old: (p.unlink(), os.mkfifo(p)),
+    "folder": lambda p, old: (p.unlink(), (p / "in").mkdir(parents=True)),
+    "link to itself": lambda p, old: (p.unlink(), p.symlink_to(p)),
 }
 
 
@@ -193,21 +191,29 @@ print(typer.testing.CliRunner().invoke(cukern.cli.app, ["doctor"]).stdout)
     assert len(list(tmp_path.glob(f"cukern-*/*{cache.SUFFIX}"))) == 1
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
-def test_folder_that_others_may_write_is_not_read(tmp_path, empty_cache, monkeypatch, mode):
-    wrong = cukern.compile(SCALE.replace("*=", "+=")).compile(ARCH)
-    right = cukern.compile(SCALE).compile(ARCH)
-    for path in empty_cache.iterdir():
-        path.write_bytes(signed(path, json.dumps(cache_facts(wrong)).encode() + b"\n" + wrong.code))
-    empty_cache.chmod(mode)
+@pytest.mark.parametrize(
+    ("place", "mode", "owner", "why"),
+    [
+        *(("folder", mode, None, f"mode {mode:o} lets other users write") for mode in (0o777, 0o775, 0o1777)),
+        ("file", 0o666, None, "mode 666 lets other users write"),
+        ("folder", 0o755, OTHER, f"belongs to user {OTHER}"),
+        ("file", 0o644, OTHER, f"belongs to user {OTHER}"),
+    ],
+)
+def test_what_another_user_may_have_planted_is_not_loaded(tmp_path, empty_cache, place, mode, owner, why):
+    wrong, right = (cukern.compile(text).compile(ARCH) for text in (SCALE.replace("*=", "+="), SCALE))
+    if owner and not ROOT:
+        pytest.skip("needs root, to make files of another user")
+    entries = list(empty_cache.iterdir())
+    for path in entries:
+        cache.write(path.stem, wrong)
+    for path in entries if place == "file" else [empty_cache]:
+        path.chmod(mode)
+        os.chown(path, owner or -1, owner or -1)
     forget_cache()
-    with pytest.warns(UserWarning, match=f"mode {mode:o} lets other users write") as caught:
+    with pytest.warns(UserWarning, match=why) as caught:
         assert cukern.compile(SCALE).compile(ARCH) == right
-    assert len(caught) == 1 and len(list((tmp_path / "user/cukern").iterdir())) == 1
-
-
-def cache_facts(cubin: cache.Cubin) -> dict:
-    return {"symbol": cubin.symbol, "arch": cubin.arch, "signature": cubin.signature, "report": vars(cubin.report)}
+    assert len(caught) == 1 and (tmp_path / "user").exists() == (place == "folder"), "an entry is replaced, a folder is not used"
 
 
 def test_link_of_another_user_to_a_folder_of_ours_is_not_used(tmp_path, monkeypatch):
@@ -220,48 +226,24 @@ def test_link_of_another_user_to_a_folder_of_ours_is_not_used(tmp_path, monkeypa
     assert cache.refusal(tmp_path / "link") == "it belongs to user 12345"
 
 
-# ---- another user
-
-
-@pytest.fixture
-def as_another():
-    """Run code as user 12345, who finds `shared`, a folder that root made, and `private`, their own. What Python may want to read later is
-    read before: the other user may have no right to."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
+@pytest.mark.skipif(not ROOT, reason="needs root, to become another user")
+def test_a_cache_that_root_filled_serves_others():
+    """The other user becomes so late because they may have no right to read Python's files."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-
-        def run(code: str, *args: str) -> str:
-            start = f"""
-import os, sys, warnings, pathlib, cukern
-from cukern.runtime import cache, compiler
-shared, private = map(pathlib.Path, ({folder + "/shared"!r}, {folder + "/private"!r}))
-os.environ["CUKERN_CACHE_DIR"] = {folder + "/first"!r}
+        code = f"""
+import os, warnings, pathlib, cukern
+from cukern.runtime import compiler
+shared, private = pathlib.Path({folder!r}, "shared"), pathlib.Path({folder!r}, "private")
 def compile(name):
     return cukern.compile({SCALE!r}.replace("scale", name)).compile({ARCH!r})
-def become(uid):
-    private.mkdir(exist_ok=True)
-    os.chown(private, uid, uid)
-    os.setgroups([]), os.setgid(uid), os.setuid(uid)
-    os.environ.update(CUKERN_CACHE_DIR=str(shared), XDG_CACHE_HOME=str(private))
-    cache.cache_dir.cache_clear()
-compile("first")
-"""
-            return run_python(start + code, *args).stdout
-
-        yield run
-
-
-def test_a_cache_that_root_filled_serves_others(as_another):
-    done = as_another("""
 os.umask(0o022)
-os.environ["CUKERN_CACHE_DIR"] = str(shared)
-cache.cache_dir.cache_clear()
 secret, known, nvrtc = compile("secret"), compile("known"), compiler.nvrtc
 for path in shared.iterdir():
     if b"secret" in path.read_bytes(): path.chmod(0o600)  # as older cukerns wrote all
-become(12345)
+private.mkdir()
+os.chown(private, {OTHER}, {OTHER})
+os.setgroups([]), os.setgid({OTHER}), os.setuid({OTHER})
 warnings.simplefilter("error")
 compiler.nvrtc = None  # nothing can be compiled
 assert compile("known") == known and not list(private.iterdir())
@@ -270,32 +252,15 @@ new = compile("fresh")
 compiler.nvrtc = None
 assert compile("fresh") == new
 print(*sorted(oct(p.stat().st_mode)[-3:] for p in (shared, *shared.iterdir())))
-print(*(f"{p.stat().st_uid} {p.parent.name}" for p in private.rglob("*.kernel*")))
+print(*(f"{{p.stat().st_uid}} {{p.parent.name}}" for p in private.rglob("*.kernel*")))
 compiler.nvrtc = nvrtc
 warnings.simplefilter("always")
 with warnings.catch_warnings(record=True) as caught:
     assert [compile("secret") for _ in range(2)] == [secret, secret]
 print(len(caught) == 1 and "Permission denied" in str(caught[0].message), len(list(private.rglob("*.kernel*"))))
-""")
-    assert done == "600 644 755\n12345 cukern\nTrue 2\n"
-
-
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_planted_kernel_is_not_loaded_by_root(tmp_path, empty_cache, what):
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        pytest.skip("needs root, to make files of another user")
-    wrong = cukern.compile(SCALE.replace("*=", "+=")).compile(ARCH)
-    right = cukern.compile(SCALE).compile(ARCH)
-    for path in empty_cache.iterdir():
-        path.write_bytes(signed(path, json.dumps(cache_facts(wrong)).encode() + b"\n" + wrong.code))
-        os.chown(path if what == "file" else empty_cache, 12345, 12345)
-    forget_cache()
-    with pytest.warns(UserWarning, match="belongs to user 12345") as caught:
-        assert cukern.compile(SCALE).compile(ARCH) == right
-    assert len(caught) == 1 and (tmp_path / "user").exists() == (what == "folder")
-    forget_cache()
-    if what == "file":
-        assert cukern.compile(SCALE).compile(ARCH) == right, "the entry is root's now"
+"""
+        done = run_python(code, CUKERN_CACHE_DIR=f"{folder}/shared", XDG_CACHE_HOME=f"{folder}/private")
+    assert done.stdout == f"600 644 755\n{OTHER} cukern\nTrue 2\n"
 
 
 # ---- threads and processes
@@ -367,3 +332,8 @@ start("__global__ void third(float* x) { *x = 1.f; }", once)
 thread.join()
 """
     assert run_python(code, timeout=100, CUKERN_CACHE_DIR=str(tmp_path / "cache")).stdout == "7\n7\n7\n"
+
+
+def test_torture():
+    done = run([sys.executable, str(Path(__file__).with_name("torture_cache.py")), "--kills", "20", "--corruptions", "100", "--forks", "5"])
+    assert "no wrong kernel, no hang, no leftover" in done.stdout
