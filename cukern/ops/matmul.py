@@ -129,6 +129,12 @@ class _Product(Differentiable):
             return _product(a, b.flatten(1), None, version).view(a.shape[0], size, b.shape[2]), 1
         return each(_product, size, in_dims, (a, b, bias, version))
 
+    @staticmethod
+    def recorded(ctx, a, b, bias, version):
+        ctx.save_for_backward(a, b)
+        ctx.version = version
+        return _matmul(a, b, bias, version)
+
 
 class _ColumnSum(Differentiable):
     @staticmethod
@@ -154,7 +160,7 @@ class _ColumnSum(Differentiable):
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
-    return (_apply if watched(a, b, bias) else _matmul)(a, b, bias, version)
+    return _apply(a, b, bias, version) if watched(a, b, bias) else _matmul(a, b, bias, version)
 
 
 _apply, _column_sums = apply_of(_Product), apply_of(_ColumnSum)

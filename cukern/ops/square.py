@@ -71,6 +71,12 @@ class _Square(Differentiable):
     def batch(info, in_dims, x, version):
         return _apply(x, version), in_dims[0]
 
+    @staticmethod
+    def recorded(ctx, x, version):
+        ctx.save_for_backward(x)
+        ctx.version = version
+        return _square(x, version)
+
 
 class _SquareBackward(Differentiable):
     """B(x, dout) = 2 x dout is bilinear: its derivatives are B again, so every higher derivative is this kernel."""
