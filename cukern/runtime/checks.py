@@ -35,7 +35,9 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     """`value` as an int, or as the SymInt of a trace, in least..most. Raises TypeError and ValueError."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
-            value = operator.index(0.5 if isinstance(value, bool | torch.Tensor) else value)
+            if isinstance(value, bool | torch.Tensor):
+                raise TypeError
+            value = operator.index(value)
         except TypeError:
             raise TypeError(f"{name} must be an int, got {brief(value)}") from None
     if (least is not None and value < least) or (most is not None and value > most):
