@@ -95,14 +95,20 @@ def test_scale_bias_and_residual_and_their_gradients(device, version):
 
 
 @EVERYWHERE
+@FORWARD_MODE
 def test_no_rows(device, version):
-    for rows in (0, (0, 4), (4, 0)):
-        x, ws = draw(rows, ((3, 2), (2, 4)), device)
+    for rows, samples in itertools.product((0, (0, 4), (4, 0)), ((), (0,), (0, 1))):
+        x, ws = draw(rows, ((3, 2), (2, 4)), device, samples=samples)
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(t, torch.randn_like(t)) for t in (x, *ws)]
+            assert forward_ad.unpack_dual(cukern.kron_linear(duals[0], duals[1:], version=version)).tangent.shape == (*x.shape[:-1], 8)
         inputs = [t.requires_grad_() for t in (x, *ws)]
         y = cukern.kron_linear(x, ws, version=version)
         assert y.shape == (*x.shape[:-1], 8)
-        grads = torch.autograd.grad(y.sum(), inputs)
+        grads = torch.autograd.grad(y.sum(), inputs, create_graph=True)
         assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, inputs, strict=True))
+        seconds = torch.autograd.grad([g.sum() for g in grads if g.requires_grad], inputs, allow_unused=True)
+        assert all(g is None or g.shape == t.shape for g, t in zip(seconds, inputs, strict=True))
 
 
 # ---- derivatives

@@ -42,6 +42,7 @@ def causal_softmax(
 
     Returns a new contiguous tensor of x's shape and dtype. A row that sees no key, or none but -inf, is 0. NaN and +inf among the keys that
     a row sees make all of these NaN, as in torch.
+    Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for another dtype, and for an option of another type; ValueError for an x of less than two dimensions, a scale that is
     negative, not finite or too large, a window less than 1, a sink that does not fit, or an unknown version.

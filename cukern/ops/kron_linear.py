@@ -56,8 +56,8 @@ def kron_linear(
     lost, and of bfloat16, and in gradients, an infinite factor may make NaN of an infinity. 16-bit types are added in float32 and rounded
     after each launch, in the backward after each factor; between the factors of one launch v4 keeps them in float32, or on tensor cores in
     TF32 or with 16 digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other
-    switches for it say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast changes nothing.
-    Results have the same bits in every run.
+    switches for it say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not
+    change the dtype: the op computes as if it were off. Results have the same bits in every run.
 
     For the backward x and the factors are kept; of a layer whose backward is in two parts also what is between them, an array like x, where
     that is faster and memory allows. The backward itself has besides the gradients one array like x, or none with what is kept, two where
@@ -96,7 +96,7 @@ def lokr_linear(
             Both may have one matrix for each of x's first dimension, as the factors of `kron_linear`.
         scale, residual, bias, version: as in `kron_linear`; residual is the base layer's output.
 
-    Returns (..., q1 * q2). Raises as `kron_linear` does, with W1 and W2 transposed as its factors.
+    Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
     """
     if type(w1) not in kron_checks.PLAIN or type(w2) not in kron_checks.PLAIN or w1.ndim < 2 or w2.ndim < 2:
         x, w1, *parts = kron_checks.lokr(x, w1, w2)

@@ -30,7 +30,7 @@ def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
         version: "v1" to "v5"; by default the fastest that the GPU has. Tensors that are not on a GPU go to torch.matmul, or to the
             simulator.
 
-    Returns (..., M, N), contiguous. Autocast does not change the dtype.
+    Returns (..., M, N), contiguous. Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for another dtype or two dtypes, ValueError for shapes that do not fit, two devices, or an unknown version.
     """
@@ -50,7 +50,7 @@ def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None)
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
         version: see `matmul`.
 
-    Returns (..., N), contiguous. Raises as `matmul` does.
+    Returns (..., N), contiguous. Autocast and errors: as in `matmul`.
     """
     x, weight, bias = _inputs("linear", version, x=x, weight=weight, bias=bias)
     if x.ndim < 1 or weight.ndim != 2:

@@ -40,6 +40,7 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
 
     Returns a new tensor of x's shape and dtype; contiguous, if x is, or if it is copied; else with `dim`'s elements side by side.
     NaN, and rows that hold +inf, or -inf alone, give NaN, as in torch.
+    Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for another dtype, a dim that is no int, a scale that is no number, or a version that is no str; ValueError for a dim
     that x does not have, a scale that is not finite or too large, or an unknown version.

@@ -25,6 +25,7 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
         version: "v1" or "v2"; by default the fastest.
 
     Returns a new tensor of x's shape and dtype. Dense strides are kept; a view with gaps or overlaps is first copied to contiguous memory.
+    Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for another dtype, ValueError for a version that there is not, or a tensor with the negative bit.
     """

@@ -37,7 +37,7 @@ class _Matmul(Differentiable):
             da = matmul(g, b.mH)
             da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da  # autocast leaves a sum alone whose dtype is given
         if ctx.needs_input_grad[1]:
-            db = matmul(a.flatten(0, -2).mH, g.flatten(0, -2)) if b.ndim == 2 else matmul(a.mH, g)
+            db = matmul(_rows(a).mH, _rows(g)) if b.ndim == 2 else matmul(a.mH, g)
         if ctx.needs_input_grad[2]:
             dbias = g.sum(0, dtype=g.dtype)
         return da, db, dbias
@@ -62,6 +62,10 @@ class _Matmul(Differentiable):
             else:
                 y = matmul(a.flatten(1, -2), b).view(*a.shape[:-1], b.shape[-1])
         return (y if bias is None else y + batched(bias, bias_dim, size)[:, None]), 0
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 _apply: Any = apply_of(_Matmul)
