@@ -261,12 +261,12 @@ def test_tensors_without_memory_are_refused():
     kernel, real = cukern.compile(FILL), torch.zeros(4)
     with FakeTensorMode() as mode, cukern.backend("sim"):
         fake = mode.from_tensor(real)
-        with pytest.raises(TypeError, match=r"fill: the argument for float\* out must be .* with memory of its own, it is a FakeTensor"):
+        with pytest.raises(TypeError, match=r"fill: the argument for float\* out must have memory of its own, a FakeTensor has none"):
             kernel(fake, 4, 1.0, grid=1, block=32)
     with cukern.backend("sim"):
-        with pytest.raises(TypeError, match=r"it is one of a torch\.func transform"):
+        with pytest.raises(TypeError, match="transform has none"):
             torch.func.vmap(lambda x: kernel(x, 4, 1.0, grid=1, block=32))(torch.zeros(2, 4))
-        with pytest.raises(TypeError, match=r"float\* out must be a strided tensor, got layout torch.sparse_coo"):
+        with pytest.raises(TypeError, match=r"float\* out must be a strided tensor, it is torch.sparse_coo"):
             kernel(real.to_sparse(), 4, 1.0, grid=1, block=32)
         with pytest.raises(ValueError, match="is on meta"):
             kernel(torch.zeros(4, device="meta"), 4, 1.0, grid=1, block=32)

@@ -207,20 +207,23 @@ def _device(args: Iterable[Any]) -> int:
 
 
 def _tensor(param: signature.Param, value: Any, kernel: str) -> torch.Tensor:
-    tensor, what = interop.to_torch(param.name, value), f"{kernel}: the argument for {param}"
-    checks.strided(what, tensor)
+    tensor = interop.to_torch(param.name, value)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # such as a FakeTensor, whose address is 0
-        raise TypeError(f"{what} must be a tensor with memory of its own, it is a {type(tensor).__name__}")
+        raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
     if not tensor.is_cuda and not backend.simulates(tensor):
-        raise ValueError(f"{what} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
+        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
     if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{what} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
+        raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
     if param.dtypes and tensor.dtype not in param.dtypes:
-        raise TypeError(f"{what} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
+        raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
     try:
         tensor.data_ptr()
     except RuntimeError as error:
-        raise TypeError(f"{what} must be a tensor with memory of its own, it is one of a torch.func transform") from error
+        raise TypeError(
+            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform has none"
+        ) from error
     return tensor
 
 
