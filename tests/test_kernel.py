@@ -44,8 +44,9 @@ def test_several_kernels_must_be_named(tmp_path):
     (tmp_path / "two.cu").write_text(TWO)
     with pytest.raises(ValueError, match=r"two\.cu has 2 kernels \(scale, one\): name one"):
         cukern.load(str(tmp_path / "two.cu"))
-    with pytest.raises(ValueError, match=r"no __global__ function 'three'; it has scale, one"):
-        cukern.load(tmp_path / "two.cu", "three")
+    for name in ("three", ""):
+        with pytest.raises(ValueError, match=rf"no __global__ function '{name}'; it has scale, one"):
+            cukern.load(tmp_path / "two.cu", name)
     assert cukern.load(tmp_path / "two.cu", "one").compile(ARCH).symbol == "one"
     kernel = cukern.load(tmp_path / "two.cu", "scale<double, 3>")
     assert [p.ctype for p in kernel.params] == ["double", "double", "long long"]
@@ -117,12 +118,6 @@ def test_kernels_of_every_look_are_found_and_run(look, tmp_path):
             kernel = cukern.load(tmp_path / "k.cu", name)
             kernel(x.zero_(), 7, *rest, grid=1, block=1)
             assert x.item() == 7 and kernel.name.rpartition("::")[2] == "k"
-
-
-def test_no_parameters():
-    for text in ("void", "", " void "):
-        with cukern.backend("sim"):
-            cukern.compile(f"__global__ void k({text}) {{}}")(grid=1, block=1)
 
 
 def test_a_kernel_of_two_namespaces_needs_its_namespace():
@@ -266,12 +261,12 @@ def test_tensors_without_memory_are_refused():
     kernel, real = cukern.compile(FILL), torch.zeros(4)
     with FakeTensorMode() as mode, cukern.backend("sim"):
         fake = mode.from_tensor(real)
-        with pytest.raises(TypeError, match=r"fill: the argument for float\* out must be .* with memory of its own, it is a FakeTensor"):
+        with pytest.raises(TypeError, match=r"fill: the argument for float\* out must have memory of its own, a FakeTensor has none"):
             kernel(fake, 4, 1.0, grid=1, block=32)
     with cukern.backend("sim"):
-        with pytest.raises(TypeError, match=r"it is one of a torch\.func transform"):
+        with pytest.raises(TypeError, match="transform has none"):
             torch.func.vmap(lambda x: kernel(x, 4, 1.0, grid=1, block=32))(torch.zeros(2, 4))
-        with pytest.raises(TypeError, match=r"float\* out must be a strided tensor, got layout torch.sparse_coo"):
+        with pytest.raises(TypeError, match=r"float\* out must be a strided tensor, it is torch.sparse_coo"):
             kernel(real.to_sparse(), 4, 1.0, grid=1, block=32)
         with pytest.raises(ValueError, match="is on meta"):
             kernel(torch.zeros(4, device="meta"), 4, 1.0, grid=1, block=32)

@@ -124,7 +124,7 @@ class Kernel:
         with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
             try:
                 launch(*dims, shared, *values)
-            except OverflowError:  # a float that float32 does not hold
+            except OverflowError:  # such as 1e6 for a __half
                 raise signature.explain_misfit(self.name, params, tuple(values)) from None
 
 
@@ -161,8 +161,9 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
         name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". May be left out if there is one.
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
-    Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError for a parameter type that cannot be passed;
-    CompileError comes with the first launch.
+    Raises FileNotFoundError, and ValueError for a name that the file does not have. With the first launch come CompileError, and TypeError
+    for a parameter type that cannot be passed: by value anything but numbers, and pointers to what is no element of a tensor; void* takes
+    any tensor. Headers are those that #include lines name, or literals in #define lines; NVRTC's missing <cstdint> is there.
 
     What only a host compiler can read is skipped (functions that use torch:: or <<<...>>>, bindings), so the source of a torch extension
     loads as it stands.
@@ -187,8 +188,9 @@ def _kernel(source: Source, name: str | None) -> Kernel:
         raise TypeError(f"name must be a str or None, got {checks.brief(name)}")
     base, angle, rest = name.strip().partition("<")
     base = base.strip()
+    last = base.rpartition("::")[2]
     same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
-    if not same and not source.mentions(base.rpartition("::")[2]):
+    if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
         raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}")
     if len(set(same)) > 1 and base not in same:
         raise ValueError(f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace")
@@ -205,20 +207,23 @@ def _device(args: Iterable[Any]) -> int:
 
 
 def _tensor(param: signature.Param, value: Any, kernel: str) -> torch.Tensor:
-    tensor, what = interop.to_torch(param.name, value), f"{kernel}: the argument for {param}"
-    checks.strided(what, tensor)
+    tensor = interop.to_torch(param.name, value)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # such as a FakeTensor, whose address is 0
-        raise TypeError(f"{what} must be a tensor with memory of its own, it is a {type(tensor).__name__}")
+        raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
     if not tensor.is_cuda and not backend.simulates(tensor):
-        raise ValueError(f"{what} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
+        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
     if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{what} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
+        raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
     if param.dtypes and tensor.dtype not in param.dtypes:
-        raise TypeError(f"{what} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
+        raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
     try:
         tensor.data_ptr()
     except RuntimeError as error:
-        raise TypeError(f"{what} must be a tensor with memory of its own, it is one of a torch.func transform") from error
+        raise TypeError(
+            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform has none"
+        ) from error
     return tensor
 
 

@@ -12,7 +12,7 @@ import torch
 
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.float64: "double"}
 
-PROBE = '\n\n#line 1 "cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
+PROBE = '\n\n#line 1 "/cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
 
 # By the letter of a mangled name: the C++ type, its `struct` format where it can be passed by value, the dtypes of a tensor for a pointer.
 _TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
@@ -32,25 +32,12 @@ _TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
     "f": ("float", "f", (torch.float32,)),
     "d": ("double", "d", (torch.float64,)),
 }
-_OTHERS = {
-    "n": "__int128",
-    "o": "unsigned __int128",
-    "e": "long double",
-    "w": "wchar_t",
-    "Dn": "nullptr_t",
-    "Ds": "char16_t",
-    "Di": "char32_t",
-}
+_OTHERS = {"n": "__int128", "o": "unsigned __int128", "e": "long double", "w": "wchar_t", "Dn": "nullptr_t", "Ds": "char16_t"}
 _BUILTINS = {letter: name for letter, (name, _, _) in _TYPES.items()} | _OTHERS
 _SCALARS = {name: form for name, form, _ in _TYPES.values() if form} | {"__half": "e"}
-_POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {
-    "__half": (torch.float16,),
-    "__half2": (torch.float16,),
-    "__nv_bfloat16": (torch.bfloat16,),
-    "__nv_bfloat162": (torch.bfloat16,),
-    "__nv_fp8_e4m3": (torch.float8_e4m3fn,),
-    "__nv_fp8_e5m2": (torch.float8_e5m2,),
-}
+_POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {name: (dtype,) for dtype, name in CTYPES.items()}
+_POINTEES |= {"__half2": (torch.float16,), "__nv_bfloat162": (torch.bfloat16,)}
+_POINTEES |= {"__nv_fp8_e4m3": (torch.float8_e4m3fn,), "__nv_fp8_e5m2": (torch.float8_e5m2,)}
 for _letter in "chstijlmxyfd":  # vectors, such as uchar4
     _element, _, _dtypes = _TYPES[_letter]
     _vector = _element.replace("unsigned ", "u").replace(" ", "")

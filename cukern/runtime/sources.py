@@ -18,10 +18,8 @@ _STDINT = """#pragma once
 typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t; typedef long long intptr_t;
 typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t; typedef unsigned long long uint64_t;
 typedef uint64_t uintptr_t;
-namespace std {
-using ::int8_t; using ::int16_t; using ::int32_t; using ::int64_t; using ::intptr_t;
-using ::uint8_t; using ::uint16_t; using ::uint32_t; using ::uint64_t; using ::uintptr_t;
-}
+namespace std { using ::int8_t; using ::int16_t; using ::int32_t; using ::int64_t; using ::intptr_t;
+using ::uint8_t; using ::uint16_t; using ::uint32_t; using ::uint64_t; using ::uintptr_t; }
 """
 _OWN_HEADERS = {"cstdint": _STDINT, "stdint.h": "#include <cstdint>\n"}
 
@@ -35,9 +33,8 @@ _COMMENT_OR_LITERAL = re.compile(
 )
 _SPLICE = r"(?:\\\n)*"  # a line that goes on
 _BLANK = r"(?:[ \t\f\v]|\\\n)*"
-_START = rf"^(?<!\\\n){_BLANK}(?P<include>(?:#|%{_SPLICE}:){_BLANK}"
 _INCLUDE = re.compile(
-    rf"{_START}{_SPLICE.join('include')}(?P<next>{_SPLICE}{_SPLICE.join('_next')})?{_BLANK}"
+    rf"^(?<!\\\n){_BLANK}(?P<include>(?:#|%{_SPLICE}:){_BLANK}{_SPLICE.join('include')}(?P<next>{_SPLICE}{_SPLICE.join('_next')})?{_BLANK}"
     r'(?:"(?P<quoted>(?:[^"\n\\]|\\\n|\\)+)"|<(?P<angled>(?:[^>\n\\]|\\\n|\\)+)>))',
     re.MULTILINE,
 )
@@ -106,11 +103,6 @@ class Source:
         """The same of the files that it includes."""
         return {name: text for file in self.program.files.values() for name, text in find_kernels(file).items()}
 
-    def mentions(self, word: str) -> bool:
-        """Whether the word stands in the code of the file, or of those that it includes."""
-        texts = (blanked(text, literals=True) for text in (self.text, *self.program.files.values()))
-        return any(re.search(rf"\b{re.escape(word)}\b", text) for text in texts)
-
 
 class Program:
     """The texts of a source for NVRTC: its own, and `headers` by the name in their #include lines; and `files`, all that was read.
@@ -131,13 +123,13 @@ class Program:
             if path is source.path:
                 self.text = rewritten
             else:
-                self.headers[f"{NOWHERE}{path}"] = rewritten
+                self.headers[_header(path)] = rewritten
             for target in reached - self.files.keys():
                 self.files[target] = _read(target)
                 todo.append((target, self.files[target]))
         for name, paths in self._named.items():
             several = f"#error {json.dumps(name)} may be any of {', '.join(sorted(map(str, paths)))}: include it by a literal name\n"
-            self.headers[name] = several if len(paths) > 1 else f'#include "{NOWHERE}{next(iter(paths))}"\n'
+            self.headers[name] = several if len(paths) > 1 else f'#include "{_header(*paths)}"\n'
 
     def _rewrite(self, path: Path, text: str) -> tuple[str, set[Path]]:
         """The text with a path in each #include, and the files that it can reach."""
@@ -149,7 +141,7 @@ class Program:
             if target:
                 reached.add(target)
                 start, end = match.span("include")
-                pieces += text[at:start], f'#include "{NOWHERE}{target}"', "\n" * text.count("\n", start, end)
+                pieces += text[at:start], f'#include "{_header(target)}"', "\n" * text.count("\n", start, end)
                 at = end
             elif name in _OWN_HEADERS:
                 self.headers |= _OWN_HEADERS
@@ -168,6 +160,11 @@ class Program:
         folders = [includer.parent] * quoted + [self._source.folder, kernels_dir()]
         found = (Path(os.path.realpath(folder / name)) for folder in folders if os.path.isfile(folder / name))
         return next((path for path in found if not after or path != includer), None)
+
+
+def _header(path: Path) -> str:
+    """The name by which NVRTC knows a file."""
+    return NOWHERE + str(path).replace('"', "''")
 
 
 def _read(path: Path) -> str:
