@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cukern.ops import softmax_held as held
 from cukern.ops import softmax_plan as plan
-from cukern.ops.softmax import extreme, scale_of, two_versions, wide
+from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, scale_of, two_versions, wide
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, watched
@@ -69,7 +69,7 @@ def causal_softmax(
 
 def _sinks(x: Tensor, sink: Any) -> Tensor:
     """The sink as a tensor, once it is known to broadcast to x's leading dimensions."""
-    if isinstance(sink, numbers.Real):
+    if not isinstance(sink, Tensor) and isinstance(sink, numbers.Real):
         if isinstance(sink, bool) or (sink == sink and abs(sink) != math.inf):
             sink = checks.number("sink", sink)
         sink = torch.full((), sink, dtype=torch.float64, device=x.device)
@@ -155,9 +155,11 @@ class _CausalSoftmax(Differentiable):
 
     @staticmethod
     def recorded(ctx, x, sinks, scale, window, forward, backward):
-        output = _causal_softmax(x, sinks, scale, window, forward)
-        _CausalSoftmax.setup_context(ctx, (x, sinks, scale, window, forward, backward), output)
-        return output
+        y, share = _causal_softmax(x, sinks, scale, window, forward)
+        ctx.save_for_backward(y, share)
+        ctx.rest, ctx.sinks = (scale, window, backward), sinks is not None
+        ctx.set_materialize_grads(False)
+        return y, share
 
 
 class _CausalSoftmaxBackward(Differentiable):
@@ -224,7 +226,7 @@ _apply, _apply_backward = apply_of(_CausalSoftmax), apply_of(_CausalSoftmaxBackw
 
 def _launch(x: Tensor, sinks: Tensor | None, scale: float, window: int, version: str) -> tuple[Tensor, Tensor]:
     out, share = _fake(x, sinks)
-    if out.numel() and extreme(scale):
+    if not LEAST_SCALE <= scale <= MOST_SCALE and out.numel():
         scores, column, _ = _logits(x, scale, window, sinks)  # each row as a matrix of its own
         column = None if column is None else column.view(-1)
         out, share = _launch(scores.view(-1, 1, x.shape[2]), column, 1.0, 1 << 62, version)
@@ -243,7 +245,7 @@ def _launch_backward(
     y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, scale: float, window: int, version: str
 ) -> tuple[Tensor, Tensor]:
     dx, dsink = _fake(y, share)
-    if dx.numel() and extreme(scale) and y.dtype != torch.float64:
+    if not LEAST_SCALE <= scale <= MOST_SCALE and dx.numel() and y.dtype != torch.float64:
         dx, dsink = _launch_backward(y.double(), g.double(), share, share_grad, scale, window, version)
         return dx.to(y.dtype), dsink
     if dx.numel():

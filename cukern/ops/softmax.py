@@ -74,10 +74,6 @@ def scaled(x: Tensor, scale: float, dim: int) -> Tensor:
     return (half - half.detach().amax(dim, keepdim=True)) * abs(scale) * 2
 
 
-def extreme(scale: float) -> bool:
-    return not LEAST_SCALE <= abs(scale) <= MOST_SCALE
-
-
 def wide(x: Tensor) -> torch.dtype:
     """The dtype in which x is computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -127,7 +123,8 @@ _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
 
 
 def scale_of(x: Tensor, scale: float) -> float:
-    """Checked: x's kernels get it as a number of the dtype in which x is computed."""
+    if type(scale) is float and abs(scale) <= checks.FLOAT32_MAX:
+        return scale
     return checks.number("scale", scale, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX)
 
 
@@ -174,7 +171,8 @@ class _Softmax(Differentiable):
     @staticmethod
     def recorded(ctx, x, scale, log, forward, backward):
         y = _softmax(x, scale, log, forward)
-        _Softmax.setup_context(ctx, (x, scale, log, forward, backward), y)
+        ctx.save_for_backward(y)
+        ctx.rest = scale, log, backward
         return y
 
 
@@ -229,7 +227,7 @@ def _launch_softmax(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
     out = _fake_softmax(x, scale, log, version)
     if not out.numel():
         return out
-    if extreme(scale):
+    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
         return _launch_softmax(scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
     x = _side_by_side(x)
     if x.ndim == 3:
@@ -243,7 +241,7 @@ def _launch_softmax_backward(y: Tensor, g: Tensor, scale: float, log: bool, vers
     dx = _fake_softmax(y)
     if not dx.numel():
         return dx
-    if extreme(scale) and y.dtype != torch.float64:
+    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
         return _launch_softmax_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
     y, g = y.contiguous(), _side_by_side(g.resolve_neg())
     if y.ndim == 3:
