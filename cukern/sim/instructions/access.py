@@ -15,44 +15,15 @@ from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
-_IGNORED = {
-    "weak",
-    "relaxed",
-    "acquire",
-    "release",
-    "volatile",
-    "mmio",
-    "cta",
-    "cluster",
-    "gpu",
-    "sys",
-    "ca",
-    "cg",
-    "cs",
-    "lu",
-    "cv",
-    "wb",
-    "wt",
-    "nc",
-}
-_IGNORED |= {
-    "L1::evict_normal",
-    "L1::evict_unchanged",
-    "L1::evict_first",
-    "L1::evict_last",
-    "L1::no_allocate",
-    "L2::cache_hint",
-    "shared::cta",
-    "shared::cluster",
-    "param::entry",
-}
-_IGNORED |= {"L2::64B", "L2::128B", "L2::256B", "v2", "v4", *_SPACES}
+_IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
+_IGNORED |= {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "shared::cta", "shared::cluster", "param::entry"}
+_IGNORED |= {"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"}
+_IGNORED |= {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
 _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 
 
 def space_of(c: Context) -> str:
-    """The state space in an opcode, "generic" if none is there, "cluster" for shared::cluster. Raises NotSimulated for a modifier that is
-    not known."""
+    """The state space of an opcode: "generic" if it names none, "cluster" for shared::cluster. NotSimulated for unknown modifiers."""
     modifiers = [p for p in c.parts[1:] if p not in WIDTHS]
     if set(modifiers) - _IGNORED:
         raise c.unknown()
@@ -62,7 +33,7 @@ def space_of(c: Context) -> str:
 
 
 def _is_strong(c: Context, space: str) -> bool:
-    """Whether an access may meet another block's without a race; in shared memory those that say .cluster do."""
+    """True if the access does not race with other strong accesses. In shared memory only accesses with .cluster are strong."""
     return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
 
 
@@ -76,7 +47,7 @@ def load(c: Context) -> Step:
     size, count, pc = width // 8, len(targets), c.pc
     if size * count > 16 or width > 64:
         raise c.unknown()
-    strong = _is_strong(c, space) and space != "cluster"  # who waits for a word waits for one of its own block's
+    strong = _is_strong(c, space) and space != "cluster"  # lanes poll only in their own block's memory
     constant, acquires = space == "const", "acquire" in c.parts
 
     def run(m: Machine, group: Group) -> None:
@@ -99,7 +70,7 @@ def load(c: Context) -> Step:
 
 
 def put(m: Machine, group: Group, target: Register | None, values: np.ndarray, signed: bool) -> None:
-    """Loaded bits to a register that may be wider."""
+    """Write loaded bits to a register, which may be wider."""
     if target is None:
         return
     bits = values.dtype.itemsize * 8
@@ -109,7 +80,7 @@ def put(m: Machine, group: Group, target: Register | None, values: np.ndarray, s
 
 
 def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
-    """An address register plus an offset, which wraps as 64-bit addresses do."""
+    """An address register plus an offset, modulo 2^64."""
     if base.dtype != np.uint64:
         base = base.astype(np.uint64)
     return base + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) if offset else base
@@ -118,7 +89,7 @@ def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
 def through(
     m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray | None], *values: np.ndarray
 ) -> np.ndarray | None:
-    """Call `access(space, lanes, addresses, *values)`: for generic addresses once for each space that they lie in."""
+    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space that they belong to."""
     if space != "generic":
         return access(m.spaces[space], lanes, addresses, *values)
     windows = addresses >> np.uint64(WINDOW)
@@ -181,7 +152,7 @@ def store(c: Context) -> Step:
 
 
 def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndarray:
-    """What the lanes of a group store: one element each, or a vector of several."""
+    """The values that the lanes store: one element or one vector per lane."""
     if len(sources) == 1:
         values = m.get(group, sources[0])
         return values if values.dtype == dtype else values.astype(dtype)
@@ -192,7 +163,7 @@ def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndar
 
 
 def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> Step:
-    """An argument of a call: kept in a register of its own."""
+    """st.param: an argument of a call, kept in a register of its own."""
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
         raise c.unknown()
     register = Register(c.program.hidden(max(16, WIDTHS[type_])), WIDTHS[type_])
@@ -201,7 +172,7 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> St
 
 
 def fence(c: Context) -> Step:
-    proxies = c.opcode == "fence.proxy.async.shared::cta"  # there is one proxy here
+    proxies = c.opcode == "fence.proxy.async.shared::cta"  # the simulator does not distinguish proxies
     known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
     if not proxies and not set(c.parts[1:]) <= known:
         raise c.unknown()

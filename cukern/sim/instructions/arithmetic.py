@@ -38,7 +38,7 @@ def arithmetic(c: Context) -> Step:
 
 
 def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sources: list[int]) -> Step:
-    """Several results of the same operands, any of which may lie where a result goes."""
+    """Several results of the same operands. A destination may also be an operand."""
 
     def run(m: Machine, group: Group) -> None:
         operands = [m.get(group, s) for s in sources]
@@ -84,7 +84,7 @@ def _with_negated(function: Callable, negated: list[bool]) -> Callable:
 
 
 def _extended(function: Callable, register: Register, types: list[str]) -> Callable:
-    """`function`, with its result extended where the destination register is wider than it."""
+    """`function` with its result extended to the width of the destination register."""
     if register.width == 1 or not types or WIDTHS[types[0]] >= register.width:
         return function
     wide, signed = UNSIGNED[register.width], types[0][0] == "s"
@@ -109,7 +109,7 @@ def constant(c: Context, register: Register, value: Callable[[Machine], Any]) ->
 
 
 def create_policy(c: Context) -> Step:
-    """A cache policy, which the simulator has no use for."""
+    """createpolicy: the simulator ignores cache policies."""
     register = c.target(c.operands[0])
     if register is None or c.parts[1] != "fractional":
         raise c.unknown()

@@ -17,7 +17,7 @@ from cukern.sim.ptx.module import WIDTHS
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
 _MODIFIERS |= {"cluster", "shared::cluster"}
 _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
-Change = Callable[..., np.ndarray]  # old value and operands to new value
+Change = Callable[..., np.ndarray]  # (old value, operands) -> new value
 
 
 def atomic(c: Context) -> Step:
@@ -83,7 +83,7 @@ def _second(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 def _serially(
     m: Machine, where: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
 ) -> np.ndarray:
-    """The values before. Lanes at one address take turns, in their order."""
+    """Returns the old values. Lanes with the same address execute in the order of their numbers."""
     at, parts = where.place(m, lanes, addresses, size, "changes")
     for region, shadow, rows in parts:
         some = slice(None) if rows is None else rows

@@ -53,7 +53,7 @@ def barrier(c: Context) -> Step:
 
 
 def _outcome(c: Context, operation: str, target: Operand | None) -> Callable[[Machine, Group, np.ndarray], None]:
-    """Puts the result of a bar.red into its register, from how many lanes held and came."""
+    """Writes the result of a bar.red, given how many lanes arrived (`came`) and how many of them had a true predicate (`held`)."""
     results: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
         "and": lambda held, came: held == came,
         "or": lambda held, came: held > 0,
@@ -82,7 +82,7 @@ def _cluster_barrier(c: Context) -> Step:
 
 
 def mbarrier(c: Context) -> Step:
-    """mbarrier.init, .arrive, .arrive.expect_tx, whose state nobody takes, and .try_wait.parity, which waits until it is true."""
+    """mbarrier.init, .arrive and .arrive.expect_tx without a result, and .try_wait.parity, which waits until it is true."""
     kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
     space = "cluster" if "shared::cluster" in c.parts else "shared"
     pc, operands = c.pc, list(c.operands)

@@ -79,7 +79,7 @@ def stretches(program: Program, table: Table) -> Stretches:
     kernel = program.kernel
     decoded = [instruction(program, pc, table) for pc in range(len(kernel.code))]
     leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
-    retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # where lanes may have to try again
+    retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # lanes may have to execute these again
     found: Stretches = {}
     for start in leaders | retried:
         steps, pc = [], start
@@ -95,15 +95,14 @@ def stretches(program: Program, table: Table) -> Stretches:
 def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
     """The step of an instruction, and whether it sends its lanes on by itself."""
     c = Context(program, pc)
-    base = next(
-        (name for name in (".".join(c.parts[:2]), c.parts[0]) if name in table.steps or name in table.jumps), ""
-    )  # st.async is no st
+    names = ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
+    base = next((name for name in names if name in table.steps or name in table.jumps), "")
     jumps = base in table.jumps
     try:
         step = (table.jumps if jumps else table.steps).get(base, table.other)(c)
     except NotSimulated as error:
         return _not_simulated(pc, str(error)), True
-    except (IndexError, KeyError, ValueError, StopIteration):  # operands that it does not have
+    except (IndexError, KeyError, ValueError, StopIteration):  # operands that the instruction does not have
         return _not_simulated(pc, c.opcode), True
     guard = c.instruction.guard
     if guard is not None and base != "bra":

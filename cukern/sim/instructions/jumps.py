@@ -61,7 +61,7 @@ def trap(c: Context) -> Step:
 
 
 def call(c: Context) -> Step:
-    """Only __assertfail(message, file, line, function, size) is known: a failed assert."""
+    """Only __assertfail(message, file, line, function, size) is simulated: a failed assert."""
     name = next((x.name for x in c.operands if isinstance(x, Symbol)), c.opcode)
     arguments = next((x.items for x in c.operands if isinstance(x, Vector)), ())
     if name != "__assertfail":

@@ -66,8 +66,8 @@ def load_matrix(c: Context) -> Step:
 
 
 def warpgroup(c: Context) -> Step:
-    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is done where it stands: wgmma.fence,
-    .commit_group and .wait_group change nothing, and what is read too early of a result is not seen here."""
+    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is executed at once: wgmma.fence, .commit_group
+    and .wait_group do nothing, and a result that is read too early is not reported."""
     pc = c.pc
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes, pc))
@@ -83,7 +83,7 @@ def warpgroup(c: Context) -> Step:
     described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
 
     def fetch(m: Machine, lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
-        """Rows of a, or columns of b, from 16 bytes a lane at a time."""
+        """Rows of a, or columns of b, loaded in 16-byte parts, one per lane."""
         times = count // 16
 
         def each(values: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ Act = Callable[[Machine, Group, np.ndarray], None]
 
 
 def together(c: Context, mask: Operand, act: Act) -> Step:
-    """A step that acts once all lanes of `mask` are here: act(m, lanes, their masks)."""
+    """A step that calls act(m, group, masks) when all lanes of `mask` have come."""
     register, pc = c.source(mask, "u32"), c.pc
 
     def run(m: Machine, group: Group) -> None:
@@ -100,7 +100,7 @@ def shuffle(c: Context) -> Step:
 
 
 def _check_sources(m: Machine, lanes: np.ndarray, masks: np.ndarray, source: np.ndarray) -> None:
-    """A lane may read a register of those lanes alone that its mask names, and that are here."""
+    """A lane may read registers only of lanes that its mask names and that take part."""
     here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
     bad = (here & masks) >> source.astype(np.uint32) & 1 == 0
     if bad.any():
@@ -133,13 +133,13 @@ def vote(c: Context) -> Step:
 
 
 def _members(m: Machine, lanes: np.ndarray, masks: np.ndarray) -> np.ndarray:
-    """members[i, j]: lane j of the warp is here, and lane i names it."""
+    """members[i, j]: lane j of the warp takes part, and lane i's mask names it."""
     here = (bits_of(lanes, m.lanes)[m.order.warp_of[lanes]] & masks)[:, None]
     return (here >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
 
 
 def _of_warp(m: Machine, lanes: np.ndarray, register: int) -> np.ndarray:
-    """For each lane the values of all 32 of its warp."""
+    """For each lane, the values of all 32 lanes of its warp."""
     values = np.broadcast_to(m.regs[register], (m.lanes,)).reshape(-1, 32)
     return values[m.order.warp_of[lanes]]
 

@@ -16,7 +16,7 @@ class _Meeting:
 
     def __init__(self, m: Batch):
         self.pcs = np.full(m.lanes, -1)  # where a lane waits
-        self.count = np.zeros(m.blocks, np.int64)  # of threads; 0: all of the block
+        self.count = np.zeros(m.blocks, np.int64)  # threads that the barrier waits for; 0: all of the block
         self.holds = np.zeros(m.lanes, bool)  # the predicate of a bar.red
         self.signals: dict[int, np.ndarray] = {}  # by warp that has arrived and does not wait: what it knew
 
@@ -110,7 +110,7 @@ class Barriers:
             m.go(int(pc) + 1, group)
 
     def _check_alignment(self, lanes: np.ndarray, meeting: _Meeting) -> None:
-        """The lanes of one warp must wait at one instruction."""
+        """All lanes of a warp must wait at the same instruction."""
         m = self.m
         pcs = meeting.pcs[lanes]
         first = np.full(m.lanes // 32, np.iinfo(np.int64).max)
@@ -130,7 +130,7 @@ class Barriers:
         return next((int(x.pcs[lane]) for x in self.meetings.values() if x.pcs[lane] >= 0), None)
 
     def stuck(self) -> Fault | None:
-        """The fault of lanes that wait for those that never come."""
+        """The fault if lanes wait for others that never come."""
         m = self.m
         barrier, meeting = next(((b, x) for b, x in self.meetings.items() if (x.pcs >= 0).any()), (0, None))
         if meeting is None:

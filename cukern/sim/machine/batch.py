@@ -78,7 +78,7 @@ class Batch:
         return Group(lanes, self.lanes, self.live)
 
     def whereabouts(self, lane: int) -> str:
-        """Where a lane is that others wait for in vain."""
+        """Where a lane is for which others wait forever."""
         thread = self.block_and_thread(lane)[1]
         if not self.alive[lane]:
             return f"thread {thread} has ended at {self.program.location(int(self.ended[lane]))}"
@@ -122,7 +122,7 @@ class Batch:
     # ---- faults
 
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]:
-        """The indices of the block and the thread that a lane of the batch is."""
+        """blockIdx and threadIdx of a lane of the batch."""
         return self._indices(int(lane) + self.order.base)
 
     def _indices(self, lane: int) -> tuple[Dim, Dim]:
@@ -130,7 +130,7 @@ class Batch:
         return self.block_index(block), xyz(thread, self.launched.block)
 
     def block_index(self, block: int) -> Dim:
-        """blockIdx of a block of the launch by its number."""
+        """blockIdx of a block of the launch, by its number."""
         return block_index(block, self.launched.grid, self.launched.cluster)
 
     def who(self, stamp: int) -> tuple[Dim, Dim, str]:

@@ -17,7 +17,7 @@ _HALF = 1 << RANK - 1  # offsets from -_HALF on: an address below the start stil
 
 
 class Clusters:
-    """Accessor has arrived at the cluster barrier, and who waits there, in all clusters of the batch.
+    """Which lanes have arrived at the cluster barrier and which wait there, in all clusters of the batch.
 
     A thread that exits without having arrived is waited for, as at a block's barrier; a GPU would not wait for it.
     """
@@ -32,9 +32,7 @@ class Clusters:
         self.pcs = np.full(m.lanes, -1)  # where a lane waits
         self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of other warps
         self.learned = self.told.copy()  # what those who wait learn: `told` when the barrier last opened
-        self.met = np.zeros(
-            m.blocks, bool
-        )  # blocks of which a lane has waited, so that it knows that the others of its cluster have started
+        self.met = np.zeros(m.blocks, bool)  # blocks that have waited: they know that their neighbours have started
         self.exited = np.zeros(m.blocks, bool)
 
     def arrive(self, group: Group, releases: bool, aligned: bool) -> None:
@@ -58,7 +56,7 @@ class Clusters:
         self._pass(lanes[~self.arrived[lanes]])
 
     def _open(self) -> None:
-        """Open the barrier of the clusters of which all threads have arrived."""
+        """Open the barrier of each cluster of which all threads have arrived."""
         m, order = self.m, self.m.order
         full = self.arrived.reshape(self.count, -1).sum(axis=1) == m.launched.threads * order.blocks_a_cluster
         if not full.any():
@@ -84,7 +82,7 @@ class Clusters:
             m.go(int(pc) + 1, m.group(lanes[pcs == pc]))
 
     def _check_alignment(self, lanes: np.ndarray) -> None:
-        """An .aligned arrive must be one instruction for all lanes of a warp."""
+        """An .aligned arrive must be the same instruction for all lanes of a warp."""
         m = self.m
         at = np.where(lanes, self.arrived_at, -1).reshape(-1, 32)
         first = np.broadcast_to(at[:, :1], at.shape)
@@ -100,7 +98,7 @@ class Clusters:
         return int(self.pcs[lane]) if self.pcs[lane] >= 0 else None
 
     def stuck(self) -> Fault:
-        """The fault of lanes that wait for those that never come."""
+        """The fault of lanes that wait for others that never come."""
         m, order = self.m, self.m.order
         lane = int(np.flatnonzero(self.pcs >= 0)[0])
         mine = (order.cluster_of == order.cluster_of[lane]) & (m.thread_of < m.launched.threads)
@@ -123,7 +121,7 @@ class Clusters:
                 raise m.fault(Race, lanes[row], f"{verb} {where} of the shared memory of block {block}, {why}")
 
     def lanes_left(self, group: Group) -> None:
-        """A block has exited when its last thread has; each of its neighbours' accesses to its memory must have come before."""
+        """When the last thread of a block exits, the block must know of all accesses of its neighbours to its memory."""
         m = self.m
         if m.order.blocks_a_cluster > 1:
             blocks = np.unique(m.order.block_of[group.lanes])
@@ -150,7 +148,7 @@ class Clusters:
 
 
 class Distributed(Space):
-    """Shared memory as shared::cluster and generic addresses reach it: that of all blocks of the cluster."""
+    """Distributed shared memory: that of all blocks of the cluster, for shared::cluster and generic addresses."""
 
     name = "shared"
 

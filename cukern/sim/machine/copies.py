@@ -8,7 +8,7 @@ from cukern.sim.machine.batch import Batch
 
 
 class _Flight(NamedTuple):
-    numbers: np.ndarray  # by lane, of the group it belongs to
+    numbers: np.ndarray  # of the commit group, by lane
     lanes: np.ndarray
     positions: np.ndarray
     size: int
@@ -27,7 +27,7 @@ class Copies:
         self.flights.append(_Flight(self.committed[lanes], lanes, positions, size, pc))
 
     def wait(self, lanes: np.ndarray, newest: int | None) -> None:
-        """These lanes wait until at most the `newest` last groups of each are in flight; None: until nothing is."""
+        """These lanes wait until at most their `newest` last groups are in flight; None: until none is."""
         limit = np.full(self.m.lanes, -1)
         limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
         left = []

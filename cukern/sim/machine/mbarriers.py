@@ -17,11 +17,11 @@ from cukern.sim.machine.batch import Batch, Group
 
 @dataclass
 class _Mbarrier:
-    count: int  # arrivals of a phase
+    count: int  # arrivals per phase
     missing: int
     told: np.ndarray  # what those who arrived knew, in all phases
     learned: np.ndarray  # what those who wait learn, from the phases that have ended
-    bytes: int = 0  # expected, and not there yet
+    bytes: int = 0  # expected, and not yet written
     phase: int = 0
     flights: list[tuple[int, np.ndarray, np.ndarray, int]] = field(default_factory=list)  # instruction, positions, lanes, size
 
@@ -34,7 +34,7 @@ class Mbarriers:
         self.at: dict[int, _Mbarrier] = {}
         self.pcs = np.full(m.lanes, -1)  # where a lane waits
         self.positions, self.parities = np.zeros(m.lanes, np.int64), np.zeros(m.lanes, np.int64)
-        self.results: dict[int, int] = {}  # by instruction: its predicate
+        self.results: dict[int, int] = {}  # instruction -> register of its predicate
 
     def init(self, group: Group, addresses: np.ndarray, counts: np.ndarray) -> None:
         m = self.m
@@ -44,7 +44,7 @@ class Mbarriers:
             self.at[position] = _Mbarrier(count, count, nothing.copy(), nothing)
 
     def find(self, group: Group, space: str, addresses: np.ndarray) -> np.ndarray:
-        """The positions of the mbarriers of these lanes, which must know of their init."""
+        """The positions of these lanes' mbarriers. Checks that their mbarrier.init happened before."""
         m, where = self.m, self.m.spaces[space]
         where.load(m, group.lanes, addresses, 8, strong=True)
         positions = np.broadcast_to(where.place(m, group.lanes, addresses, 8, "uses").at, group.lanes.shape)
@@ -114,7 +114,7 @@ class Mbarriers:
         return int(self.pcs[lane]) if self.pcs[lane] >= 0 else None
 
     def stuck(self) -> Fault | None:
-        """The fault of lanes that wait for what never comes."""
+        """The fault if lanes wait for arrivals or bytes that never come."""
         waiting = np.flatnonzero(self.pcs >= 0)
         if not len(waiting):
             return None

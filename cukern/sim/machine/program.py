@@ -13,7 +13,7 @@ SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explic
 
 
 class Program:
-    """One kernel of a module. Its module-wide variables keep their values from launch to launch."""
+    """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to launch."""
 
     def __init__(self, module: Module, symbol: str):
         self.module, self.kernel = module, module.kernels[symbol]
@@ -90,7 +90,7 @@ class Program:
         return self._carry
 
     def special(self, name: str) -> int:
-        """The number of the register that holds a special one, such as %tid.x."""
+        """The number of the register that holds a special register such as %tid.x."""
         if name not in self.specials:
             self.specials[name] = self.hidden(SPECIAL_WIDTHS.get(name, 32))
         return self.specials[name]
@@ -101,7 +101,7 @@ class Program:
 
 
 def variable_name(symbol: str) -> str:
-    """The name in the source of a variable: the last part of a mangled one."""
+    """The name of a variable in the source: the last part of its mangled name."""
     found = symbol
     for match in re.finditer(r"E(\d+)(?=[A-Za-z_])", symbol):
         if match.end() + int(match[1]) == len(symbol):

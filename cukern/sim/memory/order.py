@@ -1,14 +1,15 @@
-"""Which accesses of a launch happen before which: what a race is judged by.
+"""The happens-before relation between the memory accesses of a launch. Two accesses that it does not order may race.
 
-Time counts the memory instructions of the launch. An access is a stamp: its time, its lane, whether it is strong (an atomic), and whether
-it is a copy still in flight. A lane knows what it did itself; what its block did before the last barrier; what its warp did before the
-last `__syncwarp()`; and what the warps did that it met at a named barrier, with all that those knew. Shuffles and votes order nothing.
+Time counts the memory instructions of the launch. An access is recorded as a stamp: its time, its lane, whether it is strong (an atomic),
+and whether it is an asynchronous copy still in flight. A lane knows its own accesses; those of its block before the last barrier; those of
+its warp before the last `__syncwarp()`; and after a named barrier all that the participating warps knew. Shuffles and votes order nothing.
 
-Between the blocks of a cluster its barrier orders, and mbarriers (mbarriers.py); between others only strong accesses (atomics, volatile
-and the like), with fences: what a block did before a fence, after which it stored strongly, is known to each block that later than the
-access loaded strongly and then fenced. An atomic is both, and needs no fence after it; st.release and ld.acquire have theirs inside. That
-is lenient, for the addresses of the two are not compared, nor which thread of the block fenced: some races between blocks go unseen, but
-no kernel in which the last block adds up the others' results, or a block waits for an earlier one's flag, is accused.
+Blocks of one cluster are ordered by its barrier and by mbarriers (machine/mbarriers.py). Other blocks are ordered only by strong accesses
+(atomics, volatile and the like) with fences: if a block accesses memory, executes a fence and then a strong store, the access is known to
+every block that after the access executes a strong load and then a fence. An atomic is both a strong load and a strong store, and needs no
+fence after it; st.release and ld.acquire include the fence. Neither the addresses of store and load nor the fencing threads are compared:
+some races between blocks are missed, but correct kernels are not accused, such as those in which the last block adds up the results of the
+others, or a block waits for the flag of an earlier one.
 """
 
 from typing import Any
@@ -22,15 +23,15 @@ _LANES = (1 << TIME_BITS - 1) - 1
 
 
 class Clock:
-    """Time of one launch, and what its blocks released and acquired through atomics."""
+    """The time of one launch, and what its blocks have released and acquired by strong accesses."""
 
     def __init__(self, blocks: int):
         self.blocks = blocks
-        self.pcs: list[int] = [0]  # at each time the instruction that accessed memory
-        self.looked = False  # whether there was a strong load of late
-        self.ordering = False  # whether there has been any of these
-        self.released = np.zeros(blocks, np.int64)  # by block: the last fence that a strong store followed
-        self.acquired = np.zeros(blocks, np.int64)  # by block: the last strong load that a fence followed
+        self.pcs: list[int] = [0]  # time -> the instruction that accessed memory
+        self.looked = False  # a strong load since the scheduler last asked
+        self.ordering = False  # any strong store so far
+        self.released = np.zeros(blocks, np.int64)  # by block: time of the last fence that a strong store followed
+        self.acquired = np.zeros(blocks, np.int64)  # by block: time of the last strong load that a fence followed
 
     @property
     def now(self) -> int:
@@ -41,7 +42,7 @@ class Clock:
 
 
 class Order:
-    """What each lane of a batch of blocks knows of the others."""
+    """What each lane of a batch knows about the accesses of others."""
 
     def __init__(self, clock: Clock, first_block: int, blocks: int, warps: int, blocks_a_cluster: int):
         self.clock, self.first_block, self.blocks, self.warps_a_block = clock, first_block, blocks, warps
@@ -54,8 +55,8 @@ class Order:
         self.cluster_of = self.block_of // blocks_a_cluster
         # known[w, v]: warp w of the batch knows what warp v of its cluster did before this time
         self.known = np.zeros((blocks * warps, self.warps_a_cluster), np.int64)
-        self.floor = np.zeros(self.lanes, np.int64)  # every stamp of its cluster that is below is known to a lane
-        self.lane_known: np.ndarray | None = None  # [lane, lane of its warp], after a __syncwarp of a part of a warp
+        self.floor = np.zeros(self.lanes, np.int64)  # a lane knows every access of its cluster with a lower stamp
+        self.lane_known: np.ndarray | None = None  # [lane, lane of its warp]: times; after a __syncwarp of part of a warp
         self.fenced = np.zeros(blocks, np.int64)
         self.seen = np.zeros(blocks, np.int64)  # the last strong load
 
@@ -76,7 +77,7 @@ class Order:
         return self.by_lane(stamps) // self.lanes_a_block
 
     def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """Whether each access happened before what its partner in `lanes` does now."""
+        """For each stamp: whether that access happened before the current access of the lane in `lanes`."""
         flying = (stamps & IN_FLIGHT) != 0
         times = stamps >> TIME_BITS
         lane = self.by_lane(stamps) - self.base
@@ -92,34 +93,34 @@ class Order:
             result |= (times < clock.released[writer]) & (times < clock.acquired[self.block_of[lanes] + self.first_block])
         return result & ~flying
 
-    # ---- what makes order
+    # ---- what establishes order
 
     def barrier(self, blocks: np.ndarray) -> None:
-        """All threads of these blocks of the batch have met."""
+        """All threads of these blocks have met at a barrier."""
         now, warps = self.clock.now + 1, self.warps_a_block
         if self.blocks_a_cluster == 1:
             self.known.reshape(self.blocks, -1)[blocks] = now
             self.floor.reshape(self.blocks, -1)[blocks] = now << TIME_BITS
             return
-        for block in blocks:  # what one warp knows of the cluster, all know now
+        for block in blocks:  # what one warp of the block knew about the cluster, all know now
             mine, own = np.arange(block * warps, (block + 1) * warps), block % self.blocks_a_cluster * warps
             told = self.known[mine].max(axis=0)
             told[own : own + warps] = now
             self.learn(mine, told)
 
     def knowledge(self, warp: int) -> np.ndarray:
-        """What a warp of the batch can tell to others now."""
+        """All that a warp knows now, its own accesses included."""
         told = self.known[warp].copy()
         told[warp % self.warps_a_cluster] = self.clock.now + 1
         return told
 
     def learn(self, warps: np.ndarray, told: np.ndarray) -> None:
-        """These warps have met at a barrier, where all, or each, were told this."""
+        """These warps learn `told`: one row for all, or one row each."""
         self.known[warps] = np.maximum(self.known[warps], told)
         self._lower_floor(warps)
 
     def sync_warps(self, warps: np.ndarray) -> None:
-        """All the lanes of these warps of the batch have met at a __syncwarp."""
+        """All lanes of these warps have met at a __syncwarp."""
         self.known[warps, warps % self.warps_a_cluster] = self.clock.now + 1
         if self.warps_a_cluster == 1:
             self._lower_floor(warps)
@@ -144,12 +145,12 @@ class Order:
         self.clock.acquired[there] = np.maximum(self.clock.acquired[there], self.seen[blocks])
 
     def meet(self, lanes: np.ndarray) -> None:
-        """These lanes use an atomic of global memory."""
+        """These lanes execute an atomic on global memory."""
         self.publish(lanes)
         self.observe(lanes, acquires=True)
 
     def publish(self, lanes: np.ndarray, releases: bool = False) -> None:
-        """These lanes store to global memory for other blocks to see."""
+        """These lanes execute a strong store to global memory."""
         if releases:
             self.fence(lanes)
         blocks = self.block_of[lanes]
@@ -157,7 +158,7 @@ class Order:
         self.clock.released[blocks + self.first_block] = self.fenced[blocks]
 
     def observe(self, lanes: np.ndarray, acquires: bool) -> None:
-        """These lanes load from global memory what other blocks may have published."""
+        """These lanes execute a strong load from global memory."""
         blocks = self.block_of[lanes]
         self.seen[blocks] = self.clock.now
         self.clock.looked = True

@@ -1,6 +1,6 @@
-"""The memory that a launch may touch: the tensors of the scope that is open, byte by byte, and which of their bytes somebody has written.
+"""The memory that a launch may access: the tensors of the open scopes, and which of their bytes are initialized.
 
-`scope(tensors)` is put around a raw op. It knows the tensors that it is given, and every tensor that a torch op makes while it is open.
+A raw op runs inside `scope(tensors)`, which records these tensors and every tensor that a torch op creates meanwhile.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GRAIN = 16  # regions are shadowed from a multiple of this on
-FIRST_ADDRESS = 4096  # numpy refuses a null pointer, and nobody's memory is below
+GRAIN = 16  # a region's shadow memory begins at a multiple of this address
+FIRST_ADDRESS = 4096  # numpy refuses a null pointer; no process has memory below this address
 _ADDRESS_BITS = 48
 
 
 class _AllMemory:
-    """The whole address space of this process, as an array of some type."""
+    """The whole address space of this process as an array of one dtype."""
 
     def __init__(self, dtype: Any):
         dtype = np.dtype(dtype)
@@ -28,7 +28,7 @@ class _AllMemory:
         self.__array_interface__ = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": dtype.str, "version": 3}
 
 
-# By bytes of an element; numpy has no integer of 16 bytes, and complex128 moves its bits untouched.
+# Bytes per element -> dtype. numpy has no 16-byte integer; complex128 copies bits unchanged.
 CARRIERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
@@ -39,7 +39,7 @@ def all_memory() -> dict[int, np.ndarray]:
 
 @dataclass
 class Region:
-    """Addresses from `start` up to `end`. `written` says by byte, from `origin` on, whether there is anything; None: everywhere."""
+    """Addresses from `start` up to `end`. `written`: for each byte from `origin` on, whether it is initialized; None: all are."""
 
     start: int
     end: int
@@ -54,7 +54,7 @@ class Region:
 
 @dataclass
 class _Storage:
-    """One allocation: which parts of it are tensors that a launch may touch, and which of its bytes are written."""
+    """One allocation: which parts of it a launch may access, and which of its bytes are initialized."""
 
     start: int
     keep: list[torch.Tensor]
@@ -93,7 +93,7 @@ _scopes = _Scopes()
 
 
 class Scope(TorchDispatchMode):
-    """The tensors that launches may touch while it is open; see `scope`."""
+    """The tensors that launches may access while it is open; see `scope`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Scope(TorchDispatchMode):
             storage = self.storages[start] = _Storage(start, [])
             if not written:
                 storage.written = np.zeros(tensor.untyped_storage().nbytes(), bool)
-        storage.keep.append(tensor)  # while it lives nobody else gets its address
+        storage.keep.append(tensor)  # while it lives, no other tensor gets its address
         extent = _extent(tensor)
         if extent not in storage.extents:
             storage.extents.append(extent)
@@ -136,7 +136,7 @@ class Scope(TorchDispatchMode):
         fresh = all(r.alias_info is None for r in schema.returns)
         empty = "empty" in schema.name.removeprefix("aten::").split("_")
         given = [] if fresh else [t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for tensor in tree_leaves(result):  # of what may be a view, as contiguous() in inference mode, only what is none
+        for tensor in tree_leaves(result):  # results that may be views (contiguous() in inference mode) only if they are not
             if isinstance(tensor, torch.Tensor) and (fresh or tensor.untyped_storage().data_ptr() not in given):
                 self.add(tensor, written=not empty)
         return result
@@ -144,9 +144,9 @@ class Scope(TorchDispatchMode):
 
 @contextlib.contextmanager
 def scope(tensors: Iterable[torch.Tensor] = ()) -> Iterator[Scope]:
-    """While it is open, launches of this thread may touch `tensors`, from the first to the last element of each, and what torch ops make.
+    """While it is open, launches of this thread may access `tensors`, first to last element of each, and what torch ops create.
 
-    A new tensor of `torch.empty` and its kind counts as unwritten until a kernel or an in-place op writes it. Scopes nest.
+    A tensor made by `torch.empty` or the like is uninitialized until a kernel or an in-place op writes it. Scopes nest.
     """
     one = Scope()
     for tensor in tensors:
@@ -157,12 +157,12 @@ def scope(tensors: Iterable[torch.Tensor] = ()) -> Iterator[Scope]:
             yield one
         finally:
             _scopes.open.pop()
-            if _scopes.open:  # what a raw op inside another left unwritten stays so
+            if _scopes.open:  # what is uninitialized here stays so in the outer scope
                 for start, storage in one.storages.items():
                     _scopes.open[-1].storages.setdefault(start, storage)
 
 
 def regions() -> list[Region]:
-    """What a launch of this thread may touch now, by address."""
+    """What a launch of this thread may access now, sorted by address."""
     found = [r for one in _scopes.open for storage in one.storages.values() for r in storage.regions()]
     return sorted(found, key=lambda r: r.start)

@@ -1,7 +1,7 @@
-"""The shadow of a piece of memory: for each granule of it who wrote last, who read last, and whether anybody has written at all.
+"""Shadow memory: for each granule of a memory region the last writer, the last readers, and whether it is initialized.
 
-A granule is as long as the shortest access so far, so that a tile of vectors costs one entry a vector. Reads are only noted down; they are
-sorted out when somebody writes, and forgotten where a barrier came first. A tensor that a kernel only reads costs next to nothing.
+A granule is as long as the shortest access so far, so a tile of vectors costs one entry per vector. Reads are only logged; the log is
+processed at the next write, and dropped at a barrier of the whole batch. A tensor that is only read costs almost nothing.
 """
 
 from typing import NamedTuple
@@ -11,34 +11,34 @@ import numpy as np
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
 
 _COUNT = np.arange(16)  # an access has at most 16 bytes
-_LONGEST_LOG = 1 << 21  # reads that may be noted before they are sorted out
+_LONGEST_LOG = 1 << 21  # reads that are logged before the log is processed
 
 
 class Conflict(NamedTuple):
-    """Accesses that nothing orders: which rows of the access under way, and the stamp of the other for each."""
+    """Unordered accesses: which rows of the current access, and for each the stamp of the other access."""
 
     rows: np.ndarray
     stamps: np.ndarray
 
 
 class Shadow:
-    """`positions` are bytes from the start; `lanes` are lanes of the batch; both have one row a lane."""
+    """`positions` are byte offsets from the start, `lanes` are lanes of the batch; both have one row per lane."""
 
     def __init__(self, size: int, written: np.ndarray | None = None, reach: str = "grid"):
-        """written: by byte, whether there was something before the launch; None: everywhere. reach: which lanes can meet at a
-        position: those of the "grid", of one "cluster" (shared memory), or a "lane" by itself (local memory)."""
+        """written: for each byte, whether it was initialized before the launch; None: all were. reach: which lanes can access the same
+        position: those of the "grid", of one "cluster" (shared memory), or a single "lane" (local memory)."""
         self.size, self.before, self.reach = size + -size % 16, written, reach
         if written is not None:
             self.before = np.pad(written, (0, -size % 16))
         self.bits = 4  # log2 of a granule's bytes
         self.writers: np.ndarray | None = None
-        self.readers: list[np.ndarray] | None = None  # the last, the last of another lane, and in clusters the last of another block
-        self.heard: np.ndarray | None = None  # in shared memory: when it was last read strongly
+        self.readers: list[np.ndarray] | None = None  # the last one, the last by another lane, and in clusters the last by another block
+        self.heard: np.ndarray | None = None  # in shared memory: time of the last strong read
         self.log: list[tuple[np.ndarray, int, np.ndarray]] = []
         self.logged = 0
 
     def read(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False) -> Conflict | None:
-        """Note a read. Returns the writes that race with it, if there are any."""
+        """Record a read. Returns the writes that race with it, if any."""
         if not strong and self.reach != "lane":
             self._log(order, positions, size, lanes)
         if self.writers is None:
@@ -51,7 +51,7 @@ class Shadow:
         return self._unordered(order, self.writers[granules], lanes, strong)
 
     def unwritten(self, positions: np.ndarray, size: int) -> np.ndarray | None:
-        """The rows that read what nobody wrote, if there are any."""
+        """The rows that read uninitialized memory, if any."""
         if self.before is None:
             return None
         if self.writers is None:
@@ -68,7 +68,7 @@ class Shadow:
     def write(
         self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0
     ) -> tuple[Conflict | None, Conflict | None, np.ndarray | None]:
-        """Note a write. Returns the writes that race with it, the reads, and the rows that others of this write fall upon."""
+        """Record a write. Returns the writes and the reads that race with it, and the rows that other rows of this write overwrite."""
         granules = self._granules(positions, size)
         if self.writers is None:
             self.writers = np.zeros(self.size >> self.bits, np.int64)
@@ -88,15 +88,15 @@ class Shadow:
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
     def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        """Copies that were in flight are now as if their lanes had written them just now."""
+        """Copies have landed: they count as written by their lanes now."""
         assert self.writers is not None
         granules = self._granules(positions, size)
         stamps = order.stamps(lanes)
         self.writers[granules] = stamps if granules.ndim == 1 else stamps[:, None]
 
     def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray]]:
-        """The stamps by granule, from byte `start` to `end`, of the last writes and reads; each array with what they did. Not of strong
-        writes that were read strongly, by those who waited for them."""
+        """The stamps of the last writes and reads, by granule, from byte `start` to `end`; each array with its verb. Without strong
+        writes that a strong read has seen."""
         self._sort_log(order)
         found = [("reads", stamps) for stamps in self.readers or ()]
         if self.writers is not None:
@@ -106,13 +106,13 @@ class Shadow:
         return [(did, stamps[start >> self.bits : end >> self.bits]) for did, stamps in found]
 
     def written(self) -> np.ndarray | None:
-        """By byte, whether there is something now."""
+        """For each byte, whether it is initialized now."""
         if self.before is None or self.writers is None:
             return self.before
         return self.before | np.repeat(self.writers != 0, 1 << self.bits)
 
     def _granules(self, positions: np.ndarray, size: int) -> np.ndarray:
-        """The granules of each row: of shape (rows,) or, where an access spans several, (rows, granules)."""
+        """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
             finer = 1 << self.bits
             self.bits = size.bit_length() - 1
@@ -154,12 +154,12 @@ class Shadow:
             self._sort_log(order)
 
     def forget_reads(self) -> None:
-        """Every lane knows of every read: a barrier of the whole batch came after them."""
+        """Drop the log: a barrier of the whole batch came after these reads."""
         self.log.clear()
         self.logged = 0
 
     def _sort_log(self, order: Order) -> None:
-        """Enter the noted reads: the last of each granule, and the last of another lane and block."""
+        """Process the log: the last read of each granule, and the last by another lane and by another block."""
         apart = [order.by_lane] if order.blocks_a_cluster == 1 else [order.by_lane, order.by_block]
         for _, size, _ in self.log:
             self._granules(np.zeros(1, np.int64), size)

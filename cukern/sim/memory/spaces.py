@@ -15,8 +15,8 @@ from cukern.sim.memory.order import IN_FLIGHT, Order
 from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
 from cukern.sim.memory.shadow import Conflict, Shadow
 
-WINDOW = 56  # generic addresses with 1 and 2 above this bit are shared and local memory
-RANK = 24  # above this bit of a shared::cluster address is the rank of its block, plus 1; 0 stands for the block's own
+WINDOW = 56  # the bits of a generic address from this one on: 1 for shared, 2 for local memory
+RANK = 24  # bits of a shared::cluster address from this one on: the block's rank plus 1, or 0 for the own block
 WINDOWS = {"global": 0, "const": 0, "shared": 1, "local": 2}
 
 
@@ -34,24 +34,24 @@ class Accessor(Protocol):
 
 
 class Place(NamedTuple):
-    """Where the lanes of an access meet memory: positions in the space's arrays, and what they touch there."""
+    """Where an access goes: positions in the space's arrays, and the regions there."""
 
     at: np.ndarray
-    parts: list[tuple[Region, Shadow | None, np.ndarray | None]]  # the rows in each; None: all
+    parts: list[tuple[Region, Shadow | None, np.ndarray | None]]  # region, shadow, rows of the access (None: all)
 
 
 def each(values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-    """One element a lane, of values that may be one for all."""
+    """`values` with one element per lane; it may have a single one for all."""
     return values if len(values) == len(lanes) else np.broadcast_to(values, lanes.shape)
 
 
 def raw(values: np.ndarray) -> np.ndarray:
-    """Elements of any size as integers, one row each, that compare as bits do."""
+    """Elements of any size as integers, one row each, so that == compares bits."""
     return values.view(np.uint64).reshape(-1, 2) if values.dtype.itemsize == 16 else values
 
 
 class Space:
-    """Loads and stores of whole vectors, checked."""
+    """Checked loads and stores of scalars and vectors."""
 
     name = ""
     first = 0  # the position of element 0 of the arrays
@@ -105,7 +105,7 @@ class Space:
         values: np.ndarray | None,
         flags: int,
     ) -> np.ndarray | None:
-        """Judge a write and enter it in the shadow. Equal values may be written twice. Returns the rows that write where others do."""
+        """Check a write for races and record it. Two writes of equal values are allowed. Returns the rows that other rows overwrite."""
         if shadow is None:
             return None
         over_writes, over_reads, lost = shadow.write(m.order, at - region.origin, size, lanes, flags)
@@ -145,7 +145,7 @@ class Space:
         lost: np.ndarray,
         size: int,
     ) -> None:
-        """Lanes of one store that met at an address must have stored one value."""
+        """Lanes of one store that write to the same address must write the same value."""
         differ = (raw(array[index[lost]]) != raw(np.ascontiguousarray(values[lost]))).reshape(len(lost), -1).any(axis=1)
         if differ.any():
             row = lost[differ][0]
@@ -157,9 +157,9 @@ class Space:
     def race(
         self, m: Accessor, region: Region, at: np.ndarray, lanes: np.ndarray, size: int, verb: str, conflict: Conflict, did: str
     ) -> Fault:
-        """The Race of one conflict. `verb`: what the lane does now, `did`: what the other did."""
+        """The Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did."""
         mine = (lanes[conflict.rows] + m.order.base) // 32
-        i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)  # between two warps, if there is one: __syncwarp mends the others
+        i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)  # prefer a race between two warps: __syncwarp() repairs the others
         row, stamp = conflict.rows[i], int(conflict.stamps[i])
         where = self.describe(region, int(at[row]))
         if stamp & IN_FLIGHT:
@@ -191,7 +191,7 @@ def _rows(at: np.ndarray, lanes: np.ndarray, rows: np.ndarray | None) -> tuple[n
 
 
 class Private(Space):
-    """Shared or local memory: each lane sees a piece of an array, from its base on."""
+    """Shared or local memory: each lane accesses one part of an array."""
 
     def __init__(self, name: str, pieces: int, size: int, piece_of: np.ndarray, names: list[tuple[int, str]]):
         self.name, self.size, self.names = name, size, names
@@ -223,7 +223,7 @@ class Private(Space):
 
 
 class Global(Space):
-    """What a launch may touch of the process's memory, and the module's own variables."""
+    """Global and constant memory: the tensors that a launch may access, and the module's variables."""
 
     name = "global"
     first = FIRST_ADDRESS
@@ -250,7 +250,7 @@ class Global(Space):
 
     def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
         if len(addresses) == 1 and len(lanes) > 1 and self._is_only_read(int(addresses[0])):
-            return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]  # two lanes stand for all
+            return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]  # two lanes represent all
         return super().load(m, lanes, addresses, size, strong)
 
     def _is_only_read(self, address: int) -> bool:
@@ -259,14 +259,14 @@ class Global(Space):
         return shadow is None or shadow.writers is None
 
     def text(self, address: int) -> str:
-        """A string of the module's own, for a message."""
+        """A string in the module's memory, for a message."""
         for region in self.regions:
             if region.start <= address < region.end:
                 return bytes(self.arrays[1][address - self.first : region.end - self.first]).split(b"\0")[0].decode(errors="replace")
         return "?"
 
     def _several(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> list:
-        """The lanes of an access that does not fall into one region, by region. Raises OutOfBounds for the first that is outside all."""
+        """The rows of an access to several regions, by region. Raises OutOfBounds for the first lane outside all regions."""
         starts, ends = self.bounds
         addresses = np.broadcast_to(addresses, lanes.shape)
         which = np.searchsorted(starts, addresses, side="right") - 1
@@ -300,7 +300,7 @@ class Global(Space):
         return f"byte {position - region.start} of {region.name}"
 
     def finish(self) -> None:
-        """Enter what the launch wrote in the regions, for the next launch to know."""
+        """Record in the regions what the launch has written, for the next launch."""
         for region, shadow in zip(self.regions, self.shadows, strict=True):
             written = shadow.written() if shadow is not None else None
             if region.written is not None and written is not None:

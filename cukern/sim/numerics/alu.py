@@ -1,12 +1,11 @@
-"""From the name of a PTX instruction to the numpy function that carries it out.
+"""From the name of an ALU instruction to the numpy function that computes it.
 
-`find("fma.rn.f32")` returns a function of the source operands in PTX's order: arrays of raw bits (unsigned, one element a lane, or a
-single one for a constant), bool arrays for predicates. It returns the raw bits of the destination, or bools, and leaves its
-operands alone. Instructions that touch memory, other lanes or the program counter are the machine's. A GPU's assembler may fuse a mul and
-an add that name no rounding mode; here each is rounded, as it is with .rn.
+`find("fma.rn.f32")` returns a function of the source operands in PTX's order: arrays of raw bits (unsigned, one element per lane, or a
+single one for a constant), bool arrays for predicates. It returns the raw bits of the destination, or bools, and does not change its
+operands. A GPU's assembler may fuse a mul and an add that name no rounding mode; here each of them is rounded, as with .rn.
 
-`_TABLE` has for each base a maker, which builds the function from types and modifiers, and the modifiers that it knows. Whatever is not
-there raises NotSimulated, so that nothing is ever computed by half.
+`_TABLE` maps each base to a maker, which builds the function from types and modifiers, and to the modifiers that it supports. Anything
+else raises NotSimulated: no instruction is simulated incompletely.
 """
 
 import functools
@@ -25,7 +24,7 @@ from cukern.sim.numerics.opcode import Opcode, parse
 def find(opcode: str, second: bool = False) -> Function:
     """The function of an instruction; with `second`, of its second result: setp's q, or the carry flag of an instruction with .cc.
 
-    An instruction that reads the carry flag (addc, subc, madc) takes it as its last operand. Raises NotSimulated for what is not here.
+    An instruction that reads the carry flag (addc, subc, madc) takes it as its last operand. Raises NotSimulated.
     """
     op = parse(opcode)
     maker, modifiers = (_SECOND if second else _TABLE).get(op.base, (None, ""))
@@ -33,7 +32,7 @@ def find(opcode: str, second: bool = False) -> Function:
         raise NotSimulated(opcode)
     try:
         return maker(op)
-    except (LookupError, ValueError, StopIteration):  # types, or a mixture of modifiers, that a table lacks
+    except (LookupError, ValueError, StopIteration):  # types, or a combination of modifiers, that a table lacks
         raise NotSimulated(opcode) from None
 
 
@@ -68,7 +67,7 @@ def _product(op: Opcode) -> Function:
 
 
 def _half(op: Opcode) -> Function:
-    """Of an integer product what the modifier names: its lower or its upper half, or all of it."""
+    """An integer product: the lower half (.lo), the upper half (.hi), or all of it (.wide)."""
     op.only("lo", "hi", "wide", "cc")
     makers: dict[str, Callable[[str], Function]] = {"lo": lambda type_: np.multiply, "hi": integers.high, "wide": integers.wide}
     return makers[op.one_of("lo", "hi", "wide") or ""](op.type)
@@ -108,7 +107,7 @@ def _quotient(op: Opcode) -> Function:
 
 
 def _root(op: Opcode) -> Function:
-    """Functions that come rounded or approximate."""
+    """Functions that have a rounded and an approximate variant."""
     if op.has("approx"):
         op.only("approx", "ftz")
         return approximate(op.base, FORMATS[op.type], op.has("ftz"))
@@ -124,7 +123,7 @@ def _approximate(op: Opcode) -> Function:
 
 
 def _sign(op: Opcode) -> Function:
-    """neg and abs: of floats the sign bit alone, NaN's too; but in pairs a NaN becomes the GPU's own."""
+    """neg and abs. For floats they change only the sign bit, also of NaN; but packed types return the canonical NaN."""
 
     def make(type_: str) -> Function:
         if type_ not in FORMATS:
@@ -153,7 +152,7 @@ def _sad(op: Opcode) -> Function:
 
 
 def _same(function: Function, *types: str) -> tuple[Callable[[Opcode], Function], str]:
-    """A row of the table: one function for each of these types (all, if none is named)."""
+    """A row of the table: one function for all of these types (for every type if none is named)."""
 
     def make(op: Opcode) -> Function:
         if types and op.type not in types:

@@ -1,4 +1,4 @@
-"""The approximate functions: computed in float64 and rounded once, so that they are as good as the GPU's or better.
+"""The approximate functions: computed in float64 and rounded once, so they are at least as accurate as a GPU's.
 
 A GPU's result may differ in its last bits. The PTX ISA allows float32 an error of 1 ulp in rcp, 2 ulp in div and ex2, 2^-22.9 relative in
 rsqrt and 2^-23 in sqrt, 2^-22 in lg2 (absolute between 0.5 and 2, else relative), 2^-11 relative in tanh, and 2^-20.5 absolute in sin and
@@ -26,7 +26,7 @@ _TYPES = {"ex2": ("f16", "bf16", "f32"), "tanh": ("f16", "bf16", "f32"), "rcp": 
 
 
 def approximate(kind: str, fmt: Format, ftz: bool) -> Function:
-    """`kind` is a base, or "div.full", which unlike "div" does not give 0 where the divisor is beyond 2^126. KeyError: no such type."""
+    """`kind` is a base, or "div.full", which unlike "div" does not return 0 for a divisor above 2^126. KeyError for other types."""
     if fmt.name not in _TYPES.get(kind, ("f32",)):
         raise KeyError(kind)
     function = _FUNCTIONS[kind]
@@ -50,7 +50,7 @@ def _fine64(function: Function) -> Function:
 
 
 def _coarse64(function: Function) -> Function:
-    """rcp and rsqrt .approx.ftz.f64, the seeds of Newton's iterations: from the upper half of x, the upper half of a result."""
+    """rcp and rsqrt .approx.ftz.f64, the start of a Newton iteration: they read and return only the upper 32 bits."""
     upper = np.uint64(0xFFFFFFFF00000000)
     fine = _fine64(function)
     return lambda x: floats.flush(F64, fine(floats.flush(F64, x) & upper) & upper)

@@ -1,4 +1,4 @@
-"""Comparison and choice: setp, set, selp, slct, testp, min and max."""
+"""Comparison and selection: setp, set, selp, slct, testp, min and max."""
 
 import operator
 
@@ -25,7 +25,7 @@ MODIFIERS = " ".join((*_ORDERED, *_OPPOSITE, *_INTEGER, *_BOOL, "ftz"))
 
 
 def _comparison(op: Opcode, type_: str) -> Function:
-    """Raw bits of two values to bools. In floats a comparison with NaN is false, and one that ends in u is true."""
+    """A function of the bits of two values. For floats, a comparison with NaN is false, unless its name ends in u: then it is true."""
     name = op.modifiers[0]
     if type_ not in FORMATS:
         read, compare = integers.as_type(type_), _ORDERED[_INTEGER.get(name, name)]
@@ -43,7 +43,7 @@ def setp(op: Opcode) -> Function:
 
 
 def setp_second(op: Opcode) -> Function:
-    """q: of the opposite comparison; for a packed type, of the upper halves (and p of the lower)."""
+    """q: the opposite of p; for packed types, p compares the lower halves and q the upper halves."""
     return _predicate(op, True)
 
 
@@ -65,7 +65,7 @@ def _predicate(op: Opcode, second: bool) -> Function:
 
 
 def set_(op: Opcode) -> Function:
-    """set: 1.0, or all ones in an integer, where the comparison holds."""
+    """set: 1.0 where the comparison holds, or all bits 1 for an integer."""
     target, source = op.types
 
     def make(type_: str) -> Function:
@@ -127,7 +127,7 @@ def extreme(op: Opcode) -> Function:
 
 
 def _float_extreme(fmt: Format, op: Opcode) -> Function:
-    """A NaN loses against a number, but wins with .NaN; -0 is less than +0."""
+    """The result is the operand that is not NaN, but with .NaN it is NaN. -0 is less than +0."""
     before, zero_before = (operator.lt, operator.gt) if op.base == "min" else (operator.gt, operator.lt)
     keeps_nan, xorsign = op.has("NaN"), op.has("xorsign")
     if xorsign != op.has("abs"):
@@ -138,7 +138,7 @@ def _float_extreme(fmt: Format, op: Opcode) -> Function:
         if xorsign:
             a, b = a & ~fmt.sign, b & ~fmt.sign
         x, y = fmt.values(a), fmt.values(b)
-        zeros = (x == y) & zero_before(a, b)  # equal values of other bits: zeros, of which -0 has the larger bits
+        zeros = (x == y) & zero_before(a, b)  # equal values with different bits: zeros, of which -0 has the larger bits
         bits = np.where(before(x, y) | zeros | (y != y), a, b)
         bits = bits | sign if xorsign else bits
         if keeps_nan:

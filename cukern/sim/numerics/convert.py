@@ -1,7 +1,7 @@
 """cvt: every conversion between integers, floating-point types and packed pairs, with one rounding.
 
-The source register may be wider than the source type, so a source is cut to its type first. A destination of 8 bits comes back in 16,
-extended by its sign or by zeros, as the smallest register holds it.
+The source register may be wider than the source type, so the source is truncated first. An 8-bit result is sign- or zero-extended to 16
+bits, the smallest register.
 """
 
 from fractions import Fraction
@@ -17,7 +17,7 @@ MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", *_IN
 
 
 def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
-    """The function of cvt.<modifiers>.<target>.<source>. Raises KeyError for a type or a modifier that is not here."""
+    """The function of cvt.<modifiers>.<target>.<source>. Raises KeyError for an unsupported type or modifier."""
     if target.endswith("x2"):
         return _to_pair(_to_float(FORMATS[target[:-2]], FORMATS[source], modifiers))
     if "relu" in modifiers and not (target in FORMATS and source in FORMATS):
@@ -46,7 +46,7 @@ def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Func
     if target is BF16 and source is F32 and modifiers == {"rn"}:
         return lambda x: floats.canonical(BF16, floats.bf16_of_f32(x), F32.values(x))
     if target is F32 and source is BF16 and not modifiers:
-        return lambda x: x.astype(np.uint32) << 16  # NaNs too stay as they are
+        return lambda x: x.astype(np.uint32) << 16  # NaNs keep their bits
     integral = next((_INTEGRAL[m] for m in modifiers if m in _INTEGRAL), None)
     ftz, mode = "ftz" in modifiers, _mode(modifiers)
 
@@ -65,7 +65,7 @@ def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Func
 
 
 def _nan_of_f64(target: Format, x: Array) -> Array:
-    """A float64 NaN in a narrower format: made quiet, with its sign and the top bits of its payload."""
+    """A float64 NaN in a narrower format: quiet, with the same sign and the top bits of the payload."""
     width = 8 * x.itemsize - 8 * target.bits(0).itemsize
     sign = (x >> width).astype(target.bits) & target.sign
     fraction = target.sign - target.bits(1) - target.exponent
@@ -74,13 +74,13 @@ def _nan_of_f64(target: Format, x: Array) -> Array:
 
 
 def _rna_tf32(x: Array) -> Array:
-    """To nearest, ties away from zero; a NaN is cut."""
+    """To nearest, ties away from zero; a NaN is truncated."""
     values = F32.values(x)
     return np.where(values != values, x, x + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
 
 
 def _cut(x: Array, type_: str) -> Array:
-    """The low bits of a register, as numpy's integers of the type."""
+    """The low bits of a register, as a numpy integer of that type."""
     return x.astype((SIGNED if type_[0] == "s" else UNSIGNED)[int(type_[1:])])
 
 
@@ -98,7 +98,7 @@ def _int_to_float(target: Format, source: str, modifiers: frozenset[str]) -> Fun
 
 
 def _odd_float64(x: Array) -> Array:
-    """An integer as a float64 that rounds to any narrower format as the integer would: 53 bits, the last one for all that were cut."""
+    """An integer as a float64 that rounds to any narrower format as the integer would: 53 bits, the last a sticky bit."""
     if x.itemsize < 8:
         return x.astype(np.float64)
     large = (x >> 53 != 0) & (x >> 53 != -1) if x.dtype == np.int64 else x >> 53 != 0
@@ -115,7 +115,7 @@ def _int_to_f64(x: Array, mode: str) -> Array:
 
 
 def _float_to_int(target: str, source: Format, modifiers: frozenset[str]) -> Function:
-    """Clamps to the target's range. NaN gives 0, but the top bit alone where the source or the target has 64 bits."""
+    """Clamps to the target's range. NaN becomes 0, or only the top bit set if the source or the target has 64 bits."""
     integral = next(_INTEGRAL[m] for m in ("rni", "rzi", "rmi", "rpi") if m in modifiers)
     width = int(target[1:])
     kind = (SIGNED if target[0] == "s" else UNSIGNED)[width]
@@ -146,7 +146,7 @@ def _int_to_int(target: str, source: str, saturate: bool) -> Function:
 
 
 def _register(x: Array) -> Array:
-    """Raw bits of a register: of 8 bits, extended to 16."""
+    """Raw bits of a register; 8 bits are extended to 16."""
     if x.itemsize == 1:
         x = x.astype(np.int16 if x.dtype == np.int8 else np.uint16)
     return unsigned(x)

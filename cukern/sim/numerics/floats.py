@@ -1,12 +1,12 @@
-"""Floating-point arithmetic as a GPU does it: each result is rounded once, in the mode asked for, and every NaN is the GPU's own.
+"""Floating-point arithmetic with a GPU's results: each is rounded once, in the given mode, and NaN results are the canonical NaN.
 
-Registers hold raw bits; a `Format` says how to read and write them. A value of at most 32 bits is exact in float64, and so is the product
-of two. A sum may need more than float64's 53 bits: `sum_to_odd` then gives a float64 that rounds to any narrower format as the exact sum
-would. float64 itself has nothing wider: its fma is built from error-free sums and products, its directed roundings from exact fractions.
+Registers hold raw bits; a `Format` converts them to numpy values and back. Formats of at most 32 bits are exact in float64, and so are
+their products. A sum may need more than the 53 bits of float64: `sum_to_odd` returns a float64 that rounds to any narrower format as the
+exact sum would. For float64, fma uses error-free sums and products, and the directed roundings use exact fractions.
 
 Sources: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008); Figueroa,
-"When is double rounding innocuous?" (1995); NVIDIA's PTX ISA; for what it leaves open, what an H200 does. A NaN result is 0x7fffffff in
-float32, 0x7fffe000 in tf32, 0x7fff in 16 bits, and 0x7ff8000000000000 in float64, for which the ISA promises no bits.
+"When is double rounding innocuous?" (1995); NVIDIA's PTX ISA; where the ISA leaves the result open, measurements on an H200. The
+canonical NaN is 0x7fffffff in float32, 0x7fffe000 in tf32, 0x7fff in 16 bits, and 0x7ff8000000000000 in float64 (not specified by the ISA).
 """
 
 import functools
@@ -24,7 +24,7 @@ Function = Callable[..., Array]
 class Format:
     """A floating-point type: masks of its bits, `values` (bits to numpy floats, exact) and `nearest` (float64 to bits, ties to even).
 
-    `native`: numpy has the type, and rounds its sums, products, quotients and roots right. `unused`: how many low bits are always 0.
+    `native`: numpy has the type, and rounds sums, products, quotients and square roots correctly. `unused`: number of low bits that are 0.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Format:
 
 
 def to_odd32(x: Array) -> Array:
-    """float64 to the bits of a float32: where that is inexact, of the two neighbours the one whose last bit is 1."""
+    """float64 to the bits of a float32, rounded to odd: an inexact result is the neighbour whose last bit is 1."""
     bits = x.astype(np.float32).view(np.uint32)
     return _toward_zero(F32, bits, x) | (bits.view(np.float32) != x)
 
 
 def bf16_of_f32(bits: Array) -> Array:
-    """The bits of a float32 to those of the nearest bfloat16, ties to even. NaNs are the caller's."""
+    """The bits of a float32 to those of the nearest bfloat16, ties to even. Wrong for NaN: the caller handles it."""
     return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
@@ -95,18 +95,18 @@ def _toward_zero(fmt: Format, bits: Array, x: Array) -> Array:
 
 
 def _steps(fmt: Format, flags: Array) -> Array:
-    """From a number to its neighbour away from zero, where the flag is set."""
+    """The difference in bits to the neighbour away from zero, where the flag is set; else 0."""
     return flags.astype(fmt.bits) << fmt.unused
 
 
 def canonical(fmt: Format, bits: Array, values: Array) -> Array:
-    """`bits`, with the GPU's own NaN wherever `values` is NaN."""
+    """`bits`, with the canonical NaN where `values` is NaN."""
     nan = values != values
     return np.where(nan, fmt.nan, bits) if np.count_nonzero(nan) else bits
 
 
 def flush(fmt: Format, bits: Array) -> Array:
-    """.ftz: a subnormal becomes a zero of its sign."""
+    """.ftz: a subnormal becomes a zero of the same sign."""
     return np.where(bits & fmt.exponent, bits, bits & fmt.sign)
 
 
@@ -117,14 +117,14 @@ def saturate(fmt: Format, bits: Array) -> Array:
 
 
 def relu(fmt: Format, bits: Array) -> Array:
-    """.relu: what is below zero becomes +0; NaN stays NaN."""
+    """.relu: negative values become +0; NaN stays NaN."""
     return np.where((bits & fmt.sign != 0) & (fmt.values(bits) <= 0), fmt.bits(0), bits)
 
 
 def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
-    """a + b in float64; where that is inexact, of the two neighbours the one whose last bit is 1.
+    """a + b in float64, rounded to odd: an inexact result is the neighbour whose last bit is 1.
 
-    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` decides the sign of x - x alone.
+    Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x.
     """
     total = a + b
     of_b = total - a
@@ -157,7 +157,7 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
 
 
 def _flushed(fmt: Format, core: Function, exact: Function, mode: str) -> Function:
-    """Operands and result flushed; also a result that would be below the normal numbers if there were numbers of all digits there."""
+    """Flush operands and result; also a result that would round to less than the least normal number with an unlimited exponent range."""
     least = fmt.sign - fmt.exponent
 
     def run(*args: Array) -> Array:
@@ -199,8 +199,8 @@ def _through_float64(fmt: Format, kind: str, mode: str) -> Function:
 
 
 def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
-    """A float64 that rounds to `fmt` as the exact result would. Quotients and roots need no care for that: one that float64 rounds is
-    further than that rounding from all numbers of half its digits."""
+    """A float64 that rounds to `fmt` as the exact result would. Quotients and square roots do so without further care
+    (Figueroa): double rounding is innocuous, as float64 has more than twice the digits."""
 
     def run(*args: Array) -> Array:
         a, *rest = (fmt.values(x).astype(np.float64) for x in args)
@@ -214,7 +214,7 @@ def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """The product is exact in float64. Rounding the float64 sum again is right but where it looks like a tie of two float32."""
+    """The product is exact in float64. Rounding the float64 sum again is correct unless it looks like a tie between two float32."""
     product = np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64)
     addend = c.view(np.float32)
     total = product + addend
@@ -229,14 +229,14 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
     a, b, c = (x.view(np.float64) for x in (a, b, c))
     product = a * b
     error = _product_error(a, b, product)
-    # a*b + c = product + error + c, with the small parts summed to odd: the last sum rounds as the exact one would.
+    # a*b + c = product + error + c. The small parts are rounded to odd, so the last sum rounds as the exact one would.
     high, low = _two_sum(c, error)
     high, low2 = _two_sum(product, high)
     result = high + sum_to_odd(low, low2)
     size = np.abs(product)
     usual = (size > 2.0**-900) & (size < 2.0**1000) & (np.abs(a) < 2.0**990) & (np.abs(b) < 2.0**990) & (np.abs(c) < 2.0**1000)
     if np.count_nonzero(usual) < usual.size:
-        result = np.where(usual, result, product + c)  # right where a or b is 0, infinite or NaN
+        result = np.where(usual, result, product + c)  # correct where a or b is 0, infinite or NaN
         rare = ~usual & np.isfinite(a) & np.isfinite(b) & (a != 0) & (b != 0)
         for i, *values in zip(np.flatnonzero(rare), *(np.broadcast_to(x, rare.shape)[rare].tolist() for x in (a, b, c)), strict=True):
             result[i] = _fma_of_fractions(*values)
@@ -251,7 +251,7 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _product_error(a: Array, b: Array, product: Array) -> Array:
-    """a * b - product, exactly: by Veltkamp's halves of a and b, which have 26 bits each."""
+    """a * b - product, exactly: a and b are split into halves of 26 bits (Veltkamp)."""
     a_high, a_low = _halves(a)
     b_high, b_low = _halves(b)
     return ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
@@ -302,7 +302,7 @@ def _directed64(kind: str, mode: str) -> Function:
 
 
 def _zero_of_zeros(kind: str, values: list[list[float]]) -> Array:
-    """Where the terms of a sum are +0 and +0: the one sum of zeros that is +0 when rounded down."""
+    """Where both terms of a sum are +0: the only sum of zeros that is +0 when rounded down."""
     a, b, *c = (np.array(x) for x in values)
     one, two = {"add": lambda: (a, b), "sub": lambda: (a, -b), "fma": lambda: (a * b, c[0])}[kind]()
     return (one == 0) & (two == 0) & ~np.signbit(one) & ~np.signbit(two)

@@ -93,7 +93,7 @@ def carrying(part: Function | None, subtract: bool, reads: bool, carry_out: bool
 
 
 def divided(kind: str, type_: str) -> Function:
-    """div and rem, toward zero. By zero, which PTX leaves undefined: all ones, as the GPU has it."""
+    """div and rem, toward zero. Division by zero, which PTX leaves undefined, returns all ones, as GPUs do."""
     ufunc = {"div": np.floor_divide, "rem": np.remainder}[kind]
 
     def run(a: Array, b: Array) -> Array:
@@ -112,7 +112,7 @@ def divided(kind: str, type_: str) -> Function:
 
 
 def shift(ufunc: Function, type_: str) -> Function:
-    """shl and shr by a 32-bit count; one of the width or more shifts everything out. numpy does that too, if the types are equal."""
+    """shl and shr by a 32-bit count; a count >= the width shifts all bits out. numpy does so, too, if the types are equal."""
     width, read = int(type_[1:]), as_type(type_)
     if width == 32:
         return lambda a, count: unsigned(ufunc(read(a), read(count)))
@@ -131,12 +131,12 @@ def funnel(left: bool, wrap: bool) -> Function:
 
 
 def _mask(length: Array, kind: Any) -> Array:
-    return (kind(1) << length.astype(kind)) - kind(1)  # a length of the width or more shifts the 1 out: all ones
+    return (kind(1) << length.astype(kind)) - kind(1)  # a length >= the width shifts the 1 out: all ones
 
 
 def extract(type_: str) -> Function:
-    """bfe: `length` bits of a from `position` on; for a signed type the field's top bit, or that of a, fills the rest. Of position and
-    length 32-bit types read 8 bits, 64-bit types all."""
+    """bfe: `length` bits of a from `position` on; for a signed type the field's top bit, or that of a, fills the rest. 32-bit types read
+    8 bits of position and length, 64-bit types all."""
     width, kind = int(type_[1:]), UNSIGNED[int(type_[1:])]
     limit = np.uint32(255 if width == 32 else 0xFFFFFFFF)
     right = shift(np.right_shift, f"u{width}")
@@ -154,7 +154,7 @@ def extract(type_: str) -> Function:
 
 
 def insert(type_: str) -> Function:
-    """bfi: `length` bits of a, put into b at `position`, which are read as by bfe."""
+    """bfi: `length` bits of a, put into b at `position`, read as in bfe."""
     limit = np.uint32(255 if type_ == "b32" else 0xFFFFFFFF)
     kind = UNSIGNED[int(type_[1:])]
     left = shift(np.left_shift, f"u{type_[1:]}")
@@ -171,7 +171,7 @@ def insert(type_: str) -> Function:
 
 
 def _bits(x: Array) -> Array:
-    """One row a value, its lowest bit first."""
+    """One row per value, lowest bit first."""
     return np.unpackbits(np.ascontiguousarray(x).view(np.uint8).reshape(x.size, x.itemsize), axis=1, bitorder="little")
 
 
@@ -189,7 +189,7 @@ def clz(x: Array) -> Array:
 
 
 def bfind(type_: str, from_top: bool) -> Function:
-    """The place of the highest bit that is not a sign bit; with .shiftamt, how far to shift it to the top. All ones if there is none."""
+    """The position of the highest bit that is not a sign bit; with .shiftamt, its distance from the top. All ones if there is none."""
 
     def run(x: Array) -> Array:
         x = np.where(signed(x) < 0, ~x, x) if type_[0] == "s" else x
@@ -212,7 +212,7 @@ _SELECTORS = {
 
 
 def permute(mode: str | None) -> Function:
-    """prmt: four of the eight bytes b:a; in the plain mode bit 3 of a selector spreads the byte's sign."""
+    """prmt: four of the eight bytes b:a; in the default mode, bit 3 of a selector replicates the byte's sign."""
 
     table = np.array(_SELECTORS[mode]) if mode else None
 
@@ -229,7 +229,7 @@ def permute(mode: str | None) -> Function:
 
 
 def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
-    """Any logic of three inputs: bit i of the table is the result where a, b and c have the bits of i."""
+    """lop3: bit i of the table is the result where the bits of a, b and c form the number i."""
     number = int(table[0])
     rows = [_logic_row(a, b, c, i) for i in range(8) if number >> i & 1]
     return functools.reduce(np.bitwise_or, rows, np.zeros_like(a | b | c))

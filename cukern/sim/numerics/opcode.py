@@ -1,4 +1,4 @@
-"""The name of an ALU instruction, parsed, and what its types are."""
+"""The parsed name of an ALU instruction."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,12 +43,12 @@ class Opcode:
         return next((m for m in modifiers if m in self.modifiers), None)
 
     def only(self, *allowed: str) -> None:
-        """KeyError for a modifier that the base knows, but not with these types."""
+        """KeyError for modifiers that the base has, but not with these types."""
         if not set(self.modifiers) <= set(allowed):
             raise KeyError(self.name)
 
     def each(self, make: Callable[[str], Function]) -> Function:
-        """What `make` gives for the type; for a packed one, what it gives for the half, applied to both halves."""
+        """make(type); for a packed type, make(type of a half), applied to both halves."""
         return integers.packed(make(PACKED[self.type])) if self.type in PACKED else make(self.type)
 
     def flushed(self, fmt: Format, function: Function) -> Function:

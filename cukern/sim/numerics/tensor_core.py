@@ -1,12 +1,12 @@
 """mma.sync, wgmma and ldmatrix: which lane of a warp holds which element of a tile, and the product of tiles.
 
-The layouts are those of the PTX ISA. With group = lane // 4 and quad = lane % 4, elements of 16 bits lie in pairs, so a register holds
-two neighbours along k: columns 2*quad and 2*quad + 1 of an eight-wide part of the tile; a tf32 fills a register, column quad of a four-wide
-part. A's registers go down the rows first (group, group + 8), then along k; B's go along k, with the column of C = group.
+The layouts are those of the PTX ISA. Let group = lane // 4 and quad = lane % 4. A register holds two 16-bit elements that are
+neighbours along k: columns 2*quad and 2*quad + 1 of an eight-wide part of the tile; or one tf32, column quad of a four-wide part. The
+registers of A go down the rows first (group, group + 8), then along k; those of B go along k, in column `group` of C.
 
-Sums: the products are exact and added in float64, then c, and the total is rounded once, to nearest. A GPU adds the same terms aligned to
-the largest and cuts what hangs below, so its float32 results differ from these by at most (k + 2) * 2^-23 of the largest term (of the k
-products and c), and its float16 results by one rounding more.
+The products are exact; they and c are added in float64, and the total is rounded once, to nearest. A GPU aligns all terms to the largest
+and truncates, so its float32 results differ from these by at most (k + 2) * 2^-23 times the largest term (of the k products and c), its
+float16 results by one more rounding.
 """
 
 import functools
@@ -57,9 +57,9 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
 
 
 def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """Of a wgmma: its columns; whether its numbers have 16 bits, or are tf32; and its function of a's registers, b (warps, columns, 32
-    bytes along k), c's registers, and whether c is added, to d's. Each warp's is mma.sync's of its 16 rows. For example
-    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
+    """A wgmma: its columns; whether its elements have 16 bits (else they are tf32); and its function. This takes the registers of a, b as
+    (warps, columns, 32 bytes along k), the registers of c, and whether c is added; it returns the registers of d. Each warp computes the
+    mma.sync of its 16 rows. Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
     """
     start, _, rest = opcode.partition(".m64n")
     columns, _, types = rest.partition("k")
@@ -81,15 +81,15 @@ def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers
 
 
 def rows_of_a(rows: Array) -> list[Array]:
-    """The registers of operand a, each (warps, 32), of each warp's 16 rows (warps, 16, 32 bytes along k)."""
+    """The registers of operand a, each (warps, 32), from the rows (warps, 16, 32 bytes along k)."""
     words = np.ascontiguousarray(rows).view(np.uint32)
     return [words[:, _GROUP + 8 * (i % 2), _QUAD + 4 * (i // 2)] for i in range(4)]
 
 
 def described(words: Array, number: Array, down: bool) -> Array:
-    """Where 16 bytes of a wgmma's operand lie by its matrix descriptor: half number % 2, along k, of row (of a; b: column) number // 2; or,
-    if neighbours lie `down`, of number % 16 of 16 along k the eight rows from number // 16 * 8 on, which may be swizzled in 128 bytes.
-    Raises NotSimulated for other swizzles."""
+    """The address of 16 bytes of a wgmma operand, from its matrix descriptor. K-major: half `number` % 2, along k, of row (in b: column)
+    `number` // 2. If neighbours lie `down` (MN-major): eight rows from `number` // 16 * 8 on, at index `number` % 16 along k; these may
+    have the 128-byte swizzle. Raises NotSimulated for other swizzles."""
     kinds = set((words >> np.uint64(62)).tolist())
     if kinds not in ({0}, {1}) or (kinds == {1} and not down):
         raise NotSimulated("wgmma with such a swizzle")
@@ -103,7 +103,7 @@ def described(words: Array, number: Array, down: bool) -> Array:
 
 
 def by_rows(parts: Array, down: bool) -> Array:
-    """Sixteens of bytes (warps, count, 8 of 16 bits), in the order of `described`, as (warps, rows, 32 bytes along k)."""
+    """16-byte parts (warps, count, 8 elements) in the order of `described`, as (warps, rows, 32 bytes along k)."""
     if not down:
         return parts.reshape(len(parts), -1, 16)
     return np.ascontiguousarray(parts.reshape(len(parts), -1, 16, 8).swapaxes(2, 3)).reshape(len(parts), -1, 16)
@@ -113,7 +113,7 @@ def _elements(fmt: Format, registers: Registers) -> Array:
     """Registers to float64 values of shape (warps, elements of a lane, 32)."""
     raw = np.stack(registers, axis=1)
     if fmt is TF32:
-        raw = raw & np.uint32(0xFFFFE000)  # the tensor cores do not see the other bits
+        raw = raw & np.uint32(0xFFFFE000)  # the tensor cores ignore the other bits
     if fmt in (F16, BF16):
         raw = np.stack((raw & 0xFFFF, raw >> 16), axis=2).reshape(len(raw), -1, 32).astype(np.uint16)
     return fmt.values(raw).astype(np.float64)
@@ -126,12 +126,12 @@ def _registers(elements: Array) -> list[Array]:
 
 
 def _apart(registers: Array) -> list[Array]:
-    """(warps, registers, 32) as an array a register."""
+    """(warps, registers, 32) as one array per register."""
     return [np.ascontiguousarray(r) for r in np.moveaxis(registers, 1, 0)]
 
 
 def _along_k(fmt: Format, k: int) -> list[Array]:
-    """For each element of a lane along k, its column of A (row of B), in every lane."""
+    """For each element that a lane has along k: its column of A (row of B), by lane."""
     if fmt is TF32:
         return [_QUAD + part for part in range(0, k, 4)]
     return [2 * _QUAD + one + part for part in range(0, k, 8) for one in (0, 1)]
@@ -158,7 +158,7 @@ def _places_c() -> Place:
 
 
 def ldmatrix(rows: np.ndarray[Any, Any], transposed: bool = False) -> list[Array]:
-    """ldmatrix .x1, .x2 or .x4: rows (warps, 8 * tiles, 16 bytes) of tiles of 8 x 8 16-bit elements, to one (warps, 32) register a tile.
+    """ldmatrix .x1, .x2 or .x4: rows (warps, 8 * tiles, 16 bytes) of tiles of 8 x 8 16-bit elements, to one (warps, 32) register per tile.
 
     A lane gets elements 2*quad and 2*quad + 1 of row `group`; of column `group`, if `transposed` (.trans).
     """

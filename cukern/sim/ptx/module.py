@@ -1,6 +1,6 @@
-"""PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions. parser.py reads it.
+"""PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions. parser.py creates it.
 
-Nothing is said here of what an instruction does. PTX ISA, "State Spaces, Types, and Variables".
+What instructions do is not described here. PTX ISA, "State Spaces, Types, and Variables".
 """
 
 import struct
@@ -13,7 +13,7 @@ WIDTHS |= {"b128": 128}
 
 
 class PtxError(ValueError):
-    """A text that is not the PTX that this module reads; the message has the line."""
+    """Text that the parser does not accept; the message has the line."""
 
 
 class Register(NamedTuple):
@@ -39,13 +39,13 @@ class Address(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """Operands in braces or parentheses, or the two of `p|q`."""
+    """Operands in braces or parentheses, or the pair `p|q`."""
 
     items: tuple
 
 
 class Opaque(NamedTuple):
-    """An operand of a form that no simulated instruction has."""
+    """An operand form that no simulated instruction has."""
 
     text: str
 
@@ -73,10 +73,10 @@ class Instruction(NamedTuple):
 class Variable:
     name: str
     space: str  # global, const, shared, local, param
-    size: int  # in bytes; 0 for the array whose size the launch gives
+    size: int  # in bytes; 0 for dynamic shared memory
     align: int
     data: bytes = b""
-    pointers: list[tuple[int, Symbol]] = field(default_factory=list)  # words of `data` that hold the address of a variable
+    pointers: list[tuple[int, Symbol]] = field(default_factory=list)  # offsets in `data` that hold the address of a variable
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Module:
     files: dict[int, str] = field(default_factory=dict)
 
     def location(self, line: Line | None) -> str:
-        """file:line; for a function that was inlined also the lines where, from the inside to the kernel."""
+        """file:line; for an inlined function also the lines of the calls, innermost first."""
         if line is None:
             return "a line that is not known"
         text, callers, last = self._place(line), [], ""
@@ -113,12 +113,12 @@ class Module:
 
     def _place(self, line: Line) -> str:
         path = self.files.get(line.file, "?")
-        made_up = path.rfind("<")  # of a source given as text; NVRTC writes the current folder before it
+        made_up = path.rfind("<")  # a source given as text has a name in <>; NVRTC prepends the current folder
         return f"{path[made_up:] if made_up >= 0 and path.endswith('>') else path}:{line.line}"
 
 
 def immediate_value(immediate: Immediate) -> int | float:
-    """The number that a literal stands for; of 0f and 0d literals the bits."""
+    """The value of a literal; for 0f and 0d literals, their bits."""
     text = immediate.text.rstrip("U")
     sign, digits = (-1, text[1:]) if text[0] == "-" else (1, text)
     prefix = digits[:2].lower()

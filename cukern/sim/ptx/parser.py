@@ -22,7 +22,7 @@ from cukern.sim.ptx.module import (
     immediate_value,
 )
 
-# A token, behind what is to be skipped: blanks, comments and the sections of a debugger.
+# A token, after what is skipped: white space, comments and debug sections.
 _TOKEN = re.compile(
     r"""(?:\s+|//[^\n]*|/\*.*?\*/|\.section\s+[^{\s]+\s*\{[^{}]*\})*
     (\.(?:loc|file|version|target|address_size)\b[^\n]*
@@ -34,7 +34,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
-_OUTERMOST: dict[str, Register] = {}  # the names that a kernel's body begins with
+_OUTERMOST: dict[str, Register] = {}  # the scope outside a kernel's body
 _FILE = re.compile(r'\.file\s+(\d+)\s+"(.*?)"')
 
 
@@ -111,7 +111,7 @@ class _Parser:
             self.skip_block()
 
     def variables(self, space: str) -> list[Variable]:
-        """The declarations up to the semicolon, the state space being read already."""
+        """The declarations up to the semicolon, after the state space."""
         found = self.declarations(space)
         self.expect(";")
         return found
@@ -204,7 +204,7 @@ class _Parser:
         return Immediate(sign + self.next())
 
     def offset(self) -> int:
-        """A `+ number`, if it is there."""
+        """The sum of all `+ number` that follow; 0 if there are none."""
         total = 0
         while self.tokens[self.at] in ("+", "-"):
             self.accept("+")
@@ -247,7 +247,7 @@ class _Body:
             self.hide_labels(first, set(self.kernel.labels) - labels)
 
     def hide_labels(self, first: int, labels: set[str]) -> None:
-        """Labels between inner braces are known there only: inline assembly may use one name many times."""
+        """Rename labels inside inner braces, which are local: inline assembly may use one name many times."""
         code, names = self.kernel.code, {name: f"{name}@{first}" for name in labels if "@" not in name}
         for name, hidden in names.items():
             self.kernel.labels[hidden] = self.kernel.labels.pop(name)
@@ -259,7 +259,7 @@ class _Body:
 
     def loc(self, match: re.Match) -> None:
         file, line, column = (int(match[i]) for i in (1, 2, 3))
-        if line == 0:  # made by the compiler: it belongs to what is before it
+        if line == 0:  # compiler-generated: belongs to the line before
             return
         caller = None
         if match[4]:
