@@ -83,9 +83,9 @@ def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
         if t is not None:
             checks.dtype(name, t, DTYPES)
     checks.same(**tensors)
-    first = next(t for t in tensors.values() if t is not None)
     if version is not None:
         checks.version(op, version, VERSIONS)
+        first = next(iter(tensors.values()))
         if not first.is_cuda and not backend.simulates(first):
             checks.needs_gpu(op, version, first.device)
     return list(tensors.values())

@@ -111,13 +111,16 @@ def negative_bit(name: str) -> NoReturn:
 
 def same(**tensors: torch.Tensor | None) -> None:
     """All tensors that are given have the dtype and the device of the first."""
-    given = {name: t for name, t in tensors.items() if t is not None}
-    first, reference = next(iter(given.items()))
-    for name, t in given.items():
-        if t.dtype != reference.dtype:
-            raise TypeError(f"{name} is {t.dtype}, {first} is {reference.dtype}: they must have one dtype")
-        if t.device != reference.device:
-            raise ValueError(f"{name} is on {t.device}, {first} is on {reference.device}: they must be on one device")
+    first = ""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if not first:
+            first, dtype, device = name, t.dtype, t.device
+        elif t.dtype != dtype:
+            raise TypeError(f"{name} is {t.dtype}, {first} is {dtype}: they must have one dtype")
+        elif t.device != device:
+            raise ValueError(f"{name} is on {t.device}, {first} is on {device}: they must be on one device")
 
 
 def shape(name: str, tensor: torch.Tensor, expected: tuple[Any, ...], why: str) -> None:
