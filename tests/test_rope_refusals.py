@@ -20,7 +20,7 @@ def ints(*values, dtype=torch.int32):
 
 
 WRONG_VALUES = {
-    "layout": ({"layout": "bsdh"}, r"layout must be bshd, bhsd, sbhd, thd, got 'bsdh'"),
+    "layout": ({"layout": "bsdh"}, r"layout must be one of bshd, bhsd, sbhd, thd, got 'bsdh'"),
     "dimensions": ({"x": X[0]}, r"x must have 4 dimensions in layout 'bshd', its shape is \(5, 3, 8\)"),
     "thd dimensions": ({"layout": "thd", "cu_seqlens": ints(0, 5)}, r"x must have 3 dimensions in layout 'thd'"),
     "k's head_dim": ({"k": X[..., :4]}, r"k has shape \(2, 5, 3, 4\), x \(2, 5, 3, 8\): they may differ in the number of heads alone"),
@@ -53,7 +53,7 @@ WRONG_VALUES = {
     "a start beyond the table": ({"start_positions": ints(0, 3)}, r"position 5 is beyond the table"),
     "a sequence beyond the table": (
         {"x": X[0], "cos": COS[:3], "sin": SIN[:3], "layout": "thd", "cu_seqlens": ints(0, 4)}, r"position 3 is beyond the table"),
-    "an infinite scale": ({"scale": float("inf")}, r"scale must be finite, it is inf"),
+    "an infinite scale": ({"scale": float("inf")}, r"scale must be finite, got inf"),
     "a table with a gradient": ({"cos": COS.clone().requires_grad_()}, r"cos requires grad, and rope gives it none: pass cos\.detach\(\)"),
     "an unknown version": ({"version": "v99"}, r"cukern\.rope has no version 'v99'; it has v1, v2"),
     "a version on the CPU": ({"version": "v2"}, r"version 'v2' of cukern\.rope is a CUDA kernel, the tensor is on cpu"),
@@ -65,8 +65,8 @@ WRONG_TYPES = {
     "ids' dtype": ({"position_ids": IDS.float()}, r"position_ids must be torch.int32 or torch.int64, got torch.float32"),
     "no array": ({"x": [1.0]}, r"x must be a torch.Tensor or an array with __dlpack__, got list"),
     "no table": ({"cos": None}, r"cos must be a torch.Tensor"),
-    "a rotary_dim of half": ({"rotary_dim": 0.5}, r"rotary_dim must be an int, got 0.5"),
-    "a rotary_offset of truth": ({"rotary_offset": True}, r"rotary_offset must be an int, got True"),
+    "a rotary_dim of half": ({"rotary_dim": 0.5}, r"rotary_dim must be an int, got float 0.5"),
+    "a rotary_offset of truth": ({"rotary_offset": True}, r"rotary_offset must be an int, got bool True"),
     "sparse": ({"x": X.to_sparse()}, r"x must be a strided tensor, got layout torch.sparse_coo"),
 }
 
@@ -146,7 +146,7 @@ def test_numpy_arrays_come_in_by_dlpack():
 
 FREQS = torch.rand(S, 1, 1, 8)
 TE_WRONG = {
-    "format": ({"tensor_format": "bhsd"}, r"tensor_format must be sbhd, bshd, thd, got 'bhsd'"),
+    "format": ({"tensor_format": "bhsd"}, r"tensor_format must be one of sbhd, bshd, thd, got 'bhsd'"),
     "t's dimensions": ({"tensor_format": "thd"}, r"t must have 3 dimensions in 'thd', its shape is \(5, 2, 3, 8\)"),
     "freqs' dimensions": ({"freqs": FREQS[:, 0]}, r"freqs has shape \(5, 1, 8\), it must be \(positions, 1, 1, at most head_dim = 8\)"),
     "wide freqs": ({"freqs": torch.rand(S, 1, 1, 10)}, r"freqs has shape \(5, 1, 1, 10\)"),
