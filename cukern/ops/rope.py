@@ -107,8 +107,8 @@ def rope_(
     if not torch.compiler.is_compiling():
         if torch.is_grad_enabled():
             rope_checks.autograd_allows_writing(x=inputs.x, k=inputs.k)
-        check = check_writable_wrapped if transformed() or _modes() else check_writable
-        check(**dict(zip(_NAMES, inputs, strict=False)))
+        plain = type(inputs.x) is Tensor and not (inputs.x.is_meta or _modes() or transformed())
+        (check_writable if plain else check_writable_wrapped)(*inputs[:7])
     return run(inputs, options, in_place=True)
 
 

@@ -218,11 +218,11 @@ def autograd_allows_writing(**tensors: Tensor | None) -> None:
         if t is None or not t.requires_grad:
             continue
         base = t._base
-        if t.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
-            what = "a leaf that requires grad" if t.is_leaf else "a view of a leaf that requires grad"
-            raise ValueError(f"{name} is {what}: it cannot be rotated in place, use cukern.rope, or torch.no_grad()")
         if base is not None and _creation(t) != _WRITABLE_VIEW:
             raise ValueError(
                 f"{name} is a view that autograd lets nobody write, such as one of split's or unbind's, or one made under torch.no_grad(): "
                 "take a slice of the whole instead, or use cukern.rope"
             )
+        if t.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+            what = "a leaf that requires grad" if t.is_leaf else "a view of a leaf that requires grad"
+            raise ValueError(f"{name} is {what}: it cannot be rotated in place, use cukern.rope, or torch.no_grad()")

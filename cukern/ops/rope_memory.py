@@ -19,7 +19,10 @@ def unwrapped(t: Any) -> Any:
     return t
 
 
-def check_writable(x: Tensor, k: Tensor | None, **others: Tensor | None) -> None:
+_OTHERS = ("cos", "sin", "position_ids", "cu_seqlens", "start_positions")
+
+
+def check_writable(x: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
     """Each element of x and k has a place of its own, where no other input lies. Raises ValueError.
 
     Extents are kept for the next tensors of these shapes and strides, so that a call compares addresses and no more. Another input is
@@ -31,20 +34,20 @@ def check_writable(x: Tensor, k: Tensor | None, **others: Tensor | None) -> None
         p_k, extent_k = k.data_ptr(), written_extent("k", k.shape, k.stride(), k.itemsize)
         if -extent_k < p_k - p < extent:
             check_disjoint(p_k - p, x.itemsize, x.shape, x.stride(), k.shape, k.stride())
-    for name, t in others.items():
+    for name, t in zip(_OTHERS, others, strict=True):
         if t is not None:
             q, size = t.data_ptr(), _extent(t.shape, t.stride(), t.itemsize)
             if -size < q - p < extent or -size < q - p_k < extent_k:
                 raise ValueError(f"{name} lies in the memory of {'x' if -size < q - p < extent else 'k'}, which is written in place")
 
 
-def check_writable_wrapped(x: Tensor, k: Tensor | None, **others: Tensor | None) -> None:
-    """The same, where x may be wrapped by torch.func, or have no memory."""
-    x, k, others = unwrapped(x), unwrapped(k), {name: unwrapped(t) for name, t in others.items()}
-    if all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in (x, k, *others.values())):
-        check_writable(x, k, **others)
+def check_writable_wrapped(*tensors: Tensor | None) -> None:
+    """The same, where tensors may be wrapped by torch.func, or have no memory."""
+    plain: Any = [unwrapped(t) for t in tensors]
+    if all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in plain):
+        check_writable(*plain)
     else:
-        for name, t in (("x", x), ("k", k)):
+        for name, t in zip("xk", plain, strict=False):
             if t is not None:
                 written_extent(name, t.shape, t.stride(), t.itemsize)
 

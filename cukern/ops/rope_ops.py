@@ -11,7 +11,7 @@ from torch import Tensor
 from cukern.ops import rope_plan
 from cukern.ops.rope_memory import check_disjoint, written_extent
 from cukern.ops.rope_plan import Options
-from cukern.runtime.registry import Differentiable, apply_of, batched, each, raw_op, save, transformed
+from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, transformed
 
 _tracing = torch.compiler.is_dynamo_compiling
 _level = torch._C._functorch.maybe_get_level
@@ -107,15 +107,17 @@ class _Rope(Differentiable):
         o, size = Options(*options), info.batch_size
         if any(dim is not None for dim in in_dims[2:]):
             return each(_apply, size, in_dims, (x, k, cos, sin, positions, *options))
-        heads = o.layout.index("h")  # the batch becomes more heads
-        x, k = (
-            None if t is None else batched(t, dim, size).movedim(0, heads).flatten(heads, heads + 1)
-            for t, dim in zip((x, k), in_dims, strict=False)
+        heads = o.layout.index("h")
+        x, k = (  # the batch becomes more heads
+            t if dim is None else t.movedim(dim, heads).flatten(heads, heads + 1) for t, dim in zip((x, k), in_dims, strict=False)
         )
         outs = rotate(x, k, cos, sin, positions, o)
-        if k is None:
-            return outs.unflatten(heads, (size, outs.shape[heads] // size)), heads
-        return tuple(out.unflatten(heads, (size, out.shape[heads] // size)) for out in outs), (heads, heads)
+        dims = tuple(None if dim is None else heads for dim in in_dims[:2])
+        outs = tuple(
+            out if dim is None else out.unflatten(heads, (size, out.shape[heads] // size))
+            for out, dim in zip((outs,) if k is None else outs, dims, strict=False)
+        )
+        return (outs[0], dims[0]) if k is None else (outs, dims)
 
 
 class _RopeInPlace(Differentiable):

@@ -69,7 +69,7 @@ def _checked(
 ) -> tuple[Inputs, Options]:  # fmt: skip
     checks.choice("tensor_format", tensor_format, FORMATS)
     checks.flag("fused", fused)
-    cp_size, cp_rank = checks.integer("cp_size", cp_size), checks.integer("cp_rank", cp_rank)
+    cp_size, cp_rank = checks.integer("cp_size", cp_size, 1, (1 << 31) - 1), checks.integer("cp_rank", cp_rank)
     x, angle, start, bounds = rope_checks.shapes_of(("t", "freqs", "start_positions", "cu_seqlens"), (t, freqs, starts, cu_seqlens))
     checks.dtype("t", t, checks.FLOATS)
     if t.ndim != len(tensor_format):
@@ -78,7 +78,7 @@ def _checked(
     if freqs.ndim != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[3] > t.shape[-1]:
         raise ValueError(f"freqs has shape {tuple(freqs.shape)}, it must be (positions, 1, 1, at most head_dim = {t.shape[-1]})")
     rope_checks.no_gradient("apply_rotary_pos_emb", freqs=freqs)
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+    if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank is {cp_rank}, it must be in 0..cp_size - 1, and cp_size is {cp_size}")
     sequence = tokens_of(t.shape, tensor_format)[1]
     if tensor_format != "thd" and cp_size > 1 and (sequence % 2 or sequence * cp_size > freqs.shape[0]):
