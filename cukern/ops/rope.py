@@ -69,8 +69,8 @@ def rope(
     Returns a new tensor of x's shape and dtype, or the tuple (x, k); dense strides are kept.
 
     Raises TypeError for the type of an argument or a dtype, ValueError for shapes, devices or options that do not fit, and on the CPU for a
-    position beyond the table and for decreasing cu_seqlens. On a GPU, where to look at them would wait for it, a token whose position is beyond the table becomes
-    NaN, and decreasing cu_seqlens give some position or NaN; nothing is read out of bounds.
+    position beyond the table and for decreasing cu_seqlens. On a GPU, where to look at them would wait for it, a token whose position is
+    beyond the table becomes NaN, and decreasing cu_seqlens give some position or NaN; nothing is read out of bounds.
     """
     inputs = Inputs(x, k, cos, sin, position_ids, cu_seqlens, start_positions, mrope_section)
     inputs, options = _checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)

@@ -60,8 +60,8 @@ def _extent(shape: Any, strides: Any, itemsize: int) -> int:
 
 @functools.lru_cache(4096)
 def written_extent(name: str, shape: Any, strides: Any, itemsize: int) -> int:
-    """The same of a tensor to be written. Raises ValueError where two indices lead to one element: a dimension that steps into the extent of
-    those with smaller steps."""
+    """The same of a tensor to be written. Raises ValueError where two indices lead to one element: a dimension that steps into the
+    extent of those with smaller steps."""
     extent = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride <= extent:

@@ -46,7 +46,8 @@ def apply_rotary_pos_emb(
 
     Returns a contiguous tensor of t's shape and dtype.
 
-    Raises TypeError for the type of an argument or a dtype, ValueError for what does not fit; positions beyond freqs are treated as in `cukern.rope`.
+    Raises TypeError for the type of an argument or a dtype, ValueError for what does not fit; positions beyond freqs are treated as in
+    `cukern.rope`.
     """
     t, freqs = interop.to_torch("t", t), interop.to_torch("freqs", freqs)
     starts = None if start_positions is None else interop.to_torch("start_positions", start_positions)
