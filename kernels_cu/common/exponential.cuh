@@ -158,13 +158,12 @@ struct Sink {
     const double* logit;  // null: there is none
     double* share;        // gets exp(logit) / sum
     double scale;         // of the columns; not negative
-    // The largest u, that of the logit among them; as far as it is finite, unless the logit itself is not.
+    // The largest u, that of the logit among them, rounded to 0: so it is finite if the logit is, and NaN if the logit is.
     template <typename C>
     __device__ __forceinline__ C largest(C of_columns) const {
-        constexpr double MOST = sizeof(C) == 4 ? 3.4028234663852886e38 : 1.7976931348623157e308;
-        if (!logit) return of_columns;
-        double u = *logit / scale;
-        return max(of_columns, C(u > MOST && *logit <= 1.7976931348623157e308 ? MOST : u));
+        if (!logit || !(scale > 0)) return of_columns;  // scale is positive; without asking, float rows of a block spill
+        C u = sizeof(C) == 4 ? __double2float_rz(__ddiv_rz(*logit, scale)) : __ddiv_rz(*logit, scale);
+        return of_columns >= u ? of_columns : u;
     }
     // The whole sum. Of a row of which nothing is seen it is 0: with MASKED its results shall be 0, too.
     template <bool MASKED, typename T, typename C>
@@ -172,8 +171,8 @@ struct Sink {
         sum_t<T> term = 0;
         if (logit) {
             C point = largest == minus_infinity<C>() ? C(0) : largest;
-            C above = *logit - scale * point;  // by more than what rounds only where nothing of the columns is left
-            term = exponential(point, exponential.base(largest)) * exp(above > C(40) ? C(40) : above);
+            C above = *logit - scale * point;  // large only of logits that are so large that nothing is left of the columns
+            term = exponential(point, exponential.base(largest)) * exp(min(above, C(40)));
             sum += term;
         }
         if (MASKED && sum == 0) sum = 1;
