@@ -78,7 +78,7 @@ def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
-    tensors = {n: v if v is None and n == "bias" else interop.to_torch(n, v) for n, v in values.items()}
+    tensors: dict[str, Any] = {n: v if v is None and n == "bias" else interop.to_torch(n, v) for n, v in values.items()}
     for name, t in tensors.items():
         if t is not None:
             checks.dtype(name, t, DTYPES)

@@ -104,7 +104,7 @@ def _check_x(r: Request, layout: str) -> None:
             continue
         if name in ("x", "k"):
             checks.one_of(name, t.dtype, checks.FLOATS)
-        checks.strided(name, t)  # type: ignore[arg-type]
+        checks.strided_layout(name, t.layout)
         if t.negative:
             checks.negative_bit(name)
         if name in ("x", "k") and len(t.shape) != len(layout):
@@ -208,8 +208,8 @@ def no_gradient(op: str, **tables: Tensor | None) -> None:
             raise ValueError(f"{name} has a tangent, and {op} has no derivative for it: pass its primal alone")
 
 
-_creation = torch._C._autograd._get_creation_meta  # type: ignore[attr-defined]
-_WRITABLE_VIEW = torch._C._autograd.CreationMeta.DEFAULT  # type: ignore[attr-defined]
+_creation = torch._C._autograd._get_creation_meta
+_WRITABLE_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def autograd_allows_writing(**tensors: Tensor | None) -> None:

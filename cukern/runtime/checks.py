@@ -98,9 +98,13 @@ def one_of(name: str, dtype: torch.dtype, allowed: Collection[torch.dtype]) -> N
         raise TypeError(f"{name} must be {_or(allowed)}, got {dtype}")
 
 
+def strided_layout(name: str, layout: torch.layout) -> None:
+    if layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {layout}")
+
+
 def strided(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+    strided_layout(name, tensor.layout)
     if tensor.is_nested:
         raise TypeError(f"{name} must be a strided tensor, got a nested one")
 
