@@ -64,6 +64,7 @@ def rope(
         version: by default the fastest.
 
     Returns a new tensor of x's shape and dtype, or the tuple (x, k); dense strides are kept.
+    Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for a dtype, ValueError for shapes, devices or options that do not fit, and on the CPU for a position beyond the table
     and for decreasing cu_seqlens. On a GPU, where to look at them would wait for it, a token whose position is beyond the table becomes

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.rope_plan import AXES, Inputs, Options, compute_dtype, tokens_of
+from cukern.runtime.autocast import off
 
 UNROTATED = -1  # a token that belongs to no sequence, as in rope.cu
 
@@ -19,9 +20,10 @@ def rope(inputs: Inputs, options: Options) -> Any:
     unrotated = None if inputs.cu_seqlens is None or positions is None else positions == UNROTATED
     sequence = tokens_of(x.shape, options.layout)[1]
     cos, sin = (_rows(t, positions, sequence, inputs.section, options) for t in (cos, sin))
-    if k is None:
-        return _turn(x, cos, sin, unrotated, options)
-    return _turn(x, cos, sin, unrotated, options), _turn(k, cos, sin, unrotated, options)
+    with off(x):
+        if k is None:
+            return _turn(x, cos, sin, unrotated, options)
+        return _turn(x, cos, sin, unrotated, options), _turn(k, cos, sin, unrotated, options)
 
 
 def positions_of(inputs: Inputs, options: Options) -> Tensor:

@@ -44,7 +44,7 @@ def apply_rotary_pos_emb(
         cp_size, cp_rank: context parallelism: t has chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size of each sequence.
         version: by default the fastest.
 
-    Returns a contiguous tensor of t's shape and dtype.
+    Returns a contiguous tensor of t's shape and dtype. Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for a dtype, ValueError for what does not fit; positions beyond freqs are treated as in `cukern.rope`.
     """

@@ -34,9 +34,12 @@ def number(name: str, value: Any, most: float = math.inf) -> float:
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """`value` as an int, or as the SymInt of a trace, in least..most. Raises TypeError and ValueError."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
-        if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int, got {brief(value)}")
-        value = operator.index(value)
+        try:
+            if isinstance(value, bool | torch.Tensor):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be an int, got {brief(value)}") from None
     if (least is not None and value < least) or (most is not None and value > most):
         rule = f"at least {least}" if most is None else f"at most {most}" if least is None else f"in {least}..{most}"
         raise ValueError(f"{name} must be {rule}, got {value}")
@@ -74,7 +77,7 @@ def version(op: str, value: Any, known: Iterable[str]) -> None:
 def brief(value: Any) -> str:
     """A value for an error message: its type, and its text where that is short."""
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     try:
         text = repr(value)
     except Exception:
@@ -98,6 +101,8 @@ def one_of(name: str, dtype: torch.dtype, allowed: Collection[torch.dtype]) -> N
 def strided(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a strided tensor, got a nested one")
 
 
 def negative_bit(name: str) -> NoReturn:
