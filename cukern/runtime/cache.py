@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -193,7 +192,7 @@ def _content(path: Path) -> bytes:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(TEMPORARY + secrets.token_hex(8))
+    temporary = path.with_name(TEMPORARY + os.urandom(8).hex())
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             file.write(content)
