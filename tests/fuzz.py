@@ -1,0 +1,818 @@
+"""A fuzzer of every public op: valid calls, nonsense and torch's transforms, compared with float64 in plain torch.
+
+    python tests/fuzz.py --cases 20000                        # of all ops, kinds and places together
+    python tests/fuzz.py softmax rope --kind valid --place sim --seed 7
+    python tests/fuzz.py --case "Case('square', 'sim', 'valid', {'x': T((3, 0), 'float16')})"
+
+Hypothesis draws the cases and shrinks those that fail. A printed case is Python, which --case runs again; random values come from seeds in
+it. The exit status is 1 after a failure. A case that ends the process, or hangs for 5 minutes, is printed too.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import itertools
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from fractions import Fraction
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import numpy as np
+import torch
+from helpers import same_bits
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+import cukern
+from cukern.bench.verify import poisoned
+from cukern.runtime.registry import OPS
+
+PLACES = ("reference", "gpu" if torch.cuda.is_available() else "sim")  # where an op runs: plain torch on the CPU, and kernels
+KINDS = ("valid", "nonsense", "transforms")
+FLOATS, IDS = ("float32", "float16", "bfloat16", "float64"), ("int32", "int64")
+
+
+@dataclasses.dataclass(frozen=True)
+class T:
+    """A tensor of a case. `order`: its dimensions from the outermost in memory; `steps`: of each dimension, 2 to leave out every other
+    element, 0 to expand one; `offset`: elements of its memory before it. `values`: a kind of random numbers, or the numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    values: Any = "normal"
+    seed: int = 0
+    grad: bool = False
+    order: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    offset: int = 0
+
+    def __repr__(self) -> str:
+        given = [f"{f.name}={v!r}" for f in dataclasses.fields(self)[2:] if (v := getattr(self, f.name)) != f.default]
+        return f"T({', '.join([repr(self.shape), repr(self.dtype), *given])})"
+
+    def build(self, device: str = "cpu") -> torch.Tensor:
+        rank, dtype = len(self.shape), getattr(torch, self.dtype)
+        order, steps = self.order or range(rank), self.steps or (1,) * rank
+        sizes = [n * s if s else 1 for n, s in zip(self.shape, steps, strict=True)]
+        memory = self.draw(self.offset + math.prod(sizes), dtype).to(device)
+        x = memory[self.offset :].view([sizes[i] for i in order]).permute(sorted(range(rank), key=list(order).__getitem__))
+        return x[tuple(slice(None, None, s or 1) for s in steps)].expand(self.shape)
+
+    def draw(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(self.values, str):
+            return torch.tensor(self.values, dtype=dtype).flatten()
+        g = torch.Generator().manual_seed(self.seed)
+        x, u = torch.randn(n, generator=g, dtype=torch.complex128 if dtype.is_complex else torch.float64), torch.rand(n, generator=g)
+        if self.values == "ties":
+            x = (2 * x.real).round().to(x.dtype)
+        elif self.values == "zeros":
+            x = x * (u < 0.3)
+        elif self.values in ("wild", "special"):
+            x = x * 10.0 ** ((2 * u.double() - 1) * {torch.float16: 3, torch.float64: 60}.get(dtype, 20))
+        elif self.values == "hidden":
+            x[u < 0.4] = -math.inf
+        if self.values == "special":
+            info = torch.finfo(dtype)
+            for i, v in enumerate((math.inf, -math.inf, math.nan, min(info.max, 1e150), -min(info.max, 1e150), info.tiny, info.tiny * info.eps, -0.0)):
+                x[(u * 40).int() == i] = v
+        return x.to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    op: str
+    place: str
+    kind: str
+    args: dict[str, Any]
+    how: Any = None  # of nonsense: the argument and its Spoiler; of transforms: which, and a seed
+
+
+class Draw:
+    """What draws a case: `pick` one of several, the simplest first, or sizes, tensors and so on."""
+
+    def __init__(self, draw: Any, op: str, place: str, kind: str):
+        self.draw, self.op, self.place, self.kind = draw, op, place, kind
+        self.sizes = (1, 2, 3, 0) if kind == "transforms" else (1, 2, 3, 4, 0, 5, 7, 8) + (() if place == "sim" else (17, 33))
+
+    def pick(self, *options: Any) -> Any:
+        return self.draw(st.sampled_from(options))
+
+    def integer(self, least: int, most: int) -> int:
+        return self.draw(st.integers(least, most))
+
+    def size(self) -> int:
+        return self.pick(*self.sizes)
+
+    def shape(self, least: int, most: int) -> tuple[int, ...]:
+        rank = self.integer(least, most)
+        return tuple(self.pick(*self.sizes[: 6 if rank > 2 else None]) for _ in range(rank))
+
+    def version(self, most: int = 1) -> Any:
+        if self.place == "reference":
+            return self.pick(None, "v1", "v2") if "kron" in self.op or "lokr" in self.op else None
+        known = (None, *OPS[{"lokr_linear": "kron_linear"}.get(self.op, self.op if self.op in OPS else "rope")].versions)
+        return tuple(self.pick(*known) for _ in range(2)) if most == 2 and self.pick(False, True) else self.pick(*known)
+
+    def dtype(self, *dtypes: str) -> str:
+        return self.pick("float64", "float32") if self.kind == "transforms" else self.pick(*(dtypes or FLOATS))
+
+    def tensor(self, shape: tuple[int, ...], dtype: str, *kinds: str, grad: bool = True, expand: bool = True) -> T:
+        rank, values = len(shape), self.pick("normal", *(kinds if self.kind != "transforms" else ()))
+        t = T(tuple(shape), dtype, values, self.integer(0, 99), grad and self.pick(True, False))
+        if self.pick(True, True, False):
+            return t
+        steps = tuple(self.pick(1, 2, *[0] * expand) for _ in shape)
+        return dataclasses.replace(t, order=tuple(self.draw(st.permutations(range(rank)))), steps=steps, offset=self.integer(0, 3))
+
+    def ids(self, shape: tuple[int, ...], most: int) -> T:
+        return T(shape, self.pick(*IDS), tuple(self.integer(0, most) for _ in range(math.prod(shape))))
+
+
+# ---- the ops: what to draw, and what is right. A rule takes tensors of one dtype, float64 for the truth
+
+
+def draw_square(d: Draw) -> dict:
+    return {"x": d.tensor(d.shape(0, 4), d.dtype(), "special", "wild"), "version": d.version()}
+
+
+def square(x):
+    return x * x
+
+
+SCALES = (1.0, 0.125, -1.5, 3, 0.0, 1e-40, 1e4, 3e38)
+
+
+def draw_softmax(d: Draw) -> dict:
+    shape = list(d.shape(0, 4))
+    dim = d.integer(-max(1, len(shape)), max(0, len(shape) - 1))
+    if d.kind == "valid" and shape and d.pick(False, False, True):
+        shape[dim] = d.pick(31, 64, 65, 130, 300, *([1025, 4100] if d.place != "sim" else []))
+        shape = [min(n, 3) if i != dim % len(shape) else n for i, n in enumerate(shape)]
+    x = d.tensor(tuple(shape), d.dtype(), "ties", "hidden", "wild", "special")
+    return {"x": x, "dim": dim, "scale": d.pick(*SCALES), "version": d.version(2)}
+
+
+def softmax(x, dim=-1, scale=1.0):
+    return torch.softmax(scaled(x, scale), dim)
+
+
+def log_softmax(x, dim=-1, scale=1.0):
+    return torch.log_softmax(scaled(x, scale), dim)
+
+
+def scaled(x, scale):
+    return x * scale
+
+
+def draw_causal(d: Draw) -> dict:
+    batch, queries, keys = d.shape(0, 2), d.size(), d.pick(*d.sizes, *([] if d.kind == "transforms" else [40, 70]))
+    dtype = d.dtype()
+    x = d.tensor((*batch, queries, keys), dtype, "ties", "hidden", "wild", "special")
+    leading = tuple(d.pick(n, 1) for n in batch[d.integer(0, len(batch)) :])
+    sink = d.pick(None, 0.0, -2.5, 70, d.tensor(leading, dtype if d.kind == "transforms" else d.dtype(), "wild"))
+    return {"x": x, "scale": abs(d.pick(*SCALES)), "window": d.pick(None, 1, 2, 5, 1000), "sink": sink, "version": d.version(2)}
+
+
+def hidden_of(x, window):
+    (queries, keys), (i, j) = x.shape[-2:], (torch.arange(n) for n in x.shape[-2:])
+    ahead = j - (i[:, None] + keys - queries)
+    return (ahead > 0) | (ahead <= -(window or 1 << 40))
+
+
+def with_sink(z, sink):
+    sink = torch.as_tensor(-math.inf if sink is None else sink).to(z.dtype)
+    return torch.cat((z, sink[(..., *(None,) * min(2, z.ndim))].expand(*z.shape[:-1], 1)), -1)
+
+
+def causal_softmax(x, scale=1.0, window=None, sink=None):
+    hidden = hidden_of(x, window)
+    z = with_sink(scaled(x.masked_fill(hidden, 0.0), scale).masked_fill(hidden, -math.inf), sink)
+    most = z.detach().amax(-1, keepdim=True)
+    e = (z - most.masked_fill(most == -math.inf, 0.0)).exp()
+    total = e.sum(-1, keepdim=True)
+    return (e / total.masked_fill(total == 0, 1.0))[..., :-1].masked_fill(hidden, 0.0)
+
+
+def softmax_scales(name, dtype, args, douts):
+    """What errors of the softmaxes are relative to: the exponents' rounding, in float32 of 16-bit types, is part of every term."""
+    x, s, g, sink = args["x"], args["scale"], douts[0], args.get("sink")
+    wide, tiny = (2.0**-13, 1e-7) if dtype.itemsize == 2 else (1.0, torch.finfo(dtype).tiny)
+    dim, log = (args["dim"] if x.ndim else -1) if "dim" in args else -1, name == "log_softmax"
+    z, g = (t.movedim(dim, -1) if t.ndim else t[None] for t in (scaled(x, s), g))
+    z = with_sink(z if "dim" in args else z.masked_fill(hidden_of(x, args["window"]), -math.inf), sink)
+    z, g = z.clamp(-1e300, 1e300), with_sink(g, 0.0).abs()
+    y, most = z.softmax(-1).nan_to_num(0.0), z.abs().masked_fill(z == -1e300, 0.0)
+    loss = z - z.logsumexp(-1, keepdim=True)
+    a = 1 + wide * (most + most.amax(-1, keepdim=True)) + (loss.abs().clamp(max=1e4) if log else 0)
+    total = (a * y * g).sum(-1, keepdim=True) + a * (y * g).sum(-1, keepdim=True) + tiny * g.sum(-1, keepdim=True)
+    total = a * y * g.sum(-1, keepdim=True) + (a * y * g.sum(-1, keepdim=True)).sum(-1, keepdim=True) * y if log else total * y
+    dx = abs(s) * (total + (g if log else a * y * g + tiny * g))
+    back = [t[..., :-1].movedim(-1, dim) if x.ndim else t[0] for t in (a * loss.abs() + a if log else a * y, dx)]
+    if not isinstance(sink, torch.Tensor):
+        return back
+    return [*back, ((total + a * y * g)[..., -1].sum(-1)).sum_to_size(sink.shape)]
+
+
+def draw_rope(d: Draw) -> dict:
+    b, s, h, kh, half = d.size(), d.size(), d.size(), d.size(), d.pick(1, 2, 3, 4, 8)
+    layout, dtype, n = d.pick("bshd", "bhsd", "sbhd", "thd"), d.dtype(), 2 * half
+    b, offset = 1 if layout == "thd" else b, d.pick(0, 0, 1, 2, 8)
+    width, after = n // d.pick(2, 1), d.pick(0, 0, 1, 4)
+    sizes = {"b": b, "s": s, "t": s, "h": h, "d": offset + n + after}
+    place = {"expand": d.op == "rope"}
+    x = d.tensor(tuple(sizes[c] for c in layout), dtype, "special", "wild", "zeros", **place)
+    form = d.pick("cu", "ids") if layout == "thd" else d.pick("plain", "ids", "mrope", "rows", "starts")
+    rows, args = s + d.pick(0, 2), {"x": x, "layout": layout}
+    if form == "ids":
+        rows, args["position_ids"] = rows + 1, d.ids(d.pick((s,), (b, s), (1, s)), rows)
+    elif form == "mrope":
+        first, second = sorted((d.integer(0, half), d.integer(0, half)))
+        section = d.pick((first, half - first), (first, second - first, half - second))
+        rows, args["mrope_section"], args["position_ids"] = rows + 1, section, d.ids((len(section), d.pick(b, 1), s), rows)
+    elif form in ("cu", "starts"):
+        count, rows = b, rows + 3
+        if form == "cu":
+            bounds = sorted(d.integer(0, s) for _ in range(d.integer(1, 4)))
+            args["cu_seqlens"], count = T((len(bounds),), d.pick(*IDS), tuple(bounds)), len(bounds) - 1
+        if form == "starts" or d.pick(False, True):
+            args["start_positions"] = d.ids((count,), 3)
+    table = {"shape": (d.pick(b, 1), s, width) if form == "rows" else (rows, width), "dtype": d.pick("float32", "float64", dtype)}
+    args["cos"] = d.tensor(**table, grad=False)
+    args["sin"] = d.tensor(**table, grad=False) if d.pick(True, True, False) else None
+    if d.pick(False, True):
+        args["k"] = d.tensor(tuple({**sizes, "h": kh}[c] for c in layout), dtype, "special", "wild", **place)
+    if offset + after or d.pick(False, True):
+        args |= {"rotary_dim": n, "rotary_offset": offset}
+    args |= {"interleaved": d.pick(False, True), "inverse": d.pick(False, True), "scale": d.pick(None, 1.0, 0.5, 2, -3.0, 0.0)}
+    return {**args, "version": d.version()}
+
+
+def rope(x, cos, sin=None, k=None, interleaved=False, rotary_dim=None, rotary_offset=0, position_ids=None, mrope_section=None,
+         cu_seqlens=None, start_positions=None, layout="bshd", inverse=False, scale=None, cp_size=1, cp_rank=0, sign=0):  # fmt: skip
+    """`sign`: for magnitudes, the tables' absolute values, and sin's times that."""
+    cos, sin = (cos, sin) if sin is not None else (cos.double().cos(), cos.double().sin())
+    cos, sin = (cos.abs(), sign * sin.abs()) if sign else (cos, sin)
+    axes = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (0, 1, 2, 3)}[layout]
+    batch, sequence = ((1, *x.shape) if layout == "thd" else [x.shape[i] for i in axes])[:2]
+    n = x.shape[-1] if rotary_dim is None else rotary_dim
+    i = torch.arange(n // 2)
+    first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + n // 2)
+    one, two = (first, second) if cos.shape[-1] == n else (i, i)
+    row = torch.arange(sequence).expand(batch, sequence)
+    if position_ids is not None:
+        row = position_ids.long().expand(*([] if mrope_section is None else [len(mrope_section)]), batch, sequence)
+    elif cu_seqlens is not None or start_positions is not None or cp_size > 1:
+        bounds = [0, sequence] if cu_seqlens is None else [int(c) // cp_size for c in cu_seqlens]
+        starts, row = [0] * max(batch, len(bounds)) if start_positions is None else start_positions.tolist(), torch.full_like(row, -1)
+        for b, (j, (begin, end)) in itertools.product(range(batch), enumerate(itertools.pairwise(bounds))):
+            length = end - begin
+            for t in range(begin, min(end, sequence)):
+                p = t - begin
+                if cp_size > 1:
+                    last = length * cp_size - (cp_rank + 1) * length // 2 - length // 2
+                    p += cp_rank * length // 2 if p < length // 2 else last
+                row[b, t] = p + starts[b if cu_seqlens is None else j]
+    copied = (row < 0)[..., None, None]
+    if mrope_section is not None:
+        which = torch.repeat_interleave(torch.arange(len(mrope_section)), torch.tensor(mrope_section))
+        row, copied = row[which].movedim(0, -1), torch.tensor(False)
+    else:
+        row = row[..., None].expand(batch, sequence, n // 2)
+    if cos.ndim == 3:
+        b, s = torch.arange(batch)[:, None, None] % cos.shape[0], row
+        (c1, c2), (s1, s2) = ([t[b, s, col] for col in (one, two)] for t in (cos, sin))
+    else:
+        (c1, c2), (s1, s2) = ([t[row.clamp(min=0), col] for col in (one, two)] for t in (cos, sin))
+    s1, s2 = (-s2, -s1) if inverse else (s1, s2)
+    c1, c2, s1, s2 = ((1.0 if scale is None else scale) * t[:, :, None] for t in (c1, c2, s1, s2))
+
+    def turned(x):
+        x = x[None] if layout == "thd" else x.permute(axes)
+        before, middle, after = x.split((rotary_offset, n, x.shape[-1] - rotary_offset - n), -1)
+        x1, x2 = middle[..., first], middle[..., second]
+        middle = torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2), -1)[..., torch.cat((first, second)).argsort()]
+        y = torch.where(copied, x, torch.cat((before.to(middle.dtype), middle, after.to(middle.dtype)), -1))
+        return y[0] if layout == "thd" else y.permute(axes)
+
+    return turned(x) if k is None else (turned(x), turned(k))
+
+
+def draw_te(d: Draw) -> dict:
+    b, s, h, half, form, dtype = d.size(), d.size(), d.size(), d.pick(1, 2, 3, 8), d.pick("sbhd", "bshd", "thd"), d.dtype()
+    cp = d.pick(1, 1, 2, 3)
+    s, args = 2 * s if cp > 1 else s, {"tensor_format": form}
+    sizes = {"b": b, "s": s, "t": s, "h": h, "d": 2 * half + d.pick(0, 0, 1, 4)}
+    args["t"] = d.tensor(tuple(sizes[c] for c in form), dtype, "special", "wild", "zeros")
+    count = b
+    if form == "thd":
+        bounds = sorted(d.integer(0, s // 2) * 2 * cp for _ in range(d.integer(1, 4)))
+        args["cu_seqlens"], count = T((len(bounds),), d.pick(*IDS), tuple(bounds)), len(bounds) - 1
+    if d.pick(False, True):
+        args["start_positions"] = d.ids((count,), 3)
+    args["freqs"] = d.tensor((s * cp + 3, 1, 1, 2 * half), dtype if dtype != "bfloat16" else "float32", grad=False)
+    args |= {"interleaved": d.pick(False, True), "fused": d.pick(True, False), "cp_size": cp, "cp_rank": d.integer(0, cp - 1)}
+    return {**args, "version": d.version()}
+
+
+def te(t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, fused=True, cu_seqlens=None, cp_size=1, cp_rank=0, sign=0):
+    rest = {"layout": tensor_format, "rotary_dim": freqs.shape[-1], "interleaved": interleaved, "sign": sign}
+    return rope(t, freqs[:, 0, 0], None, start_positions=start_positions, cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank, **rest)
+
+
+def draw_matmul(d: Draw) -> dict:
+    dtype, rows, m, k, n = d.dtype("float32", "float64"), d.shape(0, 2), d.size(), d.pick(*d.sizes, 40), d.size()
+    a, b = (d.tensor(shape, dtype, "ties", "zeros", "wild", "special") for shape in ((*rows, m, k), (k, n)))
+    return {"a": a, "b": b, "version": d.version()}
+
+
+def draw_linear(d: Draw) -> dict:
+    dtype, k, n = d.dtype("float32", "float64"), d.pick(*d.sizes, 40), d.size()
+    args = {"x": d.tensor((*d.shape(0, 3), k), dtype, "wild"), "weight": d.tensor((n, k), dtype, "zeros", "wild")}
+    return {**args, "bias": d.tensor((n,), dtype, "wild") if d.pick(True, False) else None, "version": d.version()}
+
+
+def linear(x, weight, bias=None):
+    return x @ weight.mT + (0 if bias is None else bias)
+
+
+SIZES = ((2, 3),), ((1, 1),), ((8, 8),), ((3, 2), (2, 5)), ((2, 2), (4, 4)), ((2, 3), (1, 2), (3, 1)), ((2, 2),) * 4, ((16, 16), (4, 2))
+
+
+def epilogue(d: Draw, dtype: str, shape: tuple[int, ...]) -> dict:
+    bias, residual = (d.tensor(s, dtype, "zeros") if d.pick(False, True) else None for s in (shape[-1:], shape))
+    return {"bias": bias, "residual": residual, "scale": d.pick(1.0, 0.5, -3, 0.0), "version": d.version()}
+
+
+def draw_kron(d: Draw) -> dict:
+    sizes, dtype = d.pick(*SIZES[: 6 if d.kind == "transforms" else None]), d.dtype(*FLOATS, "complex64")
+    rows = d.shape(0, 2)
+    samples = d.pick(False, False, True) and len(rows) > 0
+    p, q = (math.prod(size[i] for size in sizes) for i in (0, 1))
+    factors = tuple(d.tensor((*rows[: samples and d.integer(0, 1)], *size), dtype, "ties", "zeros") for size in sizes)
+    end = epilogue(d, dtype, (*rows, q))
+    end["version"] = d.pick(None, "v1", "v2") if dtype == "complex64" else end["version"]
+    return {"x": d.tensor((*rows, p), dtype, "ties", "zeros"), "factors": factors, **end}
+
+
+def kron_linear(x, factors, bias=None, scale=1.0, residual=None):
+    if any(w.ndim == 3 for w in factors):
+        each = [kron_linear(x[i], [w[i] if w.ndim == 3 else w for w in factors]) for i in range(x.shape[0])]
+        y = torch.stack(each) if each else x.new_zeros(*x.shape[:-1], math.prod(w.shape[-1] for w in factors))
+    else:
+        y = x @ functools.reduce(lambda a, b: (a[:, None, :, None] * b[:, None]).reshape(-1, a.shape[1] * b.shape[1]), factors)
+    return y * scale + (0 if bias is None else bias) + (0 if residual is None else residual)
+
+
+def draw_lokr(d: Draw) -> dict:
+    ((p1, q1), (p2, q2)), dtype, rank = d.pick(*(s for s in SIZES if len(s) == 2)), d.dtype(), d.pick(1, 2, 5)
+    rows = d.shape(0, 2)
+    w2 = d.tensor((q2, p2), dtype, "zeros") if d.pick(True, False) else (d.tensor((q2, rank), dtype), d.tensor((rank, p2), dtype))
+    x, w1 = d.tensor((*rows, p1 * p2), dtype, "ties", "zeros"), d.tensor((q1, p1), dtype, "ties")
+    return {"x": x, "w1": w1, "w2": w2, **epilogue(d, dtype, (*rows, q1 * q2))}
+
+
+def lokr_linear(x, w1, w2, **rest):
+    return kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest)
+
+
+def rope_in_place(x, cos, sin, *, k=None, **rest):
+    """rope_ of copies, which lie in memory as x and k do: autograd lets nobody write a leaf."""
+    x, k = (
+        t if t is None or t.device.type == "meta" else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+        for t in (x, k)
+    )
+    return cukern.rope_(x, cos, sin, k=k, **rest)
+
+
+FUZZED = {  # name: what draws its arguments, what is right, and how many roundings an element may err more than torch
+    "square": (draw_square, square, 2),
+    "softmax": (draw_softmax, softmax, 4),
+    "log_softmax": (draw_softmax, log_softmax, 4),
+    "causal_softmax": (draw_causal, causal_softmax, 4),
+    "rope": (draw_rope, rope, 2),
+    "rope_": (draw_rope, rope, 2),
+    "apply_rotary_pos_emb": (draw_te, te, 2),
+    "matmul": (draw_matmul, lambda a, b: a @ b, 6),
+    "linear": (draw_linear, linear, 6),
+    "kron_linear": (draw_kron, kron_linear, 6),
+    "lokr_linear": (draw_lokr, lokr_linear, 6),
+}
+
+
+def function_of(op: str) -> Any:
+    return rope_in_place if op == "rope_" else getattr(cukern, op)
+
+
+@contextlib.contextmanager
+def at(place: str):
+    with cukern.backend("sim" if place == "sim" else "gpu"), poisoned(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def fill(args: dict, tensors: list) -> dict:
+    """The arguments with tensors in place of their T."""
+    tensors = iter(tensors)
+    return pytree.tree_map(lambda v: next(tensors) if isinstance(v, T) else v, args)
+
+
+def specs(args: dict) -> list[T]:
+    return [v for v in pytree.tree_leaves(args) if isinstance(v, T)]
+
+
+def outputs(y: Any) -> list[torch.Tensor]:
+    return list(y) if isinstance(y, tuple) else [y]
+
+
+def results(function: Any, args: dict, tensors: list, douts: Any) -> list[torch.Tensor]:
+    """The outputs, and the gradients of the tensors that have one, for the gradients `douts(outputs)`."""
+    leaves = [x.detach().requires_grad_(t.grad) for x, t in zip(tensors, specs(args), strict=True)]
+    outs = outputs(function(**fill(args, leaves)))
+    wanted, some = [x for x in leaves if x.requires_grad], [o.requires_grad for o in outs]
+    grads = list(itertools.compress(douts(outs), some))
+    got = torch.autograd.grad(list(itertools.compress(outs, some)), wanted, grads, allow_unused=True) if grads else [None] * len(wanted)
+    return [*(o.detach() for o in outs), *(torch.zeros_like(x) if g is None else g for g, x in zip(got, wanted, strict=True))]
+
+
+def cast(dtypes: dict, tensors: list) -> list:
+    return [x.cpu().to(dtypes.get(x.dtype, x.dtype)) for x in tensors]
+
+
+NARROW = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+DOUBLE = dict.fromkeys((*NARROW, torch.float32), torch.float64) | {torch.complex64: torch.complex128}
+
+
+def run_valid(case: Case) -> None:
+    (_, rule, roundings), args, (seed, step) = FUZZED[case.op], case.args, case.how
+    device, plain = "cuda" if case.place == "gpu" else "cpu", {k: v for k, v in args.items() if k != "version"}
+    tensors, before = ([t.build(device) for t in specs(args)] for _ in range(2))
+
+    def douts(outs: list) -> list:
+        names = [str(o.dtype)[6:] for o in outs]
+        layouts = [{"order": tuple(range(o.ndim))[:: -1 if step == 2 else 1], "steps": (step,) * o.ndim} for o in outs]
+        return [T(tuple(o.shape), n, seed=seed, **lay).build(device) for o, n, lay in zip(outs, names, layouts, strict=True)]
+
+    with at(case.place):
+        ours, again = (results(function_of(case.op), args, tensors, douts) for _ in range(2))
+    assert all(map(same_bits, tensors, before)), "an input was changed"
+    assert all(map(same_bits, ours, again)), "two runs differ"
+    given = [tensors[0].new_empty(o.shape) for o in ours if o is not None]  # each result's dtype is x's, or that of its input
+    count = len(ours) - sum(t.grad for t in specs(args))
+    grads = douts(given[:count])
+    exact = results(rule, plain, cast(DOUBLE, tensors), lambda _: cast(DOUBLE, grads))
+    peer = results(rule, plain, cast(NARROW, tensors), lambda outs: [g.to(o.dtype) for g, o in zip(cast(NARROW, grads), outs, strict=True)])
+    scales = magnitudes(case, rule, plain, cast(DOUBLE, tensors), cast(DOUBLE, grads))
+    wanted = [t for t in specs(args) if t.grad]
+    for i, (o, p, e, s) in enumerate(zip(ours, peer, exact, scales, strict=True)):
+        what = f"output {i}" if i < count else f"gradient of {wanted[i - count]}"
+        dtype = tensors[0].dtype if i < count else getattr(torch, wanted[i - count].dtype)
+        assert o.dtype == dtype and o.device == tensors[0].device, f"{what} is {o.dtype} on {o.device}"
+        eps = max(torch.finfo(t).eps for t in (dtype, tensors[0].dtype))
+        compare(what, o.cpu(), p.to(dtype), e, s, eps * roundings)
+
+
+def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) -> list:
+    """What the error of each result is relative to: the sum of the absolute values of its terms."""
+    if "softmax" in case.op:
+        every = softmax_scales(case.op, getattr(torch, args["x"].dtype), fill(args, tensors), grads)
+        outs, wanted = every[:1], [g for g, t in zip(every[1:], [t for t in specs(args)], strict=True) if t.grad]
+        return [*outs, *wanted]
+    absolute = {k: abs(v) if k == "scale" and v else v for k, v in args.items()}
+    tensors, grads = ([x.abs() if x.is_floating_point() or x.is_complex() else x for x in xs] for xs in (tensors, grads))
+    if "cos" not in args and "freqs" not in args:
+        return results(rule, absolute, tensors, lambda _: grads)
+    if args.get("sin") is None:  # angles, which have signs
+        tensors = [
+            t.build().double() if t in (args.get("cos"), args.get("freqs")) else x for t, x in zip(specs(args), tensors, strict=True)
+        ]
+    plus, minus = (results(functools.partial(rule, sign=sign), absolute, tensors, lambda _: grads) for sign in (1, -1))
+    return [torch.maximum(a.abs(), b.abs()) for a, b in zip(plus, minus, strict=True)]
+
+
+def compare(what: str, ours: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, rounding: float) -> None:
+    """Each element errs by at most twice torch's error, and `rounding` times the scale; what is not finite is right, or as torch has it."""
+    assert ours.shape == exact.shape, f"{what} has shape {tuple(ours.shape)}, it must be {tuple(exact.shape)}"
+    info, rounded = torch.finfo(ours.dtype), exact.to(ours.dtype)
+    error = (ours.to(exact.dtype) - exact).abs()
+    fine = error <= 2 * (peer.to(exact.dtype) - exact).abs().nan_to_num(nan=0.0, posinf=0.0) + rounding * scale + 4 * info.tiny * info.eps
+    for other in (peer, rounded):
+        fine |= (ours == other) | (ours.isnan() & other.isnan())
+    fine |= scale * (1 + 2 * rounding) >= info.max  # a term overflows
+    if not fine.all():
+        i = tuple((~fine).nonzero()[0].tolist())
+        numbers = f"{ours[i].item()!r}, torch has {peer[i].item()!r}, exact is {exact[i].item()!r}, scale {scale[i].item():.3g}"
+        raise AssertionError(f"{what}: {int((~fine).sum())} of {fine.numel()} elements are wrong, the first at {i}: {numbers}")
+
+
+# ---- nonsense: one argument of a valid call is spoiled
+
+
+class Odd:
+    """An object whose methods, named in `broken`, misbehave."""
+
+    def __init__(self, **broken: Any):
+        self.__class__ = type("Odd", (), {name: self.method(what) for name, what in broken.items()})
+
+    @staticmethod
+    def method(what: Any) -> Any:
+        def call(self, *args: Any, **options: Any) -> Any:
+            if isinstance(what, type) and issubclass(what, Exception):
+                raise what("odd")
+            return what
+
+        return call
+
+
+CPU = {"__dlpack_device__": (1, 0)}
+ANYTHING = {  # of every argument, each is refused, but for what LEGAL says
+    "None": lambda: None, "text": lambda: "abc", "empty text": lambda: "", "bytes": lambda: b"v1", "True": lambda: True, "2": lambda: 2,
+    "1.5": lambda: 1.5, "-7": lambda: -7, "nan": lambda: math.nan, "inf": lambda: math.inf, "10**400": lambda: 10**400,
+    "-10**30": lambda: -(10**30), "1j": lambda: 1j, "object": object, "list": list, "tuple": tuple, "dict": dict, "set": set,
+    "[None]": lambda: [None], "(2,)": lambda: (2,), "nested": lambda: [[[1.0], []]], "type": lambda: int, "dtype": lambda: torch.float32,
+    "...": lambda: ..., "function": lambda: len, "versions": lambda: ("v1", "v1", "v1"), "unhashable": lambda: ({}, []),
+    "tensor": lambda: torch.tensor(2.0), "wants grad": lambda: torch.tensor(2.0, requires_grad=True), "ints": lambda: torch.arange(3),
+    "array of text": lambda: np.array(["a"]), "array of objects": lambda: np.array([None]), "array of dates": lambda: np.array(["2020"], "M8[D]"),
+    "big endian": lambda: np.ones(3, ">f4"), "reversed": lambda: np.ones(3, "f4")[::-1], "long double": lambda: np.ones(3, "g"),
+    "dlpack raises": lambda: Odd(__dlpack__=KeyError, **CPU), "dlpack is None": lambda: Odd(__dlpack__=None, **CPU),
+    "dlpack is 3": lambda: Odd(__dlpack__=3, **CPU), "no dlpack device": lambda: Odd(__dlpack__=None),
+    "dlpack device": lambda: Odd(__dlpack__=None, __dlpack_device__=(77, "x")), "index raises": lambda: Odd(__index__=KeyError),
+    "float raises": lambda: Odd(__float__=KeyError), "repr raises": lambda: Odd(__repr__=KeyError), "eq raises": lambda: Odd(__eq__=KeyError),
+    "hash raises": lambda: Odd(__hash__=KeyError), "bool raises": lambda: Odd(__bool__=KeyError), "len": lambda: Odd(__len__=3),
+}  # fmt: skip
+TENSORS = {  # of a tensor of a valid call; those in SHAPES may be right
+    "meta": lambda x: x.to("meta"), "sparse": lambda x: x.to_sparse(), "mkldnn": lambda x: x.float().to_mkldnn(),
+    "nested tensor": lambda x: torch.nested.nested_tensor([x]), "quantized": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint8),
+    "int16": lambda x: x.to(torch.int16), "bool": lambda x: x.bool(), "float8": lambda x: x.to(torch.float8_e5m2), "complex": lambda x: x + 0j,
+    "uint64": lambda x: x.abs().to(torch.uint64), "csr": lambda x: x.flatten()[None].to_sparse_csr(), "list of it": lambda x: x.tolist(),
+    "fake": lambda x: FakeTensorMode().from_tensor(x), "negated": lambda x: torch.complex(x.double(), x.double()).conj().imag.view(x.shape),
+    "deeper": lambda x: x[None], "flat": lambda x: x.flatten(), "empty": lambda x: x[..., :0], "longer": lambda x: torch.cat((x, x), -1),
+    "sum": lambda x: x.sum(), "first": lambda x: x[0],
+}  # fmt: skip
+SHAPES = ("deeper", "flat", "empty", "longer", "sum", "first")
+TWINS = {  # what means the same
+    float: (np.float64, np.float32, Fraction), int: (np.int64, np.int8), bool: (np.bool_,), torch.Tensor: (torch.nn.Parameter, torch.Tensor.numpy),
+    tuple: (list,), str: (np.str_,),
+}  # fmt: skip
+OPTIONAL = ("version", "window", "sink", "k", "sin", "position_ids", "mrope_section", "cu_seqlens", "start_positions", "bias", "residual")
+INTEGERS, NUMBERS = ("dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank"), ("scale", "sink")
+GRADIENTS = ("x", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2")
+
+
+def may_succeed(case: Case) -> bool:
+    """Whether the spoiled argument may still mean something; then the result must be right."""
+    name, spoiler = case.how[0], case.how[-1]
+    if spoiler == "None":
+        return name in OPTIONAL or (case.op.startswith("rope") and name in ("scale", "rotary_dim"))
+    whole = {"2", "-7", "10**400", "-10**30"}
+    return spoiler in SHAPES or (name in INTEGERS and spoiler in whole) or (name in NUMBERS and spoiler in {*whole, "1.5", "nan", "inf"})
+
+
+def run_nonsense(case: Case) -> None:
+    device, (name, *index, spoiler) = "cuda" if case.place == "gpu" else "cpu", case.how
+    function, args = function_of(case.op), fill(case.args, [t.build(device) for t in specs(case.args)])
+
+    def swap(change: Any) -> dict:
+        value = args[name]
+        if index:
+            changed = list(value)
+            changed[index[0]] = change(value[index[0]])
+            return {**args, name: tuple(changed)}
+        return {**args, name: change(value)}
+
+    with at(case.place):
+        if spoiler == "twin":
+            return run_twins(function, args, swap)
+        spoiled = swap(TENSORS.get(spoiler) or (lambda _: ANYTHING[spoiler]()))
+        try:
+            outs = outputs(function(**spoiled))
+        except (TypeError, ValueError) as error:
+            assert len(str(error)) > 10, f"the error says nothing: {error!r}"
+            return
+    if spoiler == "meta" and len(specs(case.args)) == 1:
+        assert all(o.device.type == "meta" for o in outs)
+        return
+    assert may_succeed(case), f"{name} = {spoiler} was accepted"
+    plain = {k: v for k, v in spoiled.items() if k != "version"}
+    plain = pytree.tree_map(lambda v: cast(DOUBLE, [v.detach()])[0] if isinstance(v, torch.Tensor) else v, plain)
+    for o, e in zip(outs, outputs(FUZZED[case.op][1](**plain)), strict=True):
+        eps = torch.finfo(args["t" if "t" in args else "a" if "a" in args else "x"].dtype).eps
+        torch.testing.assert_close(o.detach().cpu().to(e.dtype), e, rtol=50 * eps, atol=50 * eps, equal_nan=True)
+
+
+def run_twins(function: Any, args: dict, swap: Any) -> None:
+    """The same value in another type gives the same bits."""
+    plain = outputs(function(**args))
+    for kind in (float, int, bool, torch.Tensor, tuple, str):
+        for twin in TWINS[kind]:
+            changed = swap(lambda v, kind=kind, twin=twin: twin(v) if type(v) is kind else v)
+            assert all(map(same_bits, plain, outputs(function(**changed)))), f"{twin} changes the result"
+
+
+# ---- transforms: f maps tensors to one
+
+
+def jvp(f, xs):
+    return torch.func.jvp(f, xs, tuple(map(torch.randn_like, xs)))
+
+
+def dual(f, xs):
+    some = [bool(torch.rand(()) < 0.6) for _ in xs]
+    with forward_ad.dual_level():
+        ys = [forward_ad.make_dual(x, torch.randn_like(x)) if s else x for x, s in zip(xs, some, strict=True)]
+        out = forward_ad.unpack_dual(f(*ys))
+    return out.primal, torch.zeros_like(out.primal) if out.tangent is None else out.tangent
+
+
+def vjp(f, xs):
+    out, pull = torch.func.vjp(f, *xs)
+    return out, pull(torch.randn_like(out))
+
+
+def batched(xs):
+    """Three of each of some, along random dimensions."""
+    dims = [int(torch.randint(x.ndim + 1, ())) if torch.rand(()) < 0.6 else None for x in xs]
+    dims = dims if any(d is not None for d in dims) else [0, *dims[1:]]
+    return [x if d is None else torch.stack([torch.randn_like(x) for _ in range(3)], d) for x, d in zip(xs, dims, strict=True)], tuple(dims)
+
+
+def vmap(f, xs):
+    many, dims = batched(xs)
+    return torch.func.vmap(f, dims)(*many)
+
+
+def sample_gradients(f, xs):
+    (many, dims), weight = batched(xs), torch.randn_like(f(*xs))
+    return torch.func.vmap(torch.func.grad(lambda *ys: (f(*ys) * weight).sum(), tuple(range(len(xs)))), dims)(*many)
+
+
+def jacrev(f, xs):
+    return torch.func.jacrev(f, tuple(range(len(xs))))(*xs)
+
+
+def jacfwd(f, xs):
+    return torch.func.jacfwd(f, tuple(range(len(xs))))(*xs)
+
+
+def hessian(f, xs):
+    weight = torch.randn_like(f(*xs))
+    return torch.func.hessian(lambda *ys: (f(*ys) * weight).sum(), tuple(range(len(xs))))(*xs)
+
+
+def twice(f, xs):
+    """The gradient of a gradient, by autograd."""
+    xs = [x.detach().requires_grad_() for x in xs]
+    out = f(*xs)
+    g = torch.randn_like(out).requires_grad_()
+    first = torch.autograd.grad(out, xs, g, create_graph=True)
+    total = sum((d * torch.randn_like(d)).sum() for d in first)
+    return *first, *torch.autograd.grad(total, [*xs, g], allow_unused=True, materialize_grads=True)
+
+
+def checkpoint(f, xs):
+    xs = [x.detach().requires_grad_() for x in xs]
+    out = torch.utils.checkpoint.checkpoint(f, *xs, use_reentrant=bool(torch.rand(()) < 0.5))
+    return out, *torch.autograd.grad(out, xs, torch.randn_like(out))
+
+
+TRANSFORMS = {t.__name__: t for t in (jvp, dual, vjp, vmap, sample_gradients, jacrev, jacfwd, hessian, twice, checkpoint)}
+REFUSALS = []  # what was refused by name
+
+
+def run_transforms(case: Case) -> None:
+    device, (name, seed), args = "cuda" if case.place == "gpu" else "cpu", case.how, case.args
+    tensors = [t.build(device) for t in specs(args)]
+    where = [i for i, t in enumerate(specs(args)) if t.grad]
+
+    def of(function: Any, args: dict, tensors: list) -> Any:
+        def f(*some: torch.Tensor) -> torch.Tensor:
+            every = list(tensors)
+            for i, x in zip(where, some, strict=True):
+                every[i] = x
+            return torch.cat([o.flatten() for o in outputs(function(**fill(args, every)))])
+
+        return f, [tensors[i] for i in where]
+
+    def run(function: Any, args: dict, tensors: list) -> list:
+        torch.manual_seed(seed)
+        return [t.detach().cpu() for t in pytree.tree_leaves(TRANSFORMS[name](*of(function, args, tensors)))]
+
+    plain = {k: v for k, v in args.items() if k != "version"}
+    exact = run(FUZZED[case.op][1], plain, cast(DOUBLE, tensors))
+    with at(case.place):
+        try:
+            ours = run(function_of(case.op), args, tensors)
+        except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
+            assert any(word in str(error) for word in (case.op, "vmap", "jvp", "forward", "transform", "derivative")), f"unclear: {error!r}"
+            return REFUSALS.append((case.op, name, str(error)))
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(
+            a.double(), b, rtol=1e-9 if a.dtype == torch.float64 else 1e-3, atol=1e-9 if a.dtype == torch.float64 else 1e-3
+        )
+
+
+# ---- drawing, running and reporting
+
+
+@st.composite
+def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -> Case:
+    d = Draw(draw, op, draw(st.sampled_from(places)), draw(st.sampled_from(kinds)))
+    args = FUZZED[op][0](d)
+    if d.kind == "valid":
+        return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
+    if d.kind == "transforms":
+        if not any(t.grad for t in specs(args)):
+            name = next(iter(set(args) & {"x", "a", "t"}))
+            args = {**args, name: dataclasses.replace(args[name], grad=True)}
+        return Case(op, d.place, d.kind, args, (d.pick(*TRANSFORMS), d.integer(0, 99)))
+    args = pytree.tree_map(lambda v: dataclasses.replace(v, grad=False) if isinstance(v, T) else v, args)
+    name, index = d.pick(*args), ()
+    value = args[name]
+    if isinstance(value, tuple) and isinstance(value[0], T) and d.pick(True, False):
+        index = (d.integer(0, len(value) - 1),)
+        value = value[index[0]]
+    return Case(op, d.place, d.kind, args, (name, *index, d.pick(*ANYTHING, *["twin"] * 4, *(TENSORS if isinstance(value, T) else ()))))
+
+
+class Found(Exception):
+    """A failure: the case, and what went wrong."""
+
+
+def run(case: Case) -> None:
+    RUN[case.kind](case)
+
+
+RUN = {"valid": run_valid, "nonsense": run_nonsense, "transforms": run_transforms}
+
+
+def fuzz(op: str, count: int, seed: int, places: tuple[str, ...], kinds: tuple[str, ...], last: Any = None) -> list[str]:
+    """The failures of so many cases, each shrunk."""
+    failures: list[str] = []
+
+    def one(case: Case) -> None:
+        if last:
+            last.seek(0), last.write(f"{case!r}".ljust(4000)), last.flush()
+            faulthandler.dump_traceback_later(300, exit=True)
+        try:
+            run(case)
+        except Exception as error:
+            raise Found(f"{case!r}\n    {type(error).__name__}: {error}") from error
+
+    for start in range(0, count, 100):
+        settings = hypothesis.settings(
+            max_examples=min(100, count - start), deadline=None, database=None, derandomize=False, print_blob=False,
+            suppress_health_check=list(hypothesis.HealthCheck), phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        )  # fmt: skip
+        test = hypothesis.seed(seed * 1_000_003 + start)(settings(hypothesis.given(cases(op, places, kinds))(one)))
+        try:
+            test()
+        except Exception as error:
+            failures += [str(e) for e in getattr(error, "exceptions", [error])]
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", metavar="OP", help=", ".join(FUZZED))
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--place", choices=PLACES)
+    parser.add_argument("--case", help="run this one again")
+    parser.add_argument("--last", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        run(eval(options.case))
+        return 0
+    if not options.last:
+        with tempfile.NamedTemporaryFile("r") as last:
+            status = subprocess.run([sys.executable, *sys.argv, "--last", last.name]).returncode
+            if status not in (0, 1):
+                print(f"the process ended with status {status} in\n{last.read()}")
+            return status
+    faulthandler.enable()
+    ops, total = options.ops or list(FUZZED), 0
+    with open(options.last, "w") as last:
+        for i, op in enumerate(ops):
+            begin, count = time.time(), options.cases * (i + 1) // len(ops) - options.cases * i // len(ops)
+            places, kinds = (options.place,) if options.place else PLACES, (options.kind,) if options.kind else KINDS
+            failures = fuzz(op, count, options.seed, places, kinds, last)
+            print(f"{op}: {count} cases, {len(failures)} failures, {time.time() - begin:.0f} s", *failures, sep="\n  ", flush=True)
+            total += len(failures)
+    print(f"{options.cases} cases, {total} failures, {len(REFUSALS)} transforms refused")
+    return 1 if total else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
