@@ -187,11 +187,11 @@ def draw_causal(d: Draw) -> dict:
 def hidden_of(x, window):
     (queries, keys), (i, j) = x.shape[-2:], (torch.arange(n) for n in x.shape[-2:])
     ahead = j - (i[:, None] + keys - queries)
-    return (ahead > 0) | (ahead <= -(window or 1 << 40))
+    return (ahead > 0) | (ahead <= -min(window or 1 << 40, 1 << 40))
 
 
 def with_sink(z, sink):
-    sink = torch.as_tensor(-math.inf if sink is None else sink).to(z.dtype)
+    sink = torch.as_tensor(-math.inf if sink is None else sink if isinstance(sink, torch.Tensor) else float(sink)).to(z.dtype)
     return torch.cat((z, sink[(..., *(None,) * min(2, z.ndim))].expand(*z.shape[:-1], 1)), -1)
 
 
@@ -371,7 +371,7 @@ def kron_linear(x, factors, bias=None, scale=1.0, residual=None):
         y = torch.stack(each) if each else x.new_zeros(*x.shape[:-1], math.prod(w.shape[-1] for w in factors))
     else:
         y = x @ functools.reduce(lambda a, b: (a[:, None, :, None] * b[:, None]).reshape(-1, a.shape[1] * b.shape[1]), factors)
-    return y * scale + (0 if bias is None else bias) + (0 if residual is None else residual)
+    return y * float(scale) + (0 if bias is None else bias) + (0 if residual is None else residual)
 
 
 def draw_lokr(d: Draw) -> dict:
@@ -389,7 +389,7 @@ def lokr_linear(x, w1, w2, **rest):
 def rope_in_place(x, cos, sin, *, k=None, **rest):
     """rope_ of copies, which lie in memory as x and k do: autograd lets nobody write a leaf."""
     x, k = (
-        t if t is None or t.device.type == "meta" else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+        t if not isinstance(t, torch.Tensor) or t.device.type == "meta" or t.layout is not torch.strided or t.is_nested else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
         for t in (x, k)
     )
     return cukern.rope_(x, cos, sin, k=k, **rest)
@@ -553,9 +553,9 @@ ANYTHING = {  # of every argument, each is refused, but for what LEGAL says
 TENSORS = {  # of a tensor of a valid call; those in SHAPES may be right
     "meta": lambda x: x.to("meta"), "sparse": lambda x: x.to_sparse(), "mkldnn": lambda x: x.float().to_mkldnn(),
     "nested tensor": lambda x: torch.nested.nested_tensor([x]), "quantized": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint8),
-    "int16": lambda x: x.to(torch.int16), "bool": lambda x: x.bool(), "float8": lambda x: x.to(torch.float8_e5m2), "complex": lambda x: x + 0j,
+    "int16": lambda x: x.to(torch.int16), "bool": lambda x: x.bool(), "float8": lambda x: x.to(torch.float8_e5m2), "complex": lambda x: x.to(torch.complex128),
     "uint64": lambda x: x.abs().to(torch.uint64), "csr": lambda x: x.flatten()[None].to_sparse_csr(), "list of it": lambda x: x.tolist(),
-    "fake": lambda x: FakeTensorMode().from_tensor(x), "negated": lambda x: torch.complex(x.double(), x.double()).conj().imag.view(x.shape),
+    "negated": lambda x: torch.complex(x.double(), x.double()).conj().imag.view(x.shape),
     "deeper": lambda x: x[None], "flat": lambda x: x.flatten(), "empty": lambda x: x[..., :0], "longer": lambda x: torch.cat((x, x), -1),
     "sum": lambda x: x.sum(), "first": lambda x: x[0],
 }  # fmt: skip
@@ -576,7 +576,7 @@ def may_succeed(case: Case) -> bool:
         return name in OPTIONAL or (case.op.startswith("rope") and name in ("scale", "rotary_dim"))
     whole = {"2", "-7", "10**400", "-10**30"}
     if spoiler in SHAPES:
-        return isinstance(case.args[name], T | tuple)
+        return name in GRADIENTS or isinstance(case.args[name], T)
     return (name in INTEGERS and spoiler in whole) or (name in NUMBERS and spoiler in {*whole, "1.5", "nan", "inf"})
 
 
@@ -612,7 +612,7 @@ def run_nonsense(case: Case) -> None:
     plain = pytree.tree_map(lambda v: cast(DOUBLE, [v.detach()])[0] if isinstance(v, torch.Tensor) else v, plain)
     for o, e in zip(outs, outputs(FUZZED[case.op][1](**plain)), strict=True):
         eps = torch.finfo(args["t" if "t" in args else "a" if "a" in args else "x"].dtype).eps
-        torch.testing.assert_close(o.detach().cpu().to(e.dtype), e, rtol=50 * eps, atol=50 * eps, equal_nan=True)
+        torch.testing.assert_close(o.detach().cpu(), e.to(o.dtype), rtol=50 * eps, atol=50 * eps, equal_nan=True)
 
 
 def run_twins(function: Any, args: dict, swap: Any) -> None:
@@ -620,7 +620,7 @@ def run_twins(function: Any, args: dict, swap: Any) -> None:
     plain = outputs(function(**args))
     for kind in (float, int, bool, torch.Tensor, tuple, str):
         for twin in TWINS[kind]:
-            changed = swap(lambda v, kind=kind, twin=twin: twin(v) if type(v) is kind else v)
+            changed = swap(lambda v, kind=kind, twin=twin: twin(v) if type(v) is kind and not (twin is torch.Tensor.numpy and v.dtype == torch.bfloat16) else v)
             assert all(map(same_bits, plain, outputs(function(**changed)))), f"{twin} changes the result"
 
 
