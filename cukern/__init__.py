@@ -12,10 +12,10 @@ from cukern.ops.rope_te import apply_rotary_pos_emb as apply_rotary_pos_emb
 from cukern.ops.softmax import log_softmax as log_softmax
 from cukern.ops.softmax import softmax as softmax
 from cukern.ops.square import square as square
-from cukern.runtime.backend import LaunchError as LaunchError
 from cukern.runtime.backend import backend as backend
 from cukern.runtime.compiler import CompileError as CompileError
 from cukern.runtime.compiler import SetupError as SetupError
 from cukern.runtime.kernel import compile as compile
 from cukern.runtime.kernel import load as load
+from cukern.runtime.limits import LaunchError as LaunchError
 from cukern.runtime.warmup import warmup as warmup

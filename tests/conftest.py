@@ -63,6 +63,7 @@ def empty_cache(tmp_path, monkeypatch):
     """An empty cache folder for one test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("CUKERN_CACHE_DIR", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     forget_cache()
     yield folder
     monkeypatch.undo()

@@ -113,7 +113,7 @@ class Guarded:
 def forget_cache() -> None:
     """Make this process look at CUKERN_CACHE_DIR, and warn, as a fresh one would."""
     for function in vars(cache).values():
-        if hasattr(function, "cache_clear") and function.__name__ in ("cache_dir", "_warn_once"):
+        if hasattr(function, "cache_clear"):
             function.cache_clear()
 
 

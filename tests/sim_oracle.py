@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from cukern.sim import alu
+from cukern.sim.numerics import alu
 
 # digits, largest exponent, bits of the type
 SHAPES = {"f16": (11, 15, 16), "bf16": (8, 127, 16), "tf32": (11, 127, 32), "f32": (24, 127, 32), "f64": (53, 1023, 64)}

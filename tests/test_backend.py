@@ -1,6 +1,8 @@
 """Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
 
+import asyncio
 import contextlib
+import contextvars
 import ctypes
 import struct
 import threading
@@ -8,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import gpu, kernels, run_python
+from helpers import gpu, kernels, own_names, run_python
 
 import cukern
+from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, wanted_inputs
 from cukern.runtime import backend, extended_launch
 from cukern.runtime.compiler import arch_of
 from cukern.runtime.kernel import Kernel
+from cukern.runtime.registry import OPS
 from cukern.runtime.sources import Source
 
 NOTHING = 'extern "C" __global__ void nothing() {}'
@@ -290,12 +294,29 @@ print(y.tolist(), dx.tolist())
 
 
 @pytest.mark.parametrize(
-    "ops, options, words",
-    [(("cube",), {}, "no op 'cube'; the ops are .*square"), (("square",), {"device": "cpu"}, "must be a GPU, got cpu")],
+    "ops, options, error, words",
+    [
+        (("cube",), {}, ValueError, "op must be one of .*square, got 'cube'"),
+        ((["square"],), {}, TypeError, "op must be a str, got list"),
+        ((), {"dtypes": torch.float32}, TypeError, "dtypes must be a collection .*, got dtype torch.float32"),
+        ((), {"dtypes": ("float",)}, TypeError, r"got tuple \('float',\)"),
+        (("square",), {"dtypes": (torch.float32, torch.int8)}, ValueError, "torch.int8, of which square has no kernels"),
+        *((("square",), {"device": d}, ValueError, f"must be a GPU, got '{d}'") for d in ("cpu", "nonsense", "", "cuda:-1", "cuda:x")),
+        ((), {"device": torch.device("cpu")}, ValueError, "must be a GPU, got 'cpu'"),
+        ((), {"device": -1}, ValueError, "device must be at least 0, got -1"),
+        *(((), {"device": d}, TypeError, "device must be an int, got") for d in (True, 0.0, [0])),
+    ],
 )
-def test_warmup_refuses_what_there_is_not(ops, options, words):
-    with pytest.raises(ValueError, match=words):
+def test_warmup_refuses_what_there_is_not(ops, options, error, words):
+    with pytest.raises(error, match=words):
         cukern.warmup(*ops, **options)
+
+
+@gpu
+@pytest.mark.parametrize("device", [99, 1 << 40, "cuda:99"])
+def test_warmup_refuses_a_gpu_that_there_is_not(device):
+    with pytest.raises(ValueError, match=f"device must be one of the .* GPUs, got {device!r}"):
+        cukern.warmup("square", device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -424,3 +445,111 @@ def test_a_bound_launch_that_is_refused_says_why():
     launch = backend.bind(cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0), (1, 1, 1), (2000, 1, 1), 0, 3)
     with pytest.raises(cukern.LaunchError, match=r"one .*block x = 2000"):
         launch(0)
+
+
+# ---- the choice of a backend
+
+
+def test_blocks_of_two_threads_that_overlap():
+    both, seen = threading.Barrier(2, timeout=20), []
+
+    def work(first):
+        with cukern.backend("sim"):
+            both.wait()
+            seen.append(backend.simulating())
+            first or both.wait()  # the first to enter, or not, is the first to leave
+        first and both.wait()
+        seen.append(backend.simulating())
+
+    thread = threading.Thread(target=work, args=(True,))
+    thread.start()
+    work(False)
+    thread.join()
+    assert sorted(seen) == [False, False, True, True]
+
+
+def test_blocks_that_nest_raise_and_end_in_another_order():
+    def hold():
+        with cukern.backend("sim"):
+            yield
+
+    with cukern.backend("sim"):
+        with pytest.raises(KeyError), cukern.backend("gpu"):
+            assert not backend.simulating()
+            raise KeyError
+        assert backend.simulating()
+    assert not backend.simulating()
+    one, other = hold(), hold()
+    next(one), next(other), one.close()
+    assert backend.simulating()
+    other.close()
+    assert not backend.simulating()
+
+
+def test_a_thread_inherits_no_block_and_a_copied_context_does():
+    seen = []
+    with cukern.backend("sim"):
+        threads_call(lambda: seen.append(backend.simulating()))
+        threads_call(contextvars.copy_context().run, lambda: seen.append(backend.simulating()))
+    assert seen == [False, True]
+
+
+def test_blocks_of_asyncio_tasks():
+    async def child():
+        return backend.simulating()
+
+    async def work(name, turns):
+        with cukern.backend(name):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                assert backend.simulating() == (name == "sim")
+            return await asyncio.create_task(child())
+
+    async def all_three():
+        return await asyncio.gather(work("sim", 3), work("gpu", 6), work("sim", 9)), backend.simulating()
+
+    assert asyncio.run(all_three()) == ([True, False, True], False)
+
+
+@pytest.mark.parametrize("name", own_names())
+def test_backward_of_what_was_simulated_is_simulated_anywhere(name):
+    """In the block, after it, and in another thread."""
+    op, found = OPS[name], []
+    inputs = op.make(op.sim_dims[0], torch.float32, "cpu")
+    wanted, douts = wanted_inputs(op, "bwd", inputs), draw_douts(op, inputs)
+    with cukern.backend("sim"):
+        leaves = leaves_of(inputs, wanted)
+        again = backward(op.call(*arguments(op, leaves)), [leaves[i] for i in wanted], douts)
+        found.append(again())
+    found.append(again())
+    threads_call(lambda: found.append(again()))
+    assert len(found) == 3 and all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
+def test_a_compiled_function_follows_the_block_of_its_thread():
+    ran, x = [], torch.ones(4)
+    compiled = torch.compile(lambda t: t * 2 if backend.simulates(t) else t * 3, backend="eager", fullgraph=True)
+    ran.append(compiled(x))
+    with cukern.backend("sim"):
+        ran.append(compiled(x))
+        threads_call(lambda: ran.append(compiled(x)))
+    assert [int(y[0]) for y in (*ran, compiled(x))] == [3, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("name", "error", "words"), [(5, TypeError, "must be a str, got int 5"), ("cpu", ValueError, "no backend 'cpu'")])
+def test_a_backend_that_there_is_not(name, error, words):
+    with pytest.raises(error, match=words), cukern.backend(name):
+        pass
+
+
+def test_a_wrong_environment_variable_is_told_at_the_first_cpu_tensor():
+    code = """
+import torch, cukern
+with cukern.backend("gpu"):
+    print(cukern.square(torch.tensor([3.0])).item())
+try:
+    cukern.square(torch.tensor([3.0]))
+except ValueError as error:
+    print(error)
+"""
+    assert run_python(code, CUKERN_BACKEND="zzz").stdout == "9.0\nCUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"

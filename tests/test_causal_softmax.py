@@ -230,12 +230,6 @@ def test_refusals():
         cukern.causal_softmax(x[0, 0])
     with pytest.raises(ValueError, match="scale must not be negative, got -1"):
         cukern.causal_softmax(x, scale=-1)
-    for scale in (nan, inf, "1"):
-        with pytest.raises(ValueError, match="scale must be a finite number"):
-            cukern.causal_softmax(x, scale=scale)
-    for window in (0, -3, 2.5):
-        with pytest.raises(ValueError, match=f"window must be a positive int or None, got {window}"):
-            cukern.causal_softmax(x, window=window)
     with pytest.raises(ValueError, match=r"sink has shape \(3,\), it must broadcast to x's leading dimensions, \(2,\)"):
         cukern.causal_softmax(x, sink=torch.zeros(3))
     with pytest.raises(ValueError, match=r"sink has shape \(1, 2\), it must broadcast"):

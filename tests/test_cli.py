@@ -1,9 +1,11 @@
 """The command line: what each verb prints, its status, and that an error of the user is one clear line."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import cukern
 from cukern import sim
 from cukern.bench import environment
 from cukern.cli import app, doctor, profile
-from cukern.runtime import compiler
+from cukern.runtime import cache, compiler
 from cukern.runtime.compiler import SetupError
 from cukern.runtime.registry import OPS, Version
 
@@ -167,7 +169,7 @@ def test_check_of_a_version_that_the_gpu_cannot_run(monkeypatch):
 def test_compile_prints_resources_and_fills_the_cache(empty_cache):
     out = call("compile", "square", "--arch", "sm_80,sm_90a").stdout
     assert f"{len(SQUARE.kernels())} kernels for sm_80" in out and "kernels for sm_90a" in out and "square_v2<__half, 8>" in out
-    assert len(list(empty_cache.glob("*.json"))) == 2 * len(SQUARE.kernels())
+    assert len(list(empty_cache.iterdir())) == 2 * len(SQUARE.kernels()) and f"cache: {empty_cache}\n" in out
     line = next(line for line in out.splitlines() if "square_v1<float>" in line).split()
     report = SQUARE.kernels()["square_v1<float>"].compile("sm_80").report
     assert line[1:] == [str(v) for v in (report.registers, report.spill_stores, report.spill_loads, report.stack, report.shared)]
@@ -275,19 +277,55 @@ def test_doctor_warns_of_two_cupy_wheels(monkeypatch):
     assert "pip uninstall cupy-cuda12x cupy-cuda13x" in call("doctor").stdout
 
 
-def test_doctor_exits_with_1_if_something_needed_is_missing(monkeypatch):
-    def no_nvrtc():
-        raise SetupError("NVRTC cannot be loaded. Run: pip install nvidia-cuda-nvrtc-cu12")
+def fails(error):
+    def raises(*args, **kwargs):
+        raise error
 
-    monkeypatch.setattr(compiler, "nvrtc", no_nvrtc)
-    out = call("doctor", status=1).stdout
-    assert "NVRTC cannot be loaded" in out and "pip install nvidia-cuda-nvrtc-cu12" in out
+    return raises
+
+
+NO_NVRTC = SetupError("NVRTC cannot be loaded. Run: pip install nvidia-cuda-nvrtc-cu12")
+NO_HEADERS = SetupError("no cuda_fp16.h in /here. Run: pip install nvidia-cuda-runtime-cu12")
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "value", "says", "status"),
+    [
+        (compiler, "nvrtc", fails(NO_NVRTC), ("NVRTC cannot be loaded", "pip install nvidia-cuda-nvrtc-cu12"), 1),
+        (compiler, "nvrtc", fails(OSError("no such library")), ("NVRTC", "OSError: no such library", "--force-reinstall"), 1),
+        (compiler, "cuda_include", fails(NO_HEADERS), ("no cuda_fp16.h in /here", "pip install nvidia-cuda-runtime-cu12"), 1),
+        (compiler, "compiled", fails(RuntimeError("no builtins")), ("compiler", "no builtins", "pip install --force-reinstall"), 1),
+        (environment, "cupy_wheels", fails(TypeError("no name")), ("CuPy", "TypeError: no name"), 1),
+        (doctor, "kernels_dir", lambda: Path("/proc/none"), ("kernel sources", "none in /proc/none", "install cukern again"), 1),
+        (Path, "read_bytes", fails(PermissionError(13, "Permission denied")), ("Permission denied", "chmod -R a+rX"), 1),
+        (environment, "smi", fails(IndexError("nothing")), ("GPU", "IndexError: nothing"), 0),
+        (torch.cuda, "is_available", fails(RuntimeError("bad driver")), ("GPU", "bad driver"), 0),
+        (importlib.util, "find_spec", fails(ValueError("matplotlib.__spec__ is None")), ("matplotlib", "--force-reinstall"), 1),
+        (cache, "refusal", lambda folder: "it belongs to user 7", ("belongs to user 7", "no folder can be written", "CUKERN_CACHE_DIR"), 0),
+        (os, "access", lambda path, mode: False, ("to read", "no folder can be written", "CUKERN_CACHE_DIR"), 0),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_doctor_ends_in_a_broken_installation(monkeypatch, empty_cache, broken, name, value, says, status):
+    """It says what is wrong and what to do, and goes on."""
+    monkeypatch.setattr(broken, name, value)
+    out = call("doctor", status=status).stdout
+    assert all(words in out for words in says) and "compute-sanitizer" in out, out
+
+
+def test_doctor_of_a_cupy_that_cannot_be_imported(tmp_path):
+    (tmp_path / "cupy.py").write_text("raise OSError('libcuda is away')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['doctor']; from cukern.cli import main; main()"
+    done = run_python(code, ok=False)
+    assert done.returncode == 1 and "OSError: libcuda is away" in done.stdout and "Traceback" not in done.stderr
+    assert "pip install --force-reinstall cupy" in done.stdout and "compute-sanitizer" in done.stdout
 
 
 def test_doctor_says_what_to_do_about_a_cache_that_cannot_be_written(monkeypatch, empty_cache):
     empty_cache.touch()  # a file where the folder should be
-    finding = doctor._cache()
-    assert finding.state == "warning" and str(empty_cache) in finding.found and "CUKERN_CACHE_DIR" in finding.mend
+    first, second = doctor._caches()
+    assert first.state == "warning" and str(empty_cache) in first.found and "CUKERN_CACHE_DIR" in first.mend
+    assert second.state == "ok" and str(empty_cache.parent / "user") in second.found
 
 
 def test_cupy_wheels_are_those_of_this_environment():

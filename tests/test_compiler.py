@@ -36,7 +36,7 @@ def test_error_names_file_line_and_the_compilers_words(tmp_path, empty_cache):
     message = str(caught.value)
     assert f'{path}(4): error: identifier "undeclared_name" is undefined' in message
     assert ARCH in message and message.startswith("k ")
-    assert not list(empty_cache.glob("*.json")), "a failure is not cached"
+    assert not list(empty_cache.glob("*")), "a failure is not cached"
 
 
 def test_error_in_a_header_names_the_header(tmp_path, empty_cache):
@@ -100,7 +100,7 @@ def test_ptx_has_the_entry_and_the_source_lines_and_is_cached(empty_cache, monke
     assert len(calls) == 1 and first == second and first.symbol == "scale"
     assert ".entry scale(" in first.text and ".target sm_90" in first.text
     assert f'{source.path}"' in first.text and ".loc" in first.text
-    assert {p.suffix for p in empty_cache.iterdir()} == {".json", ".ptx"}
+    assert len(list(empty_cache.iterdir())) == 1
 
 
 def test_ptx_of_what_does_not_compile_raises_the_compilers_words(empty_cache):

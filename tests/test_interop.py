@@ -1,5 +1,7 @@
 """Arrays of other libraries come in, and go out, without a copy."""
 
+import datetime
+
 import numpy
 import pytest
 import torch
@@ -51,6 +53,69 @@ except (TypeError, ValueError) as error:
 def test_what_is_no_array_is_refused(value):
     with pytest.raises(TypeError, match=f"^y must be a torch.Tensor or an array with __dlpack__, got {type(value).__name__}$"):
         to_torch("y", value)
+
+
+class Producer:
+    """An array of another library: NumPy's own DLPack, or what `changes` say instead."""
+
+    def __init__(self, array, **changes):
+        self.array, self.changes = array, changes
+
+    def __dlpack_device__(self):
+        return self.changes.get("device", (1, 0))
+
+    def __dlpack__(self, **options):
+        if "error" in self.changes:
+            raise self.changes["error"]
+        return self.changes["capsule"] if "capsule" in self.changes else self.array.__dlpack__(**options)
+
+
+USED = numpy.ones(3).__dlpack__()
+torch.from_dlpack(USED)
+MISBEHAVING = {
+    "an odd error": {"error": KeyError("no")},
+    "an assertion": {"error": AssertionError()},
+    "no capsule": {"capsule": 5},
+    "None": {"capsule": None},
+    "a capsule that was taken": {"capsule": USED},
+    "another capsule": {"capsule": datetime.datetime_CAPI},
+    "no device": {"device": None},
+    "an empty device": {"device": ()},
+}
+
+
+@pytest.mark.parametrize("case", MISBEHAVING)
+def test_arrays_that_misbehave_are_refused_by_name(case):
+    with pytest.raises(TypeError, match=r"^x \(Producer\) cannot become a tensor"):
+        to_torch("x", Producer(numpy.ones(3, dtype=numpy.float32), **MISBEHAVING[case]))
+
+
+def test_negative_strides_of_other_libraries_do_not_end_the_process():
+    with pytest.raises(ValueError, match=r"x has strides \(-1,\): torch tensors cannot have negative ones"):
+        to_torch("x", Producer(numpy.arange(4, dtype=numpy.float32)[::-1]))
+    array = Producer(numpy.ones(3, dtype=numpy.float32))
+    array.strides = "weird"  # an attribute of that name is nobody's business
+    assert to_torch("x", array).shape == (3,)
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_arrays_are_read_and_not_written(tmp_path):
+    cos = sin = torch.ones(2, 2)
+    written = numpy.memmap(tmp_path / "x", dtype=numpy.float32, mode="w+", shape=(1, 2, 1, 4))
+    written[:] = 1
+    written.flush()
+    mapped = numpy.memmap(tmp_path / "x", dtype=numpy.float32, mode="r", shape=(1, 2, 1, 4))
+    array = numpy.ones((1, 2, 1, 4), dtype=numpy.float32)
+    array.flags.writeable = False
+    for x in (mapped, array, array[..., ::1]):
+        assert to_torch("x", x).data_ptr() == x.ctypes.data, "no copy"
+        assert torch.equal(cukern.square(x), torch.ones(1, 2, 1, 4))
+        for name, options in {"x": {"x": x}, "k": {"x": torch.ones(1, 2, 1, 4), "k": x}}.items():
+            with pytest.raises(ValueError, match=rf"{name} \({type(x).__name__}\) is read-only, and is written in place"):
+                cukern.rope_(**options, cos=cos, sin=sin)
+        assert (x == 1).all() and not x.flags.writeable
+    with pytest.raises((TypeError, ValueError), match=r"x \(Producer\) .*read-?only"):  # TypeError: torch before DLPack 1.0
+        cukern.rope_(Producer(array), cos, sin)
 
 
 @gpu

@@ -5,9 +5,11 @@ import ctypes
 import numpy
 import pytest
 import torch
-from helpers import SQUARE_MATRIX, gpu, kernels
+from helpers import SQUARE_MATRIX, gpu, kernels, run_python
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cukern
+import cukern.sim
 from cukern.runtime.kernel import Template
 
 ARCH = "sm_90a"
@@ -42,8 +44,9 @@ def test_several_kernels_must_be_named(tmp_path):
     (tmp_path / "two.cu").write_text(TWO)
     with pytest.raises(ValueError, match=r"two\.cu has 2 kernels \(scale, one\): name one"):
         cukern.load(str(tmp_path / "two.cu"))
-    with pytest.raises(ValueError, match=r"no __global__ function 'three'; it has scale, one"):
-        cukern.load(tmp_path / "two.cu", "three")
+    for name in ("three", ""):
+        with pytest.raises(ValueError, match=rf"no __global__ function '{name}'; it has scale, one"):
+            cukern.load(tmp_path / "two.cu", name)
     assert cukern.load(tmp_path / "two.cu", "one").compile(ARCH).symbol == "one"
     kernel = cukern.load(tmp_path / "two.cu", "scale<double, 3>")
     assert [p.ctype for p in kernel.params] == ["double", "double", "long long"]
@@ -79,6 +82,88 @@ def test_shipped_headers_are_found_from_anywhere(tmp_path):
 def test_the_load_inline_tutorial_compiles_as_it_stands():
     kernel = cukern.compile("#include <torch/extension.h>\n#include <cuda_runtime.h>\n" + SQUARE_MATRIX)
     assert kernel.name == "square_matrix_kernel" and kernel.compile(ARCH).code
+
+
+# ---- what kernels of others look like
+
+LOOKS = {
+    "namespace": "namespace a::b { namespace { __device__ int unused; } namespace c {\n@ } }",
+    "anonymous namespace": "namespace {\n@ }",
+    "void first": "void __global__ k(float* x, int n) { x[0] = n; }",
+    "inline": "__global__ inline void k(float* x, int n) { x[0] = n; }",
+    "static inline first": "static inline __global__ void __launch_bounds__(32 * (1 + 1)) k(float* x, int n) { x[0] = n; }",
+    "default argument": "__global__ void k(float* x, int n = 3) { x[0] = n; }",
+    "unnamed argument": "__global__ void k(float* x, int n, float*, int) { x[0] = n; }",
+    "declared before": "__global__ void k(float*, int);\n__global__ void k(float* x, int n);\n@",
+    "long int": "__global__ void k(float* x, long int n) { x[0] = n; }",
+    "int64_t of cstdint": "#include <cstdint>\n__global__ void k(float* x, std::int64_t n) { x[0] = (uint8_t)n; }",
+    "int64_t of stdint.h": "#include <stdint.h>\n#include <cstdint>\n__global__ void k(float* x, int64_t n) { x[0] = n; }",
+    "int64_t of torch": "#include <torch/extension.h>\n#include <cuda_runtime.h>\n__global__ void k(float* x, int64_t n) { x[0] = n; }",
+    "BOM": "\ufeff@",
+    "Latin-1": "// \u00fcber \u00b5m\n@",
+    "windows": "#define LONG \\\r\n  1\r\n@",
+    "host words in a string": '__device__ const char* s = "at::Tensor <<<1, 1>>> }{";\n@',
+    "a macro": "#define KERNEL(name) __global__ void name(float* x, int n) { x[0] = n; }\nKERNEL(k)",
+    "template heads": "template <class T> __device__ T id(T t) { return t; }\n@\ntemplate <> __device__ int id(int t) { return t; }",
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_kernels_of_every_look_are_found_and_run(look, tmp_path):
+    text = LOOKS[look].replace("@", "__global__ void k(float* x, int n) { x[0] = n; }")
+    (tmp_path / "k.cu").write_bytes(text.encode("latin-1" if look == "Latin-1" else "utf-8"))
+    x, rest = torch.zeros(1), (None, 0) if look == "unnamed argument" else ()
+    with cukern.backend("sim"):
+        for name in ("k",) if look == "a macro" else ("k", None):
+            kernel = cukern.load(tmp_path / "k.cu", name)
+            kernel(x.zero_(), 7, *rest, grid=1, block=1)
+            assert x.item() == 7 and kernel.name.rpartition("::")[2] == "k"
+
+
+def test_a_kernel_of_two_namespaces_needs_its_namespace():
+    text = "namespace a { __global__ void k(float* x) { *x = 1; } }\nnamespace b { __global__ void k(float* x) { *x = 2; } }\n"
+    with pytest.raises(ValueError, match=r"several kernels 'k' \(a::k, b::k\): write the namespace"):
+        cukern.compile(text, "k")
+    x = torch.zeros(1)
+    with cukern.backend("sim"):
+        cukern.compile(text, "b::k")(x, grid=1, block=1)
+    assert x.item() == 2
+
+
+def test_int64_t_without_its_header_is_explained(empty_cache):
+    with pytest.raises(cukern.CompileError, match="#include <cstdint>, which cukern provides"):
+        cukern.compile("__global__ void k(int64_t* x) {}").compile(ARCH)
+
+
+def test_a_name_that_is_no_string_is_refused():
+    with pytest.raises(TypeError, match="name must be a str or None, got int 3"):
+        cukern.compile(FILL, 3)  # type: ignore[arg-type]
+
+
+def test_a_kernel_first_called_inside_of_torch_compile():
+    """One graph break; torch.compile follows no call into cukern, of which it would warn by the page."""
+    code = """
+import torch, cukern
+kernel = cukern.compile("__global__ void k(float* x) { x[threadIdx.x] += 1; }")
+def f(x):
+    y = x * 2
+    kernel(y, grid=1, block=4)
+    return y + 1
+with cukern.backend("sim"):
+    compiled = torch.compile(f, backend="aot_eager")
+    print([compiled(torch.full((4,), 1.0 * i)).tolist() for i in range(3)])
+from torch._dynamo.utils import counters
+print(sum(counters["graph_break"].values()), dict(counters["frames"]))
+torch._dynamo.reset()
+try:
+    torch.compile(f, backend="aot_eager", fullgraph=True)(torch.zeros(4))
+except torch._dynamo.exc.Unsupported as error:
+    print("runs outside of graphs" in str(error))
+"""
+    ran = run_python(code)
+    results, counts, refused = ran.stdout.splitlines()
+    assert results == str([[2.0 + 2 * i] * 4 for i in range(3)]) and counts.startswith("1 ") and refused == "True"
+    assert len(ran.stderr.splitlines()) <= 3, ran.stderr
 
 
 def test_template_makes_each_instance_once():
@@ -170,6 +255,80 @@ def test_lazy_negation_and_conjugation_are_refused(device):
         kernel(torch.zeros(3, dtype=torch.complex64, device=device).conj(), grid=1, block=1)
     with pytest.raises(ValueError, match="lazy negation"):
         cukern.compile(FILL)(torch._neg_view(torch.zeros(3, device=device)), 3, 1.0, grid=1, block=32)
+
+
+def test_tensors_without_memory_are_refused():
+    kernel, real = cukern.compile(FILL), torch.zeros(4)
+    with FakeTensorMode() as mode, cukern.backend("sim"):
+        fake = mode.from_tensor(real)
+        with pytest.raises(TypeError, match=r"fill: the argument for float\* out must have memory of its own, a FakeTensor has none"):
+            kernel(fake, 4, 1.0, grid=1, block=32)
+    with cukern.backend("sim"):
+        with pytest.raises(TypeError, match="transform has none"):
+            torch.func.vmap(lambda x: kernel(x, 4, 1.0, grid=1, block=32))(torch.zeros(2, 4))
+        with pytest.raises(TypeError, match=r"float\* out must be a strided tensor, it is torch.sparse_coo"):
+            kernel(real.to_sparse(), 4, 1.0, grid=1, block=32)
+        with pytest.raises(ValueError, match="is on meta"):
+            kernel(torch.zeros(4, device="meta"), 4, 1.0, grid=1, block=32)
+
+
+def test_numpy_arrays_are_arguments_in_the_simulator():
+    out, x = numpy.zeros(100, numpy.float32), numpy.arange(100, dtype=numpy.float32)
+    with cukern.backend("sim"):
+        cukern.compile(TWO, "scale<float>")(out, x, 100, grid=1, block=128)
+        with pytest.raises(cukern.sim.OutOfBounds, match="the tensor of argument 'out'"):
+            cukern.compile(TWO, "scale<float>")(out[:50], x, 51, grid=1, block=128)
+    assert (out == 2 * x).all()
+
+
+def test_pointers_to_vectors_and_aliases_take_their_dtypes_alone():
+    kernel = cukern.compile("typedef double real;\n__global__ void k(float2* a, uchar4* b, real* c, void* d) {}")
+    one = {d: torch.zeros(4, dtype=d) for d in (torch.float32, torch.complex64, torch.uint8, torch.float64, torch.int32)}
+    with cukern.backend("sim"):
+        for a, d in ((torch.float32, torch.int32), (torch.complex64, torch.uint8)):
+            kernel(one[a], one[torch.uint8], one[torch.float64], one[d], grid=1, block=1)
+        for wrong in (
+            (torch.float64, torch.uint8, torch.float64),
+            (torch.float32, torch.int32, torch.float64),
+            (torch.float32, torch.uint8, torch.float32),
+        ):
+            with pytest.raises(TypeError, match=r"k: the argument for .* must be torch\.\w+"):
+                kernel(*(one[d] for d in wrong), None, grid=1, block=1)
+
+
+def test_half_by_value_and_floats_that_do_not_fit():
+    kernel, out = (
+        cukern.compile("#include <cuda_fp16.h>\n__global__ void k(float* x, half h, float f) { x[0] = (float)h + f; }"),
+        torch.zeros(1),
+    )
+    with cukern.backend("sim"):
+        kernel(out, 0.5, 0.25, grid=1, block=1)
+        assert out.item() == 0.75
+        for h, f, name in ((1e6, 1.0, "__half h"), (1.0, 10**400, "float f")):
+            with pytest.raises(ValueError, match=f"does not fit the parameter {name}"):
+                kernel(out, h, f, grid=1, block=1)
+
+
+@pytest.mark.parametrize(
+    "changed, kind, words",
+    [
+        ({"grid": 1.5}, TypeError, "grid must be an int, got float 1.5"),
+        ({"grid": 0}, ValueError, "grid must be at least 1, got 0"),
+        ({"block": (1, 1, 1, 1)}, ValueError, "block must be one to three"),
+        ({"block": "32"}, TypeError, "block must be an int"),
+        ({"shared": "16"}, TypeError, "shared must be an int, got str '16'"),
+        ({"shared": -1}, ValueError, "shared must be at least 0, got -1"),
+    ],
+    ids=str,
+)
+def test_geometry_is_checked(changed, kind, words):
+    with cukern.backend("sim"), pytest.raises(kind, match=words):
+        cukern.compile(FILL)(torch.zeros(3), 3, 1.0, **{"grid": 1, "block": 32, **changed})
+
+
+def test_a_bool_is_no_string():
+    with cukern.backend("sim"), pytest.raises(TypeError, match="bool b must be a bool, got str 'no'"):
+        cukern.compile("__global__ void k(bool b) {}")("no", grid=1, block=1)
 
 
 @gpu

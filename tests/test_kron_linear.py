@@ -95,14 +95,20 @@ def test_scale_bias_and_residual_and_their_gradients(device, version):
 
 
 @EVERYWHERE
+@FORWARD_MODE
 def test_no_rows(device, version):
-    for rows in (0, (0, 4), (4, 0)):
-        x, ws = draw(rows, ((3, 2), (2, 4)), device)
+    for rows, samples in itertools.product((0, (0, 4), (4, 0)), ((), (0,), (0, 1))):
+        x, ws = draw(rows, ((3, 2), (2, 4)), device, samples=samples)
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(t, torch.randn_like(t)) for t in (x, *ws)]
+            assert forward_ad.unpack_dual(cukern.kron_linear(duals[0], duals[1:], version=version)).tangent.shape == (*x.shape[:-1], 8)
         inputs = [t.requires_grad_() for t in (x, *ws)]
         y = cukern.kron_linear(x, ws, version=version)
         assert y.shape == (*x.shape[:-1], 8)
-        grads = torch.autograd.grad(y.sum(), inputs)
+        grads = torch.autograd.grad(y.sum(), inputs, create_graph=True)
         assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, inputs, strict=True))
+        seconds = torch.autograd.grad([g.sum() for g in grads if g.requires_grad], inputs, allow_unused=True)
+        assert all(g is None or g.shape == t.shape for g, t in zip(seconds, inputs, strict=True))
 
 
 # ---- derivatives
@@ -300,7 +306,7 @@ def t(*shape, dtype=torch.float32, device="cpu"):
 REFUSED = [
     ((t(2, 7), [t(2, 2), t(3, 3)]), {}, ValueError, r"the last dimension of x, 7, must equal the product of the factors' rows, 2 x 3 = 6"),
     ((t(2, 6), []), {}, ValueError, "factors is empty: the layer needs at least one matrix"),
-    ((t(2, 6), t(6, 6)), {}, TypeError, r"factors must be a list of matrices, got one tensor of shape \(6, 6\)"),
+    ((t(2, 6), t(6, 6)), {}, TypeError, r"factors must be a list or a tuple of matrices, got a tensor of shape \(6, 6\)"),
     ((t(), [t(1, 1)]), {}, ValueError, "x must have at least one dimension"),
     ((t(2, 6), [t(6)]), {}, ValueError, r"factors\[0\] must be \(p, q\), or \(samples, p, q\), with p and q at least 1, got \(6,\)"),
     ((t(2, 0), [t(0, 3)]), {}, ValueError, r"with p and q at least 1, got \(0, 3\)"),

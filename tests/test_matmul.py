@@ -114,6 +114,23 @@ def test_zero_sizes(device, version):
 
 
 @pytest.mark.parametrize("device, version", places("matmul"))
+def test_zero_sizes_with_leading_dimensions(device, version):
+    """Shapes, gradients and tangents of matmul and linear are torch's."""
+    for *lead, n, k in ((2, 3, 4, 0), (2, 3, 0, 0), (2, 3, 0, 5), (0, 3, 4, 5), (2, 0, 4, 5), (0, 3, 0, 0), (0, 4, 5), (2, 4, 0), (4, 0)):
+        x, weight, bias = [torch.randn(s, device=device) for s in ((*lead, k), (n, k), (n,))]
+        pairs = [((x, weight, bias), lambda *t: cukern.linear(*t, version=version), torch.nn.functional.linear)]
+        if len(lead) > 1:
+            pairs.append(((x, weight.t().contiguous()), lambda *t: cukern.matmul(*t, version=version), torch.matmul))
+        for inputs, ours, theirs in pairs:
+            exact = exact_gradients(theirs, inputs, torch.ones(*lead, n, device=device))
+            for a, b in zip(exact_gradients(ours, inputs, torch.ones(*lead, n, device=device)), exact, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            tangents = tuple(torch.randn_like(t) for t in inputs)
+            a, b = (torch.func.jvp(f, tuple(inputs), tangents)[1] for f in (ours, theirs))
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
 def test_leading_dimensions(device, version):
     a, b = torch.randn(2, 3, 4, 5, device=device), torch.randn(5, 6, device=device)
     weight, bias = b.t().contiguous(), torch.randn(6, device=device)

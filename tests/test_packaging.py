@@ -1,9 +1,10 @@
-"""The wheel holds the kernels, fits every machine, and works from anywhere."""
+"""The wheel holds the kernels, fits every machine, and works from anywhere; the sdist holds all that its tests need."""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -55,6 +56,23 @@ def test_wheel_holds_the_licence_and_no_compiled_code(wheel):
     assert any(name.endswith("LICENSE") for name in archive.namelist())
     (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
     assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.10" in metadata
+
+
+@pytest.mark.skipif(not (TREE / ".git").exists() or not shutil.which("git"), reason="git says what the sdist should hold")
+def test_sdist_holds_every_file_that_is_tracked(tmp_path):
+    """The settings of git and of CI aside: all tests with their helpers and kernels, and the benchmarks that they read."""
+    listed = run(["git", "ls-files"], cwd=TREE).stdout.splitlines()
+    names = {name for name in listed if (TREE / name).is_file() and (not name.startswith(".") or name == ".clang-format")}
+    for name in names:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(TREE / name, tmp_path / "tree" / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    run([sys.executable, "-c", build], cwd=tmp_path / "tree")
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        found = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert {"tests/conftest.py", "tests/wrong/square_tail.cu"} <= found
+    assert {name for name in found if not name.startswith("cukern.egg-info/")} - {"PKG-INFO", "setup.cfg"} == names
 
 
 def test_installed_package_works_from_another_folder(wheel, tmp_path):

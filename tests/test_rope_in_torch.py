@@ -110,6 +110,72 @@ def test_in_place_where_nothing_needs_a_gradient(device, version):
         assert same_bits(cukern.rope_(x, cos, sin, position_ids=ids, version=version), expected)
 
 
+VMAP, JVP = torch.func.vmap, torch.func.jvp
+
+
+@PLACES
+def test_vmap_over_what_has_no_gradient(device, version):
+    """Tables, angles and positions of each element of a batch: as one call for each."""
+    (cos, sin), ids = tables(S, 4, device), torch.randint(S, (2, 3, B, S), device=device)
+    x, two = torch.randn(B, S, H, 8, device=device), torch.stack((cos, cos + 1))
+    bounds, starts = torch.tensor([[0, 2, 5], [0, 3, 3]], device=device), torch.zeros(2, B, dtype=torch.int32, device=device)
+    calls = {
+        "tables": (lambda c: cukern.rope(x, c, sin, k=x[:, :, :1], version=version)[1], two),
+        "angles": (lambda c: cukern.rope(x, c, None, version=version), two),
+        "ids": (lambda i: cukern.rope(x, cos, sin, position_ids=i[0], version=version), ids),
+        "sections": (lambda i: cukern.rope(x, cos, sin, position_ids=i, mrope_section=(1, 1, 2), version=version), ids),
+        "starts": (lambda s: cukern.rope(x, cos, sin, start_positions=s, version=version), starts),
+        "bounds": (lambda b: cukern.rope(x[0], cos, sin, cu_seqlens=b, layout="thd", version=version), bounds),
+    }
+    for name, (call, batch) in calls.items():
+        torch.testing.assert_close(VMAP(call)(batch), torch.stack([call(b) for b in batch]), msg=lambda text, n=name: f"{n}: {text}")
+
+
+@PLACES
+def test_tables_with_tangents_are_refused(device, version):
+    (cos, sin), x = tables(S, 4, device), torch.randn(B, S, H, 8, device=device)
+    for function in (cukern.rope, lambda x, *a, **o: cukern.rope_(x * 1, *a, **o)):
+        with pytest.raises(ValueError, match="cos has a tangent, and rope has no derivative for it"):
+            JVP(lambda c, f=function: f(x, c, sin, version=version), (cos,), (cos,))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(sin, sin)
+            with pytest.raises(ValueError, match="sin has a tangent"):
+                function(x, cos, dual, version=version)
+    with pytest.raises(ValueError, match="freqs has a tangent, and apply_rotary_pos_emb"):
+        freqs = torch.rand(S, 1, 1, 8, device=device)
+        JVP(lambda f: cukern.apply_rotary_pos_emb(x, f, "bshd", version=version), (freqs,), (freqs,))
+
+
+@PLACES
+def test_in_place_under_transforms(device, version):
+    """As out of place, or refused before anything is written."""
+    (cos, sin), xs = tables(S, 4, device), torch.randn(3, B, S, H, 8, device=device)
+
+    def in_place(x, k=None):
+        return cukern.rope_(x, cos, sin, k=k, version=version)
+
+    expected = torch.stack([cukern.rope(x, cos, sin, version=version) for x in xs])
+    mine = xs.clone()
+    assert same_bits(VMAP(in_place)(mine), expected) and same_bits(mine, expected)
+    for y in JVP(in_place, (xs[0].clone(),), (xs[0].clone(),)):
+        torch.testing.assert_close(y, expected[0])
+    q, k = VMAP(lambda x: in_place(x[:, :, :1], x[:, :, 1:]))(xs.clone())
+    assert same_bits(torch.cat((q, k), 3), expected)
+    gradient = VMAP(torch.func.grad(lambda x: (in_place(x * 1) * expected[0]).sum()))(xs)
+    torch.testing.assert_close(gradient, inverse(expected[0], cos, sin, version=version).expand_as(xs))
+    outside = xs[0].clone()
+    refused = {
+        "x comes from outside": lambda: VMAP(lambda c: cukern.rope_(outside, c, sin, version=version))(torch.stack((cos, cos))),
+        "k comes from outside": lambda: torch.func.grad(lambda x: in_place(x * 1, outside)[0].sum())(xs[0]),
+        "x and k share memory": lambda: VMAP(lambda x: in_place(x[:, :, :2], x[:, :, 1:]))(outside[None]),
+        r"x has shape \(3, .*elements share memory": lambda: VMAP(in_place)(outside.expand_as(xs)),
+    }
+    for message, call in refused.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert same_bits(outside, xs[0])
+
+
 @PLACES
 def test_checkpointing_gives_the_same_gradient(device, version):
     x, (cos, sin) = torch.randn(B, S, H, 8, device=device, requires_grad=True), tables(S, 4, device)

@@ -9,8 +9,8 @@ from helpers import kernels, places, same_bits
 from test_rope import B, H, S, assert_right, both, tables
 
 import cukern
-from cukern.ops import rope_ops, rope_rows
-from cukern.ops.rope_plan import Options
+from cukern.ops import rope_ops, rope_reference, rope_rows
+from cukern.ops.rope_plan import Inputs, Options
 from cukern.runtime.registry import OPS
 
 PLACES = pytest.mark.parametrize("device, version", places("rope"))
@@ -96,6 +96,15 @@ def test_positions_beyond_the_table_give_nan(device, version):
         assert y[beyond][..., inside].isnan().all() and y[~beyond].isfinite().all()
         rest = [i for i in range(8) if i not in inside]
         assert same_bits(y[..., rest], x[..., rest])
+    # a sequence's start may be so low that its first positions are no rows, or coincide with the mark of tokens that are in no sequence
+    starts, bounds = torch.tensor([-1, -(2**63), 2**63 - 1, 2], device=device), torch.tensor([0, 2, 3, 5, 7], device=device)
+    inputs = Inputs(x.flatten(0, 1), None, cos, sin, None, bounds, starts)
+    options = Options(8, 0, False, False, 1.0, "thd", version=version)
+    y = rope_ops.rotate(inputs.x, None, *rope_rows.rows(inputs, options), options)
+    theirs = rope_reference.rope(inputs, options)
+    for out in (y, theirs):
+        assert out[[0, 2, 3, 4]].isnan().all() and out[[1, 5, 6]].isfinite().all() and same_bits(out[7], inputs.x[7])
+    assert_right(y[[1, 5, 6]], theirs[[1, 5, 6]].double())
     sectioned = rope_rows._positions(cos, ids.clamp(max=5), None, None, 2, 4, 1, 0)
     tables_ = rope_rows._sections(cos, sin, sectioned, 1, 4, 4, False, 2, 4)
     assert bool((tables_[0][0, :, :2].isnan() == beyond[0][:, None]).all() and (tables_[0][0, :, 2:].isnan() == beyond[1][:, None]).all())

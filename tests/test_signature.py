@@ -7,7 +7,10 @@ import struct
 import pytest
 import torch
 
-from cukern.runtime.signature import Param, explain_misfit, kernel_names, offsets, packer, parse
+import cukern
+from cukern.runtime import signature
+from cukern.runtime.compiler import compiled
+from cukern.runtime.signature import Param, demangled, explain_misfit, offsets, packer, probe
 from cukern.runtime.sources import Source
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -21,13 +24,11 @@ INTEGERS = {
     "short": ctypes.c_int16,
     "unsigned short": ctypes.c_uint16,
     "int": ctypes.c_int32,
-    "unsigned": ctypes.c_uint32,
     "unsigned int": ctypes.c_uint32,
     "long": ctypes.c_int64,
     "long long": ctypes.c_int64,
     "unsigned long": ctypes.c_uint64,
     "unsigned long long": ctypes.c_uint64,
-    "size_t": ctypes.c_uint64,
 }
 CTYPES = {**INTEGERS, "float": ctypes.c_float, "double": ctypes.c_double, "bool": ctypes.c_bool}
 
@@ -38,143 +39,171 @@ def limits(ctype: str) -> tuple[int, int]:
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
 
 
-def params(source: str, name: str = "k") -> list[tuple[str, str, bool]]:
-    return [(p.name, p.ctype, p.pointer) for p in parse(Source.from_text(source), name)]
+def params(text: str, name: str = "k") -> list[tuple[str, str, bool]]:
+    return [(p.name, p.ctype, p.pointer) for p in cukern.compile(text, name).params]
+
+
+# What the compiler sees of each, all in one program: a text of parameters, and what they are.
+LISTS = [
+    ("", []),
+    ("void", []),
+    ("float* x", [("x", "float", True)]),
+    ("float const* x", [("x", "float", True)]),
+    ("const float *__restrict__ x, float *__restrict y", [("x", "float", True), ("y", "float", True)]),
+    ("float x[]", [("x", "float", True)]),
+    ("volatile int* flags", [("flags", "int", True)]),
+    ("const volatile int* const flags", [("flags", "int", True)]),
+    ("const half* x, __nv_bfloat162* y", [("x", "__half", True), ("y", "__nv_bfloat162", True)]),
+    ("const float4* x, uchar4* y, longlong2* z", [("x", "float4", True), ("y", "uchar4", True), ("z", "longlong2", True)]),
+    ("int const n, long int m", [("n", "int", False), ("m", "long", False)]),
+    ("unsigned n, unsigned int m", [("n", "unsigned int", False), ("m", "unsigned int", False)]),
+    ("long long n, unsigned   long\nlong m", [("n", "long long", False), ("m", "unsigned long long", False)]),
+    ("float* x, /* how many, at least 1 */ int n, // last\n float s", [("x", "float", True), ("n", "int", False), ("s", "float", False)]),
+    ("bool causal, double p, size_t bytes", [("causal", "bool", False), ("p", "double", False), ("bytes", "unsigned long", False)]),
+    ("half h, void* any", [("h", "__half", False), ("any", "void", True)]),
+    ("float*, unsigned int, int n = 3", [("arg0", "float", True), ("arg1", "unsigned int", False), ("n", "int", False)]),
+    ("real* x, const Alias y, int64_t n", [("x", "float", True), ("y", "unsigned char", False), ("n", "long long", False)]),
+    ("#if 0\n double* x\n#else\n float* x\n#endif\n, int n", [("x", "float", True), ("n", "int", False)]),
+    ("#if 0\n double* x,\n#endif\n int n", [("arg0", "int", False)]),
+    ("const unit* x, unit n", [("x", "int", True), ("n", "int", False)]),
+    ("TWO(float, double)", [("arg0", "double", True), ("arg1", "float", True)]),
+    ("Wide<float>::type* x, inner::Same<int> n", [("x", "double", True), ("n", "int", False)]),
+]
+HEAD = """
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+#include <cstdint>
+#define unit int
+#define TWO(a, b) b* first, a* second
+typedef float real;
+using Alias = uint8_t;
+template <class T> struct Wide { using type = double; };
+namespace inner { template <class T> using Same = T; }
+"""
+
+
+@pytest.fixture(scope="module")
+def lists():
+    """The parameters of each kernel of LISTS."""
+    source = Source.from_text(HEAD + "".join(f"__global__ void k{i}(\n{text}\n) {{}}\n" for i, (text, _) in enumerate(LISTS)))
+    names = list(source.kernels)
+    with compiled(source, [probe(name) for name in names], "compute_80") as (_, mangled, _):
+        return [signature.params(n, m, source.kernels[n]) for n, m in zip(names, mangled, strict=True)]
+
+
+@pytest.mark.parametrize("i", range(len(LISTS)), ids=[text for text, _ in LISTS])
+def test_parameters_are_those_that_the_compiler_sees(i, lists):
+    assert [(p.name.replace("first", "arg0"), p.ctype, p.pointer) for p in lists[i]] == LISTS[i][1]
+
+
+def test_swapped_and_aliased_parameters_of_the_issue():
+    """The text says unsigned, the compiler sees float; and the dtypes of an alias are those of its type."""
+    assert params("#define unsigned float\n__global__ void k(unsigned n, int m) {}") == [("n", "float", False), ("m", "int", False)]
+    (x,) = cukern.compile("typedef double real;\n__global__ void k(real* x) {}").params
+    assert x.dtypes == (torch.float64,)
 
 
 @pytest.mark.parametrize(
-    "text, expected",
+    "mangled, types",
     [
-        ("", []),
-        ("float* x", [("x", "float", True)]),
-        ("const float *x", [("x", "float", True)]),
-        ("float const* x", [("x", "float", True)]),
-        ("const float* __restrict__ x", [("x", "float", True)]),
-        ("const float* const __restrict__ x", [("x", "float", True)]),
-        ("const float *__restrict__ x, float *__restrict y", [("x", "float", True), ("y", "float", True)]),
-        ("float x[]", [("x", "float", True)]),
-        ("volatile int* flags", [("flags", "int", True)]),
-        ("const __half* x", [("x", "__half", True)]),
-        ("const float4* x", [("x", "float4", True)]),
-        ("int n", [("n", "int", False)]),
-        ("const int n", [("n", "int", False)]),
-        ("int const n", [("n", "int", False)]),
-        ("unsigned n, unsigned int m", [("n", "unsigned", False), ("m", "unsigned int", False)]),
-        ("long long n, unsigned   long\nlong m", [("n", "long long", False), ("m", "unsigned long long", False)]),
+        ("PFvvE", []),
         (
-            "float* x, /* how many, at least 1 */ int n, // last\n float scale",
-            [("x", "float", True), ("n", "int", False), ("scale", "float", False)],
+            "PFvPfPKfixmbcasdE",
+            ["float*", "const float*", "int", "long long", "unsigned long", "bool", "char", "signed char", "short", "double"],
         ),
-        ("bool causal, double p, size_t bytes", [("causal", "bool", False), ("p", "double", False), ("bytes", "size_t", False)]),
+        ("PFvP6__halfPKS0_S0_E", ["__half*", "const __half*", "__half"]),
+        ("PFvPPfPKPKiPVxE", ["float**", "const int* const*", "volatile long long*"]),
+        ("PFvPA4_iPFffERiE", ["int[4]*", "float(float)*", "int&"]),
+        (
+            "PFvN2ns1SEPKS1_NS0_1EENS0_1FENS0_1PIiEEPNS6_I6float4EEE",
+            ["ns::S", "const ns::S*", "ns::E", "ns::F", "ns::P<int>", "ns::P<float4>*"],
+        ),
+        ("PFv1XILi4ELN1n1EE0ELb1EES2_E", ["X<(int)4, (n::E)0, (bool)1>", "n::E"]),
+        ("PFvPN2ns36_GLOBAL__N__00000000_4_k_cu_3bf7cd7a1HEPSt4pairIifEE", ["ns::(anonymous namespace)::H*", "std::pair<int, float>*"]),
     ],
 )
-def test_parameter_lists(text, expected):
-    assert params(f"__global__ void k({text}) {{}}") == expected
+def test_mangled_names(mangled, types):
+    assert demangled(f"_Z16cukern_signatureI{mangled}EvT_") == types
+
+
+@pytest.mark.parametrize("mangled", ["", "_Z1kv", "_Z16cukern_signatureIPFv", "_Z16cukern_signatureIPFvP", "_Z16cukern_signatureIPFvS9_E"])
+def test_mangled_names_that_are_cut_or_foreign_are_refused(mangled):
+    with pytest.raises(TypeError, match="cannot read"):
+        demangled(mangled)
+
+
+def test_every_mangled_name_is_read_or_refused():
+    """Cut, and with a letter changed, it gives types or a TypeError, in no time."""
+    whole = "_Z16cukern_signatureIPFvN2ns1SEPKS1_NS0_1PIiEEPNS4_I6float4EEPA4_iPFffERiPVxEEvT_"
+    for i in range(len(whole)):
+        for text in (whole[:i], *(whole[:i] + c + whole[i + 1 :] for c in "ESN9_P1IL")):
+            try:
+                demangled(text)
+            except TypeError:
+                continue
 
 
 @pytest.mark.parametrize(
-    "head",
+    "text, words",
     [
-        "__global__ void k",
-        'extern "C" __global__ void k',
-        "static __global__ void k",
-        "__global__ static void k",
-        "__global__ void __launch_bounds__(256) k",
-        "__global__ void __launch_bounds__(256, 2) k",
-        "__global__ __launch_bounds__(32 * (4 + 4)) void k",
-        "__global__ __cluster_dims__(2, 1, 1) void k",
-        "__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128) k",
-        'extern "C" __global__ __launch_bounds__(64) void\nk ',
+        ("Config c", "Config c cannot be passed by value"),
+        ("const Config* c", r"const Config\* c must hold; declare it void\*"),
+        ("Colour c", "Colour c cannot be passed by value"),
+        ("float** x", r"float\*\* x must hold"),
+        ("int& n", "int& n cannot"),
+        ("__nv_bfloat16 h", "__nv_bfloat16 h cannot be passed by value; the types that can are bool, char"),
+        ("float (*f)(float)", r"float\(float\)\* arg0 must hold"),
+        ("ns::Box<int> p", r"ns::Box<int> p cannot"),
     ],
 )
-def test_qualifiers_and_attributes(head):
-    assert params(f"{head}(float* x, int n) {{}}") == [("x", "float", True), ("n", "int", False)]
-
-
-def test_kernels_are_listed_in_order_and_comments_do_not_count():
-    source = Source.from_text(
-        """
-        // __global__ void commented_out(int n) {}
-        /* __global__ void neither(int n) {} */
-        __device__ void helper(int n) {}
-        template <typename T> __global__ void second_to_none(T* x) {}
-        extern "C" { __global__ void inside(int n) {} }
-        __global__ void last() {}
-        """
+def test_what_cannot_be_passed_is_refused_by_name(text, words):
+    head = (
+        "#include <cuda_bf16.h>\nstruct Config { int a; }; enum Colour { RED }; namespace ns { template <class T> struct Box { T t; }; }\n"
     )
-    assert kernel_names(source) == ["second_to_none", "inside", "last"]
+    kernel = cukern.compile(f"{head}__global__ void k({text}) {{}}")
+    with pytest.raises(TypeError, match=f"k: .*{words}"):
+        assert kernel.params
 
 
 @pytest.mark.parametrize(
-    "name, expected",
+    "name, types",
     [
-        ("k<float>", [("out", "float", True), ("x", "float", True), ("s", "float", False)]),
-        ("k<double, 4>", [("out", "double", True), ("x", "double", True), ("s", "double", False)]),
-        ("k<float, 8, true>", [("out", "float", True), ("x", "float", True), ("s", "float", False)]),
-        (
-            "k <unsigned long long>",
-            [("out", "unsigned long long", True), ("x", "unsigned long long", True), ("s", "unsigned long long", False)],
-        ),
+        ("k<float>", ["float", "float", "float"]),
+        ("k<double, 4>", ["double", "double", "double"]),
+        ("k <unsigned long long>", ["unsigned long long"] * 3),
+        ("k<Id<int>::type, 8, true>", ["int", "int", "int"]),
     ],
 )
-def test_template_arguments_are_put_in(name, expected):
-    source = "template <typename T, int N = 4, bool FAST = true>\n__global__ void k(T* out, const T* __restrict__ x, T s) {}"
-    assert params(source, name) == expected
+def test_template_arguments_are_put_in(name, types):
+    text = "template <class T> struct Id { using type = T; };\ntemplate <typename T, int N = 4, bool FAST = true>\n"
+    assert [ctype for _, ctype, _ in params(f"{text}__global__ void k(T* out, const T* __restrict__ x, T s) {{}}", name)] == types
 
 
-@pytest.mark.parametrize(
-    "head, name, expected",
-    [
-        ("template <class T = float>", "k<>", "float"),
-        ("template <typename S, typename T = S>", "k<double>", "double"),
-        ("template <typename T, int N = 16 / sizeof(T)>", "k<float>", "float"),
-    ],
-)
-def test_template_defaults(head, name, expected):
-    assert params(f"{head}\n__global__ void k(T x) {{}}", name) == [("x", expected, False)]
-
-
-@pytest.mark.parametrize("name", ["k", "k<>", "k<float, 4, true, 5>"])
-def test_wrong_number_of_template_arguments(name):
-    with pytest.raises(ValueError, match="kernel 'k' has 3 template parameters"):
+@pytest.mark.parametrize("name", ["k", "k<float, 4, true, 5>"])
+def test_wrong_template_arguments_are_the_compilers_business(name):
+    with pytest.raises(cukern.CompileError, match="k"):
         params("template <typename T, int N = 4, bool F = true> __global__ void k(T* x) {}", name)
-
-
-def test_unknown_kernel_names_those_that_are_there():
-    with pytest.raises(ValueError, match=r"no __global__ function 'c'; it has a, b"):
-        params("__global__ void a() {}\n__global__ void b() {}", "c")
-    with pytest.raises(ValueError, match="it has none"):
-        params("int x;", "c")
-
-
-def test_a_kernel_of_a_file_that_is_included(tmp_path):
-    (tmp_path / "inner.cuh").write_text("// __global__ void b(int no) {}\n__global__ void b(float* x, int n) {}")
-    (tmp_path / "outer.cuh").write_text('#include "inner.cuh"')
-    (tmp_path / "file.cu").write_text('#include "outer.cuh"\n__global__ void a(int m) {}')
-    source = Source.read(tmp_path / "file.cu")
-    assert [p.name for p in parse(source, "b")] == ["x", "n"] and [p.name for p in parse(source, "a")] == ["m"]
-    assert kernel_names(source) == ["a"], "which one is meant where none is named: the file's own"
-
-
-@pytest.mark.parametrize("text", ["struct Config c", "float** x", "int& n", "__half h", "float (*f)(float)", "std::pair<int, int> p"])
-def test_what_cannot_be_passed_is_refused_by_name(text):
-    with pytest.raises(TypeError) as caught:
-        params(f"__global__ void k({text}) {{}}")
-    assert text in str(caught.value) and "'k'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "ctype, dtypes",
     [
         ("__half", [torch.float16]),
-        ("half", [torch.float16]),
         ("__nv_bfloat16", [torch.bfloat16]),
         ("float", [torch.float32]),
         ("double", [torch.float64]),
         ("int", [torch.int32]),
-        ("long long", [torch.int64]),
+        ("long", [torch.int64]),
+        ("unsigned long", [torch.uint64]),
         ("unsigned char", [torch.uint8, torch.bool]),
-        ("MyStruct", []),
+        ("float2", [torch.float32, torch.complex64]),
+        ("double2", [torch.float64, torch.complex128]),
+        ("float4", [torch.float32]),
+        ("uint4", [torch.uint32]),
+        ("uchar4", [torch.uint8]),
+        ("ulonglong2", [torch.uint64]),
+        ("__half2", [torch.float16]),
+        ("__nv_fp8_e4m3", [torch.float8_e4m3fn]),
         ("void", []),
     ],
 )

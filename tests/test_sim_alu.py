@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from sim_oracle import NAN, check, decode, edges, encode, flushed, number, operands, run, width
 
-from cukern.sim import alu
 from cukern.sim.faults import NotSimulated
+from cukern.sim.numerics import alu
 
 ORDERED = {"eq": operator.eq, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 

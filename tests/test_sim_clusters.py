@@ -8,7 +8,7 @@ from sim_kernels import simulate
 
 import cukern
 from cukern import sim
-from cukern.sim import machine
+from cukern.sim.machine import machine
 
 PTX = '#include "common/ptx.cuh"\n'
 RELAXED = "cluster_arrive_relaxed(); cluster_wait();"

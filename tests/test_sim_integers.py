@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sim_oracle import check, number, operands, run
 
-from cukern.sim import alu
 from cukern.sim.faults import NotSimulated
+from cukern.sim.numerics import alu
 
 
 def quotient(a: int, b: int) -> int:

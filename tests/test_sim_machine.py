@@ -12,7 +12,7 @@ from cukern.ops import matmul_plan
 from cukern.runtime import signature
 from cukern.runtime.compiler import compile_ptx
 from cukern.runtime.sources import Source, kernels_dir
-from cukern.sim import machine
+from cukern.sim.machine import machine
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -851,7 +851,8 @@ def test_matmul_v5(tile, shared_blocks, shared_tiles):
     grid = shared_blocks or -(-M // shape.rows) * -(-N // shape.columns)
 
     def kernel(name: str) -> sim.Launch:
-        return sim.load(name, compile_ptx(source, name), signature.parse(source, name))
+        ptx = compile_ptx(source, name)
+        return sim.load(name, ptx, signature.params(name, ptx.signature))
 
     a, b, bias = torch.randn(M, K), torch.randn(K, N), torch.randn(N)
     product, fixup = kernel(f"matmul_v5<float, 0, 1, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")

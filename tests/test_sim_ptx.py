@@ -9,10 +9,11 @@ from cukern.ops.matmul_versions import VERSIONS as MATMUL
 from cukern.ops.square import VERSIONS as SQUARE
 from cukern.runtime.compiler import compile_ptx
 from cukern.runtime.sources import Source
-from cukern.sim.decode import instruction
-from cukern.sim.parser import parse
-from cukern.sim.program import Program
-from cukern.sim.ptx import Address, Immediate, PtxError, Register, Symbol, Vector, immediate_bits, immediate_value
+from cukern.sim.instructions.decode import instruction
+from cukern.sim.instructions.tables import INSTRUCTIONS
+from cukern.sim.machine.program import Program
+from cukern.sim.ptx.module import Address, Immediate, PtxError, Register, Symbol, Vector, immediate_bits, immediate_value
+from cukern.sim.ptx.parser import parse
 
 HEAD = ".version 8.8\n.target sm_90\n.address_size 64\n"
 
@@ -205,7 +206,7 @@ def test_every_instruction_of_the_shipped_kernels_is_known(versions, dtype):
         for kernel in list(version.instances(dtype))[:4]:
             ptx = compile_ptx(kernel.source, kernel.name)
             program = Program(parse(ptx.text), ptx.symbol)
-            steps = [(i.opcode, instruction(program, pc)[0]) for pc, i in enumerate(program.kernel.code)]
+            steps = [(i.opcode, instruction(program, pc, INSTRUCTIONS)[0]) for pc, i in enumerate(program.kernel.code)]
             assert not {opcode for opcode, step in steps if "not_simulated" in step.__qualname__}, kernel.name
 
 

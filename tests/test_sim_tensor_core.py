@@ -7,7 +7,7 @@ import pytest
 from sim_oracle import decode, encode
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.tensor_core import by_rows, described, ldmatrix, mma, rows_of_a, wgmma
+from cukern.sim.numerics.tensor_core import by_rows, described, ldmatrix, mma, rows_of_a, wgmma
 
 CASES = [
     ("m16n8k16", "f16", "f32"),

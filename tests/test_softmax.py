@@ -50,7 +50,8 @@ def error(actual: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> floa
     info = torch.finfo(actual.dtype)
     least = info.smallest_normal * (2 / info.eps if actual.dtype == torch.bfloat16 else 4)
     unit, difference = info.eps / 2 * size.clamp(min=least), (actual.double() - truth).abs()
-    return float(torch.where(difference == 0, 0.0, difference / unit).nan_to_num(nan=inf).max()) if actual.numel() else 0.0
+    right = actual == truth.to(actual.dtype)  # infinite, where it is too large for the dtype
+    return float(torch.where(right, 0.0, difference / unit).nan_to_num(nan=inf).max()) if actual.numel() else 0.0
 
 
 def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float = 1.0, g: torch.Tensor | None = None) -> None:
@@ -487,16 +488,11 @@ def test_refusals():
     for dim in (2, -3):
         with pytest.raises(ValueError, match=f"dim must be one of x's 2 dimensions, got {dim}"):
             cukern.softmax(x, dim)
-    for scale in (inf, nan, "1", torch.ones(())):
-        with pytest.raises(ValueError, match="scale must be a finite number"):
-            cukern.softmax(x, scale=scale)
     with pytest.raises(ValueError, match="the tensor is on cpu"):
         cukern.softmax(x, version="v3")
-    for version in ("v0", ("v1", "v99"), 3):
+    for version in ("v0", ("v1", "v99")):
         with cukern.backend("sim"), pytest.raises(ValueError, match=r"cukern.softmax has no version .* it has v1, v2"):
             cukern.softmax(x, version=version)
-    with pytest.raises(ValueError, match="version must be one, or two"):
-        cukern.softmax(x, version=("v1", "v2", "v3"))
     with pytest.raises(ValueError, match=r"log_softmax has no version 'v1'; it has v5"):
         cukern.log_softmax(x, version="v1")
     assert list(VERSIONS) == [f"v{i}" for i in range(1, len(VERSIONS) + 1)]

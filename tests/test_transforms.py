@@ -162,5 +162,15 @@ def test_transforms_inside_of_torch_compile(name):
     close(torch.compile(jvp, backend="aot_eager")(*inputs), torch.func.jvp(theirs, inputs, tangents)[1], "jvp")
     close(torch.compile(grad, backend="aot_eager")(*inputs), torch.func.grad(lambda *ys: theirs(*ys).square().sum())(*inputs), "grad")
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="run eagerly"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_\w+\.transform"):
         torch.compile(jvp, backend="aot_eager", fullgraph=True)(*inputs)
+
+
+@kernels
+def test_dual_numbers_go_through_a_compiled_function():
+    x, t = torch.randn(5, dtype=torch.float64, device=DEVICE), torch.randn(5, dtype=torch.float64, device=DEVICE)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda y: 3 * OPS["square"].function(y), backend="aot_eager")
+    close(compiled(x), 3 * x * x, "without a tangent")
+    with forward_ad.dual_level():
+        close(tuple(forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, t)))), (3 * x * x, 6 * x * t), "dual")

@@ -535,7 +535,7 @@ def place(case: Case, text: str) -> str:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
-    monkeypatch.setattr("cukern.sim.machine.MOST_STEPS", 40_000)
+    monkeypatch.setattr("cukern.sim.machine.machine.MOST_STEPS", 40_000)
 
 
 # ---- the tests

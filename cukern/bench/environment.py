@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import functools
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -45,6 +46,13 @@ def float32_products(tf32: bool = False) -> Iterator[None]:
     finally:
         if before != wanted:
             torch.set_float32_matmul_precision(before)
+
+
+def memory() -> int:
+    """Bytes of memory of the current GPU, else of this machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device()).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def l2_bytes(place: torch.device) -> int:

@@ -7,13 +7,23 @@ from cukern.bench.measure import Row, Table
 from cukern.runtime.compiler import SetupError
 
 
-def plot(tables: Sequence[Table], file: Path) -> None:
-    """Write a picture, of the kind that the file's ending says. Raises SetupError without matplotlib, ValueError for an unknown ending."""
+def drawable(file: Path) -> None:
+    """Raises SetupError without matplotlib, ValueError for a file whose ending says no kind of picture."""
     try:
         import matplotlib
     except ImportError as error:
         raise SetupError(f"--plot needs matplotlib ({error}). Run: pip install matplotlib") from error
     matplotlib.use("Agg")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kinds = FigureCanvasAgg.filetypes
+    if file.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--plot must name a file that ends with .{', .'.join(sorted(kinds))}, got {str(file)!r}")
+
+
+def plot(tables: Sequence[Table], file: Path) -> None:
+    """Write a picture, of the kind that the file's ending says. Raises what `drawable` does."""
+    drawable(file)
     from matplotlib import pyplot
 
     tables = [t for t in tables if t.rows]

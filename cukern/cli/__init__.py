@@ -1,6 +1,9 @@
 """The command line: `cukern check`, `bench`, `profile`, `compile`, `doctor`; one file a verb."""
 
+import contextlib
 import importlib.metadata
+import os
+import sys
 from typing import Annotated, Any
 
 import torch
@@ -9,22 +12,48 @@ from typer.core import TyperGroup
 
 from cukern.cli import bench, check, compile, doctor, profile
 from cukern.cli.common import console, errors
-from cukern.runtime.backend import LaunchError
+from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
+from cukern.runtime.limits import LaunchError
 from cukern.sim.faults import Fault, NotSimulated
 
-_USERS_ERRORS = (ValueError, TypeError, CompileError, SetupError, LaunchError, Fault, NotSimulated, torch.OutOfMemoryError)
+_OURS = (CompileError, SetupError, LaunchError, Fault, NotSimulated)
+_USERS_ERRORS = (*_OURS, ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
 class _Group(TyperGroup):
-    """Ends with status 2 and the message alone for an error that the user can mend."""
+    """Ends with status 2 and the message alone for an error that the user can mend, with 130 for Ctrl-C."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            try:
+                return super().main(*args, **kwargs)
+            finally:
+                _flush()
+        except BrokenPipeError:  # as by `| head -1`
+            raise SystemExit(1) from None
+        except (*_USERS_ERRORS, RuntimeError) as error:
+            if not isinstance(error, _USERS_ERRORS) and "DefaultCPUAllocator" not in str(error):  # torch's MemoryError
+                raise
+            with contextlib.suppress(OSError):  # stderr may be full too
+                errors.print(f"error: {str(error) or 'out of memory'}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise SystemExit(2) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except _USERS_ERRORS as error:
-            errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+def _flush() -> None:
+    """Write what stdout holds. Where that fails it gets nothing more, or Python would complain once more when it exits."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -43,6 +72,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
     """CUDA kernels for PyTorch with nothing to build."""
+    simulating()  # a wrong CUKERN_BACKEND is told by every command
 
 
 app.command()(check.check)

@@ -8,7 +8,10 @@ import typer
 
 from cukern.bench import environment
 from cukern.bench.measure import Row, Table, measure, measure_host, passes
-from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, listed, progress, table
+from cukern.bench.plot import drawable
+from cukern.bench.plot import plot as draw
+from cukern.bench.record import append, default_file
+from cukern.cli.common import Dims, Dtype, OpName, check_target, console, errors, find_dims, find_dtype, find_op, listed, progress, table
 
 STARTUP = "startup"
 
@@ -26,19 +29,26 @@ def bench(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
 ) -> None:
     """Time every version and peer of OP; with OP `startup`, what a fresh process pays for cukern."""
-    tables = _startup() if op == STARTUP else _measure(op, dims, dtype or "f", _split(pass_), tf32, host, _split(only))
+    if op == STARTUP and dims:
+        raise ValueError(f"{STARTUP} takes no sizes, got {' '.join(map(str, dims))}")
+    if record or record_to:
+        record_to = record_to or default_file()
+        check_target("--record-to", record_to)
+    if plot:
+        drawable(plot)
+        check_target("--plot", plot)
+    tables = _startup() if op == STARTUP else _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only))
     missing: dict[str, str] = {}
     for one in tables:
         _print(one)
         missing |= one.missing
     listed("missing:", missing)
-    if record or record_to:
-        _record(tables, record_to)
+    if record_to:
+        append([row for one in tables for row in one.rows], record_to)
+        errors.print(f"appended to {record_to}", markup=False, highlight=False, soft_wrap=True)
     if plot:
-        from cukern.bench.plot import plot as draw
-
         draw(tables, plot)
-        console.print(f"drawn to {plot}", highlight=False, soft_wrap=True)
+        console.print(f"drawn to {plot}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _measure(
@@ -74,16 +84,8 @@ def _startup() -> list[Table]:
         return [measure_startup(lambda: bar.advance(task))]
 
 
-def _record(tables: Sequence[Table], to: Path | None) -> None:
-    from cukern.bench.record import append, default_file
-
-    file = to or default_file()
-    append([row for one in tables for row in one.rows], file)
-    errors.print(f"appended to {file}", highlight=False, soft_wrap=True)
-
-
 def _split(text: str | None) -> list[str] | None:
-    return [word.strip() for word in text.split(",")] if text else None
+    return [word.strip() for word in text.split(",")] if text is not None else None
 
 
 def _print(one: Table) -> None:

@@ -32,7 +32,7 @@ def check(
     place = torch.device("cpu") if sim else environment.device()
     simulated = place.type != "cuda"
     shapes = find_dims(found, dims, found.sim_dims if simulated else found.check_dims)
-    dtypes = [find_dtype(found, dtype)] if dtype else list(found.dtypes)
+    dtypes = [find_dtype(found, dtype)] if dtype is not None else list(found.dtypes)
     if simulated:
         why = "" if sim else "There is no GPU. "
         console.print(f"{why}The kernels run in the simulator, from the PTX that NVRTC makes of them.", style="yellow")

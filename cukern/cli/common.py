@@ -1,6 +1,8 @@
 """What the verbs share: reading OP, DIMS and --dtype, the two consoles, the progress bar."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -11,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import cukern.ops  # noqa: F401  fills the registry
+from cukern.bench import environment
 from cukern.runtime.registry import OPS, Op
 
 _WIDTH = 130  # columns at least, so that no number of a table is cut; a narrow terminal folds the line
@@ -47,7 +50,7 @@ def find_dtype(op: Op, letter: str) -> torch.dtype:
 
 
 def find_dims(op: Op, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The DIMS given, as the one element of a list, or the default. Raises ValueError for a wrong number of them, or a negative one."""
+    """The DIMS given, as the one element of a list, or the default. Raises ValueError for those that the op cannot have, or memory hold."""
     if not dims:
         return list(default)
     words = op.dims.split()
@@ -55,7 +58,31 @@ def find_dims(op: Op, dims: Sequence[int] | None, default: Sequence[tuple[int, .
         raise ValueError(f"{op.name} takes {len(words)} sizes, {op.dims}, got {' '.join(map(str, dims))}")
     if min(dims) < 0:
         raise ValueError(f"a size cannot be negative, got {min(dims)}")
+    named = f"{op.name} cannot have the sizes {op.dims} = {' '.join(map(str, dims))}"
+    try:
+        inputs = op.make(dims, min(op.dtypes, key=lambda dtype: dtype.itemsize), "meta")
+        op.cost(dims, 1)
+    except ZeroDivisionError:
+        raise ValueError(f"{named}: a size that it divides by is 0") from None
+    except (RuntimeError, TypeError):  # sizes, or products of them, overflow
+        raise ValueError(f"{named}: no memory holds so many elements") from None
+    need, memory = sum(x.nbytes for x in inputs), environment.memory()
+    if need > memory:
+        raise ValueError(f"{named}: the inputs take at least {need / 2**30:.1f} GiB, there are {memory / 2**30:.1f}")
     return [tuple(dims)]
+
+
+def check_target(option: str, file: Path) -> None:
+    """Find out that a file can be written before the work that fills it. Raises ValueError for a folder, OSError."""
+    if file.is_dir():  # so is Path("")
+        raise ValueError(f"{option} must name a file, got the folder {str(file)!r}")
+    if file.exists():
+        if not os.access(file, os.W_OK):
+            raise ValueError(f"{option} must name a file that can be written, got {str(file)!r}")
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch(exist_ok=False)
+    file.unlink()
 
 
 def describe(op: Op, dims: Sequence[int], dtype: torch.dtype) -> str:

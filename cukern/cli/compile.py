@@ -11,7 +11,7 @@ import typer
 
 from cukern.bench import environment
 from cukern.cli.common import console, errors, find_op, listed, progress, table
-from cukern.runtime.cache import cache_dir
+from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS, Op
@@ -28,7 +28,7 @@ def compile(
     ] = None,
 ) -> None:
     """Compile every kernel, with no GPU; print registers, spills and shared memory; fill the cache."""
-    ops = [find_op(op)] if op else list(OPS.values())
+    ops = [find_op(op)] if op is not None else list(OPS.values())
     failed = 0
     for one in _architectures(arch):
         kernels: dict[str, Kernel] = {}
@@ -36,7 +36,7 @@ def compile(
             kernels |= each.kernels(_number(one))
         failed += print_reports(compile_kernels(kernels.values(), one), one)
         listed("not for " + one + ":", _too_new(ops, one))
-    console.print(f"cache: {cache_dir()}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"cache: {target() or 'none can be written'}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
@@ -85,8 +85,8 @@ def _architectures(text: str | None) -> list[str]:
         return [arch_of(torch.cuda.get_device_capability(place))] if place.type == "cuda" else WITHOUT_GPU.split(",")
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if not re.fullmatch(r"sm_\d{2,3}[af]?", name):
-            raise ValueError(f"--arch must be names such as sm_80 or sm_90a, separated by commas, got {name!r}")
+        if not re.fullmatch(r"sm_[0-9]{2,3}[af]?", name) or _number(name) < 75:
+            raise ValueError(f"--arch must be names such as sm_80 or sm_90a, sm_75 at least, separated by commas, got {name!r}")
     return names
 
 

@@ -1,12 +1,14 @@
 """`cukern doctor`: what is installed, found and missing, and how to mend it."""
 
+import importlib
 import importlib.util
+import os
 import platform
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +18,13 @@ import typer
 from cukern.bench import environment
 from cukern.cli.common import console
 from cukern.runtime import cache, compiler
-from cukern.runtime.compiler import SetupError
+from cukern.runtime.sources import Source, kernels_dir
 
 State = Literal["ok", "absent", "warning", "missing"]
 _MARKS = {"ok": "[green]ok[/green]", "absent": "[dim]--[/dim]", "warning": "[yellow]!![/yellow]", "missing": "[red]NO[/red]"}
+
+_WHEELS = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+_OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody else but root (chmod go-w)"
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ def doctor() -> None:
     findings = list(examine())
     for one in findings:
         console.print(f"{_MARKS[one.state]} [bold]{one.what:<18}[/bold]", end=" ")
-        console.print(one.found, markup=False, highlight=False, soft_wrap=True)
+        console.print(" ".join(one.found.split()), markup=False, highlight=False, soft_wrap=True)
         if one.mend:
             console.print(f"{'':<22}{one.mend}", markup=False, highlight=False, soft_wrap=True, style="yellow")
     if any(one.state == "missing" for one in findings):
@@ -48,47 +53,71 @@ def examine() -> Iterator[Finding]:
     """Everything that cukern needs or can use, in the order in which one would mend it."""
     yield Finding("ok", "Python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "torch", f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})")
-    yield _cupy()
-    yield _needed("NVRTC", lambda: f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})")
-    yield _needed("CUDA headers", lambda: str(compiler.cuda_include()))
-    yield from _gpus()
-    yield _cache()
-    yield _package("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton")
-    yield _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib")
+    needed = [
+        *_tried("CuPy", _cupy, "pip install --force-reinstall cupy-cuda12x"),
+        *_tried("NVRTC", _nvrtc, f"pip install --force-reinstall {_WHEELS}"),
+        *_tried("CUDA headers", lambda: str(compiler.cuda_include()), f"pip install --force-reinstall {_WHEELS}"),
+        *_tried("kernel sources", _sources, "make the files readable (chmod -R a+rX), or install cukern again"),
+    ]
+    yield from needed
+    if not any(one.state == "missing" for one in needed):
+        yield from _tried("compiler", _compiles, f"pip install --force-reinstall {_WHEELS}")
+    yield from _tried("GPU", _gpus, "see https://pytorch.org and https://www.nvidia.com/drivers", "warning")
+    yield from _tried("cache", _caches, _OWN_CACHE, "warning")
+    yield from _package("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton")
+    yield from _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib")
     yield _program("nvcc", "only the peer load_inline of cukern bench needs it: install the CUDA toolkit")
     yield _program("ncu", "cukern profile --ncu: install Nsight Compute, https://developer.nvidia.com/nsight-compute")
     yield _program("compute-sanitizer", "to look for memory errors and races: install the CUDA toolkit")
 
 
-def _cupy() -> Finding:
+def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, state: State = "missing") -> list[Finding]:
+    """What is found, or why it cannot be: in a broken installation anything may raise anything."""
+    try:
+        found = find()
+        return [Finding("ok", what, found)] if isinstance(found, str) else list(found)
+    except Exception as error:
+        message, _, command = str(error).partition(" Run: ")
+        return [Finding(state, what, message if command else f"{type(error).__name__}: {error}", command or mend)]
+
+
+def _cupy() -> str | list[Finding]:
     wheels = [f"{name} {version}" for name, version in environment.cupy_wheels().items()]
     found = ", ".join(wheels) or "not installed"
     if len(wheels) > 1:
         names = " ".join(environment.cupy_wheels())
-        return Finding("warning", "CuPy", found, f"they overwrite each other's files: pip uninstall {names}, then install one of them")
+        return [Finding("warning", "CuPy", found, f"they overwrite each other's files: pip uninstall {names}, then install one of them")]
     if importlib.util.find_spec("cupy") is None:
-        return Finding("missing", "CuPy", found, "pip install cupy-cuda12x")
-    try:
-        import cupy  # noqa: F401  that it is there does not say that it works
-    except Exception as error:
-        return Finding("missing", "CuPy", f"{found}, cannot be imported: {error}", "pip install --force-reinstall cupy-cuda12x")
-    return Finding("ok", "CuPy", found if wheels else "from no known wheel")
+        return [Finding("missing", "CuPy", found, "pip install cupy-cuda12x")]
+    cache.house_cupy()
+    importlib.import_module("cupy")  # that it is there does not say that it works
+    return found if wheels else "from no known wheel"
 
 
-def _needed(what: str, find: Callable[[], str]) -> Finding:
-    try:
-        return Finding("ok", what, find())
-    except SetupError as error:
-        message, _, mend = str(error).partition(" Run: ")
-        return Finding("missing", what, message, mend)
+def _nvrtc() -> str:
+    return f"{'.'.join(map(str, compiler.nvrtc().getVersion()))} (wheel or library {compiler.nvrtc_version()})"
+
+
+def _sources() -> str:
+    """The .cu files and headers of the package: there, and for this user to read."""
+    files = [*kernels_dir().glob("*.cu"), *kernels_dir().glob("common/*.cuh")]
+    if not files:
+        raise FileNotFoundError(f"none in {kernels_dir()}")
+    return f"{len(files)} files, {sum(len(file.read_bytes()) for file in files) >> 10} KiB, in {kernels_dir()}"
+
+
+def _compiles() -> str:
+    """NVRTC loads more libraries when it compiles."""
+    text = '#include <cuda_fp16.h>\nextern "C" __global__ void k(__half* x) { *x = __float2half(1.f); }\n'
+    with compiler.compiled(Source.from_text(text), ("k",), "sm_80"):
+        return "makes machine code"
 
 
 def _gpus() -> Iterator[Finding]:
     driver = environment.smi("driver_version")
     if not torch.cuda.is_available():
-        yield Finding(
-            "absent", "driver", driver or "nvidia-smi is not there", "" if driver else "for a GPU: https://www.nvidia.com/drivers"
-        )
+        mend = "" if driver else "for a GPU: https://www.nvidia.com/drivers"
+        yield Finding("absent", "driver", driver or "nvidia-smi is not there", mend)
         why = "torch is built without CUDA: install a CUDA build, see https://pytorch.org" if torch.version.cuda is None else _why_no_gpu()
         yield Finding("absent", "GPU", "torch.cuda sees none: ops run as plain torch, kernels can only be compiled", why)
         return
@@ -109,23 +138,33 @@ def _why_no_gpu() -> str:
     return "CUDA_VISIBLE_DEVICES may hide it"
 
 
-def _cache() -> Finding:
-    folder = cache.cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        size = sum(file.stat().st_size for file in folder.glob("*.cubin"))
-    except OSError as error:
-        found = f"{folder} cannot be written ({error.strerror}): every process compiles its kernels anew"
-        return Finding("warning", "cache", found, "set CUKERN_CACHE_DIR to a folder that you may write to")
-    return Finding("ok", "cache", f"{folder}: {len(list(folder.glob('*.json')))} kernels, {size / 2**20:.1f} MiB")
+def _caches() -> Iterator[Finding]:
+    """Each folder that is looked into, up to the first that can be written."""
+    for folder in cache.candidates():
+        if why := cache.refusal(folder):
+            yield Finding("warning", "cache", f"{folder} is not used: {why}", _OWN_CACHE)
+            continue
+        try:
+            sizes = [file.stat().st_size for file in folder.glob(f"*{cache.SUFFIX}")]
+            found = f"{folder}: {len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB"
+            if not os.access(folder, os.W_OK):
+                yield Finding("ok", "cache", f"{found}, to read; what it does not have goes to the next")
+                continue
+            with tempfile.TemporaryFile(dir=folder):
+                yield Finding("ok", "cache", found)
+        except OSError as error:
+            yield Finding("warning", "cache", f"{folder} cannot be used: {error.strerror}", _OWN_CACHE)
+        return
+    yield Finding("warning", "cache", "no folder can be written: every process compiles its kernels anew", _OWN_CACHE)
 
 
-def _package(what: str, module: str, mend: str) -> Finding:
-    if importlib.util.find_spec(module) is None:
-        return Finding("absent", what, "not installed", mend)
-    return Finding("ok", what, str(getattr(importlib.import_module(module), "__version__", "installed")))
+def _package(what: str, module: str, mend: str) -> list[Finding]:
+    def find() -> str | list[Finding]:
+        if importlib.util.find_spec(module) is None:
+            return [Finding("absent", what, "not installed", mend)]
+        return str(getattr(importlib.import_module(module), "__version__", "installed"))
+
+    return _tried(what, find, f"pip install --force-reinstall {module}", "warning")
 
 
 def _program(name: str, mend: str) -> Finding:

@@ -16,7 +16,7 @@ import cukern
 from cukern.bench import environment
 from cukern.bench.calls import draw_douts, results
 from cukern.bench.verify import candidates
-from cukern.cli.common import DTYPES, Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, progress
+from cukern.cli.common import DTYPES, Dims, Dtype, OpName, check_target, console, errors, find_dims, find_dtype, find_op, progress
 from cukern.runtime.compiler import SetupError
 from cukern.runtime.registry import Op
 
@@ -36,15 +36,15 @@ def profile(
     dims: Dims = None,
     dtype: Dtype = "f",
     version: Annotated[str | None, typer.Option(help="The version; by default the fastest.")] = None,
-    wait: Annotated[int, typer.Option(min=0, help="Steps to let pass.")] = 1,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps to trace and throw away.")] = 3,
-    active: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 10,
+    wait: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to let pass.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to trace and throw away.")] = 3,
+    active: Annotated[int, typer.Option(min=1, max=10**6, help="Steps to trace.")] = 10,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The trace; if it is there, a numbered name is taken.")] = None,
     ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels alone.")] = False,
 ) -> None:
     """Run forward and backward, print the profiler's table by device time, and write a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
     found, place = find_op(op), environment.device()
-    kind = find_dtype(found, dtype or "f")
+    kind = find_dtype(found, "f" if dtype is None else dtype)
     (shape,) = find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
     functions, refused = candidates(found, place, version)
     if not functions:
@@ -54,13 +54,18 @@ def profile(
         raise typer.Exit(_nsight(found, name, shape, kind))
     if place.type != "cuda":
         console.print("There is no GPU: this is the torch path of CPU tensors, not a kernel.", style="yellow")
+    out = out or Path(f"{op}_{name}.trace.json")
+    file = out if out.is_dir() else unused(out)
+    check_target("--out", file)
     step = stepper(found, shape, kind, name, place)
     profiler = _trace(step, wait, warmup, active, place)
     order = "self_device_time_total" if place.type == "cuda" else "self_cpu_time_total"
     console.print(profiler.key_averages().table(sort_by=order, row_limit=20), markup=False, highlight=False, soft_wrap=True)
-    file = unused(out or Path(f"{op}_{name}.trace.json"))
     profiler.export_chrome_trace(str(file))
-    console.print(f"trace: {file}", highlight=False, soft_wrap=True)
+    whole = file.suffix == ".gz" or (file.is_file() and file.read_bytes().rstrip().endswith(b"}"))
+    if not whole:  # torch raises nothing where it could not write
+        raise ValueError(f"the trace {str(file)!r} could not be written: is the disk full?")
+    console.print(f"trace: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], object]:

@@ -8,6 +8,7 @@ The sink is one more column of every row, whose share is written nowhere, as in 
 
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from cukern.ops import softmax_held as held
 from cukern.ops import softmax_plan as plan
-from cukern.ops.softmax import finite, two_versions, wide
+from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, scale_of, two_versions, wide
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Op, Version, apply_of, choose, raw_op, register
+from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, watched
 
 
 def causal_softmax(
@@ -31,40 +32,46 @@ def causal_softmax(
         x: (..., queries, keys), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Aligned at the last query
             and key: query i sees key j if j <= i + keys - queries. Rows whose columns lie side by side are read in place, if the leading
             dimensions can be flattened to one; anything else is copied once. 16-bit types are computed in float32 and rounded once.
-        scale: a finite number that is not negative, such as 1 / sqrt(head_dim).
+        scale: a finite number that is not negative, such as 1 / sqrt(head_dim). The products scale x are those of real numbers, as in
+            `softmax`: with a scale of 0 all keys that are finite count alike, and infinite ones are NaN.
         window: how many keys a query sees at most, the last being its own; None: no limit.
         sink: a logit that joins each row's sum and takes its share, not scaled: a number, or a tensor of a floating-point dtype that
-            broadcasts to x's leading dimensions, as (heads,) for x (batch, heads, queries, keys). It has a gradient.
+            broadcasts to x's leading dimensions, as (heads,) for x (batch, heads, queries, keys), on x's device. It has a gradient.
+            -inf is no sink; NaN and +inf make the keys that a row sees NaN.
         version: "v1" or "v2", or two of them, for forward and backward; by default the fastest.
 
     Returns a new contiguous tensor of x's shape and dtype. A row that sees no key, or none but -inf, is 0. NaN and +inf among the keys that
     a row sees make all of these NaN, as in torch.
+    Autocast does not change the dtype: the op computes as if it were off.
 
-    Raises TypeError for another dtype; ValueError for an x of less than two dimensions, a negative scale, a window less than 1, a sink that
-    does not fit, or an unknown version.
+    Raises TypeError for another dtype, and for an option of another type; ValueError for an x of less than two dimensions, a scale that is
+    negative, not finite or too large, a window less than 1, a sink that does not fit, or an unknown version.
     """
     x = interop.to_torch("x", x)
     checks.dtype("x", x, checks.FLOATS)
     forward, backward = two_versions(VERSIONS, "causal_softmax", x, version)
     if x.ndim < 2:
         raise ValueError(f"x must be (..., queries, keys), got {tuple(x.shape)}")
-    if finite("scale", scale) < 0:
+    scale = scale_of(x, scale)
+    if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be a positive int or None, got {window!r}")
+    if window is not None:
+        window = min(checks.integer("window", window, 1), 1 << 62)
     sink = None if sink is None else _sinks(x, sink)
     if not x.is_cuda and not backend.simulates(x):
         return reference(x, scale, window, sink)
     matrices = math.prod(x.shape[:-2])
     sinks = None if sink is None else sink.double().expand(x.shape[:-2]).reshape(matrices)
     scores = _side_by_side(x if x.ndim == 3 else x.reshape(matrices, *x.shape[-2:]))
-    y = _run(scores, sinks, float(scale), min(window or 1 << 62, 1 << 62), forward, backward)
+    y = _run(scores, sinks, scale, window or 1 << 62, forward, backward)
     return y.view(x.shape)
 
 
 def _sinks(x: Tensor, sink: Any) -> Tensor:
     """The sink as a tensor, once it is known to broadcast to x's leading dimensions."""
-    if isinstance(sink, int | float):
+    if not isinstance(sink, Tensor) and isinstance(sink, numbers.Real):
+        if isinstance(sink, bool) or (sink == sink and abs(sink) != math.inf):
+            sink = checks.number("sink", sink)
         sink = torch.full((), sink, dtype=torch.float64, device=x.device)
     sink = interop.to_torch("sink", sink)
     checks.dtype("sink", sink, checks.FLOATS)
@@ -78,58 +85,97 @@ def _sinks(x: Tensor, sink: Any) -> Tensor:
 
 def reference(x: Tensor, scale: float = 1.0, window: int | None = None, sink: Tensor | None = None) -> Tensor:
     """The same by torch's operations; a sink broadcasts to x's leading dimensions."""
+    scores, column, hidden = _logits(x, scale, window, sink)
+    if column is not None:
+        scores = torch.cat((scores, column), -1)
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    y = torch.softmax(scores.masked_fill(nothing, 0.0), -1)[..., : x.shape[-1]]
+    return y.masked_fill(hidden | nothing, 0.0).to(x.dtype)
+
+
+def _logits(x: Tensor, scale: float, window: int | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """scale x and the sink, less each row's largest scale x, -inf for the keys that are not seen; and which these are. In float64, unless x
+    is as good. The largest is subtracted first, and by halves, so that nothing overflows."""
     queries, keys = x.shape[-2:]
     last = torch.arange(queries, device=x.device)[:, None] + keys - queries
     key = torch.arange(keys, device=x.device)
     hidden = key > last if window is None else (key > last) | (key <= last - window)
-    scores = (x.to(wide(x)) * scale).masked_fill(hidden, -math.inf)
-    if sink is not None:
-        column = sink.to(scores.dtype)[..., None, None].expand(*x.shape[:-1], 1)
-        scores = torch.cat((scores, column), -1)
-    nothing = (scores == -math.inf).all(-1, keepdim=True)
-    y = torch.softmax(scores.masked_fill(nothing, 0.0), -1)[..., :keys]
-    return y.masked_fill(hidden | nothing, 0.0).to(x.dtype)
+    half = (x.to(wide(x) if scale == 1 and sink is None else torch.float64) * 0.5).masked_fill(hidden, -math.inf)
+    top = half.detach().amax(-1, keepdim=True) if keys else half.new_zeros(*x.shape[:-1], 1)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    scores = ((half - top) * scale * 2).masked_fill(hidden, -math.inf)
+    most = torch.finfo(torch.float64).max
+    return scores, None if sink is None else sink.double()[..., None, None] - (top * scale * 2).clamp(-most, most), hidden
 
 
 # ---- autograd: x is (matrices, queries, keys), sinks (matrices) in float64; `share` is the sinks' share of each row
 
 
 def _run(x: Tensor, sinks: Tensor | None, scale: float, window: int, forward: str, backward: str) -> Tensor:
-    if torch.is_grad_enabled() and (x.requires_grad or (sinks is not None and sinks.requires_grad)):
+    if watched(x, sinks):
         return _apply(x, sinks, scale, window, forward, backward)[0]
     return _causal_softmax(x, sinks, scale, window, forward)[0]
 
 
-class _CausalSoftmax(torch.autograd.Function):
+class _CausalSoftmax(Differentiable):
     @staticmethod
-    def forward(ctx, x, sinks, scale, window, forward, backward):
+    def forward(x, sinks, scale, window, forward, backward):
+        return _causal_softmax(x, sinks, scale, window, forward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, sinks, scale, window, _, backward = inputs
+        ctx.rest, ctx.sinks = (scale, window, backward), sinks is not None
+        save(ctx, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, g, share_grad):
+        y, share = ctx.saved_tensors
+        g = torch.zeros_like(y) if g is None else g
+        dx, dsink = _gradient(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.rest)
+        return dx, dsink.sum(1) if ctx.sinks else None, None, None, None, None
+
+    @staticmethod
+    def tangent(ctx, dx, dsinks, *_):
+        """The Jacobian of a row and its sink's share is symmetric, but for the scale: its product with dx is that with a gradient."""
+        y, share = ctx.saved_tensors
+        dx = torch.zeros_like(y) if dx is None else dx
+        out, dshare = _gradient(y, dx, share if ctx.sinks else None, None, *ctx.rest)
+        dshare = ctx.rest[0] * dshare
+        if dsinks is not None:
+            change = share * dsinks[:, None]
+            out = (out.to(wide(y)) - y * change[..., None].to(wide(y))).to(y.dtype)
+            dshare = dshare + (1 - share) * change
+        return out, dshare
+
+    @staticmethod
+    def batch(info, in_dims, x, sinks, *rest):
+        return _batch(_apply, info.batch_size, in_dims, (x, sinks), sinks is not None, rest)
+
+    @staticmethod
+    def recorded(ctx, x, sinks, scale, window, forward, backward):
         y, share = _causal_softmax(x, sinks, scale, window, forward)
         ctx.save_for_backward(y, share)
         ctx.rest, ctx.sinks = (scale, window, backward), sinks is not None
         ctx.set_materialize_grads(False)
         return y, share
 
-    @staticmethod
-    def backward(ctx, g, share_grad):
-        y, share = ctx.saved_tensors
-        if g is None:
-            g = torch.zeros_like(y)
-        dx, dsink = _CausalSoftmaxBackward.apply(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.rest)
-        return dx, dsink.sum(1) if ctx.sinks else None, None, None, None, None
 
-
-class _CausalSoftmaxBackward(torch.autograd.Function):
+class _CausalSoftmaxBackward(Differentiable):
     @staticmethod
-    def forward(ctx, y, g, share, share_grad, scale, window, version):
-        g = _side_by_side(g)
-        ctx.save_for_backward(y, g, share, share_grad)
-        ctx.rest = scale, window, version
+    def forward(y, g, share, share_grad, scale, window, version):
         return _causal_softmax_backward(y, g, share, share_grad, scale, window, version)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[4]
+        save(ctx, *inputs[:4])
 
     @staticmethod
     def backward(ctx, d, e):
         """By torch's operations, so that they can be differentiated again. d, e: the gradients of dx and of the sinks' gradients."""
-        (y, g, share, share_grad), scale = ctx.saved_tensors, ctx.rest[0]
+        (y, g, share, share_grad), scale = ctx.saved_tensors, ctx.scale
         wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
         total, dot = (wide_y * wide_g).sum(-1, keepdim=True), scale * (wide_d * wide_y).sum(-1, keepdim=True)
         dshare = dshare_grad = None
@@ -142,12 +188,49 @@ class _CausalSoftmaxBackward(torch.autograd.Function):
         dg = wide_y * (scale * wide_d - dot)
         return dy.to(y.dtype), dg.to(g.dtype), dshare, dshare_grad, None, None, None
 
+    @staticmethod
+    def tangent(ctx, dy, dg, dshare, dshare_grad, *_):
+        y, g, share, share_grad = ctx.saved_tensors
+        wide_y, wide_g, dy, dg = (t.to(wide(y)) for t in (y, g, dy, dg))
+        total, change = (wide_y * wide_g).sum(-1), (dy * wide_g + wide_y * dg).sum(-1)
+        dsink = y.new_zeros(0, 0, dtype=torch.float64)
+        if share is not None:
+            h, dh = (0.0, 0.0) if share_grad is None else (share_grad, dshare_grad)
+            total, change = total + share * h, change + dshare * h + share * dh
+            dsink = dshare * (h - total) + share * (dh - change)
+        dx = ctx.scale * (dy * (wide_g - total[..., None]) + wide_y * (dg - change[..., None]))
+        return dx.to(y.dtype), dsink
 
-_apply = apply_of(_CausalSoftmax)
+    @staticmethod
+    def batch(info, in_dims, y, g, share, share_grad, *rest):
+        return _batch(_apply_backward, info.batch_size, in_dims, (y, g, share, share_grad), share is not None, rest)
+
+
+def _batch(
+    apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], tensors: Sequence[Any], sinks: bool, rest: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The vmap rule of both: the batch joins the matrices. The second result is empty where there are no sinks."""
+    every: list[Any] = [None if t is None else batched(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
+    out, rows = apply(*(None if t is None else t.flatten(0, 1) for t in every), *rest)
+    shape = every[0].shape
+    return (out.view(shape), rows.view(shape[:-1]) if sinks else rows), (0, 0 if sinks else None)
+
+
+def _gradient(y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    apply = _apply_backward if watched(y, g, share, share_grad) else _causal_softmax_backward
+    return apply(y, g, share, share_grad, *rest)
+
+
+_apply, _apply_backward = apply_of(_CausalSoftmax), apply_of(_CausalSoftmaxBackward)
 
 
 def _launch(x: Tensor, sinks: Tensor | None, scale: float, window: int, version: str) -> tuple[Tensor, Tensor]:
     out, share = _fake(x, sinks)
+    if not LEAST_SCALE <= scale <= MOST_SCALE and out.numel():
+        scores, column, _ = _logits(x, scale, window, sinks)  # each row as a matrix of its own
+        column = None if column is None else column.view(-1)
+        out, share = _launch(scores.view(-1, 1, x.shape[2]), column, 1.0, 1 << 62, version)
+        return out.view(x.shape).to(x.dtype), share.view(x.shape[:2]) if sinks is not None else share
     if out.numel():
         x = _side_by_side(x)
         sinks = None if sinks is None else sinks.contiguous()
@@ -162,6 +245,9 @@ def _launch_backward(
     y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, scale: float, window: int, version: str
 ) -> tuple[Tensor, Tensor]:
     dx, dsink = _fake(y, share)
+    if not LEAST_SCALE <= scale <= MOST_SCALE and dx.numel() and y.dtype != torch.float64:
+        dx, dsink = _launch_backward(y.double(), g.double(), share, share_grad, scale, window, version)
+        return dx.to(y.dtype), dsink
     if dx.numel():
         y, g = y.contiguous(), _side_by_side(g.resolve_neg())
         share, share_grad = (None if t is None else t.contiguous() for t in (share, share_grad))

@@ -8,28 +8,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cukern.ops import kron_chain, kron_plan, kron_torch, kron_v3, kron_v4_backward
 from cukern.ops.kron_checks import PLAIN
-from cukern.runtime.registry import apply_of, choose, raw_op
+from cukern.runtime.registry import Differentiable, apply_of, batched, choose, raw_op, save, transformed, watched
 
 
 def product(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, scale: float, version: str) -> Tensor:
     """x (rows, prod p) times the factors, by kernels: (rows, prod q)."""
-    if _in_dual_level():
-        return _KronLinearWithTangent.apply(x, bias, residual, scale, version, *factors)
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, bias, residual, *factors)]):
+    if watched(x, bias, residual, *factors):
         return _apply(x, bias, residual, scale, version, *factors)
     return _kron_linear(x, bias, residual, factors, scale, version)
 
 
-def _in_dual_level() -> bool:
-    """Whether tensors may carry tangents. (Never under torch.compile, which traces no such Function)."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-
-
-class _KronLinear(torch.autograd.Function):
+class _KronLinear(Differentiable):
     """Where v4's backward is two launches the forward may be as many, and what lies between them is kept: kron_v4_backward.boundary."""
 
     @staticmethod
@@ -40,7 +32,7 @@ class _KronLinear(torch.autograd.Function):
             y, kept = _kron_linear_keeping(x, bias, residual, factors, scale, ctx.at)
         else:
             y = _kron_linear(x, bias, residual, factors, scale, version)
-        ctx.save_for_backward(x, *factors, kept)
+        save(ctx, x, *factors, kept)
         return y
 
     @staticmethod
@@ -50,77 +42,85 @@ class _KronLinear(torch.autograd.Function):
         wanted = [need[0], *need[5:]]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if any(wanted):
-            if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or _in_dual_level():
-                found = kron_chain.gradients(x, g, factors, wanted, ctx.scale, _ModeProduct.apply, _Contraction.apply)
+            if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transformed()):
+                found = kron_chain.gradients(x, g, factors, wanted, ctx.scale, _mode, _contract)
             else:
                 made = iter(_kron_linear_backward(x, g, factors, wanted, ctx.scale, ctx.version, kept, ctx.at))
                 found = [next(made) if w else None for w in wanted]
-        return found[0], g.sum(0) if need[1] else None, g if need[2] else None, None, None, *found[1:]
-
-
-class _KronLinearWithTangent(_KronLinear):
-    """The same with a forward-mode derivative, which torch.compile does not trace."""
+        dbias = g.sum(0, dtype=g.dtype) if need[1] else None  # autocast leaves a sum alone whose dtype is given
+        return found[0], dbias, g if need[2] else None, None, None, *found[1:]
 
     @staticmethod
-    def forward(ctx, x, bias, residual, scale, version, *factors):
-        ctx.save_for_forward(x, *factors)
-        return _KronLinear.forward(ctx, x, bias, residual, scale, version, *factors)
-
-    @staticmethod
-    def jvp(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):
-        x, *factors = ctx.saved_tensors
-        dy = kron_chain.tangent(x, factors, dx, dfactors, ctx.scale, _ModeProduct.apply)
+    def tangent(ctx, dx, dbias, dresidual, _scale, _version, *dfactors):
+        x, *factors, _ = ctx.saved_tensors
+        dy = kron_chain.tangent(x, factors, dx, dfactors, ctx.scale, _mode)
         dy = dy if dbias is None else dy + dbias
         return dy if dresidual is None else dy + dresidual
 
 
-class _ModeProduct(torch.autograd.Function):
+class _Bilinear(Differentiable):
+    """Of two tensors whose first dimension is the samples', to which vmap adds its own."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        z, w, ctx.scale = inputs
+        save(ctx, z, w)
+
+    @staticmethod
+    def batch_of(apply, info, in_dims, z, w, scale):
+        z, w = (batched(t, dim, info.batch_size) for t, dim in zip((z, w), in_dims, strict=False))
+        return apply(z.flatten(0, 1), w.flatten(0, 1), scale).unflatten(0, z.shape[:2]), 0
+
+
+class _ModeProduct(_Bilinear):
     """z, w -> z x w: linear in each, so its derivatives are mode products and contractions."""
 
     @staticmethod
-    def forward(ctx, z, w, scale):
-        ctx.save_for_backward(z, w)
-        ctx.save_for_forward(z, w)
-        ctx.scale = scale
+    def forward(z, w, scale):
         return _kron_mode(z, w, scale)
 
     @staticmethod
     def backward(ctx, g):
         z, w = ctx.saved_tensors
-        dz = _ModeProduct.apply(g, w.mT, ctx.scale) if ctx.needs_input_grad[0] else None
-        dw = _Contraction.apply(z, g, ctx.scale) if ctx.needs_input_grad[1] else None
+        dz = _mode(g, w.mT, ctx.scale) if ctx.needs_input_grad[0] else None
+        dw = _contract(z, g, ctx.scale) if ctx.needs_input_grad[1] else None
         return dz, dw, None
 
     @staticmethod
-    def jvp(ctx, dz, dw, _):
+    def tangent(ctx, dz, dw, _):
         z, w = ctx.saved_tensors
-        return _ModeProduct.apply(dz, w, ctx.scale) + _ModeProduct.apply(z, dw, ctx.scale)
+        return _mode(dz, w, ctx.scale) + _mode(z, dw, ctx.scale)
+
+    @staticmethod
+    def batch(*args):
+        return _Bilinear.batch_of(_mode, *args)
 
 
-class _Contraction(torch.autograd.Function):
+class _Contraction(_Bilinear):
     """z, h -> the gradient that a factor gets where z went in and h came back: linear in each, too."""
 
     @staticmethod
-    def forward(ctx, z, h, scale):
-        ctx.save_for_backward(z, h)
-        ctx.save_for_forward(z, h)
-        ctx.scale = scale
+    def forward(z, h, scale):
         return _kron_contract(z, h, scale)
 
     @staticmethod
     def backward(ctx, v):
         z, h = ctx.saved_tensors
-        dz = _ModeProduct.apply(h, v.mT, ctx.scale) if ctx.needs_input_grad[0] else None
-        dh = _ModeProduct.apply(z, v, ctx.scale) if ctx.needs_input_grad[1] else None
+        dz = _mode(h, v.mT, ctx.scale) if ctx.needs_input_grad[0] else None
+        dh = _mode(z, v, ctx.scale) if ctx.needs_input_grad[1] else None
         return dz, dh, None
 
     @staticmethod
-    def jvp(ctx, dz, dh, _):
+    def tangent(ctx, dz, dh, _):
         z, h = ctx.saved_tensors
-        return _Contraction.apply(dz, h, ctx.scale) + _Contraction.apply(z, dh, ctx.scale)
+        return _contract(dz, h, ctx.scale) + _contract(z, dh, ctx.scale)
+
+    @staticmethod
+    def batch(*args):
+        return _Bilinear.batch_of(_contract, *args)
 
 
-_apply = apply_of(_KronLinear)
+_apply, _mode, _contract = apply_of(_KronLinear), apply_of(_ModeProduct), apply_of(_Contraction)
 
 # ---- raw ops
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from cukern.ops.kron_plan import Step, steps
+from cukern.ops.kron_torch import width
 
 Mode = Callable[[Tensor, Tensor, float], Tensor]  # z (S, A, p, C), w (S, p, q), scale -> (S, A, q, C)
 Contract = Callable[[Tensor, Tensor, float], Tensor]  # z (S, A, p, C), h (S, A, q, C), scale -> (S, p, q)
@@ -23,7 +24,7 @@ def plan(factors: Sequence[Tensor]) -> tuple[Step, ...]:
 
 def seen(z: Tensor, w: Tensor, n: int, right: int) -> Tensor:
     """The array as a factor sees it, whose index has n places: (S, A, n, C)."""
-    return z.reshape(w.shape[0], z.numel() // (w.shape[0] * n * right), n, right)
+    return z.reshape(w.shape[0], z.numel() // max(w.shape[0] * n * right, 1), n, right)
 
 
 def gradients(
@@ -60,4 +61,4 @@ def tangent(x: Tensor, factors: Sequence[Tensor], dx: Tensor | None, dws: Sequen
         parts = [] if dz is None else [mode(seen(dz, w, s.p, s.right), w, 1.0)]
         parts += [] if dw is None else [mode(seen(z, w, s.p, s.right), dw, 1.0)]
         z, dz = mode(seen(z, w, s.p, s.right), w, 1.0), sum(parts[1:], parts[0]) if parts else None
-    return (z.new_zeros(z.shape) if dz is None else dz * scale).reshape(x.shape[0], -1)
+    return (z.new_zeros(z.shape) if dz is None else dz * scale).reshape(x.shape[0], width(factors, -1))

@@ -1,5 +1,6 @@
 """What kron_linear demands of its arguments, and how it says so."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Seq
     """The arguments as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
     if _are_plain(x, factors, bias, residual):
         return x, factors, bias, residual
-    if isinstance(factors, Tensor):
-        raise TypeError(f"factors must be a list of matrices, got one tensor of shape {tuple(factors.shape)}")
+    if not isinstance(factors, list | tuple | torch.nn.ParameterList):
+        raise TypeError(f"factors must be a list or a tuple of matrices, got {checks.brief(factors)}")
     factors = [interop.to_torch(f"factors[{i}]", w) for i, w in enumerate(factors)]
     x = interop.to_torch("x", x)
     bias = None if bias is None else interop.to_torch("bias", bias)
@@ -38,10 +39,45 @@ def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
     if type(factors) not in (list, tuple) or not factors or type(x) not in PLAIN or x.dtype not in checks.FLOATS:
         return False
     dtype, device = x.dtype, x.device
-    for t in (x, *factors, bias, residual):
-        if t is not None and (type(t) not in PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided):
+    for i, t in enumerate((bias, residual, x, *factors)):
+        if (t is not None or i > 1) and (type(t) not in PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided):
             return False
-    return not torch.compiler.is_compiling() and not any([t is not None and t.is_neg() for t in (x, *factors, bias, residual)])
+    every = (x, *factors, bias, residual)
+    return not torch.compiler.is_compiling() and not any([t is not None and (t.is_neg() or t.is_nested) for t in every])
+
+
+def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:
+    """x, w1, and w2 or its two parts as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
+    named = {"x": x, "w1": w1}
+    if isinstance(w2, tuple | list):
+        if len(w2) != 2:
+            raise ValueError(f"w2 must be a matrix or the pair (a, b) of a low-rank one, got {len(w2)} of them")
+        named.update({"w2's a": w2[0], "w2's b": w2[1]})
+    else:
+        named["w2"] = w2
+    given = {name: interop.to_torch(name, value) for name, value in named.items()}
+    for name, t in given.items():
+        checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
+        if name != "x" and t.ndim not in (2, 3):
+            raise ValueError(f"{name} must be a matrix, or one for each sample, got shape {tuple(t.shape)}")
+    checks.same(**given)
+    if len(given) == 4:
+        a, b = given["w2's a"], given["w2's b"]
+        if a.shape[-1] != b.shape[-2] or (a.ndim == b.ndim == 3 and len(a) != len(b)):
+            raise ValueError(f"w2's a has shape {tuple(a.shape)}, b has {tuple(b.shape)}: they must be (q2, r) and (r, p2)")
+    return tuple(given.values())
+
+
+def scale(value: Any, dtype: torch.dtype) -> float:
+    if isinstance(value, Tensor):
+        raise TypeError(f"scale must be a number, got {checks.brief(value)}: multiply the result by it instead")
+    return checks.number("scale", value, math.inf if dtype in (torch.float64, torch.complex128) else checks.FLOAT32_MAX)
+
+
+def sizes(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list or a tuple of ints, got {checks.brief(values)}")
+    return tuple([checks.integer(f"{name}[{i}]", value, 1) for i, value in enumerate(values)])
 
 
 def shapes(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None) -> tuple[int, ...]:
@@ -69,11 +105,8 @@ def shapes(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: 
 
 def version(name: str | None, x: Tensor, known: Sequence[str], in_torch: Sequence[str]) -> None:
     """Raises ValueError for a version that there is not, or that x's device or dtype cannot have."""
-    if name is None:
-        return
-    if name not in known:
-        checks.unknown_version("kron_linear", name, known)
-    if name in in_torch:
+    checks.version("kron_linear", name, known)
+    if name is None or name in in_torch:
         return
     if x.dtype in COMPLEX:
         raise ValueError(f"version {name!r} of cukern.kron_linear has no {x.dtype}: complex tensors go through torch, v1 or v2")

@@ -1,5 +1,6 @@
 """One factor of kron_linear, and the gradient of one, by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those
-whose sizes v4's kernels have no good tiles for. Products of one dtype go to tensors that are given: those autocast leaves as they are."""
+whose sizes v4's kernels have no good tiles for. Autocast leaves alone a product that goes to a tensor that is given, and a sum whose dtype
+is given."""
 
 import functools
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cukern.ops.kron_plan import Step
 from cukern.ops.kron_v3 import Epilogue
+from cukern.runtime.autocast import off
 
 if TYPE_CHECKING:
     from cukern.ops.kron_groups import Target
@@ -117,12 +119,13 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
         products = z.new_empty(part, p, q)
         for i in range(0, A, part):
             n = min(part, A - i)
-            total += torch.bmm(z[i : i + n], h[i : i + n].mT, out=products[:n]).sum(0)
+            total += torch.bmm(z[i : i + n], h[i : i + n].mT, out=products[:n]).sum(0, dtype=z.dtype)
         return total.mul_(scale)
     z, h = z[:, :, 0], h[:, :, 0]
     if z.itemsize > 2 or not z.is_cuda:
         return torch.mm(z.mT, h, out=z.new_empty(p, q)).mul_(scale)
-    return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
+    with off(z):
+        return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
 
 
 def _dense(strides: Sequence[int], columns: int) -> bool:

@@ -19,7 +19,8 @@ from cukern.ops import kron_checks, kron_quick
 from cukern.ops.kron_autograd import product
 from cukern.ops.kron_torch import PRODUCTS, movedim_product
 from cukern.ops.kron_versions import VERSIONS, with_epilogue
-from cukern.runtime import backend
+from cukern.ops.torch_matmul import matmul
+from cukern.runtime import backend, checks
 
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch.compiler.is_dynamo_compiling
@@ -42,7 +43,7 @@ def kron_linear(
         factors: the matrices W_i, each (p_i, q_i), of any strides, square or not; or (S, p_i, q_i), where S is x's first dimension: then
             each x[s] has a factor of its own.
         bias: (q_1 * .. * q_n,) or None; residual: of the output's shape, or None. All of x's dtype and device.
-        scale: a number, no tensor: it has no gradient.
+        scale: a finite number, no tensor: it has no gradient. Within float32's range, but for float64.
         version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
             not on a GPU, complex ones, and those under torch.func's transforms go to v1.
 
@@ -55,14 +56,15 @@ def kron_linear(
     lost, and of bfloat16, and in gradients, an infinite factor may make NaN of an infinity. 16-bit types are added in float32 and rounded
     after each launch, in the backward after each factor; between the factors of one launch v4 keeps them in float32, or on tensor cores in
     TF32 or with 16 digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other
-    switches for it say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not change the dtype.
-    Results have the same bits in every run.
+    switches for it say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not
+    change the dtype: the op computes as if it were off. Results have the same bits in every run.
 
     For the backward x and the factors are kept; of a layer whose backward is in two parts also what is between them, an array like x, where
     that is faster and memory allows. The backward itself has besides the gradients one array like x, or none with what is kept, two where
     factors are not square; and partial sums, of which few rows have more than numbers.
 
-    Raises TypeError for another dtype, or two; ValueError for no factors, shapes that do not fit, two devices, or an unknown version.
+    Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
+    devices, a scale that is not finite, or an unknown version.
     """
     usual = bias is residual is version is None and kron_quick.usual(x, factors, scale)
     call = kron_quick.known(x, factors, scale) if usual else None
@@ -71,6 +73,7 @@ def kron_linear(
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
     kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
+    scale = kron_checks.scale(scale, x.dtype)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
@@ -78,7 +81,7 @@ def kron_linear(
     if usual:
         kron_quick.remember(x, factors, scale)
     flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
-    y = product(rows, factors, bias, flat, float(scale), version or "")
+    y = product(rows, factors, bias, flat, scale, version or "")
     return y if x.ndim == 2 else y.view(shape)
 
 
@@ -90,12 +93,15 @@ def lokr_linear(
     Args:
         x: (..., p1 * p2). w1: (q1, p1), as torch.nn.Linear's weights are: output first.
         w2: (q2, p2), or the pair (a, b) of a low-rank one, W2 = a @ b with a (q2, r) and b (r, p2): that small product is formed.
+            Both may have one matrix for each of x's first dimension, as the factors of `kron_linear`.
         scale, residual, bias, version: as in `kron_linear`; residual is the base layer's output.
 
-    Returns (..., q1 * q2). Raises as `kron_linear` does, with W1 and W2 transposed as its factors.
+    Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
     """
-    second = w2[0] @ w2[1] if isinstance(w2, tuple | list) else w2
-    return kron_linear(x, (w1.mT, second.mT), bias=bias, scale=scale, residual=residual, version=version)
+    if type(w1) not in kron_checks.PLAIN or type(w2) not in kron_checks.PLAIN or w1.ndim < 2 or w2.ndim < 2:
+        x, w1, *parts = kron_checks.lokr(x, w1, w2)
+        w2 = matmul(*parts) if len(parts) == 2 else parts[0]
+    return kron_linear(x, (w1.mT, w2.mT), bias=bias, scale=scale, residual=residual, version=version)
 
 
 class KronLinear(torch.nn.Module):
@@ -119,13 +125,17 @@ class KronLinear(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if len(in_factors) != len(out_factors) or not in_factors:
-            raise ValueError(f"in_factors {tuple(in_factors)} and out_factors {tuple(out_factors)} must be equally many, at least one")
-        self.in_factors, self.out_factors, self.version = tuple(in_factors), tuple(out_factors), version
-        pairs = zip(in_factors, out_factors, strict=True)
+        self.in_factors, self.out_factors = kron_checks.sizes("in_factors", in_factors), kron_checks.sizes("out_factors", out_factors)
+        if len(self.in_factors) != len(self.out_factors) or not self.in_factors:
+            raise ValueError(f"in_factors {self.in_factors} and out_factors {self.out_factors} must be equally many, at least one")
+        checks.version("KronLinear", version, VERSIONS)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+            raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {checks.brief(dtype)}")
+        self.version = version
+        pairs = zip(self.in_factors, self.out_factors, strict=True)
         self.factors = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(p, q, device=device, dtype=dtype)) for p, q in pairs])
-        size = torch.Size(out_factors).numel()
-        self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if bias else None
+        size = torch.Size(self.out_factors).numel()
+        self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if checks.flag("bias", bias) else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

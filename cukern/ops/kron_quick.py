@@ -39,7 +39,11 @@ def usual(x: Any, factors: Any, scale: Any) -> bool:
 
 def known(x: Tensor, factors: Sequence[Tensor], scale: float) -> Call | None:
     """The launch of an earlier usual call that was like this one."""
-    for guards, call in _known.get(_key(x, factors, scale), ()):
+    try:
+        calls = _known.get(_key(x, factors, scale), ())
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+    for guards, call in calls:
         if guards.check(x, *factors):
             return None if x.data_ptr() & 15 else call
     return None

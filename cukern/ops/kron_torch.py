@@ -8,6 +8,8 @@ from math import prod
 
 from torch import Tensor
 
+from cukern.ops.torch_matmul import matmul
+
 Product = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
@@ -15,23 +17,22 @@ def movedim_product(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """v1: multiply the last index, move it to the front, and so on, until all have been last."""
     samples = samples_of(factors)
     sizes = [w.shape[-2] for w in factors]
-    z = x.reshape(samples, x.shape[0] // samples, *sizes)
+    z = x.reshape(samples, x.shape[0] // max(samples, 1), *sizes)
     for w in reversed(factors):
-        if w.ndim == 3:
-            w = w.reshape(samples, *(1,) * (len(factors) - 1), *w.shape[1:])
-        z = (z @ w).movedim(-1, 2)
+        y = matmul(z, w) if w.ndim == 2 else matmul(z.flatten(1, -2), w)
+        z = y.view(*z.shape[:-1], w.shape[-1]).movedim(-1, 2)
     return z.reshape(x.shape[0], width(factors, -1))
 
 
 def transposed_product(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """v2: a row is slices of p numbers; w^T times the transpose of all slices puts q first, and the next p last."""
     samples, rows = samples_of(factors), x.shape[0]
-    z, slices = x.reshape(samples, -1), x.numel() // samples
+    z, slices = x, x.numel() // max(samples, 1)
     for w in reversed(factors):
         slices //= w.shape[-2]
-        z = w.mT @ z.reshape(samples, slices, w.shape[-2]).mT
+        z = matmul(w.mT, z.reshape(samples, slices, w.shape[-2]).mT)
         slices *= w.shape[-1]
-    return z.reshape(samples, width(factors, -1), rows // samples).mT.reshape(rows, width(factors, -1))
+    return z.reshape(samples, width(factors, -1), rows // max(samples, 1)).mT.reshape(rows, width(factors, -1))
 
 
 def samples_of(factors: Sequence[Tensor]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cukern.ops import torch_matmul
 from cukern.ops.matmul_versions import BIAS_GRAD, VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, each, raw_op, register, save, watched
@@ -29,7 +30,7 @@ def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
         version: "v1" to "v5"; by default the fastest that the GPU has. Tensors that are not on a GPU go to torch.matmul, or to the
             simulator.
 
-    Returns (..., M, N), contiguous. Autocast does not change the dtype.
+    Returns (..., M, N), contiguous. Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for another dtype or two dtypes, ValueError for shapes that do not fit, two devices, or an unknown version.
     """
@@ -38,10 +39,7 @@ def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
         raise ValueError(f"a must be (..., M, K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
     if a.shape[-1] != b.shape[0]:
         raise ValueError(f"the last dimension of a, {a.shape[-1]}, must equal the first of b, {b.shape[0]}")
-    if not a.is_cuda and not backend.simulates(a):
-        return reference_matmul(a, b)
-    out = _product(a if a.ndim == 2 else a.reshape(-1, a.shape[-1]), b, None, version or "")
-    return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
+    return _by_rows(a, b, None, version)
 
 
 def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None) -> torch.Tensor:
@@ -52,7 +50,7 @@ def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None)
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
         version: see `matmul`.
 
-    Returns (..., N), contiguous. Raises as `matmul` does.
+    Returns (..., N), contiguous. Autocast and errors: as in `matmul`.
     """
     x, weight, bias = _inputs("linear", version, x=x, weight=weight, bias=bias)
     if x.ndim < 1 or weight.ndim != 2:
@@ -61,10 +59,14 @@ def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None)
         raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the last of weight, {weight.shape[1]}")
     if bias is not None:
         checks.shape("bias", bias, (weight.shape[0],), "one value for each row of weight")
-    if not x.is_cuda and not backend.simulates(x):
-        return reference_linear(x, weight, bias)
-    out = _product(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), weight.t(), bias, version or "")
-    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    return _by_rows(x, weight.t(), bias, version)
+
+
+def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str | None) -> torch.Tensor:
+    rows = a if a.ndim == 2 else a.reshape(a.shape[:-1].numel(), a.shape[-1])
+    kernels = a.is_cuda or backend.simulates(a)
+    out = _product(rows, b, bias, version or "") if kernels else torch_matmul.matmul(rows, b, bias)
+    return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
 
 
 def reference_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -75,16 +77,15 @@ def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _inputs(op: str, version: str | None, **values: Any) -> list[Any]:
-    tensors = {n: v if v is None and n == "bias" else interop.to_torch(n, v) for n, v in values.items()}
+def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
+    tensors: dict[str, Any] = {n: v if v is None and n == "bias" else interop.to_torch(n, v) for n, v in values.items()}
     for name, t in tensors.items():
         if t is not None:
             checks.dtype(name, t, DTYPES)
     checks.same(**tensors)
-    first = next(t for t in tensors.values() if t is not None)
     if version is not None:
-        if version not in VERSIONS:
-            checks.unknown_version(op, version, VERSIONS)
+        checks.version(op, version, VERSIONS)
+        first = next(iter(tensors.values()))
         if not first.is_cuda and not backend.simulates(first):
             checks.needs_gpu(op, version, first.device)
     return list(tensors.values())
@@ -122,11 +123,17 @@ class _Product(Differentiable):
         size, (a_dim, b_dim, bias_dim, _) = info.batch_size, in_dims
         if b_dim is None and bias_dim is None:
             a = a.movedim(a_dim, 0)
-            return _product(a.reshape(-1, a.shape[2]), b, bias, version).view(size, a.shape[1], b.shape[1]), 0
+            return _product(a.flatten(0, 1), b, bias, version).view(size, a.shape[1], b.shape[1]), 0
         if a_dim is None and bias is None:
             b = b.movedim(b_dim, 1)
-            return _product(a, b.reshape(b.shape[0], -1), None, version).view(a.shape[0], size, b.shape[2]), 1
+            return _product(a, b.flatten(1), None, version).view(a.shape[0], size, b.shape[2]), 1
         return each(_product, size, in_dims, (a, b, bias, version))
+
+    @staticmethod
+    def recorded(ctx, a, b, bias, version):
+        ctx.save_for_backward(a, b)
+        ctx.version = version
+        return _matmul(a, b, bias, version)
 
 
 class _ColumnSum(Differentiable):
@@ -149,11 +156,11 @@ class _ColumnSum(Differentiable):
     @staticmethod
     def batch(info, in_dims, x, version):
         x = x.movedim(in_dims[0], 1)
-        return _column_sums(x.reshape(x.shape[0], -1), version).view(x.shape[1:]), 0
+        return _column_sums(x.flatten(1), version).view(x.shape[1:]), 0
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
-    return (_apply if watched(a, b, bias) else _matmul)(a, b, bias, version)
+    return _apply(a, b, bias, version) if watched(a, b, bias) else _matmul(a, b, bias, version)
 
 
 _apply, _column_sums = apply_of(_Product), apply_of(_ColumnSum)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from cukern.ops import rope_checks, rope_ops, rope_reference, rope_rows
-from cukern.ops.rope_checks import Request, shape_of
-from cukern.ops.rope_memory import check_writable
+from cukern.ops.rope_checks import Request
+from cukern.ops.rope_memory import check_writable, check_writable_wrapped
 from cukern.ops.rope_plan import Inputs, Options, angle_maths, compute_dtype, table_dtypes
-from cukern.ops.rope_versions import VERSIONS
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.registry import transformed
+
+_modes = torch._C._len_torch_dispatch_stack
 
 
 def rope(
@@ -57,17 +59,19 @@ def rope(
         mrope_section: numbers of pairs, 2 or 3 of them, together rotary_dim / 2: the first take the first section's position, and so on.
         cu_seqlens: int32 or int64 (sequences + 1,), layout "thd": where each packed sequence begins, and the last ends. Positions start
             anew in each. Tokens outside of all sequences are copied.
-        start_positions: int32 or int64 (batch,) or (sequences,): added to the positions of each sequence.
+        start_positions: int32 or int64 (batch,) or (sequences,): added to the positions of each sequence. A position below 0 is beyond the
+            table, as one behind its end.
         layout: "bshd" (batch, sequence, heads, head_dim), "bhsd", "sbhd", or "thd" (tokens, heads, head_dim).
         inverse: rotate by minus the angles (where the two elements of a pair have different ones: by the transpose).
-        scale: a factor of the rotated slice (YaRN's mscale).
+        scale: a factor of the rotated slice (YaRN's mscale): a number, not a tensor, and unless x is float64 one that float32 can hold.
         version: by default the fastest.
 
     Returns a new tensor of x's shape and dtype, or the tuple (x, k); dense strides are kept.
+    Autocast does not change the dtype: the op computes as if it were off.
 
-    Raises TypeError for a dtype, ValueError for shapes, devices or options that do not fit, and on the CPU for a position beyond the table
-    and for decreasing cu_seqlens. On a GPU, where to look at them would wait for it, a token whose position is beyond the table becomes
-    NaN, and decreasing cu_seqlens give some position or NaN; nothing is read out of bounds.
+    Raises TypeError for the type of an argument or a dtype, ValueError for shapes, devices or options that do not fit, and on the CPU for a
+    position beyond the table and for decreasing cu_seqlens. On a GPU, where to look at them would wait for it, a token whose position is
+    beyond the table becomes NaN, and decreasing cu_seqlens give some position or NaN; nothing is read out of bounds.
     """
     inputs = Inputs(x, k, cos, sin, position_ids, cu_seqlens, start_positions, mrope_section)
     inputs, options = _checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)
@@ -96,12 +100,16 @@ def rope_(
 
     Autograd knows of it, as of torch's own in-place operations; gradients are computed in new memory.
 
-    Raises also ValueError for a leaf that requires grad, for elements that share memory (an expanded view), and for x and k that do.
+    Raises also ValueError, before anything is written, for what autograd lets nobody write, such as a leaf that requires grad; for an array
+    that is read-only; for elements that share memory (an expanded view), for x and k that do, and for a table or positions in their memory.
     """
     inputs = Inputs(x, k, cos, sin, position_ids, cu_seqlens, start_positions, mrope_section)
-    inputs, options = _checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)
-    rope_checks.not_a_leaf("x", inputs.x)
-    rope_checks.not_a_leaf("k", inputs.k)
+    inputs, options = _checked(inputs, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version, _WRITTEN)
+    if not torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
+            rope_checks.autograd_allows_writing(x=inputs.x, k=inputs.k)
+        plain = type(inputs.x) is Tensor and not (inputs.x.is_meta or _modes() or transformed())
+        (check_writable if plain else check_writable_wrapped)(*inputs[:7])
     return run(inputs, options, in_place=True)
 
 
@@ -118,43 +126,36 @@ def reference(
 
 def _checked(
     inputs: Inputs, rotary_dim: int | None, rotary_offset: int, interleaved: bool, layout: str, inverse: bool, scale: float | None,
-    version: str | None,
+    version: str | None, written: frozenset[str] = frozenset(),
 ) -> tuple[Inputs, Options]:  # fmt: skip
-    """The inputs as tensors, and the options of a call that is allowed."""
-    section = None if inputs.section is None else tuple(inputs.section)
-    tensors: list[Any] = [_tensor(name, t) for name, t in zip(_NAMES, inputs, strict=False)]
+    """The inputs as tensors, and the options of a call that is allowed. `written`: the names of those that it writes."""
+    section = None if inputs.section is None else rope_checks.sections(inputs.section)
+    tensors: list[Any] = [
+        t if type(t) is Tensor or (t is None and name in _OPTIONAL) else interop.to_torch(name, t, name in written)
+        for name, t in zip(_NAMES, inputs, strict=False)
+    ]
     inputs = Inputs(*tensors, section)  # type: ignore[call-arg]
-    shapes: list[Any] = [shape_of(t) for t in tensors]
-    request = Request(*shapes, section, rotary_dim, rotary_offset, interleaved, layout, inverse, scale)  # type: ignore[call-arg]
-    resolve = rope_checks.resolve if torch.compiler.is_compiling() else rope_checks.resolve_cached
-    options = resolve(request, version or "")
-    if torch.is_grad_enabled():
-        rope_checks.tables_have_no_gradient(inputs.cos, inputs.sin)
+    request = Request(*rope_checks.shapes_of(_NAMES, tensors), section)  # type: ignore[arg-type,call-arg]
+    options = rope_checks.resolve(request, rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version)
+    rope_checks.no_gradient("rope", cos=inputs.cos, sin=inputs.sin)
     return inputs, options
-
-
-def _tensor(name: str, value: Any) -> Tensor | None:
-    if type(value) is Tensor or (value is None and name in _OPTIONAL):
-        return value
-    return interop.to_torch(name, value)
 
 
 _NAMES = ("x", "k", "cos", "sin", "position_ids", "cu_seqlens", "start_positions")
 _OPTIONAL = frozenset(_NAMES) - {"x", "cos"}
+_WRITTEN = frozenset({"x", "k"})
 
 
 def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
     """A call that is checked: prepare the tables and the positions, and rotate."""
     x, k, cos, sin, *_ = inputs
-    if options.version and options.version not in VERSIONS:
-        checks.unknown_version("rope", options.version, VERSIONS)
     if not x.is_cuda:
         rope_checks.values(inputs, options)
         if not backend.simulates(x):
             return _without_kernels(inputs, options, in_place)
     if sin is None:
         angles = cos if cos.dtype == torch.float64 else cos.float()
-        cos, sin = rope_rows.angles(angles, angle_maths(x.dtype, angles.dtype) == torch.float64)
+        cos, sin = rope_rows.tables_of(angles, angle_maths(x.dtype, angles.dtype) == torch.float64)
     if cos.dtype not in table_dtypes(x.dtype):
         cos, sin = (t.to(compute_dtype(x.dtype, t.dtype)) for t in (cos, sin))
     positions = None
@@ -166,9 +167,5 @@ def run(inputs: Inputs, options: Options, in_place: bool = False) -> Any:
 def _without_kernels(inputs: Inputs, options: Options, in_place: bool) -> Any:
     if options.version:
         checks.needs_gpu("rope", options.version, inputs.x.device)
-    out, x, k = rope_reference.rope(inputs, options), inputs.x, inputs.k
-    if not in_place:
-        return out
-    if not torch.compiler.is_compiling():
-        check_writable(x, k)
-    return x.copy_(out) if k is None else (x.copy_(out[0]), k.copy_(out[1]))
+    out = rope_reference.rope(inputs, options)
+    return rope_ops.write(inputs.x, inputs.k, out) if in_place else out

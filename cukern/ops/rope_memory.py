@@ -1,20 +1,67 @@
-"""Which elements of which tensors lie at one address: what a rotation in place has to know."""
+"""Which elements of which tensors lie at one address: what a rotation in place has to know before it writes anything."""
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrap = torch._C._functorch.get_unwrapped
+_PLAIN = (Tensor, torch.nn.Parameter)
+_NOWHERE = -(1 << 63)  # the extent of a tensor without elements: it meets no other
 
-def check_writable(x: Tensor, k: Tensor | None) -> None:
-    """Each element of x and k has a place of its own. Raises ValueError."""
-    check_apart("x", x.shape, x.stride())
+
+def unwrapped(t: Any) -> Any:
+    """The tensor inside of torch.func's wrappers, with the batches of vmap as dimensions."""
+    while t is not None and _wrapped(t):
+        t = _unwrap(t)
+    return t
+
+
+_OTHERS = ("cos", "sin", "position_ids", "cu_seqlens", "start_positions")
+
+
+def check_writable(x: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
+    """Each element of x and k has a place of its own, where no other input lies. Raises ValueError.
+
+    Extents are kept for the next tensors of these shapes and strides, so that a call compares addresses and no more. Another input is
+    refused even if it lies in gaps between the elements of x.
+    """
+    p, extent = x.data_ptr(), written_extent("x", x.shape, x.stride(), x.itemsize)
+    p_k, extent_k = 0, _NOWHERE
     if k is not None:
-        check_apart("k", k.shape, k.stride())
-        check_disjoint(k.data_ptr() - x.data_ptr(), x.itemsize, x.shape, x.stride(), k.shape, k.stride())
+        p_k, extent_k = k.data_ptr(), written_extent("k", k.shape, k.stride(), k.itemsize)
+        if -extent_k < p_k - p < extent:
+            check_disjoint(p_k - p, x.itemsize, x.shape, x.stride(), k.shape, k.stride())
+    for name, t in zip(_OTHERS, others, strict=True):
+        if t is not None:
+            q, size = t.data_ptr(), _extent(t.shape, t.stride(), t.itemsize)
+            if -size < q - p < extent or -size < q - p_k < extent_k:
+                raise ValueError(f"{name} lies in the memory of {'x' if -size < q - p < extent else 'k'}, which is written in place")
 
 
-def check_apart(name: str, shape: Any, strides: Any) -> None:
-    """No two indices lead to one element: no dimension steps into the extent of those with smaller steps. Raises ValueError."""
+def check_writable_wrapped(*tensors: Tensor | None) -> None:
+    """The same, where tensors may be wrapped by torch.func, or have no memory."""
+    plain: Any = [unwrapped(t) for t in tensors]
+    if all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in plain):
+        check_writable(*plain)
+    else:
+        for name, t in zip("xk", plain, strict=False):
+            if t is not None:
+                written_extent(name, t.shape, t.stride(), t.itemsize)
+
+
+@functools.lru_cache(4096)
+def _extent(shape: Any, strides: Any, itemsize: int) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    return _NOWHERE if 0 in shape else (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
+
+
+@functools.lru_cache(4096)
+def written_extent(name: str, shape: Any, strides: Any, itemsize: int) -> int:
+    """The same of a tensor to be written. Raises ValueError where two indices lead to one element: a dimension that steps into the
+    extent of those with smaller steps."""
     extent = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride <= extent:
@@ -22,8 +69,10 @@ def check_apart(name: str, shape: Any, strides: Any) -> None:
                 f"{name} has shape {tuple(shape)} and strides {tuple(strides)}: elements share memory, so it cannot be in place"
             )
         extent += (size - 1) * stride
+    return _extent(shape, strides, itemsize)
 
 
+@functools.lru_cache(4096)
 def check_disjoint(distance: int, itemsize: int, x_shape: Any, x_strides: Any, k_shape: Any, k_strides: Any) -> None:
     """k, which begins `distance` bytes after x, has no element in common with x. Raises ValueError."""
     if not _disjoint(distance, itemsize, x_shape, x_strides, k_shape, k_strides):
@@ -33,9 +82,10 @@ def check_disjoint(distance: int, itemsize: int, x_shape: Any, x_strides: Any, k
 def _disjoint(distance: int, itemsize: int, x_shape: Any, x_strides: Any, k_shape: Any, k_strides: Any) -> bool:
     """True for slices of one packed tensor too, whose elements lie among each other. Neither overlaps itself. Where the strides differ,
     their extents must not meet."""
-    extents = [(sum((n - 1) * s for n, s in zip(*t, strict=True)) + 1) * itemsize for t in ((x_shape, x_strides), (k_shape, k_strides))]
-    if distance >= extents[0] or -distance >= extents[1] or 0 in (*x_shape, *k_shape):
+    if distance >= _extent(x_shape, x_strides, itemsize) or -distance >= _extent(k_shape, k_strides, itemsize):
         return True
+    if len(x_shape) != len(k_shape):
+        return False
     dims = []
     for n, m, s, t in zip(x_shape, k_shape, x_strides, k_strides, strict=True):
         if n > 1 and m > 1 and s != t:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cukern.ops.rope_memory import check_apart
+from cukern.ops.rope_memory import written_extent
 from cukern.runtime import backend
 from cukern.runtime.registry import choose
 
@@ -133,7 +133,7 @@ def plan(
     o = Options(*options)
     if not outs:
         for name, (shape, strides) in zip("xk", ins, strict=False):
-            check_apart(name, shape, strides)
+            written_extent(name, shape, strides, dtype.itemsize)
     xs = [Layout.of(shape, strides, o.layout) for shape, strides in ins]
     outputs = [Layout.of(shape, out, o.layout) for (shape, _), out in zip(ins, outs or [s for _, s in ins], strict=True)]
     table_dtype, shape, strides = cos

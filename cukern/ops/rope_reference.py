@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.rope_plan import AXES, Inputs, Options, compute_dtype, tokens_of
-
-UNROTATED = -1  # a token that belongs to no sequence, as in rope.cu
+from cukern.runtime.autocast import off
 
 
 def rope(inputs: Inputs, options: Options) -> Any:
@@ -15,32 +14,32 @@ def rope(inputs: Inputs, options: Options) -> Any:
     x, k, cos, sin, *_ = inputs
     if sin is None:
         cos, sin = cos.double().cos(), cos.double().sin()
-    positions = positions_of(inputs, options) if inputs.has_positions else None
-    unrotated = None if inputs.cu_seqlens is None or positions is None else positions == UNROTATED
+    positions, unrotated = positions_of(inputs, options) if inputs.has_positions else (None, None)
     sequence = tokens_of(x.shape, options.layout)[1]
-    cos, sin = (_rows(t, positions, sequence, inputs.section, options) for t in (cos, sin))
-    if k is None:
-        return _turn(x, cos, sin, unrotated, options)
-    return _turn(x, cos, sin, unrotated, options), _turn(k, cos, sin, unrotated, options)
+    cos, sin = (_rows(t, positions, unrotated, sequence, inputs.section, options) for t in (cos, sin))
+    with off(x):
+        if k is None:
+            return _turn(x, cos, sin, unrotated, options)
+        return _turn(x, cos, sin, unrotated, options), _turn(k, cos, sin, unrotated, options)
 
 
-def positions_of(inputs: Inputs, options: Options) -> Tensor:
-    """(batch, sequence) rows of the table, int64, or UNROTATED; or with sections (sections, batch, sequence). rope_positions in rope.cu
-    tells the rules. They may be beyond the table."""
+def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | None]:
+    """(batch, sequence) rows of the table, int64; or with sections (sections, batch, sequence). rope_positions in rope.cu tells the rules.
+    They may be beyond the table. And, of packed sequences, which tokens (1, sequence) belong to none, and are copied."""
     batch, sequence = tokens_of(inputs.x.shape, options.layout)
     if inputs.position_ids is not None:
-        return inputs.position_ids.long().expand(*([] if inputs.section is None else [len(inputs.section)]), batch, sequence)
+        return inputs.position_ids.long().expand(*([] if inputs.section is None else [len(inputs.section)]), batch, sequence), None
     cu_seqlens, starts, cp_size, cp_rank, like = inputs.cu_seqlens, inputs.start_positions, inputs.cp_size, inputs.cp_rank, inputs.x
     s = torch.arange(sequence, device=like.device)
     length: Any = sequence
-    which = None
+    which = outside = None
     if cu_seqlens is not None:
         bounds = cu_seqlens.long() // cp_size
         which = torch.searchsorted(bounds, s, right=True) - 1
         outside = (which < 0) | (which >= len(bounds) - 1)
         which = torch.where(outside, 0, which)
         if len(bounds) < 2:
-            return torch.full((batch, sequence), UNROTATED, device=like.device)
+            return s[None], torch.ones_like(s, dtype=torch.bool)[None]
         s = s - bounds[which]
         length = (bounds[1:] - bounds[:-1])[which]
     if cp_size > 1:
@@ -48,17 +47,17 @@ def positions_of(inputs: Inputs, options: Options) -> Tensor:
         s = torch.where(s < length // 2, s + ahead, s + behind)
     if starts is not None:
         s = s + (starts.long()[:, None] if which is None else starts.long()[which])
-    if which is not None:
-        s = torch.where(outside, UNROTATED, s)
-    return s.expand(batch, sequence)
+    return s.expand(batch, sequence), None if outside is None else outside[None]
 
 
-def _rows(table: Tensor, positions: Tensor | None, sequence: int, section: tuple[int, ...] | None, o: Options) -> Tensor:
-    """(batch or 1, sequence, width): each token's row of cos or sin, NaN beyond the table; any row for an UNROTATED one."""
+def _rows(
+    table: Tensor, positions: Tensor | None, unrotated: Tensor | None, sequence: int, section: tuple[int, ...] | None, o: Options
+) -> Tensor:
+    """(batch or 1, sequence, width): each token's row of cos or sin, NaN beyond the table; any row for one that is not rotated."""
     if positions is None:
         return table[..., :sequence, :] if table.ndim == 3 else table[None, :sequence]
     inside = (positions >= 0) & (positions < table.shape[0])
-    beyond = ~inside & (positions != UNROTATED)  # a NaN in a row that is not used would spoil the gradient
+    beyond = ~inside if unrotated is None else ~inside & ~unrotated  # a NaN in a row that is not used would spoil the gradient
     rows = table[torch.where(inside, positions, 0)].masked_fill(beyond[..., None], float("nan"))
     if section is None:
         return rows

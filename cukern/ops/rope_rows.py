@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.ops.rope_plan import Inputs, Options, tokens_of
 from cukern.runtime.kernel import Template
-from cukern.runtime.registry import raw_op
+from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, transformed
 
 THREADS = 256
 POSITIONS, ANGLES, SECTIONS = (Template("rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections"))
@@ -84,12 +84,50 @@ def rows(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor | Non
         batch = ids.shape[0]  # 1, if the sequences share them; of several sections all
     elif starts is None:
         batch = 1
-    positions = _positions(cos, ids, cu_seqlens, starts, batch, sequence, cp_size, cp_rank)
+    positions = _call(_positions, cos, ids, cu_seqlens, starts, batch, sequence, cp_size, cp_rank)
     if section is None:
         return cos, sin, positions
     end1 = section[0] + section[1]
-    tables = _sections(cos, sin, positions, batch // len(section), sequence, options.rotary_dim // 2, options.interleaved, section[0], end1)
-    return *tables, None
+    shape = batch // len(section), sequence, options.rotary_dim // 2, options.interleaved
+    return *_call(_sections, cos, sin, positions, *shape, section[0], end1), None
+
+
+def tables_of(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin of angles, in float64 or float32."""
+    return _call(_angles, angles, in_double)
+
+
+class _Apart(Differentiable):
+    """These kernels under torch.func's transforms: no derivatives, and of a batch one call for each element."""
+
+    @staticmethod
+    def forward(op, *args):
+        return op(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise ValueError("cos and sin have no gradient")
+
+    @staticmethod
+    def tangent(ctx, *tangents):
+        if any(t is not None for t in tangents):
+            raise ValueError("cos and sin have no derivative: pass them without a tangent")
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply, info.batch_size, in_dims, args)
+
+
+_apply = apply_of(_Apart)
+
+
+def _call(op: Any, *args: Any) -> Any:
+    return _apply(op, *args) if transformed() and not torch.compiler.is_dynamo_compiling() else op(*args)
 
 
 _positions = raw_op(
@@ -99,7 +137,7 @@ _positions = raw_op(
     _launch_positions,
     _fake_positions,
 )
-angles = raw_op("_rope_angles(Tensor angles, bool in_double) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles)
+_angles = raw_op("_rope_angles(Tensor angles, bool in_double) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles)
 _sections = raw_op(
     "_rope_sections(Tensor cos, Tensor sin, Tensor positions, SymInt batch, SymInt sequence, SymInt pairs, bool interleaved, SymInt end0, "
     "SymInt end1) -> (Tensor, Tensor)",

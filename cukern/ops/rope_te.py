@@ -44,14 +44,15 @@ def apply_rotary_pos_emb(
         cp_size, cp_rank: context parallelism: t has chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size of each sequence.
         version: by default the fastest.
 
-    Returns a contiguous tensor of t's shape and dtype.
+    Returns a contiguous tensor of t's shape and dtype. Autocast does not change the dtype: the op computes as if it were off.
 
-    Raises TypeError for a dtype, ValueError for what does not fit; positions beyond freqs are treated as in `cukern.rope`.
+    Raises TypeError for the type of an argument or a dtype, ValueError for what does not fit; positions beyond freqs are treated as in
+    `cukern.rope`.
     """
     t, freqs = interop.to_torch("t", t), interop.to_torch("freqs", freqs)
     starts = None if start_positions is None else interop.to_torch("start_positions", start_positions)
     cu_seqlens = None if cu_seqlens is None else interop.to_torch("cu_seqlens", cu_seqlens)
-    inputs, options = _checked(t, freqs, tensor_format, starts, interleaved, cu_seqlens, cp_size, cp_rank, version)
+    inputs, options = _checked(t, freqs, tensor_format, starts, interleaved, fused, cu_seqlens, cp_size, cp_rank, version)
     return run(inputs, options)
 
 
@@ -60,31 +61,31 @@ def reference(
     interleaved: bool = False, cu_seqlens: torch.Tensor | None = None, cp_size: int = 1, cp_rank: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """`apply_rotary_pos_emb` in plain torch."""
-    return rope_reference.rope(*_checked(t, freqs, tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank, None))
+    return rope_reference.rope(*_checked(t, freqs, tensor_format, start_positions, interleaved, True, cu_seqlens, cp_size, cp_rank, None))
 
 
 def _checked(
-    t: torch.Tensor, freqs: torch.Tensor, tensor_format: str, starts: torch.Tensor | None, interleaved: bool,
+    t: torch.Tensor, freqs: torch.Tensor, tensor_format: str, starts: torch.Tensor | None, interleaved: bool, fused: bool,
     cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, version: str | None,
 ) -> tuple[Inputs, Options]:  # fmt: skip
-    if tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format must be {', '.join(FORMATS)}, got {tensor_format!r}")
+    checks.choice("tensor_format", tensor_format, FORMATS)
+    checks.flag("fused", fused)
+    cp_size, cp_rank = checks.integer("cp_size", cp_size, 1, (1 << 31) - 1), checks.integer("cp_rank", cp_rank)
+    x, angle, start, bounds = rope_checks.shapes_of(("t", "freqs", "start_positions", "cu_seqlens"), (t, freqs, starts, cu_seqlens))
     checks.dtype("t", t, checks.FLOATS)
     if t.ndim != len(tensor_format):
         raise ValueError(f"t must have {len(tensor_format)} dimensions in {tensor_format!r}, its shape is {tuple(t.shape)}")
     checks.dtype("freqs", freqs, checks.FLOATS)
     if freqs.ndim != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[3] > t.shape[-1]:
         raise ValueError(f"freqs has shape {tuple(freqs.shape)}, it must be (positions, 1, 1, at most head_dim = {t.shape[-1]})")
-    if torch.is_grad_enabled() and freqs.requires_grad:
-        raise ValueError("freqs requires grad, and apply_rotary_pos_emb gives it none: pass freqs.detach()")
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+    rope_checks.no_gradient("apply_rotary_pos_emb", freqs=freqs)
+    if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank is {cp_rank}, it must be in 0..cp_size - 1, and cp_size is {cp_size}")
     sequence = tokens_of(t.shape, tensor_format)[1]
     if tensor_format != "thd" and cp_size > 1 and (sequence % 2 or sequence * cp_size > freqs.shape[0]):
         raise ValueError(f"with cp_size {cp_size} the sequence here, {sequence}, must be even, and {cp_size} times it at most {len(freqs)}")
     angles = freqs.flatten(1).to(compute_dtype(t.dtype))
-    x, cos, start, bounds = (rope_checks.shape_of(u) for u in (t, angles, starts, cu_seqlens))
-    resolve = rope_checks.resolve if torch.compiler.is_compiling() else rope_checks.resolve_cached
-    request = Request(x, None, cos, None, None, bounds, start, None, angles.shape[1], 0, interleaved, tensor_format, False, None)  # type: ignore[arg-type]
-    options = resolve(request, version or "")._replace(contiguous=True)
-    return Inputs(t, None, angles, None, None, cu_seqlens, starts, None, cp_size, cp_rank), options
+    angle = angle._replace(shape=angles.shape, dtype=angles.dtype)  # type: ignore[union-attr]
+    request = Request(x, None, angle, None, None, bounds, start, None)  # type: ignore[arg-type]
+    options = rope_checks.resolve(request, angles.shape[1], 0, interleaved, tensor_format, False, None, version)
+    return Inputs(t, None, angles, None, None, cu_seqlens, starts, None, cp_size, cp_rank), options._replace(contiguous=True)

@@ -25,6 +25,7 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
         version: "v1" or "v2"; by default the fastest.
 
     Returns a new tensor of x's shape and dtype. Dense strides are kept; a view with gaps or overlaps is first copied to contiguous memory.
+    Autocast does not change the dtype: the op computes as if it were off.
 
     Raises TypeError for another dtype, ValueError for a version that there is not, or a tensor with the negative bit.
     """
@@ -32,11 +33,12 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
         x = interop.to_torch("x", x)
     if version is not None:
         checks.version("square", version, VERSIONS)
-    if not x.is_cuda and not backend.simulates(x):
-        if version is not None:
-            checks.needs_gpu("square", version, x.device)
+    if not x.is_cuda:
         checks.dtype("x", x, checks.FLOATS)
-        return reference(x)
+        if not backend.simulates(x):
+            if version is not None:
+                checks.needs_gpu("square", version, x.device)
+            return reference(x)
     if (x.requires_grad and torch.is_grad_enabled()) or transformed():
         return _apply(x, version or "")
     return _square(x, version or "")
@@ -69,6 +71,12 @@ class _Square(Differentiable):
     @staticmethod
     def batch(info, in_dims, x, version):
         return _apply(x, version), in_dims[0]
+
+    @staticmethod
+    def recorded(ctx, x, version):
+        ctx.save_for_backward(x)
+        ctx.version = version
+        return _square(x, version)
 
 
 class _SquareBackward(Differentiable):

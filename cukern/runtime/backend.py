@@ -5,9 +5,9 @@ host time, nearly all of it the driver's. Where a CuPy has no such binding, RawM
 """
 
 import contextlib
+import contextvars
 import ctypes
 import functools
-import math
 import os
 import struct
 import tempfile
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import extended_launch
+from cukern.runtime import checks, extended_launch
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
+from cukern.runtime.limits import Dim, LaunchError, exceeded, launch_error
 from cukern.runtime.signature import Param, explain_misfit, offsets, packer
 
-Dim = tuple[int, int, int]
 Launch = Callable[..., None]
 
 SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronise after each launch, so that a fault names its kernel
@@ -39,10 +39,6 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 
-class LaunchError(RuntimeError):
-    """The driver refused a launch, or the kernel failed; the message names the kernel, the geometry and the limit that was broken."""
-
-
 # ---- the simulator
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
@@ -51,7 +47,18 @@ SIMULATED_SHARED_MEMORY = 227 << 10
 SIMULATED_MULTIPROCESSORS = 2  # few, so that a small problem has more tiles than run at one time
 
 BACKENDS = ("gpu", "sim")
-_simulating = False
+_START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so that the command line can say what is wrong
+_blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar("cukern.backend", default=(_START,))
+
+
+class _Traced(threading.local):
+    """The same for torch.compile, which can trace no context variable: the backend of the block that this thread entered or left last."""
+
+    def __init__(self) -> None:
+        self.name = _START[0]
+
+
+_traced = _Traced()
 
 
 @contextlib.contextmanager
@@ -59,37 +66,48 @@ def backend(name: str) -> Iterator[None]:
     """Choose who runs the kernels on CPU tensors: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
 
     Args:
-        name: "sim": the simulator interprets the kernels, in all threads of this process; it names races, accesses out of bounds and the
-            like, by raising cukern.sim.Fault. "gpu": nobody; CPU tensors go to the plain torch path. The environment variable
-            CUKERN_BACKEND says which it is at the start. Tensors on a GPU are not concerned.
+        name: "sim": the simulator interprets the kernels; it names races, accesses out of bounds and the like, by raising cukern.sim.Fault.
+            "gpu": nobody; CPU tensors go to the plain torch path. Tensors on a GPU are not concerned.
 
-    Raises ValueError for another name.
+    The block is a context variable: it holds for the thread or asyncio task that opened it, and for tasks started inside it. Other threads
+    are not concerned, and a thread started inside begins as the process did, unless it runs in `contextvars.copy_context()`. The backward
+    pass of what was simulated is simulated, wherever it is called. The environment variable CUKERN_BACKEND says which backend it is outside
+    of all blocks.
+
+    Raises TypeError for a name that is no str, ValueError for another name; a wrong CUKERN_BACKEND raises at the first CPU tensor.
     """
-    global _simulating
-    before, _simulating = _simulating, _simulates(name)
+    _check("", name)
+    mine = [name]
+    _enter((*_blocks.get(), mine))
     try:
         yield
-    finally:
-        _simulating = before
+    finally:  # of blocks that generators hold open, the first may end before the last
+        _enter(tuple(block for block in _blocks.get() if block is not mine))
 
 
-def _simulates(name: str) -> bool:
+def _enter(blocks: tuple[list[str], ...]) -> None:
+    _blocks.set(blocks)
+    _traced.name = blocks[-1][0]
+
+
+def _check(where: str, name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a backend must be a str, got {checks.brief(name)}")
     if name not in BACKENDS:
-        raise ValueError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
-    return name == "sim"
-
-
-_simulating = _simulates(os.environ.get("CUKERN_BACKEND") or "gpu")
+        raise ValueError(f"{where}there is no backend {name!r}; there are {', '.join(BACKENDS)}")
 
 
 def simulates(x: torch.Tensor) -> bool:
     """Whether kernels on this tensor run in the simulator."""
-    return _simulating and x.device.type == "cpu"
+    return simulating() and x.device.type == "cpu"
 
 
 def simulating() -> bool:
-    """Whether CPU tensors go to the simulator."""
-    return _simulating
+    """Whether CPU tensors go to the simulator. Raises ValueError for a wrong CUKERN_BACKEND."""
+    name = _traced.name if torch.compiler.is_dynamo_compiling() else _blocks.get()[-1][0]
+    if name not in BACKENDS:
+        _check("CUKERN_BACKEND: ", name)
+    return name == "sim"
 
 
 def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
@@ -250,7 +268,8 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
                 driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
-            raise launch_error(name, grid, block, shared, device, threads, error, cluster) from None
+            broken = exceeded(grid, block, shared, threads, shared_memory(device), cluster, cubin.report.shared)
+            raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
 
     def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
         first = packer(params[: len(params) - len(last)])
@@ -299,7 +318,9 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
             if not cupy.cuda.driver.ctxGetCurrent():
                 cupy.cuda.driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
-            raise launch_error(name, grid, block, shared, device, raw.max_threads_per_block, error, cluster) from None
+            threads = raw.max_threads_per_block
+            broken = exceeded(grid, block, shared, threads, shared_memory(device), cluster, cubin.report.shared)
+            raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
 
     return run
 
@@ -308,26 +329,3 @@ def refuse_fork(name: str, error: Exception) -> None:
     """Raise the LaunchError that explains `error`, if this process was forked after CUDA was initialised."""
     if torch.cuda._is_in_bad_fork():
         raise LaunchError(f"{name}: CUDA was initialised before this process was forked; start it with the 'spawn' method") from error
-
-
-def cluster_misfit(grid: Dim, cluster: Dim) -> list[str]:
-    """What is wrong with a grid whose blocks go in clusters of that shape."""
-    axes = zip("xyz", grid, cluster, strict=True)
-    return [f"grid {axis} = {n} is not a multiple of the {k} that the kernel's cluster has along {axis}" for axis, n, k in axes if n % k]
-
-
-def launch_error(
-    name: str, grid: Dim, block: Dim, shared: int, device: int, threads: int, error: Exception, cluster: Dim = (1, 1, 1)
-) -> LaunchError:
-    """The error of a refused launch: what was asked for, and each limit of the GPU that it breaks."""
-    broken = []
-    for what, dims, limits in (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64))):
-        for axis, n, limit in zip("xyz", dims, limits, strict=True):
-            if not 1 <= n <= limit:
-                broken.append(f"{what} {axis} = {n} is not in 1..{limit}")
-    if math.prod(block) > threads:
-        broken.append(f"{math.prod(block)} threads a block are more than the {threads} that this kernel may have")
-    broken += cluster_misfit(grid, cluster)
-    if shared > shared_memory(device):
-        broken.append(f"{shared} bytes of dynamic shared memory are more than the GPU's {shared_memory(device)}")
-    return LaunchError(f"{name} <<<grid {grid}, block {block}, {shared} bytes shared>>> failed: {'; '.join(broken) or error}")

@@ -34,9 +34,12 @@ def number(name: str, value: Any, most: float = math.inf) -> float:
 def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """`value` as an int, or as the SymInt of a trace, in least..most. Raises TypeError and ValueError."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
-        if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} must be an int, got {brief(value)}")
-        value = operator.index(value)
+        try:
+            if isinstance(value, bool | torch.Tensor):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be an int, got {brief(value)}") from None
     if (least is not None and value < least) or (most is not None and value > most):
         rule = f"at least {least}" if most is None else f"at most {most}" if least is None else f"in {least}..{most}"
         raise ValueError(f"{name} must be {rule}, got {value}")
@@ -74,7 +77,7 @@ def version(op: str, value: Any, known: Iterable[str]) -> None:
 def brief(value: Any) -> str:
     """A value for an error message: its type, and its text where that is short."""
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     try:
         text = repr(value)
     except Exception:
@@ -95,9 +98,15 @@ def one_of(name: str, dtype: torch.dtype, allowed: Collection[torch.dtype]) -> N
         raise TypeError(f"{name} must be {_or(allowed)}, got {dtype}")
 
 
+def strided_layout(name: str, layout: torch.layout) -> None:
+    if layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {layout}")
+
+
 def strided(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+    strided_layout(name, tensor.layout)
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a strided tensor, got a nested one")
 
 
 def negative_bit(name: str) -> NoReturn:
@@ -106,13 +115,16 @@ def negative_bit(name: str) -> NoReturn:
 
 def same(**tensors: torch.Tensor | None) -> None:
     """All tensors that are given have the dtype and the device of the first."""
-    given = {name: t for name, t in tensors.items() if t is not None}
-    first, reference = next(iter(given.items()))
-    for name, t in given.items():
-        if t.dtype != reference.dtype:
-            raise TypeError(f"{name} is {t.dtype}, {first} is {reference.dtype}: they must have one dtype")
-        if t.device != reference.device:
-            raise ValueError(f"{name} is on {t.device}, {first} is on {reference.device}: they must be on one device")
+    first = ""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if not first:
+            first, dtype, device = name, t.dtype, t.device
+        elif t.dtype != dtype:
+            raise TypeError(f"{name} is {t.dtype}, {first} is {dtype}: they must have one dtype")
+        elif t.device != device:
+            raise ValueError(f"{name} is on {t.device}, {first} is on {device}: they must be on one device")
 
 
 def shape(name: str, tensor: torch.Tensor, expected: tuple[Any, ...], why: str) -> None:

@@ -21,7 +21,9 @@ from cukern.runtime import cache
 from cukern.runtime.cache import Cubin as Cubin
 from cukern.runtime.cache import Report as Report
 from cukern.runtime.cache import virtual
-from cukern.runtime.sources import Source, kernels_dir
+from cukern.runtime.forks import no_fork
+from cukern.runtime.signature import PROBE, probe
+from cukern.runtime.sources import NOWHERE, Source
 
 OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
 
@@ -36,14 +38,16 @@ class SetupError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ptx:
-    """A kernel in PTX, the virtual machine's assembly, with the source lines in it; and the symbol of its entry."""
+    """A kernel in PTX, the virtual machine's assembly, with the source lines in it; its entry's symbol; its parameters' mangled types."""
 
     text: str
     symbol: str
+    signature: str = ""
 
 
 # setdefault is atomic: two threads that meet a kernel at the same time get the same lock. functools.cache would not promise that.
-_compile_locks: dict[str, threading.Lock] = {}
+# RLock: a signal handler, or a child that it forks, may want the kernel that its own thread compiles.
+_compile_locks: dict[str, contextlib.AbstractContextManager] = {}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -61,7 +65,7 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     cached = cache.read(key)
     if cached:
         return cached
-    with _compile_locks.setdefault(key, threading.Lock()):
+    with no_fork(), _compile_locks.setdefault(key, threading.RLock()):
         cubin = cache.read(key)
         if cubin is None:
             cubin = _compile(source, name, arch)
@@ -72,7 +76,7 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
 def compile_ptx(source: Source, name: str, arch: str = "compute_90a") -> Ptx:
     """Compile the kernel `name` to PTX for the virtual architecture `arch`, or take it from the cache. Raises as compile_kernel does."""
     compiled = compile_kernel(source, name, arch)
-    return Ptx(compiled.code.decode(), compiled.symbol)
+    return Ptx(compiled.code.decode(), compiled.symbol, compiled.signature)
 
 
 # ---- NVRTC
@@ -94,8 +98,10 @@ def nvrtc_version() -> str:
 def nvrtc():
     """CuPy's binding of NVRTC. Raises SetupError with the command that mends it."""
     try:
-        from cupy.cuda import nvrtc as binding
-    except ImportError as error:
+        with no_fork():
+            cache.house_cupy()
+            from cupy.cuda import nvrtc as binding
+    except Exception as error:
         raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
     try:
         binding.getVersion()
@@ -137,34 +143,46 @@ def cuda_include() -> Path:
 
 
 def _compile(source: Source, name: str, arch: str) -> Cubin:
-    with compiled(source, (name,), arch) as (program, (symbol,), log):
+    with compiled(source, (name, probe(name)), arch) as (program, (symbol, signature), log):
         # CuPy drops the last byte, which is zero; disassemblers want it back.
         code = nvrtc().getPTX(program) if virtual(arch) else nvrtc().getCUBIN(program) + b"\0"
-    return Cubin(code, symbol, arch, parse_report(log, symbol))
+    return Cubin(code, symbol, arch, parse_report(log, symbol), signature)
 
 
 @contextlib.contextmanager
 def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[int, list[str], str]]:
     """NVRTC's program of several kernels of a source, their symbols in it, and the compiler's log. Raises as compile_kernel does."""
     binding = nvrtc()
-    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{kernels_dir()}", f"-I{cuda_include()}")
-    if source.path.is_absolute():
-        options += (f"-I{source.path.parent}",)
+    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{cuda_include()}")
     if binding.getVersion() >= (12, 9):
         options += ("--no-cache",)  # NVRTC's own cache, new in 12.9, gives no report
-    program = binding.createProgram(source.text, str(source.path), (), ())
+    headers = source.program.headers
+    texts, includes = [text.encode() for text in headers.values()], [name.encode() for name in headers]
+    program = binding.createProgram(source.program.text + PROBE, f"{NOWHERE}/{str(source.path).lstrip('/')}", texts, includes)
     try:
         for name in names:
             binding.addNameExpression(program, name)
         try:
             binding.compileProgram(program, options)
         except binding.NVRTCError as error:
-            log = binding.getProgramLog(program).strip() or str(error)
-            raise CompileError(f"{', '.join(names)} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
+            log = _explained(binding.getProgramLog(program).strip() or str(error), source)
+            raise CompileError(f"{names[0]} does not compile for {arch} with NVRTC {nvrtc_version()}\n{log}") from None
         symbols = [binding.getLoweredName(program, name) for name in names]
         yield program, [s.decode() if isinstance(s, bytes) else s for s in symbols], binding.getProgramLog(program)
     finally:
         binding.destroyProgram(program)
+
+
+def _explained(log: str, source: Source) -> str:
+    """NVRTC's log with the names of real files, and what it cannot know."""
+    log = log.replace(f"{NOWHERE}/<", "<").replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
+    log = re.sub(r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+", "", log)  # follows from the others
+    missing = re.search(r'cannot open source file "([^"]+)"', log)
+    if missing and (source.folder / missing[1]).is_file():
+        log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"
+    if re.search(r'identifier "u?int(8|16|32|64|ptr)_t" is undefined', log):
+        log += "\nNVRTC knows no int64_t and the like by itself: #include <cstdint>, which cukern provides"
+    return log
 
 
 def parse_report(log: str, symbol: str) -> Report:

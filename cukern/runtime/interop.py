@@ -1,19 +1,98 @@
 """DLPack in: any array that speaks DLPack becomes a torch tensor of the same memory. (Out needs nothing: torch tensors speak it too.)"""
 
+import ctypes
+import sys
 from typing import Any
 
 import torch
 
 
-def to_torch(name: str, value: Any) -> torch.Tensor:
-    """`value` as a tensor, with no copy. Raises TypeError for what is neither a tensor nor an array that DLPack can carry to torch."""
+class _DLTensor(ctypes.Structure):
+    """DLPack's. As torch's tensors, an array may have no strides, which means that it is contiguous."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+
+
+class _Refused(Exception):
+    """A ValueError to be, on its way through torch."""
+
+
+class _Producer:
+    """An array as torch.from_dlpack sees it: what it hands over is looked at first."""
+
+    def __init__(self, name: str, array: Any, written: bool):
+        self.name, self.array, self.written = name, array, written
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.array.__dlpack__(**options)
+        try:
+            address = _pointer_of(capsule, b"dltensor_versioned")
+        except ValueError:  # of another name: of DLPack before 1.0, or no capsule, which torch refuses
+            tensor = ctypes.cast(_pointer_of(capsule, b"dltensor"), ctypes.POINTER(_DLTensor))[0]
+        else:
+            versioned = ctypes.cast(address, ctypes.POINTER(_Versioned))[0]
+            tensor = versioned.tensor
+            if self.written and versioned.flags & _READ_ONLY:
+                raise _read_only(self.name, self.array)
+        strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else ()
+        if any(stride < 0 for stride in strides):  # torch would end the process
+            raise _Refused(f"{self.name} has strides {strides}: torch tensors cannot have negative ones, pass a copy")
+        return capsule
+
+
+class _Writable:
+    """A read-only NumPy array as one that may be written: before DLPack 1.0 it could not be handed over."""
+
+    def __init__(self, array: Any):
+        self.array, interface = array, array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
+    """`value` as a tensor, with no copy. Raises TypeError for what is neither a tensor nor an array that DLPack can carry to torch; and
+    ValueError for negative strides, and for a read-only array where the tensor will be `written`."""
     if isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "__dlpack__"):
         raise TypeError(f"{name} must be a torch.Tensor or an array with __dlpack__, got {type(value).__name__}")
-    if any(stride < 0 for stride in getattr(value, "strides", None) or ()):  # torch.from_dlpack would end the process
-        raise ValueError(f"{name} has strides {value.strides}: torch tensors cannot have negative ones, pass a copy")
+    numpy = sys.modules.get("numpy")
+    array = value
+    if numpy is not None and isinstance(value, numpy.ndarray) and not value.flags.writeable:
+        if written:
+            raise ValueError(*_read_only(name, value).args)
+        array = numpy.asarray(_Writable(value))
     try:
-        return torch.from_dlpack(value)
-    except (BufferError, RuntimeError) as error:
+        return torch.from_dlpack(_Producer(name, array, written))
+    except _Refused as error:
+        raise ValueError(*error.args) from None
+    except Exception as error:
         raise TypeError(f"{name} ({type(value).__name__}) cannot become a tensor: {error}") from error
+
+
+def _read_only(name: str, value: Any) -> _Refused:
+    return _Refused(f"{name} ({type(value).__name__}) is read-only, and is written in place: pass a copy")

@@ -1,16 +1,32 @@
 """A kernel: one __global__ function of a .cu file, or one instance of a template, ready to be launched on torch's memory and stream."""
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cukern.runtime import backend, checks, extended_launch, interop, signature
 from cukern.runtime.compiler import Cubin, arch_of, compile_kernel, compile_ptx
+from cukern.runtime.forks import no_fork
 from cukern.runtime.sources import Source, kernels_dir
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: _Function) -> _Function:
+    """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph here, and follows no call from here."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "a kernel of cukern.load runs outside of graphs"  # type: ignore[attr-defined]
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 class Kernel:
@@ -23,12 +39,35 @@ class Kernel:
     def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False):
         self.source, self.name, self.pdl = source, name, pdl
         self._attribute = extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
-        self.params = signature.parse(source, name)
+        self._params: dict[int, tuple[signature.Param, ...]] = {}
         self._loaded: dict[int, backend.Launch] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may want the same kernel
 
     def __repr__(self) -> str:
-        return f"<cukern kernel {self.name}({', '.join(map(str, self.params))}) of {self.source.path}>"
+        return f"<cukern kernel {self.name}({' '.join(self._text().split())}) of {self.source.path}>"
+
+    def _text(self) -> str:
+        """What stands in the parentheses after the kernel's name, if the source says it without macros."""
+        base = self.name.partition("<")[0].strip()
+        return self.source.kernels.get(base) or self.source.included_kernels.get(base, "")
+
+    @property
+    def params(self) -> tuple[signature.Param, ...]:
+        """The parameters, as the compiler saw them for the current GPU or the simulator. Compiles the kernel, if that is not done.
+
+        Raises TypeError for a parameter type that cannot be passed, and as `compile` does.
+        """
+        return self.params_on(backend.current_device() if torch.cuda.is_available() else backend.SIMULATED)
+
+    def params_on(self, device: int) -> tuple[signature.Param, ...]:
+        params = self._params.get(device)
+        if params is None:
+            mangled = compile_ptx(self.source, self.name).signature if device == backend.SIMULATED else self._cubin(device).signature
+            params = self._params[device] = signature.params(self.name, mangled, self._text())
+        return params
+
+    def _cubin(self, device: int) -> Cubin:
+        return self.compile(arch_of(torch.cuda.get_device_capability(device)))
 
     def compile(self, arch: str) -> Cubin:
         """The machine code and resource report for an architecture such as "sm_90a". Needs no GPU."""
@@ -41,20 +80,21 @@ class Kernel:
         """
         loaded = self._loaded.get(device)
         if loaded is None:
-            with self._lock:
+            with no_fork(), self._lock:
                 loaded = self._loaded.get(device) or self._load(device)
         return loaded
 
     def _load(self, device: int) -> backend.Launch:
         if device == backend.SIMULATED:
-            self._loaded[device] = backend.load_simulated(self.name, compile_ptx(self.source, self.name), self.params)
+            self._loaded[device] = backend.load_simulated(self.name, compile_ptx(self.source, self.name), self.params_on(device))
             return self._loaded[device]
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
-        cubin = self.compile(arch_of(torch.cuda.get_device_capability(device)))
-        self._loaded[device] = backend.load(self.name, cubin, self.params, device, self._attribute)
+        cubin = self._cubin(device)
+        self._loaded[device] = backend.load(self.name, cubin, self.params_on(device), device, self._attribute)
         return self._loaded[device]
 
+    @_outside_graphs
     def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:
         """Launch with one's own geometry.
 
@@ -68,19 +108,29 @@ class Kernel:
         Raises TypeError or ValueError for an argument that does not fit, LaunchError for a geometry that the GPU refuses, in the simulator
         also cukern.sim.Fault for a bug of the kernel.
         """
-        if len(args) != len(self.params):
-            raise signature.explain_misfit(self.name, self.params, args)
-        devices: dict[int, str] = {}
-        values = [_pointer(p, a, self.name, devices) if p.pointer else a for p, a in zip(self.params, args, strict=True)]
+        dims, shared = (_dim("grid", grid), _dim("block", block)), checks.integer("shared", shared, 0)
+        params = self.params_on(_device(args))
+        if len(args) != len(params):
+            raise signature.explain_misfit(self.name, params, args)
+        tensors = [_tensor(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
+        devices = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
         if len(devices) > 1:
             raise ValueError(f"{self.name}: arguments on several devices: {', '.join(f'{n} on {_place(d)}' for d, n in devices.items())}")
-        simulated = backend.simulating() and (not devices or backend.SIMULATED in devices)
-        if not simulated:
+        device = next(iter(devices)) if devices else _device(args)
+        if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
-        device = backend.SIMULATED if simulated else next(iter(devices)) if devices else backend.current_device()
-        launch, dims = self.on(device), (_dim("grid", grid), _dim("block", block))
-        with backend.simulated_memory(args) if simulated else contextlib.nullcontext():
-            launch(*dims, shared, *values)
+        launch = self.on(device)
+        values = [t.data_ptr() if t is not None else _scalar(p, a) for p, a, t in zip(params, args, tensors, strict=True)]
+        with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
+            try:
+                launch(*dims, shared, *values)
+            except OverflowError:  # such as 1e6 for a __half
+                raise signature.explain_misfit(self.name, params, tuple(values)) from None
+
+
+@functools.cache
+def _shipped(file: str) -> Source:
+    return Source.read(kernels_dir() / file)
 
 
 class Template:
@@ -98,7 +148,7 @@ class Template:
         kernel = self._instances.get(key)
         if kernel is None:
             arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
-            kernel = Kernel(Source.read(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
+            kernel = Kernel(_shipped(self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
             kernel = self._instances.setdefault(key, kernel)
         return kernel
 
@@ -111,8 +161,9 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
         name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". May be left out if there is one.
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
-    Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError for a parameter type that cannot be passed;
-    CompileError comes with the first launch.
+    Raises FileNotFoundError, and ValueError for a name that the file does not have. With the first launch come CompileError, and TypeError
+    for a parameter type that cannot be passed: by value anything but numbers, and pointers to what is no element of a tensor; void* takes
+    any tensor. Headers are those that #include lines name, or literals in #define lines; NVRTC's missing <cstdint> is there.
 
     What only a host compiler can read is skipped (functions that use torch:: or <<<...>>>, bindings), so the source of a torch extension
     loads as it stands.
@@ -128,26 +179,58 @@ def compile(source: str, name: str | None = None) -> Kernel:
 
 
 def _kernel(source: Source, name: str | None) -> Kernel:
+    names = list(source.kernels)
     if name is None:
-        names = signature.kernel_names(source)
         if len(names) != 1:
             raise ValueError(f"{source.path} has {len(names)} kernels ({', '.join(names)}): name one")
-        name = names[0]
-    return Kernel(source, name)
+        return Kernel(source, names[0])
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, got {checks.brief(name)}")
+    base, angle, rest = name.strip().partition("<")
+    base = base.strip()
+    last = base.rpartition("::")[2]
+    same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
+    if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
+        raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}")
+    if len(set(same)) > 1 and base not in same:
+        raise ValueError(f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace")
+    # A name that is mentioned, but not found, may be made by a macro: the compiler will say.
+    return Kernel(source, (base if base in same or not same else same[0]) + angle + rest)
 
 
-def _pointer(param: signature.Param, value: Any, kernel: str, devices: dict[int, str]) -> int:
-    if value is None:
-        return 0
+def _device(args: Iterable[Any]) -> int:
+    """The device of the first tensor that is on a GPU; without one, where a launch goes that has no pointers."""
+    for a in args:
+        if isinstance(a, torch.Tensor) and a.is_cuda:
+            return a.get_device()
+    return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
+
+
+def _tensor(param: signature.Param, value: Any, kernel: str) -> torch.Tensor:
     tensor = interop.to_torch(param.name, value)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # such as a FakeTensor, whose address is 0
+        raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
     if not tensor.is_cuda and not backend.simulates(tensor):
         raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
     if tensor.is_neg() or tensor.is_conj():
         raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
     if param.dtypes and tensor.dtype not in param.dtypes:
         raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
-    devices.setdefault(tensor.get_device(), param.name)
-    return tensor.data_ptr()
+    try:
+        tensor.data_ptr()
+    except RuntimeError as error:
+        raise TypeError(
+            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform has none"
+        ) from error
+    return tensor
+
+
+def _scalar(param: signature.Param, value: Any) -> Any:
+    if param.pointer:
+        return 0
+    return checks.flag(str(param), value) if param.ctype == "bool" else value
 
 
 def _place(device: int) -> str:
@@ -155,8 +238,8 @@ def _place(device: int) -> str:
 
 
 def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:
-    dims = tuple(value) if isinstance(value, Iterable) else (value,)
-    if not 1 <= len(dims) <= 3 or any(not isinstance(d, int) or d < 1 for d in dims):
+    dims = tuple(checks.integer(name, d, 1) for d in (value if isinstance(value, Iterable) else (value,)))
+    if not 1 <= len(dims) <= 3:
         raise ValueError(f"{name} must be one to three positive ints, got {value!r}")
     return (*dims, 1, 1)[:3]  # type: ignore[return-value]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cukern.runtime import backend, checks
+from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
 from cukern.runtime.kernel import Kernel
 
@@ -39,7 +39,7 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
     _library.impl(name, impl, "CUDA")
 
     def simulate(*args: Any) -> Any:
-        if not backend.simulating():
+        if not backend.simulating() and torch._C._current_graph_task_id() < 0:  # in a backward pass, the forward was simulated
             raise ValueError(f"cukern::{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
         with backend.simulated_memory(_flat(args)):
             return impl(*args)
@@ -74,7 +74,9 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
             return impl(*args)
         except RuntimeError as error:
             refuse_fork(name, error)
-            raise
+            if not any(isinstance(x, torch.Tensor) and _wrapped(x) for x in _flat(args)):
+                raise
+        return op(*args)  # a wrapper that outlived its transform: the dispatcher opens it
 
     return call_one if tensors == 1 else call
 
@@ -89,14 +91,15 @@ class Differentiable(torch.autograd.Function):
 
     Subclasses define, all static: `forward(*args)`, `setup_context(ctx, inputs, output)`, which calls `save`, `backward(ctx, *grads)`,
     `tangent(ctx, *tangents)`, as torch's jvp, and `batch(info, in_dims, *args)`, as torch's vmap. The last two have names of their own,
-    because torch.compile traces no Function that defines jvp.
+    because torch.compile traces no Function that defines jvp. `recorded(ctx, *args)` may do the work of forward and setup_context in one,
+    for autograd alone: 0.8 us less a call.
     """
 
 
 def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
     """Keep tensors for backward, and for `tangent` where there may be tangents."""
     ctx.save_for_backward(*tensors)
-    if not _tracing() and forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 and not _tracing():
         ctx.save_for_forward(*tensors)
 
 
@@ -107,25 +110,32 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     """
     rules = {"jvp": getattr(function, "tangent", None), "vmap": getattr(function, "batch", None)}
     full = type(function.__name__, (function,), {name: staticmethod(rule) for name, rule in rules.items() if rule})
-    fast = super(torch.autograd.Function, full).apply  # type: ignore[misc]
+    plain: type = function
+    if hasattr(function, "recorded"):
+        members = {"forward": staticmethod(function.recorded), "setup_context": staticmethod(torch.autograd.Function.setup_context)}
+        plain = type(function.__name__, (function,), members)
+    fast, dual = (super(torch.autograd.Function, one).apply for one in (plain, full))  # type: ignore[misc]
 
     def apply(*args: Any) -> Any:
-        if _tracing():
-            if transformed():  # traced without the rules, derivatives would silently be zero
-                torch._dynamo.graph_break(msg="cukern's ops run eagerly inside of torch.func transforms and forward-mode AD")
-            return function.apply(*args)
-        return full.apply(*args) if _transforms() else fast(*args)  # type: ignore[attr-defined]
+        if forward_ad._current_level >= 0 or _transforms():
+            return eager(*args)
+        return function.apply(*args) if _tracing() else fast(*args)
 
+    def transform(*args: Any) -> Any:
+        return full.apply(*args) if _transforms() else dual(*args)  # type: ignore[attr-defined]
+
+    # torch.compile breaks its graph here, and says so by this name: traced without the rules, derivatives would silently be zero.
+    transform.__qualname__ = f"{function.__name__}.transform"
+    eager = torch._disable_dynamo(transform)
     return apply
 
 
 def watched(*tensors: torch.Tensor | None) -> bool:
     """Whether a call must go through its Function: a gradient is recorded, tensors may carry tangents, or torch.func is at work."""
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-    return transformed()
+    for x in tensors:
+        if x is not None and x.requires_grad:
+            return torch.is_grad_enabled() or transformed()
+    return forward_ad._current_level >= 0 or _transforms()
 
 
 def transformed() -> bool:
@@ -142,8 +152,10 @@ def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], ar
     """The vmap rule of last resort: one call for each element of the batch. Returns (outputs, out_dims)."""
     calls = [apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(size)]
     if isinstance(calls[0], torch.Tensor):
-        return torch.stack(calls), 0
-    outputs = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True))
+        with autocast.off(calls[0]):
+            return torch.stack(calls), 0
+    with autocast.off(calls[0][0]):
+        outputs = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True))
     return outputs, tuple(None if out is None else 0 for out in outputs)
 
 

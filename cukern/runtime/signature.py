@@ -1,6 +1,7 @@
-"""What a kernel's own parameter list says: which arguments it takes, and how they are packed for a launch.
+"""A kernel's parameters, as the compiler saw them: which arguments it takes, and how they are packed for a launch.
 
-The .cu file is the one declaration. An argument that does not fit it is refused here, instead of being read as other bits on the GPU.
+The compiler says them as the mangled name of `cukern_signature<decltype(&kernel)>`, a template of PROBE. An argument that does not fit is
+refused here, instead of being read as other bits on the GPU.
 """
 
 import re
@@ -9,46 +10,39 @@ from dataclasses import dataclass
 
 import torch
 
-from cukern.runtime.sources import Source
-
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.float64: "double"}
 
-_POINTEES = {name: (dtype,) for dtype, name in CTYPES.items()} | {
-    "half": (torch.float16,),
-    "bool": (torch.bool,),
-    "char": (torch.int8,),
-    "signed char": (torch.int8,),
-    "unsigned char": (torch.uint8, torch.bool),
-    "short": (torch.int16,),
-    "unsigned short": (torch.uint16,),
-    "int": (torch.int32,),
-    "unsigned int": (torch.uint32,),
-    "unsigned": (torch.uint32,),
-    "long": (torch.int64,),
-    "long long": (torch.int64,),
-    "unsigned long long": (torch.uint64,),
-    "float2": (torch.float32, torch.complex64),
-    "float4": (torch.float32,),
-}
+PROBE = '\n\n#line 1 "/cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
 
-_SCALARS = {
-    "bool": "?",
-    "char": "b",
-    "signed char": "b",
-    "unsigned char": "B",
-    "short": "h",
-    "unsigned short": "H",
-    "int": "i",
-    "unsigned": "I",
-    "unsigned int": "I",
-    "long": "q",
-    "long long": "q",
-    "unsigned long": "Q",
-    "unsigned long long": "Q",
-    "size_t": "Q",
-    "float": "f",
-    "double": "d",
+# By the letter of a mangled name: the C++ type, its `struct` format where it can be passed by value, the dtypes of a tensor for a pointer.
+_TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
+    "v": ("void", "", ()),  # a pointer to it takes any tensor
+    "b": ("bool", "?", (torch.bool,)),
+    "c": ("char", "b", (torch.int8,)),
+    "a": ("signed char", "b", (torch.int8,)),
+    "h": ("unsigned char", "B", (torch.uint8, torch.bool)),
+    "s": ("short", "h", (torch.int16,)),
+    "t": ("unsigned short", "H", (torch.uint16,)),
+    "i": ("int", "i", (torch.int32,)),
+    "j": ("unsigned int", "I", (torch.uint32,)),
+    "l": ("long", "q", (torch.int64,)),
+    "m": ("unsigned long", "Q", (torch.uint64,)),
+    "x": ("long long", "q", (torch.int64,)),
+    "y": ("unsigned long long", "Q", (torch.uint64,)),
+    "f": ("float", "f", (torch.float32,)),
+    "d": ("double", "d", (torch.float64,)),
 }
+_OTHERS = {"n": "__int128", "o": "unsigned __int128", "e": "long double", "w": "wchar_t", "Dn": "nullptr_t", "Ds": "char16_t"}
+_BUILTINS = {letter: name for letter, (name, _, _) in _TYPES.items()} | _OTHERS
+_SCALARS = {name: form for name, form, _ in _TYPES.values() if form} | {"__half": "e"}
+_POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {name: (dtype,) for dtype, name in CTYPES.items()}
+_POINTEES |= {"__half2": (torch.float16,), "__nv_bfloat162": (torch.bfloat16,)}
+_POINTEES |= {"__nv_fp8_e4m3": (torch.float8_e4m3fn,), "__nv_fp8_e5m2": (torch.float8_e5m2,)}
+for _letter in "chstijlmxyfd":  # vectors, such as uchar4
+    _element, _, _dtypes = _TYPES[_letter]
+    _vector = _element.replace("unsigned ", "u").replace(" ", "")
+    _complex = {"f": (torch.complex64,), "d": (torch.complex128,)}.get(_letter, ())
+    _POINTEES |= {f"{_vector}{n}": _dtypes[:1] + _complex * (n == 2) for n in (1, 2, 3, 4)}
 
 
 @dataclass(frozen=True)
@@ -73,32 +67,30 @@ class Param:
         return f"{self.ctype}{'*' if self.pointer else ''} {self.name}"
 
 
-def kernel_names(source: Source) -> list[str]:
-    """The names of all __global__ functions of a source, in order."""
-    return [match["name"] for match in _GLOBAL.finditer(source.code)]
+def probe(kernel: str) -> str:
+    """The name expression whose lowered name says the kernel's parameters, in a program that ends with PROBE."""
+    return f"cukern_signature<decltype(&{kernel})>"
 
 
-def parse(source: Source, name: str) -> tuple[Param, ...]:
-    """The parameters of the kernel `name`, of the source or a file that it includes, template arguments put in. Raises ValueError and
-    TypeError."""
-    base, _, rest = name.partition("<")
-    values = split_list(rest.rpartition(">")[0])
-    match = _find(source.code, base) or _find(source.included, base)
-    if not match:
-        raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(kernel_names(source)) or 'none'}")
-    formals = [_template_parameter(t) for t in split_list(match["template"] or "")]
-    if sum(default is None for _, default in formals) > len(values) or len(values) > len(formals):
-        raise ValueError(f"kernel {base!r} has {len(formals)} template parameters, {name!r} gives {len(values)}")
-    types: dict[str, str] = {}
-    for i, (formal, default) in enumerate(formals):
-        value = values[i] if i < len(values) else default or ""
-        types[formal] = types.get(value, value)
-    end = _closing(match.string, match.end() - 1)
-    return tuple(_param(text, types, name) for text in split_list(match.string[match.end() : end]))
+def params(kernel: str, mangled: str, text: str = "") -> tuple[Param, ...]:
+    """The parameters that the mangled name of a kernel's probe says; their names are from the text of the parameter list, if it fits.
+
+    Raises TypeError for a type that cannot be passed.
+    """
+    types = demangled(mangled)
+    names = [_name_in(declaration) for declaration in split_list(text)]
+    if len(names) != len(types):
+        names = [""] * len(types)
+    return tuple(_param(kernel, name or f"arg{i}", ctype) for i, (name, ctype) in enumerate(zip(names, types, strict=True)))
 
 
-def _find(code: str, kernel: str) -> re.Match[str] | None:
-    return next((match for match in _GLOBAL.finditer(code) if match["name"] == kernel.strip()), None)
+def _param(kernel: str, name: str, ctype: str) -> Param:
+    pointer, ctype_ = ctype.endswith("*"), re.sub(r"^(?:const |volatile |__restrict )+", "", ctype).removesuffix("*")
+    if pointer and ctype_ not in _POINTEES:
+        raise TypeError(f"{kernel}: cukern does not know what a tensor for {ctype} {name} must hold; declare it void*, which takes any")
+    if not pointer and ctype_ not in _SCALARS:
+        raise TypeError(f"{kernel}: {ctype} {name} cannot be passed by value; the types that can are {', '.join(_SCALARS)}, and pointers")
+    return Param(name, ctype_, pointer)
 
 
 def packer(params: tuple[Param, ...]) -> struct.Struct:
@@ -127,50 +119,106 @@ def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Excep
     raise AssertionError("every argument fits")
 
 
-# Qualifiers and attributes, such as __launch_bounds__(256), may stand between __global__ and the name.
-_GLOBAL = re.compile(
-    r"(?:template\s*<(?P<template>[^;{}]*?)>\s*)?"
-    r'(?:extern\s*"C"\s*)?(?:static\s+)?__global__\s+'
-    r"(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*(?:static\s+)?void\s+(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*"
-    r"(?P<name>\w+)\s*\("
-)
+# ---- the text of a parameter list
 
 
 def split_list(text: str) -> list[str]:
     """Split at the commas that no bracket encloses."""
-    parts, depth, part = [], 0, ""
-    for char in text:
-        depth += (char in "<([") - (char in ">)]")
-        if char == "," and depth == 0:
-            parts.append(part.strip())
-            part = ""
-        else:
-            part += char
-    return [p for p in (*parts, part.strip()) if p]
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(r"[<(\[{>)\]},]", text):
+        depth += (match[0] in "<([{") - (match[0] in ">)]}")
+        if match[0] == "," and depth == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    return [p for p in (*parts, text[start:].strip()) if p]
 
 
-def _template_parameter(text: str) -> tuple[str, str | None]:
-    declaration, _, default = text.partition("=")
-    return declaration.split()[-1], default.strip() or None
+_UNNAMED = re.compile(r"[*&\d].*|__.*|void|bool|char|short|int|long|float|double|unsigned|signed|const|volatile")
 
 
-def _closing(text: str, start: int) -> int:
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i
-    raise ValueError("a parameter list that does not end")
+def _name_in(declaration: str) -> str:
+    """The name that a parameter's declaration gives it, or ""."""
+    words = re.findall(r"\w+|[*&]", re.sub(r"\[.*", "", declaration.partition("=")[0], flags=re.DOTALL))
+    return words[-1] if len(words) > 1 and not _UNNAMED.fullmatch(words[-1]) else ""
 
 
-def _param(text: str, types: dict[str, str], kernel: str) -> Param:
-    words = re.sub(r"\s+|\b(?:const|volatile|struct|typename|__restrict__|__restrict|__grid_constant__)\b", " ", text)
-    match = re.fullmatch(r"\s*(?P<type>[\w:<>, ]*[\w>])\s*(?P<pointer>[*\s]*?)\s*\b(?P<name>\w+)\s*(?P<array>\[\w*\])?\s*", words)
-    if not match or match["pointer"].count("*") > 1:
-        raise TypeError(f"cukern cannot read the parameter {text.strip()!r} of kernel {kernel!r}")
-    ctype = " ".join(match["type"].split())
-    ctype = types.get(ctype, ctype)
-    param = Param(match["name"], ctype, "*" in match["pointer"] or match["array"] is not None)
-    if not param.pointer and ctype not in _SCALARS:
-        raise TypeError(f"{text.strip()!r} of kernel {kernel!r} cannot be passed by value; the types that can are {', '.join(_SCALARS)}")
-    return param
+# ---- mangled names, after the Itanium C++ ABI, https://itanium-cxx-abi.github.io/cxx-abi/abi.html#mangling
+
+_BUILTIN = re.compile("|".join(_BUILTINS))
+_QUALIFIERS = {"r": "__restrict ", "V": "volatile ", "K": "const "}
+
+
+def demangled(mangled: str) -> list[str]:
+    """The C++ types of the parameters, of a probe's mangled name. Raises TypeError for a form that is not read."""
+    reader = _Types(mangled)
+    reader.expect("_Z16cukern_signatureIPF")
+    types = reader.until_end()[1:]  # the first is the result
+    return [] if types == ["void"] else types
+
+
+class _Types:
+    """Reads types from a mangled name. `seen` are those that a substitution, such as S0_, repeats."""
+
+    def __init__(self, mangled: str):
+        self.mangled, self.at, self.seen = mangled, 0, ["cukern_signature"]
+
+    def accept(self, pattern: str | re.Pattern[str]) -> str:
+        match = re.compile(pattern).match(self.mangled, self.at)
+        self.at = match.end() if match else self.at
+        return match[0] if match else ""
+
+    def expect(self, pattern: str) -> str:
+        if not self.accept(pattern):
+            raise TypeError(f"cukern cannot read the parameter types {self.mangled!r} at character {self.at}: no {pattern}")
+        return ""
+
+    def remember(self, name: str) -> str:
+        self.seen.append(name)
+        return name
+
+    def until_end(self) -> list[str]:
+        types = []
+        while not self.accept("E"):
+            types.append(self.type())
+        return types
+
+    def type(self) -> str:
+        if builtin := self.accept(_BUILTIN):
+            return _BUILTINS[builtin]
+        if sign := self.accept("[PRO]"):
+            return self.remember(self.type() + {"P": "*", "R": "&", "O": "&&"}[sign])
+        if qualifiers := self.accept("[rVK]+"):
+            inner, words = self.type(), "".join(_QUALIFIERS[q] for q in qualifiers)
+            return self.remember(f"{inner} {words.strip()}" if inner.endswith("*") else words + inner)
+        if self.accept("F"):
+            result, types = self.type(), self.until_end()
+            return self.remember(f"{result}({', '.join(types)})")
+        if array := self.accept(r"A\d*_"):
+            return self.remember(f"{self.type()}[{array[1:-1]}]")
+        if self.accept("M"):
+            return self.remember(f"{self.type()}::*{self.type()}")
+        if self.accept("L"):  # a template's argument that is a value
+            return f"({self.type()}){self.accept('n?[0-9a-f]+')}{self.expect('E')}"
+        if self.accept("J"):
+            return ", ".join(self.until_end())
+        return self.named()
+
+    def named(self) -> str:
+        """A class or enum: its own name, in namespaces, with a template's arguments, or a substitution."""
+        nested, name = self.accept("N"), ""
+        while True:
+            if substitution := self.accept("S[0-9A-Z]*_"):
+                index = int(substitution[1:-1], 36) + 1 if len(substitution) > 2 else 0
+                part = self.seen[index] if index < len(self.seen) else self.expect("a type that was seen")
+            elif part := self.accept("St"):
+                part = "std"
+            else:
+                length = int(self.accept(r"\d+") or self.expect("a name"))
+                part, self.at = self.mangled[self.at : self.at + length], self.at + length
+                part = "(anonymous namespace)" if part.startswith("_GLOBAL__N_") else part
+                part = self.remember(f"{name}::{part}" if name else part)
+            name = part
+            if self.accept("I"):
+                name = self.remember(f"{name}<{', '.join(self.until_end())}>")
+            if self.accept("E") if nested else name != "std":
+                return name

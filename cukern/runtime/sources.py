@@ -1,16 +1,49 @@
-"""Where the .cu files are, what they include, and what they say of their kernels."""
+"""Where the .cu files are, what they include, which kernels they have, and the texts that the compiler is given.
+
+The compiler reads no file of ours: each is read once, hashed, and given to NVRTC as text. So what is compiled is what was hashed.
+"""
 
 import functools
 import hashlib
+import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
-_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\])*")', re.DOTALL)
+NOWHERE = "/dev/null"  # the folder of all names that NVRTC gets: it is no folder, so NVRTC finds no file there by itself
+
+# NVRTC has no <cstdint>. The types are those that CUDA's own headers give NVRTC.
+_STDINT = """#pragma once
+typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t; typedef long long intptr_t;
+typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t; typedef unsigned long long uint64_t;
+typedef uint64_t uintptr_t;
+namespace std { using ::int8_t; using ::int16_t; using ::int32_t; using ::int64_t; using ::intptr_t;
+using ::uint8_t; using ::uint16_t; using ::uint32_t; using ::uint64_t; using ::uintptr_t; }
+"""
+_OWN_HEADERS = {"cstdint": _STDINT, "stdint.h": "#include <cstdint>\n"}
+
+# Each takes the rest of its line or file if it does not end, so that the search goes over no text twice.
+_LINE = r"[^\n]*(?:(?<=\\)\n[^\n]*)*"
+_COMMENT_OR_LITERAL = re.compile(
+    rf"""["'/](?:(?P<comment>(?<=/)(?:/{_LINE}|\*.*?(?:\*/|\Z)))"""
+    r'|(?P<raw>(?:(?<=\bR")|(?<=\b[uUL]R")|(?<=\bu8R"))(?P<mark>[^()\\\s]{0,16})\(.*?(?:\)(?P=mark)"|\Z))'
+    r'|(?<=")[^"\\\n]*(?:\\.[^"\\\n]*)*"?' + r"|(?<=')(?:\\.[^'\n]{0,8}|[^'\\\n])')",
+    re.DOTALL,
+)
+_SPLICE = r"(?:\\\n)*"  # a line that goes on
+_BLANK = r"(?:[ \t\f\v]|\\\n)*"
+_INCLUDE = re.compile(
+    rf"^(?<!\\\n){_BLANK}(?P<include>(?:#|%{_SPLICE}:){_BLANK}{_SPLICE.join('include')}(?P<next>{_SPLICE}{_SPLICE.join('_next')})?{_BLANK}"
+    r'(?:"(?P<quoted>(?:[^"\n\\]|\\\n|\\)+)"|<(?P<angled>(?:[^>\n\\]|\\\n|\\)+)>))',
+    re.MULTILINE,
+)
+_DIRECTIVE = re.compile(rf"^(?<!\\\n){_BLANK}(?:#|%{_SPLICE}:){_LINE}", re.MULTILINE)
+_FILE_NAME = re.compile(r'"([^"]+)"|<([^<>]+)>')
+_TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")  # a string is blanked
+_WORD = re.compile(r"\s*(\w+)(?:\s*\(|\b)")
 _HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::|\bPYBIND11_MODULE\b|\bTORCH_LIBRARY")
-_HOST_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(?:torch|ATen|c10|cuda_runtime)[^>]*>", re.M)
+_HOST_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(?:torch|ATen|c10|cuda_runtime)[^>\n]*>", re.M)
 
 
 @functools.cache
@@ -31,71 +64,184 @@ class Source:
     @staticmethod
     def read(path: str | Path) -> "Source":
         path = Path(path).resolve()
-        return Source(path, without_host_code(path.read_text()))
+        return Source(path, without_host_code(_read(path)))
 
     @staticmethod
     def from_text(text: str) -> "Source":
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return Source(Path(f"<cukern.compile {digest}>"), without_host_code(text))
+        return Source(Path(f"<cukern.compile {digest}>"), without_host_code(text.removeprefix("\ufeff")))
 
     def digest(self) -> str:
-        """SHA-256 of the text and of every file of ours that its #include lines reach, by relative name and content."""
-        sha = hashlib.sha256(self.text.encode())
-        for name, content in sorted(self._closure().items()):
-            sha.update(f"\0{name}\0".encode() + content)
-        return sha.hexdigest()
-
-    def _closure(self) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        todo = [(self.path.parent, self.text.encode())]
-        while todo:
-            folder, text = todo.pop()
-            for include in (m.decode() for m in _INCLUDE.findall(text)):
-                places = (place / include for place in (folder, self.path.parent, kernels_dir()))
-                path = next((p.resolve() for p in places if p.is_file()), None)
-                if path and (name := self._name(path)) not in found:
-                    found[name] = path.read_bytes()
-                    todo.append((path.parent, found[name]))
-        return found
+        """SHA-256 of the text and of every file of ours that it can include, by relative name and content."""
+        files = {self._name(path): text for path, text in self.program.files.items()}
+        own = {name: text for name, text in self.program.headers.items() if name in _OWN_HEADERS}
+        return hashlib.sha256(json.dumps([self.text, sorted(files.items()), sorted(own.items())]).encode()).hexdigest()
 
     def _name(self, path: Path) -> str:
         """A name that is the same on two machines that hold the same files."""
-        shipped = path.is_relative_to(kernels_dir())
-        return os.path.relpath(path, kernels_dir() if shipped else self.path.parent)
+        if path.is_relative_to(kernels_dir()):
+            return f"cukern:{path.relative_to(kernels_dir())}"
+        return os.path.relpath(path, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where its quoted includes are looked for first."""
+        return self.path.parent.absolute()
 
     @functools.cached_property
-    def code(self) -> str:
-        """The text without comments, of the same number of lines."""
-        return without_comments(self.text)
+    def program(self) -> "Program":
+        """What NVRTC gets. Made once: later edits of the files do not reach this source."""
+        return Program(self)
 
     @functools.cached_property
-    def included(self) -> str:
-        """What its #include lines reach of ours, without comments."""
-        return "\n".join(without_comments(content.decode()) for content in self._closure().values())
+    def kernels(self) -> dict[str, str]:
+        """The text between the parentheses of each kernel of the file, by its name with namespaces, in order."""
+        return find_kernels(self.text)
+
+    @functools.cached_property
+    def included_kernels(self) -> dict[str, str]:
+        """The same of the files that it includes."""
+        return {name: text for file in self.program.files.values() for name, text in find_kernels(file).items()}
 
 
-def without_comments(text: str) -> str:
-    """Replace each comment by its newlines, so that line numbers stay."""
-    return _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n") or " ", text)
+class Program:
+    """The texts of a source for NVRTC: its own, and `headers` by the name in their #include lines; and `files`, all that was read.
+
+    NVRTC finds a header by the very name in the #include line, from wherever it is included. So each literal name becomes the path. A name
+    in a #define or #if line may be put into an #include by a macro, or asked for by __has_include: it becomes a header that includes the
+    file of that name.
+    """
+
+    def __init__(self, source: Source):
+        self.files: dict[Path, str] = {}
+        self.headers: dict[str, str] = {}
+        self._source, self._named = source, dict[str, set[Path]]()
+        todo = [(source.path, source.text)]
+        while todo:
+            path, text = todo.pop()
+            rewritten, reached = self._rewrite(path, text)
+            if path is source.path:
+                self.text = rewritten
+            else:
+                self.headers[_header(path)] = rewritten
+            for target in reached - self.files.keys():
+                self.files[target] = _read(target)
+                todo.append((target, self.files[target]))
+        for name, paths in self._named.items():
+            several = f"#error {json.dumps(name)} may be any of {', '.join(sorted(map(str, paths)))}: include it by a literal name\n"
+            self.headers[name] = several if len(paths) > 1 else f'#include "{_header(*paths)}"\n'
+
+    def _rewrite(self, path: Path, text: str) -> tuple[str, set[Path]]:
+        """The text with a path in each #include, and the files that it can reach."""
+        code, reached = blanked(text), set()
+        pieces, at = [f"#line 1 {json.dumps(str(path), ensure_ascii=False)}\n"], 0
+        for match in _INCLUDE.finditer(code):
+            name = (match["quoted"] or match["angled"]).replace("\\\n", "")
+            target = self._find(name, path, match["quoted"] is not None, match["next"] is not None)
+            if target:
+                reached.add(target)
+                start, end = match.span("include")
+                pieces += text[at:start], f'#include "{_header(target)}"', "\n" * text.count("\n", start, end)
+                at = end
+            elif name in _OWN_HEADERS:
+                self.headers |= _OWN_HEADERS
+        for match in _DIRECTIVE.finditer(code):
+            line = match[0].replace("\\\n", "")
+            if re.match(r"\s*(?:#|%:)\s*(?:define|if|elif)\b", line):
+                for quoted, angled in _FILE_NAME.findall(line):
+                    target = self._find(quoted or angled, path, bool(quoted), False)
+                    if target:
+                        reached.add(target)
+                        self._named.setdefault(quoted or angled, set()).add(target)
+        return "".join((*pieces, text[at:])), reached
+
+    def _find(self, name: str, includer: Path, quoted: bool, after: bool) -> Path | None:
+        """The file that an #include means; with `after`, of include_next, another than the one that includes."""
+        folders = [includer.parent] * quoted + [self._source.folder, kernels_dir()]
+        found = (Path(os.path.realpath(folder / name)) for folder in folders if os.path.isfile(folder / name))
+        return next((path for path in found if not after or path != includer), None)
+
+
+def _header(path: Path) -> str:
+    """The name by which NVRTC knows a file."""
+    return NOWHERE + str(path).replace('"', "''")
+
+
+def _read(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = content.decode("latin-1")
+    return text.replace("\r\n", "\n")
+
+
+def blanked(text: str, literals: bool = False) -> str:
+    """The text with blanks for its comments and raw strings, or for all strings and characters; of the same length."""
+
+    def blank(match: re.Match[str]) -> str:
+        return " " * len(match[0]) if literals or match["comment"] or match["raw"] else match[0]
+
+    return _COMMENT_OR_LITERAL.sub(blank, text)
 
 
 def without_host_code(text: str) -> str:
     """Blank out what only a host compiler can read: torch's headers, and functions that use torch:: or <<<...>>>.
 
-    So the source of a `torch.utils.cpp_extension.load_inline` call compiles as it stands. Line numbers stay.
+    So the source of a `torch.utils.cpp_extension.load_inline` call compiles as it stands. Line numbers stay. In the headers' place comes
+    <cstdint>, which they include.
     """
-    if not _HOST_ONLY.search(text):
-        return _HOST_INCLUDE.sub("", text)
-    text = without_comments(_HOST_INCLUDE.sub("", text))
+    text = _HOST_INCLUDE.sub("#include <cstdint>", text)
+    code = blanked(text, literals=True)
+    if not _HOST_ONLY.search(code):
+        return text
     pieces, start, depth = [], 0, 0
-    for match in re.finditer(r"[{};]", text):
-        depth += {"{": 1, "}": -1, ";": 0}[match[0]]
-        if depth == 0:
-            pieces.append(text[start : match.end()])
+    for match in _TOKEN.finditer(code):
+        if depth or match[0] == "{":  # the brackets of a namespace do not count
+            depth += match[0].endswith("{") - (match[0] == "}")
+        if depth == 0 and match[0] != "__global__":
+            pieces.append((start, match.end()))
             start = match.end()
-    pieces.append(text[start:])
-    return "".join(_directives(p) if _HOST_ONLY.search(p) else p for p in pieces)
+    pieces.append((start, len(text)))
+    return "".join(_directives(text[a:b]) if _HOST_ONLY.search(code, a, b) else text[a:b] for a, b in pieces)
 
 
 def _directives(text: str) -> str:
     return "\n".join(line if line.lstrip().startswith("#") else "" for line in text.split("\n"))
+
+
+def find_kernels(text: str) -> dict[str, str]:
+    """The parameter list of each __global__ function, as text, by its name with namespaces. Of several, the last, which has the body."""
+    found: dict[str, str] = {}
+    if "__global__" not in text:
+        return found
+    code = _DIRECTIVE.sub(lambda line: " " * len(line[0]), blanked(text, literals=True))
+    scopes: list[str] = []
+    end = 0
+    for match in _TOKEN.finditer(code):
+        if match.start() < end:
+            continue
+        if match[0].endswith("{"):
+            scopes.append(match["name"] or "")
+        elif match[0] == "}":
+            del scopes[-1:]
+        elif match[0] == "__global__":
+            end = match.end()
+            while (word := _WORD.match(code, end)) and word[1] != "__global__":
+                end = start = word.end()
+                if code[start - 1] == "(":
+                    end = _closing(code, start)
+                    if not re.fullmatch(r"__\w+__", word[1]):  # such as __launch_bounds__(256)
+                        found["::".join((*filter(None, scopes), word[1]))] = code[start : end - 1]
+                        break
+    return found
+
+
+def _closing(code: str, at: int) -> int:
+    """Where the bracket that was opened before a place is closed."""
+    depth = 1
+    for match in re.compile(r"[()]").finditer(code, at):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    return len(code)

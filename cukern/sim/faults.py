@@ -1,8 +1,8 @@
-"""What the simulator says of a kernel: each class is one kind of bug, and each message says where it is."""
+"""The bugs that the simulator reports: one class for each kind, with the place in every message."""
 
 from typing import NamedTuple
 
-Dim = tuple[int, int, int]
+from cukern.runtime.limits import Dim
 
 
 class Where(NamedTuple):
@@ -18,7 +18,7 @@ class Where(NamedTuple):
 
 
 class Fault(RuntimeError):
-    """A bug of a kernel, with the thread that met it. `where` holds what the message says of it."""
+    """A bug of a kernel. `where` is the thread that ran into it, and the source line."""
 
     def __init__(self, what: str, where: Where):
         super().__init__(f"{where}: {what}")
@@ -34,19 +34,19 @@ class Misaligned(Fault):
 
 
 class Uninitialized(Fault):
-    """A read of memory, or of another lane's register, to which nobody has written."""
+    """A read of memory, or of another lane's register, that was never written."""
 
 
 class Race(Fault):
-    """Two accesses of one address by threads that nothing orders, one of them a write."""
+    """Two unordered accesses to one address by different threads, at least one of them a write."""
 
 
 class BarrierFault(Fault):
-    """A barrier, or a warp-wide instruction, that some of the threads that it waits for never reach."""
+    """A barrier or warp-wide instruction that is not reached by all threads that it waits for."""
 
 
 class StepLimit(Fault):
-    """The kernel ran for so long that it probably never ends."""
+    """The kernel executed so many steps that it probably never ends."""
 
 
 class NotSimulated(NotImplementedError):

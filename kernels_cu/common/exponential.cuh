@@ -3,6 +3,7 @@
 // A softmax is taken of u = x, or of -x where scale is negative (`sign`), so that the largest u has the largest exponential. An exponential is
 // relative to a base, which is made of the largest u that was seen; `rescale` takes a sum from one base to another. A row's largest u is
 // -inf where nothing was seen yet: then the exponentials are 0, and the sum is.
+// |scale| is in 2^-100..2^100 (softmax.py sees to it): so u - largest may overflow, since its exponential is 0 then.
 #pragma once
 #include "math.cuh"
 #include "ptx.cuh"
@@ -11,8 +12,6 @@
 constexpr double LOG2_E = 1.4426950408889634;
 __device__ __forceinline__ float sign_of(double scale) { return scale < 0 ? -1.0f : 1.0f; }
 
-constexpr float LEAST_RATE = 1e-36f;  // so that -inf counts for nothing, even where scale is 0
-
 // T is the type of the result. 16 bits: one multiplication and ex2.approx, whose errors are far below theirs.
 template <typename T>
 struct Exponential {
@@ -20,7 +19,7 @@ struct Exponential {
     static constexpr bool KEPT = false;  // it costs less to compute exponentials twice than to keep them
     float sign, size, rate;              // of scale; rate = |scale| log2(e)
     __device__ __forceinline__ Exponential(double scale, bool log, float sign, bool = true)
-        : sign(sign), size(fabs(scale)), rate(max(float(fabs(scale) * LOG2_E), LEAST_RATE)) {}
+        : sign(sign), size(fabs(scale)), rate(fabs(scale) * LOG2_E) {}
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ float lift(float x) const { return sign * x; }
     __device__ __forceinline__ Base base(float largest) const { return largest == minus_infinity<float>() ? 0.0f : largest; }
@@ -46,7 +45,7 @@ struct Exponential<float> {
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ Exponential(double scale, bool log, float sign, bool lifted = true)
         : sign(sign), size(fabs(scale)), top(lifted && !log ? LIFT : 0.0f), log(log) {
-        double exact = max(fabs(scale) * LOG2_E, double(LEAST_RATE));
+        double exact = fabs(scale) * LOG2_E;
         rate = exact;
         rate_low = exact - rate;
         inverse = 1 / rate;
@@ -84,16 +83,21 @@ template <>
 struct Exponential<double> {
     using Base = double;
     static constexpr bool KEPT = true;
-    double sign, size, rate;
-    __device__ __forceinline__ Exponential(double scale, bool log, double sign, bool = true)
-        : sign(sign), size(fabs(scale)), rate(max(size, 4.9e-324)) {}
+    double sign, size;
+    __device__ __forceinline__ Exponential(double scale, bool log, double sign, bool = true) : sign(sign), size(fabs(scale)) {}
     __device__ __forceinline__ explicit Exponential(double scale, bool log = false) : Exponential(scale, log, sign_of(scale)) {}
     __device__ __forceinline__ double lift(double x) const { return sign * x; }
     __device__ __forceinline__ Base base(double largest) const { return largest == minus_infinity<double>() ? 0.0 : largest; }
-    __device__ __forceinline__ double operator()(double u, Base base) const { return exp((u - base) * rate); }
-    __device__ __forceinline__ double rescale(double largest, Base to) const { return exp((largest - to) * rate); }
-    __device__ __forceinline__ double plain(double u) const { return exp(u * rate); }
+    __device__ __forceinline__ double operator()(double u, Base base) const { return exp((u - base) * size); }
+    __device__ __forceinline__ double rescale(double largest, Base to) const { return exp((largest - to) * size); }
+    __device__ __forceinline__ double plain(double u) const { return exp(u * size); }
 };
+
+// scale x - the largest - log_sum: a logarithm. By halves, whose difference does not overflow.
+template <typename T, typename C>
+__device__ __forceinline__ C log_of(const Exponential<T>& exponential, C x, C largest, C log_sum) {
+    return fma(fma(C(0.5) * exponential.sign, x, C(-0.5) * largest), 2 * exponential.size, -log_sum);
+}
 
 // The end of a row: from its largest u and its sum to results. `kept` is x, or where KEPT, and no logarithm is wanted, the exponential of
 // x relative to the base of `own`. A row of -inf alone has the sum 0, and gives NaN as torch does.
@@ -107,8 +111,8 @@ struct End {
         : exponential(e), largest(e.base(largest)), log_sum(log ? logf(sum) : log2_approx(sum)), log(log) {}
     template <bool LOG>
     __device__ __forceinline__ C from(C kept) const {
-        C d = exponential.lift(kept) - largest;
-        return LOG ? fma(d, exponential.size, -log_sum) : exp2_approx(fma(d, exponential.rate, -log_sum));
+        if (LOG) return log_of(exponential, kept, largest, log_sum);
+        return exp2_approx(fma(exponential.lift(kept) - largest, exponential.rate, -log_sum));
     }
     __device__ __forceinline__ C of(C x) const { return log ? from<true>(x) : from<false>(x); }
 };
@@ -128,7 +132,7 @@ struct End<float> {
     }
     template <bool LOG>
     __device__ __forceinline__ float from(float kept) const {
-        return LOG ? fmaf(exponential.lift(kept) - largest, exponential.size, -log_sum) : fmaf(kept, factor, kept * factor_low);
+        return LOG ? log_of(exponential, kept, largest, log_sum) : fmaf(kept, factor, kept * factor_low);
     }
     __device__ __forceinline__ float of(float x) const { return log ? from<true>(x) : from<false>(exponential(exponential.lift(x), base)); }
 };
@@ -142,7 +146,7 @@ struct End<double> {
         : exponential(e), base(e.base(largest)), factor(e.rescale(own, base) / sum), log_sum(log ? ::log(sum) : 0.0), log(log) {}
     template <bool LOG>
     __device__ __forceinline__ double from(double kept) const {
-        return LOG ? fma(exponential.lift(kept) - base, exponential.size, -log_sum) : kept * factor;
+        return LOG ? log_of(exponential, kept, base, log_sum) : kept * factor;
     }
     __device__ __forceinline__ double of(double x) const {
         return log ? from<true>(x) : from<false>(exponential(exponential.lift(x), base));
@@ -154,10 +158,12 @@ struct Sink {
     const double* logit;  // null: there is none
     double* share;        // gets exp(logit) / sum
     double scale;         // of the columns; not negative
-    // The largest u, that of the logit among them.
+    // The largest u, that of the logit among them, rounded to 0: so it is finite if the logit is, and NaN if the logit is.
     template <typename C>
     __device__ __forceinline__ C largest(C of_columns) const {
-        return logit && scale > 0 ? max(of_columns, C(*logit / scale)) : of_columns;
+        if (!logit || !(scale > 0)) return of_columns;  // scale is positive; without asking, float rows of a block spill
+        C u = sizeof(C) == 4 ? __double2float_rz(__ddiv_rz(*logit, scale)) : __ddiv_rz(*logit, scale);
+        return of_columns >= u ? of_columns : u;
     }
     // The whole sum. Of a row of which nothing is seen it is 0: with MASKED its results shall be 0, too.
     template <bool MASKED, typename T, typename C>
@@ -165,7 +171,8 @@ struct Sink {
         sum_t<T> term = 0;
         if (logit) {
             C point = largest == minus_infinity<C>() ? C(0) : largest;
-            term = exponential(point, exponential.base(largest)) * exp(C(*logit - scale * point));
+            C above = *logit - scale * point;  // large only of logits that are so large that nothing is left of the columns
+            term = exponential(point, exponential.base(largest)) * exp(min(above, C(40)));
             sum += term;
         }
         if (MASKED && sum == 0) sum = 1;

@@ -1,0 +1,43 @@
+"""The limits of a launch, in one place for the GPU and the simulator, and the error of a launch that exceeds one."""
+
+import math
+
+Dim = tuple[int, int, int]
+
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # along each axis of the grid
+MOST_THREADS = (1024, 1024, 64)  # along each axis of a block
+MOST_BLOCKS_A_CLUSTER = 16  # with CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+
+class LaunchError(RuntimeError):
+    """The driver refused a launch, or the kernel failed; the message names the kernel, the geometry and the limit that was exceeded."""
+
+
+def exceeded(grid: Dim, block: Dim, shared: int, most_threads: int, most_shared: int, cluster: Dim, static_shared: int = 0) -> list[str]:
+    """The limits that a launch exceeds.
+
+    Args:
+        shared, static_shared: bytes of dynamic and of static shared memory of a block.
+        most_threads: threads per block that the kernel allows.
+        most_shared: bytes of shared memory per block that the GPU allows.
+        cluster: the shape of the kernel's clusters in blocks.
+    """
+    found = []
+    for what, dims, limits in (("grid", grid, MOST_BLOCKS), ("block", block, MOST_THREADS)):
+        for axis, n, limit in zip("xyz", dims, limits, strict=True):
+            if not 1 <= n <= limit:
+                found.append(f"{what} {axis} = {n} is not in 1..{limit}")
+    for axis, n, k in zip("xyz", grid, cluster, strict=True):
+        if n % k:
+            found.append(f"grid {axis} = {n} is not a multiple of the {k} that the kernel's cluster has along {axis}")
+    if math.prod(cluster) > MOST_BLOCKS_A_CLUSTER:
+        found.append(f"{math.prod(cluster)} blocks a cluster are more than {MOST_BLOCKS_A_CLUSTER}")
+    if math.prod(block) > most_threads:
+        found.append(f"{math.prod(block)} threads a block are more than the {most_threads} that this kernel may have")
+    if static_shared + shared > most_shared:
+        found.append(f"{static_shared + shared} bytes of shared memory, {shared} of them dynamic, are more than {most_shared}")
+    return found
+
+
+def launch_error(name: str, grid: Dim, block: Dim, shared: int, reasons: list[str]) -> LaunchError:
+    return LaunchError(f"{name} <<<grid {grid}, block {block}, {shared} bytes shared>>> failed: {'; '.join(reasons)}")

@@ -1,0 +1,189 @@
+"""Loads, stores and fences."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cukern.sim.instructions.decode import Context, compute
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.memory.order import STRONG
+from cukern.sim.memory.regions import CARRIERS
+from cukern.sim.memory.spaces import WINDOW
+from cukern.sim.numerics.integers import SIGNED, UNSIGNED
+from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
+
+_SPACES = ("global", "shared", "local", "const", "param", "generic")
+_IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
+_IGNORED |= {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "shared::cta", "shared::cluster", "param::entry"}
+_IGNORED |= {"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"}
+_IGNORED |= {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
+_STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
+
+
+def space_of(c: Context) -> str:
+    """The state space of an opcode: "generic" if it names none, "cluster" for shared::cluster. NotSimulated for unknown modifiers."""
+    modifiers = [p for p in c.parts[1:] if p not in WIDTHS]
+    if set(modifiers) - _IGNORED:
+        raise c.unknown()
+    if "shared::cluster" in modifiers:
+        return "cluster"
+    return next((p.split("::")[0] for p in modifiers if p.split("::")[0] in _SPACES), "generic")
+
+
+def _is_strong(c: Context, space: str) -> bool:
+    """True if the access does not race with other strong accesses. In shared memory only accesses with .cluster are strong."""
+    return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
+
+
+def load(c: Context) -> Step:
+    space, type_ = space_of(c), c.types[-1]
+    targets = [c.target(x) for x in c.items(c.operands[0])]
+    if space == "param":
+        return _load_param(c, targets, type_)
+    base, offset = c.address(c.operands[1])
+    width, signed = WIDTHS[type_], type_[0] == "s"
+    size, count, pc = width // 8, len(targets), c.pc
+    if size * count > 16 or width > 64:
+        raise c.unknown()
+    strong = _is_strong(c, space) and space != "cluster"  # lanes poll only in their own block's memory
+    constant, acquires = space == "const", "acquire" in c.parts
+
+    def run(m: Machine, group: Group) -> None:
+        m.pc = pc
+        if not constant:
+            m.order.clock.tick(pc)
+        addresses = offset_by(m.get(group, base), offset)
+        values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
+        assert values is not None
+        if strong and space != "shared":
+            m.order.observe(group.lanes, acquires)
+        if count == 1:
+            put(m, group, targets[0], values, signed)
+            return
+        parts = values.view(UNSIGNED[width]).reshape(-1, count)
+        for i, target in enumerate(targets):
+            put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
+
+    return run
+
+
+def put(m: Machine, group: Group, target: Register | None, values: np.ndarray, signed: bool) -> None:
+    """Write loaded bits to a register, which may be wider."""
+    if target is None:
+        return
+    bits = values.dtype.itemsize * 8
+    if bits < target.width:
+        values = (values.view(SIGNED[bits]) if signed else values).astype(UNSIGNED[target.width])
+    m.put(group, target.number, values)
+
+
+def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
+    """An address register plus an offset, modulo 2^64."""
+    if base.dtype != np.uint64:
+        base = base.astype(np.uint64)
+    return base + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) if offset else base
+
+
+def through(
+    m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray | None], *values: np.ndarray
+) -> np.ndarray | None:
+    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space that they belong to."""
+    if space != "generic":
+        return access(m.spaces[space], lanes, addresses, *values)
+    windows = addresses >> np.uint64(WINDOW)
+    found, result = np.unique(windows), None
+    for window in found:
+        name = {1: "cluster", 2: "local"}.get(int(window), "global")
+        offsets = addresses if name == "global" else addresses & np.uint64((1 << WINDOW) - 1)
+        if name not in m.spaces:
+            name, offsets = "global", addresses
+        if len(found) == 1:
+            return access(m.spaces[name], lanes, offsets, *values)
+        rows = np.flatnonzero(windows == window)
+        part = access(m.spaces[name], lanes[rows], offsets[rows], *(np.broadcast_to(v, lanes.shape)[rows] for v in values))
+        if part is not None:
+            result = np.zeros(len(lanes), part.dtype) if result is None else result
+            result[rows] = part
+    return result
+
+
+def _load_param(c: Context, targets: list[Register | None], type_: str) -> Step:
+    """Kernel parameters are the same for all lanes."""
+    address = c.operands[1]
+    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in c.program.params:
+        raise c.unknown()
+    at = c.program.params[address.base.name] + address.offset
+    dtype, signed = UNSIGNED[WIDTHS[type_]], type_[0] == "s"
+
+    def run(m: Machine, group: Group) -> None:
+        values = np.frombuffer(m.launched.params, dtype, len(targets), at)
+        for i, target in enumerate(targets):
+            put(m, group, target, values[i : i + 1], signed)
+
+    return run
+
+
+def store(c: Context) -> Step:
+    space, type_ = space_of(c), c.types[-1]
+    address, value = c.operands[:2]  # a cache hint may follow
+    if space == "param":
+        return _store_param(c, address, value, type_)
+    base, offset = c.address(address)
+    width = WIDTHS[type_]
+    sources = [c.source(x, type_) for x in c.items(value)]
+    size, count, pc = width // 8, len(sources), c.pc
+    if size * count > 16 or width > 64 or space == "const":
+        raise c.unknown()
+    strong, releases, dtype = _is_strong(c, space), "release" in c.parts, UNSIGNED[width]
+    flags = STRONG if strong else 0
+
+    def run(m: Machine, group: Group) -> None:
+        m.pc = pc
+        m.order.clock.tick(pc)
+        values = vectors(m, group, sources, dtype)
+        addresses = offset_by(m.get(group, base), offset)
+        through(m, space, group.lanes, addresses, lambda where, lanes, at, v: where.store(m, lanes, at, size * count, v, flags), values)
+        if strong and space not in ("shared", "cluster"):
+            m.order.publish(group.lanes, releases)
+
+    return run
+
+
+def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndarray:
+    """The values that the lanes store: one element or one vector per lane."""
+    if len(sources) == 1:
+        values = m.get(group, sources[0])
+        return values if values.dtype == dtype else values.astype(dtype)
+    rows = np.empty((len(group.lanes), len(sources)), dtype)
+    for i, s in enumerate(sources):
+        rows[:, i] = m.get(group, s)
+    return rows.view(CARRIERS[rows.itemsize * len(sources)])[:, 0]
+
+
+def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> Step:
+    """st.param: an argument of a call, kept in a register of its own."""
+    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
+        raise c.unknown()
+    register = Register(c.program.hidden(max(16, WIDTHS[type_])), WIDTHS[type_])
+    c.program.params[address.base.name] = register.number
+    return compute(np.copy, register, [c.source(value, type_)])
+
+
+def fence(c: Context) -> Step:
+    proxies = c.opcode == "fence.proxy.async.shared::cta"  # the simulator does not distinguish proxies
+    known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
+    if not proxies and not set(c.parts[1:]) <= known:
+        raise c.unknown()
+    local = proxies or "cta" in c.parts
+
+    def run(m: Machine, group: Group) -> None:
+        if not local:
+            m.order.fence(group.lanes)
+
+    return run
+
+
+def nothing(c: Context) -> Step:
+    return lambda m, group: None

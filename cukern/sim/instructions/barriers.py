@@ -1,0 +1,141 @@
+"""Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to one."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cukern.sim.faults import BarrierFault
+from cukern.sim.instructions import warp
+from cukern.sim.instructions.access import offset_by, vectors
+from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.memory.order import IN_FLIGHT
+from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.module import WIDTHS, Operand, Register
+
+_SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"}
+
+
+def barrier(c: Context) -> Step:
+    if c.parts[:2] == ["bar", "warp"]:
+        return warp.sync(c)
+    if c.parts[:2] == ["barrier", "cluster"]:
+        return _cluster_barrier(c)
+    parts = [p for p in c.parts[1:] if p not in ("cta", "aligned")]
+    kind = parts[0]
+    if kind not in ("sync", "arrive", "red") or (kind != "red" and len(parts) > 1):
+        raise c.unknown()
+    operands = list(c.operands)
+    target = operands.pop(0) if kind == "red" else None
+    predicate = operands.pop() if kind == "red" else None
+    number = c.source(operands[0], "u32")
+    count = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
+    holds = c.source(predicate, "pred") if predicate is not None else None
+    negated = isinstance(predicate, Register) and predicate.negated
+    outcome = _outcome(c, parts[1], target) if kind == "red" else None
+
+    def run(m: Machine, group: Group) -> None:
+        if outcome is not None:
+            m.barriers.outcomes[c.pc] = lambda lanes, counts: outcome(m, lanes, counts)
+        numbers, counts = m.spread(group, number), m.spread(group, count)
+        for n, threads in (
+            set(zip(numbers.tolist(), counts.tolist(), strict=True)) if len(m.regs[number]) > 1 else {(numbers[0], counts[0])}
+        ):
+            chosen = (numbers == n) & (counts == threads)
+            some = group if chosen.all() else m.group(group.lanes[chosen])
+            if kind == "arrive":
+                m.barriers.arrive(some, int(n), int(threads))
+            else:
+                m.barriers.sync(some, int(n), int(threads), None if holds is None else m.spread(some, holds) ^ negated)
+
+    return run
+
+
+def _outcome(c: Context, operation: str, target: Operand | None) -> Callable[[Machine, Group, np.ndarray], None]:
+    """Writes the result of a bar.red, given how many lanes arrived (`came`) and how many of them had a true predicate (`held`)."""
+    results: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+        "and": lambda held, came: held == came,
+        "or": lambda held, came: held > 0,
+        "popc": lambda held, came: held.astype(np.uint32),
+    }
+    register = c.target(target) if target is not None else None
+    if operation not in results or register is None:
+        raise c.unknown()
+    return lambda m, group, counts: m.put(group, register.number, results[operation](counts[0], counts[1]))
+
+
+def _cluster_barrier(c: Context) -> Step:
+    """barrier.cluster.arrive and .wait."""
+    kind, pc, rest = c.parts[2], c.pc, set(c.parts[3:])
+    if kind not in ("arrive", "wait") or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"}):
+        raise c.unknown()
+
+    def run(m: Machine, group: Group) -> None:
+        m.pc = pc
+        if kind == "arrive":
+            m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
+        else:
+            m.clusters.wait(group)
+
+    return run
+
+
+def mbarrier(c: Context) -> Step:
+    """mbarrier.init, .arrive and .arrive.expect_tx without a result, and .try_wait.parity, which waits until it is true."""
+    kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
+    space = "cluster" if "shared::cluster" in c.parts else "shared"
+    pc, operands = c.pc, list(c.operands)
+    target = None if kind == "init" else c.target(operands.pop(0))
+    known = {"init": set(), "arrive": {"expect_tx"} & rest, "try_wait": {"parity"}}
+    if rest != known.get(kind) or (target is None) != (kind != "try_wait"):
+        raise c.unknown()
+    base, offset = c.address(operands[0])
+    number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
+    if kind == "arrive" and (len(operands) > 1) != bool(rest):
+        raise c.unknown()
+
+    def run(m: Machine, group: Group) -> None:
+        m.pc = pc
+        m.order.clock.tick(pc)
+        addresses, numbers = offset_by(m.get(group, base), offset), m.spread(group, number)
+        if kind == "init":
+            m.mbarriers.init(group, addresses, numbers)
+            m.go(pc + 1, group)
+            return
+        positions = m.mbarriers.find(group, space, addresses)
+        if kind == "arrive":
+            m.go(pc + 1, group)
+            m.mbarriers.arrive(group, positions, numbers)
+        else:
+            assert target is not None
+            m.mbarriers.wait(group, positions, numbers.astype(np.int64), target.number)
+
+    return run
+
+
+def store_async(c: Context) -> Step:
+    """st.async [to], values, [mbarrier]."""
+    type_, pc = c.types[-1], c.pc
+    (to, to_offset), (barrier, barrier_offset) = c.address(c.operands[0]), c.address(c.operands[2])
+    sources = [c.source(x, type_) for x in c.items(c.operands[1])]
+    width, count = WIDTHS[type_], len(sources)
+    known = {"st", "async", "weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4", type_}
+    if set(c.parts) - known or width not in (32, 64):
+        raise c.unknown()
+    size = width // 8 * count
+
+    def run(m: Machine, group: Group) -> None:
+        m.pc = pc
+        m.order.clock.tick(pc)
+        values = vectors(m, group, sources, UNSIGNED[width])
+        positions = m.mbarriers.find(group, "cluster", offset_by(m.get(group, barrier), barrier_offset))
+        addresses = offset_by(m.get(group, to), to_offset)
+        m.order.clock.tick(pc)
+        at = m.spaces["cluster"].store(m, group.lanes, addresses, size, values, IN_FLIGHT)
+        if (at // m.shared.stride != positions // m.shared.stride).any():
+            raise m.fault(BarrierFault, group.lanes[0], "writes to one block by st.async, and tells the mbarrier of another")
+        m.go(pc + 1, group)
+        m.mbarriers.bring(group, positions, at, size)
+
+    return run

@@ -1,0 +1,156 @@
+"""From an instruction to a step, the function that executes it for a group of lanes.
+
+An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel may contain instructions that
+it does not execute. Which maker decodes which instruction is in tables.py, and passed in.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from cukern.sim.faults import NotSimulated
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step, Stretches
+from cukern.sim.machine.program import Program
+from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector, immediate_bits
+
+
+class Context:
+    """One instruction being decoded: its parts, and the registers of its operands."""
+
+    def __init__(self, program: Program, pc: int):
+        self.program, self.pc = program, pc
+        self.instruction: Instruction = program.kernel.code[pc]
+        self.opcode, self.operands = self.instruction.opcode, self.instruction.operands
+        self.parts = self.opcode.split(".")
+        self.types = [p for p in self.parts if p in WIDTHS]
+
+    def unknown(self) -> NotSimulated:
+        return NotSimulated(self.opcode)
+
+    def source(self, operand: Operand, type_: str) -> int:
+        """The number of the register that holds an operand; `type_` is the type of a literal."""
+        program, width = self.program, max(16, WIDTHS[type_]) if type_ != "pred" else 1
+        if isinstance(operand, Register):
+            return operand.number
+        if isinstance(operand, Immediate):
+            return program.constant(immediate_bits(operand, type_), width)
+        if isinstance(operand, Symbol):
+            if operand.name in program.addresses:
+                return program.constant(program.addresses[operand.name][1] + operand.offset, width)
+            if operand.name.startswith("%") or operand.name == "WARP_SZ":
+                return program.special(operand.name)
+        raise self.unknown()
+
+    def target(self, operand: Operand) -> Register | None:
+        """The register that an operand names; None for the sink `_`."""
+        if isinstance(operand, Register):
+            return operand
+        if isinstance(operand, Symbol) and operand.name == "_":
+            return None
+        raise self.unknown()
+
+    def address(self, operand: Operand) -> tuple[int, int]:
+        """The register and the offset of an address in brackets."""
+        if not isinstance(operand, Address):
+            raise self.unknown()
+        if operand.base is None:
+            return self.program.constant(0, 64), operand.offset
+        return self.source(operand.base, "b64"), operand.offset
+
+    def items(self, operand: Operand) -> tuple[Operand, ...]:
+        return operand.items if isinstance(operand, Vector) else (operand,)
+
+
+Maker = Callable[[Context], Step]
+
+
+class Table(NamedTuple):
+    """The maker for each opcode or its first part. The steps of `jumps` send their lanes on by themselves; `other`: all other opcodes."""
+
+    steps: dict[str, Maker]
+    jumps: dict[str, Maker]
+    other: Maker
+
+
+def stretches(program: Program, table: Table) -> Stretches:
+    """The whole program, decoded and divided into stretches without a jump."""
+    kernel = program.kernel
+    decoded = [instruction(program, pc, table) for pc in range(len(kernel.code))]
+    leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
+    retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # lanes may have to execute these again
+    found: Stretches = {}
+    for start in leaders | retried:
+        steps, pc = [], start
+        while pc < len(decoded) and not decoded[pc][1] and (pc == start or pc not in leaders):
+            steps.append(decoded[pc][0])
+            pc += 1
+        jumps = pc < len(decoded) and decoded[pc][1] and (pc == start or pc not in leaders)
+        found[start] = steps, pc, decoded[pc][0] if jumps else None
+    found[len(decoded)] = [], len(decoded), Machine.leave
+    return found
+
+
+def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
+    """The step of an instruction, and whether it sends its lanes on by itself."""
+    c = Context(program, pc)
+    names = ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
+    base = next((name for name in names if name in table.steps or name in table.jumps), "")
+    jumps = base in table.jumps
+    try:
+        step = (table.jumps if jumps else table.steps).get(base, table.other)(c)
+    except NotSimulated as error:
+        return _not_simulated(pc, str(error)), True
+    except (IndexError, KeyError, ValueError, StopIteration):  # operands that the instruction does not have
+        return _not_simulated(pc, c.opcode), True
+    guard = c.instruction.guard
+    if guard is not None and base != "bra":
+        step = _split(step, guard, pc) if jumps else _guarded(step, guard)
+    return step, jumps
+
+
+def _guarded(step: Step, guard: Register) -> Step:
+    register, negated = guard.number, guard.negated
+
+    def run(m: Machine, group: Group) -> None:
+        chosen = m.select(group, register, negated)
+        if chosen is not None:
+            step(m, chosen)
+
+    return run
+
+
+def _split(step: Step, guard: Register, pc: int) -> Step:
+    """A guarded jump: lanes whose guard is false continue at the next instruction."""
+
+    def run(m: Machine, group: Group) -> None:
+        rest = m.select(group, guard.number, not guard.negated)
+        chosen = m.select(group, guard.number, guard.negated)
+        if rest is not None:
+            m.go(pc + 1, rest)
+        if chosen is not None:
+            step(m, chosen)
+
+    return run
+
+
+def _not_simulated(pc: int, what: str) -> Step:
+    def run(m: Machine, group: Group) -> None:
+        raise NotSimulated(f"{what}, in {m.launched.name}, {m.program.location(pc)}")
+
+    return run
+
+
+def compute(function: Callable[..., np.ndarray], target: Register, sources: list[int]) -> Step:
+    """target = function(sources)."""
+    t = target.number
+
+    def run(m: Machine, group: Group) -> None:
+        regs = m.regs
+        if group.whole:
+            regs[t] = function(*[regs[s] for s in sources])
+        else:
+            m.put(group, t, function(*[m.get(group, s) for s in sources]))
+
+    return run

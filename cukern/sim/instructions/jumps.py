@@ -1,0 +1,76 @@
+"""Branches, exits and calls."""
+
+import numpy as np
+
+from cukern.sim.faults import Fault, NotSimulated
+from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.ptx.module import Register, Symbol, Vector
+
+
+def branch(c: Context) -> Step:
+    (label,) = c.operands
+    assert isinstance(label, Symbol)
+    target, guard, pc = c.program.kernel.labels[label.name], c.instruction.guard, c.pc
+    if guard is None:
+        return lambda m, group: m.go(target, group)
+    register, negated = guard.number, guard.negated
+
+    def run(m: Machine, group: Group) -> None:
+        values = m.regs[register]
+        if len(values) == 1:
+            m.go(target if bool(values[0]) != negated else pc + 1, group)
+            return
+        chosen = values[group.index] != negated
+        count = np.count_nonzero(chosen)
+        if count == len(chosen):
+            m.go(target, group)
+        elif count == 0:
+            m.go(pc + 1, group)
+        else:
+            m.go(target, m.group(group.lanes[chosen]))
+            m.go(pc + 1, m.group(group.lanes[~chosen]))
+
+    return run
+
+
+def branch_indexed(c: Context) -> Step:
+    index, table = c.operands
+    if not isinstance(index, Register) or not isinstance(table, Symbol):
+        raise c.unknown()
+    targets = np.array([c.program.kernel.labels[t] for t in c.program.kernel.tables[table.name]])
+
+    def run(m: Machine, group: Group) -> None:
+        goals = targets[m.spread(group, index.number)]
+        for goal in np.unique(goals):
+            m.go(int(goal), m.group(group.lanes[goals == goal]))
+
+    return run
+
+
+def leave(c: Context) -> Step:
+    return Machine.leave
+
+
+def trap(c: Context) -> Step:
+    def run(m: Machine, group: Group) -> None:
+        raise m.fault(Fault, group.lanes[0], "trap: the kernel stopped itself")
+
+    return run
+
+
+def call(c: Context) -> Step:
+    """Only __assertfail(message, file, line, function, size) is simulated: a failed assert."""
+    name = next((x.name for x in c.operands if isinstance(x, Symbol)), c.opcode)
+    arguments = next((x.items for x in c.operands if isinstance(x, Vector)), ())
+    if name != "__assertfail":
+        raise NotSimulated(f"call of {name}")
+    registers = [c.program.params[a.name] for a in arguments if isinstance(a, Symbol)]
+
+    def run(m: Machine, group: Group) -> None:
+        message, file, line = (int(m.spread(group, r)[0]) for r in registers[:3])
+        memory = m.launched.memory
+        raise m.fault(Fault, group.lanes[0], f"assertion failed: {memory.text(message)} ({memory.text(file)}:{line})")
+
+    return run

@@ -1,0 +1,110 @@
+"""The tensor-core instructions mma.sync, wgmma and ldmatrix, which need whole warps."""
+
+import numpy as np
+
+from cukern.sim.faults import BarrierFault
+from cukern.sim.instructions.access import offset_by, through
+from cukern.sim.instructions.decode import Context
+from cukern.sim.instructions.warp import together
+from cukern.sim.machine.batch import Group
+from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.machine.warps import bits_of
+from cukern.sim.memory.regions import CARRIERS
+from cukern.sim.numerics import tensor_core
+from cukern.sim.ptx.module import Immediate, Vector
+
+_EVERY_LANE = Immediate("0xFFFFFFFF")
+
+
+def _check_whole_warps(m: Machine, lanes: np.ndarray, pc: int) -> None:
+    m.pc = pc
+    here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
+    if (here != 0xFFFFFFFF).any():
+        lane = lanes[here != 0xFFFFFFFF][0]
+        raise m.fault(BarrierFault, lane, "wants all 32 lanes of its warp, and some are not there")
+
+
+def mma(c: Context) -> Step:
+    function, pc = tensor_core.mma(c.opcode), c.pc
+    to, *from_ = c.operands
+    targets = [c.target(x) for x in c.items(to)]
+    sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in from_]
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes, pc)
+        fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
+        for target, values in zip(targets, function(*fragments), strict=True):
+            if target is not None:
+                m.put(group, target.number, values.reshape(-1))
+
+    return together(c, _EVERY_LANE, act)
+
+
+def load_matrix(c: Context) -> Step:
+    """ldmatrix: lane 8 i + j has the address of row j of tile i."""
+    count = {"x1": 1, "x2": 2, "x4": 4}.get(c.parts[4] if len(c.parts) > 4 else "", 0)
+    known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
+    if not count or set(c.parts) - known:
+        raise c.unknown()
+    targets = [c.target(x) for x in (c.operands[0].items if isinstance(c.operands[0], Vector) else c.operands[:1])]
+    (base, offset), pc, transposed = c.address(c.operands[1]), c.pc, "trans" in c.parts
+    space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes, pc)
+        m.order.clock.tick(pc)
+        addresses = np.broadcast_to(offset_by(m.get(group, base), offset), group.lanes.shape)
+        some = group.lanes % 32 < 8 * count
+        rows = through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at: where.load(m, lanes, at, 16))
+        assert rows is not None and rows.dtype == CARRIERS[16]
+        tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
+        for target, values in zip(targets, tensor_core.ldmatrix(tiles, transposed), strict=True):
+            if target is not None:
+                m.put(group, target.number, values.reshape(-1))
+
+    return together(c, _EVERY_LANE, act)
+
+
+def warpgroup(c: Context) -> Step:
+    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is executed at once: wgmma.fence, .commit_group
+    and .wait_group do nothing, and a result that is read too early is not reported."""
+    pc = c.pc
+    if c.parts[1] in ("fence", "commit_group", "wait_group"):
+        return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes, pc))
+    columns, pairs, function = tensor_core.wgmma(c.opcode)
+    d, a, descriptor, keep, *flags = c.operands
+    held = isinstance(a, Vector)
+    texts = [x.text for x in flags if isinstance(x, Immediate)]
+    if texts[:2] != ["1", "1"] or len(texts) != 2 + pairs * (1 if held else 2) or set(texts[2:]) - {"0", "1"}:
+        raise c.unknown()
+    down = [text == "1" for text in texts[2:]] if pairs else [False, False]
+    targets, keeps = [c.target(x) for x in c.items(d)], c.source(keep, "pred")
+    old, registers = [c.source(x, "b32") for x in c.items(d)], [c.source(x, "b32") for x in c.items(a)] if held else []
+    described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
+
+    def fetch(m: Machine, lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
+        """Rows of a, or columns of b, loaded in 16-byte parts, one per lane."""
+        times = count // 16
+
+        def each(values: np.ndarray) -> np.ndarray:
+            return np.repeat(values.reshape(-1, 1, 32), times, axis=1)
+
+        numbers = each(first + lanes % 32) + 32 * np.arange(times)[:, None]
+        at = tensor_core.described(words if len(words) == 1 else each(words).reshape(-1), numbers.reshape(-1), down)
+        parts = through(m, "shared", each(lanes).reshape(-1), at, lambda where, lanes, at: where.load(m, lanes, at, 16))
+        return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 32 * times, 8), down)
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes, pc)
+        m.order.clock.tick(pc)
+        b = fetch(m, group.lanes, m.get(group, described_b), np.zeros_like(group.lanes), columns, down[-1])
+        before, fragments = ([m.spread(group, r).reshape(-1, 32) for r in rs] for rs in (old, registers))
+        if described_a is not None:  # each of the four warps has 16 rows
+            first = group.lanes // 32 % 4 * 32
+            fragments = tensor_core.rows_of_a(fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0]))
+        kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
+        for target, values in zip(targets, function(fragments, b, before, kept), strict=True):
+            if target is not None:
+                m.put(group, target.number, values.reshape(-1))
+
+    return together(c, _EVERY_LANE, act)

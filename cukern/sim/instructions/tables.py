@@ -1,0 +1,50 @@
+"""Which maker decodes which instruction."""
+
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, copies, jumps, matrix, warp
+from cukern.sim.instructions.decode import Maker, Table
+
+_STEPS: dict[str, Maker] = {
+    "mov": arithmetic.move,
+    "createpolicy": arithmetic.create_policy,
+    "cvta": addresses.convert_address,
+    "isspacep": addresses.is_space,
+    "mapa": addresses.map_address,
+    "getctarank": addresses.rank_of_address,
+    "ld": access.load,
+    "ldu": access.load,
+    "st": access.store,
+    "atom": atomics.atomic,
+    "red": atomics.atomic,
+    "cp": copies.copy,
+    "fence": access.fence,
+    "membar": access.fence,
+    "activemask": warp.active_mask,
+    "prefetch": access.nothing,
+    "prefetchu": access.nothing,
+    "nanosleep": access.nothing,
+    "griddepcontrol": access.nothing,
+    "pmevent": access.nothing,
+    "setmaxnreg": access.nothing,
+}
+_JUMPS: dict[str, Maker] = {
+    "bra": jumps.branch,
+    "brx": jumps.branch_indexed,
+    "ret": jumps.leave,
+    "exit": jumps.leave,
+    "trap": jumps.trap,
+    "brkpt": jumps.trap,
+    "call": jumps.call,
+    "bar": barriers.barrier,
+    "barrier": barriers.barrier,
+    "mbarrier": barriers.mbarrier,
+    "st.async": barriers.store_async,
+    "shfl": warp.shuffle,
+    "vote": warp.vote,
+    "match": warp.match,
+    "redux": warp.reduce_,
+    "elect": warp.elect,
+    "mma": matrix.mma,
+    "ldmatrix": matrix.load_matrix,
+    "wgmma": matrix.warpgroup,
+}
+INSTRUCTIONS = Table(_STEPS, _JUMPS, other=arithmetic.arithmetic)

@@ -1,0 +1,145 @@
+"""The barriers of a block: who waits at each of them.
+
+Lanes that come first wait. If no lane of a batch can continue, those that wait would wait forever: a fault.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cukern.sim.faults import BarrierFault, Fault
+from cukern.sim.machine.batch import Batch, Group
+
+
+class _Meeting:
+    """One barrier number: who waits there, in all blocks of the batch."""
+
+    def __init__(self, m: Batch):
+        self.pcs = np.full(m.lanes, -1)  # where a lane waits
+        self.count = np.zeros(m.blocks, np.int64)  # threads that the barrier waits for; 0: all of the block
+        self.holds = np.zeros(m.lanes, bool)  # the predicate of a bar.red
+        self.signals: dict[int, np.ndarray] = {}  # by warp that has arrived and does not wait: what it knew
+
+
+class Barriers:
+    def __init__(self, m: Batch):
+        self.m = m
+        self.meetings: dict[int, _Meeting] = {}
+        self.outcomes: dict[int, Callable[[Group, np.ndarray], None]] = {}  # by instruction: what a bar.red does with the counts
+
+    def sync(self, group: Group, barrier: int, count: int, holds: np.ndarray | None = None) -> None:
+        """These lanes wait."""
+        m = self.m
+        everybody = len(group.lanes) == m.blocks * m.launched.threads
+        if everybody and not count and holds is None and barrier not in self.meetings:
+            self._everybody_met()
+            m.go(m.pc + 1, group)
+            return
+        meeting = self.meetings.setdefault(barrier, _Meeting(m))
+        meeting.pcs[group.lanes] = m.pc
+        meeting.count[np.unique(m.order.block_of[group.lanes])] = count
+        meeting.holds[group.lanes] = False if holds is None else holds
+        self._complete(barrier, meeting)
+
+    def arrive(self, group: Group, barrier: int, count: int) -> None:
+        """These lanes arrive without waiting."""
+        m = self.m
+        meeting = self.meetings.setdefault(barrier, _Meeting(m))
+        meeting.count[np.unique(m.order.block_of[group.lanes])] = count
+        for w in np.unique(m.order.warp_of[group.lanes]).tolist():
+            meeting.signals[w] = m.order.knowledge(w)
+        m.go(m.pc + 1, group)
+        self._complete(barrier, meeting)
+
+    def lanes_left(self) -> None:
+        for barrier, meeting in list(self.meetings.items()):
+            self._complete(barrier, meeting)
+
+    def _everybody_met(self) -> None:
+        self.m.order.barrier(np.arange(self.m.blocks))
+        if self.m.order.blocks_a_cluster == 1:  # else other blocks may have read, too
+            self.m.shared.shadow.forget_reads()
+
+    def _complete(self, barrier: int, meeting: _Meeting) -> None:
+        """Release the blocks in which all threads have arrived."""
+        m = self.m
+        here = meeting.pcs >= 0
+        by_warp = here.reshape(-1, 32).sum(axis=1)
+        whole_warps = (by_warp > 0) & (by_warp == m.alive.reshape(-1, 32).sum(axis=1))
+        whole_warps[list(meeting.signals)] = True
+        counted = whole_warps.reshape(m.blocks, -1).sum(axis=1) * 32
+        arrived = by_warp.reshape(m.blocks, -1).sum(axis=1)
+        done = np.where(meeting.count == 0, arrived == m.launched.threads, (meeting.count > 0) & (counted >= meeting.count)) & (arrived > 0)
+        if not done.any():
+            return
+        released = np.flatnonzero(here & done[m.order.block_of])
+        self._check_alignment(released, meeting)
+        self._order(np.flatnonzero(done), meeting, here)
+        self._go(released, meeting)
+        meeting.pcs[released] = -1
+        meeting.signals = {w: told for w, told in meeting.signals.items() if not done[w // m.warps]}
+        if not (meeting.pcs >= 0).any() and not meeting.signals:
+            del self.meetings[barrier]
+
+    def _order(self, blocks: np.ndarray, meeting: _Meeting, here: np.ndarray) -> None:
+        m = self.m
+        if len(blocks) == m.blocks and not meeting.count.any():
+            self._everybody_met()
+            return
+        for block in blocks:
+            warps = np.arange(block * m.warps, (block + 1) * m.warps)
+            if not meeting.count[block]:
+                m.order.barrier(np.array([block]))
+                continue
+            waiting = warps[here.reshape(-1, 32)[warps].any(axis=1)]
+            told = [m.order.knowledge(int(w)) for w in waiting] + [meeting.signals[int(w)] for w in warps if int(w) in meeting.signals]
+            m.order.learn(waiting, np.max(told, axis=0))
+
+    def _go(self, released: np.ndarray, meeting: _Meeting) -> None:
+        m = self.m
+        blocks = m.order.block_of[released]
+        held = np.bincount(blocks[meeting.holds[released]], minlength=m.blocks)
+        came = np.bincount(blocks, minlength=m.blocks)
+        pcs = meeting.pcs[released]
+        for pc in np.unique(pcs):
+            group = m.group(released[pcs == pc])
+            outcome = self.outcomes.get(int(pc))
+            if outcome is not None:
+                own = m.order.block_of[group.lanes]
+                outcome(group, np.stack((held[own], came[own])))
+            m.go(int(pc) + 1, group)
+
+    def _check_alignment(self, lanes: np.ndarray, meeting: _Meeting) -> None:
+        """All lanes of a warp must wait at the same instruction."""
+        m = self.m
+        pcs = meeting.pcs[lanes]
+        first = np.full(m.lanes // 32, np.iinfo(np.int64).max)
+        np.minimum.at(first, m.order.warp_of[lanes], pcs)
+        apart = pcs != first[m.order.warp_of[lanes]]
+        if apart.any():
+            lane, pc = lanes[apart][0], int(pcs[apart][0])
+            other = next(x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and meeting.pcs[x] != pc)
+            raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {self._waits(other, int(meeting.pcs[other]))}", pc)
+
+    def _waits(self, lane: int, pc: int) -> str:
+        m = self.m
+        return f"thread {m.block_and_thread(lane)[1]} waits at another, at {m.program.location(pc)}"
+
+    def waits_at(self, lane: int) -> int | None:
+        """The instruction at which a lane waits, if it does."""
+        return next((int(x.pcs[lane]) for x in self.meetings.values() if x.pcs[lane] >= 0), None)
+
+    def stuck(self) -> Fault | None:
+        """The fault if lanes wait for others that never come."""
+        m = self.m
+        barrier, meeting = next(((b, x) for b, x in self.meetings.items() if (x.pcs >= 0).any()), (0, None))
+        if meeting is None:
+            return None
+        lane = int(np.flatnonzero(meeting.pcs >= 0)[0])
+        block = m.order.block_of[lane]
+        mine = (m.order.block_of == block) & (m.thread_of < m.launched.threads)
+        missing = int(np.flatnonzero(mine & (meeting.pcs < 0))[0]) if (mine & (meeting.pcs < 0)).any() else None
+        for_whom = f"{meeting.count[block]} threads" if meeting.count[block] else "all threads of the block"
+        what = f"waits at barrier {barrier} for {for_whom}"
+        what += f", but {m.whereabouts(missing)}" if missing is not None else ", and the block has no more"
+        return m.fault(BarrierFault, lane, what, int(meeting.pcs[lane]))

@@ -1,0 +1,143 @@
+"""One batch of blocks that run at once: a lane is a thread, a register is an array with one element per lane.
+
+Lanes at the same instruction form a group. A register with one value for all lanes, such as a loop counter or an argument, is an array of
+one element. What threads do together (barriers, warp-wide instructions) is in the files beside this one; machine.py assembles it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cukern.runtime.limits import Dim
+from cukern.sim.faults import Fault, Where
+from cukern.sim.machine.geometry import block_index, xyz
+from cukern.sim.machine.program import Program
+from cukern.sim.memory.order import Clock, Order
+from cukern.sim.memory.spaces import Global, Private, Space
+
+
+class Group:
+    """Lanes at the same instruction. `index` selects them from a register; `whole`: they are all lanes that have not exited."""
+
+    __slots__ = ("index", "lanes", "whole")
+
+    def __init__(self, lanes: np.ndarray, all_lanes: int, live: int):
+        self.lanes = lanes
+        self.index: Any = slice(None) if len(lanes) == all_lanes else lanes
+        self.whole = len(lanes) == live
+
+
+class Launched:
+    """What all batches of a launch have in common."""
+
+    def __init__(self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: bytes, memory: Global):
+        self.name, self.program, self.grid, self.block = name, program, grid, block
+        self.shared, self.params, self.memory = shared, params, memory
+        self.threads = math.prod(block)
+        self.warps = -(-self.threads // 32)
+        self.cluster = program.kernel.cluster
+        self.clock = Clock(math.prod(grid))
+        self.steps = 0
+
+
+class Batch:
+    """The state of the lanes: groups that wait for their turn, registers, memory, and what they know of each other's accesses."""
+
+    regs: list[np.ndarray]
+
+    def __init__(self, launched: Launched, first_block: int, blocks: int):
+        self.launched, self.program = launched, launched.program
+        self.first_block, self.blocks, self.warps = first_block, blocks, launched.warps
+        self.lanes_a_block = self.warps * 32
+        self.lanes = blocks * self.lanes_a_block
+        self.order = Order(launched.clock, first_block, blocks, self.warps, math.prod(launched.cluster))
+        self.thread_of = np.arange(self.lanes) % self.lanes_a_block
+        self.alive = self.thread_of < launched.threads
+        self.live = int(self.alive.sum())
+        self.ended = np.zeros(self.lanes, np.int64)  # the instruction with which a lane exited
+        self.pc = 0
+        self.waiting: dict[int, Group] = {}  # program counter -> the lanes that go on there
+        self.waits: list[Callable[[int], int | None]] = []  # each returns the instruction at which a lane waits for other lanes, if any
+        self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
+        names = self.program.shared_names
+        self.spaces["shared"] = self.shared = Private("shared", blocks, launched.shared, self.order.block_of, names)
+        if self.program.local_size:
+            lanes = np.arange(self.lanes)
+            self.spaces["local"] = Private("local", self.lanes, self.program.local_size, lanes, self.program.local_names)
+
+    def go(self, pc: int, group: Group) -> None:
+        """These lanes continue at `pc`."""
+        other = self.waiting.get(pc)
+        if other is not None:
+            group = self.group(np.sort(np.concatenate((group.lanes, other.lanes))))
+        self.waiting[pc] = group
+
+    def group(self, lanes: np.ndarray) -> Group:
+        return Group(lanes, self.lanes, self.live)
+
+    def whereabouts(self, lane: int) -> str:
+        """Where a lane is for which others wait forever."""
+        thread = self.block_and_thread(lane)[1]
+        if not self.alive[lane]:
+            return f"thread {thread} has ended at {self.program.location(int(self.ended[lane]))}"
+        pc = next((pc for pc in (waits_at(lane) for waits_at in self.waits) if pc is not None), 0)
+        return f"thread {thread} waits at {self.program.location(pc)}"
+
+    # ---- registers
+
+    def get(self, group: Group, register: int) -> np.ndarray:
+        """A register of the group's lanes: one element each, or one for all."""
+        values = self.regs[register]
+        return values if len(values) == 1 else values[group.index]
+
+    def spread(self, group: Group, register: int) -> np.ndarray:
+        """A register of the group's lanes, one element each."""
+        values = self.regs[register]
+        return np.broadcast_to(values, group.lanes.shape) if len(values) == 1 else values[group.index]
+
+    def put(self, group: Group, register: int, values: np.ndarray) -> None:
+        if group.whole and (len(values) == 1 or len(values) == self.lanes):
+            self.regs[register] = values
+            return
+        old = self.regs[register]
+        new = np.broadcast_to(old, (self.lanes,)).copy() if len(old) == 1 else old.copy()
+        new[group.index] = values
+        self.regs[register] = new
+
+    def select(self, group: Group, register: int, negated: bool) -> Group | None:
+        """The lanes whose predicate holds; None if it holds for none."""
+        values = self.regs[register]
+        if len(values) == 1:
+            return group if bool(values[0]) != negated else None
+        chosen = values[group.index]
+        if negated:
+            chosen = ~chosen
+        count = np.count_nonzero(chosen)
+        if count == len(chosen):
+            return group
+        return self.group(group.lanes[chosen]) if count else None
+
+    # ---- faults
+
+    def block_and_thread(self, lane: int) -> tuple[Dim, Dim]:
+        """blockIdx and threadIdx of a lane of the batch."""
+        return self._indices(int(lane) + self.order.base)
+
+    def _indices(self, lane: int) -> tuple[Dim, Dim]:
+        block, thread = divmod(lane, self.lanes_a_block)
+        return self.block_index(block), xyz(thread, self.launched.block)
+
+    def block_index(self, block: int) -> Dim:
+        """blockIdx of a block of the launch, by its number."""
+        return block_index(block, self.launched.grid, self.launched.cluster)
+
+    def who(self, stamp: int) -> tuple[Dim, Dim, str]:
+        """Block, thread and line of an access."""
+        lane, pc = self.order.unpack(stamp)
+        return *self._indices(lane), self.program.location(pc)
+
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault:
+        block, thread = self.block_and_thread(lane)
+        return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)))

@@ -1,0 +1,96 @@
+"""Executes a kernel's steps for a batch of blocks.
+
+The group that is furthest behind in the program runs first, so that groups which separated at a branch meet again where the branch ends.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from cukern.sim.faults import Fault, StepLimit
+from cukern.sim.machine import special
+from cukern.sim.machine.barriers import Barriers
+from cukern.sim.machine.batch import Batch, Group, Launched
+from cukern.sim.machine.clusters import Clusters, Distributed
+from cukern.sim.machine.copies import Copies
+from cukern.sim.machine.mbarriers import Mbarriers
+from cukern.sim.machine.warps import Warps
+
+LANES_A_BATCH = 1 << 15
+MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute
+_TURNS = 256  # every 256 turns another group has a turn, or 256 of them if lanes poll for the stores of others, which may be in it
+
+Step = Callable[["Machine", Group], None]
+# Start of a straight-line stretch -> its steps, its end, and the step there if that one sends the lanes on by itself (a jump, a barrier).
+Stretches = dict[int, tuple[list[Step], int, Step | None]]
+
+
+def run(launched: Launched, stretches: Stretches) -> None:
+    """Execute a launch, batch by batch. Raises Fault or NotSimulated."""
+    blocks, together = math.prod(launched.grid), math.prod(launched.cluster)
+    batch = max(1, LANES_A_BATCH // (launched.warps * 32 * together)) * together
+    with np.errstate(all="ignore"):
+        for first in range(0, blocks, batch):
+            Machine(launched, stretches, first, min(batch, blocks - first)).run()
+
+
+class Machine(Batch):
+    """A batch with everything that its threads do together."""
+
+    def __init__(self, launched: Launched, stretches: Stretches, first_block: int, blocks: int):
+        super().__init__(launched, first_block, blocks)
+        self.stretches = stretches
+        self.spinning, self.shares = False, 0
+        self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
+        self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
+        self.spaces["cluster"] = Distributed(self, self.clusters)
+        self.waits += [self.warp_wide.waits_at, self.barriers.waits_at, self.mbarriers.waits_at, self.clusters.waits_at]
+        self.regs = special.registers(self)
+
+    def run(self) -> None:
+        self.go(0, self.group(np.flatnonzero(self.alive)))
+        stretches, launched, turns = self.stretches, self.launched, 0
+        while self.live:
+            while self.waiting:
+                turns += 1
+                pc = self._next(turns)
+                group = self.waiting.pop(pc)
+                group.whole = len(group.lanes) == self.live
+                steps, end, last = stretches[pc]
+                for step in steps:
+                    step(self, group)
+                launched.steps += (len(steps) + 1) * (1 + len(group.lanes) // 2048)
+                if launched.steps > MOST_STEPS:
+                    self.pc = pc
+                    raise self.fault(StepLimit, group.lanes[0], f"still runs after {launched.steps} steps: does its loop end?")
+                if last is None:
+                    self.go(end, group)
+                else:
+                    self.pc = end
+                    last(self, group)
+            if self.live:
+                raise self.stuck()
+
+    def _next(self, turns: int) -> int:
+        """The instruction whose group runs now: the one furthest behind, except that from time to time another one has a turn."""
+        if turns % _TURNS == 0:
+            clock = self.launched.clock
+            self.spinning, clock.looked = clock.looked, False
+            self.shares += self.spinning
+        elif not self.spinning:
+            return min(self.waiting)
+        return sorted(self.waiting)[(self.shares if self.spinning else turns // _TURNS) % len(self.waiting)]
+
+    def leave(self, group: Group) -> None:
+        """These lanes exit."""
+        self.alive[group.lanes] = False
+        self.ended[group.lanes] = self.pc
+        self.live -= len(group.lanes)
+        if self.live:
+            self.barriers.lanes_left()
+            self.warp_wide.lanes_left()
+        self.clusters.lanes_left(group)
+
+    def stuck(self) -> Fault:
+        return self.warp_wide.stuck() or self.barriers.stuck() or self.mbarriers.stuck() or self.clusters.stuck()

@@ -1,0 +1,124 @@
+"""mbarrier: a barrier in shared memory. Its phase ends when all expected arrivals (also from other blocks of the cluster) and all expected
+bytes of st.async have come.
+
+What st.async writes is in flight until its mbarrier's phase ends, and visible to those who wait for that. Some races are missed: an arrival
+or an st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block
+that may have exited is reported only if it has. One rule is stricter than PTX: all arrivals of one instruction belong to one phase.
+try_wait waits until it is true. PTX ISA, mbarrier and st.async.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cukern.sim.faults import BarrierFault, Fault
+from cukern.sim.machine.batch import Batch, Group
+
+
+@dataclass
+class _Mbarrier:
+    count: int  # arrivals per phase
+    missing: int
+    told: np.ndarray  # what those who arrived knew, in all phases
+    learned: np.ndarray  # what those who wait learn, from the phases that have ended
+    bytes: int = 0  # expected, and not yet written
+    phase: int = 0
+    flights: list[tuple[int, np.ndarray, np.ndarray, int]] = field(default_factory=list)  # instruction, positions, lanes, size
+
+
+class Mbarriers:
+    """The mbarriers of a batch by their position in shared memory, and who waits at them."""
+
+    def __init__(self, m: Batch):
+        self.m = m
+        self.at: dict[int, _Mbarrier] = {}
+        self.pcs = np.full(m.lanes, -1)  # where a lane waits
+        self.positions, self.parities = np.zeros(m.lanes, np.int64), np.zeros(m.lanes, np.int64)
+        self.results: dict[int, int] = {}  # instruction -> register of its predicate
+
+    def init(self, group: Group, addresses: np.ndarray, counts: np.ndarray) -> None:
+        m = self.m
+        positions = m.shared.store(m, group.lanes, addresses, 8, np.zeros(1, np.uint64))
+        for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+            nothing = np.zeros(m.order.warps_a_cluster, np.int64)
+            self.at[position] = _Mbarrier(count, count, nothing.copy(), nothing)
+
+    def find(self, group: Group, space: str, addresses: np.ndarray) -> np.ndarray:
+        """The positions of these lanes' mbarriers. Checks that their mbarrier.init happened before."""
+        m, where = self.m, self.m.spaces[space]
+        where.load(m, group.lanes, addresses, 8, strong=True)
+        positions = np.broadcast_to(where.place(m, group.lanes, addresses, 8, "uses").at, group.lanes.shape)
+        for row, position in enumerate(positions.tolist()):
+            if position not in self.at:
+                raise m.fault(BarrierFault, group.lanes[row], f"uses {where.describe(m.shared.region, position)}, which is no mbarrier")
+        return positions
+
+    def arrive(self, group: Group, positions: np.ndarray, expected: np.ndarray) -> None:
+        m, order = self.m, self.m.order
+        for position in np.unique(positions).tolist():
+            barrier, rows = self.at[position], positions == position
+            lanes = group.lanes[rows]
+            if len(lanes) > barrier.missing:
+                raise m.fault(BarrierFault, lanes[0], f"arrives at an mbarrier at which only {barrier.missing} arrivals are missing")
+            barrier.missing -= len(lanes)
+            barrier.bytes += int(expected[rows].sum())
+            for warp in np.unique(order.warp_of[lanes]).tolist():
+                np.maximum(barrier.told, order.knowledge(warp), out=barrier.told)
+            self._complete(position)
+
+    def bring(self, group: Group, positions: np.ndarray, to: np.ndarray, size: int) -> None:
+        """These lanes' st.async have written `size` bytes each."""
+        for position in np.unique(positions).tolist():
+            rows = positions == position
+            self.at[position].bytes -= size * int(rows.sum())
+            self.at[position].flights.append((self.m.pc, to[rows], group.lanes[rows], size))
+            self._complete(position)
+
+    def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int) -> None:
+        lanes = group.lanes
+        self.pcs[lanes], self.positions[lanes], self.parities[lanes] = self.m.pc, positions, parities
+        self.results[self.m.pc] = result
+        for position in np.unique(positions).tolist():
+            self._let_go(position)
+
+    def _complete(self, position: int) -> None:
+        """End the phase, if nothing is missing."""
+        barrier, order = self.at[position], self.m.order
+        if barrier.missing or barrier.bytes:
+            return
+        for pc, to, lanes, size in barrier.flights:
+            order.clock.tick(pc)
+            self.m.shared.shadow.arrived(order, to, size, lanes)
+            barrier.told[np.unique(order.warp_of[lanes]) % order.warps_a_cluster] = order.clock.now + 1
+        barrier.learned = barrier.told.copy()
+        barrier.phase, barrier.missing = barrier.phase + 1, barrier.count
+        barrier.flights.clear()
+        self._let_go(position)
+
+    def _let_go(self, position: int) -> None:
+        """Release those who wait for a phase that has ended."""
+        m, barrier = self.m, self.at[position]
+        lanes = np.flatnonzero((self.pcs >= 0) & (self.positions == position) & (self.parities != barrier.phase % 2))
+        if not len(lanes):
+            return
+        m.order.learn(np.unique(m.order.warp_of[lanes]), barrier.learned)
+        pcs = self.pcs[lanes]
+        self.pcs[lanes] = -1
+        for pc in np.unique(pcs).tolist():
+            group = m.group(lanes[pcs == pc])
+            m.put(group, self.results[pc], np.ones(1, bool))
+            m.go(pc + 1, group)
+
+    def waits_at(self, lane: int) -> int | None:
+        """The instruction at which a lane waits, if it does."""
+        return int(self.pcs[lane]) if self.pcs[lane] >= 0 else None
+
+    def stuck(self) -> Fault | None:
+        """The fault if lanes wait for arrivals or bytes that never come."""
+        waiting = np.flatnonzero(self.pcs >= 0)
+        if not len(waiting):
+            return None
+        lane = int(waiting[0])
+        barrier = self.at[int(self.positions[lane])]
+        what = f"waits at an mbarrier for {barrier.missing} arrivals and {barrier.bytes} bytes"
+        return self.m.fault(BarrierFault, lane, what, int(self.pcs[lane]))

@@ -1,0 +1,109 @@
+"""A kernel laid out for execution: the addresses of its variables, and the numbers of its registers."""
+
+import re
+
+import numpy as np
+
+from cukern.sim.memory.regions import Region
+from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.module import Module, Variable
+
+MODULE_SPACES = ("global", "const")
+SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}  # the others have 32 bits
+
+
+class Program:
+    """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to launch."""
+
+    def __init__(self, module: Module, symbol: str):
+        self.module, self.kernel = module, module.kernels[symbol]
+        self.widths = list(self.kernel.widths)
+        self.constants: dict[int, np.ndarray] = {}  # register number -> value
+        self.specials: dict[str, int] = {}  # special register's name -> register number
+        self._carry: int | None = None
+        self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
+        self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
+        self._lay_out_variables()
+
+    # ---- variables
+
+    def _lay_out_variables(self) -> None:
+        kernel, everything = self.kernel, self.module.variables + self.kernel.variables
+        at = 0
+        for param in kernel.params:
+            at += -at % param.align
+            self.params[param.name] = at
+            at += param.size
+        self.shared_size, self.shared_names = self._lay_out([v for v in everything if v.space == "shared" and v.size])
+        self.local_size, self.local_names = self._lay_out([v for v in everything if v.space == "local"])
+        dynamic = [v for v in everything if v.space == "shared" and not v.size]
+        self.dynamic_start = self.shared_size + -self.shared_size % max([16, *(v.align for v in dynamic)])
+        for v in dynamic:
+            self.addresses[v.name] = "shared", self.dynamic_start
+            self.shared_names.append((self.dynamic_start, variable_name(v.name)))
+        self._lay_out_module([v for v in everything if v.space in MODULE_SPACES])
+
+    def _lay_out(self, variables: list[Variable]) -> tuple[int, list[tuple[int, str]]]:
+        at, names = 0, []
+        for v in variables:
+            at += -at % v.align
+            self.addresses[v.name] = v.space, at
+            names.append((at, variable_name(v.name)))
+            at += v.size
+        return at, names
+
+    def _lay_out_module(self, variables: list[Variable]) -> None:
+        self.regions: list[Region] = []
+        buffers = {}
+        for v in variables:
+            buffer = np.zeros(v.size + 16, np.uint8)
+            start = buffer.ctypes.data + -buffer.ctypes.data % 16
+            buffers[v.name] = buffer, start - buffer.ctypes.data
+            self.addresses[v.name] = v.space, start
+            name = f"the variable {variable_name(v.name)}"
+            self.regions.append(Region(start, start + v.size, name, writable=v.space == "global"))
+        for v in variables:
+            buffer, at = buffers[v.name]
+            buffer[at : at + len(v.data)] = np.frombuffer(v.data, np.uint8)
+            for offset, symbol in v.pointers:
+                address = np.uint64(self.addresses[symbol.name][1] + symbol.offset)
+                buffer[at + offset : at + offset + 8] = np.array([address]).view(np.uint8)
+        self._buffers = buffers
+
+    # ---- registers
+
+    def constant(self, value: int, width: int) -> int:
+        """The number of a register that always holds `value`."""
+        self.widths.append(width)
+        self.constants[len(self.widths) - 1] = np.array([value], UNSIGNED[width])
+        return len(self.widths) - 1
+
+    def hidden(self, width: int) -> int:
+        """The number of a new register."""
+        self.widths.append(width)
+        return len(self.widths) - 1
+
+    def carry(self) -> int:
+        """The number of the register that holds the carry flag."""
+        if self._carry is None:
+            self._carry = self.hidden(1)
+        return self._carry
+
+    def special(self, name: str) -> int:
+        """The number of the register that holds a special register such as %tid.x."""
+        if name not in self.specials:
+            self.specials[name] = self.hidden(SPECIAL_WIDTHS.get(name, 32))
+        return self.specials[name]
+
+    def location(self, pc: int) -> str:
+        code = self.kernel.code
+        return self.module.location(code[min(pc, len(code) - 1)].line if code else None)
+
+
+def variable_name(symbol: str) -> str:
+    """The name of a variable in the source: the last part of its mangled name."""
+    found = symbol
+    for match in re.finditer(r"E(\d+)(?=[A-Za-z_])", symbol):
+        if match.end() + int(match[1]) == len(symbol):
+            found = symbol[match.end() :]
+    return found

@@ -1,0 +1,72 @@
+"""The special registers, such as %tid.x, and the initial values of all registers."""
+
+import numpy as np
+
+from cukern.sim.faults import NotSimulated
+from cukern.sim.machine.batch import Batch
+from cukern.sim.machine.geometry import block_index, clusters, xyz
+from cukern.sim.machine.program import SPECIAL_WIDTHS
+from cukern.sim.numerics.integers import UNSIGNED
+
+CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
+_SMS = 132  # multiprocessors of the simulated GPU
+
+
+def registers(m: Batch) -> list[np.ndarray]:
+    """All registers at the start of a batch."""
+    zeros = {width: np.zeros(1, dtype) for width, dtype in UNSIGNED.items()}
+    found = [zeros[width] for width in m.program.widths]
+    for i, constant in m.program.constants.items():
+        found[i] = constant
+    for name, i in m.program.specials.items():
+        found[i] = _value(m, name)
+    return found
+
+
+def _value(m: Batch, name: str) -> np.ndarray:
+    """A special register: one element per lane, or a single one if it is the same for all."""
+    register, _, axis = name.partition(".")
+    launched, axis_number = m.launched, "xyz".find(axis) if axis else 0
+    cluster, blocks = launched.cluster, m.order.block_of + m.first_block
+    of_cluster, rank = np.divmod(blocks, m.order.blocks_a_cluster)
+    indices = {
+        "%tid": lambda: xyz(m.thread_of, launched.block),
+        "%ctaid": lambda: block_index(blocks, launched.grid, cluster),
+        "%clusterid": lambda: xyz(of_cluster, clusters(launched.grid, cluster)),
+        "%cluster_ctaid": lambda: xyz(rank, cluster),
+    }
+    if register in indices:
+        values = indices[register]()[axis_number]
+        return (values[:1] if (values == values[0]).all() else values).astype(np.uint32)
+    lane = np.arange(m.lanes) % 32
+    one = np.uint32(1)
+    per_lane = {
+        "%laneid": lambda: lane,
+        "%warpid": lambda: m.thread_of // 32,
+        "%smid": lambda: blocks % _SMS,
+        "%cluster_ctarank": lambda: rank,
+        "%lanemask_eq": lambda: one << lane.astype(np.uint32),
+        "%lanemask_lt": lambda: (one << lane.astype(np.uint32)) - one,
+        "%lanemask_le": lambda: (np.uint32(2) << lane.astype(np.uint32)) - one,
+        "%lanemask_gt": lambda: ~((np.uint32(2) << lane.astype(np.uint32)) - one),
+        "%lanemask_ge": lambda: ~((one << lane.astype(np.uint32)) - one),
+    }
+    if register in per_lane:
+        return per_lane[register]().astype(np.uint32)
+    uniform = {
+        "%ntid": launched.block[axis_number],
+        "%nctaid": launched.grid[axis_number],
+        "%nclusterid": clusters(launched.grid, cluster)[axis_number],
+        "%cluster_nctaid": cluster[axis_number],
+        "%cluster_nctarank": m.order.blocks_a_cluster,
+        "%is_explicit_cluster": m.program.kernel.explicit_cluster,
+        "%nwarpid": 64,
+        "%nsmid": _SMS,
+        "%gridid": 1,
+        "%dynamic_smem_size": max(0, launched.shared - m.program.dynamic_start),
+        "%total_smem_size": launched.shared,
+        "WARP_SZ": 32,
+    }
+    if register not in uniform:
+        raise NotSimulated(f"the special register {name}")
+    return np.array([uniform[register]], UNSIGNED[SPECIAL_WIDTHS.get(name, 32)])

@@ -1,0 +1,168 @@
+"""The memory that a launch may access: the tensors of the open scopes, and which of their bytes are initialized.
+
+A raw op runs inside `scope(tensors)`, which records these tensors and every tensor that a torch op creates meanwhile.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GRAIN = 16  # a region's shadow memory begins at a multiple of this address
+FIRST_ADDRESS = 4096  # numpy refuses a null pointer; no process has memory below this address
+_ADDRESS_BITS = 48
+
+
+class _AllMemory:
+    """The whole address space of this process as an array of one dtype."""
+
+    def __init__(self, dtype: Any):
+        dtype = np.dtype(dtype)
+        shape = (((1 << _ADDRESS_BITS) - FIRST_ADDRESS) // dtype.itemsize,)
+        self.__array_interface__ = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": dtype.str, "version": 3}
+
+
+# Bytes per element -> dtype. numpy has no 16-byte integer; complex128 copies bits unchanged.
+CARRIERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def all_memory() -> dict[int, np.ndarray]:
+    """The address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is at address 4096 + 16 i."""
+    return {size: np.asarray(_AllMemory(carrier)) for size, carrier in CARRIERS.items()}
+
+
+@dataclass
+class Region:
+    """Addresses from `start` up to `end`. `written`: for each byte from `origin` on, whether it is initialized; None: all are."""
+
+    start: int
+    end: int
+    name: str = ""
+    written: np.ndarray | None = None
+    writable: bool = True
+
+    @property
+    def origin(self) -> int:
+        return self.start - self.start % GRAIN
+
+
+@dataclass
+class _Storage:
+    """One allocation: which parts of it a launch may access, and which of its bytes are initialized."""
+
+    start: int
+    keep: list[torch.Tensor]
+    extents: list[tuple[int, int]] = field(default_factory=list)
+    written: np.ndarray | None = None
+
+    def regions(self) -> list[Region]:
+        merged: list[list[int]] = []
+        for start, end in sorted(self.extents):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        found = []
+        for start, end in merged:
+            region = Region(start, end)
+            if self.written is not None:
+                region.written = self.written[region.origin - self.start : end - self.start]
+            found.append(region)
+        return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element and of the end of its last."""
+    start = tensor.data_ptr()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
+
+
+class _Scopes(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Scope] = []
+
+
+_scopes = _Scopes()
+
+
+class Scope(TorchDispatchMode):
+    """The tensors that launches may access while it is open; see `scope`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, _Storage] = {}
+
+    def add(self, tensor: torch.Tensor, written: bool = True) -> None:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
+            return
+        start = tensor.untyped_storage().data_ptr()
+        storage = self.find(start)
+        if storage is None:
+            storage = self.storages[start] = _Storage(start, [])
+            if not written:
+                storage.written = np.zeros(tensor.untyped_storage().nbytes(), bool)
+        storage.keep.append(tensor)  # while it lives, no other tensor gets its address
+        extent = _extent(tensor)
+        if extent not in storage.extents:
+            storage.extents.append(extent)
+
+    def find(self, start: int) -> _Storage | None:
+        return next((s.storages[start] for s in (self, *reversed(_scopes.open)) if start in s.storages), None)
+
+    def mark_written(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu" and tensor.numel():
+            storage = self.find(tensor.untyped_storage().data_ptr())
+            if storage is not None and storage.written is not None:
+                start, end = _extent(tensor)
+                storage.written[start - storage.start : end - storage.start] = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                for tensor in tree_leaves(value):
+                    if isinstance(tensor, torch.Tensor):
+                        self.mark_written(tensor)
+        fresh = all(r.alias_info is None for r in schema.returns)
+        empty = "empty" in schema.name.removeprefix("aten::").split("_")
+        given = [] if fresh else [t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in tree_leaves(result):  # results that may be views (contiguous() in inference mode) only if they are not
+            if isinstance(tensor, torch.Tensor) and (fresh or tensor.untyped_storage().data_ptr() not in given):
+                self.add(tensor, written=not empty)
+        return result
+
+
+@contextlib.contextmanager
+def scope(tensors: Iterable[torch.Tensor] = ()) -> Iterator[Scope]:
+    """While it is open, launches of this thread may access `tensors`, first to last element of each, and what torch ops create.
+
+    A tensor made by `torch.empty` or the like is uninitialized until a kernel or an in-place op writes it. Scopes nest.
+    """
+    one = Scope()
+    for tensor in tensors:
+        one.add(tensor)
+    with one:
+        _scopes.open.append(one)
+        try:
+            yield one
+        finally:
+            _scopes.open.pop()
+            if _scopes.open:  # what is uninitialized here stays so in the outer scope
+                for start, storage in one.storages.items():
+                    _scopes.open[-1].storages.setdefault(start, storage)
+
+
+def regions() -> list[Region]:
+    """What a launch of this thread may access now, sorted by address."""
+    found = [r for one in _scopes.open for storage in one.storages.values() for r in storage.regions()]
+    return sorted(found, key=lambda r: r.start)

@@ -1,0 +1,264 @@
+"""Integer arithmetic and bit operations of the ALU, on raw bits: unsigned numpy arrays, which wrap around as registers do.
+
+`signed(x)` reads the same bits as two's complement. Operands have the width of their type: the caller has truncated wider ones.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Function = Callable[..., Array]
+
+UNSIGNED: dict[int, Any] = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+
+
+def signed(x: Array) -> Array:
+    return x.view(SIGNED[x.itemsize * 8])
+
+
+def unsigned(x: Array) -> Array:
+    return x.view(UNSIGNED[x.itemsize * 8])
+
+
+def as_type(type_: str) -> Function:
+    """Reads raw bits as `type_`, such as "s32" or "u64": signed only for s."""
+    return signed if type_[0] == "s" else unsigned
+
+
+def typed(ufunc: Function, type_: str) -> Function:
+    """`ufunc` of numpy on operands read as `type_`."""
+    if type_[0] != "s":
+        return ufunc
+    return lambda *args: unsigned(ufunc(*map(signed, args)))
+
+
+# ---- products
+
+
+def wide(type_: str) -> Function:
+    """mul.wide: the whole product, twice as wide."""
+    read, double = as_type(type_), (SIGNED if type_[0] == "s" else UNSIGNED)[2 * int(type_[1:])]
+    return lambda a, b: unsigned(np.multiply(read(a), read(b), dtype=double))
+
+
+def high(type_: str) -> Function:
+    """mul.hi: the upper half of the product."""
+    width = int(type_[1:])
+    if width == 64:
+        return _high64 if type_[0] == "u" else _high64_signed
+    product = wide(type_)
+    return lambda a, b: (product(a, b) >> width).astype(UNSIGNED[width])
+
+
+def _high64(a: Array, b: Array) -> Array:
+    low = np.uint64(0xFFFFFFFF)
+    a_low, a_high, b_low, b_high = a & low, a >> 32, b & low, b >> 32
+    middle = a_high * b_low + ((a_low * b_low) >> 32)
+    return a_high * b_high + (middle >> 32) + ((a_low * b_high + (middle & low)) >> 32)
+
+
+def _high64_signed(a: Array, b: Array) -> Array:
+    zero = np.uint64(0)
+    return _high64(a, b) - np.where(signed(a) < 0, b, zero) - np.where(signed(b) < 0, a, zero)
+
+
+def saturating(ufunc: Function) -> Function:
+    """add.sat.s32 and sub.sat.s32."""
+    return lambda a, b: unsigned(np.clip(ufunc(signed(a), signed(b), dtype=np.int64), -(1 << 31), (1 << 31) - 1).astype(np.int32))
+
+
+# ---- sums with a carry: the flag is one more operand at the end, and one more result
+
+
+def carrying(part: Function | None, subtract: bool, reads: bool, carry_out: bool) -> Function:
+    """add, sub (and mad with `part`, its half of the product) with .cc; for sub, the flag is a borrow."""
+
+    def run(*args: Array) -> Array:
+        flag = args[-1] if reads else np.zeros(1, bool)
+        a, b = (part(args[0], args[1]), args[2]) if part else args[:2]
+        first = a - b if subtract else a + b
+        last = first - flag if subtract else first + flag
+        if carry_out:
+            return (a < b) | (first < flag) if subtract else (first < a) | (last < first)
+        return last
+
+    return run
+
+
+# ---- quotients
+
+
+def divided(kind: str, type_: str) -> Function:
+    """div and rem, toward zero. Division by zero, which PTX leaves undefined, returns all ones, as GPUs do."""
+    ufunc = {"div": np.floor_divide, "rem": np.remainder}[kind]
+
+    def run(a: Array, b: Array) -> Array:
+        ones = ~a.dtype.type(0)
+        if type_[0] != "s":
+            return np.where(b == 0, ones, ufunc(a, b))
+        negative_a, negative_b = signed(a) < 0, signed(b) < 0
+        size = ufunc(np.where(negative_a, -a, a), np.where(negative_b, -b, b))
+        flip = negative_a ^ negative_b if kind == "div" else negative_a
+        return np.where(b == 0, ones, np.where(flip, -size, size))
+
+    return run
+
+
+# ---- shifts and fields
+
+
+def shift(ufunc: Function, type_: str) -> Function:
+    """shl and shr by a 32-bit count; a count >= the width shifts all bits out. numpy does so, too, if the types are equal."""
+    width, read = int(type_[1:]), as_type(type_)
+    if width == 32:
+        return lambda a, count: unsigned(ufunc(read(a), read(count)))
+    return lambda a, count: unsigned(ufunc(read(a), np.minimum(count, count.dtype.type(width)).astype(read(a).dtype)))
+
+
+def funnel(left: bool, wrap: bool) -> Function:
+    """shf: shift the 64 bits b:a and take the upper half (left) or the lower one (right)."""
+
+    def run(a: Array, b: Array, count: Array) -> Array:
+        both = (b.astype(np.uint64) << 32) | a
+        by = (count & 31 if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
+        return ((both << by) >> 32 if left else both >> by).astype(np.uint32)
+
+    return run
+
+
+def _mask(length: Array, kind: Any) -> Array:
+    return (kind(1) << length.astype(kind)) - kind(1)  # a length >= the width shifts the 1 out: all ones
+
+
+def extract(type_: str) -> Function:
+    """bfe: `length` bits of a from `position` on; for a signed type the field's top bit, or that of a, fills the rest. 32-bit types read
+    8 bits of position and length, 64-bit types all."""
+    width, kind = int(type_[1:]), UNSIGNED[int(type_[1:])]
+    limit = np.uint32(255 if width == 32 else 0xFFFFFFFF)
+    right = shift(np.right_shift, f"u{width}")
+
+    def run(a: Array, position: Array, length: Array) -> Array:
+        position, length = (np.minimum(x & limit, np.uint32(256)) for x in (position, length))
+        field = right(a, position) & _mask(length, kind)
+        if type_[0] == "u":
+            return field
+        top = right(a, np.minimum(position + length - np.uint32(1), np.uint32(width - 1))) & kind(1)
+        inside = np.minimum(length, width - np.minimum(position, np.uint32(width)))
+        return np.where((top == 1) & (length != 0), field | ~_mask(inside, kind), field)
+
+    return run
+
+
+def insert(type_: str) -> Function:
+    """bfi: `length` bits of a, put into b at `position`, read as in bfe."""
+    limit = np.uint32(255 if type_ == "b32" else 0xFFFFFFFF)
+    kind = UNSIGNED[int(type_[1:])]
+    left = shift(np.left_shift, f"u{type_[1:]}")
+
+    def run(a: Array, b: Array, position: Array, length: Array) -> Array:
+        position, length = (np.minimum(x & limit, np.uint32(256)) for x in (position, length))
+        mask = left(_mask(length, kind), position)
+        return (b & ~mask) | (left(a, position) & mask)
+
+    return run
+
+
+# ---- counting bits
+
+
+def _bits(x: Array) -> Array:
+    """One row per value, lowest bit first."""
+    return np.unpackbits(np.ascontiguousarray(x).view(np.uint8).reshape(x.size, x.itemsize), axis=1, bitorder="little")
+
+
+def popc(x: Array) -> Array:
+    return _bits(x).sum(axis=1, dtype=np.uint32)
+
+
+def brev(x: Array) -> Array:
+    return np.packbits(_bits(x)[:, ::-1], axis=1, bitorder="little").reshape(-1).view(x.dtype)
+
+
+def clz(x: Array) -> Array:
+    bits = _bits(x)[:, ::-1]
+    return np.where(x == 0, bits.shape[1], bits.argmax(axis=1)).astype(np.uint32)
+
+
+def bfind(type_: str, from_top: bool) -> Function:
+    """The position of the highest bit that is not a sign bit; with .shiftamt, its distance from the top. All ones if there is none."""
+
+    def run(x: Array) -> Array:
+        x = np.where(signed(x) < 0, ~x, x) if type_[0] == "s" else x
+        zeros = clz(x)
+        return np.where(x == 0, np.uint32(0xFFFFFFFF), zeros if from_top else np.uint32(x.itemsize * 8 - 1) - zeros)
+
+    return run
+
+
+# ---- bytes and tables
+
+_SELECTORS = {
+    "f4e": [[s, s + 1, s + 2, s + 3] for s in range(4)],
+    "b4e": [[s, s - 1 & 7, s - 2 & 7, s - 3 & 7] for s in range(4)],
+    "rc8": [[s] * 4 for s in range(4)],
+    "ecl": [[max(s, i) for i in range(4)] for s in range(4)],
+    "ecr": [[min(s, i) for i in range(4)] for s in range(4)],
+    "rc16": [[2 * (s & 1), 2 * (s & 1) + 1] * 2 for s in range(4)],
+}
+
+
+def permute(mode: str | None) -> Function:
+    """prmt: four of the eight bytes b:a; in the default mode, bit 3 of a selector replicates the byte's sign."""
+
+    table = np.array(_SELECTORS[mode]) if mode else None
+
+    def run(a: Array, b: Array, c: Array) -> Array:
+        both = ((b.astype(np.uint64) << 32) | a).view(np.uint8).reshape(-1, 8)
+        select = (c[:, None] >> np.array([0, 4, 8, 12], np.uint32)).astype(np.intp) & 15 if table is None else table[c & 3]
+        rows = max(len(both), len(select))
+        both, select = np.broadcast_to(both, (rows, 8)), np.broadcast_to(select, (rows, 4))
+        picked = np.take_along_axis(both, select & 7, axis=1)
+        picked = np.where(select & 8, (picked.view(np.int8) >> 7).view(np.uint8), picked)
+        return picked.view(np.uint32).reshape(-1)
+
+    return run
+
+
+def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
+    """lop3: bit i of the table is the result where the bits of a, b and c form the number i."""
+    number = int(table[0])
+    rows = [_logic_row(a, b, c, i) for i in range(8) if number >> i & 1]
+    return functools.reduce(np.bitwise_or, rows, np.zeros_like(a | b | c))
+
+
+def _logic_row(a: Array, b: Array, c: Array, i: int) -> Array:
+    return (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+
+
+def packed(function: Function, width: int = 16) -> Function:
+    """`function` of one `width`-bit type, on each part of a register."""
+    kind = UNSIGNED[width]
+
+    def run(*args: Array) -> Array:
+        parts = function(*(x.view(kind).reshape(len(x), -1) for x in args))
+        return np.ascontiguousarray(parts).view(UNSIGNED[8 * parts.itemsize * parts.shape[1]]).reshape(-1)
+
+    return run
+
+
+def dot(types: Sequence[str], high_half: bool | None) -> Function:
+    """dp4a, or dp2a with `high_half`: c plus the products of a's parts with b's bytes, of four or of two."""
+    kind_a = (SIGNED if types[0][0] == "s" else UNSIGNED)[8 if high_half is None else 16]
+    kind_b = SIGNED[8] if types[1][0] == "s" else UNSIGNED[8]
+    columns = slice(2, 4) if high_half else slice(0, 4 if high_half is None else 2)
+
+    def run(a: Array, b: Array, c: Array) -> Array:
+        parts_a = a.view(kind_a).reshape(len(a), -1).astype(np.int64)
+        parts_b = b.view(kind_b).reshape(len(b), -1)[:, columns].astype(np.int64)
+        return ((parts_a * parts_b).sum(axis=1) + c).astype(np.uint32)
+
+    return run

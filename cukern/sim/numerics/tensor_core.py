@@ -1,0 +1,168 @@
+"""mma.sync, wgmma and ldmatrix: which lane of a warp holds which element of a tile, and the product of tiles.
+
+The layouts are those of the PTX ISA. Let group = lane // 4 and quad = lane % 4. A register holds two 16-bit elements that are
+neighbours along k: columns 2*quad and 2*quad + 1 of an eight-wide part of the tile; or one tf32, column quad of a four-wide part. The
+registers of A go down the rows first (group, group + 8), then along k; those of B go along k, in column `group` of C.
+
+The products are exact; they and c are added in float64, and the total is rounded once, to nearest. A GPU aligns all terms to the largest
+and truncates, so its float32 results differ from these by at most (k + 2) * 2^-23 times the largest term (of the k products and c), its
+float16 results by one more rounding.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cukern.sim.faults import NotSimulated
+from cukern.sim.numerics import floats
+from cukern.sim.numerics.floats import BF16, F16, FORMATS, TF32, Array, Format
+
+Registers = Sequence[Array]
+Place = tuple[slice, Array, Array]
+_EVERY_WARP = slice(None)
+_LANE = np.arange(32)
+_GROUP, _QUAD = _LANE // 4, _LANE % 4
+_SHAPES = {
+    "m16n8k16": ("f16", "bf16"),
+    "m16n8k8": ("f16", "bf16", "tf32"),
+    "m16n8k4": ("tf32",),
+}
+
+
+@functools.cache
+def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]:
+    """The function of an mma.sync: registers of A, B and C, each (warps, 32) uint32, to those of D. Raises NotSimulated.
+
+    For example "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32".
+    """
+    base, *parts = opcode.split(".")
+    if base != "mma" or parts[:2] != ["sync", "aligned"] or parts[3:5] != ["row", "col"] or len(parts) != 9:
+        raise NotSimulated(opcode)
+    shape, (d, a, b, c) = parts[2], parts[5:]
+    if a != b or d != c or a not in _SHAPES.get(shape, ()) or (d != "f32" and (d, a) != ("f16", "f16")):
+        raise NotSimulated(opcode)
+    return functools.partial(_mma, FORMATS[a], FORMATS[c], int(shape[6:]))
+
+
+def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
+    warps = len(a[0])
+    tile_a, tile_b, tile_c = np.zeros((warps, 16, k)), np.zeros((warps, k, 8)), np.zeros((warps, 16, 8))
+    tile_a[_places_a(factors, k)] = _elements(factors, a)
+    tile_b[_places_b(factors, k)] = _elements(factors, b)
+    tile_c[_places_c()] = _elements(sums, c)
+    total = tile_a @ tile_b + tile_c
+    return _registers(floats.round_to(sums, total[_places_c()]))
+
+
+def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
+    """A wgmma: its columns; whether its elements have 16 bits (else they are tf32); and its function. This takes the registers of a, b as
+    (warps, columns, 32 bytes along k), the registers of c, and whether c is added; it returns the registers of d. Each warp computes the
+    mma.sync of its 16 rows. Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
+    """
+    start, _, rest = opcode.partition(".m64n")
+    columns, _, types = rest.partition("k")
+    factors = {"16.f32.bf16.bf16": BF16, "16.f32.f16.f16": F16, "8.f32.tf32.tf32": TF32}.get(types)
+    if start != "wgmma.mma_async.sync.aligned" or factors is None or not columns.isdecimal() or int(columns) % 16:
+        raise NotSimulated(opcode)
+    numbers = 8 if factors is TF32 else 16
+
+    def function(a: Registers, b: Array, c: Registers, kept: Array) -> list[Array]:
+        warps, tiles = len(b), int(columns) // 8  # a tile has 8 columns, and 4 registers of c
+        words = np.ascontiguousarray(b).view(np.uint32).reshape(warps * tiles, 8, 8)  # [tile of a warp][column][word along k]
+        before = np.where(kept[:, None], np.stack(c, axis=1), np.uint32(0)).reshape(warps * tiles, 4, 32)
+        held = [np.repeat(r, tiles, axis=0) for r in a]
+        tile = [words[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
+        d = _mma(factors, FORMATS["f32"], numbers, held, tile, list(np.moveaxis(before, 1, 0)))
+        return _apart(np.stack(d, axis=1).reshape(warps, 4 * tiles, 32))
+
+    return int(columns), numbers == 16, function
+
+
+def rows_of_a(rows: Array) -> list[Array]:
+    """The registers of operand a, each (warps, 32), from the rows (warps, 16, 32 bytes along k)."""
+    words = np.ascontiguousarray(rows).view(np.uint32)
+    return [words[:, _GROUP + 8 * (i % 2), _QUAD + 4 * (i // 2)] for i in range(4)]
+
+
+def described(words: Array, number: Array, down: bool) -> Array:
+    """The address of 16 bytes of a wgmma operand, from its matrix descriptor. K-major: half `number` % 2, along k, of row (in b: column)
+    `number` // 2. If neighbours lie `down` (MN-major): eight rows from `number` // 16 * 8 on, at index `number` % 16 along k; these may
+    have the 128-byte swizzle. Raises NotSimulated for other swizzles."""
+    kinds = set((words >> np.uint64(62)).tolist())
+    if kinds not in ({0}, {1}) or (kinds == {1} and not down):
+        raise NotSimulated("wgmma with such a swizzle")
+    start, first, second = ((words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32))
+    number = number.astype(np.uint64)
+    eight, in_eight, half = (number // 16, number % 8, number // 8 % 2) if down else (number // 16, number // 2 % 8, number % 2)
+    if kinds == {0}:
+        return start + eight * second + in_eight * np.uint64(16) + half * first
+    place = start + eight // 8 * first + eight % 8 * np.uint64(16) + half * second + in_eight * np.uint64(128)
+    return place ^ (place >> np.uint64(7) & np.uint64(7)) << np.uint64(4)
+
+
+def by_rows(parts: Array, down: bool) -> Array:
+    """16-byte parts (warps, count, 8 elements) in the order of `described`, as (warps, rows, 32 bytes along k)."""
+    if not down:
+        return parts.reshape(len(parts), -1, 16)
+    return np.ascontiguousarray(parts.reshape(len(parts), -1, 16, 8).swapaxes(2, 3)).reshape(len(parts), -1, 16)
+
+
+def _elements(fmt: Format, registers: Registers) -> Array:
+    """Registers to float64 values of shape (warps, elements of a lane, 32)."""
+    raw = np.stack(registers, axis=1)
+    if fmt is TF32:
+        raw = raw & np.uint32(0xFFFFE000)  # the tensor cores ignore the other bits
+    if fmt in (F16, BF16):
+        raw = np.stack((raw & 0xFFFF, raw >> 16), axis=2).reshape(len(raw), -1, 32).astype(np.uint16)
+    return fmt.values(raw).astype(np.float64)
+
+
+def _registers(elements: Array) -> list[Array]:
+    if elements.dtype == np.uint16:
+        elements = elements[:, ::2].astype(np.uint32) | elements[:, 1::2].astype(np.uint32) << 16
+    return _apart(elements)
+
+
+def _apart(registers: Array) -> list[Array]:
+    """(warps, registers, 32) as one array per register."""
+    return [np.ascontiguousarray(r) for r in np.moveaxis(registers, 1, 0)]
+
+
+def _along_k(fmt: Format, k: int) -> list[Array]:
+    """For each element that a lane has along k: its column of A (row of B), by lane."""
+    if fmt is TF32:
+        return [_QUAD + part for part in range(0, k, 4)]
+    return [2 * _QUAD + one + part for part in range(0, k, 8) for one in (0, 1)]
+
+
+@functools.cache
+def _places_a(fmt: Format, k: int) -> Place:
+    """Rows and columns of A's elements, of shape (elements of a lane, 32), behind a slice over the warps."""
+    columns = _along_k(fmt, k)
+    step = 1 if fmt is TF32 else 2  # elements of a register
+    order = [(_GROUP + row, x) for i in range(0, len(columns), step) for row in (0, 8) for x in columns[i : i + step]]
+    return _EVERY_WARP, np.stack([row for row, _ in order]), np.stack([column for _, column in order])
+
+
+@functools.cache
+def _places_b(fmt: Format, k: int) -> Place:
+    rows = np.stack(_along_k(fmt, k))
+    return _EVERY_WARP, rows, np.broadcast_to(_GROUP, rows.shape)
+
+
+@functools.cache
+def _places_c() -> Place:
+    return _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
+
+
+def ldmatrix(rows: np.ndarray[Any, Any], transposed: bool = False) -> list[Array]:
+    """ldmatrix .x1, .x2 or .x4: rows (warps, 8 * tiles, 16 bytes) of tiles of 8 x 8 16-bit elements, to one (warps, 32) register per tile.
+
+    A lane gets elements 2*quad and 2*quad + 1 of row `group`; of column `group`, if `transposed` (.trans).
+    """
+    tiles = np.ascontiguousarray(rows).view(np.uint16).reshape(len(rows), -1, 8, 8)
+    if transposed:
+        tiles = np.ascontiguousarray(tiles.swapaxes(2, 3))
+    return list(np.moveaxis(tiles.view(np.uint32).reshape(*tiles.shape[:2], 32), 1, 0))

@@ -1,0 +1,1 @@
+"""PTX text as data. Knows nothing about what an instruction does."""

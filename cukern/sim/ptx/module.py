@@ -1,0 +1,145 @@
+"""PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions. parser.py creates it.
+
+What instructions do is not described here. PTX ISA, "State Spaces, Types, and Variables".
+"""
+
+import struct
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+WIDTHS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16}
+WIDTHS |= {t: 32 for t in ("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32")} | {t: 64 for t in ("b64", "u64", "s64", "f64")}
+WIDTHS |= {"b128": 128}
+
+
+class PtxError(ValueError):
+    """Text that the parser does not accept; the message has the line."""
+
+
+class Register(NamedTuple):
+    number: int
+    width: int  # 1 for a predicate, else 16, 32, 64 or 128 bits
+    negated: bool = False
+
+
+class Immediate(NamedTuple):
+    text: str
+
+
+class Symbol(NamedTuple):
+    """A variable, label or function by its name, or a special register such as %tid.x."""
+
+    name: str
+    offset: int = 0
+
+
+class Address(NamedTuple):
+    base: Register | Symbol | None
+    offset: int
+
+
+class Vector(NamedTuple):
+    """Operands in braces or parentheses, or the pair `p|q`."""
+
+    items: tuple
+
+
+class Opaque(NamedTuple):
+    """An operand form that no simulated instruction has."""
+
+    text: str
+
+
+Operand = Register | Immediate | Symbol | Address | Vector | Opaque
+
+
+class Line(NamedTuple):
+    """A .loc: a line of a file, and the line where its function was inlined."""
+
+    file: int
+    line: int
+    column: int
+    caller: "Line | None" = None
+
+
+class Instruction(NamedTuple):
+    opcode: str
+    operands: tuple[Operand, ...]
+    guard: Register | None
+    line: Line | None
+
+
+@dataclass
+class Variable:
+    name: str
+    space: str  # global, const, shared, local, param
+    size: int  # in bytes; 0 for dynamic shared memory
+    align: int
+    data: bytes = b""
+    pointers: list[tuple[int, Symbol]] = field(default_factory=list)  # offsets in `data` that hold the address of a variable
+
+
+@dataclass
+class Kernel:
+    name: str
+    params: list[Variable] = field(default_factory=list)
+    variables: list[Variable] = field(default_factory=list)
+    widths: list[int] = field(default_factory=list)  # of the registers
+    code: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # .branchtargets
+    max_threads: int = 1024
+    cluster: tuple[int, int, int] = (1, 1, 1)  # blocks of a cluster along each axis
+    explicit_cluster: bool = False
+    start: Line | None = None
+
+
+@dataclass
+class Module:
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    variables: list[Variable] = field(default_factory=list)
+    files: dict[int, str] = field(default_factory=dict)
+
+    def location(self, line: Line | None) -> str:
+        """file:line; for an inlined function also the lines of the calls, innermost first."""
+        if line is None:
+            return "a line that is not known"
+        text, callers, last = self._place(line), [], ""
+        while line := line.caller:
+            place = self._place(line)
+            callers.append(str(line.line) if place.rpartition(":")[0] == last else place)
+            last = place.rpartition(":")[0]
+        return f"{text} (inlined at {', '.join(callers)})" if callers else text
+
+    def _place(self, line: Line) -> str:
+        path = self.files.get(line.file, "?")
+        made_up = path.rfind("<")  # a source given as text has a name in <>; NVRTC prepends the current folder
+        return f"{path[made_up:] if made_up >= 0 and path.endswith('>') else path}:{line.line}"
+
+
+def immediate_value(immediate: Immediate) -> int | float:
+    """The value of a literal; for 0f and 0d literals, their bits."""
+    text = immediate.text.rstrip("U")
+    sign, digits = (-1, text[1:]) if text[0] == "-" else (1, text)
+    prefix = digits[:2].lower()
+    if prefix in ("0f", "0d"):
+        return sign * int(digits[2:], 16)
+    if prefix == "0x":
+        return sign * int(digits, 16)
+    if "." in digits:
+        return sign * float(digits)
+    return sign * int(digits, 8 if len(digits) > 1 and digits[0] == "0" else 10)
+
+
+def immediate_bits(immediate: Immediate, type_: str) -> int:
+    """A literal as the bits of a register or variable of that type."""
+    value, width = immediate_value(immediate), WIDTHS[type_]
+    prefix = immediate.text.lstrip("-")[:2].lower()
+    if prefix == "0f" and type_ == "f64":
+        value = struct.unpack("<f", struct.pack("<I", value))[0]
+    elif prefix == "0d" and type_ == "f32":
+        value = struct.unpack("<d", struct.pack("<Q", value))[0]
+    if isinstance(value, float):
+        code, whole = {16: ("e", "H"), 32: ("f", "I"), 64: ("d", "Q")}[width]
+        value = struct.unpack("<" + whole, struct.pack("<" + code, value))[0]
+    return int(value) & ((1 << max(width, 1)) - 1)

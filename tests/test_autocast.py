@@ -1,0 +1,113 @@
+"""Autocast changes nothing: outputs, gradients and second derivatives have the same dtypes and bits, wherever forward and backward run."""
+
+import pytest
+import torch
+from helpers import DEVICE, PLACE, kernels, same_bits
+
+import cukern
+from cukern.bench.calls import arguments, draw_douts, leaves_of, outputs, wanted_inputs
+from cukern.runtime.registry import OPS
+
+PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
+CASES = [(name, dtype) for name, op in OPS.items() for dtype in (torch.float32, torch.float16) if dtype in op.dtypes]
+DIMS = {"matmul": (3, 5, 40), "linear": (3, 5, 40), "kron_linear": (3, 4, 5)}
+
+
+def found(call, inputs, wanted, douts, regions, dtype=torch.bfloat16):
+    """Outputs, gradients, and gradients of the gradients' squares; `regions`: in which of these three autocast is on."""
+    leaves, kind = leaves_of(inputs, wanted), inputs[0].device.type
+    xs = [leaves[i] for i in wanted]
+    with torch.autocast(kind, dtype, enabled=regions[0]):
+        outs = outputs(call(*leaves))
+    if not wanted:
+        return outs
+    with torch.autocast(kind, dtype, enabled=regions[1]):
+        grads = torch.autograd.grad(outs, xs, douts, create_graph=True)
+    again = [g for g in grads if g.requires_grad]
+    with torch.autocast(kind, dtype, enabled=regions[2]):
+        seconds = torch.autograd.grad(again, xs, [g.detach() for g in again], allow_unused=True) if again else ()
+    return [*outs, *grads, *(g for g in seconds if g is not None)]
+
+
+def check(call, inputs, wanted, douts):
+    exact = found(call, inputs, wanted, douts, (False,) * 3)
+    assert all(y.dtype == inputs[0].dtype for y in exact)
+    for regions in ((True, False, False), (False, True, False), (False, False, True), (True, True, True)):
+        for a, b in zip(found(call, inputs, wanted, douts, regions), exact, strict=True):
+            assert_same(a, b, regions)
+    for a, b in zip(found(call, inputs, [], douts, (True,) * 3), exact, strict=False):
+        assert_same(a, b, "no gradient")
+
+
+def assert_same(a, b, what):
+    """Bit for bit where kernels run. The bits of torch's products on a CPU depend on where its tensors lie."""
+    assert a.dtype == b.dtype, what
+    if PLACE == "cuda" and not a.is_cuda:
+        torch.testing.assert_close(a, b, msg=lambda text: f"{what}: {text}")
+    else:
+        assert same_bits(a, b), what
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("name, dtype", CASES)
+def test_every_op(name, dtype, device):
+    op = OPS[name]
+    inputs = op.make(DIMS.get(name) or op.sim_dims[-1], dtype, device)
+    check(lambda *xs: op.call(*arguments(op, xs)), inputs, wanted_inputs(op, "bwd", inputs), draw_douts(op, inputs))
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_lokr_linear(dtype, device):
+    """Its product of two factors is torch's; x's samples have factors of their own; bias and residual have gradients, too."""
+    shapes = (2, 3, 24), (2, 4, 6), (5, 2), (2, 4), (20,), (2, 3, 20)
+    inputs = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+
+    def call(x, w1, a, b, bias, residual):
+        return cukern.lokr_linear(x, w1, (a, b), scale=0.3, bias=bias, residual=residual)
+
+    check(call, inputs, range(6), [torch.randn(2, 3, 20, dtype=dtype, device=device)])
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+@pytest.mark.parametrize("name", ("matmul", "linear", "kron_linear"))
+@pytest.mark.parametrize("inside", (False, True))
+def test_in_a_compiled_graph(name, inside):
+    op = OPS[name]
+    inputs = op.make(DIMS[name], torch.float32, "cpu")
+    wanted, douts = range(len(inputs)), draw_douts(op, inputs)
+
+    def call(*xs):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return op.call(*xs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for on in (False, True):
+        leaves, exact = leaves_of(inputs, wanted), leaves_of(inputs, wanted)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            y = compiled(*leaves)
+            grads = torch.autograd.grad(y, leaves, douts)
+        z = op.call(*exact)
+        for a, b in zip((y, *grads), (z, *torch.autograd.grad(z, exact, douts)), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ("matmul", "linear", "kron_linear"))
+def test_transforms_of_the_reference(name):
+    op = OPS[name]
+    inputs = op.make(DIMS[name], torch.float32, "cpu")
+    tangents, many = [torch.randn_like(x) for x in inputs], [torch.randn(3, *x.shape) for x in inputs]
+
+    def every():
+        return (
+            *torch.func.jvp(op.call, tuple(inputs), tuple(tangents)),
+            *torch.func.jacrev(op.call, tuple(range(len(inputs))))(*inputs),
+            torch.func.vmap(op.call)(*many),
+        )
+
+    exact = every()
+    with torch.autocast("cpu", torch.bfloat16):
+        for a, b in zip(every(), exact, strict=True):
+            assert same_bits(a, b)
