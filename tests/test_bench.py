@@ -14,6 +14,7 @@ from turn import TURN
 from cukern.bench import environment, peers, record, startup, timing
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
+from cukern.runtime import cache
 from cukern.runtime.registry import OPS
 
 CPU = torch.device("cpu")
@@ -257,10 +258,10 @@ def test_a_corrupt_cache_is_seen(empty_cache):
     kernel = next(iter(SQUARE.kernels(90, (torch.float32,)).values()))
     kernel.compile("sm_90a")
     assert startup.verify_cache(empty_cache) == 1
-    cubin = next(empty_cache.glob("*.cubin"))
+    cubin = next(empty_cache.glob(f"*{cache.SUFFIX}"))
     code = cubin.read_bytes()
     cubin.write_bytes(code[:-1])
-    with pytest.raises(RuntimeError, match="corrupt machine code"):
+    with pytest.raises(RuntimeError, match="corrupt cache entry"):
         startup.verify_cache(empty_cache)
     cubin.write_bytes(code)
     (empty_cache / ".tmp1").touch()

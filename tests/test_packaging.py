@@ -59,9 +59,9 @@ def test_wheel_holds_the_licence_and_no_compiled_code(wheel):
 
 
 @pytest.mark.skipif(not (TREE / ".git").exists() or not shutil.which("git"), reason="git says what the sdist should hold")
-def test_sdist_holds_every_file_that_is_tracked(tmp_path):
+def test_sdist_holds_every_file_that_is_not_ignored(tmp_path):
     """The settings of git and of CI aside: all tests with their helpers and kernels, and the benchmarks that they read."""
-    listed = run(["git", "ls-files"], cwd=TREE).stdout.splitlines()
+    listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=TREE).stdout.splitlines()
     names = {name for name in listed if (TREE / name).is_file() and (not name.startswith(".") or name == ".clang-format")}
     for name in names:
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """What a fresh process pays: the import, the first call with an empty and a full cache, and eight processes that start at once."""
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +13,7 @@ import cukern
 from cukern.bench.measure import Row, Table
 from cukern.bench.peers import STARTUP_OPS
 from cukern.bench.timing import summary
+from cukern.runtime import cache
 
 REPEATS = 5
 AT_ONCE = 8
@@ -85,17 +84,12 @@ def _ops() -> tuple[str, ...]:
 
 
 def verify_cache(folder: Path) -> int:
-    """How many entries a cache folder has. Raises RuntimeError for a corrupt, missing or left-over file."""
-    entries = list(folder.glob("*.json"))
+    """How many entries a cache folder has. Raises RuntimeError for a corrupt or left-over file."""
+    entries = list(folder.glob(f"*{cache.SUFFIX}"))
     for entry in entries:
-        try:
-            sha256 = json.loads(entry.read_bytes())["sha256"]
-            code = (folder / f"{sha256}.cubin").read_bytes()
-        except (OSError, ValueError, KeyError) as error:
-            raise RuntimeError(f"corrupt cache entry {entry}: {error}") from None
-        if hashlib.sha256(code).hexdigest() != sha256:
-            raise RuntimeError(f"corrupt machine code in the cache: {folder / sha256}.cubin")
-    left = [p.name for p in folder.iterdir() if p.suffix not in (".json", ".cubin")]
+        if cache.corrupt(entry):
+            raise RuntimeError(f"corrupt cache entry {entry}")
+    left = [p.name for p in folder.iterdir() if p not in entries]
     if not entries or left:
         raise RuntimeError(f"the cache {folder} has {len(entries)} entries and {len(left)} left-over files {left}")
     return len(entries)

@@ -71,7 +71,6 @@ def _checked(
     checks.choice("tensor_format", tensor_format, FORMATS)
     checks.flag("fused", fused)
     cp_size, cp_rank = checks.integer("cp_size", cp_size, 1, (1 << 31) - 1), checks.integer("cp_rank", cp_rank)
-    x, angle, start, bounds = rope_checks.shapes_of(("t", "freqs", "start_positions", "cu_seqlens"), (t, freqs, starts, cu_seqlens))
     checks.dtype("t", t, checks.FLOATS)
     if t.ndim != len(tensor_format):
         raise ValueError(f"t must have {len(tensor_format)} dimensions in {tensor_format!r}, its shape is {tuple(t.shape)}")
@@ -85,7 +84,7 @@ def _checked(
     if tensor_format != "thd" and cp_size > 1 and (sequence % 2 or sequence * cp_size > freqs.shape[0]):
         raise ValueError(f"with cp_size {cp_size} the sequence here, {sequence}, must be even, and {cp_size} times it at most {len(freqs)}")
     angles = freqs.flatten(1).to(compute_dtype(t.dtype))
-    angle = angle._replace(shape=angles.shape, dtype=angles.dtype)  # type: ignore[union-attr]
+    x, angle, start, bounds = rope_checks.shapes_of(("t", "freqs", "start_positions", "cu_seqlens"), (t, angles, starts, cu_seqlens))
     request = Request(x, None, angle, None, None, bounds, start, None)  # type: ignore[arg-type]
     options = rope_checks.resolve(request, angles.shape[1], 0, interleaved, tensor_format, False, None, version)
-    return Inputs(t, None, angles, None, None, cu_seqlens, starts, None, cp_size, cp_rank), options._replace(contiguous=True)
+    return Inputs(t, None, angles, None, None, cu_seqlens, starts, None, cp_size, cp_rank), Options(*options[:6], True, options.version)

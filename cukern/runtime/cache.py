@@ -23,6 +23,7 @@ SUFFIX = ".kernel2"  # 2 is the format: entries of another format have another n
 TEMPORARY = ".tmp-cukern-"
 _LARGEST = 256 << 20  # bytes of an entry; what has more is none
 _DAY = 24 * 3600
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,19 @@ def read(key: str) -> Cubin | None:
             continue
         except OSError as error:
             why = error.strerror
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except _UNREADABLE:
             why = "corrupt"
         _warn_once(f"cukern found entries in its cache {folder} that it cannot use ({why}) and compiles their kernels anew")
     return None
+
+
+def corrupt(entry: Path) -> bool:
+    """Whether the file of an entry is not as it was written."""
+    try:
+        _decode(entry.name.removesuffix(SUFFIX), _content(entry))
+    except (OSError, *_UNREADABLE):
+        return True
+    return False
 
 
 def write(key: str, cubin: Cubin) -> None:
