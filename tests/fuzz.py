@@ -492,8 +492,8 @@ def compare(what: str, ours: torch.Tensor, peer: torch.Tensor, exact: torch.Tens
 # ---- nonsense: an argument v of a valid call becomes an expression
 
 ANYTHING = (  # each is refused, but for what may_succeed says
-    "None", "'abc'", "''", "b'v1'", "True", "2", "1.5", "-7", "nan", "inf", "10**400", "-(10**30)", "1j", "object()", "[]", "()", "{}", "set()",
-    "[None]", "(2,)", "[[[1.0], []]]", "int", "torch.float32", "...", "len", "('v1', 'v1', 'v1')", "({}, [])", "torch.tensor(2.0)",
+    "None", "'abc'", "''", "b'v1'", "True", "2", "1.5", "-7", "nan", "inf", "10**400", "-(10**30)", "1j", "object()", "[]", "()", "{}",
+    "set()", "[None]", "(2,)", "[[[1.0], []]]", "int", "torch.float32", "...", "len", "('v1', 'v1', 'v1')", "({}, [])", "torch.tensor(2.0)",
     "torch.tensor(2.0, requires_grad=True)", "torch.arange(3)", "np.array(['a'])", "np.array([None])", "np.array(['2020'], 'M8[D]')",
     "np.ones(3, '>f4')", "np.ones(3, 'f4')[::-1]", "np.ones(3, 'g')", "odd(__dlpack__=fails, __dlpack_device__=cpu)", "odd(__dlpack__=cpu)",
     "odd(__dlpack__=cpu, __dlpack_device__=cpu)", "odd(__dlpack__=cpu, __dlpack_device__=fails)", "odd(__repr__=fails)",

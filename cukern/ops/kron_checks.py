@@ -36,14 +36,23 @@ def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Seq
 
 def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
     """Whether all is as it must be: the usual case, told in a few microseconds."""
-    if type(factors) not in (list, tuple) or not factors or type(x) not in PLAIN or x.dtype not in checks.FLOATS:
+    if (
+        torch.compiler.is_compiling()
+        or type(factors) not in (list, tuple)
+        or not factors
+        or type(x) not in PLAIN
+        or x.dtype not in checks.FLOATS
+    ):
         return False
-    dtype, device = x.dtype, x.device
-    for i, t in enumerate((bias, residual, x, *factors)):
-        if (t is not None or i > 1) and (type(t) not in PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided):
+    dtype, device, every = x.dtype, x.device, [x, *factors]
+    if bias is not None:
+        every.append(bias)
+    if residual is not None:
+        every.append(residual)
+    for t in every:
+        if type(t) not in PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided or t.is_neg() or t.is_nested:
             return False
-    every = (x, *factors, bias, residual)
-    return not torch.compiler.is_compiling() and not any([t is not None and (t.is_neg() or t.is_nested) for t in every])
+    return True
 
 
 def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:

@@ -73,7 +73,8 @@ def kron_linear(
     x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
     shape = kron_checks.shapes(x, factors, bias, residual)
     kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
-    scale = kron_checks.scale(scale, x.dtype)
+    if type(scale) is not float or not abs(scale) <= checks.FLOAT32_MAX:
+        scale = kron_checks.scale(scale, x.dtype)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
         y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
