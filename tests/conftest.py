@@ -2,7 +2,9 @@
 kernels are compiled into a cache of the run's own."""
 
 import gc
+import json
 import os
+import time
 
 # torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,7 +16,9 @@ import torch
 from helpers import DEVICE, PLACE, forget_cache
 
 import cukern
+from cukern.bench.environment import facts
 
+START = time.time()
 NO_GPU = "needs a GPU, and torch.cuda sees none"
 
 
@@ -43,6 +47,17 @@ def pytest_terminal_summary(terminalreporter):
     skipped = sum(NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
         terminalreporter.write_line(f"{skipped} tests were skipped for want of a GPU; the kernels ran in the simulator", yellow=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """With CUKERN_RECORD_TESTS=FILE the run's counts go to FILE, as a line of JSON with the commit and the GPU."""
+    reporter, file = session.config.pluginmanager.get_plugin("terminalreporter"), os.environ.get("CUKERN_RECORD_TESTS")
+    if file and reporter and "PYTEST_XDIST_WORKER" not in os.environ:
+        counts = {what: len(reporter.stats.get(what, [])) for what in ("passed", "failed", "error", "skipped")}
+        seconds = round(time.time() - START)
+        with open(file, "a") as out:
+            out.write(json.dumps({**counts, "seconds": seconds, "arguments": session.config.invocation_params.args, **facts()}) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)
