@@ -149,19 +149,24 @@ def plan(
     return choose("rope", o.version, device).forward(call)
 
 
-@functools.cache
 def compute_dtype(dtype: torch.dtype, table: torch.dtype = torch.float32) -> torch.dtype:
     """The dtype of the maths: float32 for 16-bit types, else the wider of x's and the table's."""
     return torch.float32 if dtype.itemsize == 2 else torch.promote_types(dtype, table)
 
 
-@functools.cache
 def angle_maths(dtype: torch.dtype, angles: torch.dtype) -> torch.dtype:
     """The dtype of the tables made of float32 or float64 angles: float32's rounding would be seen in all results but 16-bit ones."""
     return torch.float32 if dtype.itemsize == 2 and angles == torch.float32 else torch.float64
 
 
-@functools.cache
 def table_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
     """The dtypes of tables that the kernels of a dtype read; another one is converted to compute_dtype first."""
-    return list(dict.fromkeys((compute_dtype(dtype), dtype if dtype.itemsize == 2 else torch.float64)))
+    return _TABLE_DTYPES[dtype]
+
+
+_TABLE_DTYPES = {
+    torch.float16: [torch.float32, torch.float16],
+    torch.bfloat16: [torch.float32, torch.bfloat16],
+    torch.float32: [torch.float32, torch.float64],
+    torch.float64: [torch.float64],
+}
