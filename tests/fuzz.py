@@ -358,7 +358,7 @@ def rope_in_place(x, cos, sin, *, k=None, **rest):
 def copied(t):
     if isinstance(t, np.ndarray):
         return t.copy()
-    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested or t.is_neg() or t.is_meta:
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_neg() or t.is_meta:
         return t
     if torch._C._functorch.is_functorch_wrapped_tensor(t):  # which no plain memory can take
         return t.clone()
@@ -620,7 +620,8 @@ def run_transforms(case: Case) -> None:
             every = list(tensors)
             for i, x in zip(where, some, strict=True):
                 every[i] = x
-            return torch.cat([o.flatten() for o in outputs(function(**fill(args, every)))])
+            flat = [o.flatten() for o in outputs(function(**fill(args, every)))]
+            return torch.cat(flat) if len(flat) > 1 else flat[0]  # jacfwd of cat fails without elements
 
         torch.manual_seed(seed)
         return [t.detach().cpu() for t in pytree.tree_leaves(transformed(name, f, [tensors[i] for i in where]))]

@@ -192,3 +192,10 @@ def test_odd_tensors(function):
     assert function(x.double(), scale=1e39).isfinite().all() or function is cukern.log_softmax
     assert torch.equal(cukern.causal_softmax(x, window=10**30), cukern.causal_softmax(x, window=np.int64(4)))
     assert torch.equal(cukern.softmax(x, np.int64(0)), cukern.softmax(x, 0))
+
+
+@kernels
+def test_hidden_keys_are_0_at_scale_0_where_a_seen_one_is_nan():
+    x = torch.tensor([[[math.nan, 1.0, 2.0], [1.0, 2.0, math.nan]]], device=DEVICE)
+    y = cukern.causal_softmax(x, scale=0.0)
+    assert y[0, 0, 2] == 0 and y[0, 0, :2].isnan().all() and y[0, 1].isnan().all()

@@ -227,10 +227,11 @@ _apply, _apply_backward = apply_of(_CausalSoftmax), apply_of(_CausalSoftmaxBackw
 def _launch(x: Tensor, sinks: Tensor | None, scale: float, window: int, version: str) -> tuple[Tensor, Tensor]:
     out, share = _fake(x, sinks)
     if not LEAST_SCALE <= scale <= MOST_SCALE and out.numel():
-        scores, column, _ = _logits(x, scale, window, sinks)  # each row as a matrix of its own
+        scores, column, hidden = _logits(x, scale, window, sinks)  # each row as a matrix of its own
         column = None if column is None else column.view(-1)
         out, share = _launch(scores.view(-1, 1, x.shape[2]), column, 1.0, 1 << 62, version)
-        return out.view(x.shape).to(x.dtype), share.view(x.shape[:2]) if sinks is not None else share
+        out = out.view(x.shape).masked_fill_(hidden, 0.0)  # NaN where a key that is seen is NaN
+        return out.to(x.dtype), share.view(x.shape[:2]) if sinks is not None else share
     if out.numel():
         x = _side_by_side(x)
         sinks = None if sinks is None else sinks.contiguous()
