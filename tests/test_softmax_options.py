@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import FLOATS, kernels
+from helpers import DEVICE, FLOATS, kernels
 from test_softmax import EVERY_VERSION, FUNCTIONS, check, inf, nan
 
 import cukern
