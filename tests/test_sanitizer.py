@@ -1,4 +1,4 @@
-"""Each kernel once under compute-sanitizer, where a CUDA toolkit has brought it: no stray access, no race in shared memory."""
+"""Each version with kernels of ours runs once under compute-sanitizer, if a CUDA toolkit is installed: no stray access, no race."""
 
 import shutil
 import sys
@@ -17,9 +17,12 @@ import sys, torch, cukern
 from cukern.bench.calls import draw_douts, results
 from cukern.runtime.registry import OPS
 op = OPS[sys.argv[1]]
+major, minor = torch.cuda.get_device_capability()
 for version, row in op.versions.items():
-    for dtype in op.dtypes if torch.cuda.get_device_capability() >= (row.requires // 10, row.requires % 10) else ():
-        inputs = op.make(op.check_dims[-1], dtype, "cuda")
+    slow = op.name == "softmax" and version in ("v1", "v2", "v3", "v4")  # long rows take them minutes under racecheck
+    dtypes = [dtype for dtype in op.dtypes if row.requires <= 10 * major + minor and row.instances(dtype)]
+    for dtype in dtypes:
+        inputs = op.make(op.check_dims[1 if slow else -1], dtype, "cuda")
         results(op, lambda *x: op.call(*x, version=version), inputs, draw_douts(op, inputs))
 torch.cuda.synchronize()
 print("done")
@@ -33,18 +36,20 @@ torch.cuda.synchronize()
 """
 
 
-def sanitize(tool: str, code: str, argument: str, ok: bool = True):
-    """Without torch's caching allocator, so that each tensor ends where it ends."""
-    command = [str(TOOL), "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code, argument]
+def sanitize(tool: str, stem: str, code: str, argument: str, ok: bool = True):
+    """Check the kernels whose names contain `stem`. torch's and cuBLAS's own kernels are not checked: racecheck reports hazards in cuBLAS.
+    Without torch's caching allocator each tensor is one allocation, so that memcheck knows its end."""
+    only = ["--kernel-name", f"kernel_substring={stem}_"]
+    command = [str(TOOL), "--tool", tool, *only, "--error-exitcode", "9", sys.executable, "-c", code, argument]
     return run(command, timeout=500, ok=ok, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize("name", OPS)
 def test_every_version_is_clean(name, tool):
-    assert "done" in sanitize(tool, EVERY_VERSION, name).stdout
+    assert "done" in sanitize(tool, OPS[name].stem, EVERY_VERSION, name).stdout
 
 
 def test_memcheck_would_have_seen_a_stray_write():
-    result = sanitize("memcheck", STRAY, str(Path(__file__).parent / "wrong/square_bound.cu"), ok=False)
+    result = sanitize("memcheck", "square", STRAY, str(Path(__file__).parent / "wrong/square_bound.cu"), ok=False)
     assert result.returncode == 9 and "square_v1" in result.stdout + result.stderr
