@@ -1,9 +1,8 @@
-"""The README's tables from benchmarks/results/*.jsonl: the newest row of each measurement.
+"""Result tables, generated from benchmarks/results/*.jsonl. A table shows the newest row of each measurement.
 
-    python benchmarks/tables.py                        prints every table
-    python benchmarks/tables.py --update README.md     replaces what stands between <!-- results:GPU/OP --> and <!-- /results -->
-
-GPU is the name of the file, as h200; OP an op, or startup.
+python benchmarks/tables.py            writes benchmarks/tables/<gpu>/<op>.md, and the summary in README.md
+python benchmarks/tables.py --check    writes nothing; exits with status 1 if a table or the summary is not current
+python benchmarks/tables.py --picture  also draws benchmarks/tables/<gpu>/summary.svg (needs matplotlib)
 """
 
 import argparse
@@ -13,11 +12,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
 KEY = ("op", "version", "pass", "shape", "dtype", "provider", "gpu")
-MARKED = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- summary:(\S+) -->\n).*?(<!-- /summary -->)", re.DOTALL)
+
+# The README's summary: one row per op, of a shape that models use.
+SUMMARY = {
+    "square": ((536870912,), "bfloat16"),
+    "matmul": ((4096, 4096, 4096), "float32"),
+    "linear": ((4096, 3072, 768), "float32"),
+    "rope_qk": ((4, 4096, 32, 8, 128), "bfloat16"),
+    "softmax": ((8192, 4096), "bfloat16"),
+    "causal_softmax": ((192, 1024), "bfloat16"),
+    "kron_linear": ((1024, 32, 32, 32), "bfloat16"),
+}
 
 Row = dict[str, Any]
+Tables = dict[str, list[Row]]
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -30,20 +42,21 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
-def read(folder: Path = RESULTS) -> dict[str, list[Row]]:
-    """Tables' names, such as "h200/square", and their rows."""
-    tables: dict[str, list[Row]] = {}
+def read(folder: Path = HERE / "results") -> dict[str, Tables]:
+    """The rows of each GPU and op: {"h200": {"square": [...]}}."""
+    gpus: dict[str, Tables] = {}
     for file in sorted(folder.glob("*.jsonl")):
+        tables = gpus.setdefault(file.stem, {})
         for row in newest(json.loads(line) for line in file.read_text().splitlines() if line.strip()):
-            tables.setdefault(f"{file.stem}/{row['op']}", []).append(row)
-    return tables
+            tables.setdefault(row["op"], []).append(row)
+    return gpus
 
 
 def markdown(rows: list[Row]) -> str:
     """A Markdown table; the columns that no row has are left out."""
     columns = {
         "pass": lambda r: r["pass"],
-        "shape": lambda r: " x ".join(map(str, r["shape"])),
+        "shape": lambda r: _shape(r["shape"]),
         "dtype": lambda r: r["dtype"],
         "provider": lambda r: f"**{r['provider']} {r['version']}**" if r["version"] else r["provider"],
         "us": lambda r: f"{r['median_us']:.4g}" if r["median_us"] < 1000 else f"{r['median_us']:.0f}",
@@ -56,28 +69,88 @@ def markdown(rows: list[Row]) -> str:
     rows = sorted(rows, key=lambda r: (r["shape"], r["dtype"], r["pass"]))
     cells = {title: [cell(r) for r in rows] for title, cell in columns.items()}
     shown = [title for title, column in cells.items() if any(column)]
-    lines = ["| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
-    lines += ["| " + " | ".join(line) + " |" for line in zip(*(cells[title] for title in shown), strict=True)]
-    return "\n".join(lines) + "\n" + _made_on(rows) + "\n"
+    return _table(shown, zip(*(cells[title] for title in shown), strict=True)) + _measured_on(rows)
 
 
-def update(text: str, tables: dict[str, list[Row]]) -> str:
-    """`text` with its marked places filled anew. Raises SystemExit for a mark whose table there is not."""
+def speeds(tables: Tables, op: str, pass_: str) -> dict[str, Row]:
+    """The rows of an op in the summary, by provider. cukern's is its newest version."""
+    shape, dtype = SUMMARY[op]
+    rows = [r for r in tables.get(op, ()) if (tuple(r["shape"]), r["dtype"], r["pass"]) == (shape, dtype, pass_)]
+    rows.sort(key=lambda r: int(r["version"][1:] or 0) if r["version"] else 0)
+    found = {r["provider"]: r for r in rows}
+    if op == "kron_linear":  # its v2 is torch's matmul, one per factor
+        found["torch"] = next((r for r in rows if r["version"] == "v2"), found["cukern"])
+    return found
 
-    def fill(match: re.Match[str]) -> str:
-        if match[2] not in tables:
-            raise SystemExit(f"there are no results {match[2]!r}; there are {', '.join(tables) or 'none'}")
-        return match[1] + markdown(tables[match[2]]) + match[3]
 
-    return MARKED.sub(fill, text)
+def summary(tables: Tables) -> str:
+    """The README's table: time of cukern, its fraction of the hardware limit, and how many times as long the peers take."""
+    lines = []
+    for op, (shape, dtype) in SUMMARY.items():
+        line = [f"`{op}`", f"{_shape(shape)} {dtype}"]
+        for pass_ in ("fwd", "bwd"):
+            found = speeds(tables, op, pass_)
+            ours = found.get("cukern")
+            line += [f"{ours['median_us']:.4g}", _number(ours["of_limit"])] if ours else ["", ""]
+            line += [f"{found[p]['median_us'] / ours['median_us']:.2f}x" if ours and p in found else "" for p in ("torch", "torch.compile")]
+        lines.append(line)
+    return _table(
+        ["op", "shape", *("forward us", "of limit", "torch", "torch.compile"), *("backward us", "of limit", "torch", "torch.compile")],
+        lines,
+    )
+
+
+def files(gpus: dict[str, Tables]) -> dict[Path, str]:
+    """The content of every generated file."""
+    found = {
+        HERE / "tables" / gpu / f"{op}.md": f"# {op} on {gpu}\n\n{markdown(rows)}" for gpu, t in gpus.items() for op, rows in t.items()
+    }
+    readme = MARKED.sub(lambda match: match[1] + summary(gpus[match[2]]) + match[3], README.read_text())
+    return {**found, README: readme}
+
+
+def picture(tables: Tables, file: Path) -> None:
+    """Bars: how many times as long torch and torch.compile take, one group per op of the summary."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "cukern"
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    for panel, pass_, title in zip(panels, ("fwd", "bwd"), ("forward", "backward"), strict=True):
+        for i, (peer, color) in enumerate((("torch", "tab:orange"), ("torch.compile", "tab:blue"))):
+            found = [speeds(tables, op, pass_) for op in SUMMARY]
+            times = [f[peer]["median_us"] / f["cukern"]["median_us"] if peer in f and "cukern" in f else 0 for f in found]
+            bars = panel.barh([n + 0.4 * i for n in range(len(times))], times, height=0.38, color=color, label=peer)
+            panel.bar_label(bars, [f"{t:.2f}" if t else "" for t in times], padding=2, fontsize=7)
+        panel.axvline(1, color="tab:green", label="cukern")
+        panel.set_yticks([n + 0.2 for n in range(len(SUMMARY))], [*SUMMARY])
+        panel.set_xscale("log")
+        panel.margins(x=0.12)
+        panel.set_xlabel(f"{title} time, cukern = 1")
+    panels[0].invert_yaxis()
+    panels[1].legend(fontsize=7, loc="lower right")
+    figure.savefig(file, metadata={"Date": None})
+
+
+def _table(titles: list[str], lines: Iterable[Iterable[str]]) -> str:
+    return (
+        "\n".join(["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *("| " + " | ".join(line) + " |" for line in lines)])
+        + "\n"
+    )
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def _made_on(rows: list[Row]) -> str:
-    """One line below a table: what it was measured on."""
+def _measured_on(rows: list[Row]) -> str:
+    """One line below a table: GPU, versions, commits and dates."""
 
     def both(name: str) -> str:
         return ", ".join(sorted({str(r[name]) for r in rows if r[name] is not None})) or "unknown"
@@ -86,19 +159,23 @@ def _made_on(rows: list[Row]) -> str:
     commits = ", ".join(sorted({r["commit"][:8] + ("+" if r["dirty"] else "") for r in rows if r["commit"]})) or "unknown"
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     gpu = f"{both('gpu')}, driver {both('driver')}" if any(r["gpu"] for r in rows) else "CPU"
-    return f"\n{gpu}; torch {both('torch')}, CuPy {both('cupy')}, NVRTC {both('nvrtc')}; commit {commits}; {when}."
+    return f"\n{gpu}; torch {both('torch')}, CuPy {both('cupy')}, NVRTC {both('nvrtc')}; commit {commits}; {when}.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", type=Path, metavar="FILE")
-    file = parser.parse_args().update
-    tables = read()
-    if file:
-        file.write_text(update(file.read_text(), tables))
-        return
-    for name, rows in tables.items():
-        print(f"### {name}\n\n{markdown(rows)}")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--picture", action="store_true")
+    options = parser.parse_args()
+    gpus = read()
+    stale = {file: text for file, text in files(gpus).items() if not file.exists() or file.read_text() != text}
+    if options.check:
+        raise SystemExit("\n".join(f"{file} is not current: run python benchmarks/tables.py" for file in stale) or 0)
+    for file, text in stale.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for gpu, tables in gpus.items() if options.picture else ():
+        picture(tables, HERE / "tables" / gpu / "summary.svg")
 
 
 if __name__ == "__main__":

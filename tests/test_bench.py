@@ -238,17 +238,18 @@ def tables():
     return module
 
 
-def test_tables_show_the_newest_and_are_idempotent(tmp_path, tables):
+def test_tables_show_the_newest_row(tmp_path, tables):
     record.append([row(median_us=11.0), row(median_us=22.0), row(provider="torch", version="", median_us=33.0)], tmp_path / "h200.jsonl")
     found = tables.read(tmp_path)
-    assert list(found) == ["h200/square"]
-    text = "before\n<!-- results:h200/square -->\nold\n<!-- /results -->\nafter\n<!-- results:h200/square --><!-- /results -->\n"
-    once = tables.update(text, found)
-    assert once.startswith("before\n<!--") and "<!-- /results -->\nafter\n" in once and "old" not in once
-    assert "| 22 |" in once and "| 33 |" in once and "| 11 |" not in once
-    assert tables.update(once, found) == once
-    with pytest.raises(SystemExit, match="no results 'h200/rope'"):
-        tables.update("<!-- results:h200/rope -->\n<!-- /results -->", found)
+    assert list(found) == ["h200"] and list(found["h200"]) == ["square"]
+    text = tables.markdown(found["h200"]["square"])
+    assert "| 22 |" in text and "| 33 |" in text and "| 11 |" not in text
+
+
+def test_generated_tables_are_current(tables):
+    """The tables, and the README's summary. After new results: python benchmarks/tables.py."""
+    stale = [file.name for file, text in tables.files(tables.read()).items() if not file.exists() or file.read_text() != text]
+    assert stale == []
 
 
 # ---- startup
