@@ -156,3 +156,7 @@ def exact_gradients(function: Callable[..., torch.Tensor], inputs: Sequence[torc
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def random_like(xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn_like(x) for x in xs)

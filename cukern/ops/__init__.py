@@ -1,8 +1,8 @@
-"""The ops, one file each. To import this package is to fill the registry."""
+"""The ops, one file or one package each. Importing this package registers them all."""
 
 from cukern.ops import causal_softmax as causal_softmax
-from cukern.ops import kron_cases as kron_cases
+from cukern.ops import kron_linear as kron_linear
 from cukern.ops import matmul as matmul
-from cukern.ops import rope_cases as rope_cases
+from cukern.ops import rope as rope
 from cukern.ops import softmax as softmax
 from cukern.ops import square as square

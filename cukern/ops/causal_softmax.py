@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops import softmax_held as held
-from cukern.ops import softmax_plan as plan
-from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, scale_of, two_versions, wide
+from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, plan, row_storage, scale_of, two_versions, wide
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, watched
@@ -323,16 +321,16 @@ def _held(warp: Template, block: Template, loop: Rung) -> Rung:
 
 
 def _warp_key(dtype: torch.dtype, team: plan.Team, exact: bool) -> tuple[Any, ...]:
-    return dtype, *held.warp_key(team), WARP_BLOCK, exact
+    return dtype, *row_storage.warp_key(team), WARP_BLOCK, exact
 
 
 def _block_key(dtype: torch.dtype, shape: plan.Shape, exact: bool) -> tuple[Any, ...]:
     return dtype, *shape, exact
 
 
-_V1, _V1_BWD = (Template("causal_softmax.cu", f"causal_softmax_{name}") for name in ("v1", "v1_bwd"))
+_V1, _V1_BWD = (Template("softmax/causal_softmax.cu", f"causal_softmax_{name}") for name in ("v1", "v1_bwd"))
 _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
-    Template("causal_softmax.cu", f"causal_softmax_{name}", pdl=True) for name in ("v2", "v2_bwd", "v2_warp", "v2_warp_bwd")
+    Template("softmax/causal_softmax.cu", f"causal_softmax_{name}", pdl=True) for name in ("v2", "v2_bwd", "v2_warp", "v2_warp_bwd")
 )
 _v1, _v1_bwd = _block_a_row(_V1), _block_a_row(_V1_BWD)
 
@@ -341,7 +339,7 @@ def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
     found = [_V1[dtype], _V1_BWD[dtype]]
     for backward, exact in itertools.product((False, True), repeat=2):
         warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
-        warps = [(dtype, *key, WARP_BLOCK, exact) for key in held.warp_keys(plan.WARP_VECTORS_CAUSAL[backward][dtype.itemsize])]
+        warps = [(dtype, *key, WARP_BLOCK, exact) for key in row_storage.warp_keys(plan.WARP_VECTORS_CAUSAL[backward][dtype.itemsize])]
         blocks = [_block_key(dtype, s, exact) for s in plan.SHAPES_CAUSAL[backward][dtype.itemsize]]
         found += [*(warp[key] for key in warps), *(block[key] for key in blocks)]
     return found

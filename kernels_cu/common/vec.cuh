@@ -1,6 +1,6 @@
 // Vectors of N elements that move as one memory access of up to 16 bytes.
 #pragma once
-#include "ptx.cuh"
+#include "ptx/memory.cuh"
 
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {

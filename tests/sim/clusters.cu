@@ -1,5 +1,6 @@
 // What the blocks of a cluster do together: each thread writes all that it sees.
-#include "common/ptx.cuh"
+#include "common/ptx/async_copy.cuh"
+#include "common/ptx/cluster.cuh"
 
 extern "C" __global__ void __cluster_dims__(2, 2, 1) clusters(int* out, const int* in, int n) {
     __shared__ float2 pairs[64];

@@ -1,0 +1,124 @@
+"""What the tools know of kron_linear: its inputs by DIMS, its cost, and the two stacked layers that `cukern check` compares.
+
+DIMS are the rows of x, then the sizes of square factors, the one that acts on the fastest index first: see kron_linear.py. Those of
+kron_linear_rectangular have two numbers for each factor, its rows and its columns.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.kron_linear.op import VERSIONS, kron_linear
+from cukern.ops.kron_linear.plan import Sizes, cost_order, multiply_adds
+from cukern.ops.kron_linear.reference import movedim_product
+from cukern.runtime import checks
+from cukern.runtime.registry import Cost, Op, register
+
+
+def one_layer(x: Tensor, *factors: Tensor, version: str | None = None) -> Tensor:
+    return kron_linear(x, factors, version=version)
+
+
+def two_layers(x: Tensor, *factors: Tensor, version: str | None = None) -> Tensor:
+    """Two layers of as many factors each."""
+    half = len(factors) // 2
+    return kron_linear(kron_linear(x, factors[:half], version=version), factors[half:], version=version)
+
+
+def _reference(x: Tensor, *factors: Tensor) -> Tensor:
+    return movedim_product(x, factors)
+
+
+def _two_references(x: Tensor, *factors: Tensor) -> Tensor:
+    half = len(factors) // 2
+    return movedim_product(movedim_product(x, factors[:half]), factors[half:])
+
+
+def _square(dims: Sequence[int]) -> Sizes:
+    """The factors' sizes, in torch.kron's order."""
+    return tuple((f, f) for f in reversed(dims[1:]))
+
+
+def _rectangular(dims: Sequence[int]) -> Sizes:
+    if len(dims) % 2 == 0:
+        raise ValueError(f"DIMS must be ROWS, then the rows and the columns of each factor, got {len(dims)} numbers")
+    return tuple(zip(dims[1::2], dims[2::2], strict=True))[::-1]
+
+
+def _make(dims: Sequence[int], sizes: Sizes, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    x = torch.randn(dims[0], prod(p for p, _ in sizes), dtype=dtype, device=device)
+    return x, *_factors(sizes, dtype, device)
+
+
+def _make_two(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """The numbers of the program that the command line is compared with: its seed, and its draws in its order."""
+    torch.manual_seed(0)
+    return *_make(dims, _square(dims), dtype, device), *_factors(_square(dims), dtype, device)
+
+
+def _factors(sizes: Sizes, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Factors scaled by p^-1/2, views of one draw, which begins with the last one's."""
+    flat = torch.randn(sum(p * q for p, q in sizes), dtype=dtype, device=device).split([p * q for p, q in reversed(sizes)])
+    return tuple((w * p**-0.5).view(p, q) for w, (p, q) in zip(reversed(flat), sizes, strict=True))
+
+
+def _cost(dims: Sequence[int], sizes: Sizes, itemsize: int) -> dict[str, Cost]:
+    """Forward: x and the factors in, y out. Backward: x, the factors and dy in, dx and the factors' gradients out; a product for each."""
+    x, y = (dims[0] * prod(size[i] for size in sizes) * itemsize for i in (0, 1))
+    matrices = sum(p * q for p, q in sizes) * itemsize
+    flops = 2 * dims[0] * multiply_adds([sizes[i] for i in cost_order(sizes)], prod(p for p, _ in sizes))
+    return {
+        "fwd": Cost(x + y + matrices, flops),
+        "bwd": Cost(2 * x + y + 2 * matrices, 2 * flops),
+        "bwd:x": Cost(x + y + matrices, flops),
+    }
+
+
+def _note(dims: Sequence[int], itemsize: int) -> str:
+    rows, *sizes = dims
+    cost = _cost(dims, _square(dims), itemsize)["fwd"]
+    intensity = cost.flops / cost.bytes
+    return f"state size {prod(sizes)} ({' x '.join(map(str, sizes))}), {rows} rows; arithmetic intensity {intensity:.1f} flop/byte forward"
+
+
+def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Op:
+    return Op(
+        stem="kron_linear",
+        function=kron_linear,
+        spread=one_layer,
+        reference=_reference,
+        versions=VERSIONS,
+        dtypes=checks.FLOATS,
+        make=lambda dims, dtype, device: _make(dims, sizes_of(dims), dtype, device),
+        inputs=("x", "factor..."),
+        cost=lambda dims, itemsize: _cost(dims, sizes_of(dims), itemsize),
+        bound="memory",
+        roundings=6,  # a chain of additions for each factor
+        **rest,
+    )
+
+
+_ONE = _case(
+    _square,
+    name="kron_linear",
+    dims="ROWS F1 F2...",
+    check_dims=((1, 1), (16, 32, 32), (33, 5, 3, 7), (5, 2, 2, 2, 2, 2), (64, 8, 8, 8), (7, 70, 9)),
+    sim_dims=((1, 1), (5, 3, 9, 2), (3, 8, 16), (2, 2, 2, 2, 2)),
+    bench_dims=((32, 128, 128), (1024, 8, 8, 8, 8, 8), (1024, 32, 32, 32), (16, 64, 64, 64), (1024, 64, 64), (4096, 32, 32)),
+    note=_note,
+)
+register(replace(_ONE, as_checked=replace(_ONE, spread=two_layers, reference=_two_references, make=_make_two)))
+register(
+    _case(
+        _rectangular,
+        name="kron_linear_rectangular",
+        dims="ROWS P1 Q1 P2 Q2...",
+        check_dims=((33, 5, 12, 7, 3), (64, 8, 128, 128, 8)),
+        sim_dims=((3, 2, 5, 8, 3),),
+        bench_dims=((4096, 8, 128, 128, 8),),  # the fastest index's factor widens the array: to take it first is 16 times the work
+    )
+)

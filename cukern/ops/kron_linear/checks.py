@@ -1,0 +1,123 @@
+"""What kron_linear demands of its arguments, and how it says so."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.kron_linear.reference import width
+from cukern.runtime import backend, checks, interop
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})  # types of tensors that nobody listens to
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def tensors(x: Any, factors: Any, bias: Any, residual: Any) -> tuple[Tensor, Sequence[Tensor], Tensor | None, Tensor | None]:
+    """The arguments as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
+    if _are_plain(x, factors, bias, residual):
+        return x, factors, bias, residual
+    if not isinstance(factors, list | tuple | torch.nn.ParameterList):
+        raise TypeError(f"factors must be a list or a tuple of matrices, got {checks.brief(factors)}")
+    factors = [interop.to_torch(f"factors[{i}]", w) for i, w in enumerate(factors)]
+    x = interop.to_torch("x", x)
+    bias = None if bias is None else interop.to_torch("bias", bias)
+    residual = None if residual is None else interop.to_torch("residual", residual)
+    if not factors:
+        raise ValueError("factors is empty: the layer needs at least one matrix")
+    named = {"x": x, **{f"factors[{i}]": w for i, w in enumerate(factors)}, "bias": bias, "residual": residual}
+    for name, t in named.items():
+        if t is not None:
+            checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
+    checks.same(**named)
+    return x, factors, bias, residual
+
+
+def _are_plain(x: Any, factors: Any, bias: Any, residual: Any) -> bool:
+    """Whether all is as it must be: the usual case, told in a few microseconds."""
+    if (
+        torch.compiler.is_compiling()
+        or type(factors) not in (list, tuple)
+        or not factors
+        or type(x) not in PLAIN
+        or x.dtype not in checks.FLOATS
+    ):
+        return False
+    dtype, device, every = x.dtype, x.device, [x, *factors]
+    if bias is not None:
+        every.append(bias)
+    if residual is not None:
+        every.append(residual)
+    for t in every:
+        if type(t) not in PLAIN or t.dtype != dtype or t.device != device or t.layout is not torch.strided or t.is_neg() or t.is_nested:
+            return False
+    return True
+
+
+def lokr(x: Any, w1: Any, w2: Any) -> tuple[Tensor, ...]:
+    """x, w1, and w2 or its two parts as tensors, of one dtype and on one device. Raises TypeError and ValueError."""
+    named = {"x": x, "w1": w1}
+    if isinstance(w2, tuple | list):
+        if len(w2) != 2:
+            raise ValueError(f"w2 must be a matrix or the pair (a, b) of a low-rank one, got {len(w2)} of them")
+        named.update({"w2's a": w2[0], "w2's b": w2[1]})
+    else:
+        named["w2"] = w2
+    given = {name: interop.to_torch(name, value) for name, value in named.items()}
+    for name, t in given.items():
+        checks.dtype(name, t, (*checks.FLOATS, *COMPLEX))
+        if name != "x" and t.ndim not in (2, 3):
+            raise ValueError(f"{name} must be a matrix, or one for each sample, got shape {tuple(t.shape)}")
+    checks.same(**given)
+    if len(given) == 4:
+        a, b = given["w2's a"], given["w2's b"]
+        if a.shape[-1] != b.shape[-2] or (a.ndim == b.ndim == 3 and len(a) != len(b)):
+            raise ValueError(f"w2's a has shape {tuple(a.shape)}, b has {tuple(b.shape)}: they must be (q2, r) and (r, p2)")
+    return tuple(given.values())
+
+
+def scale(value: Any, dtype: torch.dtype) -> float:
+    if isinstance(value, Tensor):
+        raise TypeError(f"scale must be a number, got {checks.brief(value)}: multiply the result by it instead")
+    return checks.number("scale", value, math.inf if dtype in (torch.float64, torch.complex128) else checks.FLOAT32_MAX)
+
+
+def sizes(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list or a tuple of ints, got {checks.brief(values)}")
+    return tuple([checks.integer(f"{name}[{i}]", value, 1) for i, value in enumerate(values)])
+
+
+def shapes(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None) -> tuple[int, ...]:
+    """The shape of the output. Raises ValueError for shapes that do not fit."""
+    if x.ndim < 1:
+        raise ValueError("x must have at least one dimension, (..., features), got a scalar")
+    for i, w in enumerate(factors):
+        if w.ndim not in (2, 3) or 0 in w.shape[-2:]:
+            raise ValueError(f"factors[{i}] must be (p, q), or (samples, p, q), with p and q at least 1, got {tuple(w.shape)}")
+        if w.ndim == 3 and (x.ndim < 2 or w.shape[0] != x.shape[0]):
+            raise ValueError(
+                f"factors[{i}] has {w.shape[0]} samples, one for each of x's first dimension, but x has shape {tuple(x.shape)}"
+            )
+    p, q = width(factors, -2), width(factors, -1)
+    if x.shape[-1] != p:
+        sizes = " x ".join(str(w.shape[-2]) for w in factors)
+        raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the product of the factors' rows, {sizes} = {p}")
+    out = (*x.shape[:-1], q)
+    if bias is not None:
+        checks.shape("bias", bias, (q,), "one value for each output")
+    if residual is not None:
+        checks.shape("residual", residual, out, "that of the output")
+    return out
+
+
+def version(name: str | None, x: Tensor, known: Sequence[str], in_torch: Sequence[str]) -> None:
+    """Raises ValueError for a version that there is not, or that x's device or dtype cannot have."""
+    checks.version("kron_linear", name, known)
+    if name is None or name in in_torch:
+        return
+    if x.dtype in COMPLEX:
+        raise ValueError(f"version {name!r} of cukern.kron_linear has no {x.dtype}: complex tensors go through torch, v1 or v2")
+    if not x.is_cuda and not backend.simulates(x):
+        checks.needs_gpu("kron_linear", name, x.device)

@@ -1,0 +1,133 @@
+"""One factor of kron_linear, and the gradient of one, by torch's matmul, which is cuBLAS: of 16 bits and in TF32 large ones, and those
+whose sizes v4's kernels have no good tiles for. Autocast leaves alone a product that goes to a tensor that is given, and a sum whose dtype
+is given."""
+
+import functools
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cukern.ops.kron_linear.plan import Step
+from cukern.ops.kron_linear.v3 import Epilogue
+from cukern.runtime.autocast import off
+
+if TYPE_CHECKING:
+    from cukern.ops.kron_linear.groups import Target
+
+# On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
+# (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
+START_US = {2: 3.0, 4: 3.3, 8: 3.0}  # by the size of a number, as all here
+TURN_US, TURNED = 8.0, 1 << 22  # to turn a factor for TF32, where z has so many numbers
+SM_BYTES_US = {2: 24_000.0, 4: 24_000.0, 8: 8_000.0}  # of a multiprocessor
+# flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, of 128 at least, or else of 128
+TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
+UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
+# multiplications of a multiprocessor in a gradient: of 16 bits, in TF32, in float
+GRADIENT_US = {2: 1_000_000.0, 4: 600_000.0, 8: 170_000.0}
+MARGIN = 1.05  # by so much it must be faster
+MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
+
+
+def us(step: Step, rows: int, target: "Target") -> float:
+    """About how long it takes."""
+    last, size = step.right == 1, target.itemsize
+    moved: float = rows * step.left * step.right * (step.p + step.q) * size
+    aligned = all(n * size % 16 == 0 for n in (step.p, step.q, *(() if last else (step.right,))))
+    if size == 4:
+        tiles = _tiled(step.q) if last else ceil(step.q / 128) * 128 * (ceil(step.right / 128) * 128 if step.right > 64 else 64)
+        multiplied = 2 * rows * step.left * (step.p if last else max(128, step.p)) * tiles / TF32_WORK_US[last]
+    elif last:
+        moved *= max(128, ceil(step.q / 32) * 32) / step.q
+    elif aligned:
+        moved *= ceil(step.q / 64) * 64 / step.q * (ceil(step.right / 64) * 64 / step.right)
+    slower = 1 if aligned else UNALIGNED[size]
+    longest = max(moved / SM_BYTES_US[size], multiplied if size == 4 else 0.0)
+    turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
+    return START_US[size] + turn + longest / (target.multiprocessors * slower)
+
+
+def _tiled(n: int) -> int:
+    return max(128, ceil(n / 64) * 64)
+
+
+def faster(step: Step, rows: int, target: "Target", us_of_kernel: float) -> bool:
+    """Whether it is chosen, where there is a kernel. Strict float32 never is: there cuBLAS has no tensor cores."""
+    return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and MARGIN * us(step, rows, target) < us_of_kernel
+
+
+@torch.no_grad()
+def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tensor) -> Tensor:
+    """out (rows, numbers) = scale * z (rows, numbers) times the factor w of a step + bias + residual; all but w contiguous."""
+    scale, bias, residual = epilogue
+    added = [t for t in (residual, bias) if t is not None]
+    beta = int(bool(added))
+    if beta:
+        out.copy_(added[0]) if len(added) == 1 else torch.add(*added, out=out)
+    if not (_dense(w.stride(), w.shape[1]) or _dense(w.stride()[::-1], w.shape[0])):
+        w = w.contiguous()  # one matrix; cuBLAS would have a copy made for each of a batch
+    if step.right == 1:
+        # Only of two matrices whose numbers along k are neighbours Hopper has fast TF32: 176 us, not 130.
+        if z.dtype == torch.float32 and z.numel() >= TURNED:
+            w = w.mT.contiguous().mT
+        y = out.view(-1, step.q)
+        torch.addmm(y, z.view(-1, step.p), w, beta=beta, alpha=scale, out=y)
+    else:
+        x, y = z.view(-1, step.p, step.right), out.view(-1, step.q, step.right)
+        torch.baddbmm(y, w.mT.expand(x.shape[0], -1, -1), x, beta=beta, alpha=scale, out=y)
+    return out
+
+
+@functools.lru_cache(512)
+def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_kernel: float) -> float | None:
+    """About how long torch takes for a factor's gradient, where it is to make that, since our kernel would read z and h for several tiles
+    of sums; else None."""
+    fits = right == 1 or (target.itemsize == 4 and p * q <= A * p * right // 4)  # see contraction
+    if max(p, q) <= MOST_SUMS or not fits:
+        return None
+    us = _us_of_gradient(A, p, q, right, target)
+    return us if right == 1 or MARGIN * us < us_of_kernel else None
+
+
+def _us_of_gradient(A: int, p: int, q: int, right: int, target: "Target") -> float:
+    """About how long it takes, for z (A, p, right) and h (A, q, right)."""
+    size, multiprocessors, launches = target.itemsize, target.multiprocessors, 2
+    moved, rate = A * (p + q) * right * size, GRADIENT_US[2 if size == 2 else 4 if target.tensor else 8]
+    if right == 1:
+        aligned, us = p * size % 16 == q * size % 16 == 0, max(A * p * _tiled(q) / rate, moved / SM_BYTES_US[2])
+    else:
+        side, launches = 128 if target.tensor else 64, 3 * ceil(A / _at_once(A, q, right))
+        aligned = right * size % 16 == 0
+        us = A * right * ceil(p / side) * ceil(q / side) * side**2 / rate + 2 * A * p * q * size / SM_BYTES_US[2]
+    return launches * START_US[2] + us / (multiprocessors * (1 if aligned else UNALIGNED[min(size, 4)]))
+
+
+def _at_once(A: int, q: int, right: int) -> int:
+    """How many a's products take a quarter of z's memory."""
+    return max(1, A * right // (4 * q))
+
+
+@torch.no_grad()
+def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
+    """The gradient (p, q) of a factor, scale times the sum of z[a] h[a]^T, for z (A, p, right) and h (A, q, right). Those products of
+    so many a at a time as take a quarter of z's memory; where right is 1, one product."""
+    (A, p, right), q = z.shape, h.shape[1]
+    if right > 1:
+        part, total = _at_once(A, q, right), z.new_zeros(p, q)
+        products = z.new_empty(part, p, q)
+        for i in range(0, A, part):
+            n = min(part, A - i)
+            total += torch.bmm(z[i : i + n], h[i : i + n].mT, out=products[:n]).sum(0, dtype=z.dtype)
+        return total.mul_(scale)
+    z, h = z[:, :, 0], h[:, :, 0]
+    if z.itemsize > 2 or not z.is_cuda:
+        return torch.mm(z.mT, h, out=z.new_empty(p, q)).mul_(scale)
+    with off(z):
+        return torch.mm(z.mT, h, out_dtype=torch.float32).mul_(scale).to(z.dtype)  # else cuBLAS may add parts of a long sum in 16 bits
+
+
+def _dense(strides: Sequence[int], columns: int) -> bool:
+    """Whether the numbers of a row lie side by side, and rows do not overlap."""
+    return strides[1] == 1 and strides[0] >= columns

@@ -1,0 +1,153 @@
+"""kron_linear: y = scale * x (W1 (x) W2 (x) .. (x) Wn) + bias + residual, by its factors: the product matrix is never formed.
+
+The order is torch.kron's and einsum's: the first factor acts on the slowest index of a row of x, the last on the fastest. (Programs that
+multiply by x.reshape(.., p) @ w in a loop over the factors have the reverse: their first factor acts on the fastest index. The command line
+takes its DIMS in that order, as the program that it is compared with does.)
+
+A row is an array of p_1 x .. x p_n numbers, and each factor a matrix product along one of its indices; they commute, so those that shrink
+the array come first (kron_plan.py). The derivatives are in kron_chain.py, the kernels' table in kron_versions.py,
+their launches in kron_v3.py, kron_v4.py and kron_v4_backward.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.kron_linear import checks as kron_checks
+from cukern.ops.kron_linear import launch_cache
+from cukern.ops.kron_linear.autograd import product
+from cukern.ops.kron_linear.reference import PRODUCTS, movedim_product
+from cukern.ops.kron_linear.versions import VERSIONS, with_epilogue
+from cukern.ops.matmul import torch_matmul
+from cukern.runtime import backend, checks
+
+_transforms = torch._C._are_functorch_transforms_active
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+def kron_linear(
+    x: Any,
+    factors: Sequence[Any],
+    *,
+    bias: Any = None,
+    scale: float = 1.0,
+    residual: Any = None,
+    version: str | None = None,
+) -> Tensor:
+    """scale * x @ torch.kron(torch.kron(W1, W2), ..) + bias + residual, differentiable any number of times, backward and forward.
+
+    Args:
+        x: (..., p_1 * .. * p_n), float16, bfloat16, float32 or float64: a tensor, or an array that speaks DLPack. Copied first if it is not
+            contiguous.
+        factors: the matrices W_i, each (p_i, q_i), of any strides, square or not; or (S, p_i, q_i), where S is x's first dimension: then
+            each x[s] has a factor of its own.
+        bias: (q_1 * .. * q_n,) or None; residual: of the output's shape, or None. All of x's dtype and device.
+        scale: a finite number, no tensor: it has no gradient. Within float32's range, but for float64.
+        version: "v1" and "v2" are torch's own operations, from "v3" on kernels; by default the fastest that the GPU has. Tensors that are
+            not on a GPU, complex ones, and those under torch.func's transforms go to v1.
+
+    Returns (..., q_1 * .. * q_n), contiguous (v2: a transposed view, where x has two dimensions). float32 is TF32 where torch's switch for
+    matrix products, torch.backends.cuda.matmul.fp32_precision or torch.set_float32_matmul_precision, lets it be; of large factors v4 then
+    takes each number as the sum of two in bfloat16, which is nearer. Else it multiplies float32 on the FMA units, or on tensor cores as
+    split numbers, whichever is the faster: a product of two numbers, each the sum of two in TF32, is three products (of large factors, and
+    of four of 16 x 16, each is the sum of three in bfloat16, and they are six). They err by 2^-22 of it at most, and a sum of them by up to
+    1.6 times as much as torch's; infinities and NaNs are what they are elsewhere, but of a number below 2^-112 what is below 2^-136 is
+    lost, and of bfloat16, and in gradients, an infinite factor may make NaN of an infinity. 16-bit types are added in float32 and rounded
+    after each launch, in the backward after each factor; between the factors of one launch v4 keeps them in float32, or on tensor cores in
+    TF32 or with 16 digits. Of these, and in TF32, a factor whose size torch's matmul is faster for is multiplied by that, as torch's other
+    switches for it say; so may, of any type, the gradient of a factor of more than 128 rows or columns. Autocast does not
+    change the dtype: the op computes as if it were off. Results have the same bits in every run.
+
+    For the backward x and the factors are kept; of a layer whose backward is in two parts also what is between them, an array like x, where
+    that is faster and memory allows. The backward itself has besides the gradients one array like x, or none with what is kept, two where
+    factors are not square; and partial sums, of which few rows have more than numbers.
+
+    Raises TypeError for another dtype, or two, and for arguments of another type; ValueError for no factors, shapes that do not fit, two
+    devices, a scale that is not finite, or an unknown version.
+    """
+    usual = bias is residual is version is None and launch_cache.usual(x, factors, scale)
+    call = launch_cache.known(x, factors, scale) if usual else None
+    if call:
+        return call(x, factors)
+    x, factors, bias, residual = kron_checks.tensors(x, factors, bias, residual)
+    shape = kron_checks.shapes(x, factors, bias, residual)
+    kron_checks.version(version, x, tuple(VERSIONS), tuple(PRODUCTS))
+    if type(scale) is not float or not abs(scale) <= checks.FLOAT32_MAX:
+        scale = kron_checks.scale(scale, x.dtype)
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if version in PRODUCTS or not (x.is_cuda or backend.simulates(x)) or x.is_complex() or (not _tracing() and _transforms()):
+        y = PRODUCTS.get(version or "", movedim_product)(rows, factors)
+        return with_epilogue(y.reshape(shape), (scale, bias, residual))
+    if usual:
+        launch_cache.remember(x, factors, scale)
+    flat = residual if residual is None or x.ndim == 2 else residual.reshape(-1, shape[-1])
+    y = product(rows, factors, bias, flat, scale, version or "")
+    return y if x.ndim == 2 else y.view(shape)
+
+
+def lokr_linear(
+    x: Any, w1: Any, w2: Any, *, scale: float = 1.0, residual: Any = None, bias: Any = None, version: str | None = None
+) -> Tensor:
+    """residual + scale * x @ torch.kron(W1, W2).T + bias: a LoKr adapter on top of a base layer's output, in one call.
+
+    Args:
+        x: (..., p1 * p2). w1: (q1, p1), as torch.nn.Linear's weights are: output first.
+        w2: (q2, p2), or the pair (a, b) of a low-rank one, W2 = a @ b with a (q2, r) and b (r, p2): that small product is formed.
+            Both may have one matrix for each of x's first dimension, as the factors of `kron_linear`.
+        scale, residual, bias, version: as in `kron_linear`; residual is the base layer's output.
+
+    Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
+    """
+    if type(w1) not in kron_checks.PLAIN or type(w2) not in kron_checks.PLAIN or w1.ndim < 2 or w2.ndim < 2:
+        x, w1, *parts = kron_checks.lokr(x, w1, w2)
+        w2 = torch_matmul(*parts) if len(parts) == 2 else parts[0]
+    return kron_linear(x, (w1.mT, w2.mT), bias=bias, scale=scale, residual=residual, version=version)
+
+
+class KronLinear(torch.nn.Module):
+    """A linear layer whose weight is W1 (x) .. (x) Wn: prod(in_factors) inputs, prod(out_factors) outputs.
+
+    Args:
+        in_factors, out_factors: p_1..p_n and q_1..q_n; factor i is the parameter factors[i], (p_i, q_i).
+        bias: whether a bias is added. version: see `kron_linear`.
+
+    Factor i is drawn from the normal distribution with variance 1/p_i, so that outputs have the variance of the inputs; the bias is 0.
+    """
+
+    def __init__(
+        self,
+        in_factors: Sequence[int],
+        out_factors: Sequence[int],
+        bias: bool = True,
+        *,
+        version: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.in_factors, self.out_factors = kron_checks.sizes("in_factors", in_factors), kron_checks.sizes("out_factors", out_factors)
+        if len(self.in_factors) != len(self.out_factors) or not self.in_factors:
+            raise ValueError(f"in_factors {self.in_factors} and out_factors {self.out_factors} must be equally many, at least one")
+        checks.version("KronLinear", version, VERSIONS)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+            raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {checks.brief(dtype)}")
+        self.version = version
+        pairs = zip(self.in_factors, self.out_factors, strict=True)
+        self.factors = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(p, q, device=device, dtype=dtype)) for p, q in pairs])
+        size = torch.Size(self.out_factors).numel()
+        self.bias = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if checks.flag("bias", bias) else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for p, w in zip(self.in_factors, self.factors, strict=True):
+            torch.nn.init.normal_(w, std=p**-0.5)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kron_linear(x, list(self.factors), bias=self.bias, version=self.version)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_factors} -> {self.out_factors}, bias={self.bias is not None}"

@@ -1,0 +1,188 @@
+"""Launches of kron_linear v4 whose tiles fit into registers: which bits of a number's index are a thread's own in each pass.
+
+A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16 rows. See kernels_cu/kron_linear/registers.cuh.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import ceil, prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from cukern.ops.kron_linear.plan import Step
+
+if TYPE_CHECKING:
+    from cukern.ops.kron_linear.groups import Target
+
+SIZES = 2, 4, 8, 16  # of 32 on, split products on tensor cores are exact enough, and faster
+HELD = 7  # bits of a number's index: a thread holds the numbers of all their values
+LANES = 5
+SUMS = 32  # as in registers.cuh
+WHOLE_BLOCK = 256  # threads, of 255 registers each: all that a multiprocessor has
+LEAST_SHARED = 200 << 10  # what a GPU with clusters has
+LEAST_RUN = 128  # bytes that lie together in memory, at least
+
+CYCLES_US = 1980.0
+SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
+START_US = 4.0  # the launch, and a block's start
+EXPOSED = 0.05  # of the shorter of two times, arithmetic and memory, what does not hide behind the longer
+FMA_CYCLES = 1.5  # for each that the units need at best: fetching, exchanging and waiting are in it
+
+
+class Pass(NamedTuple):
+    """Bits of a number's index: those in which a thread's numbers differ, and its own. The rest as in Pass of registers.cuh."""
+
+    factors: tuple[Step, ...]
+    held: tuple[int, ...]
+    threads: tuple[int, ...]
+    right: int
+    vector: int
+    exchanging: int = 32
+
+    @property
+    def template(self) -> str:
+        sizes = ", ".join(str(s.p) for s in self.factors)
+        return f"Pass<{bits_of(self.held)}, {bits_of(self.threads)}, {self.vector}, {self.right}, {self.exchanging}, {sizes}>"
+
+
+class Registers(NamedTuple):
+    """One launch, as in RegisterPlan of registers.cuh. `slices`: the blocks of a cluster, which share a tile."""
+
+    steps: tuple[Step, ...]
+    parts: tuple[Pass, ...]
+    threads: int
+    blocks: int
+    L: int
+    R: int
+    slices: int
+    ahead: int
+    cross: int
+    turns: tuple[int, ...]
+    shared: int
+    us: float
+    products: int = 0
+
+    def template(self, added: bool = False) -> str:
+        size = prod(s.p for s in self.steps)
+        own = tuple(sorted((*self.parts[0].held, *self.parts[0].threads[:LANES])))
+        first = self.slices, 1 << HELD, self.threads, self.blocks, self.L, size, self.R, self.steps[0].right, self.ahead, self.cross
+        numbers = ", ".join(str(n) for n in first)
+        turns = ", ".join(str(n) for n in self.turns)
+        passes = ", ".join(p.template for p in self.parts)
+        return f"RegisterPlan<{numbers}, {str(added).lower()}, Turned<2, {turns}>, {bits_of(own)}, {passes}>"
+
+
+def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Registers]:
+    """The launches of a run of steps, of tiles of each size."""
+    if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or any(s.p != s.q or s.p not in SIZES for s in run):
+        return
+    C, bits = run[0].right, sum(log2(s.p) for s in run)
+    for threads, cluster in ((WHOLE_BLOCK // 8, 1), (WHOLE_BLOCK // 4, 1), (WHOLE_BLOCK // 2, 1), (WHOLE_BLOCK, 1), (WHOLE_BLOCK, 2)):
+        others = HELD + log2(threads * cluster) - bits
+        if others < 0:
+            continue
+        R = min(1 << others, C & -C)
+        L = (1 << others) // R
+        if (L > 1 and (R < C or cluster > 1)) or (R < C and R * 4 < LEAST_RUN):
+            continue
+        tiles = ceil(rows * run[-1].left / L) * (C // R)
+        if tiles * cluster * threads > target.multiprocessors * WHOLE_BLOCK:  # else no tile comes while another is multiplied
+            made = _launch(run, target, threads, cluster, L, R, tiles)
+            if made:
+                yield made
+
+
+def _launch(run: Sequence[Step], target: "Target", threads: int, cluster: int, L: int, R: int, tiles: int) -> Registers | None:
+    cut, top = _cut(run), HELD + log2(threads)
+    if len(cut) < 2:
+        return None
+    cross = log2(R * prod(s.p for piece in cut[:-1] for s in piece)) - 1
+    parts = _passes(cut, log2(R), top, cross if cluster > 1 else -1)
+    weights, numbers, warps = 128 * ceil(sum(s.p**2 for s in run) / 32), threads << HELD, threads // 32
+    blocks, own = WHOLE_BLOCK // threads, 4 * numbers // warps  # bytes of a warp
+    room = (target.shared + 1024) // blocks - 1024 - weights - 4 * numbers
+    together = warps  # of which the numbers lie one after another: those whose bits above are the same
+    for bit, highest in zip(reversed(parts[0].threads[LANES:]), reversed(range(top)), strict=False):
+        if bit != highest:
+            break
+        together //= 2
+    ahead = min(warps, room // own // together * together)
+    if ahead <= 0 or (cluster > 1 and parts[-2].vector < 4):  # 16 bytes at once to the other block
+        return None
+    us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.multiprocessors))
+    shared = weights + 4 * numbers + ahead * own
+    vectors = [part.threads[:3] for part in parts if part.vector == 4]
+    return Registers(tuple(run), tuple(parts), threads, blocks, L, R, cluster, ahead, cross, turns(vectors, 2, top), shared, us)
+
+
+def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> list[Pass]:
+    """The passes over an array whose first factor has the bits from `low` on, of numbers of `top` bits; or of one more, that of the other
+    block of a cluster, which becomes the bit `cross` before the last pass."""
+    parts: list[Pass] = []
+    for n, piece in enumerate(cut):
+        moved = cross >= 0 and n == len(cut) - 1
+        bits = [b for b in range(top + 1) if b != cross] if moved else list(range(top))
+        high = low + log2(prod(s.p for s in piece))
+        held, threads = _held(bits, low, high)
+        right, low = 1 << sum(b < low for b in held), high
+        together = max(1, SUMS * piece[-1].p >> HELD)  # columns of the last factor, whose results leave at once
+        near = next((i for i, b in enumerate(held) if b != i), HELD)
+        vector = min(4, 1 << near, right * prod(s.p for s in piece[:-1]) * together)
+        if moved:
+            held, threads = [cross if b == top else b for b in held], [cross if b == top else b for b in threads]
+        parts.append(Pass(tuple(piece), tuple(held), tuple(threads), right, vector))
+    for n in reversed(range(len(parts) - 1)):
+        a, b = parts[n], parts[n + 1]
+        other = next((i for i in reversed(range(len(a.threads))) if a.threads[i] != b.threads[i]), -1)
+        parts[n] = a._replace(exchanging=1 << max(other + 1, LANES))
+    return parts
+
+
+def _us(run: Sequence[Step], passes: int, numbers: int, each: int) -> float:
+    """A model of a launch's time, of `each` tiles a multiprocessor."""
+    stream = 4 * numbers / SM_BYTES_US
+    compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / CYCLES_US
+    return START_US + 2 * stream + each * (max(compute, 2 * stream) + EXPOSED * min(compute, 2 * stream))
+
+
+def _cut(run: Sequence[Step]) -> list[list[Step]]:
+    """The factors of each pass: as many as a thread can hold."""
+    pieces: list[list[Step]] = []
+    for s in run:
+        if pieces and prod(t.p for t in pieces[-1]) * s.p <= 1 << HELD:
+            pieces[-1].append(s)
+        else:
+            pieces.append([s])
+    return pieces
+
+
+def _held(bits: list[int], low: int, high: int) -> tuple[list[int], list[int]]:
+    """Which bits a thread holds: those of the pass's factors, from low to high, and those of neighbours, so that 16 bytes move at once.
+    The lowest of the others are the lanes'; if there is room for more, it holds those above these."""
+    held = [b for b in bits if low <= b < high]
+    held += [b for b in bits[:2] if b not in held][: HELD - len(held)]
+    others = [b for b in bits if b not in held]
+    lanes, others = others[:LANES], others[LANES:]
+    more = HELD - len(held)
+    return sorted(held + others[:more]), lanes + others[more:]
+
+
+def turns(accesses: Sequence[Sequence[int]], unit: int, top: int) -> tuple[int, ...]:
+    """By what each bit of a place above its unit of 2^unit numbers, and eight units, turns the unit, so that the lanes of an access, which
+    differ in some bits, meet different banks."""
+    first = unit + 3
+    found = dict.fromkeys(range(first, top), 0)
+    for bits in accesses:
+        met = {0}
+        for bit in sorted(bits):
+            if bit >= first and not found[bit]:
+                found[bit] = next((t for t in (1, 2, 4, 3, 5, 6, 7) if t not in met), 0)
+            turn = found[bit] if bit >= first else 1 << bit >> unit
+            met |= {m ^ turn for m in met}
+    return tuple(found.values())
+
+
+def log2(n: int) -> int:
+    return n.bit_length() - 1
+
+
+def bits_of(bits: Sequence[int]) -> str:
+    return f"Bits<{', '.join(map(str, bits))}>"

@@ -1,0 +1,147 @@
+"""How kron_linear v4 takes large factors of float by warpgroups, forward and backward: see Split4 in split.cuh."""
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+from cukern.ops.kron_linear.plan import Backward, Step
+
+if TYPE_CHECKING:
+    from cukern.ops.kron_linear.groups import Target
+
+SIZES = 64, 128  # of factors
+TILE = 64  # rows of a right factor alone, or columns of a left one
+BYTES = {False: 6, True: 4}  # of a number in shared memory; in TF32
+MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # of a multiprocessor
+SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
+BOTH = 0.8  # of the time for as many, where two large factors are in one launch
+TILE_US = 0.3  # from a tile to the next
+START_US = 5.0  # the launch, and the factors
+SUM_US = 3.0  # and of the partial sums
+
+
+class Split(NamedTuple):
+    """One launch of a factor, or of two with nothing to their right; the rest as in Group."""
+
+    steps: tuple[Step, ...]
+    teams: int  # of a block, each with tiles of its own
+    threads: int
+    shared: int  # bytes
+    us: float
+    L: int = 1
+    R: int = 1
+    blocks: int = 1
+    slices: int = 1
+    products: int = 3
+
+    def template(self, added: bool = False) -> str:
+        """The plan as the kernel's template argument; a bias and a residual are seen at run time."""
+        return _template(self.steps, self.teams, self.products < 3)
+
+
+class Both(Split):
+    """One launch of two larger factors in TF32: see Both4 in both.cuh."""
+
+    def template(self, added: bool = False) -> str:
+        return f"Both4<{', '.join(f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps))}>"
+
+
+def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]:
+    """The launch of a run, if there is one."""
+    if target.tensor and _can(target) and len(run) == 2 and run[0].right == 1 and run[1].q > TILE:
+        yield from _both(run, rows, target)
+    if not _fits(run, target):
+        return
+    (p1, q1), (p2, q2), right, left = _sizes(run)
+    A, threads = rows * run[-1].left, 2 * q1 if left else 128  # of a team
+    tiles = A * (1 if right else run[0].right // TILE) if left else ceil(A / TILE)
+    teams = 2 if threads == 128 else 1
+    shared = BYTES[target.tensor] * ((p2 * q2 if right else 0) + (4 * p1 * p2 if left else 0))  # a left factor is in registers
+    work = (p1 * q1 * p2 if left else 0) + (q1 * p2 * q2 if right else 0)
+    us = START_US + _us(tiles, work, p1 * p2 + q1 * q2, target)
+    L, R = (1, 1 if right else TILE) if left else (TILE, 1)
+    if shared <= target.shared:
+        yield Split(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
+
+
+def _both(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Both]:
+    right, left = run
+    if not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
+        return
+    threads, tiles, numbers = 256, rows * left.left, left.p * right.p
+    coming = ceil(numbers / 4 / threads) * threads * 16
+    shared = 4 * right.p * right.q + max(4 * numbers, 4 * left.p * (left.q + 4)) + coming
+    work = 2 * TILE * right.p * (left.p + right.q) * BOTH
+    us = START_US + _us(tiles, int(work), numbers + left.q * right.q, target)
+    if shared <= target.shared:
+        yield Both(tuple(run), 1, threads, shared, us, products=2)
+
+
+def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
+    """The launch of its backward."""
+    if not _fits(run, target):
+        return
+    launch = _backward_of_two(run, rows, target) if len(run) == 2 else _backward_of_one(run[0], rows, target)
+    if launch and launch.shared <= target.shared:
+        yield launch
+
+
+def _backward_of_two(run: Sequence[Step], rows: int, target: "Target") -> Backward:
+    (p1, q1), (p2, q2), _, _ = _sizes(run)
+    tiles, teams = rows * run[-1].left, 2
+    shared = BYTES[target.tensor] * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
+    us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
+    blocks = min(tiles, target.multiprocessors)
+    return Backward(tuple(run), us, _template(run, teams, target.tensor), blocks, (teams + 1) * 128, shared, blocks, "split")
+
+
+def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
+    """See SplitOne4 in split_one.cuh."""
+    lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, (3 if s.q == TILE else 2) if s.p == TILE else 1
+    if lines % lines_of_tile:
+        return None
+    tiles = lines // lines_of_tile
+    places = 2 if s.p == TILE else 4
+    tiles_of_g, staged = BYTES[target.tensor] * lines_of_tile * places * s.q, 4 * s.p * (s.q + 4) // teams
+    third = 2 * s.p * s.q if s.q > TILE and not target.tensor else 0  # piece of the factor
+    shared = teams * (max(tiles_of_g, staged) + 4 * lines_of_tile * (s.p + s.q)) + third
+    us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
+    blocks, template = min(tiles, target.multiprocessors), f"SplitOne4<{teams}, {_kind(target.tensor)}, {s.right}, Factor<{s.p}, {s.q}>>"
+    return Backward((s,), us, template, blocks, teams * 2 * s.p, shared, blocks, "split_one")
+
+
+def _fits(run: Sequence[Step], target: "Target") -> bool:
+    if not _can(target):
+        return False
+    if len(run) > 1:
+        return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == TILE for s in run)
+    return run[0].p in SIZES and run[0].q in SIZES and (run[0].right == 1 or run[0].right % TILE == 0)
+
+
+def _can(target: "Target") -> bool:
+    return target.warpgroups and target.itemsize == 4 and target.aligned >= 16
+
+
+def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool, bool]:
+    """A tile's sizes before and after the left factor, and the right one, and whether there is a right factor, and a left one. One alone
+    is the right one if nothing is to its right."""
+    right, left = run[0].right == 1, run[0].right > 1 or len(run) == 2
+    return (run[-1].p, run[-1].q) if left else (TILE, TILE), (run[0].p, run[0].q) if right else (TILE, TILE), right, left
+
+
+def _us(tiles: int, work: int, numbers: int, target: "Target") -> float:
+    """Of tiles with so many multiplications, and numbers to be moved."""
+    multiplied = ceil(tiles / target.multiprocessors) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
+    moved = tiles * numbers * target.itemsize / (target.multiprocessors * SM_BYTES_US)
+    return max(multiplied, moved) + min(multiplied, moved) / 4
+
+
+def _template(run: Sequence[Step], teams: int, tf32: bool) -> str:
+    _, _, right, left = _sizes(run)
+    names = [f"Merged<Factor<{s.p}, {s.q}>>" if s else "Merged<>" for s in (run[-1] if left else None, run[0] if right else None)]
+    return f"Split4<{teams}, {_kind(tf32)}, {run[0].right}, {', '.join(names)}>"
+
+
+def _kind(tf32: bool) -> str:
+    """Of Pieces in split_float.cuh."""
+    return "Tf32" if tf32 else "float"

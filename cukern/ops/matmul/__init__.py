@@ -1,0 +1,5 @@
+"""Matrix products: matmul, and linear with a bias. kron_linear uses `torch_matmul`, the reference."""
+
+from cukern.ops.matmul.op import linear as linear
+from cukern.ops.matmul.op import matmul as matmul
+from cukern.ops.matmul.reference import torch_matmul as torch_matmul

@@ -1,0 +1,147 @@
+"""What comes before rope's rotation, each where it is needed: the row of the tables that a token takes, and tables from angles or sections.
+
+Kernels of their own, so that the rotation has one kind of position, and one of tables. What they write is small beside x.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.rope.plan import Inputs, Options, tokens_of
+from cukern.runtime.kernel import Template
+from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, transformed
+
+THREADS = 256
+POSITIONS, ANGLES, SECTIONS = (Template("rope/rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections"))
+ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
+_BLOCK = (THREADS, 1, 1)
+
+
+def _blocks(n: int) -> tuple[int, int, int]:
+    return (-(-n // THREADS), 1, 1)
+
+
+def _launch_positions(
+    table: Tensor, ids: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None, batch: int, sequence: int, size: int, rank: int
+) -> Tensor:
+    out = _fake_positions(table, ids, cu_seqlens, starts, batch, sequence, size, rank)
+    given = [t for t in (ids, cu_seqlens, starts) if t is not None]
+    dtype = torch.int64 if any(t.dtype == torch.int64 for t in given) or not given else torch.int32
+    ids, cu_seqlens, starts = (None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts))
+    n = out.numel()
+    if n:
+        sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+        pointers = (0 if t is None else t.data_ptr() for t in (out, ids, cu_seqlens, starts))
+        launch = POSITIONS[ID_TYPES[dtype]].on(table.get_device())
+        launch(_blocks(n), _BLOCK, 0, *pointers, n, sequence, sequences, table.shape[-2], size, rank)
+    return out
+
+
+def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, size: int, rank: int) -> Tensor:
+    return torch.empty((batch, sequence), dtype=torch.int32, device=table.device)
+
+
+def _launch_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
+    outs, angles = _fake_angles(angles, in_double), angles.contiguous()
+    if angles.numel():
+        pointers = (t.data_ptr() for t in (*outs, angles))
+        launch = ANGLES[angles.dtype, outs[0].dtype].on(angles.get_device())
+        launch(_blocks(angles.numel()), _BLOCK, 0, *pointers, angles.numel())
+    return outs
+
+
+def _fake_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if in_double else torch.float32
+    return angles.new_empty(angles.shape, dtype=dtype), angles.new_empty(angles.shape, dtype=dtype)
+
+
+def _launch_sections(
+    cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, pairs: int, interleaved: bool, end0: int, end1: int
+) -> tuple[Tensor, Tensor]:
+    outs = _fake_sections(cos, sin, positions, batch, sequence, pairs, interleaved, end0, end1)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    (rows, width), n = cos.shape, outs[0].numel()
+    if n:
+        pointers = (t.data_ptr() for t in (*outs, cos, sin, positions))
+        launch = SECTIONS[cos.dtype].on(cos.get_device())
+        launch(_blocks(n), _BLOCK, 0, *pointers, batch * sequence, width, pairs, interleaved, end0, end1, rows, width)
+    return outs
+
+
+def _fake_sections(cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, *_: Any) -> tuple[Tensor, Tensor]:
+    return cos.new_empty((batch, sequence, cos.shape[1])), cos.new_empty((batch, sequence, cos.shape[1]))
+
+
+def rows(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cos, sin and the positions that the rotation takes: (batch or 1, sequence) rows of the tables; or, where a token has several
+    positions, tables of its own, and no positions."""
+    _, _, cos, sin, ids, cu_seqlens, starts, section, cp_size, cp_rank = inputs
+    assert sin is not None
+    batch, sequence = tokens_of(inputs.x.shape, options.layout)
+    if ids is not None:
+        ids = ids[None] if ids.ndim == 1 else ids.flatten(0, -2)
+        batch = ids.shape[0]  # 1, if the sequences share them; of several sections all
+    elif starts is None:
+        batch = 1
+    positions = _call(_positions, cos, ids, cu_seqlens, starts, batch, sequence, cp_size, cp_rank)
+    if section is None:
+        return cos, sin, positions
+    end1 = section[0] + section[1]
+    shape = batch // len(section), sequence, options.rotary_dim // 2, options.interleaved
+    return *_call(_sections, cos, sin, positions, *shape, section[0], end1), None
+
+
+def tables_of(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin of angles, in float64 or float32."""
+    return _call(_angles, angles, in_double)
+
+
+class _Apart(Differentiable):
+    """These kernels under torch.func's transforms: no derivatives, and of a batch one call for each element."""
+
+    @staticmethod
+    def forward(op, *args):
+        return op(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise ValueError("cos and sin have no gradient")
+
+    @staticmethod
+    def tangent(ctx, *tangents):
+        if any(t is not None for t in tangents):
+            raise ValueError("cos and sin have no derivative: pass them without a tangent")
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply, info.batch_size, in_dims, args)
+
+
+_apply = apply_of(_Apart)
+
+
+def _call(op: Any, *args: Any) -> Any:
+    return _apply(op, *args) if transformed() and not torch.compiler.is_dynamo_compiling() else op(*args)
+
+
+_positions = raw_op(
+    "_rope_positions(Tensor table, Tensor? ids, Tensor? cu_seqlens, Tensor? starts, SymInt batch, SymInt sequence, SymInt cp_size, "
+    "SymInt cp_rank) -> Tensor",
+    4,
+    _launch_positions,
+    _fake_positions,
+)
+_angles = raw_op("_rope_angles(Tensor angles, bool in_double) -> (Tensor, Tensor)", 1, _launch_angles, _fake_angles)
+_sections = raw_op(
+    "_rope_sections(Tensor cos, Tensor sin, Tensor positions, SymInt batch, SymInt sequence, SymInt pairs, bool interleaved, SymInt end0, "
+    "SymInt end1) -> (Tensor, Tensor)",
+    3,
+    _launch_sections,
+    _fake_sections,
+)

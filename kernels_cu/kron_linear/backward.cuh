@@ -1,0 +1,452 @@
+// The backward of one or two neighbouring factors in one launch, on tensor cores: of x, what went into them, and g, what came back,
+// the gradients of both and h, what goes back, in one sweep.
+//
+// For the pair the array is [A][P1][P2][C], P1 the left factor's index. A tile, [L][P1][P2][R], is L of the A where C is 1 (and R is 1),
+// else R of the C. With C = 1 a tile is L matrices X and as many G, and all that is wanted are products of matrices:
+//     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T.
+// With C > 1 the same holds for each of the R, next to each other. Z and H stay in shared memory. One factor alone is the left one
+// with C > 1 (Z is X, and H is dX) or the right one with C = 1 (H is G). A factor may be the Kronecker product of several tiny ones,
+// whose gradients are taken out of its own at the end.
+//
+// float is multiplied as three products of split numbers (SPLIT, see split_tf32), whose sums over few numbers are added up by ordinary
+// additions, because tensor cores cut what they add (by tiny factors on the FMA units); or in TF32. Of 16-bit types, Z and H are rounded
+// to the type.
+//
+// Sizes need be no multiples of anything: in shared memory factors and tiles have zeros beyond them, up to multiples of 8, which nobody
+// overwrites, and what warps share out need not divide. Before, such factors had a launch for their gradient and one for what goes back. On
+// one H200, the backward with that, in us from .. to .., in parentheses v2's, 2048 rows or as many as said: bfloat16 (64, 86) 167 to 76
+// (158), (100, 100) 252 to 234 (325), 4096 x (12, 16, 20) 222 to 93 (428), 1000 x 28^3 400 to 184 (549), 4096 x 5^4 157 to 40 (417); TF32
+// (128, 86) 448 to 346 (437), (64, 86) 237 to 141 (233); in float (100, 100) 788 to 502 (775). Parts of up to 4 times 8 columns also where
+// their number is a prime: the launch of both of (100, 100) from 304 to 217. What did not help: that launch, for which two take 170.
+#pragma once
+#include "common/ptx/async_copy.cuh"
+#include "common/ptx/mma.cuh"
+#include "tile.cuh"
+
+// The Kronecker product of neighbouring factors, the rightmost first; of none it is 1.
+template <class... Factors>
+struct Merged {
+    static constexpr int P = (Factors::P * ... * 1), Q = (Factors::Q * ... * 1), COUNT = sizeof...(Factors);
+    static constexpr int OUTPUTS = ((Factors::P * Factors::Q) + ... + 0);
+};
+
+// n numbers a row, and more, so that lanes along the rows and lanes down them both meet different banks.
+__device__ constexpr int padded(int n) { return (n + 7) / 16 * 16 + 8; }
+
+// What tensor cores take of n rows or columns: in shared memory there are zeros beyond the last.
+__device__ constexpr int eights(int n) { return (n + 7) / 8 * 8; }
+
+template <int THREADS_, int BLOCKS_, bool SPLIT_, int BYTES_, int STAGES_, int L_, int R_, long long C_, class Left_, class Right_>
+struct Backward4 {
+    static constexpr int THREADS = THREADS_, BLOCKS = BLOCKS_, WARPS = THREADS / 32, BYTES = BYTES_, STAGES = STAGES_, L = L_, R = R_;
+    static constexpr bool SPLIT = SPLIT_, ONE = R == 1;
+    static constexpr long long C = C_;
+    using Left = Left_;
+    using Right = Right_;
+    static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, P = P1 * P2, Q = Q1 * Q2;
+    static constexpr bool PAIR = Left::COUNT && Right::COUNT;
+    // The same in shared memory.
+    static constexpr int HP1 = Left::COUNT ? eights(P1) : 1, HQ1 = Left::COUNT ? eights(Q1) : 1;
+    static constexpr int HP2 = Right::COUNT ? eights(P2) : 1, HQ2 = Right::COUNT ? eights(Q2) : 1;
+    static constexpr bool ZEROS = HP1 > P1 || HQ1 > Q1 || HP2 > P2 || HQ2 > Q2;
+    // Distances between the right factor's rows, between the left one's in x, and in all else; between the rows of the matrices.
+    static constexpr int S2 = ONE ? 1 : padded(R), SX = padded(HP2 * S2), SG = padded(HQ2 * S2), LD1 = padded(HP1), LD2 = padded(HQ2);
+    static constexpr int W1 = Left::COUNT ? HQ1 * LD1 : 0, W2 = Right::COUNT ? HP2 * LD2 : 0;
+    static constexpr int X = L * HP1 * SX, G = L * HQ1 * SG, Z = PAIR ? L * HP1 * SG : 0;  // numbers
+    static constexpr int NUMBERS = W1 + W2 + STAGES * (X + G) + 2 * Z;
+    static constexpr long long ACROSS = (C + R - 1) / R;
+    static constexpr int SUMS1 = Left::COUNT ? P1 * Q1 : 0, SUMS2 = Right::COUNT ? P2 * Q2 : 0;
+};
+
+// An operand in shared memory: the distances between its rows (a) or columns (b), and along k.
+template <int ROW_, int K_>
+struct Operand {
+    static constexpr int ROW = ROW_, K = K_;
+};
+
+// COUNT products, of which INNER at a time lie A2 and B2 apart, and the next A1 and B1.
+template <int COUNT_, int INNER, int A1, int A2, int B1, int B2>
+struct Batches {
+    static constexpr int COUNT = COUNT_;
+    __device__ static constexpr int a(int n) { return n / INNER * A1 + n % INNER * A2; }
+    __device__ static constexpr int b(int n) { return n / INNER * B1 + n % INNER * B2; }
+};
+
+// A lane's two numbers of a row: k is t and t + 4, or 2 t and 2 t + 1 where those of an operand are neighbours.
+template <bool PAIRED, bool SPLIT, class From>
+__device__ __forceinline__ void fetch_two(float (&v)[2], const float* p) {
+    int t = threadIdx.x % 4;
+    if constexpr (From::K == 1) {
+        Vec<float, 2> two = load_vec<float, 2>(p + 2 * t);
+        v[0] = two.v[0];
+        v[1] = two.v[1];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) v[i] = p[(PAIRED ? 2 * t + i : t + 4 * i) * From::K];
+    }
+    if constexpr (!SPLIT) v[0] = to_tf32(v[0]), v[1] = to_tf32(v[1]);
+}
+
+// sums += a b for RUN numbers of k, of 16 MI rows and 8 NI columns. `high`: the distance to rows 8 to 15 of the last 16 (0: none).
+template <bool SPLIT, int MI, int NI, int RUN, class A, class B>
+__device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const float* a, const float* b, int high) {
+    constexpr bool PAIRED = A::K == 1 || B::K == 1;
+    int g = threadIdx.x % 32 / 4;
+    float part[MI][NI][4] = {};
+#pragma unroll
+    for (int k = 0; k < RUN; k += 8) {
+        float x[2][MI][4], y[2][NI][2];
+#pragma unroll
+        for (int m = 0; m < MI; ++m)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float v[2];
+                fetch_two<PAIRED, SPLIT, A>(v, a + (16 * m + g) * A::ROW + k * A::K + (i ? m == MI - 1 ? high : 8 * A::ROW : 0));
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if constexpr (SPLIT) split_tf32(v[e], x[0][m][i + 2 * e], x[1][m][i + 2 * e]);
+                    else x[0][m][i + 2 * e] = v[e];
+            }
+#pragma unroll
+        for (int n = 0; n < NI; ++n) {
+            float v[2];
+            fetch_two<PAIRED, SPLIT, B>(v, b + (8 * n + g) * B::ROW + k * B::K);
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if constexpr (SPLIT) split_tf32(v[e], y[0][n][e], y[1][n][e]);
+                else y[0][n][e] = v[e];
+        }
+#pragma unroll
+        for (int i = SPLIT ? 2 : 0; i >= 0; --i)  // small numbers first
+#pragma unroll
+            for (int m = 0; m < MI; ++m)
+#pragma unroll
+                for (int n = 0; n < NI; ++n) mma_tf32(SPLIT ? part[m][n] : sums[m][n], x[i == 2][m], y[i == 1][n]);
+    }
+    if constexpr (SPLIT)
+#pragma unroll
+        for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
+}
+
+// The same of 16-bit numbers; of 8 numbers of k the other half is zeros.
+template <bool, int MI, int NI, int RUN, class A, class B, typename T>
+__device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const T* a, const T* b, int high) {
+    constexpr int HALVES = RUN == 8 ? 1 : 2;
+    int row = threadIdx.x % 8, tile = threadIdx.x % 32 / 8;
+#pragma unroll
+    for (int k = 0; k < RUN; k += 16) {
+        unsigned x[MI][4] = {}, y[NI][2] = {};
+#pragma unroll
+        for (int m = 0; m < MI; ++m) {  // tiles: 8 rows, the other 8 rows; then the same along k
+            const T* from = a + 16 * m * A::ROW + k * A::K + (tile % 2 ? m == MI - 1 ? high : 8 * A::ROW : 0);
+            from += (A::K == 1 ? row * A::ROW : row * A::K) + tile / 2 % HALVES * (8 * A::K);
+            if constexpr (HALVES == 2) {
+                load_tiles<A::K != 1>(x[m], shared_address(from));
+            } else {
+                unsigned two[2];
+                load_tiles<A::K != 1>(two, shared_address(from));
+                x[m][0] = two[0];
+                x[m][1] = two[1];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < NI; n += HALVES == 2 && NI % 2 ? 1 : 2) {  // tiles: 8 columns, the same along k; then the other 8 columns
+            int column = HALVES == 2 ? tile / 2 : tile % 2, half = HALVES == 2 ? tile % 2 : 0;
+            const T* from = b + (n + (n + 1 < NI ? column : 0)) * (8 * B::ROW) + k * B::K + half * (8 * B::K);
+            from += B::K == 1 ? row * B::ROW : row * B::K;
+            if constexpr (HALVES == 2 && NI % 2 == 0) {
+                unsigned four[4];
+                load_tiles<B::K != 1>(four, shared_address(from));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) y[n + i / 2][i % 2] = four[i];
+            } else {
+                unsigned two[2];
+                load_tiles<B::K != 1>(two, shared_address(from));
+                y[n][0] = two[0];
+                if (HALVES == 2) y[n][1] = two[1];
+                else if (n + 1 < NI) y[n + 1][0] = two[1];
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MI; ++m)
+#pragma unroll
+            for (int n = 0; n < NI; ++n) mma_16_bit(sums[m][n], x[m], y[n], T());
+    }
+}
+
+// The same of float on the FMA units, in the lanes that mma has the sums in.
+template <int MI, int NI, int RUN, class A, class B>
+__device__ __forceinline__ void multiply_add_fma(float (&sums)[MI][NI][4], const float* a, const float* b, int high) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < RUN; k += 4) {
+        float x[MI][2][4], y[NI][2][4];
+#pragma unroll
+        for (int i = 0; i < 2 * MI; ++i) {
+            const float* from = a + (i / 2 * 16 + g) * A::ROW + k * A::K + (i % 2 ? i / 2 == MI - 1 ? high : 8 * A::ROW : 0);
+            if constexpr (A::K == 1) unpack(x[i / 2][i % 2], load_vec<float, 4>(from));
+            else
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[i / 2][i % 2][e] = from[e * A::K];
+        }
+#pragma unroll
+        for (int n = 0; n < NI; ++n) {
+            const float* from = b + (8 * n + 2 * t) * B::ROW + k * B::K;
+            if constexpr (B::K == 1) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) unpack(y[n][j], load_vec<float, 4>(from + j * B::ROW));
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    Vec<float, 2> two = load_vec<float, 2>(from + e * B::K);
+                    y[n][0][e] = two.v[0];
+                    y[n][1][e] = two.v[1];
+                }
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+#pragma unroll
+            for (int s = 0; s < MI * NI * 4; ++s)
+                sums[s / 4 / NI][s / 4 % NI][s % 4] += x[s / 4 / NI][s % 4 / 2][e] * y[s / 4 % NI][s % 2][e];
+    }
+}
+
+// How many rows of 16 (MI) and columns of 8 (NI) of an M x N product a warp makes at once, so that there is work for WARPS: DOWN x ACROSS
+// parts. Where sizes do not divide, the last ones make some that are others'.
+template <int M, int N, int COUNT, int WARPS>
+struct Cut {
+    static constexpr int MB = (M + 15) / 16, NB = eights(N) / 8;
+    __device__ static constexpr int parts(int all, int each) { return (all + each - 1) / each; }
+    __device__ static constexpr int wide() {  // to fetch rows takes as long as the products with one column and a half
+        int best = 1;
+        for (int n = 2; n <= 4; ++n)
+            if (n <= NB && parts(NB, n) * (2 * n + 3) < parts(NB, best) * (2 * best + 3)) best = n;
+        return best;
+    }
+    static constexpr int WIDE = wide();
+    static constexpr int MI = (MB % 2 == 0 || MB > 4) && COUNT * parts(MB, 2) * parts(NB, WIDE) >= WARPS ? 2 : 1;
+    static constexpr int NI = WIDE % 2 == 0 && COUNT * parts(MB, MI) * parts(NB, WIDE) < WARPS ? WIDE / 2 : WIDE;
+    static constexpr int DOWN = parts(MB, MI), ACROSS = parts(NB, NI);
+    // The first 16 rows, or 8 columns, that a warp makes, from its own first ones.
+    __device__ static int row(int own) { return MB % MI ? min(own, MB - MI) : own; }
+    __device__ static int column(int own) { return NB % NI ? min(own, NB - NI) : own; }
+};
+
+// Numbers of k at once; those that are left at the end are 8. (Of 24, 16 and 8 took longer.)
+__device__ constexpr int run_of(int k) { return k < 16 || k == 24 ? 8 : 16; }
+
+// store(batch, row, column, two neighbours) of each of the products, the warps in turns; W is the factor that is multiplied by. Short sums
+// are so exact on the FMA units, and a layer of tiny factors makes so many of them in a row, that split numbers would be seen.
+template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, typename T, class Store>
+__device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store& store) {
+    using C = Cut<M, N, Batch::COUNT, Plan::WARPS>;
+    constexpr int ACROSS = C::ACROSS, DOWN = C::DOWN, RUN = Plan::SPLIT ? 8 : run_of(K);
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll 1
+    for (int item = threadIdx.x / 32; item < Batch::COUNT * ACROSS * DOWN; item += Plan::WARPS) {
+        int batch = item / (ACROSS * DOWN), own_row = item / ACROSS % DOWN * C::MI, own_column = item % ACROSS * C::NI;
+        int m0 = 16 * C::row(own_row), n0 = 8 * C::column(own_column);
+        const T *from = a + Batch::a(batch) + m0 * A::ROW, *with = b + Batch::b(batch) + n0 * B::ROW;
+        int high = eights(M) % 16 && m0 + 16 * C::MI > M ? 0 : 8 * A::ROW;
+        float sums[C::MI][C::NI][4] = {};
+#pragma unroll 2
+        for (int k = 0; k < K / RUN; ++k) {
+            if constexpr (Plan::SPLIT && (K <= 8 || W::COUNT > 1)) multiply_add_fma<C::MI, C::NI, RUN, A, B>(sums, from, with, high);
+            else multiply_add<Plan::SPLIT, C::MI, C::NI, RUN, A, B>(sums, from, with, high);
+            from += RUN * A::K;
+            with += RUN * B::K;
+        }
+        if constexpr (K % RUN) multiply_add<Plan::SPLIT, C::MI, C::NI, K % RUN, A, B>(sums, from, with, high);
+#pragma unroll
+        for (int e = 0; e < C::MI * C::NI * 2; ++e) {
+            int m = m0 + e / 2 / C::NI * 16 + e % 2 * 8 + g, n = n0 + e / 2 % C::NI * 8 + 2 * t;
+            if ((M % 16 && m >= M) || (N % 8 && n >= N)) continue;
+            if ((C::MB % C::MI && m < 16 * own_row) || (C::NB % C::NI && n < 8 * own_column)) continue;
+            const float (&d)[4] = sums[e / 2 / C::NI][e / 2 % C::NI];
+            store(batch, m, n, d[e % 2 * 2], N % 2 && n + 1 == N ? 0.0f : d[e % 2 * 2 + 1]);
+        }
+    }
+}
+
+// Which of a gradient's M x N sums a warp keeps: DOWN x ACROSS warps share them out, and TIMES as many share out the numbers of k. If they
+// cannot have the same, and would have more than MOST, the last ones make some that are others'.
+template <int M, int N, int WARPS>
+struct Sums {
+    static constexpr int MB = (M + 15) / 16, NB = eights(N) / 8, MOST = 20;
+    __device__ static constexpr int down(bool want_rows) {
+        int mi = MB, ni = NB, down = 1, across = 1;
+        while (mi * ni > 4 && down * across * 2 <= WARPS && (mi % 2 == 0 || ni % 2 == 0 || mi * ni > MOST)) {
+            if (mi % 2 == ni % 2 ? 2 * mi >= ni : mi % 2 == 0) mi = (mi + 1) / 2, down *= 2;
+            else ni = (ni + 1) / 2, across *= 2;
+        }
+        return want_rows ? down : across;
+    }
+    static constexpr int DOWN = down(true), ACROSS = down(false), MI = (MB + DOWN - 1) / DOWN, NI = (NB + ACROSS - 1) / ACROSS;
+    static constexpr int TIMES = WARPS / (DOWN * ACROSS);
+    // A warp's own first 16 rows and 8 columns, and the first ones that it makes.
+    __device__ static int own_row() { return int(threadIdx.x) / 32 / ACROSS % DOWN * MI; }
+    __device__ static int own_column() { return int(threadIdx.x) / 32 % ACROSS * NI; }
+    __device__ static int row() { return MB % DOWN ? min(own_row(), MB - MI) : own_row(); }
+    __device__ static int column() { return NB % ACROSS ? min(own_column(), NB - NI) : own_column(); }
+};
+
+template <class Plan, class W, int RUN, class A, class B, int MI, int NI, typename T>
+__device__ __forceinline__ void contract_run(float (&sums)[MI][NI][4], const T* a, const T* b, int high) {
+    if constexpr (Plan::SPLIT && W::COUNT > 1) {
+        float part[MI][NI][4] = {};
+        multiply_add_fma<MI, NI, RUN, A, B>(part, a, b, high);
+#pragma unroll
+        for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
+    } else {
+        multiply_add<Plan::SPLIT, MI, NI, RUN, A, B>(sums, a, b, high);
+    }
+}
+
+// sums += the products of a batch, each warp its own; W is the factor whose gradient they are, and those of several are as exact as can be.
+template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, class S, int MI, int NI, typename T>
+__device__ __forceinline__ void contract_all(float (&sums)[MI][NI][4], const T* a, const T* b, S) {
+    constexpr int RUN = K % 32 == 0 ? 32 : run_of(K), EACH = (K + RUN - 1) / RUN;
+    int time = threadIdx.x / 32 / (S::DOWN * S::ACROSS), m0 = 16 * S::row();
+    int high = eights(M) % 16 && m0 + 16 * MI > M ? 0 : 8 * A::ROW;
+    a += m0 * A::ROW;
+    b += 8 * S::column() * B::ROW;
+#pragma unroll 1
+    for (int i = time; i < Batch::COUNT * EACH; i += S::TIMES) {
+        int batch = i / EACH, k = i % EACH * RUN;
+        const T *from = a + Batch::a(batch) + k * A::K, *with = b + Batch::b(batch) + k * B::K;
+        if (K % RUN == 0 || k + RUN <= K) contract_run<Plan, W, RUN, A, B>(sums, from, with, high);
+        else contract_run<Plan, W, K % RUN ? K % RUN : RUN, A, B>(sums, from, with, high);
+    }
+}
+
+// Put a gradient's sums together in all[M][N], in the order of the warps' times.
+template <int M, int N, class S, int MI, int NI>
+__device__ __forceinline__ void gather_sums(float* all, const float (&sums)[MI][NI][4], S) {
+    int time = threadIdx.x / 32 / (S::DOWN * S::ACROSS), g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int m0 = 16 * S::row(), n0 = 8 * S::column();
+#pragma unroll 1
+    for (int turn = 0; turn < S::TIMES; ++turn) {
+        if (turn == time)
+#pragma unroll
+            for (int e = 0; e < MI * NI * 4; ++e) {
+                int m = m0 + e / 4 / NI * 16 + e % 4 / 2 * 8 + g, n = n0 + e / 4 % NI * 8 + 2 * t + e % 2;
+                if ((S::MB % S::DOWN && m < 16 * S::own_row()) || (S::NB % S::ACROSS && n < 8 * S::own_column())) continue;
+                float sum = sums[e / 4 / NI][e / 4 % NI][e % 4];
+                if (m < M && (N % 8 == 0 || n < N)) all[m * N + n] = turn ? all[m * N + n] + sum : sum;
+            }
+        __syncthreads();
+    }
+}
+
+// The gradients of the factors N, N + 1, .. of a product, one after another, of the product's: a warp makes one number of them.
+template <class Plan, int N, class... Factors, typename T>
+__device__ __forceinline__ void separate(float* to, const float* all, const Factors4<T>& factors, Merged<Factors...>) {
+    using W = Merged<Factors...>;
+    if constexpr (W::COUNT == 1) {
+        for (int e = threadIdx.x; e < W::P * W::Q; e += Plan::THREADS) to[e] = all[e];
+    } else if constexpr (W::COUNT > 1) {
+        constexpr int p[] = {Factors::P...}, q[] = {Factors::Q...};
+#pragma unroll 1
+        for (int output = threadIdx.x / 32; output < W::OUTPUTS; output += Plan::WARPS) {
+            int at = output, own = -1, a = 0, b = 0, columns = 1, terms = 1;
+#pragma unroll
+            for (int f = 0; f < W::COUNT; ++f) {
+                if (own < 0 && at < p[f] * q[f])
+                    own = f, a = at / q[f], b = at % q[f], columns = W::Q / q[f], terms = W::P / p[f] * columns;
+                at -= p[f] * q[f];
+            }
+            double sum = 0;
+            for (int i = threadIdx.x % 32; i < terms; i += 32) {
+                int rows_left = i / columns, columns_left = i % columns, k = 0, j = 0, k_unit = 1, j_unit = 1;
+                float value = 1;
+#pragma unroll
+                for (int f = 0; f < W::COUNT; ++f) {
+                    int row = f == own ? a : rows_left % p[f], column = f == own ? b : columns_left % q[f];
+                    if (f != own) {
+                        value *= load_as(factors.at[N + f][row * factors.p[N + f] + column * factors.q[N + f]]);
+                        rows_left /= p[f];
+                        columns_left /= q[f];
+                    }
+                    k += row * k_unit, j += column * j_unit;
+                    k_unit *= p[f], j_unit *= q[f];
+                }
+                sum += all[k * W::Q + j] * value;
+            }
+#pragma unroll
+            for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+            if (threadIdx.x % 32 == 0) to[output] = float(sum);
+        }
+    }
+}
+
+// What to do with each W neighbours of a tile [L][P1][P2][R], of which H1 rows lie in shared memory: its l and r, where they lie in memory
+// from the tile's first on, and where in shared memory.
+template <class Plan, int P1, int P2, int H1, int S1, int W, class Do>
+__device__ __forceinline__ void for_each_vector(const Do& act) {
+    for (int e = threadIdx.x * W; e < Plan::L * P1 * P2 * Plan::R; e += Plan::THREADS * W) {
+        int n = e / Plan::R, r = e % Plan::R, row = n / P2, l = row / P1;
+        long long at = Plan::ONE ? e : n * Plan::C + r;
+        act(l, r, at, (row + l * (H1 - P1)) * S1 + n % P2 * Plan::S2 + r);
+    }
+}
+
+// A tile to shared memory, in the background, zeros for rows beyond `rows` and for columns beyond `columns`.
+template <class Plan, int P1, int P2, int H1, int S1, typename T>
+__device__ __forceinline__ void load_arrays(T* to, const T* from, int rows, long long columns) {
+    for_each_vector<Plan, P1, P2, H1, S1, Plan::BYTES / sizeof(T)>([&](int l, int r, long long at, int here) {
+        bool in = l < rows && (Plan::C % Plan::R == 0 || r < columns);
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + here), from + at, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + here), from + at, in);
+        else to[here] = in ? from[at] : T(0.0f);
+    });
+}
+
+// A tile from shared memory: whole lines at once, where the lanes of a product would write pieces of many.
+template <class Plan, typename T>
+__device__ __forceinline__ void store_arrays(T* to, const T* from, int rows, long long columns) {
+    constexpr int W = Plan::BYTES / sizeof(T);
+    for_each_vector<Plan, Plan::P1, Plan::P2, Plan::HP1, Plan::SX, W>([&](int l, int r, long long at, int here) {
+        if (l < rows && (Plan::C % Plan::R == 0 || r < columns)) store_vec(to + at, load_vec<T, W>(from + here));
+    });
+}
+
+template <int N, typename T, class... Factors>
+__device__ __forceinline__ void prefetch_merged(const Factors4<T>& factors, Merged<Factors...>) {
+    prefetch_those<N, T, Factors...>(factors);
+}
+
+// A P x Q matrix to shared memory, number [k][j] to k K + j J, of which one is 1: VK x VJ numbers to a load, which is number(k, j). The lanes
+// go along the dimension that is contiguous in shared memory, so that they meet different banks.
+template <class Plan, int P, int Q, int K, int J, int VK, int VJ, typename T, class Number>
+__device__ __forceinline__ void place_factor(T* to, const Number& number) {
+    constexpr int KS = P / VK, JS = Q / VJ;
+#pragma unroll 4
+    for (int e = threadIdx.x; e < KS * JS; e += Plan::THREADS) {
+        int k = (K == 1 ? e % KS : e / JS) * VK, j = (K == 1 ? e / KS : e % JS) * VJ;
+        Vec<T, VK * VJ> v = number(k, j);
+#pragma unroll
+        for (int i = 0; i < VK * VJ; ++i) to[(k + i % VK) * K + (j + i / VK) * J] = v.v[i];
+    }
+}
+
+// A factor's matrix, from factor N on: 16 bytes at once along whichever of its dimensions is contiguous.
+template <class Plan, int N, int K, int J, class... Factors, typename T>
+__device__ __forceinline__ void load_factor(T* to, const Factors4<T>& factors, Merged<Factors...>) {
+    using W = Merged<Factors...>;
+    constexpr int V = 16 / sizeof(T);
+    if constexpr (W::COUNT > 0) {
+        long long p = factors.p[N], q = factors.q[N];
+        const T* from = factors.at[N];
+        auto neighbours = [&](int k, int j) { return load_vec<T, V>(from + k * p + j * q); };
+        auto one = [&](int k, int j) { return Vec<T, 1>{T(element<N, Factors...>(factors, k, j))}; };
+        if constexpr (W::COUNT == 1 && W::P % V == 0 && W::Q % V == 0) {
+            bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
+            if (aligned && q == 1 && p % V == 0) place_factor<Plan, W::P, W::Q, K, J, 1, V>(to, neighbours);
+            else if (aligned && p == 1 && q % V == 0) place_factor<Plan, W::P, W::Q, K, J, V, 1>(to, neighbours);
+            else place_factor<Plan, W::P, W::Q, K, J, 1, 1>(to, one);
+        } else {
+            place_factor<Plan, W::P, W::Q, K, J, 1, 1>(to, one);
+        }
+    }
+}

@@ -1,0 +1,218 @@
+// The backward of one large factor of float in a launch by warpgroups (sm_90a): split.cuh, in whose words this is told.
+//
+// Of lines n, which are columns if something is to the factor's right, else rows, a tile has N, and
+//     dx[p][n] = W[p][q] g[q][n],  dW[p][q] += x[p][n] g[q][n]
+// with what has 64 of the rows p in a warpgroup's registers as operand a: W, of which all lines need the same, and x, which each lane
+// brings itself. So only g is in shared memory, for both products. Registers hold all sums, those of a product of 64 columns q, and of W
+// the pieces that five (of q = 64, all) of the six products take.
+//
+// On one H200, in us, without the partial sums' launch, from both operands in shared memory: 1024 x (128, 128), the right factor and the
+// left one, 104 and 107; the left one of 16 x 64^3, 22.2. Tensor cores need 56, 56 and 7.
+//     operands a in registers          104, 117, 24.7 (said: 78, 78, 18)
+//     seats, turns                      95, 103, 24.2
+//     what comes, by cp.async          100, 101, 23.0 (said: 72, 78), three teams of 64 x 64
+// The first missed since it is not wgmma's reading that the others waited for. wgmma of 32 columns takes its 16 cycles with a in registers
+// (24 with a in shared memory), but a warp waits while it begins them: of its time, 30 % there, 25 % for loads, 15 % at barriers, with the
+// other warpgroup, whose tensor cores then rest, 14 % for L1 to take a load or store, which was 64 to 69 % busy, tensor cores 51 to 56 %.
+// The last missed, too: the fence stood after the copies and the stores of a tile, and may have waited for them. Since it stands before both,
+// the whole backward of (128, 128) takes 198, with what comes in registers 201; that of 16 x 64^3 68 and 70.
+//
+// By clocks read in the kernel, 20000 of its 45000 cycles for 16 x 64^3 were until the first product: three tiles of each team, 20 MB, were
+// asked for before W, which each lane brought by numbers from eight rows, and two tiles put down. With W, in whole lines, and the first tile
+// first, and one tile put down before (its h no longer begins in the step before): 12700, the blocks' median end from 24.0 to 20.1 us (said:
+// 18). So, and as split.cuh tells of its launches, the whole backward of (128, 128) takes 178 for 198.
+//
+// ptxas: a wgmma that is still under way at a loop's end, or after a branch that began it, makes it wait for each one (C7514); that of
+// NVRTC 12.9 failed where W's next product began before the second half of x's.
+#pragma once
+#include "common/ptx/async_copy.cuh"
+#include "common/ptx/launch.cuh"
+#include "warpgroups.cuh"
+
+// C: numbers to the factor's right. PLACES: tiles of g in shared memory. One is put down LEAD tiles ahead: where two warpgroups share it, one
+// sees only a turn later what the other has put down, and may still have its products of the tile before.
+template <int TEAMS_, typename Kind_, long long C_, class Factor_>
+struct SplitOne4 {
+    using Kind = Kind_;
+    static constexpr bool LEFT = C_ > 1;
+    static constexpr int P = Factor_::P, Q = Factor_::Q, N = 32, COUNT = Pieces<Kind>::COUNT, HELD = Q == 64 ? COUNT : 2;
+    static constexpr int LEAD = P == 64 ? 1 : 2, PLACES = 2 * LEAD;
+    static constexpr int TEAMS = TEAMS_, THREADS = 2 * P;
+    static constexpr unsigned ACROSS = LEFT ? C_ / N : 1;
+    using X = Tiles<LEFT ? P : N, LEFT ? N : P, Kind>;
+    using G = Tiles<LEFT ? Q : N, LEFT ? N : Q, Kind>;
+    using W = Tiles<P, Q, Kind>;
+    static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
+    static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the piece of W in shared memory
+    // Of a team: bytes of g's tiles, where W is staged before, and of what is on its way.
+    static constexpr int STAGED = Staged<W>::SPACE / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
+                         ROOM = (P + Q) * N * 4;
+};
+
+// 64 rows of W as operand a: HELD pieces in registers, the others in shared memory.
+template <int K, int HELD_>
+struct Partly {
+    static constexpr int HELD = HELD_;
+    static constexpr bool DOWN = false;
+    unsigned pieces[HELD][K / 16][4];
+    unsigned long long third;
+
+    __device__ __forceinline__ unsigned long long operator()(int, int k) const { return third + k * 16; }
+};
+
+// As kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: W's third piece, each team's PLACES of g, each
+// team's room for what is on its way, where a thread takes what it brought itself; or the sums.
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
+    kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, const T* w, long long A, long long w_p, long long w_q,
+                                 double scale) {
+    using Kind = typename Plan::Kind;
+    using X = typename Plan::X;
+    using G = typename Plan::G;
+    using W = typename Plan::W;
+    constexpr int P = Plan::P, Q = Plan::Q, N = Plan::N, PLACES = Plan::PLACES, LEAD = Plan::LEAD, THREADS = Plan::THREADS;
+    constexpr bool LEFT = Plan::LEFT;
+    constexpr long long X_STRIDE = Plan::X_STRIDE, G_STRIDE = Plan::G_STRIDE;
+    constexpr unsigned ACROSS = Plan::ACROSS;
+    extern __shared__ uint4 dynamic[];
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (P / 16), group = warp / 4 % (P / 64);
+    __nv_bfloat16 *third = reinterpret_cast<__nv_bfloat16*>(dynamic), *gs = third + Plan::THIRD + team * Plan::TEAM / 2;
+    // A lane's rows p are `own` and `own` + APART: neighbours in memory, if it is the rows that are.
+    constexpr int APART = LEFT ? 8 : 1;
+    int own = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4 * (LEFT ? 1 : 2), lane = threadIdx.x % 4;
+    Vec<T, 4>* room = reinterpret_cast<Vec<T, 4>*>(third + Plan::THIRD + Plan::TEAMS * Plan::TEAM / 2) + team * Plan::ROOM / 16;
+    Arriving<G, THREADS, T> next_g{room + threadIdx.x % THREADS};
+    Vec<T, 4>* x_room = next_g.room + Q * N / 4;
+    Vec<T, 2>* x_twos = reinterpret_cast<Vec<T, 2>*>(room + Q * N / 4) + threadIdx.x % THREADS;
+    auto place = [&](int n) { return gs + n * G::BYTES / 2; };
+    auto x_place = [&](unsigned a) { return LEFT ? a / ACROSS * (P * X_STRIDE) + a % ACROSS * N : a * (1ll * N * P); };
+    auto g_place = [&](unsigned a) { return LEFT ? a / ACROSS * (Q * G_STRIDE) + a % ACROSS * N : a * (1ll * N * Q); };
+    float h[N / 8][4], z[8][4], sums[Q / 8][4] = {};
+    Rows<N, Kind> rows;
+    auto fetch_g = [&](unsigned a) { next_g.fetch(g + g_place(a), G_STRIDE); };
+    auto fetch_x = [&](unsigned a) {
+        const T* from = x + x_place(a);
+        if constexpr (LEFT) {
+#pragma unroll
+            for (int e = 0; e < N / 8; ++e)
+                cp_async_16(shared_address(x_room + e * THREADS), from + (own + e % 2 * 8) * X_STRIDE + lane * 4 + e / 2 * 16);
+        } else {
+#pragma unroll
+            for (int e = 0; e < N / 4; ++e)
+                cp_async<8>(shared_address(x_twos + e * THREADS), from + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, true);
+        }
+        cp_async_commit();
+    };
+    auto split_x = [&] {
+        float numbers[N / 8][4];
+#pragma unroll
+        for (int e = 0; e < N / 2; ++e)
+            numbers[e / 4][e % 4] = LEFT ? x_room[(e / 8 * 2 + e / 2 % 2) * THREADS].v[e / 4 % 2 * 2 + e % 2]
+                                         : x_twos[(e / 4 * 2 + e % 2) * THREADS].v[e / 2 % 2];
+        rows.split(numbers);
+    };
+    auto ahead = [&](unsigned a) {
+        Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
+        Ahead<G::ROWS, G::COLUMNS, THREADS, T>::ahead(g + g_place(a), G_STRIDE);
+    };
+    auto give = [&](unsigned a) {
+        T* to = dx + x_place(a);
+#pragma unroll
+        for (int e = 0; e < N / 2; ++e) h[e / 4][e % 4] *= float(scale);
+        if constexpr (LEFT) {
+            each_seated(h, [&](Vec<float, 4> four, int row, int column) { store_vec(to + (64 * group + row) * X_STRIDE + column, four); });
+        } else {
+#pragma unroll
+            for (int e = 0; e < N / 4; ++e)
+                store_vec(to + own + (e / 2 * 8 + lane * 2 + e % 2) * X_STRIDE, Vec<T, 2>{h[e / 2][e % 2], h[e / 2][e % 2 + 2]});
+        }
+    };
+    Turns<P / 64> turns{team, group};
+    unsigned step = gridDim.x * Plan::TEAMS, tiles = LEFT ? A * ACROSS : A / N, a = blockIdx.x + team * gridDim.x;
+    let_next_come();
+    factor_ahead<W, Plan::TEAMS * THREADS>(w, w_p, w_q);
+    if (a < tiles) Ahead<X::ROWS, X::COLUMNS, THREADS, T>::ahead(x + x_place(a), X_STRIDE);
+    wait_for_previous();
+    Partly<Q, Plan::HELD> factor;
+    {
+        Underway<W, Plan::TEAMS * THREADS, T> whole;
+        whole.fetch_any(w, w_p, w_q);
+        if (a < tiles) {
+            fetch_g(a);
+            fetch_x(a);
+        }
+        if (a + step < tiles) ahead(a + step);                                         // after the first tile's, which all wait for
+        float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
+        static_assert(Staged<W>::SPACE <= Plan::TEAMS * Plan::TEAM, "where g will be");
+        Staged<W>::put(staged, whole);
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < Q / 2; ++e) {
+            int column = e / 4 * 8 + lane * 2 + e % 2;
+            all[e / 4][e % 4] = staged[(own + e / 2 % 2 * APART) * Staged<W>::ROW + (LEFT ? column : where(column))];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < Q / 4; ++e) {
+            unsigned two[Plan::COUNT];
+            split_two(all[e / 2][e % 2 * 2], all[e / 2][e % 2 * 2 + 1], two);
+#pragma unroll
+            for (int i = 0; i < Plan::HELD; ++i) factor.pieces[i][e / 4][e % 4] = two[i];
+            if constexpr (Plan::HELD < Plan::COUNT)
+                if (team == 0) put_word<W>(third + W::tile(64 * group, 0), e, two[Plan::COUNT - 1]);
+        }
+        factor.third = Described<W, false>(third, 64 * group).at;
+    }
+    cp_async_wait<0>();
+    if (a < tiles) {
+        split_x();
+        next_g.put(gs);
+    }
+#pragma unroll
+    for (int n = 1; n < LEAD; ++n)
+        if (a + n * step < tiles) {
+            fetch_g(a + n * step);
+            cp_async_wait<0>();
+            next_g.put(place(n));
+        }
+    // What a turn's end takes: x of the next tile, g of LEAD tiles on.
+    auto fetch = [&](unsigned a) {
+        if (a + step < tiles) fetch_x(a + step);
+        if (a + LEAD * step < tiles) fetch_g(a + LEAD * step);
+    };
+    fetch(a);
+    fence_async();
+    __syncthreads();
+    if (a < tiles) turns.first();
+    int now = 0;
+#pragma unroll 1
+    for (; a < tiles; a += step) {
+        bool more = a + step < tiles;
+        turns.begin();
+        start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now)));
+        if constexpr (Q > 64) {
+            wgmma_wait<0>(z);
+            add(sums, z);
+            start_product<N, Kind>(z, rows, Described<G, !LEFT>(place(now), 64));
+        }
+        start_product<Q, Kind>(h, factor, Described<G, LEFT>(place(now)));
+        turns.end(more);
+        wgmma_wait<1>(z);
+        add(sums, z, Q / 8 - 8);
+        cp_async_wait<0>();
+        split_x();
+        if (a + LEAD * step < tiles) next_g.put(place((now + LEAD) % PLACES));
+        fence_async();
+        if (a + 2 * step < tiles) ahead(a + 2 * step);
+        fetch(a + step);
+        wgmma_wait<0>(h);
+        give(a);
+        turns.rest();
+        now = (now + 1) % PLACES;
+    }
+    if (!add_teams<Plan::TEAMS, THREADS, Q / 2>(dynamic, team, [&](int i) -> float& { return sums[i / 4][i % 4]; })) return;
+    partials += (long long)blockIdx.x * (P * Q);
+    if constexpr (LEFT)
+        each_two(sums, [&](Vec<float, 2> two, int row, int column) { store_vec(partials + (64 * group + row) * Q + column, two); });
+    else each_seated(sums, [&](Vec<float, 4> four, int row, int column) { store_vec(partials + (own + row / 8 % 2) * Q + column, four); });
+}

@@ -1,0 +1,208 @@
+// What kron_linear v4 does with a tile of the array, from the loads of it and of the factors to the stores of its results.
+//
+// A group of neighbouring factors a launch, compiled for the factors' sizes and the tile's: every distance is a constant. Factor
+// 0 is the rightmost. For the group the array is [A][P][C], and a tile [L][P][R]: L of the A where R is C (WHOLE), else one of
+// the A and R of the C, where R divides C. A step sees the tile as [left][P][right] and multiplies it along one index by the
+// Kronecker product of one or more neighbouring factors: tiny ones, merged, cost little more and go over the tile once.
+//
+// A tile arrives in `stage`, as it is stored, by copies that run while the tile before is multiplied; where shared memory does
+// not hold two tiles, only the first AHEAD numbers do, and the others come late, to where the results go. Results go to
+// `tile`, in float. It has room for one: a step holds all its sums in registers until every thread has read. The rightmost
+// factor may be cut into SLICES of its columns, so that several blocks share the work of a tile and none does any twice.
+//
+// A step is LOCAL where each warp writes what it alone has read. Then warps wait for none but themselves, and while one fetches
+// another multiplies; a block's barriers would have all fetch at one time, and all multiply at another.
+//
+// Everything moves as 16 bytes. A Layout puts a unit of 16 bytes, u, at u ^ (u >> S & M) ^ (u >> S2 & M2), so that the lanes
+// which one access serves meet different banks; that is linear in the bits of u, so where all sizes are powers of two the
+// place of a sum is the "sum", by exclusive or, of places. (Where they are not, nothing is moved.)
+#pragma once
+#include "common/pdl.cuh"
+#include "common/ptx/async_copy.cuh"
+#include "common/ptx/mma.cuh"
+#include "tensor.cuh"
+
+constexpr int MOST = 8;  // factors in a launch
+
+// The group's factors, as views.
+template <typename T>
+struct Factors4 {
+    const T* at[MOST];
+    long long p[MOST], q[MOST];  // distances between rows, between columns
+};
+
+// Number [k][j] of the Kronecker product of factors N, N + 1, .. of which the first is the rightmost.
+template <int N, class Factor, class... Others, typename T>
+__device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int k, int j) {
+    compute_t<T> value = load_as(factors.at[N][k % Factor::P * factors.p[N] + j % Factor::Q * factors.q[N]]);
+    if constexpr (sizeof...(Others)) value *= element<N + 1, Others...>(factors, k / Factor::P, j / Factor::Q);
+    return value;
+}
+
+// A step's matrix in shared memory: numbers as the factor has them, but products of merged ones as they are computed, and what tensor cores
+// take as floats converted once.
+template <class Plan, bool FIRST, typename T, class S>
+using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_pairs<S, T, T>())), T, compute_t<T>>;
+
+template <class Plan, bool FIRST, typename T, class S>
+__device__ constexpr int matrix_bytes() {
+    using M = matrix_t<Plan, FIRST, T, S>;
+    return (high<S, FIRST && in_pairs<S, T, M>()>() * S::PADDED * sizeof(M) + 15) / 16 * 16 * (Plan::SPLIT ? 2 : 1);
+}
+template <class Plan, typename T, class S, class... Others>
+__device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
+    return matrix_bytes<Plan, true, T, S>() + (0 + ... + matrix_bytes<Plan, false, T, Others>());
+}
+
+// f(row, column) of ROWS x COLUMNS, by all threads of a block; the column stays, where it can.
+template <int ROWS, int COLUMNS, int THREADS, class F>
+__device__ __forceinline__ void share(const F& f) {
+    if constexpr (THREADS % COLUMNS == 0) {
+#pragma unroll 8
+        for (int row = threadIdx.x / COLUMNS; row < ROWS; row += THREADS / COLUMNS) f(row, threadIdx.x % COLUMNS);
+    } else {
+#pragma unroll 8
+        for (int e = threadIdx.x; e < ROWS * COLUMNS; e += THREADS) f(e / COLUMNS, e % COLUMNS);
+    }
+}
+
+// Numbers of a step's matrix to their place; their small parts lie `apart`.
+template <class Plan, typename M, int N>
+__device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
+    if constexpr (Plan::SPLIT) {
+        Vec<M, N> small;
+#pragma unroll
+        for (int e = 0; e < N; ++e) split_tf32(numbers.v[e], numbers.v[e], small.v[e]);
+        store_vec(to + apart, small);
+    } else if constexpr (Plan::IN_TF32 && sizeof(M) == 4) {
+#pragma unroll
+        for (int e = 0; e < N; ++e) numbers.v[e] = to_tf32(numbers.v[e]);
+    }
+    store_vec(to, numbers);
+}
+
+// Copy a step's matrix, COLUMNS from the first on, to shared memory, with zeros beyond: 16 bytes at once along whichever of its
+// dimensions is contiguous.
+template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
+__device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first, Step4<F, C, L, PADDED, In, Factors...>) {
+    using S = Step4<F, C, L, PADDED, In, Factors...>;
+    using M = matrix_t<Plan, N == 0, T, S>;
+    M* to = reinterpret_cast<M*>(matrix);
+    constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
+    constexpr int P = S::P, HIGH = high<S, PAIRS>(), K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
+    constexpr int U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));  // neighbours of a row, of a column, that are read at once
+    constexpr bool BY_ROWS = S::COUNT == 1 && U > 1 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && V > 1;
+    auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
+    auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, HIGH * PADDED); };
+    long long p = factors.p[N], q = factors.q[N];
+    const T* from = factors.at[N] + first * q;
+    bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
+    if (BY_ROWS && q == 1 && p % U == 0 && aligned) {
+        if constexpr (BY_ROWS && !Plan::BY_LANES) {
+            share<P, COLUMNS / U, THREADS>([&](int k, int i) {
+                unsigned at = shared_address(to + place(k, i * U));
+                if constexpr (U * sizeof(T) == 16) cp_async_16(at, from + k * p + i * U);
+                else cp_async<U * sizeof(T)>(at, from + k * p + i * U, true);
+            });
+        } else if constexpr (BY_ROWS) {  // what neighbouring lanes store is contiguous: of all k that an mma takes
+            share<HIGH / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
+                int k = i % 8 * K, j = i / 8 * U;
+                if (HIGH > P && block * (8 * K) + k >= P) return;
+                Vec<T, U> rows[K];
+#pragma unroll
+                for (int r = 0; r < K; ++r) rows[r] = load_vec<T, U>(from + (block * (8 * K) + k + r) * p + j);
+#pragma unroll
+                for (int u = 0; u < U; u += 2) {
+                    Vec<M, 2 * K> numbers;
+#pragma unroll
+                    for (int e = 0; e < 2 * K; ++e) numbers.v[e] = M(rows[e % K].v[u + e / K]);
+                    put<Plan>(to + block * (8 * K * PADDED) + place(k, j + u), numbers, HIGH * PADDED);
+                }
+            });
+        }
+    } else if (BY_COLUMNS && p == 1 && q % V == 0 && aligned) {
+        if constexpr (BY_COLUMNS)
+            share<P / V, COLUMNS, THREADS>([&](int i, int j) {
+                Vec<T, V> v = load_vec<T, V>(from + i * V + j * q);
+#pragma unroll
+                for (int u = 0; u < V; ++u) put_one(i * V + u, j, M(v.v[u]));
+            });
+    } else {
+        share<P, COLUMNS, THREADS>([&](int k, int j) {
+            if constexpr (S::COUNT == 1) put_one(k, j, from[k * p + j * q]);
+            else put_one(k, j, element<N, Factors...>(factors, k, first + j));
+        });
+    }
+    if constexpr (HIGH > P) share<HIGH - P, PADDED, THREADS>([&](int k, int j) { put_one(P + k, j, M(0.0f)); });
+    if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
+}
+
+// Fetch factors to L2, from number N on.
+template <int N, typename T, class... Factors>
+__device__ __forceinline__ void prefetch_those(const Factors4<T>& factors) {
+    int n = N;
+    ((prefetch_factor(factors.at[n], Factors::P, Factors::Q, factors.p[n], factors.q[n]), ++n), ...);
+}
+template <int N, typename T>
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>&, Steps4<>) {}
+template <int N, typename T, int F, int C, int L, int PADDED, class In, class... Factors, class... Others>
+__device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Steps4<Step4<F, C, L, PADDED, In, Factors...>, Others...>) {
+    prefetch_those<N, T, Factors...>(factors);
+    prefetch_factors<N + sizeof...(Factors)>(factors, Steps4<Others...>());
+}
+
+// The matrices of the steps from factor N on.
+template <class Plan, int N, int RIGHT, typename T, class S, class... Others>
+__device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
+    constexpr int COLUMNS = N == 0 ? Plan::COLUMNS : S::Q;
+    load_matrix<Plan, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0, S());
+    if constexpr (N == 0) cp_async_commit();  // step 0 waits for these, and for its tile, alone
+    if constexpr (sizeof...(Others))
+        load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, N == 0, T, S>(), factors, slice, Steps4<Others...>());
+}
+
+// Numbers BEGIN to END of a tile, in the background, and zeros to the end of a unit.
+template <class Plan, int BEGIN, int END, class In, typename T>
+__device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
+    constexpr int W = Plan::BYTES / sizeof(T), UNIT = 16 / sizeof(T), OWN = Plan::LOCAL ? Plan::Rightmost::FETCHED : END - BEGIN;
+    int thread = Plan::LOCAL ? threadIdx.x % 32 : threadIdx.x, threads = Plan::LOCAL ? 32 : Plan::THREADS;
+    int begin = Plan::LOCAL ? threadIdx.x / 32 * OWN : BEGIN, end = begin + OWN;
+    if (Plan::LOCAL && (begin < BEGIN || begin >= END)) return;
+    for (int e = begin + thread * W; e < (end + UNIT - 1) / UNIT * UNIT; e += threads * W) {
+        const T* from = x + e / Plan::R * Plan::C + e % Plan::R;
+        bool in = e < (Plan::WHOLE && rows < Plan::L ? min(rows * (Plan::P * Plan::R), end) : end);
+        if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(to + In::at(e)), from, in);
+        else if constexpr (Plan::BYTES >= 4) cp_async<Plan::BYTES>(shared_address(to + In::at(e)), from, in);
+        else to[In::at(e)] = in ? *from : T(0.0f);
+    }
+}
+
+// The steps from S on, of which `in` and `rest`, from number AHEAD on, are the input. LEFT and RIGHT are those of S. `after` and
+// `late`: what to do when the first and the last step's input has been read.
+template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class Late, class S,
+          class... Others>
+__device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, const char* matrices, const Global4<T>& global,
+                                     const After& after, const Late& late, Steps4<S, Others...>) {
+    constexpr bool LAST = sizeof...(Others) == 0;
+    constexpr int Q = FIRST ? Plan::COLUMNS : S::Q, AHEAD = !FIRST ? 1 << 30 : Plan::REST ? Plan::AHEAD : LEFT * S::P * RIGHT;
+    constexpr bool LOCAL = S::local(LEFT * S::P * RIGHT, RIGHT) && (!FIRST || Plan::LOCAL);
+    using Next = typename First<Others..., S>::type;
+    using Out = typename Next::In;
+    auto have_read = [&] {
+        if constexpr (FIRST) after();
+        else if constexpr (LAST && Plan::REST) late();
+        else if constexpr (LOCAL && (!LAST || S::FETCHED == Plan::Rightmost::FETCHED)) __syncwarp();
+        else if constexpr (!LAST || Plan::LOCAL) __syncthreads();
+    };
+    const auto* w = reinterpret_cast<const matrix_t<Plan, FIRST, T, S>*>(matrices);
+    if constexpr (Plan::TENSOR) multiply4_tensor<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
+    else multiply4<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
+    if constexpr (!LAST) {
+        constexpr int NEXT = LEFT / Next::P;
+        if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
+        if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
+        else __syncthreads();
+        run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, FIRST, T, S>(), global, after, late,
+                                           Steps4<Others...>());
+    }
+}

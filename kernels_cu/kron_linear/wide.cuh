@@ -1,0 +1,292 @@
+// kron_linear v4's step of two factors at once by warpgroups, with wgmma (sm_90a): pages, as in pages.cuh, of which each warpgroup has
+// its own, and waits for no other. The products run in the background, of 64 rows of y at a time, in two pieces of z's columns: while tensor
+// cores are at one, the warps split another, or store what is done.
+#pragma once
+#include "common/ptx/async_copy.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "page_products.cuh"
+
+__device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
+
+// TEAMS: warpgroups of a block. STAGES: pages that each has room for. COLUMNS: of z's first piece; REST: of the other. HELD: parts of w1
+// that stay in registers, else each is fetched anew. Factors may have any sizes, but P2 is even: a page has HIGH rows of DEEP columns in
+// shared memory, of which those beyond P1 and P2 stay 0, as do w1's and w2's. BYTES: of a copy. UNIT: numbers that are stored at once, by
+// way of shared memory (PACKED), where y's rows begin anywhere.
+//
+// H200, bfloat16, 2048 rows, us by this kernel, and by v2: left and right factor (86, 128) 38, 83; (108, 128) 40, 109. By this kernel, by
+// what was planned before, and by v2: (128, 86) 45, 114, 86; (128, 108) 47, 100, 111; (148, 128) 74, 159, 183; (148, 96) 56, 149, 160;
+// (100, 100) 46, 100, 145; (144, 72) 42, 78, 82; (64, 86) 23, 98, 168. What did not help: odd right factors, of which each number is a
+// load and a store: (128, 85) 118.
+template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
+struct Wide4 {
+    static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS, MT = 1;
+    static constexpr bool ADDED = ADDED_;
+    static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, PARTS = (Q1 + 63) / 64, ROWS = PARTS * 64;
+    static constexpr int HIGH = sixteens(P1), DEEP = sixteens(P2), ACROSS = sixteens(Q2), LD1 = sixteens(Q1) + 8;
+    static constexpr int COLUMNS = DEEP > 64 ? 64 : sixteens(DEEP / 2), REST = DEEP - COLUMNS;
+    static constexpr int HELD = PARTS <= 2 && (DEEP + ACROSS) / 2 + PARTS * HIGH / 4 <= 192 ? PARTS : 1;
+    static constexpr int BYTES = gcd(16, 2 * P2), UNIT = gcd(8, Q1* Q2);
+    static constexpr bool PACKED = Q2 % 16 > 0;
+};
+
+// A matrix [ROWS][COLUMNS] of 16-bit numbers in shared memory as wgmma takes it for operand b: panels of 64 columns, of whose rows, of 128
+// bytes, each has its eight units of 16 bytes in an order of its own, so that those of eight rows meet different banks. (Cores in a row,
+// padded, are conflict-free to write too, but wgmma reads them slowly: 1024 x (128, 128) took 33 us, not 24.)
+template <int ROWS, int COLUMNS>
+struct Panels {
+    static constexpr int PANEL = ROWS * 64, SIZE = (COLUMNS + 63) / 64 * PANEL;  // numbers
+    __device__ static constexpr int at(int row, int column) {
+        return column / 64 * PANEL + row * 64 + ((column / 8 ^ row) & 7) * 8 + column % 8;
+    }
+    __device__ static unsigned long long described(const void* from) {
+        return describe(shared_address(from), PANEL * 2, 8 * 128) | SWIZZLED;
+    }
+    // What to add to that for those from `row` on, a multiple of 8, and from `column` on, where a panel begins, or all are of one.
+    __device__ static constexpr int step(int row, int column) { return (column / 64 * PANEL + row * 64 + column % 64) * 2 / 16; }
+};
+
+// The same of floats, in TF32: cores of 8 columns of 4 numbers, which are neighbours along k. Lane t of four has columns 2 t and 2 t + 1 of
+// eight of z, and gives them to the product as numbers t and t + 4: that says which row of w2 lies where.
+template <int ROWS, int COLUMNS>
+struct Cores {
+    static constexpr int ACROSS = ROWS / 4 * 32, SIZE = COLUMNS / 8 * ACROSS;  // numbers
+    __device__ static constexpr int at(int row, int column) {
+        return column / 8 * ACROSS + (row / 8 * 2 + row % 2) * 32 + column % 8 * 4 + row % 8 / 2;
+    }
+    __device__ static unsigned long long described(const void* from) { return describe(shared_address(from), 32 * 4, ACROSS * 4); }
+    __device__ static constexpr int step(int row, int) { return row / 4 * 32 * 4 / 16; }
+};
+
+// x and w2, whose numbers are of type U: bfloat16 is multiplied as it is, by z in two pieces, and float16 in TF32.
+template <typename T>
+using right_t = conditional_t<IS_BF16<T>, T, float>;
+template <class Plan>
+using Page = Panels<Plan::HIGH, Plan::DEEP>;
+template <class Plan, typename U>
+using RightMatrix = conditional_t<sizeof(U) == 2, Panels<Plan::DEEP, Plan::ACROSS>, Cores<Plan::DEEP, Plan::ACROSS>>;
+
+template <class Plan, typename U>
+struct PutWide {
+    static constexpr int TOGETHER = sizeof(U) == 2 ? 2 : 1;
+    U* to;
+    template <typename T, int N>
+    __device__ __forceinline__ void operator()(int k, int j, const Vec<T, N>& v) const {
+        int at = RightMatrix<Plan, U>::at(k, place_of_column<Plan::Q2>(j));
+        if constexpr (sizeof(U) == 2) store_vec(to + at, v);
+        else to[at] = to_tf32(load_as(v.v[0]));
+    }
+};
+
+// A page, in the background, by a warpgroup. The next places of a thread are as many rows away as eight of them, or 16, are.
+template <class Plan, typename T>
+__device__ __forceinline__ void load_wide(T* to, const T* from) {
+    constexpr int U = Plan::BYTES / sizeof(T), UNITS = Plan::P2 / U, LANES = UNITS > 8 ? 16 : 8;
+    // Two rows of a warp, of 16 lanes, are those that meet different banks.
+    int row = LANES == 8 ? threadIdx.x % 128 / 8 : threadIdx.x % 128 / 32 + threadIdx.x % 32 / 16 * 4;
+#pragma unroll
+    for (int first = 0; first < UNITS; first += LANES) {
+        int unit = first + threadIdx.x % LANES;
+        if (first + LANES > UNITS && unit >= UNITS) break;
+        T* place = to + Page<Plan>::at(row, unit * U);
+        const T* source = from + row * Plan::P2 + unit * U;
+#pragma unroll
+        for (int r = 0; r < Plan::P1; r += 128 / LANES) {
+            if (r + 128 / LANES > Plan::P1 && row >= Plan::P1 - r) break;
+            if constexpr (Plan::BYTES == 16) cp_async_16(shared_address(place + r * 64), source + r * Plan::P2);
+            else cp_async<Plan::BYTES>(shared_address(place + r * 64), source + r * Plan::P2, true);
+        }
+    }
+}
+
+// Zeros to ROWS x COLUMNS of a matrix M from [ROW][COLUMN] on, by THREADS threads.
+template <class M, int ROW, int ROWS, int COLUMN, int COLUMNS, int THREADS, typename T>
+__device__ __forceinline__ void clear(T* matrix) {
+    if constexpr (COLUMNS > 0)
+        for (int e = threadIdx.x % THREADS; e < ROWS * COLUMNS; e += THREADS)
+            matrix[M::at(ROW + e / COLUMNS, COLUMN + e % COLUMNS)] = T(0.0f);
+}
+
+// Zeros to what is beyond the sizes: of a warpgroup's pages, and of w1 and w2, by a block's threads.
+template <class Plan, typename U, typename T>
+__device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
+    using X = Page<Plan>;
+    using Right = RightMatrix<Plan, U>;
+    constexpr int P1 = Plan::P1, P2 = Plan::P2, Q2 = Plan::Q2, DEEP = Plan::DEEP, THREADS = Plan::THREADS;
+    for (int stage = 0; stage < Plan::STAGES; ++stage, pages += X::SIZE) {
+        clear<X, P1, Plan::HIGH - P1, 0, DEEP, 128>(pages);
+        clear<X, 0, P1, P2, DEEP - P2, 128>(pages);
+    }
+    clear<Right, P2, DEEP - P2, 0, Plan::ACROSS, THREADS>(right);
+    clear<Right, 0, P2, Q2, Plan::ACROSS - Q2, THREADS>(right);
+    if constexpr (Plan::HIGH > Plan::P1 || Plan::Q1 % 16)
+        for (int e = threadIdx.x; e < Plan::HIGH * Plan::LD1; e += Plan::THREADS)
+            if (e / Plan::LD1 >= Plan::P1 || e % Plan::LD1 >= Plan::Q1) left[e] = T(0.0f);
+}
+
+// A warp's 16 rows of w1^T, of a part of 64, as operand a. Rows beyond the last ones are these again.
+template <class Plan, typename T>
+__device__ __forceinline__ void fetch_left(unsigned (&held)[Plan::HIGH / 16][4], const T* w1, int part) {
+    unsigned at = tile_address<true>(w1, Plan::LD1) + min(part * 4 + int(threadIdx.x / 32 % 4), (Plan::Q1 - 1) / 16) * 32;
+#pragma unroll
+    for (int k = 0; k < Plan::HIGH / 16; ++k) load_tiles<true>(held[k], at + k * 16 * Plan::LD1 * 2);
+}
+
+// z = w1^T x, of the columns that `page` describes.
+template <class Plan, typename T, int N>
+__device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1)[Plan::HIGH / 16][4], unsigned long long page) {
+    wgmma_fence();
+    wgmma<T, true>(z, w1[0], page, false);
+#pragma unroll
+    for (int k = 1; k < Plan::HIGH / 16; ++k) wgmma<T, true>(z, w1[k], page + Page<Plan>::step(k * 16, 0), true);
+    wgmma_commit();
+}
+
+// y (+)= z w2, of the rows of w2 that `right` describes. z has columns from FROM on; those beyond P2 count for nothing, whatever w1 is. (To
+// write zeros to z itself would have ptxas wait for each product at once: 2048 x (128, 86) took 58 us.)
+template <class Plan, typename U, int FROM, int N>
+__device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], const float (&z)[N][4], unsigned long long right) {
+    constexpr bool ADD = FROM > 0;
+    auto number = [&](int n, int i) {
+        int column = FROM + n * 8 + i % 2;
+        return column + 6 >= Plan::P2 && column + int(threadIdx.x % 4) * 2 >= Plan::P2 ? 0.0f : z[n][i];
+    };
+    unsigned a[N][4];  // of 16 columns big numbers, then small ones; or of 8 columns
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) {
+        int n = i / 2, row = i % 2;
+        float one = number(n, row * 2), two = number(n, row * 2 + 1);
+        if constexpr (sizeof(U) == 2) {
+            split_pair(one, two, a[n / 2 * 2][n % 2 * 2 + row], a[n / 2 * 2 + 1][n % 2 * 2 + row]);
+        } else {
+            a[n][row] = __float_as_uint(to_tf32(one));
+            a[n][row + 2] = __float_as_uint(to_tf32(two));
+        }
+    }
+    wgmma_fence();
+    wgmma<U, sizeof(U) == 2>(y, a[0], right, ADD);
+#pragma unroll
+    for (int n = 1; n < N; ++n)
+        wgmma<U, sizeof(U) == 2>(y, a[n], right + RightMatrix<Plan, U>::step(sizeof(U) == 2 ? n / 2 * 16 : n * 8, 0), true);
+    wgmma_commit();
+}
+
+// Store a warp's 16 rows of y, which are neighbours in memory, from row `first` on; `room` is shared memory for them.
+template <class Plan, typename T>
+__device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, const T* residual, const float (&y)[Plan::ACROSS / 8][4],
+                                             int first, float scale) {
+    constexpr int Q2 = Plan::Q2, UNIT = Plan::UNIT, PAIR = gcd(Q2, 2);
+    int numbers = min(16, Plan::Q1 - first) * Q2, lane = threadIdx.x % 32, own = lane / 4 * Q2 + lane % 4 * 2;
+    if (numbers <= 0) return;
+    out += first * Q2;
+#pragma unroll
+    for (int i = 0; i < Plan::ACROSS / 2; i += PAIR) {
+        int column = i / 4 * 8 + i % 2, at = own + i / 2 % 2 * 8 * Q2 + column;
+        if (column + 6 >= Q2 && column + lane % 4 * 2 >= Q2) continue;
+        float part[PAIR];
+#pragma unroll
+        for (int e = 0; e < PAIR; ++e) {
+            part[e] = y[i / 4][i % 4 + e] * scale;
+            if (Plan::ADDED && bias && at < numbers) part[e] += load_as(bias[first * Q2 + at + e]);
+            if (Plan::ADDED && residual && at < numbers) part[e] += load_as(residual[first * Q2 + at + e]);
+        }
+        store_vec(room + at, pack<T, PAIR>(part));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16 * Q2; i += 32 * UNIT)
+        if (int e = i + lane * UNIT; e < numbers) store_vec_past_l1(out + e, load_vec<T, UNIT>(room + e));
+    __syncwarp();
+}
+
+// kron_linear_v4_pages by warpgroups, with wgmma. Grid any, block THREADS; dynamic shared memory: w2, the teams' pages, w1.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <typename T, class Plan>
+__global__ void __launch_bounds__(Plan::THREADS, 1)
+    kron_linear_v4_wide(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
+                        const T* w7, const T* bias, const T* residual, long long A, long long w0_p, long long w0_q, long long w1_p,
+                        long long w1_q, long long w2_p, long long w2_q, long long w3_p, long long w3_q, long long w4_p, long long w4_q,
+                        long long w5_p, long long w5_q, long long w6_p, long long w6_q, long long w7_p, long long w7_q, double scale,
+                        long long features) {
+    using U = right_t<T>;
+    using Right = RightMatrix<Plan, U>;
+    constexpr int PAGE = Page<Plan>::SIZE, SECOND = Page<Plan>::step(0, Plan::COLUMNS), STAGES = Plan::STAGES;
+    constexpr bool ONE = STAGES == 1, ALL_HELD = Plan::HELD == Plan::PARTS;
+    extern __shared__ __align__(1024) char panels[];
+    int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), team = warp / 4, stage = 0;
+    U* right = reinterpret_cast<U*>(panels);
+    T *pages = reinterpret_cast<T*>(right + Right::SIZE) + team * STAGES * PAGE, *left = pages + (Plan::TEAMS - team) * STAGES * PAGE;
+    T* room = left + (ALL_HELD ? 0 : Plan::HIGH * Plan::LD1) + warp * 16 * Plan::Q2;
+    long long page = blockIdx.x + (long long)team * gridDim.x, step = (long long)gridDim.x * Plan::TEAMS, next = page;
+    auto load = [&](int to) {
+        if (next < A) load_wide<Plan>(pages + to * PAGE, x + next * (Plan::P1 * Plan::P2));
+        cp_async_commit();
+        next += step;
+    };
+    auto arrive = [&] {
+        cp_async_wait<ONE ? 0 : STAGES - 2>();
+        fence_async();
+        barrier_of(team + 1, 128);
+    };
+    prefetch_factor(w0, Plan::P2, Plan::Q2, w0_p, w0_q);
+    prefetch_factor(w1, Plan::P1, Plan::Q1, w1_p, w1_q);
+    for (long long first = blockIdx.x; first < min(A, step); first += gridDim.x)
+        prefetch_tile<Plan::P1 * Plan::P2, 1>(x + first * (Plan::P1 * Plan::P2), 1, 1);
+    clear_rest<Plan>(pages, left, right);
+    wait_for_previous();
+    each_number<Plan::P1, Plan::Q1, Plan::THREADS>(w1, w1_p, w1_q, PutLeft<Plan, T>{reinterpret_cast<char*>(left)}, [&] {
+        each_number<Plan::P2, Plan::Q2, Plan::THREADS>(w0, w0_p, w0_q, PutWide<Plan, U>{right}, [&] {
+            for (int to = 0; to < (ONE ? 1 : STAGES - 1); ++to) load(to);
+        });
+    });
+    let_next_come();
+    fence_async();
+    __syncthreads();
+    unsigned w1_held[Plan::HELD][Plan::HIGH / 16][4];
+#pragma unroll
+    for (int part = 0; part < Plan::HELD; ++part) fetch_left<Plan>(w1_held[part], left, part);
+    if (Plan::PACKED && ALL_HELD) __syncthreads();
+    if (page >= A) return;
+    arrive();
+    if (!ONE) load(STAGES - 1);
+    unsigned long long w2_at = Right::described(right), pages_at = Page<Plan>::described(pages);
+    float z[Plan::COLUMNS / 8][4] = {}, rest[Plan::REST / 8][4] = {}, y[1][Plan::ACROSS / 8][4] = {};
+    // A turn ends with no product under way: else the compiler, which does not follow their registers into the next, waits for each at once.
+    for (; page < A; page += step) {
+        unsigned long long at = pages_at + stage * (PAGE * 2 / 16);
+        if (!ALL_HELD) fetch_left<Plan>(w1_held[0], left, 0);
+        start_left<Plan, T>(z, w1_held[0], at);
+        start_left<Plan, T>(rest, w1_held[0], at + SECOND);
+#pragma unroll
+        for (int part = 0; part < Plan::PARTS; ++part) {
+            wgmma_wait<1>(z);
+            start_right<Plan, U, 0>(y[0], z, w2_at);
+            wgmma_wait<1>(rest);
+            start_right<Plan, U, Plan::COLUMNS>(y[0], rest, w2_at + Right::step(Plan::COLUMNS, 0));
+            if (part == Plan::PARTS - 1) {  // the page is read, and, but for the only one, the next one has come
+                if (ONE) barrier_of(team + 1, 128);
+                else arrive();
+                load(stage);
+                stage = stage + 1 < STAGES ? stage + 1 : 0;
+                wgmma_wait<0>(y[0]);
+            } else {
+                unsigned (&next_w1)[Plan::HIGH / 16][4] = w1_held[ALL_HELD ? part + 1 : 0];
+                wgmma_wait<1>(z);
+                if (!ALL_HELD) fetch_left<Plan>(next_w1, left, part + 1);
+                start_left<Plan, T>(z, next_w1, at);
+                wgmma_wait<1>(y[0]);
+                start_left<Plan, T>(rest, next_w1, at + SECOND);
+            }
+            long long row = page * (Plan::Q1 * Plan::Q2);
+            int first = part * 64 + warp % 4 * 16;
+            const T* added = residual ? residual + row : nullptr;
+            if constexpr (Plan::PACKED) store_packed<Plan>(out + row, room, bias, added, y[0], first, float(scale));
+            else store_rows<Plan, Plan::Q2>(out + row, bias, added, y, first, 0, float(scale));
+            __syncwarp();  // else the compiler puts the stores off, and lacks registers for what they store
+        }
+        if (ONE) arrive();
+    }
+}
+#endif

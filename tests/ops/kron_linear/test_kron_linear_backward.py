@@ -1,0 +1,257 @@
+"""kron_linear v4's fused backward: its plans cover every factor and fit a block, and in every tiling the numbers hold."""
+
+import contextlib
+import itertools
+from math import prod
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+from test_kron_linear import dense, draw
+from test_kron_linear_groups import LAYERS
+
+import cukern
+from cukern.ops.kron_linear import backward as kron_backward
+from cukern.ops.kron_linear import cublas, groups, v4_backward
+from cukern.ops.kron_linear.gradients import gradient
+from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.plan import Backward, steps
+from cukern.runtime import backend
+
+
+@pytest.mark.parametrize("limit", (226 << 10, 63 << 10))
+@pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
+def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
+    for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
+        plan = kron_backward.backwards(sizes, rows, Target(itemsize, 132, limit, tensor))
+        assert [s for launch in plan for s in launch.steps] == list(steps(sizes))
+        for launch in plan:
+            if not launch.template:
+                assert len(launch.steps) == 1
+                continue
+            assert itemsize <= 4, "there is no double on these tensor cores"
+            assert 0 < launch.shared <= limit and launch.threads in (128, 256, 512) and launch.blocks > 0
+            assert all(a.factor == b.factor + 1 for a, b in itertools.pairwise(launch.steps))
+    plan = kron_backward.backwards(((2, 2),) * 16, 16, Target(itemsize, 132, limit, tensor))
+    assert len(plan) <= 3 or itemsize == 8, "tiny factors are merged"
+
+
+def variants(sizes, first, count, rows, dtype) -> list[Backward]:
+    """Launches of `count` steps from `first` on, one of each kind: what a kernel does differently for them."""
+    kinds: dict[object, Backward] = {}
+    assert groups.end_of_run(steps(sizes), first) >= first + count
+    for pieces in kron_backward._pieces(steps(sizes)[first : first + count], dtype == torch.float32):
+        for launch in kron_backward._tilings(pieces, rows, Target(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)):
+            threads, _, _, _, stages, L, R, *_ = launch.template.removeprefix("Backward4<").split(", ")
+            kinds.setdefault((len(pieces[0]), threads, stages, int(L) > 1, int(R) % 16), launch)
+    return list(kinds.values())
+
+
+def gradients(inputs, h, inside) -> list[torch.Tensor]:
+    """Those of x and of the factors `inside`, by torch, of half of the layer."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = cukern.kron_linear(leaves[0], leaves[1:], scale=0.5, version="v2")
+    return list(torch.autograd.grad(y, [leaves[0], *[leaves[i + 1] for i in inside]], h))
+
+
+def error(y, exact) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+CASES = [
+    (((16, 24), (24, 8)), 0, 2, 5, torch.float32),  # rows that do not fill the last tile; half of 16 rows
+    (((16, 24), (24, 8)), 0, 2, 5, torch.bfloat16),
+    (((8, 8), (16, 16), (8, 8)), 1, 2, 3, torch.float32),  # with an array to the right, which tiles hold whole or not
+    (((8, 8), (16, 16), (24, 24)), 1, 2, 3, torch.float16),
+    (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.float32),  # merged, not square
+    (((2, 4), (4, 4), (4, 4), (4, 2)), 0, 4, 7, torch.bfloat16),
+    (((40, 24),), 0, 1, 19, torch.float32),  # one factor, the rightmost
+    (((40, 24), (8, 8)), 1, 1, 3, torch.bfloat16),  # one factor, with an array to the right
+    (((13, 10), (21, 7)), 0, 2, 5, torch.float32),  # sizes with zeros beyond them in shared memory
+    (((13, 20), (20, 6)), 0, 2, 5, torch.bfloat16),
+    (((4, 4), (6, 5), (13, 9)), 1, 2, 3, torch.float32),
+    (((11, 11), (26, 26)), 1, 1, 3, torch.bfloat16),  # tiles whose last columns are beyond those of the array
+    (((5, 5),) * 4, 0, 4, 3, torch.bfloat16),
+    (((88, 104),), 0, 1, 9, torch.bfloat16),  # sums that no number of warps can share evenly
+]
+
+
+@kernels
+@pytest.mark.parametrize("sizes, first, count, rows, dtype", CASES)
+def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype):
+    check(variants(sizes, first, count, rows, dtype), device, sizes, first, count, rows, dtype)
+
+
+def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
+    """`bound`: an error that is allowed, though torch's were less."""
+    run, order = steps(sizes)[first : first + count], steps(sizes)
+    before, inside = {s.factor for s in order[:first]}, [s.factor for s in run]
+    now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
+    ws = [
+        torch.randn(q, p, dtype=dtype, device=device).mT if p == 8 or p < q else torch.randn(p, q, dtype=dtype, device=device)
+        for p, q in sizes
+    ]
+    every = [w if i in inside else torch.eye(n, dtype=dtype, device=device) for i, (w, n) in enumerate(zip(ws, now, strict=True))]
+    z = torch.randn(rows, prod(now), dtype=dtype, device=device)
+    h = torch.randn(rows, prod(w.shape[1] for w in every), dtype=dtype, device=device)
+    exact, torchs = [gradients([t.to(kind) for t in (z, *every)], h.to(kind), inside) for kind in (torch.float64, dtype)]
+    assert found
+    for launch in found:
+        results = []
+        for _ in range(1 if device == "cpu" else 2):
+            grads: list[torch.Tensor | None] = [None] * (len(sizes) + 1)
+            with backend.simulated_memory([z, h, *ws]) if device == "cpu" else contextlib.nullcontext():
+                back = v4_backward.fused(launch, z, h, None, ws, grads, 0.5, 0.5)
+            results.append([back, *[grads[i + 1] for i in inside]])
+        for a, again, right, other in zip(results[0], results[-1], exact, torchs, strict=True):
+            assert same_bits(a, again), launch.template
+            assert error(a, right) <= 2 * error(other, right) + max(bound, torch.finfo(dtype).eps), launch.template
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_layers_of_several_launches(device, dtype):
+    """What went into each launch is multiplied anew; some factors have no place in a fused launch, and some are views."""
+    for sizes in (((8, 8),) * 4, ((3, 5), (8, 16), (24, 8), (16, 16)), ((16, 16), (8, 24), (7, 7))):
+        x, ws = draw(3, sizes, device, dtype)
+        ws = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
+        plan = v4_backward.plan_of(x, x, ws)
+        assert any(launch.template for launch in plan)
+        leaves, wide = [t.detach().requires_grad_() for t in (x, *ws)], [t.double().requires_grad_() for t in (x, *ws)]
+        y, exact = (cukern.kron_linear(z, vs, scale=0.5, version=v) for (z, *vs), v in ((leaves, "v4"), (wide, "v2")))
+        dy = torch.randn_like(y)
+        for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
+            assert error(a, right) < 8 * torch.finfo(dtype).eps
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (pytest.param(torch.float32, marks=pytest.mark.gpu), torch.bfloat16))
+def test_what_lies_between_two_launches_is_kept(device, dtype):
+    """The same gradients as of what is multiplied anew, and again; where no factor has one nothing is kept."""
+    x, ws = draw(1, ((64, 64),) * 3, device, dtype)
+    bias, residual = torch.randn(2, 64**3, device=device).to(dtype)
+    at = v4_backward.boundary(x, ws, True)
+    assert at == len(v4_backward.plan_of(x, x, ws)[0].steps) == 2
+    leaves = [t.requires_grad_() for t in (x, *ws)]
+    y = cukern.kron_linear(x, ws, scale=0.5, bias=bias, residual=residual[None])
+    assert y.grad_fn.at == at and same_bits(
+        y, cukern.kron_linear(x.detach(), ws, scale=0.5, bias=bias, residual=residual[None], version="v4")
+    )
+    g = torch.randn_like(y)
+    first, again = (torch.autograd.grad(y, leaves, g, retain_graph=True) for _ in range(2))
+    with torch.no_grad(), backend.simulated_memory([*leaves, g]) if device == "cpu" else contextlib.nullcontext():
+        anew = v4_backward.backward(x, g, ws, [True] * 4, 0.5)
+    exact, torchs = (gradients([t.to(kind) for t in leaves], g.to(kind), (0, 1, 2)) for kind in (torch.float64, dtype))
+    for a, b, c, right, other in zip(first, again, anew, exact, torchs, strict=True):
+        assert same_bits(a, b)
+        assert max(error(a, right), error(c, right)) <= 2 * error(other, right) + torch.finfo(dtype).eps
+    assert cukern.kron_linear(x, [w.detach() for w in ws]).grad_fn.at == 0
+
+
+@pytest.mark.parametrize("limit", (226 << 10, 98 << 10))
+@pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
+def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
+    target = Target(itemsize, 132, limit, tensor)
+    for p, q, C in itertools.product((3, 8, 86, 148, 256), (12, 100, 136), (1, 2, 16, 37, 86, 100, 128, 148, 172, 257, 1000)):
+        plan = gradient(64, p, q, C, target)
+        assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.pieces >= 1, (p, q, C)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gradients_in_several_tiles(device, dtype):
+    """By our kernel, and by torch's products of parts of the rows: the same sums."""
+    z, h = torch.randn(5, 136, 24, dtype=dtype, device=device), torch.randn(5, 150, 24, dtype=dtype, device=device)
+    exact, torchs = (0.5 * torch.einsum("akc,ajc->kj", z.to(kind), h.to(kind)) for kind in (torch.float64, dtype))
+    allowed = 2 * error(torchs, exact) + torch.finfo(dtype).eps
+    with backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext():
+        ours = v4_backward.contraction(z[None], h[None], 0.5)[0]
+    assert error(ours, exact) <= allowed
+    if dtype == torch.float32:
+        assert error(cublas.contraction(z, h, 0.5), exact) <= allowed
+
+
+def test_autocast_changes_no_gradient_of_torchs():
+    for right in (1, 24):
+        z, h = torch.randn(50, 20, right), torch.randn(50, 12, right)
+        exact = torch.einsum("akc,ajc->kj", z.double(), h.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = cublas.contraction(z, h, 1.0)
+        assert found.dtype == torch.float32 and error(found, exact) < 1e-6
+
+
+@pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))
+def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
+    target = Target(itemsize, 132, 226 << 10, tensor)
+    for (A, p, C), torchs in (
+        ((1 << 18, 100, 1), False),
+        ((1 << 18, 200, 1), True),
+        ((128, 384, 384), itemsize == 4),
+        ((4096, 100, 100), False),
+    ):
+        assert bool(cublas.better_gradient(A, p, p, C, target, gradient(A, p, p, C, target).us)) == torchs
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_large_factors_of_unlike_sizes(device, dtype):
+    """Those that kron_split.py leaves to kron_backward.py: 96 columns, and few numbers in one of two factors."""
+    for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32))):
+        x, ws = draw(2, sizes, device, dtype)
+        leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
+        y, exact = cukern.kron_linear(x, ws, version="v4"), dense(wide[0], wide[1:])
+        dy = torch.randn_like(y)
+        for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
+            assert error(a, right) < 8 * torch.finfo(dtype).eps, sizes
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
+    x, ws = draw(3, ((8, 8), (160, 160)), device, dtype)
+    leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
+    y, exact = cukern.kron_linear(x, ws, scale=0.5, version="v4"), 0.5 * dense(wide[0], wide[1:])
+    dy = torch.randn_like(y)
+    assert kron_backward.better_swapped(v4_backward.plan_of(x.detach(), dy, ws))
+    for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
+        assert error(a, right) < 8 * torch.finfo(dtype).eps
+
+
+@kernels
+def test_infinities_and_large_numbers(device):
+    """They go where ordinary products take them: numbers split in two make no NaN of an infinity, and no infinity of a large number."""
+    for value, sizes in itertools.product(
+        (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-39), (((8, 8), (16, 16)), ((6, 6), (13, 13)), ((64, 64),) * 2)
+    ):
+        x, ws = draw(4, sizes, device, torch.float32)
+        x[1, 37] = value
+        leaves, others = [t.detach().requires_grad_() for t in (x, *ws)], [t.detach().requires_grad_() for t in (x, *ws)]
+        y, plain = (cukern.kron_linear(t[0], t[1:], version=v) for t, v in ((leaves, "v4"), (others, "v2")))
+        dy = torch.randn_like(y) / 64
+        for a, b in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, others, dy), strict=True):
+            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), value
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b[b.isfinite()].abs().max()), equal_nan=True), value
+
+
+MEMORY = (((64, 64),) * 3, 16), (((128, 128),) * 2, 1024), (((8, 8),) * 5, 256), (((96, 64), (64, 80)), 8192), (((160, 160),) * 2, 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes, rows, dtype",
+    (*((*case, t) for case in MEMORY for t in (torch.float32, torch.bfloat16)), (((128,) * 2,) * 2, 32, torch.float32)),
+)
+def test_memory_beside_the_gradients(sizes, rows, dtype):
+    """Forward and backward have no more at any time than x and y are, besides the results. Of fewer rows partial sums may be more."""
+    x, ws = draw(rows, sizes, "cuda", dtype)
+    leaves, g = [t.requires_grad_() for t in (x, *ws)], torch.randn(rows, prod(q for _, q in sizes), device="cuda").to(dtype)
+    for _ in range(2):  # the first one loads the kernels
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = cukern.kron_linear(x, ws)
+        found = torch.autograd.grad(y, leaves, g)
+        results = torch.cuda.memory_allocated() - before
+        extra = torch.cuda.max_memory_allocated() - before - results
+        del y, found
+    assert extra <= x.nbytes + g.nbytes, (extra, x.nbytes, g.nbytes)

@@ -1,0 +1,156 @@
+"""kron_linear v4 of 16-bit numbers where lanes hold a tile's numbers: the plans, and every kind of launch against float64."""
+
+import contextlib
+from math import prod
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+from test_kron_linear import draw
+from test_kron_linear_registers import dense_of, square
+
+from cukern.ops.kron_linear import backward as kron_backward
+from cukern.ops.kron_linear import groups, v4_backward
+from cukern.ops.kron_linear import lanes as kron_lanes
+from cukern.ops.kron_linear import v4 as kron_v4
+from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.lanes import Lanes
+from cukern.ops.kron_linear.plan import steps
+from cukern.ops.kron_linear.v3 import PLAIN
+from cukern.ops.kron_linear.v4 import launch_group, prepare
+from cukern.runtime import backend
+
+TARGET = Target(2, 132, 226 << 10, True)
+HALVES = (torch.bfloat16, torch.float16)
+CASES = [  # sizes, first step, count, rows
+    ((8, 8, 8), 0, 3, 17),  # one pass; several rows a tile, and some that do not fill the last
+    ((8, 16, 8), 0, 3, 3),
+    ((4, 4, 4, 4), 0, 4, 40),  # merged; stores of 8 bytes
+    ((16, 16, 16), 0, 3, 3),  # two passes
+    ((2, 2, 4, 4, 2, 2, 4, 4), 0, 8, 5),  # merged
+    ((2, 4, 8, 16, 2, 4), 0, 6, 3),
+    ((4, 8, 16, 16, 4), 0, 5, 2),  # three steps in a pass, of which the first and the last have bits in common
+    ((8,) * 5, 0, 5, 2),
+    ((16, 16, 16, 8), 0, 4, 2),  # three passes
+    ((8,) * 7, 5, 2, 1),  # a tile of some of the numbers to the right
+    ((4, 16, 16, 64), 1, 2, 1),
+]
+
+
+def launches(sizes, first=0, count=None) -> list[Lanes]:
+    """Of many rows: the same do for few."""
+    return list(kron_lanes.launches(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
+
+
+@pytest.mark.parametrize("sizes, first, count, rows", CASES)
+def test_plans_hold_each_number_once(sizes, first, count, rows):
+    found = launches(sizes, first, count)
+    assert found
+    for group in found:
+        run, top = list(group.steps), kron_lanes.EACH + group.threads.bit_length() - 1
+        assert [s for part in group.parts for step in part.steps for s in step.factors] == [s.p for s in run]
+        assert group.shared <= TARGET.shared and group.L * group.R * prod(s.p for s in run) == 1 << top
+        low = within = group.R.bit_length() - 1
+        within += prod(s.p for s in run).bit_length() - 1
+        for part in group.parts:
+            assert sorted((*part.registers, *part.lanes)) == sorted((*part.registers_after, *part.lanes_after))
+            assert len(set(part.bits)) == len(part.bits) == kron_lanes.PIECE and len(part.lanes) == kron_lanes.LANES
+            registers, lanes = list(part.registers), list(part.lanes)
+            for step in part.steps:
+                a, b = step.at
+                own = [registers[a], *lanes[:2], registers[b]]
+                factor = list(range(low, low + prod(step.factors).bit_length() - 1))
+                low += len(factor)
+                named = dict(zip(step.rows, own, strict=True))
+                assert sorted(named) == [0, 1, 2, 3] and [named[i] for i in range(len(factor))] == factor, "the factors, in order"
+                assert all(bit < within for bit in own), "zeros stay in a row"
+                new = [named[i] for i in step.columns]
+                registers[a], registers[b], lanes = lanes[2], new[3], [*lanes[3:], *new[:3]]
+            assert (tuple(registers), tuple(lanes)) == (part.registers_after, part.lanes_after)
+        assert group.parts[-1].run > 0, "whole sectors"
+
+
+@pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 3, (4,) * 7, (8, 8, 8), (4, 8, 16, 16, 4)))
+def test_lanes_meet_different_banks(sizes):
+    for group in launches(sizes):
+        accesses = [(p.lanes, 4, 2, group.turns) for p in group.parts[1:]] + [(p.lanes_after, 4, 2, group.turns) for p in group.parts[:-1]]
+        for lanes, vector, unit, turns in (*accesses, (group.parts[0].lanes, group.parts[0].before, 3, group.stage_turns)):
+            at_once = 8 if vector * (4 if unit == 2 else 2) == 16 else 16
+            places = [sum((lane >> i & 1) << b for i, b in enumerate(lanes)) for lane in range(at_once)]
+            turned = [e ^ turn(turns, unit, e) << unit for e in places]
+            assert len({e % (8 << unit) // vector for e in turned}) == at_once, (lanes, unit)
+
+
+def turn(turns, unit: int, e: int) -> int:
+    found = 0
+    for i, to in enumerate(turns, unit + 3):
+        found ^= (e >> i & 1) * to
+    return found
+
+
+@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (16,) * 3))
+def test_what_memory_holds_up_goes_in_one_launch(sizes):
+    (group,) = groups.groups(square(sizes), 1024, TARGET)
+    assert isinstance(group, Lanes)
+    for target in (TARGET._replace(itemsize=4, tensor=False), TARGET._replace(aligned=8), TARGET._replace(shared=163 << 10)):
+        assert not isinstance(groups.groups(square(sizes), 1024, target)[0], Lanes)
+
+
+@pytest.mark.parametrize("sizes, first", (((8,) * 5, 3), ((16,) * 4, 2)))
+def test_before_a_backward_of_two_launches_the_forward_is_two(sizes, first):
+    """Where it would be one: else the backward would make the first of them again."""
+    key = square(sizes), 256, torch.bfloat16, backend.SIMULATED, True, 16
+    assert len(kron_v4.plan_of_layer(square(sizes), *key[1:], False)[1]) == 1
+    plan = kron_backward.backwards(square(sizes), 256, kron_v4.target_of(torch.bfloat16, backend.SIMULATED, True, 16))
+    assert [made.group.steps for made in v4_backward._keeping(*key, False)] == [p.steps for p in plan]
+    assert len(plan) == 2 and len(plan[0].steps) == first
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (8, 8, 8)))
+def test_registers_suffice(sizes, dtype):
+    report = kron_v4._V4[Lanes][dtype, launches(sizes)[-1].template()].compile("sm_90a").report
+    assert not report.spill_stores and not report.spill_loads
+
+
+@kernels
+@pytest.mark.parametrize(
+    "sizes, first, count, rows, dtype",
+    [
+        *((*case, torch.bfloat16) for case in CASES),
+        *(pytest.param(*case, torch.float16, marks=pytest.mark.gpu if i > 3 else ()) for i, case in enumerate(CASES)),
+    ],
+)
+def test_every_launch_gives_the_same(device, sizes, first, count, rows, dtype):
+    inside = {s.factor for s in steps(square(sizes))[first:][:count]}
+    x, ws = draw(rows, square(sizes), device, dtype)
+    ws = [w.mT.contiguous().mT if i % 2 else w for i, w in enumerate(ws)]
+    exact = dense_of(x.double(), [w.double() if i in inside else None for i, w in enumerate(ws)], sizes)
+    bias, residual = torch.randn(x.shape[1], device=device).to(dtype), torch.randn_like(x)
+    found = launches(sizes, first, count)
+    for group in {found[0], found[-1]}:  # of the smallest tiles, and the largest
+        with backend.simulated_memory([x, *ws, bias, residual]) if device == "cpu" else contextlib.nullcontext():
+            made = prepare(group, rows, x.dtype, x.get_device())
+            y, *again = (launch_group(made, x, ws, PLAIN) for _ in range(1 if device == "cpu" else 2))
+            added = launch_group(prepare(group, rows, x.dtype, x.get_device(), True), x, ws, (0.5, bias, residual))
+        assert all(same_bits(y, other) for other in again)
+        near(y, exact)
+        near(added, 0.5 * exact + bias + residual)
+
+
+def near(y, exact):
+    """Rounded once, but for errors as those of 16 bits."""
+    error, eps = (y.double() - exact).abs(), torch.finfo(y.dtype).eps
+    assert not bool((error > 0.51 * eps * exact.abs() + 2.0**-14 * exact.abs().max()).any())
+
+
+@kernels
+def test_what_is_not_finite_reaches_what_it_is_a_term_of(device):
+    x, ws = draw(17, square((8, 8, 8)), device, torch.bfloat16)
+    exact = dense_of(x.double(), [w.double() for w in ws], (8, 8, 8))
+    x[0, 100], x[1, 7] = float("inf"), float("nan")
+    group = launches((8, 8, 8))[0]
+    with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
+        y = launch_group(prepare(group, 17, x.dtype, x.get_device()), x, ws, PLAIN)
+    assert not y[:2].isfinite().any() and y[1].isnan().all()
+    near(y[2:], exact[2:])

@@ -1,0 +1,204 @@
+"""kron_linear v4's launches of whole layers of two or three factors, on tensor cores: every kind of plan gives the same."""
+
+import contextlib
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+from test_kron_linear import dense, draw
+
+import cukern
+from cukern.ops.kron_linear import pages as kron_pages
+from cukern.ops.kron_linear import v4 as kron_v4
+from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.v3 import PLAIN
+from cukern.ops.kron_linear.v4 import launch_group, prepare
+from cukern.runtime import backend
+
+SHARED = 226 << 10
+BF16, F16 = torch.bfloat16, torch.float16
+
+
+def hopper(device):
+    return backend.capability(backend.SIMULATED if device == "cpu" else 0) == 90
+
+
+def plans(sizes, rows, dtype, device):
+    """Plans of each kind: what a kernel does differently for them."""
+    target = Target(dtype.itemsize, 132, SHARED, True, 16, hopper(device))
+    if len(sizes) == 3:
+        plan = kron_pages.piles(sizes, rows, target)
+        assert plan
+        return [plan, plan._replace(warps=4, held=not plan.held)]
+    plan = kron_pages.pages(sizes, rows, target, dtype is BF16)
+    assert plan
+    one = plan._replace(teams=1, stages=1)
+    wide = kron_pages.wide(sizes, rows, target, dtype is BF16)
+    return [
+        *([wide, wide._replace(teams=1, stages=3), wide._replace(stages=1)] if wide else []),
+        *[plan, one, *[one._replace(tiles=tiles, split=split) for tiles in (1, 2) for split in {plan.split, False}]],
+    ]
+
+
+def launched(plan, x, ws, epilogue=PLAIN):
+    added = [t for t in epilogue[1:] if t is not None]
+    with backend.simulated_memory([x, *ws, *added]) if x.device.type == "cpu" else contextlib.nullcontext():
+        return launch_group(prepare(plan, x.shape[0], x.dtype, x.get_device(), bool(added)), x, ws, epilogue)
+
+
+CASES = [  # sizes, rows, dtype
+    (((32, 32), (32, 32)), 19, BF16),
+    (((32, 80), (64, 64)), 3, BF16),  # warpgroups, with more rows than y
+    (((48, 64), (32, 96)), 5, BF16),
+    (((16, 48), (80, 32)), 13, BF16),  # a page of two panels, the second one not full; pages for each warpgroup more than it has room for
+    (((48, 64), (64, 48)), 11, F16),
+    (((16, 112), (112, 80)), 3, F16),
+    (((16, 48), (64, 16)), 5, BF16),  # rows of y that do not fill a warp's tiles; neighbours of 8 bytes
+    (((48, 32), (16, 48)), 3, F16),
+    (((16, 16), (16, 32), (16, 32)), 3, BF16),
+    (((32, 16), (16, 16), (32, 32)), 3, F16),
+]
+
+
+@kernels
+@pytest.mark.parametrize("sizes, rows, dtype", CASES)
+def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
+    x, ws = draw(rows, sizes, device, dtype)
+    ws[0] = ws[0].t().contiguous().t()
+    exact = dense(x.double(), [w.double() for w in ws])
+    for plan in plans(sizes, rows, dtype, device):
+        y = launched(plan, x, ws)
+        error = float((y.double() - exact).norm() / exact.norm())
+        assert error < (2.2e-3 if dtype is BF16 else 4.5e-4), plan
+        assert device == "cpu" or same_bits(y, launched(plan, x, ws))
+
+
+@kernels
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    (
+        (((54, 50), (64, 64)), BF16),
+        (((21, 70), (32, 32)), F16),
+        (((40, 56), (64, 48)), BF16),
+        (((32, 50), (38, 86)), BF16),  # copies of 4 bytes
+        (((20, 64), (36, 33)), F16),  # of 8; stores of numbers one at a time
+        (((33, 49), (34, 35)), BF16),  # rows of x and y that are not aligned
+        (((32, 134), (132, 52)), BF16),  # pages of three panels, the left factor fetched for each of three parts
+        (((150, 48), (48, 134)), BF16),  # a right factor of three
+    ),
+)
+def test_factors_of_any_size(device, sizes, dtype):
+    """Rows and columns of a page that are not there count for nothing, whatever lay in memory, and those of y are not stored."""
+    if not hopper(device):
+        pytest.skip("needs warpgroups")
+    x, ws = draw(7, sizes, device, dtype)
+    x[2, 5], x[3, 6], x[4, -1] = float("inf"), float("-inf"), float("nan")
+    exact = dense(x.double(), [w.double() for w in ws])
+    plan = kron_pages.fastest(sizes, 7, Target(2, 132, SHARED, True, 16, True), dtype is BF16)
+    assert isinstance(plan, kron_pages.Wide)
+    for turned in (False, True):
+        y = launched(plan, x, [w.t().contiguous().t() if turned else w for w in ws])
+        finite = [0, 1, 5, 6]
+        assert float((y[finite].double() - exact[finite]).norm() / exact[finite].norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
+        assert torch.equal(y[2:4].double(), exact[2:4]) and y[4].isnan().all()
+
+
+ADDED = (
+    (((32, 32), (16, 32)), BF16),
+    (((64, 64), (32, 32)), BF16),
+    (((32, 48), (32, 16)), F16),
+    (((16, 16), (16, 16), (16, 32)), BF16),
+)
+
+
+@kernels
+@pytest.mark.parametrize("sizes, dtype", ADDED)
+def test_epilogue_and_factors_of_any_strides(device, sizes, dtype):
+    rows, features = 3, prod(q for _, q in sizes)
+    x, ws = draw(rows, sizes, device, dtype)
+    apart = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].copy_(w) for (p, q), w in zip(sizes, ws, strict=True)]
+    bias, residual = torch.randn(features, dtype=dtype, device=device), torch.randn(rows, features, dtype=dtype, device=device)
+    exact = 0.5 * dense(x.double(), [w.double() for w in ws])
+    of_each_kind = {type(plan): plan for plan in plans(sizes, rows, dtype, device)}
+    for plan, added in product(of_each_kind.values(), ((bias, None), (None, residual), (bias, residual))):
+        expected = exact + sum(t.double() for t in added if t is not None)
+        y = launched(plan, x, apart, (0.5, *added))
+        assert float((y.double() - expected).norm() / expected.norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
+
+
+@kernels
+@pytest.mark.parametrize("sizes", (((16, 16), (16, 16)), ((16, 48), (32, 16)), ((16, 16), (16, 16), (16, 32))))
+def test_what_is_not_finite_stays_where_torch_has_it(device, sizes):
+    x, ws = draw(6, sizes, device, BF16)
+    ws = [w.abs() / w.abs().sum(0) for w in ws]  # so that the largest stay finite
+    for row, value in enumerate((3e38, float("inf"), float("-inf"), float("nan"))):
+        x[row] = x[row].abs()
+        x[row, 5 * row] = value
+    expected = dense(x.float(), [w.float() for w in ws]).to(BF16)
+    for plan in plans(sizes, 6, BF16, device)[::2]:
+        y = launched(plan, x, ws)
+        assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
+        finite = expected.isfinite()
+        assert torch.allclose(y[finite].double(), expected[finite].double(), rtol=2**-6, atol=0.1)
+
+
+@kernels
+@pytest.mark.parametrize("sizes", (((16, 16), (16, 16)), ((16, 48), (32, 16)), ((16, 16), (16, 16), (16, 32))))
+@pytest.mark.parametrize("dtype", (BF16, F16))
+def test_infinities_keep_their_sign(device, sizes, dtype):
+    """Also where factors are larger than 1, and of both signs; of several in a row too."""
+    x, ws = draw(4, sizes, device, dtype)
+    ws = [4 * w for w in ws]
+    x[0, 7], x[1, 7], x[2, :40] = float("inf"), float("-inf"), float("-inf")
+    ones = [torch.full_like(w, 2.0) for w in ws]
+    for factors, rows in ((ws, slice(0, 2)), (ones, slice(0, 4))):
+        expected = dense(x.float(), [w.float() for w in factors])[rows]
+        for plan in plans(sizes, 4, dtype, device)[::2]:
+            y = launched(plan, x, factors)[rows]
+            assert torch.equal(y.isnan(), expected.isnan()), plan
+            assert torch.equal(y[y.isinf()].float(), expected[y.isinf()].float()) and torch.equal(y.isinf(), expected.isinf()), plan
+
+
+def test_when_there_is_such_a_launch():
+    target = Target(2, 132, SHARED, True)
+    for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):
+        assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
+        assert kron_pages.fastest(sizes, 60, target, True) is None, "few rows are cut"
+    of_hopper = target._replace(warpgroups=True)
+    odd = ((128, 128), (86, 86)), ((148, 148), (128, 128)), ((100, 100), (100, 100)), ((66, 66), (130, 130))
+    for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (BF16, F16)):
+        assert kron_v4.of_layer(sizes, 1024, of_hopper, dtype) == (kron_pages.wide(sizes, 1024, of_hopper, dtype is BF16),)
+    for sizes in (
+        ((32, 32),) * 2,
+        ((64, 64), (16, 64)),
+        ((64, 64), (176, 64)),
+        ((64, 64), (85, 64)),
+        ((64, 64), (64, 256)),
+        ((512, 512), (32, 32)),
+    ):
+        assert kron_pages.wide(sizes, 1024, of_hopper, True) is None
+    for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
+        assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None
+    for sizes in (((64, 60), (64, 64)), ((64, 64),), ((64, 64),) * 3, ((16, 16),) * 4, ((512, 512), (16, 16))):
+        assert kron_pages.fastest(sizes, 1024, target, True) is None
+    for sizes, bfloat in product((((128, 128),) * 2, ((240, 16), (16, 240)), ((32, 32),) * 3, ((16, 48),) * 2), (True, False)):
+        small = Target(2, 108, 163 << 10, True)
+        plan = kron_pages.fastest(sizes, 4096, small, bfloat)
+        assert plan is None or (plan.shared <= small.shared and 32 <= plan.threads <= 512 and plan.us > 0)
+
+
+@kernels
+def test_the_public_function_takes_it(device, monkeypatch):
+    taken = []
+    monkeypatch.setattr(kron_v4, "launch_group", lambda made, *args: taken.append(type(made.group)) or launch_group(made, *args))
+    wide = kron_pages.Wide if hopper(device) else kron_pages.Pages
+    for sizes, kind in ((((64, 64),) * 2, wide), (((32, 32), (64, 64)), kron_pages.Pages), (((16, 16), (16, 16), (16, 32)), None)):
+        x, ws = draw(2 * backend.multiprocessors(-1 if device == "cpu" else 0) + 3, sizes, device, BF16)
+        residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)
+        y = cukern.kron_linear(x, ws, residual=residual, version="v4")
+        exact = dense(x.double(), [w.double() for w in ws]) + residual.double()
+        assert float((y.double() - exact).norm() / exact.norm()) < 2.2e-3
+        assert kind is None or taken == [kind]
+        taken.clear()

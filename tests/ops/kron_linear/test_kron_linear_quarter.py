@@ -1,0 +1,92 @@
+"""Two factors of 128 x 128 on few rows."""
+
+import contextlib
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+
+from cukern.ops.kron_linear import backward, quarter, v4, v4_backward
+from cukern.ops.kron_linear.groups import Target, groups
+from cukern.ops.kron_linear.plan import steps
+from cukern.ops.kron_linear.v4 import launch_group, prepare
+from cukern.runtime import backend
+
+TARGET = Target(4, 132, 226 << 10, warpgroups=True)
+
+
+def test_who_takes_the_gradients_of_few_rows():
+    def kernel(sizes=((128, 128),) * 2, rows=32, **other):
+        return backward.backwards(sizes, rows, TARGET._replace(**other))[-1].kernel
+
+    assert kernel() == kernel(rows=1) == kernel(itemsize=2, tensor=True) == "quarter"
+    others = {"sizes": ((128, 128), (128, 64))}, {"rows": 128}, {"itemsize": 8}, {"warpgroups": False}, {"shared": 163 << 10}
+    assert all(kernel(**other) != "quarter" for other in others)
+
+
+def test_who_takes_few_rows():
+    def kinds(sizes=((128, 128),) * 2, rows=32, **other):
+        return [type(launch) for launch in groups(sizes, rows, TARGET._replace(**other))]
+
+    assert kinds() == kinds(rows=1) == kinds(rows=33, tensor=True) == [quarter.Slice]
+    others = {"sizes": ((128, 128), (128, 64))}, {"rows": 34}, {"itemsize": 2, "tensor": True}, {"warpgroups": False}, {"aligned": 8}
+    assert all(quarter.Slice not in kinds(**other) for other in others)
+
+
+@kernels
+@pytest.mark.parametrize("views, tf32", ((False, False), (True, False), (False, True)))
+def test_few_rows(device, views, tf32):
+    rows, run = 3, steps(((128, 128),) * 2)
+    (group,) = quarter.forward(run, rows, TARGET._replace(tensor=tf32))
+    x, residual = (torch.randn(rows, 1 << 14, device=device) for _ in range(2))
+    bias, ws = torch.randn(1 << 14, device=device), [torch.randn(128, 128, device=device) for _ in range(2)]
+    if views:
+        ws = [ws[0].mT, torch.randn(256, 384, device=device)[1::2, ::3]]
+    results, memory = [], [x, residual, bias, *ws]
+    for dtype in (torch.float64, torch.float32):
+        left, right = (w.to(dtype) for w in ws)
+        y = left.mT @ x.to(dtype).view(rows, 128, 128) @ right
+        results.append(0.5 * y.view(rows, -1) + bias.to(dtype) + residual.to(dtype))
+    with backend.simulated_memory(memory) if device == "cpu" else contextlib.nullcontext():
+        made = prepare(group, rows + 1, torch.float32, x.get_device(), True)  # as for rows in parts, of which the last has fewer
+        found = [launch_group(made, x, ws, (0.5, bias, residual), torch.full_like(x, torch.nan)) for _ in range(2)]
+    assert same_bits(*found)
+    exact, plain = results
+    assert (found[0] - exact).abs().max() <= 2 * (plain - exact).abs().max() + (2**-14 * exact.abs().max() if tf32 else 0)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_gradients_of_few_rows(device, dtype):
+    rows = 9 if dtype == torch.float32 else 5  # two launches, or one; a last sum that some threads have no part in
+    x, g = (torch.randn(rows, 1 << 14, device=device).to(dtype) for _ in range(2))
+    ws = [(torch.randn(128, 128, device=device) / 11).to(dtype) for _ in range(2)]
+    ws[0] = ws[0].mT.contiguous().mT
+
+    def gradients(kind):
+        X, G, left, right = (t.to(kind) for t in (x.view(rows, 128, 128), g.view(rows, 128, 128), *ws))
+        z, h = X @ right, left @ G
+        sums = torch.einsum("bij,bqj->iq", z, G), torch.einsum("bmp,bmq->pq", X, h)
+        return [0.5 * (h @ right.mT).reshape(rows, -1), *[0.5 * s for s in sums]]
+
+    with backend.simulated_memory([x, g, *ws]) if device == "cpu" else contextlib.nullcontext():
+        found = v4_backward.backward(x, g, ws, [True] * 3, 0.5)
+        again = found if device == "cpu" else v4_backward.backward(x, g, ws, [True] * 3, 0.5)  # 15 s a time
+    for a, b, exact, other in zip(found, again, gradients(torch.float64), gradients(dtype), strict=True):
+        assert a is not None and same_bits(a, b)
+        assert (a - exact).abs().max() <= 2 * (other - exact).abs().max() + torch.finfo(dtype).eps
+
+
+@kernels
+def test_infinities_and_nan_go_where_torch_lets_them(device):
+    x, g, *ws = (torch.randn(1, 1 << 14, device=device) for _ in range(4))
+    left, right = ws = [w.view(128, 128) for w in ws]
+    x[0, 647], g[0, 9060], right[100, 3] = torch.inf, torch.nan, -torch.inf
+    with backend.simulated_memory([x, g, *ws]) if device == "cpu" else contextlib.nullcontext():
+        found = v4_backward.backward(x, g, ws, [True] * 3, 1.0)
+        y = v4.forward(x, ws, (1.0, None, None))
+    X, G = x.view(128, 128), g.view(128, 128)
+    for a, b in zip((*found, y), (left @ G @ right.mT, X @ right @ G.mT, X.mT @ (left @ G), left.mT @ (X @ right)), strict=True):
+        assert a is not None and a.isnan().any()
+        for at in (torch.isnan, torch.isposinf, torch.isneginf):
+            assert torch.equal(at(a.view(128, 128)), at(b))

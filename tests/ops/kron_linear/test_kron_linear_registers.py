@@ -1,0 +1,148 @@
+"""kron_linear v4 where a tile's numbers lie in registers: the plans, and every kind of launch against float64."""
+
+import contextlib
+from math import prod
+
+import pytest
+import torch
+from helpers import kernels, same_bits
+from test_kron_linear import close, dense, draw
+
+from cukern.ops.kron_linear import groups
+from cukern.ops.kron_linear import registers as kron_registers
+from cukern.ops.kron_linear import v4 as kron_v4
+from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.plan import steps
+from cukern.ops.kron_linear.registers import HELD, LANES, Registers
+from cukern.ops.kron_linear.v3 import PLAIN
+from cukern.ops.kron_linear.v4 import launch_group, prepare
+from cukern.runtime import backend
+
+TARGET = Target(4, 132, 226 << 10)
+CASES = [  # sizes, first step, count, rows
+    ((8, 8, 8), 0, 3, 17),  # several rows a tile, and some that do not fill the last
+    ((2,) * 8, 0, 8, 40),
+    ((2, 4, 8, 16, 2, 4), 0, 6, 3),
+    ((2, 8, 8, 8, 32), 1, 3, 2),  # a tile of some of the numbers to the right
+    ((2, 8, 4, 8, 96), 1, 3, 1),  # of a power of two no other
+    ((16, 16, 2, 16), 0, 4, 3),
+    ((8,) * 5, 0, 5, 2),
+    ((16,) * 4, 0, 4, 3),  # a row in two blocks
+    ((2, 16, 16, 16, 8), 0, 5, 2),
+    ((8, 16, 16, 32), 1, 3, 2),  # as well, of some of the numbers to the right
+]
+
+
+def square(sizes):
+    return tuple((s, s) for s in sizes)
+
+
+def launches(sizes, first=0, count=None) -> list[Registers]:
+    """Of many rows: the same do for few."""
+    return list(kron_registers.launches(steps(square(sizes))[first:][:count], 1 << 16, TARGET))
+
+
+def places(group: Registers) -> list[list[int]]:
+    """Which bit of a result's number each bit of a block's is: the rank's for the last pass's highest."""
+    top = HELD + group.threads.bit_length() - 1
+    return [list(range(top)) for _ in group.parts[:-1]] + [[top if group.slices > 1 and b == group.cross else b for b in range(top)]]
+
+
+@pytest.mark.parametrize("sizes, first, count, rows", CASES)
+def test_plans_hold_each_number_once(sizes, first, count, rows):
+    assert not list(kron_registers.launches(steps(square(sizes))[first:][:count], 1, TARGET)), "one tile: nothing to overlap with"
+    found = launches(sizes, first, count)
+    assert found
+    for group in found:
+        run = list(group.steps)
+        assert [s for part in group.parts for s in part.factors] == run == list(steps(square(sizes))[first:][:count])
+        assert (
+            group.shared <= TARGET.shared
+            and group.ahead > 0
+            and group.L * group.R * prod(s.p for s in run) == group.slices * group.threads << HELD
+        )
+        bits = group.R.bit_length() - 1
+        for part, names in zip(group.parts, places(group), strict=True):
+            assert sorted((*part.held, *part.threads)) == list(range(len(names))) and len(part.held) == HELD
+            own, size = [names[b] for b in part.held], prod(s.p for s in part.factors).bit_length() - 1
+            at = part.right.bit_length() - 1
+            assert own[at : at + size] == list(range(bits, bits + size)), "the pass's factors, in order"
+            assert list(part.held[: part.vector.bit_length() - 1]) == list(range(part.vector.bit_length() - 1))
+            bits += size
+        for a, b in zip(group.parts, group.parts[1:], strict=False):
+            alike = a.exchanging.bit_length() - 1
+            assert a.threads[alike:] == b.threads[alike:] or (group.slices > 1 and b is group.parts[-1])
+
+
+@pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4, (16,) * 3, (4,) * 7))
+def test_lanes_meet_different_banks(sizes):
+    for group in launches(sizes):
+        for part in group.parts:
+            lanes = [sum((lane >> i & 1) << b for i, b in enumerate(part.threads[:LANES])) for lane in range(32)]
+            turned = [e ^ sum_of_turns(group, e) << 2 for e in lanes]
+            for first in range(0, 32, 32 // part.vector):
+                banks = [(e + i) % 32 for e in turned[first : first + 32 // part.vector] for i in range(part.vector)]
+                assert len(set(banks)) == 32
+
+
+def sum_of_turns(group: Registers, e: int) -> int:
+    turn = 0
+    for i, to in enumerate(group.turns, 5):
+        turn ^= (e >> i & 1) * to
+    return turn
+
+
+@pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7))
+def test_what_memory_holds_up_goes_in_one_launch(sizes):
+    (group,) = groups.groups(square(sizes), 1024, TARGET)
+    assert isinstance(group, Registers)
+    small = groups.groups(square(sizes), 1024, TARGET._replace(shared=163 << 10))
+    assert not any(isinstance(g, Registers) for g in small), "a GPU without clusters"
+    for target in (TARGET._replace(itemsize=2, tensor=True), TARGET._replace(itemsize=8), TARGET._replace(aligned=8)):
+        assert not any(isinstance(g, Registers) for g in groups.groups(square(sizes), 1024, target))
+
+
+@pytest.mark.parametrize("sizes", ((8,) * 5, (16,) * 4, (16,) * 3, (4,) * 7))
+def test_registers_suffice(sizes):
+    for group in launches(sizes):
+        report = kron_v4._V4[Registers][torch.float32, group.template()].compile("sm_90a").report
+        assert not report.spill_stores and not report.spill_loads
+
+
+@kernels
+@pytest.mark.parametrize("sizes, first, count, rows", CASES)
+def test_every_launch_gives_the_same(device, sizes, first, count, rows):
+    inside = {s.factor for s in steps(square(sizes))[first:][:count]}
+    x, ws = draw(rows, square(sizes), device, torch.float32)
+    ws = [w.mT.contiguous().mT if i % 2 else w for i, w in enumerate(ws)]
+    exact = dense_of(x.double(), [w.double() if i in inside else None for i, w in enumerate(ws)], sizes)
+    bias, residual = torch.randn(x.shape[1], device=device), torch.randn_like(x)
+    found = launches(sizes, first, count)
+    for group in {found[0], found[-1]}:  # of the smallest tiles, and the largest
+        with backend.simulated_memory([x, *ws, bias, residual]) if device == "cpu" else contextlib.nullcontext():
+            made = prepare(group, rows, x.dtype, x.get_device())
+            y, *again = (launch_group(made, x, ws, PLAIN) for _ in range(1 if device == "cpu" else 2))
+            added = launch_group(prepare(group, rows, x.dtype, x.get_device(), True), x, ws, (0.5, bias, residual))
+        assert all(same_bits(y, other) for other in again)
+        largest = float(exact.abs().max())
+        assert float((y.double() - exact).abs().max()) < 4 * torch.finfo(x.dtype).eps * largest
+        assert float((added.double() - 0.5 * exact - bias - residual).abs().max()) < 4 * torch.finfo(x.dtype).eps * largest
+
+
+def dense_of(x, ws, sizes):
+    """Mode products by the factors that are there: their Kronecker product would not fit into memory."""
+    z = x.view(-1, *sizes)
+    for i, w in enumerate(ws, 1):
+        z = z if w is None else torch.tensordot(z, w, ([i], [0])).movedim(-1, i)
+    return z.reshape(x.shape)
+
+
+@kernels
+def test_what_is_not_finite_reaches_what_it_is_a_term_of(device):
+    x, ws = draw(17, square((8, 8, 8)), device, torch.float32)
+    x[0, 100], x[1, 7] = float("inf"), float("nan")
+    group = launches((8, 8, 8))[0]
+    with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
+        y = launch_group(prepare(group, 17, x.dtype, x.get_device()), x, ws, PLAIN)
+    assert not y[:2].isfinite().any() and y[1].isnan().all()
+    close(y[2:], dense(x[2:], ws))

@@ -1,0 +1,265 @@
+"""matmul and linear: what test_ops.py does not try: every layout, edges, batches, no copies, higher derivatives, refusals."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import PLACE, exact_gradients, gpu, kernels, places, same_bits
+
+import cukern
+from cukern.bench import environment, verify
+from cukern.ops.matmul.plan import BK, CHAIN, MAX_CHAIN, MIN_K_TILES, TILES, plan
+from cukern.runtime.registry import OPS
+
+SIZES = (1, 3, 8, 33, 130)
+
+
+def matrix(rows: int, columns: int, layout: str, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """A random matrix whose memory is laid out as the name says."""
+    if layout == "rows":
+        return torch.randn(rows, columns, device=device, dtype=dtype)
+    if layout == "columns":
+        return torch.randn(columns, rows, device=device, dtype=dtype).t()
+    if layout == "misaligned":
+        return torch.randn(rows * (columns + 3) + 1, device=device, dtype=dtype)[1:].view(rows, columns + 3)[:, 1 : columns + 1]
+    if layout == "strided":
+        return torch.randn(2 * rows, 3 * columns, device=device, dtype=dtype)[::2, ::3]
+    assert layout == "expanded"
+    return torch.randn(1, columns, device=device, dtype=dtype).expand(rows, columns)
+
+
+def check(a: torch.Tensor, b: torch.Tensor, version: str | None, what: str) -> None:
+    """The largest error, relative to the sum of |a b|, is at most twice torch's, plus the op's own roundings."""
+    exact, scale = a.cpu().double() @ b.cpu().double(), (a.abs().double() @ b.abs().double()).cpu()
+
+    def error(y: torch.Tensor) -> float:
+        relative = torch.where(scale == 0, 0.0, (y.cpu().double() - exact).abs() / scale)
+        return float(relative.nan_to_num(nan=math.inf).max())
+
+    ours = cukern.matmul(a, b, version=version)
+    assert ours.shape == exact.shape and ours.dtype == a.dtype and ours.is_contiguous()
+    assert error(ours) <= 2 * error(a @ b) + OPS["matmul"].roundings * torch.finfo(a.dtype).eps, what
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_every_pair_of_layouts(device, version, dtype):
+    layouts = ("rows", "columns", "misaligned", "strided", "expanded")
+    sizes = ((1, 5, 9), (37, 70, 45), (128, 256, 64), (9, 1, 5), (7, 3, 1))[: 5 if PLACE == "cuda" else 2]
+    for left, right in itertools.product(layouts, layouts):
+        for m, n, k in sizes:
+            a, b = matrix(m, k, left, device, dtype), matrix(k, n, right, device, dtype)
+            check(a, b, version, f"{left} x {right}, {m} {n} {k}")
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_every_small_size(device, version):
+    """In the simulator every two sizes of a pair of m, n and k together, though not all three."""
+    every = itertools.product(SIZES, SIZES, SIZES)
+    pairs = ((m, n, SIZES[(i + j + 1) % len(SIZES)]) for (i, m), (j, n) in itertools.product(enumerate(SIZES), enumerate(SIZES)))
+    for m, n, k in every if PLACE == "cuda" else pairs:
+        check(matrix(m, k, "rows", device, torch.float32), matrix(k, n, "rows", device, torch.float32), version, f"{m} {n} {k}")
+
+
+@pytest.mark.parametrize("itemsize", (4, 8))
+def test_the_plan_gives_every_tile_to_somebody(itemsize):
+    sizes = (1, 31, 128, 129, 1000, 4096, 50257)
+    for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
+        tile, grid, shared_blocks, shared_tiles, chain, room = plan(m, n, k, 132, itemsize)
+        tiles, k_tiles = -(-m // tile.rows) * -(-n // tile.columns), max(1, -(-k // BK))
+        assert tile in TILES[itemsize] and 0 <= shared_tiles <= tiles
+        assert shared_blocks <= grid == min(132 * tile.per_sm, shared_blocks + tiles - shared_tiles)
+        assert chain == k_tiles <= MAX_CHAIN or (k_tiles > MAX_CHAIN and CHAIN / 2 < chain <= CHAIN)
+        assert room == 2 * shared_blocks + (grid if k_tiles > chain else 0)
+        if shared_blocks:
+            assert shared_blocks * MIN_K_TILES <= shared_tiles * k_tiles and shared_blocks <= 132 * tile.per_sm
+        else:
+            assert shared_tiles == 0
+
+
+@kernels
+def test_shapes_that_split_the_last_wave_of_tiles(device):
+    """And, where K is long, sums that start again: also those of a tile that several blocks share."""
+    large = (257, 129, 5000), (3000, 1000, 777), (4097, 769, 300), (64, 64, 30011), (16, 20000, 40), (20000, 16, 40), (1, 1, 100003)
+    small = (150, 70, 100), (20, 500, 40), (200, 50, 1000), (1, 1, 10003)
+    for m, n, k in large if PLACE == "cuda" else small:
+        check(matrix(m, k, "rows", device, torch.float32), matrix(k, n, "columns", device, torch.float32), None, f"{m} {n} {k}")
+
+
+@gpu
+@pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (4096, 3072, 768), (8192, 8192, 8192), (1000, 999, 10007)])
+def test_largest_error_is_at_most_twice_that_of_cublas(m, n, k):
+    """Also where cuBLAS cuts K into several sums, as it does for the gradients of a linear layer."""
+    for op, name in itertools.product((OPS["matmul"], OPS["linear"]), ("fwd", "bwd")):
+        inputs = op.make((m, n, k), torch.float32, "cuda")
+        with environment.float32_products():
+            for one in [name] if name == "fwd" else [f"bwd:{x}" for x in op.inputs[:2]]:
+                error = verify.errors(op, inputs, {"ours": op.function, "cuBLAS": op.reference}, one)
+                assert error["ours"] <= 2 * error["cuBLAS"], f"{op.name} {one}: {error}"
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_zero_sizes(device, version):
+    for m, n, k in ((0, 4, 5), (4, 0, 5), (4, 5, 0), (0, 0, 0)):
+        a = torch.randn(m, k, device=device, requires_grad=True)
+        weight = torch.randn(n, k, device=device, requires_grad=True)
+        bias = torch.randn(n, device=device, requires_grad=True)
+        out = cukern.linear(a, weight, bias, version=version)
+        assert same_bits(out, bias.expand(m, n))
+        gradients = torch.autograd.grad(out, (a, weight, bias), torch.ones_like(out))
+        assert [g.shape for g in gradients] == [a.shape, weight.shape, bias.shape]
+        assert bool((gradients[0] == weight.sum(0)).all()) or n > 0
+        assert bool((gradients[2] == m).all()) and (m > 0 or bool((gradients[1] == 0).all()))
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_zero_sizes_with_leading_dimensions(device, version):
+    """Shapes, gradients and tangents of matmul and linear are torch's."""
+    for *lead, n, k in ((2, 3, 4, 0), (2, 3, 0, 0), (2, 3, 0, 5), (0, 3, 4, 5), (2, 0, 4, 5), (0, 3, 0, 0), (0, 4, 5), (2, 4, 0), (4, 0)):
+        x, weight, bias = [torch.randn(s, device=device) for s in ((*lead, k), (n, k), (n,))]
+        pairs = [((x, weight, bias), lambda *t: cukern.linear(*t, version=version), torch.nn.functional.linear)]
+        if len(lead) > 1:
+            pairs.append(((x, weight.t().contiguous()), lambda *t: cukern.matmul(*t, version=version), torch.matmul))
+        for inputs, ours, theirs in pairs:
+            exact = exact_gradients(theirs, inputs, torch.ones(*lead, n, device=device))
+            for a, b in zip(exact_gradients(ours, inputs, torch.ones(*lead, n, device=device)), exact, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            tangents = tuple(torch.randn_like(t) for t in inputs)
+            a, b = (torch.func.jvp(f, tuple(inputs), tangents)[1] for f in (ours, theirs))
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_leading_dimensions(device, version):
+    a, b = torch.randn(2, 3, 4, 5, device=device), torch.randn(5, 6, device=device)
+    weight, bias = b.t().contiguous(), torch.randn(6, device=device)
+    for x in (a, a.transpose(0, 1), a.transpose(1, 2), a[:, :0], a[0], a[:, 1]):
+        assert torch.allclose(cukern.matmul(x, b, version=version), x @ b, atol=1e-5)
+        assert cukern.linear(x, weight, bias, version=version).shape == (*x.shape[:-1], 6)
+    one = a[0, 0, 0]
+    assert torch.allclose(cukern.linear(one, weight, bias, version=version), one @ b + bias, atol=1e-5)
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_gradients_of_every_input_alone(device, version):
+    x, weight, bias = (torch.randn(s, device=device, dtype=torch.float64) for s in ((19, 33), (21, 33), (21,)))
+    dout = torch.randn(19, 21, device=device, dtype=torch.float64)
+    expected = exact_gradients(torch.nn.functional.linear, (x, weight, bias), dout)[1:]
+    for wanted in range(3):
+        inputs = [t.clone().requires_grad_(i == wanted) for i, t in enumerate((x, weight, bias))]
+        (ours,) = torch.autograd.grad(cukern.linear(*inputs, version=version), inputs[wanted], dout)
+        assert torch.allclose(ours, expected[wanted], atol=1e-12)
+
+
+@pytest.mark.parametrize("device, version", places("matmul"))
+def test_derivatives_of_every_order(device, version):
+    inputs = [torch.randn(s, device=device, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 4), (5, 4), (5,))]
+    fast = PLACE == "sim"  # one random direction in place of each input's every element
+    assert torch.autograd.gradcheck(lambda *i: cukern.linear(*i, version=version), inputs, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(lambda *i: cukern.linear(*i, version=version), inputs, fast_mode=fast)
+    inputs[1] = inputs[1].detach().t().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda a, b: cukern.matmul(a, b, version=version), inputs[:2], fast_mode=fast)
+
+
+@gpu
+def test_a_gradient_that_is_one_number_for_all():
+    """sum() hands back an expanded scalar: strides of zero."""
+    x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((300, 40), (50, 40), (50,)))
+    ours = torch.autograd.grad(cukern.linear(x, weight, bias).sum(), (x, weight, bias))
+    theirs = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).sum(), (x, weight, bias))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
+
+
+@gpu
+def test_transposes_are_not_copied():
+    x, weight = torch.randn(1024, 512, device="cuda", requires_grad=True), torch.randn(768, 512, device="cuda", requires_grad=True)
+    dout = torch.randn(1024, 768, device="cuda")
+
+    def peak(function) -> int:
+        function()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(lambda: cukern.linear(x.detach(), weight.detach(), version="v4")) <= 4 * 1024 * 768
+    out = cukern.linear(x, weight.detach(), version="v4")
+    assert peak(lambda: torch.autograd.grad(out, x, dout, retain_graph=True)) <= 4 * 1024 * 512
+    out = cukern.linear(x.detach(), weight, version="v4")
+    assert peak(lambda: torch.autograd.grad(out, weight, dout, retain_graph=True)) <= 4 * 768 * 512
+
+
+@gpu
+def test_tf32_switches_change_nothing():
+    a, b = torch.randn(256, 512, device="cuda"), torch.randn(512, 256, device="cuda")
+    strict = cukern.matmul(a, b)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert same_bits(cukern.matmul(a, b), strict)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert same_bits(cukern.matmul(a, b), strict)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@gpu
+def test_nan_and_infinity_stay_in_their_rows():
+    a, b = torch.randn(200, 60, device="cuda"), torch.randn(60, 300, device="cuda")
+    a[7, 3], a[150, 59] = float("nan"), float("inf")
+    for version in (*cukern.ops.matmul.VERSIONS, None):
+        out = cukern.matmul(a, b, version=version)
+        assert bool(out[7].isnan().all()) and not bool(out[150].isfinite().any())
+        rest = torch.ones(200, dtype=torch.bool, device="cuda")
+        rest[[7, 150]] = False
+        assert bool(out[rest].isfinite().all())
+
+
+@gpu
+@pytest.mark.parametrize("m, n, k", ((2**25 + 3, 70, 65), (65, 2**25 + 3, 70)))
+def test_more_than_2_to_the_31_elements(m, n, k):
+    if torch.cuda.mem_get_info()[0] < 3 * 4 * (m * k + k * n + m * n) // 2:
+        pytest.skip("needs more free memory on the GPU")
+    a, b = torch.randn(m, k, device="cuda"), torch.randn(k, n, device="cuda")
+    out = cukern.matmul(a, b)
+    assert out.numel() > 2**31
+    rows = torch.tensor([0, m // 2, m - 1], device="cuda")
+    columns = torch.tensor([0, n // 2, n - 1], device="cuda")
+    exact = a[rows].double() @ b[:, columns].double()
+    assert torch.allclose(out[rows][:, columns].double(), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ((torch.ones(2, 3), torch.ones(4, 5)), ValueError, "3.*4"),
+        ((torch.ones(3), torch.ones(3, 5)), ValueError, r"\(3,\)"),
+        ((torch.ones(2, 3), torch.ones(2, 3, 5)), ValueError, r"\(2, 3, 5\)"),
+        ((torch.ones(2, 3).half(), torch.ones(3, 5).half()), TypeError, "float16"),
+        ((torch.ones(2, 3), torch.ones(3, 5).double()), TypeError, "float64.*float32"),
+        ((torch.ones(2, 3), torch.ones(3, 5, device="meta")), ValueError, "meta.*cpu"),
+        ((torch.ones(2, 3), [[1.0]]), TypeError, "list"),
+        ((torch._neg_view(torch.ones(2, 3)), torch.ones(3, 5)), ValueError, "negative bit"),
+        ((torch.ones(2, 3), torch.ones(3, 5).to_sparse()), TypeError, "sparse"),
+        ((torch.ones(2, 3, dtype=torch.complex64), torch.ones(3, 5)), TypeError, "complex64"),
+    ],
+)
+def test_matmul_refuses(arguments, error, words):
+    with pytest.raises(error, match=words):
+        cukern.matmul(*arguments)
+
+
+def test_linear_refuses():
+    x, weight = torch.ones(2, 3), torch.ones(5, 3)
+    with pytest.raises(ValueError, match=r"bias has shape \(4,\), it must be \(5,\)"):
+        cukern.linear(x, weight, torch.ones(4))
+    with pytest.raises(ValueError, match=r"3.*must equal the last of weight, 5"):
+        cukern.linear(x, weight.t())
+    with pytest.raises(ValueError, match="no version 'v9'; it has v1"):
+        cukern.linear(x, weight, version="v9")
+    with pytest.raises(ValueError, match=r"'v1'.*cpu"):
+        cukern.linear(x, weight, version="v1")
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor"):
+        cukern.linear(None, weight)

@@ -1,0 +1,54 @@
+"""Each version with kernels of ours runs once under compute-sanitizer, if a CUDA toolkit is installed: no stray access, no race."""
+
+import shutil
+import sys
+
+import pytest
+from helpers import TREE, gpu, run
+
+from cukern.runtime.registry import OPS
+
+TOOL = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+pytestmark = [gpu, pytest.mark.skipif(TOOL is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH")]
+
+EVERY_VERSION = """
+import sys, torch, cukern
+from cukern.bench.calls import draw_douts, results
+from cukern.runtime.registry import OPS
+op = OPS[sys.argv[1]]
+major, minor = torch.cuda.get_device_capability()
+for version, row in op.versions.items():
+    slow = op.name == "softmax" and version in ("v1", "v2", "v3", "v4")  # long rows take them minutes under racecheck
+    dtypes = [dtype for dtype in op.dtypes if row.requires <= 10 * major + minor and row.instances(dtype)]
+    for dtype in dtypes:
+        inputs = op.make(op.check_dims[1 if slow else -1], dtype, "cuda")
+        results(op, lambda *x: op.call(*x, version=version), inputs, draw_douts(op, inputs))
+torch.cuda.synchronize()
+print("done")
+"""
+STRAY = """
+import sys, torch, cukern
+kernel = cukern.load(sys.argv[1], "square_v1<float>")
+x = torch.randn(1000, device="cuda")
+kernel(torch.empty_like(x), x, 1000, grid=4, block=256)
+torch.cuda.synchronize()
+"""
+
+
+def sanitize(tool: str, stem: str, code: str, argument: str, ok: bool = True):
+    """Check the kernels whose names contain `stem`. torch's and cuBLAS's own kernels are not checked: racecheck reports hazards in cuBLAS.
+    Without torch's caching allocator each tensor is one allocation, so that memcheck knows its end."""
+    only = ["--kernel-name", f"kernel_substring={stem}_"]
+    command = [str(TOOL), "--tool", tool, *only, "--error-exitcode", "9", sys.executable, "-c", code, argument]
+    return run(command, timeout=500, ok=ok, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("name", OPS)
+def test_every_version_is_clean(name, tool):
+    assert "done" in sanitize(tool, OPS[name].stem, EVERY_VERSION, name).stdout
+
+
+def test_memcheck_would_have_seen_a_stray_write():
+    result = sanitize("memcheck", "square", STRAY, str(TREE / "tests/wrong/square/bound.cu"), ok=False)
+    assert result.returncode == 9 and "square_v1" in result.stdout + result.stderr

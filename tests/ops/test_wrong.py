@@ -1,0 +1,668 @@
+"""The tests have teeth: each kernel in wrong/ has one planted bug, and what passes the mended and the shipped kernel catches it.
+
+Some bugs show in the numbers, in the simulator and on a GPU. Of the others the simulator says what is wrong, and at which line.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from helpers import TREE, Guarded, assert_accurate, gpu, own_names
+
+import cukern
+from cukern import sim
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.registry import OPS
+from cukern.runtime.sources import kernels_dir
+
+WRONG = TREE / "tests/wrong"
+THREADS = 256  # a block of square; as the op launches
+SIZES = (1, 3, 64, 255, 256, 1000, 1024, 1025, 70_000)
+PRODUCTS = ((1, 1, 1), (5, 7, 300), (20, 35, 40), (33, 70, 65))  # M, N, K; M < N, so that a mistaken row is still inside of the bias
+ROWS = 16  # of a chunk of column sums
+
+# ---- what a kernel computes, on what, and how it is launched
+
+Tensors = tuple[torch.Tensor | None, ...]
+Block = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`function` computes in torch what `launch(kernel, out, *inputs)` writes; `inputs(device)` are its cases."""
+
+    function: Callable[..., torch.Tensor]
+    inputs: Callable[[str], Iterable[Tensors]]
+    launch: Callable[..., None]
+    sums: bool = False  # whether an element is a sum, which torch adds up in another order
+    scale: Callable[..., torch.Tensor] | None = None  # of a sum's error, where it is not the function of the absolute values
+    shipped: str = ""  # the file of kernels_cu that has kernels of the same names
+
+
+def draw(device: str, *shape: int) -> torch.Tensor:
+    """Random numbers between margins."""
+    return Guarded(shape, torch.float32, device).tensor.copy_(torch.randn(shape))
+
+
+def tiles(out: torch.Tensor, edge: int) -> int:
+    return -(-out.shape[0] // edge) * -(-out.shape[1] // edge)
+
+
+def launch_square(kernel: Kernel, out: torch.Tensor, *xs: torch.Tensor) -> None:
+    n, width = out.numel(), int(re.findall(r"(\d+)>", kernel.name)[0]) if "v2" in kernel.name else 1
+    kernel(out, *xs, n, grid=-(-n // (THREADS * width)), block=THREADS)
+
+
+def launch_product(kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """v1 to v3 of matmul."""
+    grid, block = {
+        "matmul_v1": (-(-out.numel() // 256), 256),
+        "matmul_v2": (tiles(out, 16), (16, 16)),
+        "matmul_v3": (tiles(out, 32), (32, 32)),
+    }[kernel.name.split("<")[0]]
+    kernel(out, a, b, bias, *out.shape, a.shape[1], *a.stride(), *b.stride(), grid=grid, block=block)
+
+
+def launch_tile(edge: int, block: Block, shared: int, kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """A kernel of square tiles on contiguous matrices."""
+    kernel(out, a, b, *out.shape, a.shape[1], grid=tiles(out, edge), block=block, shared=shared)
+
+
+def launch_chunks(kernel: Kernel, out: torch.Tensor, x: torch.Tensor) -> None:
+    (M, N), grid = x.shape, -(-x.shape[1] // 32) * out.shape[0]
+    kernel(out, x, M, N, ROWS, *x.stride(), grid=grid, block=(32, 8))
+
+
+def strided(device: str) -> Iterable[Tensors]:
+    for M, N, K in PRODUCTS:
+        yield draw(device, K, M).t(), draw(device, K, N + 3)[:, :N]
+        yield draw(device, M, K), draw(device, N, K).t()
+
+
+def linears(device: str) -> Iterable[Tensors]:
+    for M, N, K in PRODUCTS:
+        yield draw(device, M, K), draw(device, N, K), draw(device, N)
+        yield draw(device, M, K), draw(device, N, K), None
+
+
+def dense(device: str) -> Iterable[Tensors]:
+    return ((draw(device, M, K), draw(device, K, N)) for M, N, K in PRODUCTS)
+
+
+def launch_factor(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+    """x (A, p, C) times w (p, q): a thread a fiber, or a block an A."""
+    (A, p, C), q = x.shape, w.shape[1]
+    grid = A if "place" in kernel.name else -(-A * C // 64)
+    kernel(out, x, w, A, p, q, C, *w.stride(), grid=grid, block=64)
+
+
+def launch_pieces(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> None:
+    (S, A, p, C), q, pieces = x.shape, g.shape[2], out.shape[1]
+    kernel(out, x, g, A, p, q, C, pieces, ROWS, grid=S * pieces * -(-p // 64) * -(-q // 64), block=256)
+
+
+def launch_sum(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
+    (S, pieces, n) = partials.shape
+    kernel(out, partials, n, pieces, 1.0, grid=S * -(-n // 32), block=(32, 8))
+
+
+def launch_parts(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
+    """The sum over the rows of partials, in two arrays: the first 5 numbers, and the others."""
+    pieces, n = partials.shape
+    outs, of_them, rest = (out[:5], out[5:]), (partials, partials[:, 5:]), [0] * 6
+    kernel(*outs, *[None] * 6, *of_them, *[None] * 6, 5, n - 5, *rest, n, n, *rest, pieces, 1.0, grid=-(-n // 32), block=(32, 32))
+
+
+def fused_backward(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The gradients of w and x, of y = x w."""
+    return torch.cat(((x.mT @ g).flatten(), (g @ w.mT).flatten()))
+
+
+def contracted(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """For each piece of the fibers the sum over them of x g^T."""
+    fibers = [t.movedim(2, -1).flatten(1, 2).split(ROWS, 1) for t in (x, g)]
+    return torch.stack([a.mT @ b for a, b in zip(*fibers, strict=True)], 1)
+
+
+def tile(edge: int, block: Block, shared: int = 0) -> Problem:
+    return Problem(torch.matmul, dense, partial(launch_tile, edge, block, shared), sums=True)
+
+
+def columns(grid: Callable[[int], int], block: Block) -> Problem:
+    return Problem(
+        lambda x: x.sum(0),
+        lambda device: ((draw(device, M, N),) for M, N in ((1, 1), (37, 70))),
+        lambda kernel, out, x: kernel(out, x, *x.shape, grid=grid(x.shape[1]), block=block),
+        sums=True,
+    )
+
+
+SQUARE = Problem(lambda x: x * x, lambda device: ((draw(device, n),) for n in SIZES), launch_square, shipped="square.cu")
+SQUARE_GRADIENT = Problem(
+    lambda x, dout: 2 * x * dout, lambda device: ((draw(device, n), draw(device, n)) for n in SIZES), launch_square, shipped="square.cu"
+)
+SQUARE_ROWS = Problem(
+    lambda x: x * x,
+    lambda device: ((draw(device, 5, n),) for n in (64, 67)),
+    lambda kernel, out, x: kernel(out, x, x.shape[1], grid=x.shape[0], block=32),
+)
+SQUARE_ROWS_APART = Problem(
+    lambda x: x * x,
+    lambda device: ((draw(device, 5, 70)[:, :n],) for n in (70, 67)),
+    lambda kernel, out, x: kernel(out, x, x.shape[1], x.stride(0), grid=x.shape[0], block=32),
+)
+PRODUCT = Problem(torch.matmul, strided, launch_product, sums=True, shipped="matmul/matmul.cu")
+LINEAR = Problem(
+    torch.nn.functional.linear,
+    linears,
+    lambda kernel, out, x, weight, bias: launch_product(kernel, out, x, weight.t(), bias),
+    sums=True,
+    shipped="matmul/matmul.cu",
+)
+FACTOR = Problem(
+    lambda x, w: torch.einsum("apc,pq->aqc", x, w),
+    lambda device: ((draw(device, A, p, C), draw(device, q, p).t()) for A, p, q, C in ((1, 8, 1, 1), (3, 6, 5, 7), (2, 9, 35, 12))),
+    launch_factor,
+    sums=True,
+)
+PIECES = Problem(
+    contracted,
+    lambda device: (
+        (draw(device, S, A, p, C), draw(device, S, A, q, C)) for S, A, p, q, C in ((1, 1, 1, 2, 1), (2, 3, 5, 9, 7), (2, 40, 66, 3, 1))
+    ),
+    launch_pieces,
+    sums=True,
+    shipped="kron_linear/kron_linear.cu",
+)
+PARTIALS = Problem(
+    lambda partials: partials.sum(1),
+    lambda device: ((draw(device, 1, 1, 1),), (draw(device, 2, 20, 40),)),
+    launch_sum,
+    sums=True,
+    shipped="kron_linear/kron_linear.cu",
+)
+PARTS = Problem(
+    lambda partials: partials.sum(0),
+    lambda device: ((draw(device, 1, 6),), (draw(device, 20, 40),)),
+    launch_parts,
+    sums=True,
+    shipped="kron_linear/kron_linear.cu",
+)
+BACK = Problem(
+    fused_backward,
+    lambda device: ((draw(device, A, p), draw(device, A, q), draw(device, p, q)) for A, p, q in ((1, 1, 1), (20, 9, 40))),
+    lambda kernel, out, x, g, w: kernel(out, x, g, w, *x.shape, g.shape[1], grid=1, block=64),
+    sums=True,
+)
+CHUNKS = Problem(
+    lambda x: torch.stack([rows.sum(0) for rows in x.split(ROWS)]),
+    lambda device: ((draw(device, 1, 1),), (draw(device, 37, 70),), (draw(device, 70, 37).t(),)),
+    launch_chunks,
+    sums=True,
+    shipped="matmul/matmul.cu",
+)
+
+# ---- rope: on small integers and quarters, of which every product and sum is exact
+
+
+def quarters(device: str, *shape: int) -> torch.Tensor:
+    return Guarded(shape, torch.float32, device).tensor.copy_(torch.randint(-8, 9, shape) / 4)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x (tokens, heads, head_dim) by tables (tokens, pairs); what is behind the pairs stays."""
+    half = cos.shape[1]
+    a, b, rest = x.split((half, half, x.shape[2] - 2 * half), -1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s, rest), -1)
+
+
+def turned_back(dout: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """By tables of an angle for each element."""
+    (a, b), (c_a, c_b), (s_a, s_b) = (t.chunk(2, -1) for t in (dout, cos[:, None], sin[:, None]))
+    return torch.cat((a * c_a + b * s_b, b * c_b - a * s_a), -1)
+
+
+def turned_at(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    inside = positions < len(cos)
+    rows = torch.where(inside, positions, 0).long()
+    return turned(x, *(t[rows].masked_fill(~inside[:, None], float("nan")) for t in (cos, sin)))
+
+
+def launch_in_place(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    kernel(out.copy_(x), cos, sin, x.shape[1], cos.shape[1], grid=x.shape[0] * x.shape[1], block=x.shape[2])
+
+
+def heads_of(width: Callable[[int], int], table: int) -> Callable[[str], Iterable[Tensors]]:
+    """x (tokens, heads, width(half)), and cos and sin (tokens, table * half)."""
+    return lambda device: (
+        (quarters(device, 3, 2, width(half)), quarters(device, 3, table * half), quarters(device, 3, table * half)) for half in (1, 40)
+    )
+
+
+ROPE_IN_PLACE = Problem(turned, heads_of(lambda half: 2 * half, 1), launch_in_place)
+ROPE_PARTIAL = Problem(
+    turned,
+    heads_of(lambda half: 2 * half + 3, 1),
+    lambda kernel, out, x, cos, sin: kernel(out, x, cos, sin, *x.shape[1:], cos.shape[1], grid=x.shape[0] * x.shape[1], block=32),
+)
+ROPE_GRADIENT = Problem(
+    turned_back,
+    heads_of(lambda half: 2 * half, 2),
+    lambda kernel, out, x, *tables: kernel(out, x, *tables, x.shape[1], x.shape[2] // 2, grid=x.shape[0] * x.shape[1], block=32),
+)
+ROPE_AT = Problem(
+    turned_at,
+    lambda device: ((quarters(device, 3, 2, 8), *quarters(device, 2, 2, 4), torch.tensor([1, 7, 0], dtype=torch.int32, device=device)),),
+    lambda kernel, out, x, cos, *others: kernel(out, x, cos, *others, x.shape[1], *cos.shape, grid=x.shape[0] * x.shape[1], block=32),
+)
+ROPE_PACKED = Problem(
+    lambda bounds, like: torch.cat([torch.arange(n) for n in bounds.diff().int().tolist()]).to(like),
+    lambda device: ((torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device), quarters(device, 9)),),
+    lambda kernel, out, bounds, _: kernel(out, bounds, len(out), len(bounds) - 1, grid=1, block=32),
+)
+
+# ---- softmax
+
+
+def launch_softmax(kernel: Kernel, out: torch.Tensor, x: torch.Tensor) -> None:
+    """v1 to v4."""
+    grid = -(-out.shape[0] // 256) if "v1" in kernel.name else out.shape[0]
+    kernel(out, x, *x.shape, x.stride(0), 1.0, grid=grid, block=256)
+
+
+def launch_softmax_gradient(kernel: Kernel, dx: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> None:
+    """v3."""
+    kernel(dx, y, g, *y.shape, g.stride(0), 1.0, grid=-(-y.shape[1] // 256) * y.shape[0], block=256)
+
+
+def launch_inner(kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    outer, columns, inner = out.shape
+    kernel(out, *inputs, outer * inner, columns, inner, 1.0, True, grid=-(-outer * inner // 256), block=256)
+
+
+def launch_causal(kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    """v1, with no sink, by fewer blocks than rows."""
+    nothing, last = ((None, None), inputs[-1]) if len(inputs) == 2 else ((None,), inputs[0])
+    pointers = (out, None, *inputs, *nothing)
+    kernel(*pointers, *out.shape, *last.stride()[:2], out.shape[-1], 1.0, grid=2, block=256)
+
+
+def scores(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1 + x.shape[-1] - x.shape[-2])
+    return x.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def log_scale(x: torch.Tensor) -> torch.Tensor:
+    return x.log_softmax(1).abs() + 1
+
+
+def gradient_scale(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return y * (g.abs() + (y * g.abs()).sum(-1, keepdim=True))
+
+
+def softmax_gradient(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return y * (g - (y * g).sum(-1, keepdim=True))
+
+
+def causal_gradient(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return softmax_gradient(y.tril(y.shape[-1] - y.shape[-2]), g.tril(y.shape[-1] - y.shape[-2]))
+
+
+ROWS_OF = ((1, 1), (3, 67), (2, 300))
+SCORES_OF = ((1, 1), (7, 9), (5, 70))
+
+
+def softmax_problem(function: Callable, inputs: Callable[[str], Iterable[Tensors]], launch: Callable, scale: Callable) -> Problem:
+    file = "softmax/causal_softmax.cu" if launch is launch_causal else "softmax/softmax.cu"
+    return Problem(function, inputs, launch, sums=True, scale=scale, shipped=file)
+
+
+SOFTMAX = softmax_problem(
+    lambda x: x.softmax(-1), lambda device: ((draw(device, *n),) for n in ROWS_OF), launch_softmax, lambda x: x.softmax(-1)
+)
+SOFTMAX_GRADIENT = softmax_problem(
+    softmax_gradient,
+    lambda device: ((draw(device, *n).softmax(-1), draw(device, *n)) for n in ROWS_OF),
+    launch_softmax_gradient,
+    gradient_scale,
+)
+LOG_SOFTMAX = softmax_problem(lambda x: x.log_softmax(1), lambda device: ((draw(device, 2, 30, 5) * 100,),), launch_inner, log_scale)
+LOG_SOFTMAX_GRADIENT = softmax_problem(
+    lambda y, g: g - y.exp() * g.sum(1, keepdim=True),
+    lambda device: ((draw(device, 2, 30, 5).log_softmax(1), draw(device, 2, 30, 5)),),
+    launch_inner,
+    lambda y, g: g.abs() + y.exp() * g.abs().sum(1, keepdim=True),
+)
+CAUSAL = softmax_problem(scores, lambda device: ((draw(device, 2, *n),) for n in SCORES_OF), launch_causal, scores)
+CAUSAL_GRADIENT = softmax_problem(
+    causal_gradient,
+    lambda device: ((scores(draw(device, 2, *n)), draw(device, 2, *n)) for n in SCORES_OF),
+    launch_causal,
+    gradient_scale,
+)
+
+# ---- the table of bugs
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What the simulator says: a fault, at the line with the text `at`, with a message like `says`. `{there}` in it is the line with the
+    text `there`, the other side of a race. `on_gpu`: what the numbers say on a GPU, if a GPU may run it."""
+
+    fault: type[sim.Fault]
+    at: str
+    says: str
+    there: str = ""
+    on_gpu: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A wrong kernel. `wrong` is in its source once, and `right` in its place mends it."""
+
+    file: str
+    kernel: str
+    problem: Problem
+    bug: str
+    wrong: str
+    right: str
+    caught: str | Reported = "elements are wrong"  # a str: by the numbers, in these words
+
+
+AFTER = "reads 4 bytes of global memory 0 bytes after the end of the tensor of argument"
+RACE = r"4 bytes, offset \d+ of shared memory \(\w+ \+ \d+\), that thread \(\d+, \d+, 0\)"
+BARRIER = "no barrier is between the two"
+
+# fmt: off
+CASES = [
+    Case("square/bound.cu", "square_v1<float>", SQUARE, "an off-by-one bound", "i <= n", "i < n",
+         Reported(sim.OutOfBounds, "if (i <= n)", f"{AFTER} 'x', which has 4 bytes", on_gpu="wrote outside of its output")),
+    Case("square/tail.cu", "square_v2<float, 4>", SQUARE, "an unwritten tail",
+         "v);\n    }", "v);\n    } else {\n        for (; i < n; i++) out[i] = x[i] * x[i];\n    }"),
+    Case("square/gradient.cu", "square_v2_bwd<float, 4>", SQUARE_GRADIENT, "a wrong tail", "= T(load_as(x[i])", "= T(2 * load_as(x[i])"),
+    Case("square/index.cu", "square_v1<float>", SQUARE, "too small a type for an index", "unsigned short i", "long long i"),
+    Case("square/stride.cu", "square_rows", SQUARE_ROWS_APART, "a wrong stride", "x[blockIdx.x * (long long)n", "x[blockIdx.x * x_row"),
+    Case("square/alignment.cu", "square_rows", SQUARE_ROWS, "misaligned vectors", "if (i + 4 <= n)", "if (n % 4 == 0 && i + 4 <= n)",
+         Reported(sim.Misaligned, "load_vec", "reads 16 bytes of global memory, but the address 0x[0-9a-f]+ is not a multiple of 16")),
+
+    Case("matmul/barrier.cu", "matmul_v3<float>", PRODUCT, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "as[am][ak] =", f"writes {RACE} read at {{there}}: {BARRIER}", there="sum += as[y][k]")),
+    Case("matmul/mask.cu", "matmul_v3<float>", PRODUCT, "a missing mask", "m0 + am < M,", "m0 + am < M && k0 + ak < K,",
+         Reported(sim.OutOfBounds, "as[am][ak] =", f"{AFTER} 'a', which has 4 bytes")),
+    Case("matmul/exit.cu", "matmul_v3<float>", PRODUCT, "a barrier that some threads never reach",
+         "    if (m >= M || n >= N) return;\n", "",
+         Reported(sim.BarrierFault, "for those that left", r"waits at barrier 0 for all threads .*, but thread \(1, 0, 0\) has ended at")),
+    Case("matmul/stride.cu", "matmul_v2<float>", PRODUCT, "a wrong stride", "b[k * (long long)N", "b[k * b_k"),
+    Case("matmul/endless.cu", "matmul_v1<float>", PRODUCT, "an endless loop", "unsigned char k", "int k",
+         Reported(sim.StepLimit, "unsigned char k", r"still runs after \d+ steps")),
+    Case("matmul/shared.cu", "matmul_tile", tile(32, (32, 32), 4 * 2 * 32 * 32), "too little dynamic shared memory", "LD = 33", "LD = 32",
+         Reported(sim.OutOfBounds, "bs[y * LD", "writes 4 bytes at offset 8192 of shared memory, but the block has 8192 bytes of it")),
+    Case("matmul/alignment.cu", "matmul_registers", tile(64, 256), "misaligned vectors in shared memory", "as[8][65]", "as[8][68]",
+         Reported(sim.Misaligned, "(&as[k][ty])", r"reads 16 bytes of shared memory, but the offset \d+ is not a multiple of 16")),
+    Case("matmul/wait.cu", "matmul_ring", tile(16, (16, 16)), "a missing wait for copies", "cp_async_wait<1>", "cp_async_wait<0>",
+         Reported(sim.Race, "sum += as[stage]", "reads 4 bytes, .* into which an asynchronous copy still writes: a cp.async.wait")),
+    Case("matmul/ring.cu", "matmul_ring", tile(16, (16, 16)), "a copy to where others read", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "&as[stage]", f"writes {RACE} read at {{there}}", there="sum += as[stage]")),  # in A's rows of one warp
+
+    Case("matmul/linear_bias.cu", "matmul_v2<float>", LINEAR, "a wrong index", "bias[m]", "bias[n]"),
+    Case("matmul/linear_null.cu", "matmul_v2<float>", LINEAR, "a missing mask", "+ bias[n]", "+ (bias ? bias[n] : T(0))",
+         Reported(sim.OutOfBounds, "+ bias[n]", "reads 4 bytes of global memory through a null pointer")),
+    Case("matmul/linear_barrier.cu", "matmul_bias_grad<float>", CHUNKS, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "sum += sums[i]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
+    Case("matmul/linear_rows.cu", "matmul_bias_grad<float>", CHUNKS, "a missing mask", "= int(first) + rows_per_chunk",
+         "= min(int(first) + rows_per_chunk, M)", Reported(sim.OutOfBounds, "sum += x[", f"{AFTER} 'x', which has 4 bytes")),
+    Case("matmul/linear_stride.cu", "matmul_bias_grad<float>", CHUNKS, "a wrong stride", "x[m * x_m + n]", "x[m * x_m + n * x_n]"),
+    Case("matmul/linear_unwritten.cu", "matmul_bias_grad<float>", CHUNKS, "unwritten shared memory",
+         "if (first + threadIdx.y < end) sums", "sums",
+         Reported(sim.Uninitialized, "sum += sums[i]", r"reads 4 bytes that nobody wrote, offset 128 of shared memory \(sums \+ 128\)")),
+    Case("matmul/linear_warps.cu", "column_sums_by_warps", columns(lambda n: -(-n // 32), (32, 8)), "a race between warps",
+         "sums[threadIdx.x] += sum", "atomicAdd(&sums[threadIdx.x], sum)",
+         Reported(sim.Race, "+= sum;", f"writes {RACE} read at {{there}}: {BARRIER}", there="+= sum;")),
+    Case("matmul/linear_syncwarp.cu", "column_sums_by_lanes", columns(lambda n: n, 32), "a missing __syncwarp",
+         "// no __syncwarp()", "__syncwarp();",
+         Reported(sim.Race, "sum += sums[", rf"reads {RACE} wrote at {{there}}: a __syncwarp\(\), or a barrier, is missing",
+                  there="sums[lane] = sum")),
+
+    Case("rope/race.cu", "rope_elements", ROPE_IN_PLACE, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "head[i] = mine", r"writes 4 bytes, .* read at {there}: a __syncwarp\(\), or a barrier, is missing",
+                  there="other = head[")),
+    Case("rope/rest.cu", "rope_pairs", ROPE_PARTIAL, "an unwritten tail", "// no copy",
+         "for (int i = 2 * half + threadIdx.x; i < head_dim; i += blockDim.x) out[head + i] = x[head + i];"),
+    Case("rope/gradient.cu", "rope_bwd", ROPE_GRADIENT, "a wrong index", "sine_of_a = own", "sine_of_a = partners"),
+    Case("rope/position.cu", "rope_at", ROPE_AT, "a missing mask", "inside = true", "inside = position < rows",
+         Reported(sim.OutOfBounds, "cos[position", r"reads 4 bytes .* bytes after the end of the tensor of argument 'cos'")),
+    Case("rope/packed.cu", "rope_positions", ROPE_PACKED, "an off-by-one bound", "cu_seqlens[middle] < t", "cu_seqlens[middle] <= t"),
+
+    Case("softmax/barrier.cu", "softmax_v3<float>", SOFTMAX, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "Op::of(shared", f"reads {RACE} wrote at {{there}} .*{BARRIER}", there="shared[threadIdx.x] = value;")),
+    Case("softmax/slot.cu", "softmax_v4<float>", SOFTMAX, "shared memory used again too early", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "block_reduce<Sum>(sum", f"writes {RACE} read at .*{BARRIER}")),
+    Case("softmax/padding.cu", "softmax_v1<float>", SOFTMAX, "padding in a sum", ": C(0)", ": minus_infinity<C>()"),
+    Case("softmax/gradient.cu", "softmax_v3_bwd<float>", SOFTMAX_GRADIENT, "a missing term", "(0 - y_i)", "((i == j) - y_i)"),
+
+    Case("softmax/log_softmax_maximum.cu", "softmax_inner<float>", LOG_SOFTMAX, "an overflow", "largest = 0, sum = 0;",
+         "sum = 0, largest = load_as(x[at]);\n"
+         "    for (long long i = 1; i < columns; ++i) largest = max(largest, load_as(x[at + i * inner]));"),
+    Case("softmax/log_softmax_stride.cu", "softmax_inner<float>", LOG_SOFTMAX, "a wrong stride", "step = 1", "step = inner"),
+    Case("softmax/log_softmax_gradient.cu", "softmax_inner_bwd<float>", LOG_SOFTMAX_GRADIENT, "a mistaken input",
+         "- load_as(y[at + i * inner])", "- exp(load_as(y[at + i * inner]))"),
+
+    Case("causal_softmax/diagonal.cu", "causal_softmax_v1<float>", CAUSAL, "an off-by-one bound",
+         "keys - queries, 0LL", "keys - queries + 1, 0LL"),
+    Case("causal_softmax/unwritten.cu", "causal_softmax_v1<float>", CAUSAL, "an unwritten tail", "span(0, end)", "span(0, end, keys)"),
+    Case("causal_softmax/loop.cu", "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT, "shared memory used again too early",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
+    Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
+         Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
+    Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "tile[i] = sums[n]", f"writes {RACE} read at {{there}}: {BARRIER}", there="sums[n] +=")),
+    Case("kron_linear/piece.cu", "kron_linear_v3_bwd<float, float, 64>", PIECES, "an off-by-one-piece bound",
+         "end = begin + piece;", "end = begin + piece < fibers ? begin + piece : fibers;",
+         Reported(sim.OutOfBounds, "sum += load_as(x", "after the end of the tensor of argument '[xg]'")),
+    Case("kron_linear/back.cu", "kron_back", BACK, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "xs[i] = back", f"writes {RACE} read at {{there}}: {BARRIER}", there="sum += xs")),
+    Case("kron_linear/parts.cu", "kron_linear_v4_sum<float>", PARTS, "a wrong place", "at -= i * counts[i];", "at -= counts[i];"),
+    Case("kron_linear/sample.cu", "kron_linear_v3_sum<float, float>", PARTIALS, "a wrong sample", "first = 0;", "first = sample * pieces;"),
+    Case("kron_linear/sum.cu", "kron_linear_v3_sum<float, float>", PARTIALS, "a dropped barrier",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "sum += sums[y]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
+]
+# fmt: on
+KINDS = {  # that a test suite must have teeth for; the table has more
+    "a dropped barrier",
+    "an off-by-one bound",
+    "a missing mask",
+    "a wrong stride",
+    "too small a type for an index",
+    "a race between warps",
+    "an unwritten tail",
+}
+BY_NUMBERS = [case for case in CASES if isinstance(case.caught, str)]
+BY_REPORT = [case for case in CASES if isinstance(case.caught, Reported)]
+SHIPPED = sorted({(case.kernel, case.problem.shipped) for case in CASES if case.problem.shipped})
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=[case.file for case in cases])
+
+
+# ---- the check of the numbers
+
+
+def check(launch: Callable[..., None], problem: Problem, device: str) -> None:
+    """Run a kernel on buffers between margins, its output full of NaN, and compare with float64; each case of inputs in turn."""
+    for inputs in problem.inputs(device):
+        what = " and ".join(str(tuple(x.shape)) for x in inputs if x is not None)
+        exactly = [x if x is None else x.double() for x in inputs]
+        peer, exact = problem.function(*inputs), problem.function(*exactly)
+        out = Guarded(peer.shape, peer.dtype, device)
+        launch(out.tensor, *inputs)
+        out.check(what)
+        if problem.sums:
+            scale = problem.scale(*exactly) if problem.scale else problem.function(*(x if x is None else x.abs() for x in exactly))
+            assert_sums(out.tensor, peer, exact, scale, what)
+        else:
+            assert_accurate(out.tensor, peer, exact, what)
+
+
+def assert_sums(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, what: str) -> None:
+    """Relative to the sum of its terms' absolute values, each element errs by at most twice torch's largest error, plus a few roundings."""
+    allowed = 2 * ((peer - exact).abs() / scale).nan_to_num().max() + OPS["matmul"].roundings * torch.finfo(actual.dtype).eps
+    wrong = ~((actual - exact).abs() <= allowed * scale)  # "not within", so that a NaN is wrong
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
+
+
+def run(kernel: Kernel, problem: Problem, device: str) -> None:
+    with cukern.backend("sim" if device == "cpu" else "gpu"):
+        check(partial(problem.launch, kernel), problem, device)
+
+
+def load(case: Case) -> Kernel:
+    return cukern.load(WRONG / case.file, case.kernel)
+
+
+def place(case: Case, text: str) -> str:
+    """file:line of the only line with this text."""
+    (number,) = (i for i, line in enumerate((WRONG / case.file).read_text().splitlines(), 1) if text in line)
+    return f"{case.file}:{number}"
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch):
+    monkeypatch.setattr("cukern.sim.machine.machine.MOST_STEPS", 40_000)
+
+
+# ---- the tests
+
+
+def test_every_wrong_kernel_has_its_case():
+    assert sorted(str(p.relative_to(WRONG)) for p in WRONG.rglob("*.cu")) == sorted(case.file for case in CASES)
+    assert set(case.bug for case in CASES) >= KINDS
+
+
+@pytest.mark.parametrize("op", own_names())
+def test_every_op_has_three(op):
+    assert sum(case.file.startswith(f"{op}_") for case in CASES) >= 3
+
+
+@each(CASES)
+def test_wrong_kernels_compile(case):
+    """What does not compile is caught for another reason than its bug."""
+    kernel, shipped = load(case), case.problem.shipped
+    assert kernel.compile("sm_90a").code
+    assert not shipped or kernel.params == cukern.load(kernels_dir() / shipped, case.kernel).params
+
+
+@each(BY_REPORT)
+def test_wrong_kernels_are_reported_by_the_simulator(case):
+    expected = case.caught
+    with pytest.raises(sim.Fault) as caught:
+        run(load(case), case.problem, "cpu")
+    fault = caught.value
+    assert type(fault) is expected.fault, fault
+    there = rf"\S*{re.escape(place(case, expected.there))}" if expected.there else ""
+    assert re.search(expected.says.replace("{there}", there), str(fault)), fault
+    assert re.search(rf"{re.escape(place(case, expected.at))}\b", fault.where.location), fault
+
+
+@DEVICES
+@each(BY_NUMBERS)
+def test_wrong_kernels_are_caught_by_numbers(case, device):
+    with pytest.raises(AssertionError, match=case.caught):
+        run(load(case), case.problem, device)
+
+
+@gpu
+@each([case for case in BY_REPORT if case.caught.on_gpu])
+def test_wrong_kernels_are_caught_by_numbers_on_a_gpu_too(case):
+    """Of those that the simulator reports: the ones that write no further than into the margins."""
+    with pytest.raises(AssertionError, match=case.caught.on_gpu):
+        run(load(case), case.problem, "cuda")
+
+
+@DEVICES
+@each(CASES)
+def test_mended_kernels_pass_the_same_check(case, device):
+    text = (WRONG / case.file).read_text()
+    assert text.count(case.wrong) == 1
+    run(cukern.compile(text.replace(case.wrong, case.right), case.kernel), case.problem, device)
+
+
+@DEVICES
+@pytest.mark.parametrize("kernel, file", SHIPPED)
+def test_shipped_kernels_pass_the_same_check(kernel, file, device):
+    shipped = cukern.load(kernels_dir() / file, kernel)
+    for problem in {case.problem for case in CASES if (case.kernel, case.problem.shipped) == (kernel, file)}:
+        run(shipped, problem, device)
+
+
+@gpu
+def test_fresh_memory_is_poisoned():
+    assert torch.empty(1000, device="cuda").isnan().all() and torch.empty_like(torch.ones(9, device="cuda").half()).isnan().all()
+
+
+# ---- the check itself, on the CPU: the same bugs, planted in torch
+
+
+def right(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_(x * x)
+
+
+def no_tail(out: torch.Tensor, x: torch.Tensor) -> None:
+    whole = len(x) // 4 * 4
+    out[:whole] = x[:whole] ** 2
+
+
+def one_too_far(out: torch.Tensor, x: torch.Tensor) -> None:
+    right(out, x)
+    out.as_strided((1,), (1,), out.storage_offset() + len(x)).fill_(1)
+
+
+def before_the_start(out: torch.Tensor, x: torch.Tensor) -> None:
+    right(out, x)
+    out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(1)
+
+
+def one_element_off(out: torch.Tensor, x: torch.Tensor) -> None:
+    right(out, x)
+    out[-1] *= 1 + 4 * torch.finfo(out.dtype).eps
+
+
+def half_precision(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_((x.half() * x.half()).float())
+
+
+def right_sums(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    out.zero_()
+    for k in range(a.shape[1]):  # one after another, as a kernel adds
+        out.addcmul_(a[:, k, None], b[k])
+
+
+def one_term_twice(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    right_sums(out, a, b)
+    out[-1, -1] += a[-1, -1] * b[-1, -1]
+
+
+def half_precision_sums(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    right_sums(out, a.half().float(), b.half().float())
+
+
+@pytest.mark.parametrize("function, problem", [(right, SQUARE), (right_sums, PRODUCT)])
+def test_check_passes_what_is_right(function, problem):
+    check(function, problem, "cpu")
+
+
+BUGS = [(bug, SQUARE) for bug in (no_tail, one_too_far, before_the_start, one_element_off, half_precision)]
+BUGS += [(bug, PRODUCT) for bug in (one_term_twice, half_precision_sums)]
+
+
+@pytest.mark.parametrize("bug, problem", BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+def test_check_catches(bug, problem):
+    with pytest.raises(AssertionError, match=r"are wrong|wrote outside"):
+        check(bug, problem, "cpu")

@@ -1,0 +1,555 @@
+"""Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import gpu, kernels, own_names, run_python
+
+import cukern
+from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, wanted_inputs
+from cukern.runtime import backend, extended_launch
+from cukern.runtime.compiler import arch_of
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.registry import OPS
+from cukern.runtime.sources import Source
+
+NOTHING = 'extern "C" __global__ void nothing() {}'
+TILE = """
+extern "C" __global__ void reverse(float* x) {
+    extern __shared__ float tile[];
+    for (int i = threadIdx.x; i < 25600; i += blockDim.x) tile[i] = x[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < 25600; i += blockDim.x) x[i] = tile[25599 - i];
+}
+"""
+
+
+@gpu
+@pytest.mark.parametrize(
+    "grid, block, shared, words",
+    [
+        ((1, 70_000, 1), 1, 0, ("grid y = 70000", "65535")),
+        ((1, 1, 70_000), 1, 0, ("grid z = 70000", "65535")),
+        (1, 2000, 0, ("block x = 2000", "1024")),
+        (1, (64, 64), 0, ("4096 threads", "1024")),
+        (1, (1, 1, 65), 0, ("block z = 65", "64")),
+        (1, 1, 1 << 20, ("1048576 bytes", "shared")),
+    ],
+    ids=str,
+)
+def test_a_launch_that_is_too_large_names_kernel_geometry_and_limit(grid, block, shared, words):
+    kernel = cukern.compile(NOTHING)
+    with pytest.raises(cukern.LaunchError) as caught:
+        kernel(grid=grid, block=block, shared=shared)
+    assert all(word in str(caught.value) for word in ("nothing", *words)), caught.value
+    kernel(grid=1, block=1)
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_a_block_larger_than_the_kernels_own_bound_is_named():
+    kernel = cukern.compile('extern "C" __global__ void __launch_bounds__(64) narrow() {}')
+    kernel(grid=1, block=64)
+    with pytest.raises(cukern.LaunchError, match=r"narrow .*128 threads a block are more than the 64"):
+        kernel(grid=1, block=128)
+
+
+@pytest.mark.parametrize("what", ["grid", "block"])
+@pytest.mark.parametrize("value", [0, -1, (1, 0), (), (1, 1, 1, 1), 1.5, (1.0,)], ids=str)
+@gpu
+def test_a_geometry_that_is_none_is_refused(what, value):
+    geometry = {"grid": 1, "block": 1, what: value}
+    with pytest.raises((ValueError, TypeError, cukern.LaunchError), match=what):
+        cukern.compile(NOTHING)(**geometry)
+
+
+@gpu
+def test_dynamic_shared_memory_over_48_kib():
+    x = torch.randn(25_600, device="cuda")
+    expected = x.flip(0)
+    kernel = cukern.compile(TILE)
+    for _ in range(2):
+        kernel(x, grid=1, block=256, shared=4 * 25_600)
+        assert torch.equal(x, expected)
+        expected = x.flip(0)
+
+
+@kernels
+@pytest.mark.parametrize("static, dynamic", [(40 << 10, 12 << 10), (1 << 10, 48 << 10), (16, (48 << 10) - 16)])
+def test_static_and_dynamic_shared_memory_over_48_kib_together(device, static, dynamic):
+    kernel = cukern.compile(f"""
+    __global__ void both(int* out, int words) {{
+        __shared__ int fixed[{static // 4}];
+        extern __shared__ int more[];
+        if (threadIdx.x == 0) fixed[{static // 4 - 1}] = 3, more[words - 1] = 4;
+        __syncthreads();
+        out[threadIdx.x] = fixed[{static // 4 - 1}] + more[words - 1];
+    }}""")
+    out = torch.empty(32, dtype=torch.int32, device=device)
+    kernel(out, dynamic // 4, grid=1, block=32, shared=dynamic)
+    assert (out == 7).all()
+
+
+@gpu
+def test_the_way_through_raw_module_does_the_same():
+    """What a CuPy without the driver binding would take: scalars of every kind, a launch error, shared memory over 48 KiB."""
+    pytest.importorskip("cupy")
+    text = """
+    extern "C" __global__ void mix(double* out, float f, double d, int i, long long l, bool b, unsigned char c) {
+        out[threadIdx.x] = f + d + i + l + b + c;
+    }"""
+    for kernel, shared in ((cukern.compile(text), 0), (cukern.compile(TILE), 102400)):
+        cubin = kernel.compile(arch_of(torch.cuda.get_device_capability()))
+        launch = backend._through_raw_module(kernel.name, cubin, kernel.params, 0)
+        out = torch.arange(25600, dtype=torch.float64 if shared == 0 else torch.float32, device="cuda")
+        arguments = (0.5, 0.25, -7, 1 << 40, True, 200) if shared == 0 else ()
+        expected = (
+            out.flip(0)
+            if shared
+            else torch.cat((torch.full((32,), 0.75 - 7 + (1 << 40) + 201, dtype=torch.float64, device="cuda"), out[32:]))
+        )
+        with torch.cuda.stream(torch.cuda.Stream()):
+            launch((1, 1, 1), (32, 1, 1), shared, out.data_ptr(), *arguments)
+            torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        with pytest.raises(cukern.LaunchError, match=kernel.name):
+            launch((1, 1, 1), (2000, 1, 1), shared, out.data_ptr(), *arguments)
+        with pytest.raises((TypeError, ValueError), match=kernel.name):
+            launch((1, 1, 1), (32, 1, 1), shared, "pointer", *arguments)
+
+
+@pytest.mark.parametrize("attribute", [extended_launch.EARLY, extended_launch.TOGETHER])
+def test_extended_launch_packs_what_the_driver_reads(monkeypatch, attribute):
+    """CUlaunchConfig and its one CUlaunchAttribute, byte by byte, in each thread its own; an error is CuPy's; old GPUs and drivers do
+    without."""
+    runtime, driver = pytest.importorskip("cupy_backends.cuda.api.runtime"), pytest.importorskip("cupy_backends.cuda.api.driver")
+    calls, status = [], [0]
+
+    def launch(config, function, params, extra):
+        parts = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
+        calls.append((*parts[:8], *struct.unpack("I4xI60x", ctypes.string_at(parts[8], 72)), parts[9], function, params, extra))
+        return status[0]
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=launch))
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: 13000)
+    monkeypatch.setattr(driver, "CUDADriverError", KeyError)  # its own constructor asks the driver for words
+    extended_launch.launcher.cache_clear()
+    run = extended_launch.launcher(90, attribute)
+    for start in (run, lambda *args: threads_call(run, *args)):
+        start(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
+        assert calls.pop() == (1, 2, 3, 4, 5, 6, 99, 0xABC, attribute, 1, 1, 7, 0, 0xDEF)
+    status[0] = 1
+    with pytest.raises(KeyError, match="1"):
+        run(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
+    without = attribute == extended_launch.EARLY
+    assert (extended_launch.launcher(80, attribute) is None) == without
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: 12020)
+    extended_launch.launcher.cache_clear()
+    assert (extended_launch.launcher(90, attribute) is None) == without
+    extended_launch.launcher.cache_clear()
+
+
+def threads_call(function, *args):
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join()
+
+
+NEXT = """
+#include "common/ptx/launch.cuh"
+extern "C" __global__ void next(float* out, const float* x, int n) {
+    wait_for_previous();
+    if (blockIdx.x == 0) __nanosleep(20000);
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = x[(i + blockDim.x) % n] + 1;
+}
+"""
+
+
+@gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
+def test_programmatic_dependent_launch_waits_for_what_is_ahead(captured):
+    """Each launch reads what other blocks of the one before wrote, late; before some there is a fill, a copy, or another stream."""
+    kernel, n = Kernel(Source.from_text(NEXT), "next", pdl=True), 64 * 256
+    a, b, start = (torch.zeros(n, device="cuda") for _ in range(3))
+    first, other = torch.cuda.Stream(), torch.cuda.Stream()
+    kernel(a, b, n, grid=64, block=256)
+
+    def run():
+        a.zero_()
+        for _ in range(10):
+            kernel(b, a, n, grid=64, block=256)
+            kernel(a, b, n, grid=64, block=256)
+        b.copy_(a)
+        kernel(a, b, n, grid=64, block=256)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            kernel(b, a, n, grid=64, block=256)
+        torch.cuda.current_stream().wait_stream(other)
+        kernel(a, b, n, grid=64, block=256)
+        a.add_(start)
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=first) if captured else torch.cuda.stream(first):
+        run()
+    for value in (0, 5):
+        start.fill_(value)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            graph.replay() if captured else run()
+        torch.cuda.synchronize()
+        assert (a == 23 + value).all()
+
+
+@gpu
+def test_static_clusters():
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("clusters need compute capability 9.0")
+    kernel = cukern.compile("""
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) rank(int* out) {
+        unsigned rank, size;
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+        asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+        out[blockIdx.x] = rank + 10 * size;
+    }
+    """)
+    out = torch.zeros(6, dtype=torch.int32, device="cuda")
+    kernel(out, grid=6, block=1)
+    assert out.tolist() == [20, 21] * 3
+    with pytest.raises(cukern.LaunchError, match=r"rank .* grid x = 5 is not a multiple of the 2 that the kernel's cluster has along x"):
+        kernel(out, grid=5, block=1)
+
+
+@gpu
+def test_clusters_of_more_than_eight_blocks():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("clusters of 16 blocks are for compute capability 9.0")
+    kernel = cukern.compile("""
+    extern "C" __global__ void __cluster_dims__(16, 1, 1) rank(int* out) {
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(out[blockIdx.x]));
+    }
+    """)
+    out = torch.zeros(32, dtype=torch.int32, device="cuda")
+    kernel(out, grid=32, block=32)
+    assert out.tolist() == [*range(16)] * 2
+
+
+def test_a_cluster_kernel_compiles():
+    kernel = cukern.compile("__global__ void __cluster_dims__(2, 1, 1) k(int* x) { x[0] = 1; }")
+    assert kernel.compile("sm_90a").code
+
+
+@gpu
+def test_an_unloaded_kernel_in_a_graph_capture_says_warmup():
+    kernel, x = cukern.compile('extern "C" __global__ void add_one(float* x) { *x += 1; }'), torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.mul_(1)  # a graph of nothing makes torch warn
+        with pytest.raises(RuntimeError, match=r"add_one is not loaded.*cukern\.warmup"):
+            kernel(x, grid=1, block=1)
+    kernel(x, grid=1, block=1)
+    assert x.item() == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(x, grid=1, block=1)
+    for _ in range(3):
+        graph.replay()
+    assert x.item() == 4
+
+
+@gpu
+def test_warmup_makes_an_op_ready_for_capture():
+    out = run_python(
+        """
+import torch, cukern
+x = torch.arange(6., device="cuda", requires_grad=True)
+def capture():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x * 1
+        y = cukern.square(x)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    return graph, y, dx
+try:
+    capture()
+except RuntimeError as error:
+    print("refused:", error)
+cukern.warmup("square", dtypes=[torch.float32])
+graph, y, dx = capture()
+x.data += 1
+graph.replay()
+print(y.tolist(), dx.tolist())
+"""
+    ).stdout
+    assert "refused:" in out and "cukern.warmup" in out
+    assert out.splitlines()[-1] == "[1.0, 4.0, 9.0, 16.0, 25.0, 36.0] [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]"
+
+
+@pytest.mark.parametrize(
+    "ops, options, error, words",
+    [
+        (("cube",), {}, ValueError, "op must be one of .*square, got 'cube'"),
+        ((["square"],), {}, TypeError, "op must be a str, got list"),
+        ((), {"dtypes": torch.float32}, TypeError, "dtypes must be a collection .*, got dtype torch.float32"),
+        ((), {"dtypes": ("float",)}, TypeError, r"got tuple \('float',\)"),
+        (("square",), {"dtypes": (torch.float32, torch.int8)}, ValueError, "torch.int8, of which square has no kernels"),
+        *((("square",), {"device": d}, ValueError, f"must be a GPU, got '{d}'") for d in ("cpu", "nonsense", "", "cuda:-1", "cuda:x")),
+        ((), {"device": torch.device("cpu")}, ValueError, "must be a GPU, got 'cpu'"),
+        ((), {"device": -1}, ValueError, "device must be at least 0, got -1"),
+        *(((), {"device": d}, TypeError, "device must be an int, got") for d in (True, 0.0, [0])),
+    ],
+)
+def test_warmup_refuses_what_there_is_not(ops, options, error, words):
+    with pytest.raises(error, match=words):
+        cukern.warmup(*ops, **options)
+
+
+@gpu
+@pytest.mark.parametrize("device", [99, 1 << 40, "cuda:99"])
+def test_warmup_refuses_a_gpu_that_there_is_not(device):
+    with pytest.raises(ValueError, match=f"device must be one of the .* GPUs, got {device!r}"):
+        cukern.warmup("square", device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_warmup_without_a_gpu_says_so():
+    with pytest.raises(cukern.SetupError, match="GPU"):
+        cukern.warmup("square")
+
+
+@gpu
+def test_an_illegal_access_names_the_kernel_when_synchronous():
+    out = run_python(
+        """
+import os, torch, cukern
+kernel = cukern.compile('extern "C" __global__ void stray(float* out) { out[1ll << 40] = 1; }')
+try:
+    kernel(torch.zeros(1, device="cuda"), grid=1, block=1)
+except cukern.LaunchError as error:
+    print("caught:", error, flush=True)
+os._exit(0)  # CUDA is unusable from here on
+""",
+        CUKERN_SYNC="1",
+    ).stdout
+    assert "caught: stray" in out and "illegal memory access" in out
+
+
+@gpu
+def test_synchronous_mode_and_nvtx_give_the_same_numbers():
+    code = """
+import torch, cukern
+x = torch.arange(5., device="cuda", requires_grad=True)
+cukern.square(x).sum().backward()
+print(x.grad.tolist())
+"""
+    assert run_python(code, CUKERN_SYNC="1", CUKERN_NVTX="1").stdout.strip() == "[0.0, 2.0, 4.0, 6.0, 8.0]"
+
+
+@gpu
+def test_a_child_that_was_forked_after_cuda_started_gets_a_clear_error():
+    out = run_python(
+        """
+import multiprocessing, torch, cukern
+x = torch.ones(5, device="cuda")
+kernel = cukern.compile('extern "C" __global__ void nothing(float* x) {}')
+kernel(x, grid=1, block=1)
+assert cukern.square(x).sum().item() == 5
+
+def attempt(pipe):
+    for work in (lambda: cukern.square(x), lambda: kernel(x, grid=1, block=1), lambda: cukern.square(torch.ones(2, device="cuda"))):
+        try:
+            work()
+            pipe.send("no error")
+        except BaseException as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+
+context = multiprocessing.get_context("fork")
+receive, send = context.Pipe(duplex=False)
+child = context.Process(target=attempt, args=(send,), daemon=True)
+child.start()
+for _ in range(3):
+    assert receive.poll(60), "the child hangs"
+    print(receive.recv().replace("\\n", " "))
+child.join(60)
+print("exit", child.exitcode)
+""",
+        timeout=240,
+    ).stdout.splitlines()
+    assert len(out) == 4 and out[-1] == "exit 0"
+    for line in out[:3]:
+        assert "fork" in line and "spawn" in line, line
+
+
+@gpu
+def test_python_compiler_and_driver_agree_on_this_gpu():
+    """The architecture that kernels are compiled for is the one that runs: cubins do not run on another."""
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    cukern.compile("__global__ void arch(int* out) { *out = __CUDA_ARCH__; }")(out, grid=1, block=1)
+    major, minor = torch.cuda.get_device_capability()
+    assert out.item() == major * 100 + minor * 10
+
+
+@gpu
+def test_a_thread_that_has_no_context_yet():
+    """As autograd's own at its first backward, where torch finds the memory it needs in its cache."""
+    kernel, out, errors = cukern.compile("__global__ void one(float* out) { *out = 1; }"), torch.zeros(1, device="cuda"), []
+    kernel(out, grid=1, block=1)
+    out.zero_()
+
+    def work():
+        try:
+            kernel(out, grid=1, block=1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not errors and out.item() == 1
+
+
+@kernels
+def test_a_bound_launch_packs_the_rest_once(device):
+    """Two of one kernel, in two threads, whose first call has more shared memory than is free; and what it was bound to is not lost."""
+    kernel = cukern.compile("""
+    extern "C" __global__ void fill(double* out, const float* x, float f, long long l, int words) {
+        extern __shared__ int last[];
+        if (threadIdx.x == 0) last[words - 1] = 7;
+        __syncthreads();
+        out[threadIdx.x] = double(x[threadIdx.x] * f) + l + last[words - 1];
+    }""")
+    x, outs = torch.randn(32, device=device), torch.full((2, 32), torch.nan, dtype=torch.float64, device=device)
+    launch, shared = kernel.on(x.get_device()), 60 << 10
+    one, other = (backend.bind(launch, (1, 1, 1), (32, 1, 1), shared, f, 1 << 20, shared // 4) for f in (0.5, -2.0))
+
+    def call(bound, out):
+        with backend.simulated_memory([x, out]) if device == "cpu" else contextlib.nullcontext():
+            bound(out.data_ptr(), x.data_ptr())
+
+    for _ in range(2):
+        threads_call(call, one, outs[0])
+        call(other, outs[1])
+    assert torch.equal(outs, torch.stack((x * 0.5, x * -2)).double() + (1 << 20) + 7)
+
+
+@gpu
+def test_a_bound_launch_that_is_refused_says_why():
+    launch = backend.bind(cukern.compile("__global__ void one(float* out, int n) { out[n] = 1; }").on(0), (1, 1, 1), (2000, 1, 1), 0, 3)
+    with pytest.raises(cukern.LaunchError, match=r"one .*block x = 2000"):
+        launch(0)
+
+
+# ---- the choice of a backend
+
+
+def test_blocks_of_two_threads_that_overlap():
+    both, seen = threading.Barrier(2, timeout=20), []
+
+    def work(first):
+        with cukern.backend("sim"):
+            both.wait()
+            seen.append(backend.simulating())
+            first or both.wait()  # the first to enter, or not, is the first to leave
+        first and both.wait()
+        seen.append(backend.simulating())
+
+    thread = threading.Thread(target=work, args=(True,))
+    thread.start()
+    work(False)
+    thread.join()
+    assert sorted(seen) == [False, False, True, True]
+
+
+def test_blocks_that_nest_raise_and_end_in_another_order():
+    def hold():
+        with cukern.backend("sim"):
+            yield
+
+    with cukern.backend("sim"):
+        with pytest.raises(KeyError), cukern.backend("gpu"):
+            assert not backend.simulating()
+            raise KeyError
+        assert backend.simulating()
+    assert not backend.simulating()
+    one, other = hold(), hold()
+    next(one), next(other), one.close()
+    assert backend.simulating()
+    other.close()
+    assert not backend.simulating()
+
+
+def test_a_thread_inherits_no_block_and_a_copied_context_does():
+    seen = []
+    with cukern.backend("sim"):
+        threads_call(lambda: seen.append(backend.simulating()))
+        threads_call(contextvars.copy_context().run, lambda: seen.append(backend.simulating()))
+    assert seen == [False, True]
+
+
+def test_blocks_of_asyncio_tasks():
+    async def child():
+        return backend.simulating()
+
+    async def work(name, turns):
+        with cukern.backend(name):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                assert backend.simulating() == (name == "sim")
+            return await asyncio.create_task(child())
+
+    async def all_three():
+        return await asyncio.gather(work("sim", 3), work("gpu", 6), work("sim", 9)), backend.simulating()
+
+    assert asyncio.run(all_three()) == ([True, False, True], False)
+
+
+@pytest.mark.parametrize("name", own_names())
+def test_backward_of_what_was_simulated_is_simulated_anywhere(name):
+    """In the block, after it, and in another thread."""
+    op, found = OPS[name], []
+    inputs = op.make(op.sim_dims[0], torch.float32, "cpu")
+    wanted, douts = wanted_inputs(op, "bwd", inputs), draw_douts(op, inputs)
+    with cukern.backend("sim"):
+        leaves = leaves_of(inputs, wanted)
+        again = backward(op.call(*arguments(op, leaves)), [leaves[i] for i in wanted], douts)
+        found.append(again())
+    found.append(again())
+    threads_call(lambda: found.append(again()))
+    assert len(found) == 3 and all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
+def test_a_compiled_function_follows_the_block_of_its_thread():
+    ran, x = [], torch.ones(4)
+    compiled = torch.compile(lambda t: t * 2 if backend.simulates(t) else t * 3, backend="eager", fullgraph=True)
+    ran.append(compiled(x))
+    with cukern.backend("sim"):
+        ran.append(compiled(x))
+        threads_call(lambda: ran.append(compiled(x)))
+    assert [int(y[0]) for y in (*ran, compiled(x))] == [3, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("name", "error", "words"), [(5, TypeError, "must be a str, got int 5"), ("cpu", ValueError, "no backend 'cpu'")])
+def test_a_backend_that_there_is_not(name, error, words):
+    with pytest.raises(error, match=words), cukern.backend(name):
+        pass
+
+
+def test_a_wrong_environment_variable_is_told_at_the_first_cpu_tensor():
+    code = """
+import torch, cukern
+with cukern.backend("gpu"):
+    print(cukern.square(torch.tensor([3.0])).item())
+try:
+    cukern.square(torch.tensor([3.0]))
+except ValueError as error:
+    print(error)
+"""
+    assert run_python(code, CUKERN_BACKEND="zzz").stdout == "9.0\nCUKERN_BACKEND: there is no backend 'zzz'; there are gpu, sim\n"

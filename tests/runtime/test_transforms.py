@@ -1,0 +1,172 @@
+"""Every op under torch's transforms, against the same maths in plain torch: forward mode, vmap, both Jacobians, Hessians, checkpoints,
+functional_call and export. From the registry; float64, so that nothing but the derivative is in question."""
+
+import pytest
+import torch
+from helpers import DEVICE, kernels, random_like
+from torch.autograd import forward_ad
+
+from cukern.runtime.registry import OPS
+
+PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
+SMALL = {"matmul": (3, 2, 4), "linear": (3, 2, 4), "square": (3, 5), "softmax": (3, 5), "log_softmax": (3, 5), "causal_softmax": (2, 3)}
+
+
+def differentiable(op):
+    return not op.in_place and torch.float64 in op.dtypes
+
+
+OPERATIONS = [name for name, op in OPS.items() if differentiable(op)]
+
+
+def dims_of(op):
+    return SMALL.get(op.name) or min(op.sim_dims, key=lambda dims: torch.Size(dims).numel())
+
+
+def problem(name, device):
+    """The op and the reference as functions of the inputs that have a gradient, joined to one tensor; and these inputs."""
+    op = OPS[name]
+    inputs = op.make(dims_of(op), torch.float64, device)
+    where = [i for i, (n, x) in enumerate(zip(op.names(inputs), inputs, strict=True)) if op.has_gradient(n, x)]
+
+    def of(function):
+        def call(*some):
+            every = list(inputs)
+            for i, x in zip(where, some, strict=True):
+                every[i] = x
+            out = function(*every)
+            return out if isinstance(out, torch.Tensor) else torch.cat([o.flatten() for o in out])
+
+        return call
+
+    return of(op.call), of(op.reference), tuple(inputs[i] for i in where)
+
+
+def close(ours, theirs, what=""):
+    ours, theirs = torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype, what
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_forward_mode(name, device):
+    ours, theirs, inputs = problem(name, device)
+    tangents = random_like(inputs)
+    for some in [tangents, *[tuple(t if i == j else torch.zeros_like(t) for j, t in enumerate(tangents)) for i in range(len(tangents))]]:
+        out = torch.func.jvp(ours, inputs, some)
+        assert out[1].abs().sum() > 0
+        close(out, torch.func.jvp(theirs, inputs, some), "jvp")
+    for count in (1, len(inputs)):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(inputs[:count], tangents, strict=False)]
+            out = tuple(forward_ad.unpack_dual(ours(*duals, *inputs[count:])))
+        exact = torch.func.jvp(lambda *xs, n=count: theirs(*xs, *inputs[n:]), inputs[:count], tangents[:count])
+        close(out, exact, f"{count} dual inputs")
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_reverse_mode_and_jacobians(name, device):
+    ours, theirs, inputs = problem(name, device)
+    every = tuple(range(len(inputs)))
+    out, pull = torch.func.vjp(ours, *inputs)
+    exact, pull_exact = torch.func.vjp(theirs, *inputs)
+    g = torch.randn_like(out)
+    close((out, pull(g)), (exact, pull_exact(g)), "vjp")
+    jacobian = torch.func.jacrev(theirs, every)(*inputs)
+    close(torch.func.jacrev(ours, every)(*inputs), jacobian, "jacrev")
+    close(torch.func.jacfwd(ours, every)(*inputs), jacobian, "jacfwd")
+    weight = torch.randn_like(out)  # of a sum, whose Hessian is not zero
+
+    def of(f):
+        return lambda *xs: (f(*xs) * weight).sum()
+
+    hessian = torch.func.hessian(of(theirs), every)(*inputs)
+    close(torch.func.hessian(of(ours), every)(*inputs), hessian, "hessian")
+    close(torch.func.jacrev(torch.func.jacrev(of(ours), every), every)(*inputs), hessian, "jacrev of jacrev")
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_vmap(name, device):
+    ours, theirs, inputs = problem(name, device)
+    many = tuple(torch.stack(random_like([x] * 3), -1) for x in inputs)  # the batch last, so that it lies across memory
+    for i in range(len(inputs)):
+        dims = tuple(-1 if i == j else None for j in range(len(inputs)))
+        args = tuple(m if d == -1 else x for m, x, d in zip(many, inputs, dims, strict=True))
+        close(torch.func.vmap(ours, dims)(*args), torch.func.vmap(theirs, dims)(*args), f"vmap over input {i}")
+    close(torch.func.vmap(ours, -1)(*many), torch.func.vmap(theirs, -1)(*many), "vmap over all")
+    weight = torch.randn_like(ours(*inputs))
+
+    def gradients(f):
+        return torch.func.vmap(torch.func.grad(lambda *xs: (f(*xs) * weight).sum(), tuple(range(len(inputs)))), -1)
+
+    close(gradients(ours)(*many), gradients(theirs)(*many), "gradients of each sample")
+    nested = torch.func.vmap(torch.func.vmap(ours, -1), 0)
+    twice = tuple(torch.stack((m, 2 * m)) for m in many)
+    close(nested(*twice), torch.func.vmap(torch.func.vmap(theirs, -1), 0)(*twice), "vmap of vmap")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, function, inputs):
+        super().__init__()
+        self.function, self.weights = function, torch.nn.ParameterList([torch.nn.Parameter(x.clone()) for x in inputs[1:]])
+
+    def forward(self, x):
+        return self.function(x, *self.weights)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_checkpoint_functional_call_and_export(name, device):
+    ours, theirs, inputs = problem(name, device)
+    layer, exact = Layer(ours, inputs), Layer(theirs, inputs)
+    g = torch.randn_like(theirs(*inputs))
+
+    def gradients(call, module):
+        x = inputs[0].clone().requires_grad_()
+        module.zero_grad()
+        out = call(module, x)
+        out.backward(g)
+        return out.detach(), x.grad, *(p.grad for p in module.parameters())
+
+    expected = gradients(lambda m, x: m(x), exact)
+    for reentrant in (False, True):
+        close(gradients(lambda m, x, r=reentrant: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=r), layer), expected, "checkpoint")
+    weights = {k: 2 * v.detach() for k, v in layer.named_parameters()}
+    close(torch.func.functional_call(layer, weights, inputs[0]), torch.func.functional_call(exact, weights, inputs[0]), "functional_call")
+    close(torch.export.export(layer, inputs[:1]).module()(inputs[0]), exact(inputs[0]), "export")
+
+
+@kernels
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_transforms_inside_of_torch_compile(name):
+    """A compiled graph would lose the derivative without a word: there is a graph break, and with fullgraph an error."""
+    ours, theirs, inputs = problem(name, DEVICE)
+    tangents = random_like(inputs)
+
+    def jvp(*xs):
+        return torch.func.jvp(ours, xs, tangents)[1]
+
+    def grad(*xs):
+        return torch.func.grad(lambda *ys: ours(*ys).square().sum())(*xs)
+
+    torch._dynamo.reset()
+    close(torch.compile(jvp, backend="aot_eager")(*inputs), torch.func.jvp(theirs, inputs, tangents)[1], "jvp")
+    close(torch.compile(grad, backend="aot_eager")(*inputs), torch.func.grad(lambda *ys: theirs(*ys).square().sum())(*inputs), "grad")
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"_\w+\.transform"):
+        torch.compile(jvp, backend="aot_eager", fullgraph=True)(*inputs)
+
+
+@kernels
+def test_dual_numbers_go_through_a_compiled_function():
+    x, t = torch.randn(5, dtype=torch.float64, device=DEVICE), torch.randn(5, dtype=torch.float64, device=DEVICE)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda y: 3 * OPS["square"].function(y), backend="aot_eager")
+    close(compiled(x), 3 * x * x, "without a tangent")
+    with forward_ad.dual_level():
+        close(tuple(forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, t)))), (3 * x * x, 6 * x * t), "dual")
