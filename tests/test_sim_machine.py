@@ -283,10 +283,7 @@ __global__ void k(double2* a, float4* b, int2* c, short4* d, char4* e, const dou
     x = torch.randint(-100, 100, (32, 2)).double()
     a, b = torch.zeros(32, 2, dtype=torch.float64), torch.zeros(32, 4)
     c, d, e = ints(32, 2), torch.zeros(32, 4, dtype=torch.int16), torch.zeros(32, 4, dtype=torch.int8)
-    with sim.memory.scope([a, b, c, d, e, x]):
-        source = Source.from_text(text)
-        params = tuple(signature.Param(n, "void", True) for n in "abcdex")
-        launch(sim.load("k", compile_ptx(source, "k"), params), a, b, c, d, e, x)
+    simulate(text, a, b, c, d, e, x)
     assert torch.equal(a, x.flip(1)) and torch.equal(b.double(), torch.cat((x, x + 1), 1))
     assert torch.equal(c, torch.stack((x[:, 0], -x[:, 1]), 1).int())
     assert d.tolist() == [[int(p), int(-q), int(p) + 1, -5] for p, q in x.tolist()]
@@ -405,10 +402,7 @@ __global__ void k(unsigned* out, unsigned* cells, unsigned long long* wide) {
 }
 """
     out, cells, wide = ints(96), torch.tensor([0, 2, 0, 0], dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    with sim.memory.scope([out, cells, wide]):
-        source = Source.from_text(text)
-        params = tuple(signature.Param(n, "void", True) for n in "abc")
-        launch(sim.load("k", compile_ptx(source, "k"), params), out, cells, wide)
+    simulate(text, out, cells, wide)
     assert out[:32].tolist() == oracle(lambda i: i % 6, 32)
     assert out[32:64].tolist() == [2, 1, 0, *[(3 - i) % 4 for i in range(29)]]
     assert out[64:].tolist() == list(range(32)) and cells[2] == 32
@@ -429,9 +423,7 @@ __global__ void k({ctype}* sum, const {ctype}* x) {{ atomicAdd(sum, x[threadIdx.
     expected = torch.zeros(1, width, dtype=dtype)
     for row in x:
         expected += row
-    with sim.memory.scope([x, total]):
-        params = (signature.Param("sum", "void", True), signature.Param("x", "void", True))
-        launch(sim.load("k", compile_ptx(Source.from_text(text), "k"), params), total, x)
+    simulate(text, total, x)
     assert torch.equal(total, expected)
 
 
@@ -643,11 +635,9 @@ def shuffled(mode: str, values: list[int], distance: int, width: int) -> list[in
 def test_shuffles(mode, width):
     name = "__shfl_sync" if mode == "idx" else f"__shfl_{mode}_sync"
     text = f"__global__ void k(int* out, const int* x, int d) {{ out[threadIdx.x] = {name}(~0u, x[threadIdx.x], d, {width}); }}"
-    kernel, x = load(text), random(32)
+    x, out = random(32), ints(32)
     for distance in (0, 1, 3, 7, 15, 16, 31):
-        out = ints(32)
-        with sim.memory.scope([out, x]):
-            launch(kernel, out, x, distance)
+        simulate(text, out, x, distance)
         assert out.tolist() == shuffled(mode, x.tolist(), distance, width)
 
 
@@ -681,9 +671,7 @@ __global__ void k(unsigned* out, const int* x) {
 }
 """
     x, out = random(32), ints(160)
-    params = (signature.Param("out", "void", True), signature.Param("x", "void", True))
-    with sim.memory.scope([out, x]):
-        launch(sim.load("k", compile_ptx(Source.from_text(text), "k"), params), out, x)
+    simulate(text, out, x)
     v = x.tolist()
     for i in range(32):
         group = range(12) if i < 12 else range(12, 32)
@@ -846,7 +834,7 @@ __global__ void k(int* out, const int* x, int n) {
 def test_matmul_v5(tile, shared_blocks, shared_tiles):
     """With sums that start again after two k tiles of eight."""
     M, N, K = 70, 90, 50
-    source = Source.read(kernels_dir() / "matmul.cu")
+    source, sizes = Source.read(kernels_dir() / "matmul.cu"), (M, N, K)
     shape = next(t for t in matmul_plan.TILES[4] if t.name == tile)
     grid = shared_blocks or -(-M // shape.rows) * -(-N // shape.columns)
 
@@ -858,7 +846,6 @@ def test_matmul_v5(tile, shared_blocks, shared_tiles):
     product, fixup = kernel(f"matmul_v5<float, 0, 1, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")
     with sim.memory.scope([a, b, bias]):
         out, partials = torch.empty(M, N), torch.empty((2 * shared_blocks + grid) * shape.rows * shape.columns)
-        sizes = M, N, K
         launch(product, out, partials, a, b, bias, *sizes, K, N, shared_blocks, shared_tiles, 2, grid=grid, block=128)
         if shared_blocks:
             pieces = shape.rows * shape.columns // 128 // 16
