@@ -427,22 +427,6 @@ __global__ void k({ctype}* sum, const {ctype}* x) {{ atomicAdd(sum, x[threadIdx.
     assert torch.equal(total, expected)
 
 
-def test_histogram_in_shared_memory():
-    text = """
-__global__ void k(int* out, const int* x, int n) {
-    __shared__ int bins[16];
-    if (threadIdx.x < 16) bins[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) atomicAdd(&bins[x[i]], 1);
-    __syncthreads();
-    if (threadIdx.x < 16) atomicAdd(&out[threadIdx.x], bins[threadIdx.x]);
-}
-"""
-    x, out = torch.randint(0, 16, (1000,), dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    simulate(text, out, x, 1000, grid=3, block=128)
-    assert torch.equal(out.long(), torch.bincount(x, minlength=16))
-
-
 # ---- barriers
 
 
@@ -576,46 +560,6 @@ __global__ void k(int* out, const int* x) {
     assert out.tolist() == oracle(lambda i: 100 if i == 2 else int(x[i ^ 3]), 32)
 
 
-def test_last_block_adds_up():
-    text = """
-__device__ unsigned arrived;
-__global__ void k(float* out, float* part, const float* x, int n) {
-    __shared__ float tile[64];
-    __shared__ bool last;
-    float sum = 0;
-    for (int i = blockIdx.x * 64 + threadIdx.x; i < n; i += gridDim.x * 64) sum += x[i];
-    tile[threadIdx.x] = sum;
-    __syncthreads();
-    for (int d = 32; d; d /= 2) {
-        if (threadIdx.x < d) tile[threadIdx.x] += tile[threadIdx.x + d];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        part[blockIdx.x] = tile[0];
-        __threadfence();
-        last = atomicAdd(&arrived, 1) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (!last) return;
-    tile[threadIdx.x] = threadIdx.x < gridDim.x ? part[threadIdx.x] : 0;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        float total = 0;
-        for (int i = 0; i < gridDim.x; ++i) total += tile[i];
-        *out = total;
-        arrived = 0;
-    }
-}
-"""
-    x = torch.randint(-50, 50, (5000,)).float()
-    with sim.memory.scope([x]):
-        out, part = torch.empty(1), torch.empty(20)
-        kernel = load(text)
-        for _ in range(2):
-            launch(kernel, out, part, x, 5000, grid=20, block=64)
-            assert out.item() == x.sum().item()
-
-
 # ---- warps
 
 
@@ -742,34 +686,6 @@ __global__ void k(int* out) {
     assert out.tolist() == oracle(lambda i: (0 if i < 5 else 10) + (i in (0, 5)), 32)
 
 
-def test_tensor_cores_multiply_tiles_that_ldmatrix_reads():
-    """One m16n8k16 product of bfloat16 a warp, A and B through shared memory."""
-    text = """
-#include <cuda_bf16.h>
-__global__ void k(float* out, const __nv_bfloat16* a, const __nv_bfloat16* b) {
-    __shared__ alignas(16) __nv_bfloat16 as[16][16], bs[16][8];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) as[i / 16][i % 16] = a[i];
-    for (int i = threadIdx.x; i < 128; i += blockDim.x) bs[i / 8][i % 8] = b[i];
-    __syncthreads();
-    unsigned ar[4], br[2], row_a = (unsigned)__cvta_generic_to_shared(&as[lane % 16][lane / 16 * 8]);
-    float c[4] = {1.f * warp, 1.f * warp, 1.f * warp, 1.f * warp};
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(ar[0]), "=r"(ar[1]), "=r"(ar[2]), "=r"(ar[3]) : "r"(row_a));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(br[0]), "=r"(br[1]) : "r"((unsigned)__cvta_generic_to_shared(&bs[lane % 16][0])));
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(ar[0]), "r"(ar[1]), "r"(ar[2]), "r"(ar[3]), "r"(br[0]), "r"(br[1]));
-    for (int i = 0; i < 4; ++i) out[warp * 128 + (lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = c[i];
-}
-"""
-    a, b = torch.randint(-8, 8, (16, 16)).bfloat16(), torch.randint(-8, 8, (16, 8)).bfloat16()
-    out = torch.zeros(2, 16, 8)
-    simulate(text, out, a, b, block=64)
-    product = a.float() @ b.float()
-    assert torch.equal(out, torch.stack((product, product + 1)))
-
-
 # ---- copies in the background
 
 
@@ -792,39 +708,6 @@ __global__ void k(int* out, const int* x, int n) {{
     x, out = random(n), ints(size // 4 * 32)
     simulate(text, out, x, n)
     assert torch.equal(out, torch.cat((x, torch.zeros(len(out) - n, dtype=torch.int32))))
-
-
-def test_ring_of_copies():
-    text = """
-__device__ void copy(int* to, const int* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-__global__ void k(int* out, const int* x, int n) {
-    __shared__ int ring[3][64];
-    int i = threadIdx.x, sum = 0;
-    for (int s = 0; s < 2; ++s) {
-        copy(&ring[s][i], x + s * 64 + i);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-    for (int t = 0; t < n; ++t) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-        __syncthreads();
-        sum += ring[t % 3][63 - i] * (t + 1);
-        if (t + 2 < n) copy(&ring[(t + 2) % 3][i], x + (t + 2) * 64 + i);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-    out[i] = sum;
-}
-"""
-    x, out = random(64 * 7), ints(64)
-    simulate(text, out, x, 7, block=64)
-    assert out.tolist() == (x.view(7, 64).flip(1) * torch.arange(1, 8, dtype=torch.int32)[:, None]).sum(0).tolist()
-    with pytest.raises(sim.Race, match=r"a cp\.async\.wait, or"):
-        simulate(text.replace("wait_group 1", "wait_group 2"), out, x, 7, block=64)
-    with pytest.raises(sim.Race, match="no barrier is between"):
-        simulate(text.replace("        __syncthreads();\n", ""), out, x, 7, block=64)
-    with pytest.raises(sim.Race, match=r"writes 4 bytes.*that thread .* read at"):
-        simulate(text.replace("(t + 2) % 3", "(t + 2) % 2").replace("t % 3", "t % 2"), out, x, 7, block=64)
 
 
 # ---- the shipped kernels (all of them run through the ops' own tests)
