@@ -17,10 +17,10 @@ class Case:
 
     id: str
     fault: type[sim.Fault]
-    says: str  # a pattern of the message; {there} is that line
-    arguments: Callable[[], list]
     expected: Callable[..., torch.Tensor]  # the first argument, after the mended kernel
-    text: str
+    says: str  # a pattern of the message; {there} is that line
+    text: str  # of the file, or of the body of `void k(int* out, const int* x)`
+    arguments: Callable[[], list] | None = None  # if not given, `out` and `x` have an element for each thread of a block
     grid: int = 1
     block: int = 64
     shared: tuple[int, int] = (0, 0)  # wrong and right
@@ -28,10 +28,11 @@ class Case:
     thread: int | None = 0
 
     def source(self, wrong: bool) -> str:
-        return re.sub(r"\[\[(.*?) ?=> ?(.*?)\]\]", r"\1" if wrong else r"\2", self.text)
+        text = self.text if "__global__" in self.text else f"\n__global__ void k(int* out, const int* x) {{{self.text}}}\n"
+        return re.sub(r"\[\[(.*?) ?=> ?(.*?)\]\]", r"\1" if wrong else r"\2", text)
 
     def run(self, wrong: bool) -> list:
-        arguments = self.arguments()
+        arguments = self.arguments() if self.arguments else [ints(self.block), iota(self.block)]
         simulate(self.source(wrong), *arguments, grid=self.grid, block=self.block, shared=self.shared[not wrong])
         return arguments
 

@@ -61,15 +61,6 @@ def test_a_block_larger_than_the_kernels_own_bound_is_named():
         kernel(grid=1, block=128)
 
 
-@pytest.mark.parametrize("what", ["grid", "block"])
-@pytest.mark.parametrize("value", [0, -1, (1, 0), (), (1, 1, 1, 1), 1.5, (1.0,)], ids=str)
-@gpu
-def test_a_geometry_that_is_none_is_refused(what, value):
-    geometry = {"grid": 1, "block": 1, what: value}
-    with pytest.raises((ValueError, TypeError, cukern.LaunchError), match=what):
-        cukern.compile(NOTHING)(**geometry)
-
-
 @gpu
 def test_dynamic_shared_memory_over_48_kib():
     x = torch.randn(25_600, device="cuda")
@@ -240,11 +231,6 @@ def test_clusters_of_more_than_eight_blocks():
     out = torch.zeros(32, dtype=torch.int32, device="cuda")
     kernel(out, grid=32, block=32)
     assert out.tolist() == [*range(16)] * 2
-
-
-def test_a_cluster_kernel_compiles():
-    kernel = cukern.compile("__global__ void __cluster_dims__(2, 1, 1) k(int* x) { x[0] = 1; }")
-    assert kernel.compile("sm_90a").code
 
 
 @gpu

@@ -69,12 +69,10 @@ def signed(path: Path, body: bytes) -> bytes:
 
 
 DAMAGE = {
-    "truncated": lambda p, old: p.write_bytes(old[: len(old) // 2]),
     "empty": lambda p, old: p.write_bytes(b""),
     "longer": lambda p, old: p.write_bytes(old + b"!"),
     "symbol flipped": lambda p, old: p.write_bytes(old.replace(b'"scale', b'"skale')),
     "code flipped": lambda p, old: p.write_bytes(old[:-9] + bytes([old[-9] ^ 1]) + old[-8:]),
-    "nested": lambda p, old: p.write_bytes(b"[" * 200_000),
     "signed nested": lambda p, old: p.write_bytes(signed(p, b"[" * 200_000)),
     "signed list": lambda p, old: p.write_bytes(signed(p, b"[]\n")),
     "signed words": lambda p, old: p.write_bytes(signed(p, b'{"report": "words"}\n')),
@@ -100,17 +98,6 @@ def test_damaged_cache_is_mended_with_one_warning(empty_cache, monkeypatch, kind
     assert again == good and len(calls) == 2
     forget_cache()
     assert [k.compile(ARCH) for k in kernels] == again and len(calls) == 2, "the entries are whole again"
-
-
-def test_swapped_entries_are_noticed(empty_cache, monkeypatch):
-    kernels = [cukern.compile(SCALE), cukern.compile(SCALE.replace("*=", "+="))]
-    good = [k.compile(ARCH) for k in kernels]
-    one, two = empty_cache.iterdir()
-    content = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(content)
-    with pytest.warns(UserWarning, match="cannot use"):
-        assert [k.compile(ARCH) for k in kernels] == good
 
 
 def test_entries_of_a_newer_cukern_are_left_alone(empty_cache, monkeypatch):

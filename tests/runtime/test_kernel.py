@@ -309,21 +309,21 @@ def test_half_by_value_and_floats_that_do_not_fit():
                 kernel(out, h, f, grid=1, block=1)
 
 
+@kernels
 @pytest.mark.parametrize(
     "changed, kind, words",
     [
-        ({"grid": 1.5}, TypeError, "grid must be an int, got float 1.5"),
-        ({"grid": 0}, ValueError, "grid must be at least 1, got 0"),
-        ({"block": (1, 1, 1, 1)}, ValueError, "block must be one to three"),
-        ({"block": "32"}, TypeError, "block must be an int"),
+        *(({what: value}, TypeError, f"{what} must be an int") for what in ("grid", "block") for value in (1.5, (1.0,), "32")),
+        *(({what: value}, ValueError, f"{what} must be at least 1, got") for what in ("grid", "block") for value in (0, -1, (1, 0))),
+        *(({what: value}, ValueError, f"{what} must be one to three") for what in ("grid", "block") for value in ((), (1, 1, 1, 1))),
         ({"shared": "16"}, TypeError, "shared must be an int, got str '16'"),
         ({"shared": -1}, ValueError, "shared must be at least 0, got -1"),
     ],
     ids=str,
 )
-def test_geometry_is_checked(changed, kind, words):
-    with cukern.backend("sim"), pytest.raises(kind, match=words):
-        cukern.compile(FILL)(torch.zeros(3), 3, 1.0, **{"grid": 1, "block": 32, **changed})
+def test_geometry_is_checked(device, changed, kind, words):
+    with pytest.raises(kind, match=words):
+        cukern.compile(FILL)(torch.zeros(3, device=device), 3, 1.0, **{"grid": 1, "block": 32, **changed})
 
 
 def test_a_bool_is_no_string():

@@ -281,9 +281,3 @@ def test_what_is_no_number_is_refused(ctype, value):
 
 def test_an_integer_that_is_too_large_for_a_double_is_refused():
     assert isinstance(misfit("double", 10**400), ValueError)
-
-
-def test_wrong_number_of_arguments():
-    two = (Param("x", "float", True), Param("n", "int", False))
-    error = explain_misfit("k", two, (1, 2, 3))
-    assert isinstance(error, TypeError) and str(error) == "k takes 2 arguments (float* x, int n), got 3"

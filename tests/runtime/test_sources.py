@@ -4,7 +4,6 @@ import shutil
 import time
 
 import pytest
-from helpers import SQUARE_MATRIX
 
 import cukern
 from cukern.runtime import compiler
@@ -28,24 +27,14 @@ def tree(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("edited", ["a.cu", "sub/b.cuh", "sub/c.cuh", "d.cuh"])
-def test_an_edit_of_the_file_or_of_any_header_changes_the_digest(tree, edited):
-    before = Source.read(tree / "a.cu").digest()
-    with (tree / edited).open("a") as file:
-        file.write("// edited\n")
-    assert Source.read(tree / "a.cu").digest() != before
-
-
-def test_an_edit_of_a_file_that_is_not_included_does_not_change_the_digest(tree):
-    before = Source.read(tree / "a.cu").digest()
-    (tree / "e.cuh").write_text("// edited\n")
-    assert Source.read(tree / "a.cu").digest() == before
-
-
-def test_digest_is_of_content_and_not_of_the_place(tree, tmp_path_factory):
-    other = tmp_path_factory.mktemp("other") / "copy"
-    shutil.copytree(tree, other)
-    assert Source.read(other / "a.cu").digest() == Source.read(tree / "a.cu").digest()
+def test_the_digest_is_of_the_files_that_are_reached_and_not_of_their_place(tree, tmp_path_factory):
+    other = shutil.copytree(tree, tmp_path_factory.mktemp("other") / "copy")
+    digests = [Source.read(folder / "a.cu").digest() for folder in (other, tree)]
+    for edited in ("e.cuh", "a.cu", "sub/b.cuh", "sub/c.cuh", "d.cuh"):
+        with (tree / edited).open("a") as file:
+            file.write("// edited\n")
+        digests.append(Source.read(tree / "a.cu").digest())
+    assert digests[0] == digests[1] == digests[2] and len(set(digests)) == 5, "e.cuh is not included"
 
 
 def test_two_headers_of_one_name_both_count(tmp_path):
@@ -59,15 +48,6 @@ def test_two_headers_of_one_name_both_count(tmp_path):
         (tmp_path / "y/h.cuh").write_text(f"#define Y {y}\n")
         digests.add(Source.read(tmp_path / "main/a.cu").digest())
     assert len(digests) == 4
-
-
-def test_a_header_in_angle_brackets_counts_where_the_compiler_would_find_it(tmp_path):
-    """`#include <h.cuh>` reaches a file beside the source, because that folder is on NVRTC's include path."""
-    (tmp_path / "a.cu").write_text("#include <h.cuh>\n#include <cuda_fp16.h>\n")
-    (tmp_path / "h.cuh").write_text("#define X 1\n")
-    before = Source.read(tmp_path / "a.cu").digest()
-    (tmp_path / "h.cuh").write_text("#define X 2\n")
-    assert Source.read(tmp_path / "a.cu").digest() != before
 
 
 def test_a_missing_header_is_the_compilers_business(tmp_path):
@@ -241,6 +221,7 @@ def test_the_time_grows_with_the_length_alone(kind):
         '__device__ const char* s = "at::Tensor <<<1, 1>>> }{";',
         "// torch::Tensor t; k<<<1, 1>>>()",
         "/* at:: */",
+        "__device__ int s = 1 << 3;  // torch",
         "__device__ char c = '{';",
     ],
 )
@@ -253,14 +234,6 @@ def test_host_words_in_strings_and_comments_are_no_host_code(line):
 def test_kernels_beside_host_code_in_a_namespace_stay():
     text = without_host_code('namespace a { extern "C" {\n__global__ void k(int* x) {}\nvoid f(at::Tensor t) { k<<<1, 1>>>(0); }\n} }\n')
     assert list(Source.from_text(text).kernels) == ["a::k"] and "<<<" not in text
-
-
-def test_host_code_of_load_inline_goes_and_lines_stay():
-    text = without_host_code("#include <torch/extension.h>\n" + SQUARE_MATRIX)
-    assert "torch" not in text and "<<<" not in text and "square_matrix(" not in text
-    where = text.splitlines().index("        result[idx] = matrix[idx] * matrix[idx];")
-    assert where == SQUARE_MATRIX.splitlines().index("        result[idx] = matrix[idx] * matrix[idx];") + 1
-    assert text.count("\n") == SQUARE_MATRIX.count("\n") + 1
 
 
 def test_device_code_around_host_code_stays():
@@ -277,20 +250,10 @@ namespace inner { __global__ void k(float* out) { out[0] = twice(table[1]); } }
     assert "launch" not in text
 
 
-def test_code_without_a_host_part_is_unchanged():
-    text = "__global__ void k(int* p) { *p = 1 << 3; }  // torch\n"
-    assert without_host_code(text) == text
-
-
 def test_host_code_is_skipped_and_the_lines_stay():
     text = (
         "#include <torch/extension.h>\n#define ONE 1\ntorch::Tensor host(torch::Tensor x) {\n    f<<<1, 1>>>(x.data_ptr<float>());\n}\n"
         "__global__ void f(float* x) { x[0] = ONE; }\nPYBIND11_MODULE(m, m) { m.def(); }\n"
     )
-    kept = without_host_code(text)
-    assert kept.count("\n") == text.count("\n")
-    assert [line for line in kept.split("\n") if line] == [
-        "#include <cstdint>",
-        "#define ONE 1",
-        "__global__ void f(float* x) { x[0] = ONE; }",
-    ]
+    kept = ["#include <cstdint>", "#define ONE 1", "", "", "", "__global__ void f(float* x) { x[0] = ONE; }", "", ""]
+    assert without_host_code(text).split("\n") == kept

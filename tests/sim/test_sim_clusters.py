@@ -6,7 +6,6 @@ import torch
 from sim_cases import Case, ints, iota
 from sim_kernels import simulate
 
-import cukern
 from cukern import sim
 from cukern.sim.machine import machine
 
@@ -16,9 +15,7 @@ RELAXED = "cluster_arrive_relaxed(); cluster_wait();"
 
 # ---- right kernels
 
-SOFTMAX = (
-    PTX
-    + """
+SOFTMAX = """#include "common/ptx.cuh"
 template <int N, bool PUSH>
 __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
     __shared__ float tile[32];
@@ -50,7 +47,6 @@ __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
     if (!PUSH) cluster_sync();
 }
 """
-)
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -95,9 +91,7 @@ __global__ void __cluster_dims__(2, 1, 3) k(int* out) {{
 
 def test_a_ring_of_blocks_over_several_rounds():
     """A value goes round: each block writes into its neighbour's other buffer, with one barrier a round, in two halves."""
-    text = (
-        PTX
-        + """
+    text = """#include "common/ptx.cuh"
 __global__ void __cluster_dims__(4, 1, 1) k(int* out, int rounds) {
     __shared__ int buffer[2][64];
     unsigned next = shared_of_rank(shared_address(&buffer[0][threadIdx.x]), (cluster_rank() + 1) % 4);
@@ -113,7 +107,6 @@ __global__ void __cluster_dims__(4, 1, 1) k(int* out, int rounds) {
     out[blockIdx.x * 64 + threadIdx.x] = buffer[rounds % 2][63 - threadIdx.x] + own;
 }
 """
-    )
     out = torch.full((3, 4, 64), -1, dtype=torch.int32)
     simulate(text, out, 5, grid=12, block=64)
     start = iota(3 * 256).view(3, 4, 64)
@@ -167,9 +160,7 @@ def test_loads_and_stores_of_every_width(ctype, lanes, suffix):
     load, loaded = access("ld", "=", 0)
     store, stored = access("st", "", 1)
     outputs, inputs = (", ".join(f'"{mark}{register}"({n})' for n in names) for mark in ("=", ""))
-    text = (
-        PTX
-        + f"""
+    text = f"""#include "common/ptx.cuh"
 __global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
     __shared__ alignas(16) {ctype} from[32 * {lanes}], to[32 * {lanes}];
     int first = threadIdx.x * {lanes}, at = blockIdx.x * 32 * {lanes} + first;
@@ -184,7 +175,6 @@ __global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
     for (int i = 0; i < {lanes}; ++i) out[at + i] = to[first + i];  // what this block had, by way of the other
 }}
 """
-    )
     dtype = {"char": torch.int8, "short": torch.int16, "int": torch.int32, "double": torch.float64}[ctype]
     x = torch.randint(-100, 100, (64 * lanes,)).to(dtype)
     out = torch.zeros_like(x)
@@ -193,9 +183,7 @@ __global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
 
 
 def test_atomics_on_another_blocks_memory():
-    text = (
-        PTX
-        + """
+    text = """#include "common/ptx.cuh"
 __global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
     __shared__ int counts[4], old[1];
     if (threadIdx.x < 4) counts[threadIdx.x] = 0;
@@ -210,7 +198,6 @@ __global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
     if (threadIdx.x == 4) out[blockIdx.x * 5 + 4] = old[0];
 }
 """
-    )
     x, out = torch.randint(0, 1000, (256,), dtype=torch.int32), torch.zeros(4, 5, dtype=torch.int32)
     simulate(text, out, x, grid=4, block=64)
     for rank in range(4):
@@ -220,9 +207,7 @@ __global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
 
 def test_a_barrier_of_the_block_tells_what_one_warp_has_learned():
     """Warp 1 has not waited yet when it reads what another block wrote, but warp 0 has, and they have met since."""
-    text = (
-        PTX
-        + """
+    text = """#include "common/ptx.cuh"
 __global__ void __cluster_dims__(2, 1, 1) k(int* out) {
     __shared__ float tile;
     if (threadIdx.x == 0) tile = 10 + blockIdx.x;
@@ -236,7 +221,6 @@ __global__ void __cluster_dims__(2, 1, 1) k(int* out) {
     cluster_sync();
 }
 """
-    )
     out = ints(2)
     simulate(text.replace("BARRIER", "__syncthreads();"), out, grid=2, block=64)
     assert out.tolist() == [11, 10]
@@ -261,8 +245,6 @@ __global__ void __cluster_dims__(4, 1, 1) k(float* out) {
     out[blockIdx.x * 32 + threadIdx.x] = __reduce_add_sync(~0u, unsigned(word));
 }
 """
-
-
 # Block 0 writes a word of block 1's, which may have left.
 TOLD = """
 __global__ void __cluster_dims__(2, 1, 1) k(int* out) {
@@ -280,51 +262,38 @@ __global__ void __cluster_dims__(2, 1, 1) k(int* out) {
     }
 }
 """
-
-
-def test_a_word_that_only_its_writer_reads_back_is_no_word_heard():
-    with pytest.raises(sim.Race):
-        simulate(PTX + TOLD, torch.zeros(1, dtype=torch.int32), grid=2)
-
-
+RIGHT_WORDS = WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "4")
 # Two clusters, each with words of its own: they tell nothing of global memory to one another.
 APART = (
-    WORDS.replace("float* out", "float* out, float* data")
-    .replace("FENCE", "cluster_fence();")
-    .replace("HEARD", "4")
+    RIGHT_WORDS.replace("float* out", "float* out, float* data")
     .replace("    unsigned to =", "    if (blockIdx.x == 0 && threadIdx.x == 0) data[0] = 42;\n    cluster_fence();\n    unsigned to =")
     .replace("    out[", "    cluster_fence();\n    if (blockIdx.x == 4 && threadIdx.x == 0) word += unsigned(data[0]);\n    out[")
 )
 
 
-def test_words_of_one_cluster_order_nothing_for_another():
-    with pytest.raises(sim.Race):
-        simulate(PTX + APART, torch.zeros(2, 4, 32), torch.zeros(1), grid=8)
-
-
 def test_words_for_which_the_blocks_of_a_cluster_wait():
     out = torch.zeros(2, 4, 32)
-    simulate(PTX + WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "4"), out, grid=8)
+    simulate(PTX + RIGHT_WORDS, out, grid=8)
     assert out.unique(dim=1).flatten().unique().tolist() == [10, 26]
 
 
 @pytest.mark.parametrize(
-    "fence, heard, says",
+    "text, grid, says",
     [
-        ("", 4, "writes 8 bytes, .* no cluster barrier is between the two"),
-        ("cluster_fence();", 3, "which has exited, or may have, by then"),
+        (WORDS.replace("FENCE", "").replace("HEARD", "4"), 8, "writes 8 bytes, .* no cluster barrier is between the two"),
+        (WORDS.replace("FENCE", "cluster_fence();").replace("HEARD", "3"), 8, "which has exited, or may have, by then"),
+        (APART, 8, None),
+        (TOLD, 2, None),
     ],
-    ids=["cleared without a fence", "not heard by an exiting block"],
+    ids=["cleared without a fence", "not heard by an exiting block", "of another cluster", "read back by its writer alone"],
 )
-def test_words_that_nothing_orders(fence, heard, says):
+def test_words_that_nothing_orders(text, grid, says):
     with pytest.raises(sim.Race, match=says):
-        simulate(PTX + WORDS.replace("FENCE", fence).replace("HEARD", str(heard)), torch.zeros(2, 4, 32), grid=8)
+        simulate(PTX + text, torch.zeros(2, 4, 32), *([torch.zeros(1)] if text == APART else []), grid=grid)
 
 
 def test_a_kernel_without_clusters_is_a_cluster_of_one_block():
-    text = (
-        PTX
-        + """
+    text = """#include "common/ptx.cuh"
 __global__ void k(float* out) {
     __shared__ float tile[32];
     tile[threadIdx.x] = threadIdx.x + cluster_rank();
@@ -333,7 +302,6 @@ __global__ void k(float* out) {
     out[threadIdx.x] = ld_cluster<float>(mapped) + ld_cluster<float>(plain);
 }
 """
-    )
     out = torch.zeros(32)
     simulate(text, out)
     assert torch.equal(out, torch.arange(32).flip(0).float())
@@ -341,45 +309,35 @@ __global__ void k(float* out) {
 
 # ---- wrong ones
 
-
-def cluster_case(id: str, fault: type, says: str, body: str, expected: list[int], **geometry) -> Case:
-    """Two blocks, each of which writes two numbers to `out`. `there` is the address of the other block's `tile`."""
-    text = (
-        PTX
-        + """
+HEAD = """
 __global__ void __cluster_dims__(2, 1, 1) k(int* out, const int* x) {
     __shared__ float tile[64];
     unsigned rank = cluster_rank(), there = shared_of_rank(shared_address(tile), rank ^ 1);
     int t = threadIdx.x;
 """
-        + body
-        + "\n}\n"
-    )
-    arguments = {"grid": 2, "block": 64, **geometry}
-    return Case(id, fault, says, lambda: [ints(4), torch.zeros(64, dtype=torch.int32)], lambda x: torch.tensor(expected), text, **arguments)
+KEEP = "    if (t < 2) out[rank * 2 + t] = sum;"
 
 
-KEEP = "cluster_sync();\n    if (t < 2) out[rank * 2 + t] = sum;"
+def pair(id: str, fault: type, expected: list[int], says: str, body: str, **options) -> Case:
+    """Two blocks, each of which writes two numbers to `out`: of its `sum`, if the body does not write. `there` is the address of the
+    other block's `tile`."""
+    body += "" if KEEP in body or "int sum" not in body else f"cluster_sync();\n{KEEP}"
+    text = f"{PTX}{HEAD}{body}\n}}\n"
+    return Case(id, fault, lambda x: torch.tensor(expected), says, text, lambda: [ints(4), ints(64) + 1], 2, **options)
+
+
+# fmt: off
 RACES = [
-    cluster_case(
-        "no cluster barrier between write and read",
-        sim.Race,
+    pair("no cluster barrier between write and read", sim.Race, [163, 162, 63, 62],
         r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\) of block \(1, 0, 0\), that block \(1, 0, 0\), thread \(63, 0, 0\) "
-        r"wrote at {there}: no cluster barrier is between",
-        """
+        r"wrote at {there}: no cluster barrier is between", """
     cluster_sync();
     tile[t] = t + 100 * rank;  // there
     [[__syncthreads(); => cluster_sync();]]
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
-    """
-        + KEEP,
-        [163, 162, 63, 62],
-    ),
-    cluster_case(
-        "no cluster barrier between read and write",
-        sim.Race,
-        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread \(63, 0, 0\) read at {there}: no",
-        """
+    """),
+    pair("no cluster barrier between read and write", sim.Race, [327, 325, 127, 125],
+        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread \(63, 0, 0\) read at {there}: no", """
     int sum = 0;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
@@ -389,14 +347,9 @@ RACES = [
         [[__syncthreads(); => cluster_sync();]]
     }
     if (t < 2) out[rank * 2 + t] = sum;
-    """,
-        [327, 325, 127, 125],
-    ),
-    cluster_case(
-        "the block reads itself between the neighbour's read and its own write",
-        sim.Race,
-        r"writes 4 bytes, .* that block \(1, 0, 0\), thread \(\d+, 0, 0\) read at {there}: no cluster",
-        """
+    """),
+    pair("the block reads itself between the neighbour's read and its own write", sim.Race, [163, 162, 63, 62],
+        r"writes 4 bytes, .* that block \(1, 0, 0\), thread \(\d+, 0, 0\) read at {there}: no cluster", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // there
@@ -404,151 +357,87 @@ RACES = [
     for (int i = 0; i < 64; ++i) sum += ((volatile float*)tile)[i] < 0;
     [[__syncthreads(); => cluster_sync();]]
     tile[t] = sum;  // here
-    """
-        + KEEP,
-        [163, 162, 63, 62],
-    ),
-    cluster_case(
-        "a store into the neighbour that it reads at once",
-        sim.Race,
-        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no",
-        """
+    """),
+    pair("a store into the neighbour that it reads at once", sim.Race, [100, 101, 0, 1],
+        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no", """
     cluster_sync();
     st_cluster(there + 4 * t, float(t + 100 * rank));  // there
     [[__syncthreads(); => cluster_sync();]]
     int sum = tile[t];  // here
-    """
-        + KEEP,
-        [100, 101, 0, 1],
-    ),
-    cluster_case(
-        "two blocks store two values",
-        sim.Race,
+    """),
+    pair("two blocks store two values", sim.Race, [7, 7, 7, 7],
         r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\) of block \(1, 0, 0\), that block \(1, 0, 0\), thread \(0, 0, 0\) "
-        r"wrote at {there}: no cluster",
-        """
+        r"wrote at {there}: no cluster", """
     cluster_sync();
     tile[t] = t;  // there
     [[=> cluster_sync();]]
     st_cluster(there + 4 * t, 7.f);  // here
     cluster_sync();
     int sum = tile[t];
-    """
-        + KEEP,
-        [7, 7, 7, 7],
-    ),
-    cluster_case(
-        "a relaxed arrive",
-        sim.Race,
+    """),
+    pair("a relaxed arrive", sim.Race, [163, 162, 63, 62],
         r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed",
         f"""
     tile[t] = t + 100 * rank;  // there
     [[{RELAXED} => cluster_sync();]]
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
-    """
-        + KEEP,
-        [163, 162, 63, 62],
-    ),
-    cluster_case(
-        "a relaxed arrive without a fence",
-        sim.Race,
+    """),
+    pair("a relaxed arrive without a fence", sim.Race, [163, 162, 63, 62],
         r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed",
         f"""
     tile[t] = t + 100 * rank;  // there
     [[=> asm volatile("fence.acq_rel.cluster;" ::: "memory");]]
     {RELAXED}
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
-    """
-        + KEEP,
-        [163, 162, 63, 62],
-    ),
-    cluster_case(
-        "a relaxed arrive of the writers",
-        sim.Race,
-        r"thread \(31, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed",
-        """
+    """),
+    pair("a relaxed arrive of the writers", sim.Race, [131, 130, 31, 30],
+        r"thread \(31, 0, 0\) wrote at {there}: no cluster barrier is between the two, or its arrive is .relaxed", """
     if (t < 32) tile[t] = t + 100 * rank;  // there
     [[=> __syncthreads();  // the other warp knows then, and releases it]]
     if (t < 32) cluster_arrive_relaxed();
     else cluster_arrive();
     cluster_wait();
     int sum = ld_cluster<float>(there + 4 * (31 - t % 32));  // here
-    """
-        + KEEP,
-        [131, 130, 31, 30],
-    ),
-    cluster_case(
-        "strong accesses are no barrier",
-        sim.Race,
-        r"that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no cluster barrier",
-        """
+    """),
+    pair("strong accesses are no barrier", sim.Race, [0, 1, 0, 1],
+        r"that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no cluster barrier", """
     cluster_sync();
     asm volatile("st.relaxed.cluster.shared::cluster.f32 [%0], %1;" :: "r"(there + 4 * t), "f"(float(t)) : "memory");  // there
     [[__syncthreads(); => cluster_sync();]]
     int sum = ld_cluster<float>(shared_address(tile + t));  // here
-    """
-        + KEEP,
-        [0, 1, 0, 1],
-    ),
-    cluster_case(
-        "a write after the arrive",
-        sim.Race,
-        r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier",
-        """
+    """),
+    pair("a write after the arrive", sim.Race, [163, 162, 63, 62],
+        r"that block \(1, 0, 0\), thread \(63, 0, 0\) wrote at {there}: no cluster barrier", """
     [[cluster_arrive(); =>]]
     tile[t] = t + 100 * rank;  // there
     [[=> cluster_arrive();]]
     cluster_wait();
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
-    """
-        + KEEP,
-        [163, 162, 63, 62],
-    ),
-    cluster_case(
-        "global memory",
-        sim.Race,
+    """),
+    pair("global memory", sim.Race, [10, 11, 0, 1],
         r"reads 4 bytes, byte 8 of the tensor of argument 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: no cluster",
         """
     if (t < 2) out[rank * 2 + t] = t + 10 * rank;  // there
     [[=> cluster_sync();]]
     int sum = t < 2 ? out[(rank ^ 1) * 2 + t] : 0;  // here
-    """
-        + KEEP,
-        [10, 11, 0, 1],
-    ),
-    cluster_case(
-        "a neighbour that has not started",
-        sim.Race,
-        r"writes 4 bytes of the shared memory of block \(1, 0, 0\), which may not have started yet: no cluster barrier is before",
-        """
+    """),
+    pair("a neighbour that has not started", sim.Race, [0, 1, 0, 1],
+        r"writes 4 bytes of the shared memory of block \(1, 0, 0\), which may not have started yet: no cluster barrier is before", """
     [[=> cluster_sync();]]
     st_cluster(there + 4 * t, float(t));  // here
     cluster_sync();
     int sum = tile[t];
-    """
-        + KEEP,
-        [0, 1, 0, 1],
-    ),
-    cluster_case(
-        "a neighbour that may have exited",
-        sim.Race,
-        r"reads offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or may have, by then: no cluster",
-        """
+    """),
+    pair("a neighbour that may have exited", sim.Race, [100, 101, 0, 1],
+        r"reads offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or may have, by then: no cluster", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(there + 4 * t);  // here
     if (t < 2) out[rank * 2 + t] = sum;
     [[=> cluster_sync();]]
-    """,
-        [100, 101, 0, 1],
-        block_index=1,
-        thread=0,
-    ),
-    cluster_case(
-        "a neighbour that has exited",
-        sim.Race,
-        r"reads 4 bytes of the shared memory of block \(1, 0, 0\), which has exited: no cluster barrier after the access",
-        """
+    """, block_index=1, thread=0),
+    pair("a neighbour that has exited", sim.Race, [100, 101, 0, 1],
+        r"reads 4 bytes of the shared memory of block \(1, 0, 0\), which has exited: no cluster barrier after the access", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     [[if (rank) return; =>]]
@@ -557,118 +446,64 @@ RACES = [
     int sum = ld_cluster<float>(there + 4 * t);  // here
     if (t < 2) out[rank * 2 + t] = sum;
     [[=> cluster_sync();]]
-    """,
-        [100, 101, 0, 1],
-    ),
-    cluster_case(
-        "a store into a neighbour that does not wait for it",
-        sim.Race,
-        r"writes offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or may have, by then: no cluster",
-        """
+    """),
+    pair("a store into a neighbour that does not wait for it", sim.Race, [100, 101, 0, 1],
+        r"writes offset \d+ of shared memory \(tile \+ 0\) of block \(0, 0, 0\), which has exited, or may have, by then: no cluster", """
     cluster_sync();
     st_cluster(there + 4 * t, float(t + 100 * rank));  // here
     [[=> cluster_sync();]]
     if (t < 2) out[rank * 2 + t] = [[t + 5 => int(tile[t])]];
-    """,
-        [100, 101, 0, 1],
-        block_index=1,
-    ),
+    """, block_index=1),
 ]
 BOUNDS = [
-    cluster_case(
-        "beyond the neighbour's memory",
-        sim.OutOfBounds,
-        r"reads 4 bytes at offset 256 of the shared memory of block \(1, 0, 0\), which has 256 bytes",
-        """
+    pair("beyond the neighbour's memory", sim.OutOfBounds, [163, 162, 63, 62],
+        r"reads 4 bytes at offset 256 of the shared memory of block \(1, 0, 0\), which has 256 bytes", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(there + 4 * ([[64 => 63]] - t));  // here
-    """
-        + KEEP,
-        [163, 162, 63, 62],
-    ),
-    cluster_case(
-        "before the neighbour's memory",
-        sim.OutOfBounds,
-        r"writes 8 bytes at offset -8 of the shared memory of block \(1, 0, 0\), which has 256 bytes",
-        """
+    """),
+    pair("before the neighbour's memory", sim.OutOfBounds, [0, 0, 0, 0],
+        r"writes 8 bytes at offset -8 of the shared memory of block \(1, 0, 0\), which has 256 bytes", """
     cluster_sync();
     if (t < 32) st_cluster(there + 8 * (t [[- 1 =>]]), make_float2(t, t));  // here
     cluster_sync();
     int sum = tile[t] + tile[t ^ 1];
-    """
-        + KEEP,
-        [0, 0, 0, 0],
-    ),
-    cluster_case(
-        "a rank that there is not",
-        sim.OutOfBounds,
-        r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's",
-        """
+    """),
+    pair("a rank that there is not", sim.OutOfBounds, [100, 101, 0, 1],
+        r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(shared_of_rank(shared_address(tile + t), [[rank + 1 => (rank + 1) % 2]]));  // here
-    """
-        + KEEP,
-        [100, 101, 0, 1],
-        block_index=1,
-    ),
-    cluster_case(
-        "a rank below 0",
-        sim.OutOfBounds,
-        r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's",
-        """
+    """, block_index=1),
+    pair("a rank below 0", sim.OutOfBounds, [100, 101, 0, 1],
+        r"reads 4 bytes of the shared memory of a block rank that is not in 0\.\.1, the cluster's", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(shared_of_rank(shared_address(tile + t), [[rank - 1 => (rank - 1) % 2]]));  // here
-    """
-        + KEEP,
-        [100, 101, 0, 1],
-    ),
-    cluster_case(
-        "a neighbour's address in an ordinary load",
-        sim.OutOfBounds,
-        r"reads 4 bytes at offset \d+ of shared memory, but the block has 256 bytes of it: that is an address of shared::cluster",
-        """
+    """),
+    pair("a neighbour's address in an ordinary load", sim.OutOfBounds, [100, 101, 0, 1],
+        r"reads 4 bytes at offset \d+ of shared memory, but the block has 256 bytes of it: that is an address of shared::cluster", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     float v;
     asm volatile("ld.[[shared => shared::cluster]].f32 %0, [%1];" : "=f"(v) : "r"(there + 4 * t) : "memory");  // here
     int sum = v;
-    """
-        + KEEP,
-        [100, 101, 0, 1],
-    ),
-    cluster_case(
-        "misaligned",
-        sim.Misaligned,
-        r"reads 8 bytes of shared memory, but the offset 4 is not a multiple of 8",
-        """
+    """),
+    pair("misaligned", sim.Misaligned, [100, 102, 0, 2],
+        r"reads 8 bytes of shared memory, but the offset 4 is not a multiple of 8", """
     tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float2>(there + [[4 => 8]] * (t % 2)).x;  // here
-    """
-        + KEEP,
-        [100, 102, 0, 2],
-        thread=1,
-    ),
-    cluster_case(
-        "what the neighbour did not write",
-        sim.Uninitialized,
-        r"reads 4 bytes that nobody wrote, offset \d+ of shared memory \(tile \+ 252\) of block \(1, 0, 0\)",
-        """
+    """, thread=1),
+    pair("what the neighbour did not write", sim.Uninitialized, [163, 162, 63, 62],
+        r"reads 4 bytes that nobody wrote, offset \d+ of shared memory \(tile \+ 252\) of block \(1, 0, 0\)", """
     if (t [[< => <=]] 63) tile[t] = t + 100 * rank;
     cluster_sync();
     int sum = ld_cluster<float>(there + 4 * (63 - t));  // here
-    """
-        + KEEP,
-        [163, 162, 63, 62],
-    ),
+    """),
 ]
 BARRIERS = [
-    cluster_case(
-        "a thread of the neighbour ends while others wait",
-        sim.BarrierFault,
+    pair("a thread of the neighbour ends while others wait", sim.BarrierFault, [0, 1, 0, 1],
         r"waits at the cluster barrier for all threads of the cluster, but block \(1, 0, 0\), thread \(40, 0, 0\) has ended at {there}",
         """
     [[if (rank && t >= 40) return; =>]]
@@ -677,26 +512,16 @@ BARRIERS = [
     if (t < 2) out[rank * 2 + t] = tile[t];
 }  // there
 __device__ void nothing() {
-    """,
-        [0, 1, 0, 1],
-    ),
-    cluster_case(
-        "half of the cluster comes",
-        sim.BarrierFault,
-        r"waits at the cluster barrier for all threads of the cluster, but block \(1, 0, 0\), thread \(0, 0, 0\) has ended at",
-        """
+    """),
+    pair("half of the cluster comes", sim.BarrierFault, [0, 1, 0, 1],
+        r"waits at the cluster barrier for all threads of the cluster, but block \(1, 0, 0\), thread \(0, 0, 0\) has ended at", """
     tile[t] = t;
     __syncthreads();
     [[if (rank == 0) =>]] cluster_sync();  // here
     if (t < 2) out[rank * 2 + t] = tile[t];
-    """,
-        [0, 1, 0, 1],
-    ),
-    cluster_case(
-        "a warp that waits for its block while the block waits for the cluster",
-        sim.BarrierFault,
-        r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) waits at",
-        """
+    """),
+    pair("a warp that waits for its block while the block waits for the cluster", sim.BarrierFault, [0, 1, 0, 1],
+        r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) waits at", """
     tile[t] = t;
     if (t < 32) {
         [[cluster_sync(); =>]]
@@ -706,39 +531,23 @@ __device__ void nothing() {
         [[cluster_sync(); =>]]
     }
     if (t < 2) out[rank * 2 + t] = tile[t];
-    """,
-        [0, 1, 0, 1],
-        thread=32,
-    ),
-    cluster_case(
-        "a wait without an arrive",
-        sim.BarrierFault,
-        r"waits at the cluster barrier, at which it has not arrived",
-        """
+    """, thread=32),
+    pair("a wait without an arrive", sim.BarrierFault, [0, 1, 0, 1],
+        r"waits at the cluster barrier, at which it has not arrived", """
     [[=> cluster_arrive();]]
     cluster_wait();  // here
     if (t < 2) out[rank * 2 + t] = t;
-    """,
-        [0, 1, 0, 1],
-    ),
-    cluster_case(
-        "two arrives and one wait",
-        sim.BarrierFault,
-        r"arrives at the cluster barrier again, and has not waited since it arrived there",
-        """
+    """),
+    pair("two arrives and one wait", sim.BarrierFault, [0, 1, 0, 1],
+        r"arrives at the cluster barrier again, and has not waited since it arrived there", """
     cluster_arrive();
     [[=> cluster_wait();]]
     cluster_arrive();  // here
     cluster_wait();
     if (t < 2) out[rank * 2 + t] = t;
-    """,
-        [0, 1, 0, 1],
-    ),
-    cluster_case(
-        "an aligned arrive in two branches",
-        sim.BarrierFault,
-        r"arrives at an .aligned cluster barrier, while of its warp thread \(0, 0, 0\) arrives at .*:\d+",
-        """
+    """),
+    pair("an aligned arrive in two branches", sim.BarrierFault, [0, 1, 0, 1],
+        r"arrives at an .aligned cluster barrier, while of its warp thread \(0, 0, 0\) arrives at .*:\d+", """
     int v = t;
     if (t < [[20 => 32]]) {
         cluster_arrive();
@@ -749,11 +558,9 @@ __device__ void nothing() {
     }
     cluster_wait();
     if (t < 2) out[rank * 2 + t] = v;
-    """,
-        [0, 1, 0, 1],
-        thread=20,
-    ),
+    """, thread=20),
 ]
+# fmt: on
 CASES = [pytest.param(c, id=c.id) for c in (*RACES, *BOUNDS, *BARRIERS)]
 
 
@@ -765,19 +572,6 @@ def test_wrong_kernel_is_reported(case):
 @pytest.mark.parametrize("case", CASES)
 def test_mended_kernel_is_right_and_not_accused(case):
     case.check_mended()
-
-
-@pytest.mark.parametrize(
-    "dims, grid, words",
-    [
-        ("2, 1, 1", 5, "grid x = 5 is not a multiple of the 2 that the kernel's cluster has along x"),
-        ("1, 4, 1", (4, 6), "grid y = 6 is not a multiple of the 4 that the kernel's cluster has along y"),
-        ("32, 1, 1", 32, "32 blocks a cluster are more than 16"),
-    ],
-)
-def test_grid_that_does_not_fit_the_cluster(dims, grid, words):
-    with pytest.raises(cukern.LaunchError, match=words):
-        simulate(f"__global__ void __cluster_dims__({dims}) k(int* out) {{ *out = 1; }}", ints(1), grid=grid)
 
 
 @pytest.mark.parametrize("opcode", ["mbarrier.inval.shared.b64 [%0];", "cp.async.bulk.commit_group;"])

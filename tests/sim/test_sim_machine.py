@@ -283,10 +283,7 @@ __global__ void k(double2* a, float4* b, int2* c, short4* d, char4* e, const dou
     x = torch.randint(-100, 100, (32, 2)).double()
     a, b = torch.zeros(32, 2, dtype=torch.float64), torch.zeros(32, 4)
     c, d, e = ints(32, 2), torch.zeros(32, 4, dtype=torch.int16), torch.zeros(32, 4, dtype=torch.int8)
-    with sim.memory.scope([a, b, c, d, e, x]):
-        source = Source.from_text(text)
-        params = tuple(signature.Param(n, "void", True) for n in "abcdex")
-        launch(sim.load("k", compile_ptx(source, "k"), params), a, b, c, d, e, x)
+    simulate(text, a, b, c, d, e, x)
     assert torch.equal(a, x.flip(1)) and torch.equal(b.double(), torch.cat((x, x + 1), 1))
     assert torch.equal(c, torch.stack((x[:, 0], -x[:, 1]), 1).int())
     assert d.tolist() == [[int(p), int(-q), int(p) + 1, -5] for p, q in x.tolist()]
@@ -405,10 +402,7 @@ __global__ void k(unsigned* out, unsigned* cells, unsigned long long* wide) {
 }
 """
     out, cells, wide = ints(96), torch.tensor([0, 2, 0, 0], dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    with sim.memory.scope([out, cells, wide]):
-        source = Source.from_text(text)
-        params = tuple(signature.Param(n, "void", True) for n in "abc")
-        launch(sim.load("k", compile_ptx(source, "k"), params), out, cells, wide)
+    simulate(text, out, cells, wide)
     assert out[:32].tolist() == oracle(lambda i: i % 6, 32)
     assert out[32:64].tolist() == [2, 1, 0, *[(3 - i) % 4 for i in range(29)]]
     assert out[64:].tolist() == list(range(32)) and cells[2] == 32
@@ -429,26 +423,8 @@ __global__ void k({ctype}* sum, const {ctype}* x) {{ atomicAdd(sum, x[threadIdx.
     expected = torch.zeros(1, width, dtype=dtype)
     for row in x:
         expected += row
-    with sim.memory.scope([x, total]):
-        params = (signature.Param("sum", "void", True), signature.Param("x", "void", True))
-        launch(sim.load("k", compile_ptx(Source.from_text(text), "k"), params), total, x)
+    simulate(text, total, x)
     assert torch.equal(total, expected)
-
-
-def test_histogram_in_shared_memory():
-    text = """
-__global__ void k(int* out, const int* x, int n) {
-    __shared__ int bins[16];
-    if (threadIdx.x < 16) bins[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) atomicAdd(&bins[x[i]], 1);
-    __syncthreads();
-    if (threadIdx.x < 16) atomicAdd(&out[threadIdx.x], bins[threadIdx.x]);
-}
-"""
-    x, out = torch.randint(0, 16, (1000,), dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
-    simulate(text, out, x, 1000, grid=3, block=128)
-    assert torch.equal(out.long(), torch.bincount(x, minlength=16))
 
 
 # ---- barriers
@@ -584,46 +560,6 @@ __global__ void k(int* out, const int* x) {
     assert out.tolist() == oracle(lambda i: 100 if i == 2 else int(x[i ^ 3]), 32)
 
 
-def test_last_block_adds_up():
-    text = """
-__device__ unsigned arrived;
-__global__ void k(float* out, float* part, const float* x, int n) {
-    __shared__ float tile[64];
-    __shared__ bool last;
-    float sum = 0;
-    for (int i = blockIdx.x * 64 + threadIdx.x; i < n; i += gridDim.x * 64) sum += x[i];
-    tile[threadIdx.x] = sum;
-    __syncthreads();
-    for (int d = 32; d; d /= 2) {
-        if (threadIdx.x < d) tile[threadIdx.x] += tile[threadIdx.x + d];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        part[blockIdx.x] = tile[0];
-        __threadfence();
-        last = atomicAdd(&arrived, 1) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (!last) return;
-    tile[threadIdx.x] = threadIdx.x < gridDim.x ? part[threadIdx.x] : 0;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        float total = 0;
-        for (int i = 0; i < gridDim.x; ++i) total += tile[i];
-        *out = total;
-        arrived = 0;
-    }
-}
-"""
-    x = torch.randint(-50, 50, (5000,)).float()
-    with sim.memory.scope([x]):
-        out, part = torch.empty(1), torch.empty(20)
-        kernel = load(text)
-        for _ in range(2):
-            launch(kernel, out, part, x, 5000, grid=20, block=64)
-            assert out.item() == x.sum().item()
-
-
 # ---- warps
 
 
@@ -643,11 +579,9 @@ def shuffled(mode: str, values: list[int], distance: int, width: int) -> list[in
 def test_shuffles(mode, width):
     name = "__shfl_sync" if mode == "idx" else f"__shfl_{mode}_sync"
     text = f"__global__ void k(int* out, const int* x, int d) {{ out[threadIdx.x] = {name}(~0u, x[threadIdx.x], d, {width}); }}"
-    kernel, x = load(text), random(32)
+    x, out = random(32), ints(32)
     for distance in (0, 1, 3, 7, 15, 16, 31):
-        out = ints(32)
-        with sim.memory.scope([out, x]):
-            launch(kernel, out, x, distance)
+        simulate(text, out, x, distance)
         assert out.tolist() == shuffled(mode, x.tolist(), distance, width)
 
 
@@ -681,9 +615,7 @@ __global__ void k(unsigned* out, const int* x) {
 }
 """
     x, out = random(32), ints(160)
-    params = (signature.Param("out", "void", True), signature.Param("x", "void", True))
-    with sim.memory.scope([out, x]):
-        launch(sim.load("k", compile_ptx(Source.from_text(text), "k"), params), out, x)
+    simulate(text, out, x)
     v = x.tolist()
     for i in range(32):
         group = range(12) if i < 12 else range(12, 32)
@@ -754,34 +686,6 @@ __global__ void k(int* out) {
     assert out.tolist() == oracle(lambda i: (0 if i < 5 else 10) + (i in (0, 5)), 32)
 
 
-def test_tensor_cores_multiply_tiles_that_ldmatrix_reads():
-    """One m16n8k16 product of bfloat16 a warp, A and B through shared memory."""
-    text = """
-#include <cuda_bf16.h>
-__global__ void k(float* out, const __nv_bfloat16* a, const __nv_bfloat16* b) {
-    __shared__ alignas(16) __nv_bfloat16 as[16][16], bs[16][8];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) as[i / 16][i % 16] = a[i];
-    for (int i = threadIdx.x; i < 128; i += blockDim.x) bs[i / 8][i % 8] = b[i];
-    __syncthreads();
-    unsigned ar[4], br[2], row_a = (unsigned)__cvta_generic_to_shared(&as[lane % 16][lane / 16 * 8]);
-    float c[4] = {1.f * warp, 1.f * warp, 1.f * warp, 1.f * warp};
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(ar[0]), "=r"(ar[1]), "=r"(ar[2]), "=r"(ar[3]) : "r"(row_a));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(br[0]), "=r"(br[1]) : "r"((unsigned)__cvta_generic_to_shared(&bs[lane % 16][0])));
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(ar[0]), "r"(ar[1]), "r"(ar[2]), "r"(ar[3]), "r"(br[0]), "r"(br[1]));
-    for (int i = 0; i < 4; ++i) out[warp * 128 + (lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = c[i];
-}
-"""
-    a, b = torch.randint(-8, 8, (16, 16)).bfloat16(), torch.randint(-8, 8, (16, 8)).bfloat16()
-    out = torch.zeros(2, 16, 8)
-    simulate(text, out, a, b, block=64)
-    product = a.float() @ b.float()
-    assert torch.equal(out, torch.stack((product, product + 1)))
-
-
 # ---- copies in the background
 
 
@@ -806,39 +710,6 @@ __global__ void k(int* out, const int* x, int n) {{
     assert torch.equal(out, torch.cat((x, torch.zeros(len(out) - n, dtype=torch.int32))))
 
 
-def test_ring_of_copies():
-    text = """
-__device__ void copy(int* to, const int* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-__global__ void k(int* out, const int* x, int n) {
-    __shared__ int ring[3][64];
-    int i = threadIdx.x, sum = 0;
-    for (int s = 0; s < 2; ++s) {
-        copy(&ring[s][i], x + s * 64 + i);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-    for (int t = 0; t < n; ++t) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-        __syncthreads();
-        sum += ring[t % 3][63 - i] * (t + 1);
-        if (t + 2 < n) copy(&ring[(t + 2) % 3][i], x + (t + 2) * 64 + i);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
-    out[i] = sum;
-}
-"""
-    x, out = random(64 * 7), ints(64)
-    simulate(text, out, x, 7, block=64)
-    assert out.tolist() == (x.view(7, 64).flip(1) * torch.arange(1, 8, dtype=torch.int32)[:, None]).sum(0).tolist()
-    with pytest.raises(sim.Race, match=r"a cp\.async\.wait, or"):
-        simulate(text.replace("wait_group 1", "wait_group 2"), out, x, 7, block=64)
-    with pytest.raises(sim.Race, match="no barrier is between"):
-        simulate(text.replace("        __syncthreads();\n", ""), out, x, 7, block=64)
-    with pytest.raises(sim.Race, match=r"writes 4 bytes.*that thread .* read at"):
-        simulate(text.replace("(t + 2) % 3", "(t + 2) % 2").replace("t % 3", "t % 2"), out, x, 7, block=64)
-
-
 # ---- the shipped kernels (all of them run through the ops' own tests)
 
 
@@ -846,7 +717,7 @@ __global__ void k(int* out, const int* x, int n) {
 def test_matmul_v5(tile, shared_blocks, shared_tiles):
     """With sums that start again after two k tiles of eight."""
     M, N, K = 70, 90, 50
-    source = Source.read(kernels_dir() / "matmul/matmul.cu")
+    source, sizes = Source.read(kernels_dir() / "matmul/matmul.cu"), (M, N, K)
     shape = next(t for t in plan.TILES[4] if t.name == tile)
     grid = shared_blocks or -(-M // shape.rows) * -(-N // shape.columns)
 
@@ -858,7 +729,6 @@ def test_matmul_v5(tile, shared_blocks, shared_tiles):
     product, fixup = kernel(f"matmul_v5<float, 0, 1, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")
     with sim.memory.scope([a, b, bias]):
         out, partials = torch.empty(M, N), torch.empty((2 * shared_blocks + grid) * shape.rows * shape.columns)
-        sizes = M, N, K
         launch(product, out, partials, a, b, bias, *sizes, K, N, shared_blocks, shared_tiles, 2, grid=grid, block=128)
         if shared_blocks:
             pieces = shape.rows * shape.columns // 128 // 16

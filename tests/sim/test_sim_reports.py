@@ -7,211 +7,106 @@ import torch
 from sim_cases import Case, ints, iota
 from sim_kernels import launch, line_of, load, simulate
 
-from cukern import sim
+from cukern import LaunchError, sim
 
+# fmt: off
 BOUNDS = [
-    Case(
-        "read after the end",
-        sim.OutOfBounds,
-        r"reads 4 bytes of global memory 0 bytes after the end of the tensor of argument 'x', which has 400 bytes",
-        lambda: [ints(101), iota(101)[:100], 100],
-        lambda x, n: torch.cat((x + 1, torch.tensor([-1]))),
-        """
+    Case("read after the end", sim.OutOfBounds, lambda x, n: torch.cat((x + 1, torch.tensor([-1]))),
+         r"reads 4 bytes of global memory 0 bytes after the end of the tensor of argument 'x', which has 400 bytes", """
 __global__ void k(int* out, const int* x, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if ([[i > n => i >= n]]) return;
     out[i] = x[i] + 1;  // here
 }
-""",
-        grid=2,
-        block_index=1,
-        thread=36,
-    ),
-    Case(
-        "write before the start",
-        sim.OutOfBounds,
-        r"writes 4 bytes of global memory 8 bytes before the start of the tensor of argument 'out', which has 256 bytes",
-        lambda: [ints(66)[2:], iota(64)],
-        lambda x: x,
-        """
+""", arguments=lambda: [ints(101), iota(101)[:100], 100], grid=2, block_index=1, thread=36),
+    Case("write before the start", sim.OutOfBounds, lambda x: x,
+         r"writes 4 bytes of global memory 8 bytes before the start of the tensor of argument 'out', which has 256 bytes", """
 __global__ void k(int* out, const int* x) {
     int i = threadIdx.x;
     out[i [[- 2 =>]]] = x[i];  // here
 }
-""",
-    ),
-    Case(
-        "a null pointer",
-        sim.OutOfBounds,
-        r"reads 4 bytes of global memory through a null pointer",
-        lambda: [ints(64), 0],
-        lambda bias: torch.full((64,), 7),
-        """
+""", arguments=lambda: [ints(66)[2:], iota(64)]),
+    Case("a null pointer", sim.OutOfBounds, lambda bias: torch.full((64,), 7), r"reads 4 bytes of global memory through a null pointer", """
 __global__ void k(int* out, const int* bias) {
     out[threadIdx.x] = [[=> !bias ? 7 :]] bias[threadIdx.x];  // here
 }
-""",
-    ),
-    Case(
-        "a misaligned vector",
-        sim.Misaligned,
-        r"reads 8 bytes of global memory, but the address 0x[0-9a-f]+ is not a multiple of 8",
-        lambda: [ints(64), iota(128)],
-        lambda x: x[::2] + x[1::2],
-        """
+""", arguments=lambda: [ints(64), 0]),
+    Case("a misaligned vector", sim.Misaligned, lambda x: x[::2] + x[1::2],
+         r"reads 8 bytes of global memory, but the address 0x[0-9a-f]+ is not a multiple of 8", """
 __global__ void k(int* out, const int* x) {
     int2 v = *(const int2*)(x + [[1 => 2]] * threadIdx.x);  // here
     out[threadIdx.x] = v.x + v.y;
 }
-""",
-        thread=1,
-    ),
-    Case(
-        "a vector across the end",
-        sim.OutOfBounds,
-        r"reads 8 bytes of global memory across the end of the tensor of argument 'x', which has 508 bytes",
-        lambda: [ints(64), iota(127)],
-        lambda x: torch.cat((x[:-1:2] + x[1::2], x[-1:])),
-        """
+""", arguments=lambda: [ints(64), iota(128)], thread=1),
+    Case("a vector across the end", sim.OutOfBounds, lambda x: torch.cat((x[:-1:2] + x[1::2], x[-1:])),
+         r"reads 8 bytes of global memory across the end of the tensor of argument 'x', which has 508 bytes", """
 __global__ void k(int* out, const int* x) {
     int i = threadIdx.x;
     int2 v = [[=> i == 63 ? make_int2(x[126], 0) :]] *(const int2*)(x + 2 * i);  // here
     out[i] = v.x + v.y;
 }
-""",
-        thread=63,
-    ),
-    Case(
-        "misaligned shared memory",
-        sim.Misaligned,
-        r"writes 16 bytes of shared memory, but the offset 4 is not a multiple of 16",
-        lambda: [ints(4)],
-        lambda: torch.tensor([1, 2, 3, 4]),
-        """
+""", arguments=lambda: [ints(64), iota(127)], thread=63),
+    Case("misaligned shared memory", sim.Misaligned, lambda: torch.tensor([1, 2, 3, 4]),
+         r"writes 16 bytes of shared memory, but the offset 4 is not a multiple of 16", """
 __global__ void k(int* out) {
     __shared__ alignas(16) int tile[8];
     int* to = tile + [[1 => 4]];
     *(int4*)to = make_int4(1, 2, 3, 4);  // here
     for (int i = 0; i < 4; ++i) out[i] = to[i];
 }
-""",
-        block=1,
-    ),
-    Case(
-        "too little shared memory",
-        sim.OutOfBounds,
-        r"writes 4 bytes at offset 252 of shared memory, but the block has 254 bytes of it",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0),
-        """
+""", arguments=lambda: [ints(4)], block=1),
+    Case("too little shared memory", sim.OutOfBounds, lambda x: x.flip(0),
+         r"writes 4 bytes at offset 252 of shared memory, but the block has 254 bytes of it", """
 extern __shared__ int tile[];
 __global__ void k(int* out, const int* x) {
     tile[threadIdx.x] = x[threadIdx.x];  // here
     __syncthreads();
     out[threadIdx.x] = tile[63 - threadIdx.x];
 }
-""",
-        shared=(254, 256),
-        thread=63,
-    ),
-    Case(
-        "constant memory has an end",
-        sim.OutOfBounds,
-        r"reads 4 bytes of global memory 0 bytes after the end of the variable table, which has 256 bytes",
-        lambda: [ints(64)],
-        lambda: torch.full((64,), 0),
-        """
+""", shared=(254, 256), thread=63),
+    Case("constant memory has an end", sim.OutOfBounds, lambda: torch.full((64,), 0),
+         r"reads 4 bytes of global memory 0 bytes after the end of the variable table, which has 256 bytes", """
 __constant__ int table[64];
 __global__ void k(int* out) {
     out[threadIdx.x] = table[threadIdx.x [[+ 1 =>]]];  // here
 }
-""",
-        thread=63,
-    ),
+""", arguments=lambda: [ints(64)], thread=63),
 ]
 UNWRITTEN = [
-    Case(
-        "unwritten shared memory",
-        sim.Uninitialized,
-        r"reads 4 bytes that nobody wrote, offset \d+ of shared memory \(tile \+ 252\)",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0),
-        """
-__global__ void k(int* out, const int* x) {
+    Case("unwritten shared memory", sim.Uninitialized, lambda x: x.flip(0),
+         r"reads 4 bytes that nobody wrote, offset \d+ of shared memory \(tile \+ 252\)", """
     __shared__ int pad[5], tile[64];
     pad[0] = 1;
     if (threadIdx.x [[< => <=]] 63) tile[threadIdx.x] = x[threadIdx.x];
     __syncthreads();
     out[threadIdx.x] = tile[63 - threadIdx.x] + pad[0] - 1;  // here
-}
-""",
-    ),
-    Case(
-        "an unwritten local array",
-        sim.Uninitialized,
-        r"reads 4 bytes that nobody wrote, offset \d+ of local memory",
-        lambda: [ints(64), iota(64)],
-        lambda x: x % 8 * 3,
-        """
-__global__ void k(int* out, const int* x) {
+"""),
+    Case("an unwritten local array", sim.Uninitialized, lambda x: x % 8 * 3,
+         r"reads 4 bytes that nobody wrote, offset \d+ of local memory", """
     int a[8];
     for (int i = 0; i < [[x[2] => 8]]; ++i) a[x[i] & 7] = x[i] * 3;
     out[threadIdx.x] = a[x[threadIdx.x] & 7];  // here
-}
-""",
-        thread=2,
-    ),
-    Case(
-        "a shuffle from a lane that is not there",
-        sim.Uninitialized,
-        r"reads a register of lane 16 of its warp, which is not there",
-        lambda: [ints(16), iota(16)],
-        lambda x: x ^ 8,
-        """
-__global__ void k(int* out, const int* x) {
+""", thread=2),
+    Case("a shuffle from a lane that is not there", sim.Uninitialized, lambda x: x ^ 8,
+         r"reads a register of lane 16 of its warp, which is not there", """
     out[threadIdx.x] = __shfl_xor_sync(~0u, x[threadIdx.x], [[16 => 8]]);  // here
-}
-""",
-        block=16,
-    ),
-    Case(
-        "a shuffle from a lane outside the mask",
-        sim.Uninitialized,
-        r"reads a register of lane 8 of its warp, which is not in the mask 0x000000ff",
-        lambda: [ints(32), iota(32)],
-        lambda x: x ^ 4,
-        """
-__global__ void k(int* out, const int* x) {
+""", block=16),
+    Case("a shuffle from a lane outside the mask", sim.Uninitialized, lambda x: x ^ 4,
+         r"reads a register of lane 8 of its warp, which is not in the mask 0x000000ff", """
     out[threadIdx.x] = __shfl_xor_sync(0xffu << threadIdx.x / 8 * 8, x[threadIdx.x], [[8 => 4]]);  // here
-}
-""",
-        block=32,
-    ),
+""", block=32),
 ]
 RACES = [
-    Case(
-        "no __syncthreads between write and read",
-        sim.Race,
-        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier is between",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0),
-        """
-__global__ void k(int* out, const int* x) {
+    Case("no __syncthreads between write and read", sim.Race, lambda x: x.flip(0),
+         r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier is between",
+         """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     [[=> __syncthreads();]]
     out[threadIdx.x] = tile[63 - threadIdx.x];  // here
-}
-""",
-    ),
-    Case(
-        "no __syncthreads between read and write",
-        sim.Race,
-        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that thread \(63, 0, 0\) read at {there}: no barrier is between",
-        lambda: [ints(64), iota(64)],
-        lambda x: 3 * x.flip(0) + 3,
-        """
-__global__ void k(int* out, const int* x) {
+"""),
+    Case("no __syncthreads between read and write", sim.Race, lambda x: 3 * x.flip(0) + 3,
+         r"writes 4 bytes, offset \d+ of shared memory \(tile \+ 0\), that thread \(63, 0, 0\) read at {there}: no barrier is between", """
     __shared__ int tile[64];
     int sum = 0;
 #pragma unroll 1
@@ -222,17 +117,10 @@ __global__ void k(int* out, const int* x) {
         [[=> __syncthreads();]]
     }
     out[threadIdx.x] = sum;
-}
-""",
-    ),
-    Case(
-        "a write after the writer's own read, and before it another's",
-        sim.Race,
-        r"writes 4 bytes, offset \d+ of shared memory \(tile \+ \d+\), that thread \(\d+, 0, 0\) read at {there}: no barrier is between",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0) * 2,
-        """
-__global__ void k(int* out, const int* x) {
+"""),
+    Case("a write after the writer's own read, and before it another's", sim.Race, lambda x: x.flip(0) * 2,
+         r"writes 4 bytes, offset \d+ of shared memory \(tile \+ \d+\), that thread \(\d+, 0, 0\) read at {there}: no barrier is between",
+         """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
     __syncthreads();
@@ -242,16 +130,9 @@ __global__ void k(int* out, const int* x) {
     tile[threadIdx.x] = own + v;  // here
     __syncthreads();
     out[threadIdx.x] = tile[threadIdx.x] - own + v;
-}
-""",
-    ),
-    Case(
-        "a reader that does not look at the counter",
-        sim.Race,
-        r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders",
-        lambda: [ints(1), ints(1)],
-        lambda part: torch.tensor([5]),
-        """
+"""),
+    Case("a reader that does not look at the counter", sim.Race, lambda part: torch.tensor([5]),
+         r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders", """
 __device__ unsigned ready;
 __global__ void k(int* out, int* part) {
     if (threadIdx.x) return;
@@ -265,65 +146,31 @@ __global__ void k(int* out, int* part) {
         *out = *part;  // here
     }
 }
-""",
-        grid=2,
-        block_index=1,
-    ),
-    Case(
-        "no __syncwarp",
-        sim.Race,
-        r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing",
-        lambda: [ints(64), iota(64)],
-        lambda x: x ^ 5,
-        """
-__global__ void k(int* out, const int* x) {
+""", arguments=lambda: [ints(1), ints(1)], grid=2, block_index=1),
+    Case("no __syncwarp", sim.Race, lambda x: x ^ 5,
+         r"that thread \(5, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     [[=> __syncwarp();]]
     out[threadIdx.x] = tile[threadIdx.x ^ 5];  // here
-}
-""",
-    ),
-    Case(
-        "a __syncwarp of other lanes",
-        sim.Race,
-        r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing",
-        lambda: [ints(32), iota(32)],
-        lambda x: x ^ 16,
-        """
-__global__ void k(int* out, const int* x) {
+"""),
+    Case("a __syncwarp of other lanes", sim.Race, lambda x: x ^ 16,
+         r"that thread \(16, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing", """
     __shared__ int tile[32];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     __syncwarp([[threadIdx.x < 16 ? 0xffff : 0xffff0000 => ~0u]]);
     out[threadIdx.x] = tile[threadIdx.x ^ 16];  // here
-}
-""",
-        block=32,
-    ),
-    Case(
-        "a shuffle is no __syncwarp",
-        sim.Race,
-        r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing",
-        lambda: [ints(32), iota(32)],
-        lambda x: 2 * (x ^ 1),
-        """
-__global__ void k(int* out, const int* x) {
+""", block=32),
+    Case("a shuffle is no __syncwarp", sim.Race, lambda x: 2 * (x ^ 1),
+         r"that thread \(1, 0, 0\) wrote at {there}: a __syncwarp\(\), or a barrier, is missing", """
     __shared__ int tile[32];
     tile[threadIdx.x] = x[threadIdx.x];  // there
     int other = __shfl_xor_sync(~0u, x[threadIdx.x], 1);
     [[=> __syncwarp();]]
     out[threadIdx.x] = tile[threadIdx.x ^ 1] + other;  // here
-}
-""",
-        block=32,
-    ),
-    Case(
-        "volatile is no __syncwarp",
-        sim.Race,
-        r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\), or a barrier, is missing",
-        lambda: [ints(1), iota(32)],
-        lambda x: x.sum(dtype=torch.int32)[None],
-        """
+""", block=32),
+    Case("volatile is no __syncwarp", sim.Race, lambda x: x.sum(dtype=torch.int32)[None],
+         r"thread \(\d+, 0, 0\) (wrote|read) at .*: a __syncwarp\(\), or a barrier, is missing", """
 __global__ void k(int* out, const int* x) {
     __shared__ volatile int tile[32];
     int v = x[threadIdx.x];
@@ -337,44 +184,24 @@ __global__ void k(int* out, const int* x) {
     }
     if (threadIdx.x == 0) *out = v;
 }
-""",
-        block=32,
-    ),
-    Case(
-        "two threads write two values",
-        sim.Race,
-        r"writes 4 bytes, byte 0 of the tensor of argument 'out', where block \(0, 0, 0\), thread \(63, 0, 0\) writes another value",
-        lambda: [ints(1), iota(64)],
-        lambda x: x[:1] + 5,
-        """
+""", arguments=lambda: [ints(1), iota(32)], block=32),
+    Case("two threads write two values", sim.Race, lambda x: x[:1] + 5,
+         r"writes 4 bytes, byte 0 of the tensor of argument 'out', where block \(0, 0, 0\), thread \(63, 0, 0\) writes another value", """
 __global__ void k(int* out, const int* x) {
     *out = x[ [[threadIdx.x => 0]] ] + 5;  // here
 }
-""",
-    ),
-    Case(
-        "global memory within a block",
-        sim.Race,
-        r"reads 4 bytes, byte 252 of the tensor of argument 'out', that thread \(63, 0, 0\) wrote at {there}: no barrier",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0),
-        """
-__global__ void k(int* out, const int* x) {
+""", arguments=lambda: [ints(1), iota(64)]),
+    Case("global memory within a block", sim.Race, lambda x: x.flip(0),
+         r"reads 4 bytes, byte 252 of the tensor of argument 'out', that thread \(63, 0, 0\) wrote at {there}: no barrier", """
     out[threadIdx.x] = x[threadIdx.x];  // there
     [[=> __syncthreads();]]
     int v = out[63 - threadIdx.x];  // here
     __syncthreads();
     out[threadIdx.x] = v;
-}
-""",
-    ),
-    Case(
-        "two blocks",
-        sim.Race,
-        r"reads 4 bytes, byte 256 of .* 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders two blocks",
-        lambda: [ints(128), iota(128)],
-        lambda x: x.view(2, 64).flip(1).reshape(-1) + 1,
-        """
+"""),
+    Case("two blocks", sim.Race, lambda x: x.view(2, 64).flip(1).reshape(-1) + 1,
+         r"reads 4 bytes, byte 256 of .* 'out', that block \(1, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders two blocks",
+         """
 __global__ void k(int* out, const int* x) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     out[i] = x[i];  // there
@@ -383,30 +210,16 @@ __global__ void k(int* out, const int* x) {
     __syncthreads();
     out[i] = v + 1;
 }
-""",
-        grid=2,
-    ),
-    Case(
-        "a plain sum of several blocks",
-        sim.Race,
-        r"that block \(\d, 0, 0\), thread \(0, 0, 0\) read at {there}: nothing orders two blocks",
-        lambda: [torch.zeros(1, dtype=torch.int32), iota(8)],
-        lambda x: x.sum(dtype=torch.int32)[None],
-        """
+""", arguments=lambda: [ints(128), iota(128)], grid=2),
+    Case("a plain sum of several blocks", sim.Race, lambda x: x.sum(dtype=torch.int32)[None],
+         r"that block \(\d, 0, 0\), thread \(0, 0, 0\) read at {there}: nothing orders two blocks", """
 __global__ void k(int* out, const int* x) {
     if (threadIdx.x) return;
     [[*out += x[blockIdx.x] => atomicAdd(out, x[blockIdx.x])]];  // here
 }
-""",
-        grid=8,
-    ),
-    Case(
-        "no fence before the counter",
-        sim.Race,
-        r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders",
-        lambda: [ints(1), ints(8), iota(8)],
-        lambda part, x: 10 * x.sum(dtype=torch.int32)[None],
-        """
+""", arguments=lambda: [torch.zeros(1, dtype=torch.int32), iota(8)], grid=8),
+    Case("no fence before the counter", sim.Race, lambda part, x: 10 * x.sum(dtype=torch.int32)[None],
+         r"byte 0 of the tensor of argument 'part', that block \(0, 0, 0\), thread \(0, 0, 0\) wrote at {there}: nothing orders", """
 __device__ unsigned arrived;
 __global__ void k(int* out, int* part, const int* x) {
     __shared__ bool last;
@@ -423,18 +236,9 @@ __global__ void k(int* out, int* part, const int* x) {
         *out = sum;
     }
 }
-""",
-        grid=8,
-        block_index=7,
-    ),
-    Case(
-        "no cp.async.wait",
-        sim.Race,
-        r"reads 4 bytes, offset 0 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait",
-        lambda: [ints(64), iota(64)],
-        lambda x: x,
-        """
-__global__ void k(int* out, const int* x) {
+""", arguments=lambda: [ints(1), ints(8), iota(8)], grid=8, block_index=7),
+    Case("no cp.async.wait", sim.Race, lambda x: x,
+         r"reads 4 bytes, offset 0 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait", """
     __shared__ int tile[64];
     unsigned to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x) : "memory");
@@ -442,16 +246,9 @@ __global__ void k(int* out, const int* x) {
     [[=> asm volatile("cp.async.wait_group 0;" ::: "memory");]]
     __syncthreads();
     out[threadIdx.x] = tile[threadIdx.x];  // here
-}
-""",
-    ),
-    Case(
-        "cp.async.wait for too few groups",
-        sim.Race,
-        r"reads 4 bytes, offset 4 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait",
-        lambda: [ints(2), iota(2)],
-        lambda x: x,
-        """
+"""),
+    Case("cp.async.wait for too few groups", sim.Race, lambda x: x,
+         r"reads 4 bytes, offset 4 of shared memory .*, into which an asynchronous copy still writes: a cp.async.wait", """
 __device__ void copy(int* to, const int* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -464,35 +261,20 @@ __global__ void k(int* out, const int* x) {
     out[0] = tile[0];
     out[1] = tile[1];  // here
 }
-""",
-        block=1,
-    ),
-    Case(
-        "cp.async.wait without a barrier",
-        sim.Race,
-        r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0),
-        """
-__global__ void k(int* out, const int* x) {
+""", arguments=lambda: [ints(2), iota(2)], block=1),
+    Case("cp.async.wait without a barrier", sim.Race, lambda x: x.flip(0),
+         r"reads 4 bytes, offset \d+ of shared memory \(tile \+ 252\), that thread \(63, 0, 0\) wrote at {there}: no barrier", """
     __shared__ int tile[64];
     unsigned to = (unsigned)__cvta_generic_to_shared(tile + threadIdx.x);
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(x + threadIdx.x) : "memory");  // there
     asm volatile("cp.async.wait_all;" ::: "memory");
     [[=> __syncthreads();]]
     out[threadIdx.x] = tile[63 - threadIdx.x];  // here
-}
-""",
-    ),
+"""),
 ]
 BARRIERS = [
-    Case(
-        "a thread ends while others wait",
-        sim.BarrierFault,
-        r"waits at barrier 0 for all threads of the block, but thread \(50, 0, 0\) has ended at {there}",
-        lambda: [ints(50), iota(50), 50],
-        lambda x, n: x.flip(0),
-        """
+    Case("a thread ends while others wait", sim.BarrierFault, lambda x, n: x.flip(0),
+         r"waits at barrier 0 for all threads of the block, but thread \(50, 0, 0\) has ended at {there}", """
 __global__ void k(int* out, const int* x, int n) {
     __shared__ int tile[64];
     int i = threadIdx.x;
@@ -501,32 +283,17 @@ __global__ void k(int* out, const int* x, int n) {
     __syncthreads();  // here
     if (i < n) out[i] = tile[n - 1 - i];
 }  // there
-""",
-    ),
-    Case(
-        "a barrier in one branch",
-        sim.BarrierFault,
-        r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) has ended at",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0),
-        """
-__global__ void k(int* out, const int* x) {
+""", arguments=lambda: [ints(50), iota(50), 50]),
+    Case("a barrier in one branch", sim.BarrierFault, lambda x: x.flip(0),
+         r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) has ended at", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
     [[if (threadIdx.x >= 32) =>]]
         __syncthreads();  // here
     [[if (threadIdx.x < 32) out[threadIdx.x] = 0; => out[threadIdx.x] = tile[63 - threadIdx.x];]]
-}
-""",
-        thread=32,
-    ),
-    Case(
-        "two barriers for one warp",
-        sim.BarrierFault,
-        r"waits at a barrier, while of its warp thread \(\d+, 0, 0\) waits at another",
-        lambda: [ints(64), iota(64)],
-        lambda x: x,
-        """
+""", thread=32),
+    Case("two barriers for one warp", sim.BarrierFault, lambda x: x,
+         r"waits at a barrier, while of its warp thread \(\d+, 0, 0\) waits at another", """
 __global__ void k(int* out, int* x) {
     int v = threadIdx.x;
     if (threadIdx.x < [[40 => 32]]) {
@@ -539,103 +306,47 @@ __global__ void k(int* out, int* x) {
     out[threadIdx.x] = v;
     x[threadIdx.x] = v;
 }
-""",
-        thread=None,
-    ),
-    Case(
-        "a named barrier that counts too many",
-        sim.BarrierFault,
-        r"waits at barrier 1 for 96 threads, and the block has no more",
-        lambda: [ints(64), iota(64)],
-        lambda x: x.flip(0),
-        """
-__global__ void k(int* out, const int* x) {
+""", thread=None),
+    Case("a named barrier that counts too many", sim.BarrierFault, lambda x: x.flip(0),
+         r"waits at barrier 1 for 96 threads, and the block has no more", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
     asm volatile("bar.sync 1, [[96 => 64]];" ::: "memory");  // here
     out[threadIdx.x] = tile[63 - threadIdx.x];
-}
-""",
-    ),
-    Case(
-        "a shuffle in one branch",
-        sim.BarrierFault,
-        r"waits for the lanes 0xffffffff of its warp, but thread \(20, 0, 0\) waits at",
-        lambda: [ints(32), iota(32)],
-        lambda x: torch.where(x < 20, x ^ 1, x ^ 2),
-        """
-__global__ void k(int* out, const int* x) {
+"""),
+    Case("a shuffle in one branch", sim.BarrierFault, lambda x: torch.where(x < 20, x ^ 1, x ^ 2),
+         r"waits for the lanes 0xffffffff of its warp, but thread \(20, 0, 0\) waits at", """
     int v = x[threadIdx.x];
     if (threadIdx.x < 20)
         v = __shfl_xor_sync([[~0u => 0x000fffffu]], v, 1);  // here
     else
         v = __shfl_xor_sync([[~0u => 0xfff00000u]], v, 2);
     out[threadIdx.x] = v;
-}
-""",
-        block=32,
-    ),
-    Case(
-        "a lane that its mask leaves out",
-        sim.BarrierFault,
-        r"names the lanes 0x0000ffff of its warp, but it is lane 16 itself",
-        lambda: [ints(32), iota(32)],
-        lambda x: x ^ 1,
-        """
-__global__ void k(int* out, const int* x) {
+""", block=32),
+    Case("a lane that its mask leaves out", sim.BarrierFault, lambda x: x ^ 1,
+         r"names the lanes 0x0000ffff of its warp, but it is lane 16 itself", """
     out[threadIdx.x] = __shfl_xor_sync([[0x0000ffffu => ~0u]], x[threadIdx.x], 1);  // here
-}
-""",
-        block=32,
-        thread=16,
-    ),
+""", block=32, thread=16),
 ]
 OTHERS = [
-    Case(
-        "an endless loop",
-        sim.StepLimit,
-        r"still runs after \d+ steps",
-        lambda: [ints(64), iota(64)],
-        lambda x: torch.full((64,), 64),
-        """
-__global__ void k(int* out, const int* x) {
+    Case("an endless loop", sim.StepLimit, lambda x: torch.full((64,), 64), r"still runs after \d+ steps", """
     int i = x[threadIdx.x];
     while (i != 64) i = (i + [[2 => 1]]) * x[1];  // here
     out[threadIdx.x] = i;
-}
-""",
-        thread=None,
-    ),
-    Case(
-        "a failed assert",
-        sim.Fault,
-        r"assertion failed: x is small \(file.cu:5\)",
-        lambda: [ints(64), iota(64)],
-        lambda x: x,
-        """
+""", thread=None),
+    Case("a failed assert", sim.Fault, lambda x: x, r"assertion failed: x is small \(file.cu:5\)", """
 extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, size_t);
 __global__ void k(int* out, const int* x) {
     if (!(x[threadIdx.x] < [[60 => 64]])) __assertfail("x is small", "file.cu", 5, "k", 1);  // here
     out[threadIdx.x] = x[threadIdx.x];
 }
-""",
-        thread=60,
-    ),
-    Case(
-        "a trap",
-        sim.Fault,
-        r"trap",
-        lambda: [ints(64), iota(64)],
-        lambda x: x,
-        """
-__global__ void k(int* out, const int* x) {
+""", thread=60),
+    Case("a trap", sim.Fault, lambda x: x, r"trap", """
     if (x[threadIdx.x] >= [[60 => 64]]) __trap();  // here
     out[threadIdx.x] = x[threadIdx.x];
-}
-""",
-        thread=60,
-    ),
+""", thread=60),
 ]
+# fmt: on
 CASES = [pytest.param(c, id=c.id) for c in (*BOUNDS, *UNWRITTEN, *RACES, *BARRIERS, *OTHERS)]
 
 
@@ -796,35 +507,28 @@ def test_a_launch_orders_all_before_it():
 
 
 @pytest.mark.parametrize(
-    "geometry, words",
+    "attribute, geometry, words",
     [
-        ({"block": 1025}, "block x = 1025 is not in 1..1024"),
-        ({"block": (1, 1, 65)}, "block z = 65 is not in 1..64"),
-        ({"block": (32, 33)}, "1056 threads a block are more than the 1024"),
-        ({"grid": (1, 65536)}, "grid y = 65536 is not in 1..65535"),
-        ({"grid": 0}, "grid x = 0"),
-        ({"shared": (227 << 10) + 1}, "232449 bytes of shared memory, 232449 of them dynamic, are more than 232448"),
+        ("", {"block": 1025}, "block x = 1025 is not in 1..1024"),
+        ("", {"block": (1, 1, 65)}, "block z = 65 is not in 1..64"),
+        ("", {"block": (32, 33)}, "1056 threads a block are more than the 1024"),
+        ("", {"grid": (1, 65536)}, "grid y = 65536 is not in 1..65535"),
+        ("", {"grid": 0}, "grid x = 0"),
+        ("", {"shared": (227 << 10) + 1}, "232449 bytes of shared memory, 232449 of them dynamic, are more than 232448"),
+        ("__launch_bounds__(64)", {"block": 96}, "96 threads a block are more than the 64 that this kernel may have"),
+        ("__cluster_dims__(2, 1, 1)", {"grid": 5}, "grid x = 5 is not a multiple of the 2 that the kernel's cluster has along x"),
+        ("__cluster_dims__(1, 4, 1)", {"grid": (4, 6)}, "grid y = 6 is not a multiple of the 4 that the kernel's cluster has along y"),
+        ("__cluster_dims__(32, 1, 1)", {"grid": 32}, "32 blocks a cluster are more than 16"),
+        ("", {"grid": 8192, "block": 1024}, "has 8388608 threads, and the simulator takes at most 4194304"),
     ],
 )
-def test_geometry_that_a_gpu_refuses(geometry, words):
-    from cukern import LaunchError
-
-    with pytest.raises(LaunchError, match=re.escape(words)):
-        simulate("__global__ void k() {}", **geometry)
+def test_launches_that_are_refused(attribute, geometry, words):
+    with pytest.raises(ValueError if "simulator" in words else LaunchError, match=re.escape(words)):
+        simulate(f"__global__ void {attribute} k() {{}}", **geometry)
 
 
-def test_launch_bounds_are_kept():
-    from cukern import LaunchError
-
-    text = "__global__ void __launch_bounds__(64) k(int* out) { out[threadIdx.x] = 1; }"
-    simulate(text, ints(64), block=64)
-    with pytest.raises(LaunchError, match="96 threads a block are more than the 64 that this kernel may have"):
-        simulate(text, ints(96), block=96)
-
-
-def test_launch_that_is_too_large_to_simulate():
-    with pytest.raises(ValueError, match="has 8388608 threads, and the simulator takes at most 4194304"):
-        simulate("__global__ void k() {}", grid=8192, block=1024)
+def test_a_block_as_large_as_its_bound():
+    simulate("__global__ void __launch_bounds__(64) k(int* out) { out[threadIdx.x] = 1; }", ints(64), block=64)
 
 
 def test_argument_that_does_not_fit():

@@ -228,14 +228,10 @@ def test_refusals():
         cukern.causal_softmax(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"x must be \(..., queries, keys\), got \(4,\)"):
         cukern.causal_softmax(x[0, 0])
-    with pytest.raises(ValueError, match="scale must not be negative, got -1"):
-        cukern.causal_softmax(x, scale=-1)
     with pytest.raises(ValueError, match=r"sink has shape \(3,\), it must broadcast to x's leading dimensions, \(2,\)"):
         cukern.causal_softmax(x, sink=torch.zeros(3))
     with pytest.raises(ValueError, match=r"sink has shape \(1, 2\), it must broadcast"):
         cukern.causal_softmax(x, sink=torch.zeros(1, 2))
-    with pytest.raises(TypeError, match=r"sink must be .* got torch.int64"):
-        cukern.causal_softmax(x, sink=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="sink is on meta, x is on cpu"):
         cukern.causal_softmax(x, sink=torch.zeros(2, device="meta"))
     with cukern.backend("sim"), pytest.raises(ValueError, match="causal_softmax has no version 'v0'; it has v1"):

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 from helpers import kernels, same_bits
-from test_kron_linear import dense, draw
+from test_kron_linear import draw
 from test_kron_linear_groups import LAYERS
 
 import cukern
@@ -115,13 +115,16 @@ def test_layers_of_several_launches(device, dtype):
     for sizes in (((8, 8),) * 4, ((3, 5), (8, 16), (24, 8), (16, 16)), ((16, 16), (8, 24), (7, 7))):
         x, ws = draw(3, sizes, device, dtype)
         ws = [torch.randn(2 * p, 3 * q, dtype=dtype, device=device)[1::2, ::3].mul_(p**-0.5) for p, q in sizes]
-        plan = v4_backward.plan_of(x, x, ws)
-        assert any(launch.template for launch in plan)
-        leaves, wide = [t.detach().requires_grad_() for t in (x, *ws)], [t.double().requires_grad_() for t in (x, *ws)]
-        y, exact = (cukern.kron_linear(z, vs, scale=0.5, version=v) for (z, *vs), v in ((leaves, "v4"), (wide, "v2")))
-        dy = torch.randn_like(y)
-        for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
-            assert error(a, right) < 8 * torch.finfo(dtype).eps
+        assert any(launch.template for launch in v4_backward.plan_of(x, x, ws))
+        check_layer(x, ws)
+
+
+def check_layer(x, ws):
+    leaves, wide = [t.detach().requires_grad_() for t in (x, *ws)], [t.double().requires_grad_() for t in (x, *ws)]
+    y, exact = (cukern.kron_linear(z, vs, scale=0.5, version=v) for (z, *vs), v in ((leaves, "v4"), (wide, "v2")))
+    dy = torch.randn_like(y)
+    for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
+        assert error(a, right) < 8 * torch.finfo(x.dtype).eps
 
 
 @kernels
@@ -197,24 +200,15 @@ def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
 def test_large_factors_of_unlike_sizes(device, dtype):
     """Those that kron_split.py leaves to kron_backward.py: 96 columns, and few numbers in one of two factors."""
     for sizes in (((64, 64), (32, 32)), ((128, 96), (64, 32))):
-        x, ws = draw(2, sizes, device, dtype)
-        leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
-        y, exact = cukern.kron_linear(x, ws, version="v4"), dense(wide[0], wide[1:])
-        dy = torch.randn_like(y)
-        for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
-            assert error(a, right) < 8 * torch.finfo(dtype).eps, sizes
+        check_layer(*draw(2, sizes, device, dtype))
 
 
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_factor_too_large_for_a_fused_launch_goes_back_first(device, dtype):
     x, ws = draw(3, ((8, 8), (160, 160)), device, dtype)
-    leaves, wide = [t.requires_grad_() for t in (x, *ws)], [t.detach().double().requires_grad_() for t in (x, *ws)]
-    y, exact = cukern.kron_linear(x, ws, scale=0.5, version="v4"), 0.5 * dense(wide[0], wide[1:])
-    dy = torch.randn_like(y)
-    assert kron_backward.better_swapped(v4_backward.plan_of(x.detach(), dy, ws))
-    for a, right in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True):
-        assert error(a, right) < 8 * torch.finfo(dtype).eps
+    assert kron_backward.better_swapped(v4_backward.plan_of(x, x, ws))
+    check_layer(x, ws)
 
 
 @kernels

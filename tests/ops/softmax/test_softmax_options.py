@@ -1,5 +1,4 @@
-"""What the options of the softmaxes mean and refuse: scales of any size, in every version; sinks far above the keys; nonsense; and
-transforms with other options than test_transforms.py has."""
+"""What the options of the softmaxes mean: scales of any size, in every version, and sinks far above the keys."""
 
 import itertools
 import math
@@ -12,7 +11,6 @@ from test_softmax import EVERY_VERSION, FUNCTIONS, check, inf, nan
 
 import cukern
 from cukern.ops import causal_softmax as causal
-from cukern.ops.softmax.op import reference_log_softmax, reference_softmax
 from cukern.ops.softmax.versions import LOG_VERSIONS
 
 SOFTMAXES = cukern.softmax, cukern.log_softmax, cukern.causal_softmax
@@ -88,50 +86,11 @@ def test_scales_and_sinks_of_every_size(device, version):
 
 
 @kernels
-def test_transforms_of_scores_with_a_sink(device):
-    x, sink = torch.randn(2, 3, 4, dtype=torch.float64, device=device), torch.randn(2, dtype=torch.float64, device=device)
-    dx, ds, weight = torch.randn_like(x), torch.randn_like(sink), torch.randn_like(x)
-
-    def ours(a, s):
-        return cukern.causal_softmax(a, scale=0.7, window=3, sink=s)
-
-    def theirs(a, s):
-        return causal.reference(a, 0.7, 3, s)
-
-    def results(f):
-        def loss(*xs):
-            return (f(*xs) * weight).sum()
-
-        yield torch.func.jvp(f, (x, sink), (dx, ds))
-        yield torch.func.jvp(lambda a: f(a, sink), (x,), (dx,)), torch.func.jvp(lambda s: f(x, s), (sink,), (ds,))
-        yield torch.func.jacrev(f, (0, 1))(x, sink), torch.func.jacfwd(f, (0, 1))(x, sink)
-        yield torch.func.hessian(loss, (0, 1))(x, sink), torch.func.jacrev(torch.func.jacrev(loss, (0, 1)), (0, 1))(x, sink)
-        many = torch.stack((x, 2 * x, -x), -1), torch.stack((sink, -sink, 3 * sink))
-        for dims in ((-1, 0), (-1, None), (None, 0)):
-            args = [m if d is not None else one for m, one, d in zip(many, (x, sink), dims, strict=True)]
-            yield torch.func.vmap(f, dims)(*args), torch.func.vmap(torch.func.grad(loss, (0, 1)), dims)(*args)
-
-    torch.testing.assert_close(list(results(ours)), list(results(theirs)), rtol=1e-9, atol=1e-9)
+def test_tangents_of_hidden_keys_never_count(device):
+    x, dx = torch.randn(2, 2, 3, 4, dtype=torch.float64, device=device)
     dx[:, 0, 2:] = nan  # of keys that the first query does not see
-    assert torch.func.jvp(ours, (x, sink), (dx, ds))[1].isfinite().all(), "they never count"
-
-
-@kernels
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_transforms_along_any_dimension(device, name):
-    exact = reference_softmax if name == "softmax" else reference_log_softmax
-    x, dx, weight = torch.randn(3, 2, 4, 3, dtype=torch.float64, device=device)
-    for dim, scale in ((0, 1.0), (1, -0.5), (2, 0.0)):
-
-        def results(function, dim=dim, scale=scale):
-            def f(t):
-                return function(t, dim, scale=scale)
-
-            yield torch.func.jvp(f, (x,), (dx,))
-            yield torch.func.hessian(lambda t: (f(t) * weight).sum())(x)
-            yield [torch.func.vmap(f, i, i)(torch.stack((x, dx, weight), i)) for i in range(4)]
-
-        torch.testing.assert_close(list(results(FUNCTIONS[name][0])), list(results(exact)), rtol=1e-9, atol=1e-9)
+    sink = torch.randn(2, dtype=torch.float64, device=device)
+    assert torch.func.jvp(lambda a, s: cukern.causal_softmax(a, window=3, sink=s), (x, sink), (dx, sink))[1].isfinite().all()
 
 
 @kernels
@@ -145,50 +104,14 @@ def test_tangents_have_the_dtype_of_x(device):
             torch.testing.assert_close(dy.double(), exact, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
-NO_NUMBERS = torch.ones(()), "1", True, np.bool_(True), None, 1j, [1]
-NO_INTEGERS = 1.0, True, "a", [1], torch.tensor(1), np.float32(1)
-WRONG = [
-    *((SOFTMAXES, "scale", v, TypeError, "scale must be a number, got") for v in NO_NUMBERS),
-    *((SOFTMAXES, "scale", v, ValueError, "scale must be finite") for v in (inf, -inf, nan, 10**400)),
-    *((SOFTMAXES, "scale", v, ValueError, "its magnitude must be at most 3.40282e") for v in (1e39, -1e39, 10**40)),
-    *((SOFTMAXES[:2], "dim", v, TypeError, "dim must be an int, got") for v in (None, *NO_INTEGERS)),
-    *((SOFTMAXES[:2], "dim", v, ValueError, "dim must be one of x's 2 dimensions, got") for v in (2, -3, 10**30)),
-    *((SOFTMAXES, "version", v, TypeError, "must be a str or None, got") for v in (["v5"], 5, b"v5", True, {"v5"}, (["v5"], None))),
-    *((SOFTMAXES, "version", v, ValueError, "version must be one, or two") for v in ((), ("v5",), ("v5",) * 3)),
-    *((SOFTMAXES, "version", v, ValueError, "has no version") for v in ("", "V5", "v99", (None, "v0"))),
-    *((SOFTMAXES[2:], "window", v, TypeError, "window must be an int, got") for v in NO_INTEGERS),
-    *((SOFTMAXES[2:], "window", v, ValueError, "window must be at least 1, got") for v in (0, -3)),
-    *((SOFTMAXES[2:], "sink", v, TypeError, "sink must be") for v in ("1", [1.0], True, 1j, torch.ones((), dtype=torch.int64))),
-    (SOFTMAXES[2:], "sink", 10**400, ValueError, "sink must be finite"),
-    (SOFTMAXES[2:], "scale", -1, ValueError, "scale must not be negative"),
-]  # fmt: skip
-
-
-def test_nonsense_is_refused():
-    for (functions, option, value, error, text), place in itertools.product(WRONG, ("gpu", "sim")):
-        for function in functions:
-            with cukern.backend(place), pytest.raises(error, match=text):
-                function(torch.randn(3, 4), **{option: value})
-
-
 @pytest.mark.parametrize("function", SOFTMAXES)
-@pytest.mark.filterwarnings("ignore")  # of nested and quantized tensors
-def test_odd_tensors(function):
+def test_meta_tensors_and_numbers_of_numpy(function):
     x = torch.randn(3, 4)
-    odd = x.to_sparse(), x.to_sparse_csr(), torch.nested.nested_tensor([x, x]), torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
-    for place, t in itertools.product(("gpu", "sim"), odd):
-        with cukern.backend(place):
-            with pytest.raises(TypeError, match="x must be"):
-                function(t)
-            if function is cukern.causal_softmax:
-                with pytest.raises(TypeError, match="sink must be"):
-                    function(x, sink=t)
     meta = x.to("meta")
     for y in (function(meta), function(meta, scale=0.5), *([function(meta, sink=meta[0, 0])] if function is cukern.causal_softmax else [])):
         assert y.is_meta and y.shape == x.shape and y.dtype == x.dtype
-    expected = function(x, scale=0.5)
     for half in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):
-        assert torch.equal(function(x, scale=half), expected)
+        assert torch.equal(function(x, scale=half), function(x, scale=0.5))
     assert function(x.double(), scale=1e39).isfinite().all() or function is cukern.log_softmax
     assert torch.equal(cukern.causal_softmax(x, window=10**30), cukern.causal_softmax(x, window=np.int64(4)))
     assert torch.equal(cukern.softmax(x, np.int64(0)), cukern.softmax(x, 0))

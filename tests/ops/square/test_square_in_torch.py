@@ -1,9 +1,8 @@
 """cukern.square inside what torch builds around an op: autograd modes, subclasses, tracing, fake tensors, functorch, CuPy."""
 
-import numpy
 import pytest
 import torch
-from helpers import assert_accurate, gpu, places, same_bits
+from helpers import gpu, places, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -104,57 +103,9 @@ def test_opcheck(version):
         torch.library.opcheck(torch.ops.cukern._square.default, (x[:0], version))
 
 
-@gpu
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_torch_func_is_refused_clearly():
-    """The op's autograd Function has the combined forward, which functorch cannot use; it must not give a wrong gradient."""
-    x = torch.randn(3, device="cuda")
-    for transform in (torch.func.grad(lambda t: cukern.square(t).sum()), torch.func.vmap(cukern.square), torch.func.jacrev(cukern.square)):
-        try:
-            result = transform(x)
-        except (RuntimeError, NotImplementedError) as error:
-            assert any(word in str(error) for word in ("functorch", "setup_context", "vmap", "batching", "torch.func")), error
-        else:
-            expected = {1: (2 * x, torch.square(x)), 2: (torch.diag(2 * x),)}[result.ndim]
-            assert any(torch.equal(result, e) for e in expected), "a transform that does not raise must be right"
-
-
-def test_torch_func_of_the_reference():
-    x = torch.randn(3)
-    assert torch.equal(torch.func.grad(lambda t: cukern.square(t).sum())(x), 2 * x)
-
-
 def test_raw_op_refuses_a_cpu_tensor():
     with pytest.raises(ValueError, match=r"_square runs kernels, and the tensors are on the CPU; .* cukern.backend\(\"sim\"\)"):
         torch.ops.cukern._square(torch.randn(3), "v1")
-
-
-@gpu
-@pytest.mark.parametrize("version", VERSIONS)
-def test_autocast_leaves_the_dtype(version):
-    x = torch.randn(5, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        y = cukern.square(x, version=version)
-    assert y.dtype == torch.float32
-    y.sum().backward()
-    assert x.grad is not None and x.grad.dtype == torch.float32
-
-
-@gpu
-@pytest.mark.parametrize("version", VERSIONS)
-def test_cupy_array_in_and_out_without_a_copy(version):
-    cupy = pytest.importorskip("cupy")
-    for dtype in ("float16", "float32", "float64"):
-        array = cupy.asarray(numpy.random.default_rng(0).standard_normal((31, 5)).astype(dtype))
-        cupy.cuda.Device().synchronize()
-        y = cukern.square(array, version=version)
-        x = torch.from_dlpack(array)
-        assert x.data_ptr() == array.data.ptr
-        assert_accurate(y, torch.square(x), x.double() ** 2)
-        back = cupy.from_dlpack(y)
-        assert back.data.ptr == y.data_ptr() and back.shape == (31, 5) and back.dtype == dtype
-    with pytest.raises(TypeError, match=r"got torch\.int32"):
-        cukern.square(cupy.asarray(numpy.arange(3, dtype="int32")), version=version)
 
 
 @gpu

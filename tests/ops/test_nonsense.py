@@ -1,0 +1,139 @@
+"""Arguments that make no sense: every op refuses them in an error of its own that names the argument. tests/fuzz.py draws more of them."""
+
+import inspect
+import re
+
+import numpy
+import pytest
+import torch
+from helpers import kernels
+from test_kron_linear import close, draw
+
+import cukern
+
+inf, nan = float("inf"), float("nan")
+PLACES = [pytest.param("gpu", id="cpu"), pytest.param("sim", marks=kernels, id="kernels")]
+X, W, W1, W2 = torch.zeros(2, 6), torch.zeros(6, 3), torch.zeros(3, 3), torch.zeros(1, 2)
+Q, FREQS = torch.randn(2, 5, 3, 8), torch.rand(5, 1, 1, 8)
+IDS, STARTS = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+ANY = (TypeError, ValueError)
+SOFTMAXES, ROPES = (cukern.softmax, cukern.log_softmax, cukern.causal_softmax), (cukern.rope, cukern.rope_)
+GOOD = {
+    cukern.kron_linear: {"x": X, "factors": [W]},
+    cukern.lokr_linear: {"x": X, "w1": W1, "w2": W2},
+    cukern.KronLinear: {"in_factors": (2, 3), "out_factors": (3, 2)},
+    cukern.matmul: {"a": X, "b": W},
+    cukern.linear: {"x": X, "weight": W.t(), "bias": W[0]},
+    cukern.square: {"x": X},
+    **{f: {"x": X} for f in SOFTMAXES},
+    **{f: {"x": Q, "cos": FREQS[:, 0, 0, :4], "sin": FREQS[:, 0, 0, 4:], "rotary_dim": 8, "rotary_offset": 0, "scale": 1.0} for f in ROPES},
+    cukern.apply_rotary_pos_emb: {"t": Q, "freqs": FREQS, "tensor_format": "bshd", "cp_size": 1, "cp_rank": 0},
+}
+OTHERS = {"factors": X, "k": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
+LINEARS = cukern.kron_linear, cukern.lokr_linear, cukern.matmul, cukern.linear
+NO_ARRAY = [1.0], "a", b"a", 3, 2.5, True, object(), {}, {1}, [], [W, None], [W, "a"], (w for w in [W]), numpy.array("a")
+NO_NUMBER = "2", [1.0], 1j, True, numpy.bool_(True), X, torch.tensor(2.0), {}
+NO_INT = 8.0, "8", [8], True, torch.tensor(8), numpy.float32(1), {}
+NO_FLAG = "abc", 1, [], torch.tensor(True)
+NO_STRING = ["v1"], 5, 1.5, True, b"v1", {}, {"v1"}, X
+NO_SIZES = None, 3, "23", b"23", [2.0, 3.0], [-2, 3], [0, 3], ["2", "3"], [True, 3], [2, None], [], (2,), numpy.ones(2), {2: 3}, X
+
+
+def odd_tensors(t):
+    """What no op takes in place of this tensor, whatever its numbers."""
+    yield from (t.to_sparse(), t.to(torch.complex64), torch.nested.nested_tensor([t, t]), t > 0)
+    yield from (t.to_mkldnn(), torch.quantize_per_tensor(t, 0.1, 0, torch.quint8), t.long()) if t.is_floating_point() else (t.float(),)
+    yield from (t.to_sparse_csr(),) if t.ndim == 2 else ()
+    yield from (torch.nested.nested_tensor([t, t[:1]], layout=torch.jagged),) if t.ndim > 1 else ()
+
+
+def odd(t):
+    return *NO_ARRAY, *odd_tensors(t)
+
+
+def beside(t):
+    """What does not go with the other arguments."""
+    return t.half(), t.to("meta"), torch.zeros(1, 1, 1, 2, 7)
+
+
+ROWS = [  # names of arguments, their values, the error, what it says
+    ("x k cos position_ids start_positions t freqs", odd, TypeError, r"^{name}\b", *SOFTMAXES, *ROPES, cukern.apply_rotary_pos_emb),
+    ("sin", odd, ANY, r"^sin\b"),
+    ("sink", odd_tensors, TypeError, "^sink must be"),
+    ("x a b weight bias residual w1 w2 factors", odd, ANY, r"\b({name}|factors)\b", cukern.square, *LINEARS),
+    ("x a b weight bias residual w1 w2 factors", beside, ANY, r"\b({name}|factors)\b", *LINEARS),
+    ("x a b weight cos t freqs w1 w2 factors", (None,), TypeError, r"\b({name}|factors)\b"),
+    ("w2", lambda t: [pair for v in (None, *odd(X)) for pair in ((v, W2), [W[:1, :1], v])], ANY, r"\b(w2|factors)\b"),
+    ("w2", ((W,), (W, W, W), (W[:2], W[:3])), ANY, r"\b(w2|factors)\b"),
+    ("in_factors out_factors", NO_SIZES, ANY, "{name}"),
+    ("bias", (None, 1, "no", X), ANY, "bias", cukern.KronLinear),
+    ("dtype", ("float32", torch.int32, [torch.float32], 1, X), ANY, "dtype"),
+    ("scale", NO_NUMBER, TypeError, "scale must be a number, got"),
+    ("scale", (None,), TypeError, "scale must be a number, got", *SOFTMAXES, cukern.kron_linear, cukern.lokr_linear),
+    ("scale version in_factors out_factors", lambda t: [torch.nested.nested_tensor([X, X])], TypeError, "{name}"),
+    ("scale", (inf, -inf, nan, 10**400), ValueError, "scale must be finite"),
+    ("scale", (1e39, -1e39, 10**40, -(10**39)), ValueError, "its magnitude must be at most 3.40282e"),
+    ("dim window rotary_dim rotary_offset cp_size cp_rank", NO_INT, TypeError, "{name} must be an int, got"),
+    ("dim rotary_offset cp_size cp_rank", (None,), TypeError, "{name} must be an int, got"),
+    ("dim", (2, -3, 10**30), ValueError, "dim must be one of x's 2 dimensions, got"),
+    ("window", (0, -3), ValueError, "window must be at least 1, got"),
+    ("sink", ("1", [1.0], True, 1j), TypeError, "sink must be"),
+    ("sink", (10**400,), ValueError, "sink must be finite"),
+    ("scale", (-1,), ValueError, "scale must not be negative", cukern.causal_softmax),
+    ("interleaved inverse fused", (*NO_FLAG, None), TypeError, "^{name}"),
+    ("layout tensor_format", (*NO_STRING, None), TypeError, "^{name}"),
+    ("mrope_section", (5, "ab", (1, 1.0, 2), (True, 1, 2), [[1], 1, 2], torch.tensor([1, 1, 2]), {}), TypeError, "^{name}"),
+    ("version", (*NO_STRING, (["v5"], None)), TypeError, "must be a str or None, got"),
+    ("version", ("", "V1", "v99"), ValueError, "has no version"),
+    ("version", ((None, "v0"),), ValueError, "has no version", *SOFTMAXES),
+    ("version", ((), ("v5",), ("v5",) * 3), ValueError, "version must be one, or two", *SOFTMAXES),
+]
+CASES = [
+    pytest.param(function, name, *row[1:4], id=f"{function.__name__}-{name}-{i}")
+    for i, row in enumerate(ROWS)
+    for function in row[4:] or GOOD
+    for name in row[0].split()
+    if name in inspect.signature(function).parameters
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of prototypes
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function, name, values, kind, says", CASES)
+def test_nonsense_is_refused_by_name(place, function, name, values, kind, says):
+    """After the same call with the right value: 8.0 and True equal ints, which are remembered."""
+    good = dict(GOOD[function], **({"position_ids": IDS.expand(3, 2, 5)} if name == "mrope_section" else {}))
+    with cukern.backend(place):
+        function(**GOOD[function])
+        for value in values(OTHERS.get(name, good.get(name, X))) if callable(values) else values:
+            with pytest.raises(kind, match=says.replace("{name}", name)) as error:
+                function(**{**good, name: value})
+            assert "/cukern/" in str(error.traceback[-1].path), f"{name} = {value!r} is not refused by cukern itself"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_scale(place):
+    x, ws = draw(3, ((3, 2), (2, 4)), dtype=torch.float32)
+    with cukern.backend(place):
+        for scale in (2, 2.0, numpy.float32(2), numpy.int64(2)):
+            close(cukern.kron_linear(x, ws, scale=scale), 2 * cukern.kron_linear(x, ws))
+        with pytest.raises(
+            TypeError, match=re.escape("scale must be a number, got a tensor of shape (): multiply the result by it instead")
+        ):
+            cukern.kron_linear(x, ws, scale=torch.tensor(2.0, requires_grad=True))
+        with pytest.raises(ValueError, match=r"scale is 1e\+39: its magnitude must be at most 3.40282e\+38"):
+            cukern.kron_linear(x, ws, scale=1e39)
+        x, ws = draw(3, ((3, 2), (2, 4)))
+        close(cukern.kron_linear(x, ws, scale=1e39), 1e39 * cukern.kron_linear(x, ws))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_lokr_takes_arrays_and_samples(place):
+    x, w1, a, b = (torch.randn(s, dtype=torch.float64) for s in ((2, 3, 6), (4, 2), (2, 5, 2), (2, 3)))
+    exact = torch.stack([t @ torch.kron(w1, part @ b).t() for t, part in zip(x, a, strict=True)])
+    with cukern.backend(place):
+        close(cukern.lokr_linear(x, w1, (a, b)), exact)
+        close(cukern.lokr_linear(x.numpy(), w1.numpy(), [a.numpy(), b.numpy()]), exact)
+        for bad in (b.float(), b.to("meta"), b.t(), b[None].expand(3, -1, -1)):
+            with pytest.raises((TypeError, ValueError), match="b"):
+                cukern.lokr_linear(x, w1, (a, bad))
