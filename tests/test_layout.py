@@ -175,7 +175,9 @@ def test_kernels_include_common_and_their_own_folder():
 
 def test_inline_ptx_is_in_common_ptx():
     for path in KERNELS.rglob("*.cu*"):
-        assert path.parent.name == "ptx" or not re.search(r"\basm\b", re.sub(r"//.*", "", path.read_text())), path
+        code = re.sub(r"//.*", "", path.read_text())
+        instruction = r'\basm\s*(volatile)?\s*\((?!"" *:)'  # an empty asm is a compiler barrier
+        assert path.parent.name == "ptx" or not re.search(instruction, code), path
 
 
 def test_kernels_do_not_include_what_pip_does_not_bring():
