@@ -19,6 +19,7 @@ import torch
 from cukern.bench import environment
 from cukern.bench.calls import Function, draw_douts, results, wanted_inputs
 from cukern.runtime import backend, checks
+from cukern.runtime.device import device_of
 from cukern.runtime.registry import Op, Tensors
 
 REFERENCE = "reference"  # what the public function runs where there is no GPU
@@ -79,7 +80,7 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
     names = [version] if version else list(op.versions)
     if device.type != "cuda" and not backend.simulating():
         return {REFERENCE: op.call}, dict.fromkeys(names, "there is no GPU")
-    has = backend.capability(device.index if device.type == "cuda" else backend.SIMULATED)
+    has = device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
     refused = {
         n: f"needs compute capability {op.versions[n].requires / 10}, this GPU has {has / 10}"
         for n in names

@@ -1,6 +1,5 @@
 """square: out = x * x elementwise; dx = 2 x dout. The smallest op, and the pattern of all others."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.device import cached
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, transformed
 
@@ -159,7 +159,7 @@ _V2, _V2_BWD = Template("square.cu", "square_v2"), Template("square.cu", "square
 _BLOCK = (THREADS, 1, 1)
 
 
-@functools.cache
+@cached(4096)
 def _plan(pass_: str, version: str, dtype: torch.dtype, device: int, misalignment: int) -> tuple[backend.Launch, int]:
     """The launch of a pass for addresses that are `misalignment` bytes past a multiple of VECTOR_BYTES, and elements a block.
 

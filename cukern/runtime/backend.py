@@ -7,7 +7,6 @@ host time, nearly all of it the driver's. Where a CuPy has no such binding, RawM
 import contextlib
 import contextvars
 import ctypes
-import functools
 import os
 import struct
 import tempfile
@@ -20,6 +19,7 @@ import torch
 
 from cukern.runtime import checks, extended_launch
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
+from cukern.runtime.device import SIMULATED, cached, device_of
 from cukern.runtime.limits import Dim, LaunchError, exceeded, launch_error
 from cukern.runtime.signature import Param, explain_misfit, offsets, packer
 
@@ -40,11 +40,6 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 
 
 
 # ---- the simulator
-
-SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
-SIMULATED_CAPABILITY = (9, 0)
-SIMULATED_SHARED_MEMORY = 227 << 10
-SIMULATED_MULTIPROCESSORS = 2  # few, so that a small problem has more tiles than run at one time
 
 BACKENDS = ("gpu", "sim")
 _START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so that the command line can say what is wrong
@@ -128,34 +123,14 @@ def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManage
 # ---- the GPU
 
 
-@functools.cache
-def capability(device: int) -> int:
-    """Compute capability of a GPU, or of the simulated one, as one number: 90 for 9.0."""
-    major, minor = SIMULATED_CAPABILITY if device == SIMULATED else torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    return SIMULATED_MULTIPROCESSORS if device == SIMULATED else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def shared_memory(device: int) -> int:
-    """Bytes that a block may have at most."""
-    if device == SIMULATED:
-        return SIMULATED_SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(4096)
+@cached(4096)
 def spread(shared: int, blocks: int, device: int) -> int:
     """`shared` bytes of dynamic shared memory for each block of a launch, or so many that no multiprocessor has room for more of the blocks
     than its part. Those of a launch that begins while another ends would else crowd onto the first multiprocessors that have room."""
-    if device == SIMULATED or capability(device) < extended_launch.CAPABILITY:
+    if device == SIMULATED or device_of(device).capability < extended_launch.CAPABILITY:
         return shared
-    each = -(-blocks // multiprocessors(device))
-    return max(shared, (shared_memory(device) + 1024) // (each + 1) - 896)
+    each = -(-blocks // device_of(device).sms)
+    return max(shared, (device_of(device).shared_bytes + 1024) // (each + 1) - 896)
 
 
 def require_gpu() -> None:
@@ -227,7 +202,7 @@ def _allow_cluster(function: int, device: int) -> Dim:
     """The blocks of a kernel's clusters along each axis; a launch with more than the portable number is allowed from now on."""
     from cupy_backends.cuda.api import driver
 
-    if capability(device) < 90:
+    if device_of(device).capability < 90:
         return 1, 1, 1
     x, y, z = (max(1, driver.funcGetAttribute(attribute, function)) for attribute in _CLUSTER_ATTRIBUTES)
     if x * y * z > _PORTABLE_CLUSTER:
@@ -245,7 +220,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
     layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
     pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size), params, attribute)
-    launch = (attribute and extended_launch.launcher(capability(device), attribute)) or driver.launchKernel
+    launch = (attribute and extended_launch.launcher(device_of(device).capability, attribute)) or driver.launchKernel
     allowed, growing = _FREE_SHARED - cubin.report.shared, threading.Lock()
 
     def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
@@ -268,7 +243,7 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
                 driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
-            broken = exceeded(grid, block, shared, threads, shared_memory(device), cluster, cubin.report.shared)
+            broken = exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
             raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
 
     def bound(grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
@@ -319,7 +294,7 @@ def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], devi
                 cupy.cuda.driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
             threads = raw.max_threads_per_block
-            broken = exceeded(grid, block, shared, threads, shared_memory(device), cluster, cubin.report.shared)
+            broken = exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
             raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
 
     return run

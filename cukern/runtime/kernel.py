@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,6 +79,9 @@ class Kernel:
         Compiles and loads it, if that is not done. Raises RuntimeError for an unloaded kernel inside a CUDA graph capture.
         """
         loaded = self._loaded.get(device)
+        if _collected is not None and device == backend.SIMULATED:
+            _collected[self.name] = self
+            return _not_launched
         if loaded is None:
             with no_fork(), self._lock:
                 loaded = self._loaded.get(device) or self._load(device)
@@ -126,6 +129,25 @@ class Kernel:
                 launch(*dims, shared, *values)
             except OverflowError:  # such as 1e6 for a __half
                 raise signature.explain_misfit(self.name, params, tuple(values)) from None
+
+
+_collected: dict[str, Kernel] | None = None
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[dict[str, Kernel]]:
+    """Inside the block, calls on simulated tensors launch nothing. Yields the kernels that they would launch, by name."""
+    global _collected
+    _collected = {}
+    try:
+        yield _collected
+    finally:
+        _collected = None
+
+
+def _not_launched(*_: Any) -> None:
+    if _collected is None:
+        raise RuntimeError("this launch was only planned, by cukern.warmup or cukern compile")
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """The table of ops and of their versions, which check, bench, profile, compile and the tests iterate; and the raw ops that torch sees."""
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from torch.autograd import forward_ad
 
 from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
@@ -202,6 +202,8 @@ class Op:
     public function takes them otherwise, such as in a list, `spread(*inputs, version=)` calls it. `as_checked` is what `cukern check` takes
     in the op's place: its versions at work in a larger whole. `note(dims, itemsize)` is a line that `cukern bench` prints over its tables.
 
+    `variants(dims)` are dims whose calls use all kernels that calls of `dims` with any number of rows use.
+
     Of the inputs, `constants` have no gradient though they are floating point (integers never have one), and `in_place` are those that the
     function writes and returns; the reference writes none.
     """
@@ -227,6 +229,7 @@ class Op:
     spread: Callable[..., torch.Tensor | Tensors] | None = None
     as_checked: "Op | None" = None
     note: Callable[[Sequence[int], int], str] | None = None
+    variants: Callable[[tuple[int, ...]], Iterable[tuple[int, ...]]] = lambda dims: (dims,)
 
     @property
     def call(self) -> Callable[..., torch.Tensor | Tensors]:
@@ -258,11 +261,11 @@ def register(op: Op) -> Op:
     return op
 
 
-@functools.cache
+@cached(4096)
 def choose(op: str, version: str, device: int) -> Version:
     """The version that runs on a GPU: the one asked for, or for "" the last of the op's table that the GPU can run. Raises ValueError."""
     versions = OPS[op].versions
-    number = backend.capability(device)
+    number = device_of(device).capability
     if not version:
         version = ([name for name, v in versions.items() if v.requires <= number] or list(versions))[-1]
     if version not in versions:

@@ -1,48 +1,105 @@
-"""Load kernels ahead of their first use: before a CUDA graph is captured, or so that no user waits for a compiler."""
+"""Load kernels before their first use: before a CUDA graph is captured, or so that no training step waits for the compiler."""
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from cukern.runtime import backend, checks
-from cukern.runtime.kernel import Kernel
-from cukern.runtime.registry import OPS
+from cukern.runtime.device import Device, assumed, device_of
+from cukern.runtime.kernel import Kernel, collecting
+from cukern.runtime.registry import OPS, Op
+
+Shapes = Iterable[Sequence[int]]
 
 
-def warmup(*ops: str, dtypes: Collection[torch.dtype] | None = None, device: torch.device | str | int | None = None) -> None:
-    """Compile and load, on one GPU, every kernel of the ops: `cukern.warmup("square", dtypes=(torch.float32,))`.
+def warmup(
+    *ops: str, shapes: Shapes | None = None, dtypes: Collection[torch.dtype] | None = None, device: torch.device | str | int | None = None
+) -> None:
+    """Compile and load the kernels of the ops on one GPU.
 
     Args:
-        ops: names such as "square"; all if none is given.
-        dtypes: only the kernels of these; all that an op has if None.
+        ops: names such as "square"; all ops if none is given.
+        shapes: with one op: the dimensions of the calls to come, as `cukern bench OP` takes them (`cukern bench OP --help` names them).
+            Loads what forward and backward need for these shapes, and for kron_linear for every number of rows. Without shapes: the
+            kernels that do not depend on the shape, and for kron_linear some examples.
+        dtypes: only kernels of these dtypes; all that an op has if None.
         device: the GPU; torch's current one if None.
 
-    Raises TypeError for what is no op's name, collection of dtypes or device; ValueError for an op, dtype or GPU that there is not;
-    SetupError where there is no GPU.
+    Raises TypeError for what is no op's name, shapes, collection of dtypes or device; ValueError for an unknown op, dtype or GPU and for a
+    shape that does not fit the op; SetupError without a GPU.
+
+    Example:
+        >>> cukern.warmup("kron_linear", shapes=[(1024, 32, 32, 32)], dtypes=(torch.bfloat16,))  # doctest: +SKIP
     """
-    for name in ops:
-        checks.choice("op", name, OPS)
-    if dtypes is not None:
-        if not isinstance(dtypes, Collection) or not all(isinstance(d, torch.dtype) for d in dtypes):
-            raise TypeError(f"dtypes must be a collection of torch dtypes or None, got {checks.brief(dtypes)}")
-        for dtype in dtypes:
-            if not any(dtype in OPS[name].dtypes for name in ops or OPS):
-                raise ValueError(f"dtypes has {dtype}, of which {', '.join(ops) or 'no op'} has no kernels")
+    chosen, shapes = _ops(ops), _shapes(ops, shapes)
+    _check_dtypes(chosen, dtypes)
     index = _index(device)
     backend.require_gpu()
     if index is None:
         index = torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs, got {device!r}")
-    with torch.cuda.device(index):
-        kernels: dict[str, Kernel] = {}
-        for name in ops or OPS:
-            kernels |= OPS[name].kernels(backend.capability(index), dtypes)
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
-            list(pool.map(lambda kernel: kernel.on(index), kernels.values()))
+    kernels: dict[str, Kernel] = {}
+    for op in chosen:
+        found = kernels_for(op, shapes, dtypes, device_of(index)) if shapes else op.kernels(device_of(index).capability, dtypes)
+        kernels |= found
+    with torch.cuda.device(index), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
+        list(pool.map(lambda kernel: kernel.on(index), kernels.values()))
+
+
+def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
+    """The kernels that forward and backward of an op launch on a GPU for inputs of these shapes. Needs no GPU and touches no memory."""
+    with assumed(device), backend.backend("sim"), collecting() as kernels:
+        for dims in shapes:
+            for variant in op.variants(tuple(dims)):
+                for dtype in op.dtypes if dtypes is None else [d for d in op.dtypes if d in dtypes]:
+                    _call(op, variant, dtype)
+        return dict(kernels)
+
+
+def _call(op: Op, dims: Sequence[int], dtype: torch.dtype) -> None:
+    """Forward and backward on tensors of zeros, of which the memory is not touched where nothing is launched."""
+    inputs = op.make(dims, dtype, "cpu")
+    names = op.names(inputs)
+    for grad in (True, False):
+        leaves = [x.detach().requires_grad_(grad and op.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
+        with torch.set_grad_enabled(grad):
+            outputs = op.call(
+                *[x.clone() if grad and n in op.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]
+            )
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        if grad:
+            wanted = [x for x in leaves if x.requires_grad]
+            torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs], allow_unused=True)
+
+
+def _ops(names: Sequence[str]) -> list[Op]:
+    for name in names:
+        checks.choice("op", name, OPS)
+    return [OPS[name] for name in names or OPS]
+
+
+def _shapes(ops: Sequence[str], shapes: Shapes | None) -> list[tuple[int, ...]]:
+    if shapes is None:
+        return []
+    if len(ops) != 1:
+        raise ValueError(f"shapes belong to one op, got {len(ops)} ops")
+    if isinstance(shapes, str) or not isinstance(shapes, Iterable):
+        raise TypeError(f"shapes must be a collection of tuples of ints, got {checks.brief(shapes)}")
+    return [tuple(checks.integer("a size in shapes", n, 0) for n in shape) for shape in shapes]
+
+
+def _check_dtypes(ops: Sequence[Op], dtypes: Collection[torch.dtype] | None) -> None:
+    if dtypes is None:
+        return
+    if not isinstance(dtypes, Collection) or not all(isinstance(d, torch.dtype) for d in dtypes):
+        raise TypeError(f"dtypes must be a collection of torch dtypes or None, got {checks.brief(dtypes)}")
+    for dtype in dtypes:
+        if not any(dtype in op.dtypes for op in ops):
+            raise ValueError(f"dtypes has {dtype}, but {', '.join(op.name for op in ops)} has no kernels of it")
 
 
 def _index(device: torch.device | str | int | None) -> int | None:

@@ -10,6 +10,7 @@ from helpers import PLACE, dims_of, gpu, kernels, own_names, places, same_bits
 from cukern.bench.calls import Tensors, arguments, draw_douts, outputs, results
 from cukern.bench.verify import verify
 from cukern.runtime import backend
+from cukern.runtime.device import device_of
 from cukern.runtime.registry import OPS, Op
 
 PLACES = [pytest.param(name, *p.values, marks=p.marks, id=f"{name}-{p.id}") for name in OPS for p in places(name)]
@@ -38,7 +39,7 @@ def fits(request):
     values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     version = OPS[values["name"]].versions.get(values.get("version")) if "name" in values else None
     if version is not None:
-        has = backend.capability(0 if PLACE == "cuda" else backend.SIMULATED)
+        has = device_of(0 if PLACE == "cuda" else backend.SIMULATED).capability
         if version.requires > has:
             pytest.skip(f"needs compute capability {version.requires / 10}, this GPU has {has / 10}")
 

@@ -9,8 +9,8 @@ from cukern.ops.kron_linear import cublas, quarter
 from cukern.ops.kron_linear import groups as kron_groups
 from cukern.ops.kron_linear import split as kron_split
 from cukern.ops.kron_linear.gradients import gradient
-from cukern.ops.kron_linear.groups import LAUNCH_US, SM_BYTES_US, Target, text
-from cukern.ops.kron_linear.plan import Backward, Sizes, Step, steps
+from cukern.ops.kron_linear.groups import LAUNCH_US, text
+from cukern.ops.kron_linear.plan import Backward, Problem, Sizes, Step, least_us, steps
 
 _LARGEST = 128 * 128  # sums of a factor's gradient
 _LARGE = 64 * 64  # of which more threads share out the sums
@@ -32,7 +32,7 @@ Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the ri
 
 
 @functools.lru_cache(512)
-def backwards(sizes: Sizes, rows: int, target: Target) -> tuple[Backward, ...]:
+def backwards(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
     """The launches of a layer's backward, those of the first steps first; each but the first needs what went into it multiplied anew."""
     order = steps(sizes)
     best: list[tuple[float, tuple[Backward, ...]]] = [(0.0, ())]  # for the last n steps
@@ -57,7 +57,7 @@ def better_swapped(plan: Sequence[Backward]) -> bool:
     return first.p == first.q >= 4 * max(second.p, second.q)
 
 
-def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | None:
+def _fastest(run: tuple[Step, ...], rows: int, target: Problem) -> Backward | None:
     found = []
     if target.itemsize <= 4:
         found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)]
@@ -65,10 +65,11 @@ def _fastest(run: tuple[Step, ...], rows: int, target: Target) -> Backward | Non
         found += quarter.backward(run, rows, target)
     if len(run) == 1:
         found.append(_alone(run[0], rows * run[0].left, target))
-    return min(found, key=lambda b: b.us, default=None)
+    least = 1.5 * least_us(run, rows, target)
+    return min((b._replace(us=max(b.us, least)) for b in found), key=lambda b: b.us, default=None)
 
 
-def _alone(s: Step, A: int, target: Target) -> Backward:
+def _alone(s: Step, A: int, target: Problem) -> Backward:
     """One step by a launch for each thing."""
     back = kron_groups.fastest((Step(0, 1, s.q, s.p, s.right),), A, target)
     assert back
@@ -92,7 +93,7 @@ def _fits(piece: Sequence[Step], most: int) -> bool:
     return max(p, q) <= most and len(piece) <= _TOGETHER
 
 
-def _tilings(pieces: Pieces, rows: int, target: Target) -> Iterator[Backward]:
+def _tilings(pieces: Pieces, rows: int, target: Problem) -> Iterator[Backward]:
     left, right = pieces
     run = (*right, *left)
     A, C = rows * run[-1].left, run[0].right
@@ -110,7 +111,7 @@ def _tilings(pieces: Pieces, rows: int, target: Target) -> Iterator[Backward]:
         yield from _tiling(pieces, A, C, L, R, threads, stages, target)
 
 
-def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Target) -> Iterator[Backward]:
+def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages: int, target: Problem) -> Iterator[Backward]:
     left, right = pieces
     split = _split(target)
     (p1, q1), (p2, q2) = ((prod(s.p for s in piece), prod(s.q for s in piece)) for piece in pieces)
@@ -127,15 +128,15 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
         return
     tiles = ceil(A / L) * ceil(C / R)
     bytes_ = gcd(16, target.aligned, (gcd(p1 * p2, q1 * q2, p2, q2) if R == 1 else gcd(C, R)) * target.itemsize)
-    most = max(target.multiprocessors, A * p1 * p2 * C * target.itemsize // (4 * sums))  # with no more partial sums than numbers of x
-    blocks = min(tiles, target.multiprocessors * resident, most)
-    resident = ceil(blocks / target.multiprocessors)
+    most = max(target.sms, A * p1 * p2 * C * target.itemsize // (4 * sums))  # with no more partial sums than numbers of x
+    blocks = min(tiles, target.sms * resident, most)
+    resident = ceil(blocks / target.sms)
     high = ceil(h1 / 16) * 16
     work = L * R * ((2 * k2 * high * k1 if left else 0) + ((3 if left else 2) * h1 * h2 * k2 if right else 0))
     multiplied = work / _MULTIPLY_ADDS_US[split]
     coarse = 1 if R == 1 or R >= C else max(1, 64 / (R * target.itemsize))
     numbers = L * R * (2 * p1 * p2 + q1 * q2)
-    moved = numbers * target.itemsize * coarse / SM_BYTES_US
+    moved = numbers * target.itemsize * coarse / target.sm_bytes_us
     multiplied += numbers * (target.itemsize / bytes_ - target.itemsize / 16) / _COPIES_US
     alone = _WAITING if stages == 2 else _WAITING + (1 - _WAITING) / resident
     each = max(multiplied, moved) + alone * min(multiplied, moved) + _TILE_US / resident
@@ -146,10 +147,10 @@ def _tiling(pieces: Pieces, A: int, C: int, L: int, R: int, threads: int, stages
         each *= _LONGER[target.itemsize, split][2 if left and right else 1 if left else 0]
     if target.itemsize == 2 and L * R <= 64 and max(p1 * q1, p2 * q2) > _LARGE and not (left and (right or uneven)):
         each *= _SHALLOW
-    us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + (matrices * target.itemsize + sums * 8) * resident / SM_BYTES_US
+    us = 2 * LAUNCH_US + ceil(tiles / blocks) * resident * each + (matrices * target.itemsize + sums * 8) * resident / target.sm_bytes_us
     names = [f"Merged<{text(*[f'Factor<{s.p}, {s.q}>' for s in piece])}>" for piece in pieces]
     template = f"Backward4<{text(threads, resident, split, bytes_, stages, L, R, C, *names)}>"
-    yield Backward((*right, *left), us, template, blocks, threads, shared, blocks)
+    yield Backward((*right, *left), us, template, target.sms * resident, threads, shared, (L, R))
 
 
 def eights(n: int) -> int:
@@ -162,7 +163,7 @@ def padded(n: int) -> int:
     return (n + 7) // 16 * 16 + 8
 
 
-def _split(target: Target) -> bool:
+def _split(target: Problem) -> bool:
     return target.itemsize == 4 and not target.tensor
 
 

@@ -5,23 +5,19 @@ is given."""
 import functools
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cukern.ops.kron_linear.plan import Step
+from cukern.ops.kron_linear.plan import Problem, Step
 from cukern.ops.kron_linear.v3 import Epilogue
 from cukern.runtime.autocast import off
-
-if TYPE_CHECKING:
-    from cukern.ops.kron_linear.groups import Target
 
 # On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
 # (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
 START_US = {2: 3.0, 4: 3.3, 8: 3.0}  # by the size of a number, as all here
 TURN_US, TURNED = 8.0, 1 << 22  # to turn a factor for TF32, where z has so many numbers
-SM_BYTES_US = {2: 24_000.0, 4: 24_000.0, 8: 8_000.0}  # of a multiprocessor
+BANDWIDTH = {2: 24 / 31, 4: 24 / 31, 8: 8 / 31}  # of a copy's
 # flops of a multiprocessor in TF32, if nothing is to the right, or else; it multiplies tiles of 64 numbers, of 128 at least, or else of 128
 TF32_WORK_US = {True: 1_050_000.0, False: 1_250_000.0}
 UNALIGNED = {2: 0.48, 4: 0.6, 8: 1.0}  # so much slower where rows do not begin at multiples of 16 bytes
@@ -31,7 +27,7 @@ MARGIN = 1.05  # by so much it must be faster
 MOST_SUMS = 128  # rows and columns of our kernel's tile of sums
 
 
-def us(step: Step, rows: int, target: "Target") -> float:
+def us(step: Step, rows: int, target: Problem) -> float:
     """About how long it takes."""
     last, size = step.right == 1, target.itemsize
     moved: float = rows * step.left * step.right * (step.p + step.q) * size
@@ -44,16 +40,16 @@ def us(step: Step, rows: int, target: "Target") -> float:
     elif aligned:
         moved *= ceil(step.q / 64) * 64 / step.q * (ceil(step.right / 64) * 64 / step.right)
     slower = 1 if aligned else UNALIGNED[size]
-    longest = max(moved / SM_BYTES_US[size], multiplied if size == 4 else 0.0)
+    longest = max(moved / (BANDWIDTH[size] * target.sm_bytes_us), multiplied if size == 4 else 0.0)
     turn = TURN_US if size == 4 and last and rows * step.left * step.p >= TURNED else 0.0
-    return START_US[size] + turn + longest / (target.multiprocessors * slower)
+    return START_US[size] + turn + longest / (target.sms * slower)
 
 
 def _tiled(n: int) -> int:
     return max(128, ceil(n / 64) * 64)
 
 
-def faster(step: Step, rows: int, target: "Target", us_of_kernel: float) -> bool:
+def faster(step: Step, rows: int, target: Problem, us_of_kernel: float) -> bool:
     """Whether it is chosen, where there is a kernel. Strict float32 never is: there cuBLAS has no tensor cores."""
     return target.itemsize < 8 and (target.tensor or target.itemsize == 2) and MARGIN * us(step, rows, target) < us_of_kernel
 
@@ -81,7 +77,7 @@ def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tens
 
 
 @functools.lru_cache(512)
-def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_kernel: float) -> float | None:
+def better_gradient(A: int, p: int, q: int, right: int, target: Problem, us_of_kernel: float) -> float | None:
     """About how long torch takes for a factor's gradient, where it is to make that, since our kernel would read z and h for several tiles
     of sums; else None."""
     fits = right == 1 or (target.itemsize == 4 and p * q <= A * p * right // 4)  # see contraction
@@ -91,16 +87,16 @@ def better_gradient(A: int, p: int, q: int, right: int, target: "Target", us_of_
     return us if right == 1 or MARGIN * us < us_of_kernel else None
 
 
-def _us_of_gradient(A: int, p: int, q: int, right: int, target: "Target") -> float:
+def _us_of_gradient(A: int, p: int, q: int, right: int, target: Problem) -> float:
     """About how long it takes, for z (A, p, right) and h (A, q, right)."""
-    size, multiprocessors, launches = target.itemsize, target.multiprocessors, 2
+    size, multiprocessors, launches = target.itemsize, target.sms, 2
     moved, rate = A * (p + q) * right * size, GRADIENT_US[2 if size == 2 else 4 if target.tensor else 8]
     if right == 1:
-        aligned, us = p * size % 16 == q * size % 16 == 0, max(A * p * _tiled(q) / rate, moved / SM_BYTES_US[2])
+        aligned, us = p * size % 16 == q * size % 16 == 0, max(A * p * _tiled(q) / rate, moved / (BANDWIDTH[2] * target.sm_bytes_us))
     else:
         side, launches = 128 if target.tensor else 64, 3 * ceil(A / _at_once(A, q, right))
         aligned = right * size % 16 == 0
-        us = A * right * ceil(p / side) * ceil(q / side) * side**2 / rate + 2 * A * p * q * size / SM_BYTES_US[2]
+        us = A * right * ceil(p / side) * ceil(q / side) * side**2 / rate + 2 * A * p * q * size / (BANDWIDTH[2] * target.sm_bytes_us)
     return launches * START_US[2] + us / (multiprocessors * (1 if aligned else UNALIGNED[min(size, 4)]))
 
 

@@ -4,7 +4,8 @@ import functools
 from math import ceil, gcd
 from typing import NamedTuple
 
-from cukern.ops.kron_linear.groups import LAUNCH_US, SM_BYTES_US, Target, spread, text
+from cukern.ops.kron_linear.groups import LAUNCH_US, spread, text
+from cukern.ops.kron_linear.plan import Problem
 
 _STAGE = 32 << 10  # bytes of a chunk
 _MOST = 128  # rows and columns of a block's tile
@@ -21,15 +22,20 @@ class Gradient(NamedTuple):
     """One launch: the kernel's template argument, how many chunks' sums are kept apart, and the geometry."""
 
     template: str
-    pieces: int
-    blocks: int
+    chunk: tuple[int, int]  # fibers and columns
+    tiles: int
+    most: int  # pieces
     threads: int
     shared: int  # bytes
     us: float  # about how long it and the sum of its chunks' take
 
+    def pieces(self, A: int, C: int) -> int:
+        """How many partial sums the chunks are divided into."""
+        return min(ceil(A / self.chunk[0]) * ceil(C / self.chunk[1]), self.most)
+
 
 @functools.lru_cache(512)
-def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
+def gradient(A: int, p: int, q: int, C: int, target: Problem) -> Gradient:
     """For z [A][p][C] and h [A][q][C]."""
     fours = C == 1 or C % 4 == 0  # what tensor cores' lanes fetch at once; else of a row alone, with zeros beyond
     tensor = target.tensor and min(p, q) >= 8 and (fours or C > 16)
@@ -60,14 +66,15 @@ def gradient(A: int, p: int, q: int, C: int, target: Target) -> Gradient:
     stages = 2 * sum(-(-L * R * n // 64) * 64 for n in (K, J)) * itemsize
     shared = max(stages, K * J * size)
     resident = max(1, min(target.shared // (shared + 1024), 512 // threads))
-    pieces = min(chunks, max(1, target.multiprocessors * resident // tiles))
+    most = max(1, target.sms * resident // tiles)
+    pieces = min(chunks, most)
     names = [f"Layout<{text(*one)}>" for one in layouts]
     template = f"Gradient4<{text(threads, L, R, whole, bytes_, tensor, p, q, K, J, KW, JW, *names)}>"
     copies = A * C * (p + q) * (itemsize / bytes_ - itemsize / 16) / _COPIES_US
-    moved = A * C * (p + q) * itemsize / SM_BYTES_US
+    moved = A * C * (p + q) * itemsize / target.sm_bytes_us
     multiplied = ceil(A / L) * ceil(C / R) * L * R * K * J * tiles / (_MULTIPLY_ADDS_US[itemsize] if tensor else _FMA_US)
-    busy = (max(moved, multiplied) + _WAITING * min(moved, multiplied) + copies) / min(target.multiprocessors, pieces * tiles)
-    return Gradient(template, pieces, pieces * tiles, threads, shared, 4 * LAUNCH_US + busy)
+    busy = (max(moved, multiplied) + _WAITING * min(moved, multiplied) + copies) / min(target.sms, pieces * tiles)
+    return Gradient(template, (L, R), tiles, most, threads, shared, 4 * LAUNCH_US + busy)
 
 
 def _share(K: int, J: int) -> tuple[int, int]:

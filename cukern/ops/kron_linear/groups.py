@@ -16,21 +16,18 @@ from cukern.ops.kron_linear import quarter as kron_quarter
 from cukern.ops.kron_linear import registers as kron_registers
 from cukern.ops.kron_linear import split as kron_split
 from cukern.ops.kron_linear.lanes import Lanes
-from cukern.ops.kron_linear.plan import Sizes, Step, steps
+from cukern.ops.kron_linear.plan import L2_BYTES, Problem, Sizes, Step, least_us, steps
 from cukern.ops.kron_linear.quarter import Slice
 from cukern.ops.kron_linear.registers import Registers
 from cukern.ops.kron_linear.sixteen import Sixteen
 from cukern.ops.kron_linear.split import Split
 
 MOST = 8  # factors in a launch, as in tile.cuh
-MOST_WARPS = 16  # of a block
 BETWEEN = 128 << 20  # bytes of an array between two launches, at most, if the rows go in parts
 MERGED = (1, 4, 16, 64)  # rows and columns of a product of merged factors, at most
 
-CYCLES_US = 1750.0
-SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 L2_READ = 0.42  # the time to read from the L2 cache, if that of device memory is 1
-L2_BYTES, L2_HELD = 24 << 20, (0.7, 0.42)  # so many bytes in and out stay there: the time to read and to write them
+L2_HELD = 0.7, 0.42  # the time to read and to write what stays there
 PARTLY = 3.0  # the time to write what does not begin and end with sectors of 32 bytes: 2 to 3.5 were measured
 LAUNCH_US = 2.5
 ALONE_US = 0.8  # nobody works while the one block of a multiprocessor starts and ends
@@ -94,21 +91,8 @@ class Group(NamedTuple):
 Launch = Group | Lanes | Registers | Sixteen | Slice | Split
 
 
-class Target(NamedTuple):
-    """What a plan is made for: numbers of `itemsize` bytes at addresses that are multiples of `aligned`; a GPU's multiprocessors, and
-    the shared memory of a block; whether tensor cores may multiply them in TF32, which holds 16-bit numbers as they are; whether they have
-    wgmma."""
-
-    itemsize: int
-    multiprocessors: int
-    shared: int
-    tensor: bool = False
-    aligned: int = 16
-    warpgroups: bool = False
-
-
 @functools.lru_cache(512)
-def groups(sizes: Sizes, rows: int, target: Target, count: int | None = None) -> tuple[Launch, ...]:
+def groups(sizes: Sizes, rows: int, target: Problem, count: int | None = None) -> tuple[Launch, ...]:
     """The launches of a layer of these factors on `rows` rows, or of its first `count` steps."""
     order = steps(sizes)[:count]
     best: list[tuple[float, tuple[Launch, ...]]] = [(0.0, ())]  # for the last n steps
@@ -145,7 +129,7 @@ def end_of_run(order: Sequence[Step], first: int) -> int:
 
 
 @functools.lru_cache(4096)
-def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
+def fastest(run: Sequence[Step], rows: int, target: Problem) -> Launch | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always torch's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
@@ -155,13 +139,15 @@ def fastest(run: Sequence[Step], rows: int, target: Target) -> Launch | None:
     exact += sixteen.launches(run, rows, target)
     exact += kron_split.forward(run, rows, target)
     exact += kron_quarter.forward(run, rows, target)
+    least = least_us(run, rows, target)
+    exact = [g if g.us >= least else g._replace(us=least) for g in exact]
     found = min(exact, key=lambda g: (g.us, g.products), default=None)
     if len(run) > 1 or (found and not cublas.faster(run[0], rows, target, found.us)):
         return found
     return Group(tuple(run), us=cublas.us(run[0], rows, target))
 
 
-def tilings(run: Sequence[Step], rows: int, target: Target, kind: Kind) -> Iterator[Group]:
+def tilings(run: Sequence[Step], rows: int, target: Problem, kind: Kind) -> Iterator[Group]:
     C, P = run[0].right, prod(s.p for s in run)
     backward = [tuple(piece[::-1] for piece in _merged(run[::-1], most)[::-1]) for most in MERGED]
     matrices = dict.fromkeys([*[_merged(run, most) for most in MERGED], *backward])
@@ -187,7 +173,7 @@ def _merged(run: Sequence[Step], most: int) -> tuple[tuple[Step, ...], ...]:
 
 
 def _tiling(
-    pieces: Sequence[tuple[Step, ...]], rows: int, target: Target, kind: Kind, L: int, R: int, slices: int, warps: int
+    pieces: Sequence[tuple[Step, ...]], rows: int, target: Problem, kind: Kind, L: int, R: int, slices: int, warps: int
 ) -> Iterator[Group]:
     """The launches of a tile and a number of warps: with as much of the next tile fetched ahead as there is room for, and with none."""
     size, itemsize, (products, split) = max(target.itemsize, 4), target.itemsize, kind
@@ -233,23 +219,23 @@ def _tiling(
         if 0 < ahead < numbers and (numbers % step or ahead * itemsize % 128):
             continue
         blocks = max(1, min(target.shared // (shared + 1024), 65536 // (threads * min(registers, 255)), 2048 // threads, 8))
-        each = ceil(tiles / target.multiprocessors)
+        each = ceil(tiles / target.sms)
         resident = min(blocks, each)
         idle = max(1.0, (4.4 if products else 4) / (busy * resident))  # the arithmetic's latency shows
         overlap = max(multiplied * idle, fetched) + (0.6 / resident if waiting else 0.1) * min(multiplied, fetched)
         # As measured on tensor cores: a multiprocessor whose last blocks are fewer is idle, and of two times near each other both show.
         turns = (each + ceil(each / resident) * resident) / 2 if products else each
-        compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / CYCLES_US
+        compute = turns * (overlap + (waiting + TILE_CYCLES) / resident) / target.cycles_us
         coarse = 1 if R == C or R * itemsize >= 128 else 128 / (R * itemsize)
         shared_read = (1 + L2_READ * (slices - 1)) / slices  # the other blocks of a tile find it in the L2 cache
         sectors = 1.0 if R == 1 or R * itemsize % 32 == 0 else PARTLY
         to_read, to_write = L2_HELD if tiles * (numbers / slices + total) * itemsize <= L2_BYTES else (1.0, 1.0)
-        read, written = (n * itemsize * coarse / SM_BYTES_US for n in (numbers * shared_read * to_read, total * to_write * sectors))
+        read, written = (n * itemsize * coarse / target.sm_bytes_us for n in (numbers * shared_read * to_read, total * to_write * sectors))
         hidden = each * (read * (1 - (1 - ahead / numbers) / resident) + written)
         longer = (compute**6 + hidden**6) ** (1 / 6) if products else max(compute, hidden)
         streams = resident * read + longer + (each * (read + written) - hidden) + resident * written
         alone = ALONE_US if resident == 1 else 0.0
-        us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * SM_BYTES_US)
+        us = LAUNCH_US + START_US + alone + streams * (1.02 - 0.02 * ahead / numbers) + resident * matrices / (2 * target.sm_bytes_us)
         yield Group(tuple(run), tuple(parts), threads, blocks, L, R, bytes_, ahead, slices, products, split, shared, us)
 
 

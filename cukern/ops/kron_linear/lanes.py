@@ -7,13 +7,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from math import ceil, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import Step
+from cukern.ops.kron_linear.plan import Problem, Step
 from cukern.ops.kron_linear.registers import LEAST_RUN, LEAST_SHARED, SIZES, bits_of, log2, turns
-
-if TYPE_CHECKING:
-    from cukern.ops.kron_linear.groups import Target
 
 EACH = 6  # bits: numbers of a tile for each thread
 LEAST, ALL = 13, 15  # of a tile: what a multiprocessor exchanges at one time, and a part of it; smaller tiles begin too often
@@ -22,8 +19,6 @@ AT_ONCE = 3  # bits: 16 bytes of 16-bit numbers
 SIDE = 4  # bits that a step multiplies along
 PASSES, STEPS = 3, 3  # of a launch, of a pass
 
-CYCLES_US = 1750.0
-SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 START_US = 4.0  # the launch, and a block's start
 STEP_CYCLES, MERGED_CYCLES, EXCHANGE_CYCLES, PLAIN_CYCLES = 6.0, 1.5, 5.0, 5.0  # of a quarter of a multiprocessor for 32 numbers
 ALONE = 1.12  # how much longer it takes where all of a multiprocessor's warps wait for each other
@@ -104,7 +99,7 @@ class Lanes(NamedTuple):
         return f"LanePlan<{', '.join([*map(str, sizes), str(added).lower(), *places, bits_of(self.parts[0].bits), *passes])}>"
 
 
-def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Lanes]:
+def launches(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Lanes]:
     """The launches of a run of steps, of tiles of each size."""
     if target.itemsize != 2 or not target.tensor or target.aligned < 16 or target.shared < LEAST_SHARED:
         return
@@ -121,7 +116,7 @@ def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Lanes
             yield made
 
 
-def _launch(run: Sequence[Step], target: "Target", top: int, L: int, R: int, tiles: int) -> Lanes | None:
+def _launch(run: Sequence[Step], target: Problem, top: int, L: int, R: int, tiles: int) -> Lanes | None:
     parts = passes(tuple(s.p for s in run), log2(R), top)
     if not parts:
         return None
@@ -136,14 +131,14 @@ def _launch(run: Sequence[Step], target: "Target", top: int, L: int, R: int, til
     return Lanes(tuple(run), parts, numbers >> EACH, blocks, L, R, stage, turns(exchanges, 2, top), shared, us)
 
 
-def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: "Target") -> float:
+def _us(numbers: int, parts: Sequence[Pass], blocks: int, tiles: int, target: Problem) -> float:
     """A model of a launch's time."""
     cycles = PLAIN_CYCLES + (len(parts) - 1) * EXCHANGE_CYCLES
     for step in (step for part in parts for step in part.steps):
         cycles += STEP_CYCLES + (MERGED_CYCLES if len(step.factors) > 1 else 0)
-    each, stream = ceil(tiles / target.multiprocessors), 2 * numbers / SM_BYTES_US
+    each, stream = ceil(tiles / target.sms), 2 * numbers / target.sm_bytes_us
     idle = max(1.0, 8 / (min(blocks, each) * (numbers >> EACH + LANES)))  # a few warps do not keep a multiprocessor busy
-    compute = numbers / 128 * cycles / CYCLES_US * idle * (ALONE if blocks == 1 else 1)
+    compute = numbers / 128 * cycles / target.cycles_us * idle * (ALONE if blocks == 1 else 1)
     return START_US + stream + compute + (each - 1) * max(compute, 2 * stream)
 
 

@@ -8,8 +8,8 @@ from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from cukern.ops.kron_linear import groups
-from cukern.ops.kron_linear.groups import BARRIER_CYCLES, CYCLES_US, LAUNCH_US, SM_BYTES_US, START_US, Target, text
-from cukern.ops.kron_linear.plan import Sizes, Step
+from cukern.ops.kron_linear.groups import BARRIER_CYCLES, LAUNCH_US, START_US, text
+from cukern.ops.kron_linear.plan import Problem, Sizes, Step, least_us, steps
 
 IN_FLIGHT = 32 << 10  # bytes on their way to a multiprocessor that keep device memory busy
 PRODUCT_CYCLES = 7  # of 16 x 8 x 16, beside all else that a warp issues
@@ -130,7 +130,7 @@ class Piles(NamedTuple):
 Launch = groups.Launch | Pages | Wide | Piles
 
 
-def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Wide | Piles | None:
+def fastest(sizes: Sizes, rows: int, target: Problem, bfloat: bool) -> Pages | Wide | Piles | None:
     """Such a launch of a layer, if there is one, and rows enough for it: none cuts a row for several blocks, but by warpgroups a block is
     fast enough; `bfloat`: of bfloat16."""
     if target.itemsize != 2 or not target.tensor or target.aligned < 16:
@@ -138,12 +138,13 @@ def fastest(sizes: Sizes, rows: int, target: Target, bfloat: bool) -> Pages | Wi
     if len(sizes) not in (2, 3):
         return None
     made: list[Pages | Wide | Piles | None] = [wide(sizes, rows, target, bfloat)] if len(sizes) == 2 else []
-    if 2 * rows >= target.multiprocessors and not any(n % 16 for size in sizes for n in size):
+    if 2 * rows >= target.sms and not any(n % 16 for size in sizes for n in size):
         made.append(pages(sizes, rows, target, bfloat) if len(sizes) == 2 else piles(sizes, rows, target))
-    return min((plan for plan in made if plan), key=lambda plan: plan.us, default=None)
+    least = least_us(steps(sizes), rows, target)
+    return min((plan._replace(us=max(plan.us, least)) for plan in made if plan), key=lambda plan: plan.us, default=None)
 
 
-def pages(sizes: Sizes, rows: int, target: Target, split: bool) -> Pages | None:
+def pages(sizes: Sizes, rows: int, target: Problem, split: bool) -> Pages | None:
     """With as many warps as registers allow, and stages as keep device memory busy."""
     steps = right, left = _in_order(sizes)
     tiles = 2 if left.q == 32 else 1  # where one warp has a page, it waits for none
@@ -161,10 +162,10 @@ def pages(sizes: Sizes, rows: int, target: Target, split: bool) -> Pages | None:
     return None
 
 
-def wide(sizes: Sizes, rows: int, target: Target, split: bool) -> Wide | None:
+def wide(sizes: Sizes, rows: int, target: Problem, split: bool) -> Wide | None:
     """With as many warpgroups as registers and shared memory allow."""
     steps = right, left = _in_order(sizes)
-    if not target.warpgroups or left.q < 48 or not 32 <= right.p <= MOST_COLUMNS or right.p % 2 or right.q > MOST_COLUMNS:
+    if not target.device.wgmma or left.q < 48 or not 32 <= right.p <= MOST_COLUMNS or right.p % 2 or right.q > MOST_COLUMNS:
         return None
     made = []
     for teams in (4, 3, 2, 1):
@@ -176,7 +177,7 @@ def wide(sizes: Sizes, rows: int, target: Target, split: bool) -> Wide | None:
     return min(made, key=lambda plan: plan.us, default=None)
 
 
-def piles(sizes: Sizes, rows: int, target: Target) -> Piles | None:
+def piles(sizes: Sizes, rows: int, target: Problem) -> Piles | None:
     """The same of three factors."""
     steps = right, left, top = _in_order(sizes)
     if right.q % 32:
@@ -209,15 +210,15 @@ def _issued(left: Step, right: Step, tiles: int, split: bool, held: bool) -> flo
     return PRODUCT_CYCLES * products + 2 * fetches + z * (4 if split else 1) + tiles * right.q + 60
 
 
-def _us_of_pages(plan: Pages, rows: int, target: Target) -> float:
+def _us_of_pages(plan: Pages, rows: int, target: Problem) -> float:
     right, left = plan.steps
     cycles = _issued(left, right, plan.tiles, plan.split, False) * plan.team / 4 * (1 + WAITING / (plan.team * plan.teams * plan.blocks))
-    each, together = rows / target.multiprocessors, plan.teams * plan.blocks
-    multiplied = (each + ceil(each / together) * together) / 2 * cycles / CYCLES_US
+    each, together = rows / target.sms, plan.teams * plan.blocks
+    multiplied = (each + ceil(each / together) * together) / 2 * cycles / target.cycles_us
     return _us(multiplied + (0.5 if plan.stages == 1 else 0.0) * multiplied, plan.steps, plan.blocks, rows, target)
 
 
-def _us_of_wide(plan: Wide, rows: int, target: Target) -> float:
+def _us_of_wide(plan: Wide, rows: int, target: Problem) -> float:
     right, left = plan.steps
     cycles = (
         ceil(left.q / 64) * _sixteens(right.p) * (_sixteens(left.p) + 2 * _sixteens(right.q)) / 32
@@ -225,21 +226,21 @@ def _us_of_wide(plan: Wide, rows: int, target: Target) -> float:
     copies = left.p * right.p * (2 / gcd(16, 2 * right.p) - 1 / 8)  # that there are besides those of 16 bytes
     cycles += copies * COPY_CYCLES + (left.q * right.q * PACKED_CYCLES if right.q % 16 else 0)
     cycles *= (1.15 if plan.stages == 1 else 1.0) * (1.0 if plan.held else 1.2)
-    return _us(max(1.0, rows / target.multiprocessors) * cycles / CYCLES_US, plan.steps, 1, rows, target)
+    return _us(max(1.0, rows / target.sms) * cycles / target.cycles_us, plan.steps, 1, rows, target)
 
 
-def _us_of_piles(plan: Piles, rows: int, target: Target) -> float:
+def _us_of_piles(plan: Piles, rows: int, target: Problem) -> float:
     right, left, top = plan.steps
     pages = ceil(top.p / plan.warps) * plan.warps * _issued(left, right, left.q // 16, False, plan.held)
     slabs = ceil(left.q * right.q / 32 / plan.warps) * plan.warps * (top.p * top.q / 32 * PRODUCT_CYCLES + top.p * 2 + top.q * 2)
     cycles = (pages + slabs) / 4 * (1 + WAITING / plan.warps) + 2 * BARRIER_CYCLES
-    return _us(ceil(rows / target.multiprocessors) * cycles / CYCLES_US, plan.steps, 1, rows, target)
+    return _us(ceil(rows / target.sms) * cycles / target.cycles_us, plan.steps, 1, rows, target)
 
 
-def _us(multiplied: float, steps: tuple[Step, ...], blocks: int, rows: int, target: Target) -> float:
+def _us(multiplied: float, steps: tuple[Step, ...], blocks: int, rows: int, target: Problem) -> float:
     """Of a launch whose multiprocessors multiply for so long, while device memory moves what goes in and out."""
-    moved = rows * (prod(s.p for s in steps) + prod(s.q for s in steps)) * 2 / target.multiprocessors / SM_BYTES_US
-    matrices = blocks * sum(s.p * s.q for s in steps) / SM_BYTES_US
+    moved = rows * (prod(s.p for s in steps) + prod(s.q for s in steps)) * 2 / target.sms / target.sm_bytes_us
+    matrices = blocks * sum(s.p * s.q for s in steps) / target.sm_bytes_us
     return LAUNCH_US + START_US + matrices + (multiplied**4 + moved**4) ** 0.25
 
 

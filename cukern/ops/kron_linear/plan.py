@@ -2,10 +2,40 @@
 
 import functools
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
+from cukern.runtime.device import Device
+
+L2_BYTES = 24 << 20  # inputs and outputs of up to this size stay in the L2 cache
 Sizes = tuple[tuple[int, int], ...]  # (p, q) of each factor, in torch.kron's order
+
+
+class Problem(NamedTuple):
+    """What a plan depends on besides the factors and the rows."""
+
+    device: Device
+    itemsize: int  # bytes of a number
+    tensor: bool = False  # tensor cores may multiply in TF32, which represents 16-bit numbers exactly
+    aligned: int = 16  # addresses are multiples of this
+    whole: bool = True  # the number of rows is a multiple of 32
+
+    @property
+    def shared(self) -> int:
+        """Shared memory of a thread block, without what the driver reserves."""
+        return self.device.shared_bytes - 1024
+
+    @property
+    def sms(self) -> int:
+        return self.device.sms
+
+    @property
+    def sm_bytes_us(self) -> float:
+        return self.device.sm_bytes_us
+
+    @property
+    def cycles_us(self) -> float:
+        return self.device.cycles_us
 
 
 class Step(NamedTuple):
@@ -24,16 +54,35 @@ class Backward(NamedTuple):
     steps: tuple[Step, ...]
     us: float
     template: str = ""
-    blocks: int = 0
+    most: int = 0  # thread blocks
     threads: int = 0
     shared: int = 0  # bytes
-    sums: int = 0  # partial ones, of each factor's gradient
+    tile: tuple[int, int] = (1, 1)  # fibers and columns
     kernel: str = "group"  # or "split", "split_one", "quarter"
+
+    def blocks(self, fibers: int, input_bytes: int, sms: int) -> int:
+        """Thread blocks, each with partial sums of the gradients. The sums take no more memory than the input, but every SM gets a block."""
+        (L, R), sums = self.tile, sum(s.p * s.q for s in self.steps)
+        tiles = ceil(fibers / L) * ceil(self.steps[0].right / R)
+        return min(tiles, self.most, max(sms, input_bytes // (4 * sums)))
 
     @property
     def in_place(self) -> bool:
         """Whether what goes back may be written over what came: a tile lies in the same place, and no other block reads it."""
         return self.kernel != "quarter" and all(s.p == s.q for s in self.steps)
+
+
+def planned_rows(rows: int) -> int:
+    """The number of rows that a plan is made for. Plans for other numbers would be up to 10 % faster (docs/notes/kron_linear.md), but each
+    would need kernels of its own: a new batch size would compile them in the middle of a training."""
+    return 32 if rows <= 64 else 256 if rows < 1024 else 4096
+
+
+def least_us(run: Sequence[Step], rows: int, target: Problem) -> float:
+    """The time to read the input and write the output of some steps, if they do not fit the L2 cache."""
+    first, last = run[0], run[-1]
+    moved = rows * (first.left * first.p * first.right + last.left * last.q * last.right) * target.itemsize
+    return moved / (target.sms * target.sm_bytes_us) if moved > L2_BYTES else 0.0
 
 
 def cost_order(sizes: Sequence[tuple[int, int]]) -> list[int]:

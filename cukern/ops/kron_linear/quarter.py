@@ -3,12 +3,9 @@ see quarter.cuh there."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import Backward, Step
-
-if TYPE_CHECKING:
-    from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.plan import Backward, Problem, Step
 
 SIDE = 128  # rows and columns of a factor
 BLOCKS = 4  # of a row
@@ -40,23 +37,22 @@ class Slice(NamedTuple):
         return f"{'Tf32' if self.products < 3 else 'float'}, {SIDE}"
 
 
-def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Slice]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Slice]:
     """The launch of a run, if there is one: more blocks than multiprocessors would take turns."""
     A = rows * run[-1].left
-    if target.itemsize == 4 and _fits(run, A, target) and target.multiprocessors >= BLOCKS * A:
+    if target.itemsize == 4 and _fits(run, A, target) and target.sms >= BLOCKS * A:
         yield Slice(tuple(run), SLICE_US[target.tensor], products=2 if target.tensor else 3)
 
 
-def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
+def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
     """The launches of a run, if there are any; strict in TF32 too."""
     A = rows * run[-1].left
     if not _fits(run, A, target):
         return
     shared = SHARED[target.itemsize] + 16
     if shared <= target.shared:
-        us = START_US + ceil(BLOCKS * A / target.multiprocessors) * ROW_US[target.itemsize]
-        first = first_rows(A, target.itemsize)
-        yield Backward(tuple(run), us, str(SIDE), BLOCKS * first, 256, shared, ceil(SUMS * first), "quarter")
+        us = START_US + ceil(BLOCKS * A / target.sms) * ROW_US[target.itemsize]
+        yield Backward(tuple(run), us, str(SIDE), 0, 256, shared, (1, 1), "quarter")
 
 
 def first_rows(A: int, itemsize: int) -> int:
@@ -64,7 +60,11 @@ def first_rows(A: int, itemsize: int) -> int:
     return A if A <= ALONE or itemsize < 4 else ceil(A / 2)
 
 
-def _fits(run: Sequence[Step], A: int, target: "Target") -> bool:
-    if target.itemsize > 4 or not target.warpgroups or target.aligned < 16 or A > MOST_ROWS:
+def partial_sums(A: int, itemsize: int) -> int:
+    return ceil(SUMS * first_rows(A, itemsize))
+
+
+def _fits(run: Sequence[Step], A: int, target: Problem) -> bool:
+    if target.itemsize > 4 or not target.device.wgmma or target.aligned < 16 or A > MOST_ROWS:
         return False
     return len(run) == 2 and run[0].right == 1 and all(s.p == s.q == SIDE for s in run)

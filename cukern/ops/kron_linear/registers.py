@@ -5,12 +5,9 @@ A tile has 2^n numbers, and each factor of the run is square, with 2, 4, 8 or 16
 
 from collections.abc import Iterator, Sequence
 from math import ceil, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import Step
-
-if TYPE_CHECKING:
-    from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.plan import Problem, Step
 
 SIZES = 2, 4, 8, 16  # of 32 on, split products on tensor cores are exact enough, and faster
 HELD = 7  # bits of a number's index: a thread holds the numbers of all their values
@@ -20,8 +17,7 @@ WHOLE_BLOCK = 256  # threads, of 255 registers each: all that a multiprocessor h
 LEAST_SHARED = 200 << 10  # what a GPU with clusters has
 LEAST_RUN = 128  # bytes that lie together in memory, at least
 
-CYCLES_US = 1980.0
-SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
+BOOST = 1980 / 1750  # its clock, of the clock under load: without tensor cores the GPU clocks higher
 START_US = 4.0  # the launch, and a block's start
 EXPOSED = 0.05  # of the shorter of two times, arithmetic and memory, what does not hide behind the longer
 FMA_CYCLES = 1.5  # for each that the units need at best: fetching, exchanging and waiting are in it
@@ -70,7 +66,7 @@ class Registers(NamedTuple):
         return f"RegisterPlan<{numbers}, {str(added).lower()}, Turned<2, {turns}>, {bits_of(own)}, {passes}>"
 
 
-def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Registers]:
+def launches(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Registers]:
     """The launches of a run of steps, of tiles of each size."""
     if target.itemsize != 4 or target.aligned < 16 or target.shared < LEAST_SHARED or any(s.p != s.q or s.p not in SIZES for s in run):
         return
@@ -84,13 +80,13 @@ def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Regis
         if (L > 1 and (R < C or cluster > 1)) or (R < C and R * 4 < LEAST_RUN):
             continue
         tiles = ceil(rows * run[-1].left / L) * (C // R)
-        if tiles * cluster * threads > target.multiprocessors * WHOLE_BLOCK:  # else no tile comes while another is multiplied
+        if tiles * cluster * threads > target.sms * WHOLE_BLOCK:  # else no tile comes while another is multiplied
             made = _launch(run, target, threads, cluster, L, R, tiles)
             if made:
                 yield made
 
 
-def _launch(run: Sequence[Step], target: "Target", threads: int, cluster: int, L: int, R: int, tiles: int) -> Registers | None:
+def _launch(run: Sequence[Step], target: Problem, threads: int, cluster: int, L: int, R: int, tiles: int) -> Registers | None:
     cut, top = _cut(run), HELD + log2(threads)
     if len(cut) < 2:
         return None
@@ -107,7 +103,7 @@ def _launch(run: Sequence[Step], target: "Target", threads: int, cluster: int, L
     ahead = min(warps, room // own // together * together)
     if ahead <= 0 or (cluster > 1 and parts[-2].vector < 4):  # 16 bytes at once to the other block
         return None
-    us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.multiprocessors))
+    us = _us(run, len(cut), numbers, ceil(tiles * cluster / target.sms), target)
     shared = weights + 4 * numbers + ahead * own
     vectors = [part.threads[:3] for part in parts if part.vector == 4]
     return Registers(tuple(run), tuple(parts), threads, blocks, L, R, cluster, ahead, cross, turns(vectors, 2, top), shared, us)
@@ -136,10 +132,10 @@ def _passes(cut: Sequence[Sequence[Step]], low: int, top: int, cross: int) -> li
     return parts
 
 
-def _us(run: Sequence[Step], passes: int, numbers: int, each: int) -> float:
+def _us(run: Sequence[Step], passes: int, numbers: int, each: int, target: Problem) -> float:
     """A model of a launch's time, of `each` tiles a multiprocessor."""
-    stream = 4 * numbers / SM_BYTES_US
-    compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / CYCLES_US
+    stream = 4 * numbers / target.sm_bytes_us
+    compute = numbers / 128 * (sum(s.p for s in run) * FMA_CYCLES + passes) / (BOOST * target.cycles_us)
     return START_US + 2 * stream + each * (max(compute, 2 * stream) + EXPOSED * min(compute, 2 * stream))
 
 

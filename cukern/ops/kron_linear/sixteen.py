@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import Step
-
-if TYPE_CHECKING:
-    from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.plan import Problem, Step
 
 SIDE, COUNT, CLUSTER, WARPS = 16, 4, 2, 16
 AHEAD = 4 * SIDE * SIDE * 4 * WARPS  # bytes of the next row's pages that are fetched ahead
@@ -32,9 +29,9 @@ class Sixteen(NamedTuple):
         return f"Sixteen4<{str(added).lower()}>"
 
 
-def launches(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Sixteen]:
+def launches(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Sixteen]:
     """The launch of a run of steps, if it is one of these and has rows enough for all multiprocessors."""
-    rows, clusters = rows * run[-1].left, target.multiprocessors // CLUSTER
+    rows, clusters = rows * run[-1].left, target.sms // CLUSTER
     if target.itemsize not in ROW_US or target.aligned < 16 or rows < clusters:
         return
     if len(run) == COUNT and run[0].right == 1 and all((s.p, s.q) == (SIDE, SIDE) for s in run):

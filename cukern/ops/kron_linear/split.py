@@ -2,18 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cukern.ops.kron_linear.plan import Backward, Step
-
-if TYPE_CHECKING:
-    from cukern.ops.kron_linear.groups import Target
+from cukern.ops.kron_linear.plan import Backward, Problem, Step
 
 SIZES = 64, 128  # of factors
 TILE = 64  # rows of a right factor alone, or columns of a left one
 BYTES = {False: 6, True: 4}  # of a number in shared memory; in TF32
 MULTIPLY_ADDS_US = {False: 450_000.0, True: 750_000.0}  # of a multiprocessor
-SM_BYTES_US = 31_000.0  # of device memory, for each multiprocessor
 BOTH = 0.8  # of the time for as many, where two large factors are in one launch
 TILE_US = 0.3  # from a tile to the next
 START_US = 5.0  # the launch, and the factors
@@ -46,7 +42,7 @@ class Both(Split):
         return f"Both4<{', '.join(f'Factor<{s.p}, {s.q}>' for s in reversed(self.steps))}>"
 
 
-def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]:
+def forward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Split]:
     """The launch of a run, if there is one."""
     if target.tensor and _can(target) and len(run) == 2 and run[0].right == 1 and run[1].q > TILE:
         yield from _both(run, rows, target)
@@ -64,7 +60,7 @@ def forward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Split]
         yield Split(tuple(run), teams, teams * threads, shared, us, L, R, products=2 if target.tensor else 3)
 
 
-def _both(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Both]:
+def _both(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Both]:
     right, left = run
     if not all(n % 16 == 0 and TILE <= n <= 2 * TILE for s in run for n in (s.p, s.q)):
         return
@@ -77,7 +73,7 @@ def _both(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Both]:
         yield Both(tuple(run), 1, threads, shared, us, products=2)
 
 
-def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backward]:
+def backward(run: Sequence[Step], rows: int, target: Problem) -> Iterator[Backward]:
     """The launch of its backward."""
     if not _fits(run, target):
         return
@@ -86,19 +82,18 @@ def backward(run: Sequence[Step], rows: int, target: "Target") -> Iterator[Backw
         yield launch
 
 
-def _backward_of_two(run: Sequence[Step], rows: int, target: "Target") -> Backward:
+def _backward_of_two(run: Sequence[Step], rows: int, target: Problem) -> Backward:
     (p1, q1), (p2, q2), _, _ = _sizes(run)
     tiles, teams = rows * run[-1].left, 2
     shared = BYTES[target.tensor] * (p1 * q1 + p2 * q2 + (teams + 1) * p1 * p2 + teams * (q1 * q2 + p1 * q2)) + 128  # mbarriers
     us = START_US + SUM_US + _us(tiles, 2 * p1 * q1 * q2 + 3 * p1 * p2 * q2, 2 * p1 * p2 + q1 * q2, target)
-    blocks = min(tiles, target.multiprocessors)
-    return Backward(tuple(run), us, _template(run, teams, target.tensor), blocks, (teams + 1) * 128, shared, blocks, "split")
+    return Backward(tuple(run), us, _template(run, teams, target.tensor), target.sms, (teams + 1) * 128, shared, (1, 1), "split")
 
 
-def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
+def _backward_of_one(s: Step, rows: int, target: Problem) -> Backward | None:
     """See SplitOne4 in split_one.cuh."""
     lines, lines_of_tile, teams = rows * s.left * s.right, TILE // 2, (3 if s.q == TILE else 2) if s.p == TILE else 1
-    if lines % lines_of_tile:
+    if not target.whole and s.left * s.right % lines_of_tile:
         return None
     tiles = lines // lines_of_tile
     places = 2 if s.p == TILE else 4
@@ -106,11 +101,12 @@ def _backward_of_one(s: Step, rows: int, target: "Target") -> Backward | None:
     third = 2 * s.p * s.q if s.q > TILE and not target.tensor else 0  # piece of the factor
     shared = teams * (max(tiles_of_g, staged) + 4 * lines_of_tile * (s.p + s.q)) + third
     us = START_US + SUM_US + _us(tiles, 2 * s.p * s.q * lines_of_tile, (2 * s.p + s.q) * lines_of_tile, target)
-    blocks, template = min(tiles, target.multiprocessors), f"SplitOne4<{teams}, {_kind(target.tensor)}, {s.right}, Factor<{s.p}, {s.q}>>"
-    return Backward((s,), us, template, blocks, teams * 2 * s.p, shared, blocks, "split_one")
+    template = f"SplitOne4<{teams}, {_kind(target.tensor)}, {s.right}, Factor<{s.p}, {s.q}>>"
+    tile = (lines_of_tile, 1) if s.right == 1 else (1, lines_of_tile)
+    return Backward((s,), us, template, target.sms, teams * 2 * s.p, shared, tile, "split_one")
 
 
-def _fits(run: Sequence[Step], target: "Target") -> bool:
+def _fits(run: Sequence[Step], target: Problem) -> bool:
     if not _can(target):
         return False
     if len(run) > 1:
@@ -118,8 +114,8 @@ def _fits(run: Sequence[Step], target: "Target") -> bool:
     return run[0].p in SIZES and run[0].q in SIZES and (run[0].right == 1 or run[0].right % TILE == 0)
 
 
-def _can(target: "Target") -> bool:
-    return target.warpgroups and target.itemsize == 4 and target.aligned >= 16
+def _can(target: Problem) -> bool:
+    return target.device.wgmma and target.itemsize == 4 and target.aligned >= 16
 
 
 def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool, bool]:
@@ -129,10 +125,10 @@ def _sizes(run: Sequence[Step]) -> tuple[tuple[int, int], tuple[int, int], bool,
     return (run[-1].p, run[-1].q) if left else (TILE, TILE), (run[0].p, run[0].q) if right else (TILE, TILE), right, left
 
 
-def _us(tiles: int, work: int, numbers: int, target: "Target") -> float:
+def _us(tiles: int, work: int, numbers: int, target: Problem) -> float:
     """Of tiles with so many multiplications, and numbers to be moved."""
-    multiplied = ceil(tiles / target.multiprocessors) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
-    moved = tiles * numbers * target.itemsize / (target.multiprocessors * SM_BYTES_US)
+    multiplied = ceil(tiles / target.sms) * (work / MULTIPLY_ADDS_US[target.tensor] + TILE_US)
+    moved = tiles * numbers * target.itemsize / (target.sms * target.sm_bytes_us)
     return max(multiplied, moved) + min(multiplied, moved) / 4
 
 

@@ -1,7 +1,6 @@
 """v4 of kron_linear, forward: a group of factors a launch, compiled for their sizes. groups.py plans the launches, pages.py those
 of a whole layer on tensor cores."""
 
-import functools
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
@@ -11,13 +10,14 @@ from torch import Tensor
 
 from cukern.ops.kron_linear import cublas, groups, pages, registers, v3
 from cukern.ops.kron_linear.lanes import Lanes
-from cukern.ops.kron_linear.plan import Sizes, Step
+from cukern.ops.kron_linear.plan import Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.quarter import Slice
 from cukern.ops.kron_linear.registers import Registers
 from cukern.ops.kron_linear.sixteen import Sixteen
 from cukern.ops.kron_linear.split import Both, Split
 from cukern.ops.kron_linear.v3 import PLAIN, Epilogue
 from cukern.runtime import backend
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 
 _V4: dict[type, Template] = {
@@ -38,7 +38,7 @@ _V4: dict[type, Template] = {
 COMMON = (8, 3), (64, 2)  # factors' size and number, of plans to be compiled where no input is known
 
 
-Problem = tuple[tuple[tuple[int, ...], ...], int, torch.dtype, int, bool, int, bool]  # as plan_of_layer takes it
+Key = tuple[tuple[tuple[int, ...], ...], int, torch.dtype, int, bool, int, bool]  # the arguments of plan_of_layer
 
 
 class Prepared(NamedTuple):
@@ -52,26 +52,25 @@ class Prepared(NamedTuple):
     features: int  # of the output
 
 
-@functools.lru_cache(512)
+@cached(2048)
 def plan_of_layer(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool, count: int | None = None
 ) -> tuple[int, tuple[Prepared, ...]]:
     """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps."""
-    target = target_of(dtype, device, tensor, aligned)
-    plan: tuple[pages.Launch, ...] = groups.groups(sizes, rows, target, count) if count else of_layer(sizes, rows, target, dtype)
+    target, planned = target_of(dtype, device, tensor, aligned), planned_rows(rows)
+    plan: tuple[pages.Launch, ...] = groups.groups(sizes, planned, target, count) if count else of_layer(sizes, planned, target, dtype)
     part = groups.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
 
 
-def of_layer(sizes: Sizes, rows: int, target: groups.Target, dtype: torch.dtype) -> tuple[pages.Launch, ...]:
+def of_layer(sizes: Sizes, rows: int, target: Problem, dtype: torch.dtype) -> tuple[pages.Launch, ...]:
     """The plan of a whole layer."""
     one, several = pages.fastest(sizes, rows, target, dtype is torch.bfloat16), groups.groups(sizes, rows, target)
     return (one,) if one and one.us < sum(group.us for group in several) else several
 
 
-def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> groups.Target:
-    shared = backend.shared_memory(device) - 1024  # what the driver keeps of it
-    return groups.Target(dtype.itemsize, backend.multiprocessors(device), shared, tensor, aligned, backend.capability(device) == 90)
+def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int, rows: int = 0) -> Problem:
+    return Problem(device_of(device), dtype.itemsize, tensor, aligned, rows % 32 == 0)
 
 
 def prepare(group: pages.Launch, rows: int, dtype: torch.dtype, device: int, added: bool = False) -> Prepared:
@@ -82,7 +81,7 @@ def prepare(group: pages.Launch, rows: int, dtype: torch.dtype, device: int, add
     if not group.threads:
         return Prepared(group, None, ((1, 1, 1), (1, 1, 1), 0), indices, unused, features)
     tiles = -(-rows * last.left // group.L) * (first.right // group.R)
-    blocks = min(tiles, max(1, backend.multiprocessors(device) * group.blocks // group.slices)) * group.slices
+    blocks = min(tiles, max(1, device_of(device).sms * group.blocks // group.slices)) * group.slices
     geometry = (blocks, 1, 1), (group.threads, 1, 1), backend.spread(group.shared, blocks, device)
     return Prepared(group, _V4[type(group)][dtype, group.template(added)].on(device), geometry, indices, unused, features)
 
@@ -132,7 +131,7 @@ def adds(epilogue: Epilogue) -> bool:
     return epilogue[1] is not None or epilogue[2] is not None
 
 
-def problem(x: Tensor, factors: Sequence[Tensor], added: bool) -> Problem:
+def problem(x: Tensor, factors: Sequence[Tensor], added: bool) -> Key:
     """What a plan for these tensors depends on. `added`: with a bias or a residual."""
     sizes, rows = tuple([tuple(w.shape) for w in factors]), x.numel() // x.shape[-1]
     return sizes, rows, x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), 16), added
@@ -174,9 +173,9 @@ def mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
     return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
 
 
-@functools.lru_cache(512)
+@cached(2048)
 def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> Prepared:
-    group = groups.fastest((Step(0, 1, p, q, C),), A, target_of(dtype, device, tensor, aligned))
+    group = groups.fastest((Step(0, 1, p, q, C),), planned_rows(A), target_of(dtype, device, tensor, aligned))
     assert group
     return prepare(group, A, dtype, device)
 
@@ -197,6 +196,7 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
-    target = target._replace(warpgroups=False, shared=registers.LEAST_SHARED - 1)  # for every GPU
+    least = target.device._replace(capability=80, shared_bytes=registers.LEAST_SHARED + 1023)  # for every GPU
+    target = target._replace(device=least)
     plans = [plan for f, n in COMMON for plan in of_layer(((f, f),) * n, 64, target, dtype)]
     return [_V4[type(plan)][dtype, plan.template()] for plan in plans]

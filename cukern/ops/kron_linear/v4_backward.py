@@ -1,6 +1,5 @@
 """v4 of kron_linear, backward: one or two neighbouring factors a launch where kron_backward.py plans it so; else a launch for each."""
 
-import functools
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
@@ -12,10 +11,11 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import cublas, derivatives, groups, quarter, v3
 from cukern.ops.kron_linear import v4 as kron_v4
 from cukern.ops.kron_linear.gradients import gradient
-from cukern.ops.kron_linear.plan import Sizes, Step
+from cukern.ops.kron_linear.plan import Problem, Sizes, Step, planned_rows
 from cukern.ops.kron_linear.v3 import PLAIN, Epilogue, pointers, sum_dtype
 from cukern.ops.kron_linear.v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 
 _V4_BWD, _V4_SUM, _QUARTER_SUM = (
@@ -42,25 +42,25 @@ def boundary(x: Tensor, factors: Sequence[Tensor], added: bool) -> int:
     return len(launches[0].group.steps) if launches else 0
 
 
-@functools.lru_cache(512)
+@cached(2048)
 def _keeping(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool
 ) -> tuple[kron_v4.Prepared, ...]:
     """The forward cut where the backward is, if that is in two parts, so that nothing is multiplied anew; none where it were slower, or
     where the last part is in steps whose result the first cannot turn into dx where it is: with what is kept more than x and y."""
-    target = target_of(dtype, device, tensor, aligned)
-    plan = kron_backward.backwards(sizes, rows, target)
+    target, planned = target_of(dtype, device, tensor, aligned, rows), planned_rows(rows)
+    plan = kron_backward.backwards(sizes, planned, target)
     if len(plan) != 2 or kron_backward.better_swapped(plan):
         return ()
     if not plan[1].template and not (plan[0].template and plan[0].in_place):
         return ()
     if groups.rows_at_once([b.steps for b in plan], rows, dtype.itemsize) < rows:
         return ()
-    first, last = (groups.fastest(b.steps, rows, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True))
+    first, last = (groups.fastest(b.steps, planned, t) for b, t in zip(plan, (target, target._replace(aligned=16)), strict=True))
     if first is None or last is None:
         return ()
-    whole = kron_v4.of_layer(sizes, rows, target, dtype)
-    anew = sum(group.us for group in groups.groups(sizes, rows, target, len(plan[0].steps)))
+    whole = kron_v4.of_layer(sizes, planned, target, dtype)
+    anew = sum(group.us for group in groups.groups(sizes, planned, target, len(plan[0].steps)))
     two = first.us + last.us
     if two + (groups.between(two) if len(whole) == 1 else 0.0) > sum(group.us for group in whole) + anew:
         return ()
@@ -97,7 +97,7 @@ def backward(
         n -= len(launch.steps)
         own = [s.factor for s in launch.steps]
         if launch.template and all(wanted[i + 1] for i in own):
-            more = launch.sums * 4 * sum(factors[i].numel() for i in own)
+            more = _blocks(launch, x)[1] * 4 * sum(factors[i].numel() for i in own)
             if sum(w.partials.nbytes for w in waiting) + more > x.nbytes // 2:  # of few rows: one launch's alone may be as many as x
                 _sum(waiting, scale)
             z = came(n)
@@ -131,11 +131,11 @@ def _swapped(
 
 
 def plan_of(x: Tensor, g: Tensor, factors: Sequence[Tensor]) -> tuple[kron_backward.Backward, ...]:
-    return kron_backward.backwards(tuple([tuple(w.shape) for w in factors]), x.shape[0], _target(x, g))
+    return kron_backward.backwards(tuple([tuple(w.shape) for w in factors]), planned_rows(x.shape[0]), _target(x, g))
 
 
-def _target(x: Tensor, g: Tensor) -> groups.Target:
-    return target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16))
+def _target(x: Tensor, g: Tensor) -> Problem:
+    return target_of(x.dtype, x.get_device(), on_tensor_cores(x.dtype), gcd(x.data_ptr(), g.data_ptr(), 16), x.shape[0])
 
 
 def fused(
@@ -157,12 +157,13 @@ def _launched(
     out = torch.empty_like(z) if out is None else out
     ws = [factors[s.factor] for s in launch.steps]
     grads = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in ws]
-    device, partials = z.get_device(), torch.empty((launch.sums, sum(w.numel() for w in ws)), dtype=torch.float32, device=z.device)
+    device, (blocks, sums) = z.get_device(), _blocks(launch, z)
+    partials = torch.empty((sums, sum(w.numel() for w in ws)), dtype=torch.float32, device=z.device)
     strides = [n for w in ws for n in w.stride()]
     none = (0,) * (groups.MOST - len(ws)) if launch.kernel == "group" else ()
     fibers = z.shape[0] * launch.steps[-1].left
     run = _FUSED[launch.kernel][z.dtype, launch.template].on(device)
-    geometry, shared = ((launch.blocks, 1, 1), (launch.threads, 1, 1)), backend.spread(launch.shared, launch.blocks, device)
+    geometry, shared = ((blocks, 1, 1), (launch.threads, 1, 1)), backend.spread(launch.shared, blocks, device)
     if launch.kernel == "quarter":
         first, rows = quarter.first_rows(fibers, z.itemsize), [t.view(fibers, -1) for t in (out, z, h)]
         run(*geometry, shared, *pointers(partials, *rows, *ws), 0, *strides, scale)
@@ -178,6 +179,15 @@ def _launched(
     return out
 
 
+def _blocks(launch: kron_backward.Backward, z: Tensor) -> tuple[int, int]:
+    """The thread blocks and the partial sums of a launch whose input is z."""
+    fibers = z.shape[0] * launch.steps[-1].left
+    if launch.kernel == "quarter":
+        return quarter.BLOCKS * quarter.first_rows(fibers, z.itemsize), quarter.partial_sums(fibers, z.itemsize)
+    blocks = launch.blocks(fibers, z.nbytes, device_of(z.get_device()).sms)
+    return blocks, blocks
+
+
 def _sum(waiting: list[_Waiting], scale: float) -> None:
     """scale times the sums of all partial sums, to the factors' gradients; nothing waits any more."""
     parts: dict[int, list[tuple[Tensor, int, int]]] = {}  # a gradient, where its first partial sum is, and how far the next one is
@@ -189,7 +199,7 @@ def _sum(waiting: list[_Waiting], scale: float) -> None:
             continue
         at = 0
         for grad in grads:
-            parts.setdefault(launch.sums, []).append((grad, partials.data_ptr() + 4 * at, partials.shape[1]))
+            parts.setdefault(len(partials), []).append((grad, partials.data_ptr() + 4 * at, partials.shape[1]))
             at += grad.numel()
     for pieces, those in parts.items():
         for first in range(0, len(those), groups.MOST):
@@ -201,7 +211,7 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
     grads, places, rows = zip(*parts, strict=True)
     device, counts, unused = grads[0].get_device(), [grad.numel() for grad in grads], (0,) * (groups.MOST - len(grads))
     blocks = -(-sum(counts) // 32)
-    warps = 8 if blocks > 2 * backend.multiprocessors(device) else 32
+    warps = 8 if blocks > 2 * device_of(device).sms else 32
     _V4_SUM[grads[0].dtype, warps].on(device)(
         (blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), *pointers(*grads), *unused, *places, *unused, *counts,
         *unused, *rows, *unused, pieces, scale,
@@ -229,13 +239,15 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
         return v3.contraction(z, h, scale)
     device, kind = z.get_device(), sum_dtype(z.dtype)
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
-    plan = gradient(A, p, h.shape[2], C, target)
-    if cublas.better_gradient(A, p, h.shape[2], C, target, plan.us):
+    planned = planned_rows(A)
+    plan = gradient(planned, p, h.shape[2], C, target)
+    if cublas.better_gradient(planned, p, h.shape[2], C, target, plan.us):
         return cublas.contraction(z[0], h[0], scale)[None]
-    partials = torch.empty((1, plan.pieces, p, h.shape[2]), dtype=kind, device=z.device)
+    pieces = plan.pieces(A, C)
+    partials = torch.empty((1, pieces, p, h.shape[2]), dtype=kind, device=z.device)
     launch = _V4_BWD[z.dtype, kind, plan.template].on(device)
-    geometry = (plan.blocks, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, plan.blocks, device)
-    launch(*geometry, *pointers(partials, z, h), A, C, plan.pieces)
+    geometry = (pieces * plan.tiles, 1, 1), (plan.threads, 1, 1), backend.spread(plan.shared, pieces * plan.tiles, device)
+    launch(*geometry, *pointers(partials, z, h), A, C, pieces)
     return v3.sum_pieces(partials, z.dtype, scale)
 
 
@@ -244,7 +256,7 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
     made = [_V4_BWD[dtype, sum_dtype(dtype), one] for one in gradients]
     if dtype.itemsize <= 4:
-        older = target._replace(shared=160 << 10, warpgroups=False)  # for which nothing is planned that only sm_90 has
+        older = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))  # without features of sm_90 alone
         launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, older)]
         made += [
             *[_FUSED["group"][dtype, launch.template] for launch in launches if launch.template],

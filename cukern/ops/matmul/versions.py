@@ -10,6 +10,7 @@ import torch
 
 from cukern.ops.matmul import plan
 from cukern.runtime import backend
+from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
@@ -44,7 +45,7 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     b, b_k, ldb = _with_unit_stride(b.t())
     if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # its offsets inside a tile have 32 bits
         return _v4(out, a, b.t(), bias)
-    tile, grid, shared_blocks, shared_tiles, chain, room = plan.plan(M, N, K, backend.multiprocessors(device), itemsize)
+    tile, grid, shared_blocks, shared_tiles, chain, room = plan.plan(M, N, K, device_of(device).sms, itemsize)
     workspace = torch.empty(room * tile.rows * tile.columns, dtype=out.dtype, device=out.device)
     kernel = _V5[a.dtype, _copy_mode(a, a_k, lda), _copy_mode(b, b_k, ldb), tile.name]
     numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain

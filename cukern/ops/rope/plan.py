@@ -1,12 +1,12 @@
 """A call of rope as its launch sees it: options, inputs, and the geometry, from which a version makes the launch."""
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from cukern.ops.rope.memory import written_extent
 from cukern.runtime import backend
+from cukern.runtime.device import cached
 from cukern.runtime.registry import choose
 
 # Where batch, sequence, heads and head_dim stand in the shape.
@@ -118,7 +118,7 @@ def tokens_of(shape: Any, layout: str) -> tuple[int, int]:
 NO_K = Layout((0, 0, 0, 0), (0, 0, 0, 0))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def plan(
     dtype: torch.dtype, device: int, outs: Any, ins: Any, cos: Any, positions: Any, alignment: int, table_alignment: int,
     options: tuple[Any, ...],

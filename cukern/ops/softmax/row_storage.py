@@ -1,6 +1,5 @@
 """v6 to v11 of softmax, which hold a row on chip and read it once: which kernel takes a problem, and its launch."""
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 
 from cukern.ops.softmax import plan
 from cukern.runtime import backend
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 
 
@@ -49,7 +49,7 @@ class Problem(NamedTuple):
     @property
     def memory(self) -> int:
         """Bytes of a multiprocessor's shared memory that are left for vectors."""
-        shared = backend.shared_memory(self.number)
+        shared = device_of(self.number).shared_bytes
         return shared // (plan.SLOTS_A_TAIL + 1) * plan.SLOTS_A_TAIL if self.has_tails else shared
 
     def with_tails(self, shared: int) -> int:
@@ -70,7 +70,7 @@ _V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_two(name) for name in ("v6", "v7", "
 _V11_BWD = Template("softmax/softmax.cu", "softmax_v11_bwd", together=True)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def first(ways: tuple[Way, ...], problem: Problem) -> Run | None:
     """The first way that holds a row on chip, if there is one."""
     return next(filter(None, (way(problem) for way in ways)), None)
@@ -101,7 +101,7 @@ def in_a_block(p: Problem) -> Run | None:
 
 def in_pieces(p: Problem) -> Run | None:
     """v7, of a few long rows: in two launches. None where there are enough rows for all of the GPU."""
-    pieces = plan.pieces(p.rows, p.vectors, backend.multiprocessors(p.number))
+    pieces = plan.pieces(p.rows, p.vectors, device_of(p.number).sms)
     width = plan.VECTOR_BYTES // p.dtype.itemsize
     length = width * -(-p.columns // (width * pieces))
     pieces = -(-p.columns // length)
@@ -127,7 +127,7 @@ def in_shared_memory(p: Problem, blocks: int = 1) -> Run | None:
 
 def beside_another(p: Problem) -> Run | None:
     """v8; but of more rows than multiprocessors only where one holds two of their blocks: else a cluster is faster."""
-    return in_shared_memory(p, 2 if p.rows > backend.multiprocessors(p.number) else 1)
+    return in_shared_memory(p, 2 if p.rows > device_of(p.number).sms else 1)
 
 
 def in_a_cluster(p: Problem) -> Run | None:
@@ -138,7 +138,7 @@ def in_a_cluster(p: Problem) -> Run | None:
 
 def of_few_rows(p: Problem) -> Run | None:
     """The same of long rows that a block could hold, but that are few enough for the largest clusters."""
-    few = p.rows * plan.CLUSTER_SIZES[-1] <= backend.multiprocessors(p.number) and p.vectors >= plan.LEAST_SHARED
+    few = p.rows * plan.CLUSTER_SIZES[-1] <= device_of(p.number).sms and p.vectors >= plan.LEAST_SHARED
     return in_several_blocks(p) if few else None
 
 
@@ -164,7 +164,7 @@ def in_a_crowd(p: Problem) -> Run | None:
 
 def in_step(p: Problem) -> Run | None:
     """v11, backward of many long rows that are whole vectors."""
-    sms = backend.multiprocessors(p.number)
+    sms = device_of(p.number).sms
     shape = plan.steps_shape(p.rows, p.vectors, p.memory, sms)
     if not p.backward or not p.exact or shape is None or p.dtype.itemsize > 4:
         return None
@@ -179,7 +179,7 @@ def in_step(p: Problem) -> Run | None:
 
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool, bool]:
-    return p.rows, p.vectors, p.dtype.itemsize, p.memory, backend.multiprocessors(p.number), p.backward, p.exact
+    return p.rows, p.vectors, p.dtype.itemsize, p.memory, device_of(p.number).sms, p.backward, p.exact
 
 
 def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:

@@ -11,6 +11,7 @@ from test_kron_linear import FORWARD_MODE, close, dense, draw
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
+from cukern.runtime.device import device_of
 import cukern
 from cukern.bench import environment
 from cukern.ops.kron_linear import cublas, launch_cache, v4_backward
@@ -208,7 +209,7 @@ def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatc
 @kernels
 def test_what_the_scale_brings_into_range_is_not_infinite(device):
     x, w = torch.full((2, 304), 20.0, device=device).half(), torch.full((304, 304), 20.0, device=device).half()
-    assert not kron_groups.groups((w.shape,), 2, Target(2, backend.multiprocessors(x.get_device()), 226 << 10, True))[0].threads
+    assert not kron_groups.groups((w.shape,), 2, Target(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
     assert (cukern.kron_linear(x, [w], scale=0.01, version="v4") == 1216).all()
 
 

@@ -9,6 +9,7 @@ import torch
 from helpers import kernels, same_bits
 from test_kron_linear import dense, draw
 
+from cukern.runtime.device import device_of
 import cukern
 from cukern.ops.kron_linear import pages as kron_pages
 from cukern.ops.kron_linear import v4 as kron_v4
@@ -22,7 +23,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 
 def hopper(device):
-    return backend.capability(backend.SIMULATED if device == "cpu" else 0) == 90
+    return device_of(backend.SIMULATED if device == "cpu" else 0).capability == 90
 
 
 def plans(sizes, rows, dtype, device):
@@ -195,7 +196,7 @@ def test_the_public_function_takes_it(device, monkeypatch):
     monkeypatch.setattr(kron_v4, "launch_group", lambda made, *args: taken.append(type(made.group)) or launch_group(made, *args))
     wide = kron_pages.Wide if hopper(device) else kron_pages.Pages
     for sizes, kind in ((((64, 64),) * 2, wide), (((32, 32), (64, 64)), kron_pages.Pages), (((16, 16), (16, 16), (16, 32)), None)):
-        x, ws = draw(2 * backend.multiprocessors(-1 if device == "cpu" else 0) + 3, sizes, device, BF16)
+        x, ws = draw(2 * device_of(-1 if device == "cpu" else 0).sms + 3, sizes, device, BF16)
         residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)
         y = cukern.kron_linear(x, ws, residual=residual, version="v4")
         exact = dense(x.double(), [w.double() for w in ws]) + residual.double()

@@ -1,0 +1,138 @@
+"""What a plan may ask about a GPU. No other file contains constants of a particular GPU.
+
+The facts come from a table of known GPUs, else from the driver's attributes. `cukern tune` measures the two rates and stores them beside
+the kernel cache; stored rates come first. Rates are used by cost models only: they decide which plan is chosen, never what it computes.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from cukern.runtime import cache
+
+SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
+_BANDWIDTH, _CLOCK = 0.85, 0.88  # what a copy and a long kernel reach of the nominal memory bandwidth and of the boost clock
+
+
+class Device(NamedTuple):
+    """The facts. `capability` is 90 for 9.0, `shared_bytes` the dynamic shared memory that a thread block may have at most."""
+
+    name: str
+    capability: int
+    sms: int
+    shared_bytes: int
+    sm_bytes_us: float  # device memory bandwidth of a copy, per SM, in bytes per microsecond
+    cycles_us: float  # SM clock under load, in cycles per microsecond
+
+    @property
+    def wgmma(self) -> bool:
+        """True if wgmma and setmaxnreg exist: only for sm_90a. An sm_100a GPU has tcgen05 instead; there cukern uses mma.sync."""
+        return self.capability == 90
+
+
+def _nominal(name: str, capability: int, sms: int, shared_kb: int, gb_s: float, boost_mhz: float) -> Device:
+    return Device(name, capability, sms, shared_kb << 10, _BANDWIDTH * gb_s * 1e3 / sms, _CLOCK * boost_mhz)
+
+
+# By the short name for `--gpu`. The rates of the H200 are measured; the others are derived from data sheets.
+KNOWN = {
+    "h200": Device("NVIDIA H200", 90, 132, 227 << 10, 31_000.0, 1750.0),
+    "h100": _nominal("NVIDIA H100 80GB HBM3", 90, 132, 227, 3352, 1980),
+    "h100-pcie": _nominal("NVIDIA H100 PCIe", 90, 114, 227, 2039, 1755),
+    "b200": _nominal("NVIDIA B200", 100, 148, 227, 8000, 1965),
+    "a100": _nominal("NVIDIA A100-SXM4-80GB", 80, 108, 163, 2039, 1410),
+    "l40s": _nominal("NVIDIA L40S", 89, 142, 99, 864, 2520),
+    "rtx4090": _nominal("NVIDIA GeForce RTX 4090", 89, 128, 99, 1008, 2520),
+    "rtx5090": _nominal("NVIDIA GeForce RTX 5090", 120, 170, 99, 1792, 2407),
+    "t4": _nominal("Tesla T4", 75, 40, 64, 320, 1590),
+}
+# Few SMs, so that a small problem has more tiles than run at one time.
+SIMULATED_DEVICE = KNOWN["h200"]._replace(name="simulated", sms=2)
+_assumed = [SIMULATED_DEVICE]
+
+
+@functools.cache
+def _of_gpu(index: int) -> Device:
+    facts = torch.cuda.get_device_properties(index)
+    known = next((d for d in KNOWN.values() if d.name == facts.name), None)
+    rates = tuned().get(facts.name) or ((known.sm_bytes_us, known.cycles_us) if known else _rates_from_attributes(index))
+    shared = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Device(facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count, shared, *rates)
+
+
+def device_of(index: int) -> Device:
+    """The facts of a GPU by its number, or of the simulated one."""
+    return _assumed[-1] if index == SIMULATED else _of_gpu(index)
+
+
+def _rates_from_attributes(index: int) -> tuple[float, float]:
+    """From the clocks and the bus width that the driver reports."""
+    from cupy.cuda import runtime
+
+    clock_khz, memory_khz, bits = (runtime.deviceGetAttribute(attribute, index) for attribute in (13, 36, 37))
+    sms = torch.cuda.get_device_properties(index).multi_processor_count
+    return _BANDWIDTH * 2 * memory_khz * bits / 8 / 1e3 / sms, _CLOCK * clock_khz / 1e3
+
+
+def tuned_file() -> Path | None:
+    """Where `cukern tune` stores rates; None if there is no cache folder."""
+    folder = cache.target()
+    return None if folder is None else Path(folder) / "devices.json"
+
+
+def tuned() -> dict[str, tuple[float, float]]:
+    """The stored rates (sm_bytes_us, cycles_us) by the full name of a GPU. An unreadable file counts as empty."""
+    file = tuned_file()
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        if file is not None:
+            found = json.loads(file.read_text())
+            return {str(name): (float(a), float(b)) for name, (a, b) in found.items() if float(a) > 0 and float(b) > 0}
+    return {}
+
+
+def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
+    """Store measured rates for later processes. Raises OSError if there is no folder to write to."""
+    file = tuned_file()
+    if file is None:
+        raise OSError("no cache folder can be written; set CUKERN_CACHE_DIR")
+    file.write_text(json.dumps({**tuned(), name: (round(sm_bytes_us, 1), round(cycles_us, 1))}, indent=1) + "\n")
+    return file
+
+
+# ---- plans for a GPU that is not here
+
+_R = TypeVar("_R")
+_caches: list[Any] = []
+
+
+def cached(size: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
+    """functools.lru_cache for functions whose result depends on the facts of the simulated GPU."""
+
+    def decorate(function: Callable[..., _R]) -> Callable[..., _R]:
+        made = functools.lru_cache(size)(function)
+        _caches.append(made)
+        return made
+
+    return decorate
+
+
+@contextlib.contextmanager
+def assumed(device: Device) -> Iterator[None]:
+    """Plans of CPU tensors are made for this GPU. Used to find the kernels that calls need, not to run them."""
+    _forget()
+    _assumed.append(device)
+    try:
+        yield
+    finally:
+        _assumed.pop()
+        _forget()
+
+
+def _forget() -> None:
+    for function in _caches:
+        function.cache_clear()
