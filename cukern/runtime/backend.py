@@ -1,7 +1,7 @@
 """Who executes a launch: the GPU, through the CUDA driver as CuPy binds it; or, for CPU tensors where it is chosen, the simulator.
 
 `cupy_backends.cuda.api.driver` takes arguments that are packed already, which makes a launch twice as fast as CuPy's RawKernel: 3 us of
-host time, nearly all of it the driver's. Where a CuPy has no such binding, RawModule does the work.
+host time, nearly all of it the driver's. CuPy's RawModule loads the machine code.
 """
 
 import contextlib
@@ -11,13 +11,13 @@ import os
 import struct
 import tempfile
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cukern.runtime import checks, extended_launch
+from cukern.runtime import checks, compiler, extended_launch
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
 from cukern.runtime.device import SIMULATED, cached, device_of
 from cukern.runtime.limits import Dim, LaunchError, exceeded, launch_error
@@ -138,20 +138,32 @@ def require_gpu() -> None:
         raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
 
 
-def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int = 0) -> Launch:
-    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which runs it on torch's current stream of that GPU;
-    `attribute`: EARLY or TOGETHER of extended_launch.py, if any."""
-    try:
-        from cupy_backends.cuda.api import driver
-    except ImportError as error:
-        raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
+def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int = 0) -> tuple[Launch, Any]:
+    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which runs it on torch's current stream of that GPU, and
+    the cupy.RawKernel; `attribute`: EARLY or TOGETHER of extended_launch.py, if any."""
+    cupy = compiler.cupy()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # makes torch's context, which the module belongs to
-        fast = hasattr(driver, "launchKernel") and hasattr(driver, "moduleLoadData")
-        launch = _through_driver(name, cubin, params, device, attribute) if fast else _through_raw_module(name, cubin, params, device)
+        raw = _load_module(cupy, name, cubin, device)
+        launch = _launcher(raw.kernel.ptr, name, cubin, params, device, attribute)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
-    return launch if torch.cuda.device_count() == 1 else _on_device(launch, device)
+    return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
+
+
+def _load_module(cupy: Any, name: str, cubin: Cubin, device: int) -> Any:
+    """The cupy.RawKernel of a cubin on the current GPU. CuPy reads the file here, once, and keeps the module by the path, which is new."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="cukern-") as folder:
+            file = Path(folder, "kernel.cubin")
+            file.write_bytes(cubin.code)
+            raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
+    except cupy.cuda.driver.CUDADriverError as error:
+        raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
+    except OSError as error:
+        raise SetupError(f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written") from error
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded, not even at exit: a captured graph may hold the function
+    return raw
 
 
 def bind(launch: Launch, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
@@ -210,14 +222,9 @@ def _allow_cluster(function: int, device: int) -> Dim:
     return x, y, z
 
 
-def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int) -> Launch:
+def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int) -> Launch:
     from cupy_backends.cuda.api import driver
 
-    try:
-        # Modules live as long as the process: a captured graph may hold the function.
-        function = driver.moduleGetFunction(driver.moduleLoadData(cubin.code), cubin.symbol)
-    except driver.CUDADriverError as error:
-        raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
     layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
     pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size), params, attribute)
     launch = (attribute and extended_launch.launcher(device_of(device).capability, attribute)) or driver.launchKernel
@@ -264,39 +271,6 @@ def _through_driver(name: str, cubin: Cubin, params: tuple[Param, ...], device: 
         return run_bound
 
     run.bound = bound  # type: ignore[attr-defined]
-    return run
-
-
-def _through_raw_module(name: str, cubin: Cubin, params: tuple[Param, ...], device: int) -> Launch:
-    import cupy
-    import numpy
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
-        file.write(cubin.code)
-    raw = cupy.RawModule(path=file.name).get_function(cubin.symbol)
-    kernel = raw.kernel
-    os.unlink(file.name)
-    context, cluster = cupy.cuda.driver.ctxGetCurrent(), _allow_cluster(kernel.ptr, device)
-    scalars = [None if p.pointer else numpy.dtype(p.format[0]).type for p in params]
-
-    def run(grid: Dim, block: Dim, shared: int, *args: Any) -> None:
-        try:
-            packer(params).pack(*args)
-            if shared + cubin.report.shared > _FREE_SHARED:
-                raw.max_dynamic_shared_size_bytes = shared
-            values = tuple(a if scalar is None else scalar(a) for scalar, a in zip(scalars, args, strict=True))
-            kernel(grid, block, values, shared, types.SimpleNamespace(ptr=_current_stream(device)))
-        except struct.error:
-            raise explain_misfit(name, params, args) from None
-        except cupy.cuda.driver.CUDADriverError as error:
-            refuse_fork(name, error)
-            if not cupy.cuda.driver.ctxGetCurrent():
-                cupy.cuda.driver.ctxSetCurrent(context)
-                return run(grid, block, shared, *args)
-            threads = raw.max_threads_per_block
-            broken = exceeded(grid, block, shared, threads, device_of(device).shared_bytes, cluster, cubin.report.shared)
-            raise launch_error(name, grid, block, shared, broken or [str(error)]) from None
-
     return run
 
 

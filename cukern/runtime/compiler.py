@@ -94,15 +94,21 @@ def nvrtc_version() -> str:
     return "+".join(found) or ".".join(map(str, nvrtc().getVersion()))
 
 
-@functools.cache
-def nvrtc():
-    """CuPy's binding of NVRTC. Raises SetupError with the command that mends it."""
+def cupy():
+    """The package cupy. Raises SetupError with the command that mends it."""
     try:
         with no_fork():
             cache.house_cupy()
-            from cupy.cuda import nvrtc as binding
+            import cupy
     except Exception as error:
         raise SetupError(f"CuPy cannot be imported ({error}). Run: pip install cupy-cuda12x") from error
+    return cupy
+
+
+@functools.cache
+def nvrtc():
+    """CuPy's binding of NVRTC. Raises SetupError with the command that mends it."""
+    binding = cupy().cuda.nvrtc
     try:
         binding.getVersion()
     except Exception:

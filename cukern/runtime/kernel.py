@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from cukern.runtime import backend, checks, extended_launch, interop, signature
-from cukern.runtime.compiler import Cubin, arch_of, compile_kernel, compile_ptx
+from cukern.runtime.compiler import Cubin, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
 from cukern.runtime.sources import Source, kernels_dir
 
@@ -41,6 +41,7 @@ class Kernel:
         self._attribute = extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
         self._params: dict[int, tuple[signature.Param, ...]] = {}
         self._loaded: dict[int, backend.Launch] = {}
+        self._raw: dict[int, Any] = {}  # by GPU, cupy.RawKernel
         self._lock = threading.RLock()  # a signal handler may want the same kernel
 
     def __repr__(self) -> str:
@@ -94,8 +95,25 @@ class Kernel:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
         cubin = self._cubin(device)
-        self._loaded[device] = backend.load(self.name, cubin, self.params_on(device), device, self._attribute)
-        return self._loaded[device]
+        launch, self._raw[device] = backend.load(self.name, cubin, self.params_on(device), device, self._attribute)
+        self._loaded[device] = launch
+        return launch
+
+    @property
+    def raw(self) -> Any:
+        """The kernel on the current GPU as a cupy.RawKernel: its attributes, such as `kernel.raw.num_regs`, and CuPy's own launches.
+
+            with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+                kernel.raw((grid,), (block,), (cupy.asarray(x), numpy.int32(n)))
+
+        CuPy checks no types, and launches on its own current stream. Compiles and loads the kernel, if that is not done. It belongs to this
+        GPU alone. Raises SetupError where there is no GPU, because the simulator has no such object, and as `on` does.
+        """
+        if not torch.cuda.is_available():
+            raise SetupError(f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy")
+        device = backend.current_device()
+        self.on(device)
+        return self._raw[device]
 
     @_outside_graphs
     def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:

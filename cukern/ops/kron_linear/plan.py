@@ -61,7 +61,7 @@ class Backward(NamedTuple):
     kernel: str = "group"  # or "split", "split_one", "quarter"
 
     def blocks(self, fibers: int, input_bytes: int, sms: int) -> int:
-        """Thread blocks, each with partial sums of the gradients. The sums take no more memory than the input, but every SM gets a block."""
+        """Thread blocks, each with partial sums of the gradients. The sums take no more memory than the input, but each SM has a block."""
         (L, R), sums = self.tile, sum(s.p * s.q for s in self.steps)
         tiles = ceil(fibers / L) * ceil(self.steps[0].right / R)
         return min(tiles, self.most, max(sms, input_bytes // (4 * sums)))

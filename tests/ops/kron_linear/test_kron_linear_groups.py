@@ -11,7 +11,6 @@ from test_kron_linear import FORWARD_MODE, close, dense, draw
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
-from cukern.runtime.device import device_of
 import cukern
 from cukern.bench import environment
 from cukern.ops.kron_linear import cublas, launch_cache, v4_backward
@@ -24,6 +23,7 @@ from cukern.ops.kron_linear.registers import Registers
 from cukern.ops.kron_linear.v3 import PLAIN
 from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
+from cukern.runtime.device import device_of
 
 LAYERS = (
     ((128, 128),) * 2,

@@ -9,7 +9,6 @@ import torch
 from helpers import kernels, same_bits
 from test_kron_linear import dense, draw
 
-from cukern.runtime.device import device_of
 import cukern
 from cukern.ops.kron_linear import pages as kron_pages
 from cukern.ops.kron_linear import v4 as kron_v4
@@ -17,6 +16,7 @@ from cukern.ops.kron_linear.groups import Target
 from cukern.ops.kron_linear.v3 import PLAIN
 from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
+from cukern.runtime.device import device_of
 
 SHARED = 226 << 10
 BF16, F16 = torch.bfloat16, torch.float16
