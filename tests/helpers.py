@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import cukern
+from cukern.ops.kron_linear.plan import Problem
 from cukern.runtime import cache, compiler
+from cukern.runtime.device import KNOWN, Device, device_of
 from cukern.runtime.registry import OPS, Op
 
 gpu = pytest.mark.gpu
@@ -48,6 +50,19 @@ torch::Tensor square_matrix(torch::Tensor matrix) {
     return result;
 }
 """
+
+
+def problem(
+    itemsize: int, sms: int = 132, shared: int = 226 << 10, tensor: bool = False, aligned: int = 16, wgmma: bool = False
+) -> Problem:
+    """What kron_linear plans for on an H200 with `sms` SMs and `shared` bytes of shared memory per block; without wgmma, on sm_80."""
+    device = KNOWN["h200"]._replace(sms=sms, shared_bytes=shared + 1024, capability=90 if wgmma else 80)
+    return Problem(device, itemsize, tensor, aligned)
+
+
+def with_sms(sms: int) -> Callable[[int], Device]:
+    """A device_of() whose GPUs have so many SMs."""
+    return lambda index: device_of(index)._replace(sms=sms)
 
 
 def places(op: str) -> list:

@@ -10,6 +10,7 @@ from helpers import gpu, same_bits
 import cukern
 from cukern.ops.kron_linear import v4_backward
 from cukern.runtime import backend
+from cukern.runtime.device import KNOWN
 
 # Layers whose plans are, between them, of all kernels; of few rows, so that launches follow each other quickly, and of many.
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -25,15 +26,14 @@ LAYERS = [
 @pytest.mark.parametrize("total", (228 << 10, 100 << 10))
 def test_no_multiprocessor_has_room_for_more_than_its_part(monkeypatch, total):
     """Of blocks that have no other shared memory; 1 KB of each is the driver's."""
-    of_gpu = {"capability": 90, "multiprocessors": 132, "shared_memory": total - 1024}
-    for name, value in of_gpu.items():
-        monkeypatch.setattr(backend, name, lambda device, value=value: value)
+    facts = KNOWN["h200"]._replace(shared_bytes=total - 1024)
+    monkeypatch.setattr(backend, "device_of", lambda device: facts)
     spread = backend.spread.__wrapped__
     for blocks in (1, 132, 133, 528, 529, 1056):
         part = -(-blocks // 132)
         assert part * (spread(0, blocks, 0) + 1024) <= total < (part + 1) * (spread(0, blocks, 0) + 1024)
     assert spread(60 << 10, 132, 0) == max(60 << 10, spread(0, 132, 0)) and spread(0, 10**6, 0) == 0
-    monkeypatch.setattr(backend, "capability", lambda device: 80)
+    facts = facts._replace(capability=80)
     assert spread(5, 132, 0) == spread(5, 132, backend.SIMULATED) == 5
 
 

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from helpers import kernels, same_bits
+from helpers import kernels, problem, same_bits
 from test_kron_linear import draw
 from test_kron_linear_groups import LAYERS
 
@@ -14,7 +14,6 @@ import cukern
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import cublas, groups, v4_backward
 from cukern.ops.kron_linear.gradients import gradient
-from cukern.ops.kron_linear.groups import Target
 from cukern.ops.kron_linear.plan import Backward, steps
 from cukern.runtime import backend
 
@@ -23,16 +22,16 @@ from cukern.runtime import backend
 @pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
 def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
-        plan = kron_backward.backwards(sizes, rows, Target(itemsize, 132, limit, tensor))
+        plan = kron_backward.backwards(sizes, rows, problem(itemsize, 132, limit, tensor))
         assert [s for launch in plan for s in launch.steps] == list(steps(sizes))
         for launch in plan:
             if not launch.template:
                 assert len(launch.steps) == 1
                 continue
             assert itemsize <= 4, "there is no double on these tensor cores"
-            assert 0 < launch.shared <= limit and launch.threads in (128, 256, 512) and launch.blocks > 0
+            assert 0 < launch.shared <= limit and launch.threads in (128, 256, 512) and launch.most > 0
             assert all(a.factor == b.factor + 1 for a, b in itertools.pairwise(launch.steps))
-    plan = kron_backward.backwards(((2, 2),) * 16, 16, Target(itemsize, 132, limit, tensor))
+    plan = kron_backward.backwards(((2, 2),) * 16, 16, problem(itemsize, 132, limit, tensor))
     assert len(plan) <= 3 or itemsize == 8, "tiny factors are merged"
 
 
@@ -41,7 +40,7 @@ def variants(sizes, first, count, rows, dtype) -> list[Backward]:
     kinds: dict[object, Backward] = {}
     assert groups.end_of_run(steps(sizes), first) >= first + count
     for pieces in kron_backward._pieces(steps(sizes)[first : first + count], dtype == torch.float32):
-        for launch in kron_backward._tilings(pieces, rows, Target(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)):
+        for launch in kron_backward._tilings(pieces, rows, problem(dtype.itemsize, 2, 226 << 10, dtype.itemsize == 2)):
             threads, _, _, _, stages, L, R, *_ = launch.template.removeprefix("Backward4<").split(", ")
             kinds.setdefault((len(pieces[0]), threads, stages, int(L) > 1, int(R) % 16), launch)
     return list(kinds.values())
@@ -154,10 +153,10 @@ def test_what_lies_between_two_launches_is_kept(device, dtype):
 @pytest.mark.parametrize("limit", (226 << 10, 98 << 10))
 @pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, True), (4, False), (8, False)))
 def test_launches_of_one_gradient_fit_a_block(itemsize, tensor, limit):
-    target = Target(itemsize, 132, limit, tensor)
+    target = problem(itemsize, 132, limit, tensor)
     for p, q, C in itertools.product((3, 8, 86, 148, 256), (12, 100, 136), (1, 2, 16, 37, 86, 100, 128, 148, 172, 257, 1000)):
         plan = gradient(64, p, q, C, target)
-        assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.pieces >= 1, (p, q, C)
+        assert plan.shared <= target.shared and 32 <= plan.threads <= 1024 and plan.most >= 1, (p, q, C)
 
 
 @kernels
@@ -185,7 +184,7 @@ def test_autocast_changes_no_gradient_of_torchs():
 
 @pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))
 def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
-    target = Target(itemsize, 132, 226 << 10, tensor)
+    target = problem(itemsize, 132, 226 << 10, tensor)
     for (A, p, C), torchs in (
         ((1 << 18, 100, 1), False),
         ((1 << 18, 200, 1), True),

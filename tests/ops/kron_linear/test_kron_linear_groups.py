@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from helpers import gpu, kernels, same_bits
+from helpers import gpu, kernels, problem, same_bits
 from test_kron_linear import FORWARD_MODE, close, dense, draw
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -16,7 +16,7 @@ from cukern.bench import environment
 from cukern.ops.kron_linear import cublas, launch_cache, v4_backward
 from cukern.ops.kron_linear import groups as kron_groups
 from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.groups import FMA, MOST, MOST_WARPS, SPLIT, TENSOR, Group, Target
+from cukern.ops.kron_linear.groups import FMA, MOST, SPLIT, TENSOR, Group
 from cukern.ops.kron_linear.lanes import Lanes
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.registers import Registers
@@ -41,7 +41,7 @@ LAYERS = (
 @pytest.mark.parametrize("itemsize, tensor", ((2, True), (4, False), (8, False)))
 def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
     for sizes, rows in itertools.product(LAYERS, (1, 33, 4096)):
-        plan = kron_groups.groups(sizes, rows, Target(itemsize, 132, limit, tensor))
+        plan = kron_groups.groups(sizes, rows, problem(itemsize, 132, limit, tensor))
         assert [s for g in plan for s in g.steps] == list(steps(sizes))
         for group in plan:
             if not group.parts:
@@ -50,7 +50,7 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
             assert len(group.steps) <= MOST and all(
                 a.factor == b.factor + 1 and a.left == b.left * b.p for a, b in itertools.pairwise(group.steps)
             )
-            assert group.shared <= limit and 32 <= group.threads <= 32 * MOST_WARPS and group.blocks >= 1
+            assert group.shared <= limit and 32 <= group.threads <= 1024 and group.blocks >= 1
             if isinstance(group, Registers | Lanes):
                 continue  # test_kron_linear_registers.py, test_kron_linear_lanes.py
             assert [s for part in group.parts for s in part.factors] == list(group.steps)
@@ -62,31 +62,31 @@ def test_plans_cover_every_step_and_fit_a_block(itemsize, tensor, limit):
                 fibers = part.fibers * part.lanes
                 assert -(-numbers // p // fibers) * (part.padded // part.wide) * 32 <= group.threads, "each warp has one piece of work"
                 numbers = numbers // p * q
-    last = kron_groups.groups(((2000, 2000), (4, 4)), 8, Target(itemsize, 132, limit, tensor))[-1]
+    last = kron_groups.groups(((2000, 2000), (4, 4)), 8, problem(itemsize, 132, limit, tensor))[-1]
     assert last.steps[0].p == 2000 and not last.parts, "a factor that no block can hold is torch's"
 
 
 @pytest.mark.parametrize("itemsize, kind", ((2, TENSOR), (4, TENSOR), (4, SPLIT[0]), (4, SPLIT[1])))
 def test_a_warps_columns_are_a_power_of_two_where_a_layout_moves_units(itemsize, kind):
-    run, target = steps(((128, 128),) * 2), Target(itemsize, 132, 226 << 10, itemsize == 2 or kind == TENSOR)
+    run, target = steps(((128, 128),) * 2), problem(itemsize, 132, 226 << 10, itemsize == 2 or kind == TENSOR)
     parts = [part for group in kron_groups.tilings(run, 32, target, kind) for part in group.parts]
     assert parts and all(part.columns & (part.columns - 1) == 0 for part in parts), "else the places of two warps' sums are the same"
 
 
 def test_sums_of_few_numbers_are_not_split():
     for sizes in (((16, 16),) * 3, ((2, 2),) * 16, ((128, 128), (16, 16))):
-        assert all(not g.products for g in kron_groups.groups(sizes, 1024, Target(4, 132, 226 << 10)))
+        assert all(not g.products for g in kron_groups.groups(sizes, 1024, problem(4, 132, 226 << 10)))
     for sizes in (((128, 128),) * 2, ((32, 32),) * 3, ((64, 64),) * 3):
-        assert all(g.products == 3 for g in kron_groups.groups(sizes, 1024, Target(4, 132, 226 << 10)))
+        assert all(g.products == 3 for g in kron_groups.groups(sizes, 1024, problem(4, 132, 226 << 10)))
 
 
 def test_tiny_factors_are_merged():
-    (group,) = kron_groups.groups(((2, 2),) * 8, 4096, Target(4, 132, 99 << 10))
+    (group,) = kron_groups.groups(((2, 2),) * 8, 4096, problem(4, 132, 99 << 10))
     assert len(group.parts) < len(group.steps) == 8
 
 
 def test_rows_go_in_parts_where_the_array_between_launches_is_large():
-    plan = kron_groups.groups(((16, 16),) * 5, 64, Target(4, 132, 226 << 10))
+    plan = kron_groups.groups(((16, 16),) * 5, 64, problem(4, 132, 226 << 10))
     taken = [g.steps for g in plan]
     part = kron_groups.rows_at_once(taken, 64, 4)
     assert len(plan) > 1 and 0 < part < 64 and part * 4 * 16**5 <= kron_groups.BETWEEN
@@ -142,7 +142,7 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype, k
     inside = {s.factor for s in order[first : first + count]}
     wide = [w.double() if i in inside else torch.eye(n, device=device).double() for i, (w, n) in enumerate(zip(ws, now, strict=True))]
     exact = dense(x.double(), wide)
-    found = tilings(sizes, first, count, rows, Target(dtype.itemsize, 132, 226 << 10), kind)
+    found = tilings(sizes, first, count, rows, problem(dtype.itemsize, 132, 226 << 10), kind)
     assert found
     with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
         results = [launch_group(prepare(group, rows, dtype, x.get_device()), x, ws, PLAIN) for group in found]
@@ -164,7 +164,7 @@ def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, s
     if special is not None:
         ws[1][3, 5] = special
     for count in (1, 2):
-        run = [next(kron_groups.tilings(steps(sizes)[:count], 7, Target(4, 132, 226 << 10), kind)) for kind in (FMA, *SPLIT)]
+        run = [next(kron_groups.tilings(steps(sizes)[:count], 7, problem(4, 132, 226 << 10), kind)) for kind in (FMA, *SPLIT)]
         with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
             fma, *split = (launch_group(prepare(group, 7, x.dtype, x.get_device()), x, ws, PLAIN) for group in run)
         for y in split:
@@ -192,7 +192,8 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 @pytest.mark.parametrize("sizes", (((17, 19), (2, 3)), ((2, 3), (19, 17), (4, 4)), ((2, 2), (19, 17))))
 def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatch):
     """The left one, the middle one, the right one; with all that is added, if it is the last; of any strides."""
-    monkeypatch.setattr(backend, "shared_memory", lambda device: 1500)
+    facts = device_of(backend.SIMULATED if device == "cpu" else 0)._replace(shared_bytes=1500 + 1024)
+    monkeypatch.setattr(kron_v4, "device_of", lambda _: facts)
     forget_plans()
     x, ws = draw(3, sizes, device, dtype)
     ws = [torch.stack((w, w), -1)[..., 0] for w in ws]
@@ -209,7 +210,7 @@ def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatc
 @kernels
 def test_what_the_scale_brings_into_range_is_not_infinite(device):
     x, w = torch.full((2, 304), 20.0, device=device).half(), torch.full((304, 304), 20.0, device=device).half()
-    assert not kron_groups.groups((w.shape,), 2, Target(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
+    assert not kron_groups.groups((w.shape,), 2, problem(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
     assert (cukern.kron_linear(x, [w], scale=0.01, version="v4") == 1216).all()
 
 
@@ -220,7 +221,7 @@ def test_large_factors_of_16_bits_are_torchs():
         (4, False, ((168, 168), (176, 176)), False),
         (2, True, ((64, 64), (64, 64)), False),
     ):
-        plan = kron_groups.groups(sizes, 64, Target(itemsize, 132, 226 << 10, tensor, 16, True))
+        plan = kron_groups.groups(sizes, 64, problem(itemsize, 132, 226 << 10, tensor, 16, True))
         assert all(not group.threads for group in plan) == theirs, sizes
 
 

@@ -4,19 +4,18 @@ from math import prod
 
 import pytest
 import torch
-from helpers import kernels
+from helpers import kernels, problem
 from test_kron_linear_registers import check_launches, dense_of, spoiled, square
 
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import groups, v4_backward
 from cukern.ops.kron_linear import lanes as kron_lanes
 from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.groups import Target
 from cukern.ops.kron_linear.lanes import Lanes
 from cukern.ops.kron_linear.plan import steps
 from cukern.runtime import backend
 
-TARGET = Target(2, 132, 226 << 10, True)
+TARGET, SMALL = problem(2, tensor=True), problem(2, shared=163 << 10, tensor=True)
 HALVES = (torch.bfloat16, torch.float16)
 CASES = [  # sizes, first step, count, rows
     ((8, 8, 8), 0, 3, 17),  # one pass; several rows a tile, and some that do not fill the last
@@ -88,7 +87,11 @@ def turn(turns, unit: int, e: int) -> int:
 def test_what_memory_holds_up_goes_in_one_launch(sizes):
     (group,) = groups.groups(square(sizes), 1024, TARGET)
     assert isinstance(group, Lanes)
-    for target in (TARGET._replace(itemsize=4, tensor=False), TARGET._replace(aligned=8), TARGET._replace(shared=163 << 10)):
+    for target in (
+        TARGET._replace(itemsize=4, tensor=False),
+        TARGET._replace(aligned=8),
+        SMALL,
+    ):
         assert not isinstance(groups.groups(square(sizes), 1024, target)[0], Lanes)
 
 

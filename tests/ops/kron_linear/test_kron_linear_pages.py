@@ -6,13 +6,12 @@ from math import prod
 
 import pytest
 import torch
-from helpers import kernels, same_bits
+from helpers import kernels, problem, same_bits
 from test_kron_linear import dense, draw
 
 import cukern
 from cukern.ops.kron_linear import pages as kron_pages
 from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.groups import Target
 from cukern.ops.kron_linear.v3 import PLAIN
 from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
@@ -28,7 +27,7 @@ def hopper(device):
 
 def plans(sizes, rows, dtype, device):
     """Plans of each kind: what a kernel does differently for them."""
-    target = Target(dtype.itemsize, 132, SHARED, True, 16, hopper(device))
+    target = problem(dtype.itemsize, 132, SHARED, True, 16, hopper(device))
     if len(sizes) == 3:
         plan = kron_pages.piles(sizes, rows, target)
         assert plan
@@ -97,7 +96,7 @@ def test_factors_of_any_size(device, sizes, dtype):
     x, ws = draw(7, sizes, device, dtype)
     x[2, 5], x[3, 6], x[4, -1] = float("inf"), float("-inf"), float("nan")
     exact = dense(x.double(), [w.double() for w in ws])
-    plan = kron_pages.fastest(sizes, 7, Target(2, 132, SHARED, True, 16, True), dtype is BF16)
+    plan = kron_pages.fastest(sizes, 7, problem(2, 132, SHARED, True, 16, True), dtype is BF16)
     assert isinstance(plan, kron_pages.Wide)
     for turned in (False, True):
         y = launched(plan, x, [w.t().contiguous().t() if turned else w for w in ws])
@@ -163,11 +162,11 @@ def test_infinities_keep_their_sign(device, sizes, dtype):
 
 
 def test_when_there_is_such_a_launch():
-    target = Target(2, 132, SHARED, True)
+    target = problem(2, 132, SHARED, True)
     for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):
         assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
         assert kron_pages.fastest(sizes, 60, target, True) is None, "few rows are cut"
-    of_hopper = target._replace(warpgroups=True)
+    of_hopper = problem(2, 132, SHARED, True, wgmma=True)
     odd = ((128, 128), (86, 86)), ((148, 148), (128, 128)), ((100, 100), (100, 100)), ((66, 66), (130, 130))
     for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (BF16, F16)):
         assert kron_v4.of_layer(sizes, 1024, of_hopper, dtype) == (kron_pages.wide(sizes, 1024, of_hopper, dtype is BF16),)
@@ -185,7 +184,7 @@ def test_when_there_is_such_a_launch():
     for sizes in (((64, 60), (64, 64)), ((64, 64),), ((64, 64),) * 3, ((16, 16),) * 4, ((512, 512), (16, 16))):
         assert kron_pages.fastest(sizes, 1024, target, True) is None
     for sizes, bfloat in product((((128, 128),) * 2, ((240, 16), (16, 240)), ((32, 32),) * 3, ((16, 48),) * 2), (True, False)):
-        small = Target(2, 108, 163 << 10, True)
+        small = problem(2, 108, 163 << 10, True)
         plan = kron_pages.fastest(sizes, 4096, small, bfloat)
         assert plan is None or (plan.shared <= small.shared and 32 <= plan.threads <= 512 and plan.us > 0)
 

@@ -4,32 +4,32 @@ import contextlib
 
 import pytest
 import torch
-from helpers import kernels, same_bits
+from helpers import kernels, problem, same_bits
 
 from cukern.ops.kron_linear import backward, quarter, v4, v4_backward
-from cukern.ops.kron_linear.groups import Target, groups
+from cukern.ops.kron_linear.groups import groups
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
 
-TARGET = Target(4, 132, 226 << 10, warpgroups=True)
+TARGET = problem(4, 132, 226 << 10, wgmma=True)
 
 
 def test_who_takes_the_gradients_of_few_rows():
     def kernel(sizes=((128, 128),) * 2, rows=32, **other):
-        return backward.backwards(sizes, rows, TARGET._replace(**other))[-1].kernel
+        return backward.backwards(sizes, rows, problem(**{"itemsize": 4, "wgmma": True} | other))[-1].kernel
 
     assert kernel() == kernel(rows=1) == kernel(itemsize=2, tensor=True) == "quarter"
-    others = {"sizes": ((128, 128), (128, 64))}, {"rows": 128}, {"itemsize": 8}, {"warpgroups": False}, {"shared": 163 << 10}
+    others = {"sizes": ((128, 128), (128, 64))}, {"rows": 128}, {"itemsize": 8}, {"wgmma": False}, {"shared": 163 << 10}
     assert all(kernel(**other) != "quarter" for other in others)
 
 
 def test_who_takes_few_rows():
     def kinds(sizes=((128, 128),) * 2, rows=32, **other):
-        return [type(launch) for launch in groups(sizes, rows, TARGET._replace(**other))]
+        return [type(launch) for launch in groups(sizes, rows, problem(**{"itemsize": 4, "wgmma": True} | other))]
 
     assert kinds() == kinds(rows=1) == kinds(rows=33, tensor=True) == [quarter.Slice]
-    others = {"sizes": ((128, 128), (128, 64))}, {"rows": 34}, {"itemsize": 2, "tensor": True}, {"warpgroups": False}, {"aligned": 8}
+    others = {"sizes": ((128, 128), (128, 64))}, {"rows": 34}, {"itemsize": 2, "tensor": True}, {"wgmma": False}, {"aligned": 8}
     assert all(quarter.Slice not in kinds(**other) for other in others)
 
 

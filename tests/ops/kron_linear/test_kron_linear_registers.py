@@ -5,20 +5,19 @@ from math import prod
 
 import pytest
 import torch
-from helpers import kernels, same_bits
+from helpers import kernels, problem, same_bits
 from test_kron_linear import close, dense, draw
 
 from cukern.ops.kron_linear import groups
 from cukern.ops.kron_linear import registers as kron_registers
 from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.groups import Target
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.registers import HELD, LANES, Registers
 from cukern.ops.kron_linear.v3 import PLAIN
 from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
 
-TARGET = Target(4, 132, 226 << 10)
+TARGET, SMALL = problem(4), problem(4, shared=163 << 10)
 CASES = [  # sizes, first step, count, rows
     ((8, 8, 8), 0, 3, 17),  # several rows a tile, and some that do not fill the last
     ((2,) * 8, 0, 8, 40),
@@ -96,7 +95,7 @@ def sum_of_turns(group: Registers, e: int) -> int:
 def test_what_memory_holds_up_goes_in_one_launch(sizes):
     (group,) = groups.groups(square(sizes), 1024, TARGET)
     assert isinstance(group, Registers)
-    small = groups.groups(square(sizes), 1024, TARGET._replace(shared=163 << 10))
+    small = groups.groups(square(sizes), 1024, SMALL)
     assert not any(isinstance(g, Registers) for g in small), "a GPU without clusters"
     for target in (TARGET._replace(itemsize=2, tensor=True), TARGET._replace(itemsize=8), TARGET._replace(aligned=8)):
         assert not any(isinstance(g, Registers) for g in groups.groups(square(sizes), 1024, target))

@@ -4,19 +4,18 @@ import contextlib
 
 import pytest
 import torch
-from helpers import kernels, same_bits
+from helpers import kernels, problem, same_bits
 from test_kron_linear_lanes import near
 
 from cukern.ops.kron_linear import groups, sixteen
 from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.groups import Target
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.sixteen import Sixteen
 from cukern.ops.kron_linear.v3 import PLAIN
 from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
 
-TARGET = Target(4, 132, 226 << 10)
+TARGET, SMALL = problem(4), problem(4, shared=163 << 10)
 SIZES = ((16, 16),) * 4
 
 
@@ -45,7 +44,11 @@ def test_who_takes_it():
         (group,) = groups.groups(SIZES, 1024, target)
         assert isinstance(group, Sixteen)
     assert list(sixteen.launches(steps(((16, 16),) * 5)[:4], 64, TARGET)), "in a longer layer"
-    others = (SIZES, 8, TARGET), (SIZES, 1024, TARGET._replace(aligned=8)), (SIZES, 1024, TARGET._replace(shared=163 << 10))
+    others = (
+        (SIZES, 8, TARGET),
+        (SIZES, 1024, TARGET._replace(aligned=8)),
+        (SIZES, 1024, SMALL),
+    )
     for sizes, rows, target in (*others, (((16, 16),) * 3, 1024, TARGET), (((16, 16),) * 3 + ((16, 8),), 1024, TARGET)):
         assert not any(isinstance(g, Sixteen) for g in groups.groups(sizes, rows, target))
 

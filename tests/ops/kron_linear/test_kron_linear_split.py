@@ -4,16 +4,15 @@ import contextlib
 
 import pytest
 import torch
-from helpers import kernels, same_bits
+from helpers import kernels, problem, same_bits
 from test_kron_linear_backward import check, error
 
 from cukern.ops.kron_linear import split
-from cukern.ops.kron_linear.groups import Target
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
 
-TARGET = Target(4, 4, 226 << 10, warpgroups=True)
+TARGET = problem(4, 4, 226 << 10, wgmma=True)
 TF32 = 2**-14  # error of floats in two pieces, at most: in TF32 itself it is 2**-11
 CASES = [  # sizes, first step, count, rows
     (((64, 64), (64, 64)), 0, 2, 29),  # two factors, and more tiles a block than places for them
@@ -72,8 +71,8 @@ def test_two_large_factors_in_tf32(device, sizes, rows):
 
 def test_only_what_fits_is_planned():
     order = steps(((64, 64), (64, 64)))
-    for other in ({"warpgroups": False}, {"itemsize": 2}, {"aligned": 8}):
-        target = TARGET._replace(**other)
+    for other in ({"wgmma": False}, {"itemsize": 2}, {"aligned": 8}):
+        target = problem(**{"itemsize": 4, "wgmma": True} | other)
         assert not [*split.forward(order, 8, target), *split.backward(order, 8, target)]
-    assert not list(split.backward(steps(((64, 64),)), 65, TARGET)), "tiles of 64 rows"
+    assert not list(split.backward(steps(((64, 64),)), 65, TARGET._replace(whole=False))), "tiles of 32 rows"
     assert not list(split.forward(steps(((64, 64), (8, 4)))[1:], 8, TARGET)), "tiles of 64 columns"

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from helpers import FLOATS, PLACE, gpu, kernels, same_bits
+from helpers import FLOATS, PLACE, gpu, kernels, same_bits, with_sms
 
 import cukern
 from cukern.ops.softmax import plan, row_storage
@@ -213,7 +213,7 @@ def test_rows_that_many_blocks_hold(device, monkeypatch):
     """More blocks than a cluster has, and than a warp has lanes. A row's edges are the first block's, wherever it begins."""
     launched = []
     monkeypatch.setattr(row_storage, "first", lambda ways, problem: launched.append(problem) or row_storage.in_a_crowd(problem))
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 132)
+    monkeypatch.setattr(row_storage, "device_of", with_sms(132))
     monkeypatch.setattr(plan, "LEAST_PART", 1024 if PLACE == "cuda" else 64)
     for name, vectors, edges, dtype in (
         ("softmax", 34, 1, torch.float32),
@@ -229,7 +229,7 @@ def test_rows_that_many_blocks_hold(device, monkeypatch):
 @kernels
 def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
     """Forward of a cluster, backward of a crowd: others than where rows are few."""
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 2)
+    monkeypatch.setattr(row_storage, "device_of", with_sms(2))
     for way, hold, columns, backward in (
         (row_storage.in_a_cluster, plan.cluster_hold, 100_001, False),
         (row_storage.in_a_crowd, plan.crowd_hold, 40_003, True),
@@ -246,7 +246,7 @@ def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
 @kernels
 def test_rows_of_whole_vectors_that_several_blocks_hold(device, monkeypatch):
     """More of them in registers; what a block has beyond those is in shared memory."""
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 2)
+    monkeypatch.setattr(row_storage, "device_of", with_sms(2))
     for way, hold, columns, dtype in (
         (row_storage.in_a_cluster, plan.cluster_hold, 36_864, torch.float32),
         (row_storage.in_a_crowd, plan.crowd_hold, 40_000, torch.float32),

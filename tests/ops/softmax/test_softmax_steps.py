@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import PLACE, gpu, kernels, same_bits
+from helpers import PLACE, gpu, kernels, same_bits, with_sms
 from test_softmax import check
 
 from cukern.ops.softmax import plan, row_storage
@@ -14,7 +14,7 @@ nan = float("nan")
 def launched(monkeypatch):
     """Backward problems, all taken by in_step on two multiprocessors."""
     problems, first = [], row_storage.first
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 2)
+    monkeypatch.setattr(row_storage, "device_of", with_sms(2))
     monkeypatch.setattr(plan, "LEAST_STEPS", 1)
 
     def way(ways, problem):
