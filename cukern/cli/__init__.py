@@ -1,4 +1,4 @@
-"""The command line: `cukern check`, `bench`, `profile`, `compile`, `doctor`; one file a verb."""
+"""The command line: `cukern check`, `bench`, `profile`, `compile`, `tune`, `doctor`; one file a verb."""
 
 import contextlib
 import importlib.metadata
@@ -10,7 +10,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from cukern.cli import bench, check, compile, doctor, profile
+from cukern.cli import bench, check, compile, doctor, profile, tune
 from cukern.cli.common import console, errors
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
@@ -79,6 +79,7 @@ app.command()(check.check)
 app.command()(bench.bench)
 app.command()(profile.profile)
 app.command()(compile.compile)
+app.command()(tune.tune)
 app.command()(doctor.doctor)
 
 

@@ -10,11 +10,14 @@ import torch
 import typer
 
 from cukern.bench import environment
-from cukern.cli.common import console, errors, find_op, listed, progress, table
+from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, table
+from cukern.runtime import checks
 from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
+from cukern.runtime.device import KNOWN, Device, device_of, representative
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS, Op
+from cukern.runtime.warmup import kernels_for
 
 WITHOUT_GPU = "sm_80,sm_90a"
 
@@ -26,13 +29,26 @@ def compile(
     arch: Annotated[
         str | None, typer.Option(metavar="sm_90a,...", help=f"Architectures; by default this GPU's, else {WITHOUT_GPU}.")
     ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="DIMS", help="Only what calls of OP with these sizes need, as 1024,32,32; repeatable.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help=f"The GPU that plans are made for: {', '.join(KNOWN)}.")] = None,
 ) -> None:
-    """Compile every kernel, with no GPU; print registers, spills and shared memory; fill the cache."""
+    """Compile kernels, with no GPU; print registers, spills and shared memory; fill the cache."""
     ops = [find_op(op)] if op is not None else list(OPS.values())
+    if shape and op is None:
+        raise ValueError("--shape needs an OP: the sizes are those of one op")
+    if gpu is not None and arch is not None:
+        raise ValueError("--gpu names an architecture: leave out --arch")
+    dims = [find_dims(ops[0], _sizes(text), ())[0] for text in shape or ()]
     failed = 0
-    for one in _architectures(arch):
+    for one in _architectures(arch) if gpu is None else [_arch_of_gpu(gpu)]:
         kernels: dict[str, Kernel] = {}
-        for each in ops:
+        if dims:
+            device = _device(one, gpu)
+            listed("plans for", {device.name: f"{device.sms} SMs"})
+            kernels = kernels_for(ops[0], dims, None, device)
+        for each in [] if dims else ops:
             kernels |= each.kernels(_number(one))
         failed += print_reports(compile_kernels(kernels.values(), one), one)
         listed("not for " + one + ":", _too_new(ops, one))
@@ -77,6 +93,25 @@ def _outcome_for(arch: str) -> Callable[[Kernel], Outcome]:
             return error
 
     return outcome
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--shape must be sizes separated by commas, such as 1024,32,32, got {text!r}") from None
+
+
+def _arch_of_gpu(name: str) -> str:
+    return arch_of(divmod(KNOWN[checks.choice("--gpu", name, KNOWN)].capability, 10))
+
+
+def _device(arch: str, gpu: str | None) -> Device:
+    """The GPU named, else this one if it has the architecture, else the first known one with it or with an older one."""
+    place = environment.device()
+    if gpu is None and place.type == "cuda" and arch_of(torch.cuda.get_device_capability(place)) == arch:
+        return device_of(torch.cuda.current_device())
+    return KNOWN[gpu] if gpu else representative(_number(arch))
 
 
 def _architectures(text: str | None) -> list[str]:

@@ -18,7 +18,19 @@ from torch import Tensor
 from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, plan, row_storage, scale_of, two_versions, wide
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
-from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, batched, choose, raw_op, register, save, watched
+from cukern.runtime.registry import (
+    Cost,
+    Differentiable,
+    Op,
+    Version,
+    apply_of,
+    batched,
+    choose,
+    raw_op,
+    register,
+    save,
+    watched,
+)
 
 
 def causal_softmax(
@@ -363,6 +375,11 @@ def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -
     return (torch.randn(matrices, t, t, dtype=dtype, device=device),)
 
 
+def _lengths(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Lengths up to T around each threshold where another kernel is chosen, with and without rows of whole vectors."""
+    return [dims, *[(1, t) for k in range(14) for n in (0, 1, 32, 33) if (t := (1 << k) + n) <= dims[1]]]
+
+
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     matrices, t = dims
     seen, all_ = matrices * t * (t + 1) // 2, matrices * t * t
@@ -384,6 +401,7 @@ register(
     Op(
         name="causal_softmax",
         stem="causal_softmax",
+        variants=_lengths,
         function=causal_softmax,
         reference=_masked_softmax,
         versions=VERSIONS,

@@ -51,6 +51,13 @@ KNOWN = {
     "rtx5090": _nominal("NVIDIA GeForce RTX 5090", 120, 170, 99, 1792, 2407),
     "t4": _nominal("Tesla T4", 75, 40, 64, 320, 1590),
 }
+
+
+def representative(capability: int) -> Device:
+    """The GPU that plans assume where only an architecture is named: the first known one of the newest capability up to this one."""
+    return max((d for d in KNOWN.values() if d.capability <= capability), key=lambda d: d.capability)
+
+
 # Few SMs, so that a small problem has more tiles than run at one time.
 SIMULATED_DEVICE = KNOWN["h200"]._replace(name="simulated", sms=2)
 _assumed = [SIMULATED_DEVICE]

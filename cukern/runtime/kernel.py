@@ -163,6 +163,11 @@ def collecting() -> Iterator[dict[str, Kernel]]:
         _collected = None
 
 
+def planning() -> bool:
+    """True inside `collecting`: results are not needed, and one plan may stand for several calls."""
+    return _collected is not None
+
+
 def _not_launched(*_: Any) -> None:
     if _collected is None:
         raise RuntimeError("this launch was only planned, by cukern.warmup or cukern compile")

@@ -253,6 +253,12 @@ class Op:
         return {k.name: k for v in versions for d in self.dtypes if dtypes is None or d in dtypes for k in v.instances(d)}
 
 
+def row_counts(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """`variants` where the first size is the number of rows, and the choice of kernels has thresholds and asks what divides the rows."""
+    counts = {n + extra for k in range(12) for n in (1 << k, 3 << k) for extra in (0, 1)}
+    return [dims, *((n, *dims[1:]) for n in sorted(counts))]
+
+
 OPS: dict[str, Op] = {}
 
 

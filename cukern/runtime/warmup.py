@@ -4,8 +4,10 @@ import contextlib
 import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from cukern.runtime import backend, checks
 from cukern.runtime.device import Device, assumed, device_of
@@ -52,12 +54,19 @@ def warmup(
 
 def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
     """The kernels that forward and backward of an op launch on a GPU for inputs of these shapes. Needs no GPU and touches no memory."""
-    with assumed(device), backend.backend("sim"), collecting() as kernels:
+    with assumed(device), backend.backend("sim"), collecting() as kernels, _Unwritten():
         for dims in shapes:
             for variant in op.variants(tuple(dims)):
                 for dtype in op.dtypes if dtypes is None else [d for d in op.dtypes if d in dtypes]:
                     _call(op, variant, dtype)
         return dict(kernels)
+
+
+class _Unwritten(TorchFunctionMode):
+    """Random tensors are not drawn: only shapes matter, and memory that nobody touches costs nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.empty if function in (torch.randn, torch.rand) else function)(*args, **(kwargs or {}))
 
 
 def _call(op: Op, dims: Sequence[int], dtype: torch.dtype) -> None:

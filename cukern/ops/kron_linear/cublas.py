@@ -12,6 +12,7 @@ from torch import Tensor
 from cukern.ops.kron_linear.plan import Problem, Step
 from cukern.ops.kron_linear.v3 import Epilogue
 from cukern.runtime.autocast import off
+from cukern.runtime.kernel import planning
 
 # On one H200, 2048 rows of two factors, us by torch and by v4's kernel. bfloat16: (168, 176) the right one 94, 114, the left one 87, 183;
 # (128, 86), of which the rows are not aligned, 66, 217, and the right one 61, 50; in TF32 (160, 160) 130, 202, and 219, 238.
@@ -57,6 +58,8 @@ def faster(step: Step, rows: int, target: Problem, us_of_kernel: float) -> bool:
 @torch.no_grad()
 def mode_product(z: Tensor, w: Tensor, step: Step, epilogue: Epilogue, out: Tensor) -> Tensor:
     """out (rows, numbers) = scale * z (rows, numbers) times the factor w of a step + bias + residual; all but w contiguous."""
+    if planning():
+        return out
     scale, bias, residual = epilogue
     added = [t for t in (residual, bias) if t is not None]
     beta = int(bool(added))
@@ -110,6 +113,8 @@ def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
     """The gradient (p, q) of a factor, scale times the sum of z[a] h[a]^T, for z (A, p, right) and h (A, q, right). Those products of
     so many a at a time as take a quarter of z's memory; where right is 1, one product."""
     (A, p, right), q = z.shape, h.shape[1]
+    if planning():
+        return z.new_empty(p, q)
     if right > 1:
         part, total = _at_once(A, q, right), z.new_zeros(p, q)
         products = z.new_empty(part, p, q)

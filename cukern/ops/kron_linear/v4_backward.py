@@ -16,7 +16,7 @@ from cukern.ops.kron_linear.v3 import PLAIN, Epilogue, pointers, sum_dtype
 from cukern.ops.kron_linear.v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.kernel import Kernel, Template, planning
 
 _V4_BWD, _V4_SUM, _QUARTER_SUM = (
     Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "sum", "quarter_sum")
@@ -89,6 +89,8 @@ def backward(
 
     def came(n: int) -> Tensor:
         """What went into step n."""
+        if planning() and n:  # calls that keep it and calls with too many rows to keep it
+            kron_v4.forward(x, factors, PLAIN, n)
         return x if not n else kept if kept is not None and n == at else kron_v4.forward(x, factors, PLAIN, n)
 
     if kept is None and all(wanted) and kron_backward.better_swapped(plan):
@@ -212,6 +214,8 @@ def _sum_of_pieces(pieces: int, parts: Sequence[tuple[Tensor, int, int]], scale:
     device, counts, unused = grads[0].get_device(), [grad.numel() for grad in grads], (0,) * (groups.MOST - len(grads))
     blocks = -(-sum(counts) // 32)
     warps = 8 if blocks > 2 * device_of(device).sms else 32
+    if planning():
+        _V4_SUM[grads[0].dtype, 40 - warps].on(device)
     _V4_SUM[grads[0].dtype, warps].on(device)(
         (blocks, 1, 1), (32, warps, 1), backend.spread(0, blocks, device), *pointers(*grads), *unused, *places, *unused, *counts,
         *unused, *rows, *unused, pieces, scale,

@@ -15,7 +15,7 @@ import torch
 from cukern.ops.matmul.reference import torch_matmul
 from cukern.ops.matmul.versions import BIAS_GRAD, VERSIONS
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, each, raw_op, register, save, watched
+from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, each, raw_op, register, row_counts, save, watched
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -243,6 +243,7 @@ _SHARED = {
 register(
     Op(
         name="matmul",
+        variants=row_counts,
         function=matmul,
         reference=reference_matmul,
         make=_make_matmul,
@@ -255,6 +256,7 @@ register(
 register(
     Op(
         name="linear",
+        variants=row_counts,
         function=linear,
         reference=reference_linear,
         make=_make_linear,

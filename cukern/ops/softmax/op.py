@@ -17,7 +17,7 @@ from cukern.ops.softmax import versions as ladder
 from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, save, watched
+from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, row_counts, save, watched
 
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # in magnitude: the scales that the kernels take
@@ -299,6 +299,7 @@ def _register(name: str, function: Callable[..., Tensor], reference: Callable[..
         Op(
             name=name,
             stem="softmax",
+            variants=row_counts,
             function=function,
             reference=reference,
             versions=_TABLES[name],

@@ -199,6 +199,6 @@ def test_the_public_function_takes_it(device, monkeypatch):
         residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)
         y = cukern.kron_linear(x, ws, residual=residual, version="v4")
         exact = dense(x.double(), [w.double() for w in ws]) + residual.double()
-        assert float((y.double() - exact).norm() / exact.norm()) < 2.2e-3
+        assert float((y.double() - exact).norm() / exact.norm()) < 2.2e-3 * len(taken) ** 0.5, "each launch rounds once"
         assert kind is None or taken == [kind]
         taken.clear()
