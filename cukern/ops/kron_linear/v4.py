@@ -168,16 +168,16 @@ def single_launch(x: Tensor, factors: Sequence[Tensor], scale: float) -> Callabl
     return call
 
 
-def mode(z: Tensor, w: Tensor, scale: float) -> Tensor:
-    """mode_product by v4's kernel, of one sample."""
+def mode(z: Tensor, w: Tensor, scale: float, rows: int | None = None) -> Tensor:
+    """mode_product by v4's kernel, of one sample. `rows`: of the layer, if z has more for the factors to the left."""
     _, A, p, C = z.shape
-    made = _plan_one(A, p, w.shape[2], C, z.dtype, z.get_device(), on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
+    made = _plan_one(A, rows or A, p, w.shape[2], C, z.dtype, z.get_device(), on_tensor_cores(z.dtype), gcd(z.data_ptr(), 16))
     return launch_group(made, z.reshape(A, p * C), [w[0]], (scale, None, None)).view(1, A, w.shape[2], C)
 
 
 @cached(2048)
-def _plan_one(A: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> Prepared:
-    group = groups.fastest((Step(0, 1, p, q, C),), planned_rows(A), target_of(dtype, device, tensor, aligned))
+def _plan_one(A: int, rows: int, p: int, q: int, C: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int) -> Prepared:
+    group = groups.fastest((Step(0, 1, p, q, C),), A // rows * planned_rows(rows), target_of(dtype, device, tensor, aligned))
     assert group
     return prepare(group, A, dtype, device)
 

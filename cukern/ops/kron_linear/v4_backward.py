@@ -123,12 +123,12 @@ def _swapped(
     makes what the fused launch takes, and it is the small second one that g is multiplied by anew."""
     (first,), (second,) = (launch.steps for launch in plan)
     large, small = factors[first.factor][None], factors[second.factor][None]
-    h = kron_v4.mode(derivatives.seen(g, large, first.q, first.right), large.mT, 1.0)
+    h = kron_v4.mode(derivatives.seen(g, large, first.q, first.right), large.mT, 1.0, len(x))
     found[0] = fused(plan[1], x, h, None, factors, found, scale, scale)
     del h
-    h = kron_v4.mode(derivatives.seen(g, small, second.q, second.right), small.mT, 1.0)
+    h = kron_v4.mode(derivatives.seen(g, small, second.q, second.right), small.mT, 1.0, len(x))
     z, h = derivatives.seen(x, large, first.p, first.right), derivatives.seen(h, large, first.q, first.right)
-    found[first.factor + 1] = contraction(z, h, scale)[0]
+    found[first.factor + 1] = contraction(z, h, scale, len(x))[0]
     return found
 
 
@@ -227,23 +227,24 @@ def _in_steps(
     scale: float, found: list[Tensor | None],
 ) -> Tensor:  # fmt: skip
     """The same by launches for each thing and for each of the steps, of which the first is step n, and for the wanted gradients alone."""
+    rows = h.numel() // (run[-1].left * run[-1].q * run[-1].right)
     for at, s in reversed(list(enumerate(run, n))):
         w = factors[s.factor][None]
         h = derivatives.seen(h, w, s.q, s.right)
         if wanted[s.factor + 1]:
-            found[s.factor + 1] = contraction(derivatives.seen(came(at), w, s.p, s.right), h, scale)[0]
-        h = kron_v4.mode(h, w.mT, 1.0 if at else scale)
+            found[s.factor + 1] = contraction(derivatives.seen(came(at), w, s.p, s.right), h, scale, rows)[0]
+        h = kron_v4.mode(h, w.mT, 1.0 if at else scale, rows)
     return h
 
 
-def contraction(z: Tensor, h: Tensor, scale: float) -> Tensor:
-    """contraction by v4's kernel, of one sample."""
+def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> Tensor:
+    """contraction by v4's kernel, of one sample. `rows`: of the layer, if z has more for the factors to the left."""
     _, A, p, C = z.shape
     if not A * C:
         return v3.contraction(z, h, scale)
     device, kind = z.get_device(), sum_dtype(z.dtype)
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
-    planned = planned_rows(A)
+    planned = A // (rows or A) * planned_rows(rows or A)
     plan = gradient(planned, p, h.shape[2], C, target)
     if cublas.better_gradient(planned, p, h.shape[2], C, target, plan.us):
         return cublas.contraction(z[0], h[0], scale)[None]
