@@ -15,7 +15,6 @@ from helpers import gpu, kernels, own_names, run_python
 import cukern
 from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, wanted_inputs
 from cukern.runtime import backend, extended_launch
-from cukern.runtime.compiler import arch_of
 from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS
 from cukern.runtime.sources import Source
@@ -89,31 +88,23 @@ def test_static_and_dynamic_shared_memory_over_48_kib_together(device, static, d
 
 
 @gpu
-def test_the_way_through_raw_module_does_the_same():
-    """What a CuPy without the driver binding would take: scalars of every kind, a launch error, shared memory over 48 KiB."""
-    pytest.importorskip("cupy")
-    text = """
-    extern "C" __global__ void mix(double* out, float f, double d, int i, long long l, bool b, unsigned char c) {
-        out[threadIdx.x] = f + d + i + l + b + c;
-    }"""
-    for kernel, shared in ((cukern.compile(text), 0), (cukern.compile(TILE), 102400)):
-        cubin = kernel.compile(arch_of(torch.cuda.get_device_capability()))
-        launch = backend._through_raw_module(kernel.name, cubin, kernel.params, 0)
-        out = torch.arange(25600, dtype=torch.float64 if shared == 0 else torch.float32, device="cuda")
-        arguments = (0.5, 0.25, -7, 1 << 40, True, 200) if shared == 0 else ()
-        expected = (
-            out.flip(0)
-            if shared
-            else torch.cat((torch.full((32,), 0.75 - 7 + (1 << 40) + 201, dtype=torch.float64, device="cuda"), out[32:]))
-        )
-        with torch.cuda.stream(torch.cuda.Stream()):
-            launch((1, 1, 1), (32, 1, 1), shared, out.data_ptr(), *arguments)
-            torch.cuda.synchronize()
-        assert torch.equal(out, expected)
-        with pytest.raises(cukern.LaunchError, match=kernel.name):
-            launch((1, 1, 1), (2000, 1, 1), shared, out.data_ptr(), *arguments)
-        with pytest.raises((TypeError, ValueError), match=kernel.name):
-            launch((1, 1, 1), (32, 1, 1), shared, "pointer", *arguments)
+def test_the_raw_kernel_of_cupy():
+    """Its attributes, and a launch by CuPy on torch's stream and memory."""
+    cupy = pytest.importorskip("cupy")
+    kernel = cukern.compile('extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }')
+    assert kernel.raw.name == "add" and kernel.raw.num_regs > 0 and kernel.raw is kernel.raw
+    x = torch.zeros(32, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()), cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        kernel.raw((1,), (32,), (cupy.from_dlpack(x), cupy.float32(2)))
+        kernel(x, 0.5, grid=1, block=32)
+        torch.cuda.current_stream().synchronize()
+    assert (x == 2.5).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_without_a_gpu_there_is_no_raw_kernel():
+    with pytest.raises(cukern.SetupError, match=r"no cupy\.RawKernel"):
+        print(cukern.compile('extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }').raw)
 
 
 @pytest.mark.parametrize("attribute", [extended_launch.EARLY, extended_launch.TOGETHER])
@@ -286,7 +277,7 @@ print(y.tolist(), dx.tolist())
         ((["square"],), {}, TypeError, "op must be a str, got list"),
         ((), {"dtypes": torch.float32}, TypeError, "dtypes must be a collection .*, got dtype torch.float32"),
         ((), {"dtypes": ("float",)}, TypeError, r"got tuple \('float',\)"),
-        (("square",), {"dtypes": (torch.float32, torch.int8)}, ValueError, "torch.int8, of which square has no kernels"),
+        (("square",), {"dtypes": (torch.float32, torch.int8)}, ValueError, "torch.int8, but square has no kernels"),
         *((("square",), {"device": d}, ValueError, f"must be a GPU, got '{d}'") for d in ("cpu", "nonsense", "", "cuda:-1", "cuda:x")),
         ((), {"device": torch.device("cpu")}, ValueError, "must be a GPU, got 'cpu'"),
         ((), {"device": -1}, ValueError, "device must be at least 0, got -1"),

@@ -66,7 +66,9 @@ def test_shapes_are_checked(shapes, error, words):
 
 
 @gpu
-@pytest.mark.parametrize("sizes, dtype", (((32, 32, 32), torch.float32), ((32, 32, 32), torch.bfloat16), ((64, 64), torch.float32)), ids=str)
+@pytest.mark.parametrize(
+    "sizes, dtype", (((32, 32, 32), torch.float32), ((32, 32, 32), torch.bfloat16), ((64, 64), torch.float32)), ids=str
+)
 def test_thirty_batch_sizes_compile_nothing(sizes, dtype, monkeypatch, empty_cache):
     """Forward and backward of a layer, in eager mode and inside a CUDA graph capture."""
     layer = cukern.KronLinear(sizes, sizes, device="cuda", dtype=dtype)
