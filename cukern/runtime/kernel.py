@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,10 +134,7 @@ class Kernel:
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
         tensors = [_tensor(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
-        devices = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
-        if len(devices) > 1:
-            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(f'{n} on {_place(d)}' for d, n in devices.items())}")
-        device = next(iter(devices)) if devices else _device(args)
+        device = self._common_device(params, tensors, args)
         if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
         launch = self.on(device)
@@ -147,6 +144,12 @@ class Kernel:
                 launch(*dims, shared, *values)
             except OverflowError:  # such as 1e6 for a __half
                 raise signature.explain_misfit(self.name, params, tuple(values)) from None
+
+    def _common_device(self, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], args: Iterable[Any]) -> int:
+        devices = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
+        if len(devices) > 1:
+            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(f'{n} on {_place(d)}' for d, n in devices.items())}")
+        return next(iter(devices)) if devices else _device(args)
 
 
 _collected: dict[str, Kernel] | None = None
@@ -232,15 +235,18 @@ def _kernel(source: Source, name: str | None) -> Kernel:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str or None, got {checks.brief(name)}")
     base, angle, rest = name.strip().partition("<")
-    base = base.strip()
+    return Kernel(source, _qualified(source, base.strip(), names) + angle + rest)
+
+
+def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
+    """The kernel's name with its namespace. A name that is only mentioned may be made by a macro: the compiler will say."""
     last = base.rpartition("::")[2]
     same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
     if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
         raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}")
     if len(set(same)) > 1 and base not in same:
         raise ValueError(f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace")
-    # A name that is mentioned, but not found, may be made by a macro: the compiler will say.
-    return Kernel(source, (base if base in same or not same else same[0]) + angle + rest)
+    return base if base in same or not same else same[0]
 
 
 def _device(args: Iterable[Any]) -> int:
