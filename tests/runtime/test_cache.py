@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import count_compilations, forget_cache, run, run_python
+from helpers import TREE, count_compilations, forget_cache, run, run_python
 
 import cukern
 from cukern.runtime import cache
@@ -322,5 +322,5 @@ thread.join()
 
 
 def test_torture():
-    done = run([sys.executable, str(Path(__file__).with_name("torture_cache.py")), "--kills", "20", "--corruptions", "100", "--forks", "5"])
+    done = run([sys.executable, str(TREE / "tests" / "torture_cache.py"), "--kills", "20", "--corruptions", "100", "--forks", "5"])
     assert "no wrong kernel, no hang, no leftover" in done.stdout

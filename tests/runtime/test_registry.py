@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cukern
 from cukern.bench import calls
 from cukern.runtime import registry
+from cukern.runtime.device import KNOWN
 from cukern.runtime.registry import OPS, Version, apply_of, choose
 
 
@@ -70,8 +71,8 @@ def test_choice_of_a_version(monkeypatch):
     square = OPS["square"]
     versions = {**square.versions, "v3": dataclasses.replace(square.versions["v2"], requires=200)}
     monkeypatch.setitem(registry.OPS, "square", dataclasses.replace(square, versions=versions))
-    capability = {0: (9, 0), 1: (20, 0), 2: (7, 5)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device])
+    capability = {0: 90, 1: 200, 2: 75}
+    monkeypatch.setattr(registry, "device_of", lambda index: KNOWN["h200"]._replace(capability=capability[index]))
     choose.cache_clear()
     try:
         assert choose("square", "", 0) is versions["v2"], "the newest that this GPU can run"

@@ -1,5 +1,7 @@
 """warmup(shapes=...) and `cukern compile --shape` find exactly what calls need, and calls with other numbers of rows need nothing else."""
 
+from math import prod
+
 import pytest
 import torch
 from helpers import count_compilations, gpu, same_bits
@@ -30,7 +32,7 @@ def needed(op, shapes, dtype, device):
 def test_every_number_of_rows_needs_only_the_kernels_of_warmup(name, dims, gpu_name):
     """For softmax at most five kernels of a pass: rows of several thread blocks take more blocks the fewer there are."""
     op, device = OPS[name], KNOWN[gpu_name]
-    shapes = [(rows, *dims[1:]) for rows in ROWS if rows * torch.tensor(dims[1:]).prod() <= MOST_NUMBERS]
+    shapes = [(rows, *dims[1:]) for rows in ROWS if rows * prod(dims[1:]) <= MOST_NUMBERS]
     for dtype in {torch.float32, torch.bfloat16} & set(op.dtypes):
         prepared = set(kernels_for(op, [dims], (dtype,), device))
         assert needed(op, shapes, dtype, device) <= prepared
@@ -80,7 +82,7 @@ def test_thirty_batch_sizes_compile_nothing(sizes, dtype, monkeypatch, empty_cac
         return y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
 
     for rows in [*range(1, 130, 9), *range(150, 3000, 203), 4096]:
-        x = torch.randn(rows, layer.in_features, device="cuda", dtype=dtype, requires_grad=True)
+        x = torch.randn(rows, prod(sizes), device="cuda", dtype=dtype, requires_grad=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = train(x)

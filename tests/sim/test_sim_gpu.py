@@ -17,7 +17,7 @@ from sim_oracle import edges
 
 import cukern
 
-FOLDER = Path(__file__).parent / "sim"
+FOLDER = Path(__file__).parent
 N = sim_probes.N
 Run = Callable[..., None]
 

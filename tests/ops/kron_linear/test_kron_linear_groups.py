@@ -192,7 +192,7 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 @pytest.mark.parametrize("sizes", (((17, 19), (2, 3)), ((2, 3), (19, 17), (4, 4)), ((2, 2), (19, 17))))
 def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatch):
     """The left one, the middle one, the right one; with all that is added, if it is the last; of any strides."""
-    facts = device_of(backend.SIMULATED if device == "cpu" else 0)._replace(shared_bytes=1500 + 1024)
+    facts = device_of(backend.SIMULATED if device == "cpu" else 0)._replace(shared_bytes=800 + 1024)
     monkeypatch.setattr(kron_v4, "device_of", lambda _: facts)
     forget_plans()
     x, ws = draw(3, sizes, device, dtype)
