@@ -1,4 +1,4 @@
-"""Autocast changes nothing that cukern computes: where torch's operations take part, it is off for them."""
+"""cukern ignores autocast: it is disabled around torch operations inside cukern."""
 
 import contextlib
 
@@ -8,12 +8,12 @@ _tracing = torch.compiler.is_dynamo_compiling
 
 
 def enabled(x: torch.Tensor) -> bool:
-    """Whether autocast is on for the device of x."""
+    """True if autocast is on for the device of x."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def off(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Inside it, operations on x's device are computed as if autocast were off."""
-    if enabled(x) or (_tracing() and x.device.type != "meta"):  # a graph may run, and its backward be made, where autocast is on
+    """Inside the block, autocast is off for the device of x."""
+    if enabled(x) or (_tracing() and x.device.type != "meta"):  # the graph, or its backward, may run while autocast is on
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Who executes a launch: the GPU, through the CUDA driver as CuPy binds it; or, for CPU tensors where it is chosen, the simulator.
+"""Loads and launches kernels: on the GPU, or in the simulator for CPU tensors where the user chose it.
 
-`cupy_backends.cuda.api.driver` takes arguments that are packed already, which makes a launch twice as fast as CuPy's RawKernel: 3 us of
-host time, nearly all of it the driver's. CuPy's RawModule loads the machine code.
+CuPy's RawModule loads the machine code. `cupy_backends.cuda.api.driver` launches it with arguments that are packed here: 3 us of host
+time, nearly all of it in the driver, half the time of a CuPy RawKernel call.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 
 # ---- the simulator
 
 BACKENDS = ("gpu", "sim")
-_START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so that the command line can say what is wrong
+_START = [os.environ.get("CUKERN_BACKEND") or "gpu"]  # checked at first use, so that the command line can report an error
 _blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar("cukern.backend", default=(_START,))
 
 
 class _Traced(threading.local):
-    """The same for torch.compile, which can trace no context variable: the backend of the block that this thread entered or left last."""
+    """The current backend of this thread, for torch.compile, which cannot trace a context variable."""
 
     def __init__(self) -> None:
         self.name = _START[0]
@@ -58,25 +58,24 @@ _traced = _Traced()
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Choose who runs the kernels on CPU tensors: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
+    """Choose what happens to CPU tensors: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
 
     Args:
-        name: "sim": the simulator interprets the kernels; it names races, accesses out of bounds and the like, by raising cukern.sim.Fault.
-            "gpu": nobody; CPU tensors go to the plain torch path. Tensors on a GPU are not concerned.
+        name: "sim": the simulator runs the CUDA kernels. It raises cukern.sim.Fault for races, out-of-bounds accesses and similar bugs.
+            "gpu": CPU tensors use the plain torch reference. Tensors on a GPU always run on the GPU.
 
-    The block is a context variable: it holds for the thread or asyncio task that opened it, and for tasks started inside it. Other threads
-    are not concerned, and a thread started inside begins as the process did, unless it runs in `contextvars.copy_context()`. The backward
-    pass of what was simulated is simulated, wherever it is called. The environment variable CUKERN_BACKEND says which backend it is outside
-    of all blocks.
+    The setting is a context variable. It holds for the thread or asyncio task that opened the block and for tasks started inside it. A
+    thread started inside the block does not inherit it, unless it runs in `contextvars.copy_context()`. The backward pass of a simulated
+    forward pass is simulated, wherever it is called. The environment variable CUKERN_BACKEND sets the default.
 
-    Raises TypeError for a name that is no str, ValueError for another name; a wrong CUKERN_BACKEND raises at the first CPU tensor.
+    Raises TypeError for a name that is not a str and ValueError for an unknown name. A wrong CUKERN_BACKEND raises at the first CPU tensor.
     """
     _check("", name)
     mine = [name]
     _enter((*_blocks.get(), mine))
     try:
         yield
-    finally:  # of blocks that generators hold open, the first may end before the last
+    finally:  # blocks held open by generators may end in any order
         _enter(tuple(block for block in _blocks.get() if block is not mine))
 
 
@@ -93,12 +92,12 @@ def _check(where: str, name: str) -> None:
 
 
 def simulates(x: torch.Tensor) -> bool:
-    """Whether kernels on this tensor run in the simulator."""
+    """True if kernels on this tensor run in the simulator."""
     return simulating() and x.device.type == "cpu"
 
 
 def simulating() -> bool:
-    """Whether CPU tensors go to the simulator. Raises ValueError for a wrong CUKERN_BACKEND."""
+    """True if CPU tensors go to the simulator. Raises ValueError for a wrong CUKERN_BACKEND."""
     name = _traced.name if torch.compiler.is_dynamo_compiling() else _blocks.get()[-1][0]
     if name not in BACKENDS:
         _check("CUKERN_BACKEND: ", name)
@@ -113,8 +112,8 @@ def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
 
 
 def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManager:
-    """While it is open, simulated kernels may touch these tensors, and those that torch makes meanwhile; whatever else is among them is
-    passed over."""
+    """Inside the block, simulated kernels may access these tensors and those that torch allocates meanwhile. Items that are not tensors are
+    ignored."""
     from cukern import sim
 
     return sim.memory.scope([t for t in tensors if isinstance(t, torch.Tensor)])
@@ -125,8 +124,9 @@ def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManage
 
 @cached(4096)
 def spread(shared: int, blocks: int, device: int) -> int:
-    """`shared` bytes of dynamic shared memory for each block of a launch, or so many that no multiprocessor has room for more of the blocks
-    than its part. Those of a launch that begins while another ends would else crowd onto the first multiprocessors that have room."""
+    """The dynamic shared memory in bytes to request so that the thread blocks of a launch spread evenly over the SMs; at least `shared`.
+
+    A launch that overlaps the previous one (PDL) would otherwise place too many blocks on the first SMs that become free."""
     if device == SIMULATED or device_of(device).capability < extended_launch.CAPABILITY:
         return shared
     each = -(-blocks // device_of(device).sms)
@@ -139,11 +139,11 @@ def require_gpu() -> None:
 
 
 def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int = 0) -> tuple[Launch, Any]:
-    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which runs it on torch's current stream of that GPU, and
-    the cupy.RawKernel; `attribute`: EARLY or TOGETHER of extended_launch.py, if any."""
+    """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which launches on torch's current stream, and the
+    cupy.RawKernel. `attribute`: EARLY or TOGETHER of extended_launch.py, or 0."""
     cupy = compiler.cupy()
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device)  # makes torch's context, which the module belongs to
+        torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
         raw = _load_module(cupy, name, cubin, device)
         launch = _launcher(raw.kernel.ptr, name, cubin, params, device, attribute)
     if SYNC or NVTX:
@@ -152,7 +152,7 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
 
 
 def _load_module(cupy: Any, name: str, cubin: Cubin, device: int) -> Any:
-    """The cupy.RawKernel of a cubin on the current GPU. CuPy reads the file here, once, and keeps the module by the path, which is new."""
+    """The cupy.RawKernel of a cubin on the current GPU. CuPy caches modules by path, so each load uses a new one."""
     try:
         with tempfile.TemporaryDirectory(prefix="cukern-") as folder:
             file = Path(folder, "kernel.cubin")
@@ -162,12 +162,12 @@ def _load_module(cupy: Any, name: str, cubin: Cubin, device: int) -> Any:
         raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
     except OSError as error:
         raise SetupError(f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written") from error
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded, not even at exit: a captured graph may hold the function
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
     return raw
 
 
 def bind(launch: Launch, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
-    """`launch(grid, block, shared, *first, *last)` as a function of `first`; what is the same in each call is packed once."""
+    """`launch(grid, block, shared, *first, *last)` as a function of `first` alone. The other arguments are packed once."""
     bound = getattr(launch, "bound", None)
     return bound(grid, block, shared, *last) if bound else lambda *first: launch(grid, block, shared, *first, *last)
 
@@ -197,13 +197,15 @@ def _debugged(launch: Launch, name: str) -> Launch:
 
 
 class _Arguments(threading.local):
-    """A buffer for a kernel's packed arguments, one for each thread (forward and backward run on two), and what tells the driver of it: a
-    description of the buffer, or the address of each argument where a cooperative launch into a CUDA graph takes nothing else."""
+    """A buffer for packed kernel arguments, one per thread, because forward and backward run on different threads.
+
+    The driver gets a description of the buffer. A cooperative launch that is captured in a CUDA graph accepts only an array of pointers to
+    the arguments."""
 
     def __init__(self, packed: bytes, params: tuple[Param, ...], attribute: int):
         buffer = ctypes.create_string_buffer(packed, max(1, len(packed)))
         start, self._size = ctypes.addressof(buffer), ctypes.c_size_t(len(packed))
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END: 0.15 us faster than an array of pointers, one for each argument
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END: 0.15 us faster than an array of pointers to the arguments
         self._extra = (ctypes.c_void_p * 5)(1, start, 2, ctypes.addressof(self._size), 0)
         self._each = (ctypes.c_void_p * len(params))(*(start + offset for offset in offsets(params)))
         together = attribute == extended_launch.TOGETHER
@@ -211,7 +213,7 @@ class _Arguments(threading.local):
 
 
 def _allow_cluster(function: int, device: int) -> Dim:
-    """The blocks of a kernel's clusters along each axis; a launch with more than the portable number is allowed from now on."""
+    """The cluster shape of a kernel, in thread blocks. Permits clusters larger than the portable size."""
     from cupy_backends.cuda.api import driver
 
     if device_of(device).capability < 90:
@@ -246,7 +248,7 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
             raise explain_misfit(name, params, args) from None
         except driver.CUDADriverError as error:
             refuse_fork(name, error)
-            if not driver.ctxGetCurrent():  # a thread that has done nothing with CUDA yet, as autograd's own at its first backward
+            if not driver.ctxGetCurrent():  # a new thread without a context, such as autograd's at the first backward
                 driver.ctxSetCurrent(context)
                 return run(grid, block, shared, *args)
             threads = driver.funcGetAttribute(_MAX_THREADS_ATTRIBUTE, function)
@@ -266,7 +268,7 @@ def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...],
                 pack(buffer, 0, *args)
                 launch(function, gx, gy, gz, bx, by, bz, shared, stream(device), each, extra)
             except (struct.error, driver.CUDADriverError):
-                run(grid, block, shared, *args, *last)  # says why, or makes the context current
+                run(grid, block, shared, *args, *last)  # raises the explained error, or sets the context
 
         return run_bound
 

@@ -1,8 +1,8 @@
-"""The cache of compiled kernels on disk: one file an entry, written whole or not at all, that holds a SHA-256 over its key and its content.
+"""The cache of compiled kernels on disk. Each entry is one file, written atomically, with a SHA-256 over its key and content.
 
-Nothing is read that another user can have written: folders and files must belong to this user or to root, and no other may write them.
-(The parents of a folder do not matter: who replaces the folder leaves one of another owner.) Where the first folder cannot be written, as
-that of a container's image, it is read, and new entries go to the next one.
+Files that another user could have written are never read: folders and files must belong to this user or to root, and nobody else may have
+write permission. (Permissions of parent folders do not matter: somebody who replaces the folder leaves one with another owner.) A folder
+that cannot be written, such as one in a container image, is read, and new entries go to the next folder.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-SUFFIX = ".kernel2"  # 2 is the format: entries of another format have another name, and are neither read nor overwritten
+SUFFIX = ".kernel2"  # 2 is the format; entries of another format are neither read nor overwritten
 TEMPORARY = ".tmp-cukern-"
-_LARGEST = 256 << 20  # bytes of an entry; what has more is none
+_LARGEST = 256 << 20  # bytes; larger files are not entries
 _DAY = 24 * 3600
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says that one kernel uses: registers a thread, bytes of spills and stack a thread, bytes of static shared memory."""
+    """Resource usage of one kernel as ptxas reports it: registers, spill and stack bytes per thread, and bytes of static shared memory."""
 
     registers: int
     spill_stores: int
@@ -39,7 +39,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel: machine code for one architecture, the symbol to look up in it, and its report.
+    """A compiled kernel: machine code for one architecture, the symbol of its entry, and its resource report.
 
     `signature` is the mangled C++ type of the kernel's parameters, as the compiler saw them.
     """
@@ -52,7 +52,7 @@ class Cubin:
 
 
 def virtual(arch: str) -> bool:
-    """Whether NVRTC makes PTX for it, not machine code."""
+    """True if NVRTC generates PTX for this architecture instead of machine code."""
     return arch.startswith("compute_")
 
 
@@ -66,7 +66,7 @@ def cache_dir() -> Path:
 
 
 def candidates() -> Iterator[Path]:
-    """Folders for compiled kernels, the best first. A user of a container may have no home."""
+    """Folders for compiled kernels in order of preference. A container user may have no home."""
     if named := os.environ.get("CUKERN_CACHE_DIR"):
         yield Path(named).absolute()
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -78,13 +78,13 @@ def candidates() -> Iterator[Path]:
 def temporary_dir() -> Path:
     """The user's own folder among the temporary files."""
     user = os.geteuid() if hasattr(os, "geteuid") else "user"
-    with contextlib.suppress(OSError):  # nothing at all can be written
+    with contextlib.suppress(OSError):  # no folder can be written
         tempfile.gettempdir()
     return Path(tempfile.tempdir or "/tmp", f"cukern-{user}").absolute()
 
 
 def house_cupy() -> None:
-    """CuPy makes ~/.cupy when it is imported, and cannot be imported where it cannot: give it another folder there."""
+    """Give CuPy another cache folder if it could not create ~/.cupy, because its import would fail."""
     if "CUPY_CACHE_DIR" not in os.environ:
         try:
             Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
@@ -94,19 +94,19 @@ def house_cupy() -> None:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why a folder is not used, None if it is; makes the folder if it is not there."""
+    """The reason why a folder is not used, or None. Creates the folder if it does not exist."""
     try:
         if not folder.exists():
             folder.mkdir(0o755 if folder == cache_dir() else 0o700, parents=True, exist_ok=True)
         status = folder.stat()
-        # The owner of a link matters too: anyone can lay one in /tmp that leads to a folder of ours.
+        # The owner of a symbolic link matters too: anyone can create one in /tmp that points to our folder.
         return _foreign(status, folder.lstat().st_uid) if stat.S_ISDIR(status.st_mode) else "Not a directory"
     except OSError as error:
         return error.strerror or str(error)
 
 
 def folders() -> Iterator[tuple[Path, bool]]:
-    """The folders to look in, in order, and whether they can be written: those before the last cannot."""
+    """The folders to search, in order, and whether each can be written. Only the last one can."""
     for folder in candidates():
         if why := refusal(folder):
             _warn_once(f"cukern does not use the cache {folder} ({why}); `cukern doctor` says what to do")
@@ -118,12 +118,12 @@ def folders() -> Iterator[tuple[Path, bool]]:
 
 
 def target() -> Path | None:
-    """The folder that new entries go to, if there is one."""
+    """The folder for new entries, or None."""
     return next((folder for folder, writable in folders() if writable), None)
 
 
 def _foreign(status: os.stat_result, *owners: int) -> str | None:
-    """How another user may have written it."""
+    """The reason why another user could have written it, or None."""
     if hasattr(os, "geteuid"):
         for owner in {status.st_uid, *owners} - {0, os.geteuid()}:
             return f"it belongs to user {owner}"
@@ -155,7 +155,7 @@ def read(key: str) -> Cubin | None:
 
 
 def corrupt(entry: Path) -> bool:
-    """Whether the file of an entry is not as it was written."""
+    """True if the file of an entry was changed since it was written."""
     try:
         _decode(entry.name.removesuffix(SUFFIX), _content(entry))
     except (OSError, *_UNREADABLE):
@@ -191,7 +191,7 @@ def _decode(key: str, content: bytes) -> Cubin:
 
 
 def _content(path: Path) -> bytes:
-    """Raises OSError or ValueError for what is no readable file of ours. O_NONBLOCK: a FIFO must not make us wait."""
+    """The content of an entry. Raises OSError or ValueError for other files. O_NONBLOCK: opening a FIFO must not block."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
@@ -210,14 +210,14 @@ def _write_atomically(path: Path, content: bytes) -> None:
             shutil.rmtree(path)
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the interrupt may come when it has its name already
+        with contextlib.suppress(OSError):  # an interrupt may come after the rename
             os.unlink(temporary)
         raise
 
 
 @functools.cache
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes left. What is younger, another process may be writing."""
+    """Remove temporary files of killed processes. Files younger than a day may belong to running ones."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(TEMPORARY):

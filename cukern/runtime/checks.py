@@ -1,4 +1,4 @@
-"""Every check of an argument, and the wording of its error: the value, and the rule that it breaks."""
+"""Argument checks. Each error names the value and the rule."""
 
 import math
 import numbers
@@ -75,7 +75,7 @@ def version(op: str, value: Any, known: Iterable[str]) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value for an error message: its type, and its text where that is short."""
+    """A value for an error message: its type, and its repr if that is short."""
     if isinstance(value, torch.Tensor):
         return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     try:
@@ -86,10 +86,10 @@ def brief(value: Any) -> str:
 
 
 def dtype(name: str, tensor: torch.Tensor, allowed: Collection[torch.dtype]) -> None:
-    """`tensor` has one of the dtypes, is strided, and lies in memory as it reads."""
+    """`tensor` has one of the dtypes, is strided, and has no lazy negation."""
     one_of(name, tensor.dtype, allowed)
     strided(name, tensor)
-    if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled graph resolves the bit before it calls us
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # a compiled graph resolves the bit before the call
         negative_bit(name)
 
 
@@ -114,7 +114,7 @@ def negative_bit(name: str) -> NoReturn:
 
 
 def same(**tensors: torch.Tensor | None) -> None:
-    """All tensors that are given have the dtype and the device of the first."""
+    """All tensors have the dtype and device of the first; None is ignored."""
     first = ""
     for name, t in tensors.items():
         if t is None:

@@ -1,7 +1,7 @@
-"""NVRTC: from one kernel of a .cu file to a cubin and a report of what it uses.
+"""Compiles one kernel of a .cu file with NVRTC to a cubin, with a report of registers, spills and shared memory. Needs no GPU.
 
-It needs no GPU and no driver. CuPy's `RawModule(code=...)` is not used to compile: it cannot target sm_90a before NVRTC 12.9, forces
--ftz=true, and does not see an edit of an included header.
+CuPy's `RawModule(code=...)` is not used to compile: it cannot target sm_90a before NVRTC 12.9, forces -ftz=true, and its cache does not
+notice edits of included headers.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ OPTIONS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a source; the message holds its log, which names the file and the line."""
+    """NVRTC could not compile a source. The message contains its log, with file and line."""
 
 
 class SetupError(RuntimeError):
-    """CuPy, NVRTC, the CUDA headers or the driver are missing; the message says what to install."""
+    """CuPy, NVRTC, the CUDA headers or the driver are missing. The message says what to install."""
 
 
 @dataclass(frozen=True)
 class Ptx:
-    """A kernel in PTX, the virtual machine's assembly, with the source lines in it; its entry's symbol; its parameters' mangled types."""
+    """A kernel in PTX with line information, the symbol of its entry, and the mangled types of its parameters."""
 
     text: str
     symbol: str
     signature: str = ""
 
 
-# setdefault is atomic: two threads that meet a kernel at the same time get the same lock. functools.cache would not promise that.
-# RLock: a signal handler, or a child that it forks, may want the kernel that its own thread compiles.
+# One lock per kernel. dict.setdefault is atomic: two threads get the same lock. RLock: a signal handler may request the kernel that its
+# own thread is compiling.
 _compile_locks: dict[str, contextlib.AbstractContextManager] = {}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """NVRTC's name of a GPU's architecture. From 9.0 on the "a" variant, which alone has wgmma."""
+    """NVRTC's name of an architecture. From 9.0 on the "a" variant, which has the architecture-specific instructions, such as wgmma."""
     number = capability[0] * 10 + capability[1]
     return f"sm_{number}a" if number >= 90 else f"sm_{number}"
 
@@ -59,7 +59,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     """Compile the kernel `name`, such as `square_v2<float, 4>`, for `arch`, or take it from the cache.
 
-    Raises CompileError with the compiler's own words, SetupError where NVRTC cannot be had.
+    Raises CompileError with the compiler's log, and SetupError if NVRTC is not available.
     """
     key = hashlib.sha256("\0".join((arch, nvrtc_version(), *OPTIONS, name, source.digest())).encode()).hexdigest()
     cached = cache.read(key)
@@ -84,7 +84,7 @@ def compile_ptx(source: Source, name: str, arch: str = "compute_90a") -> Ptx:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Version of the NVRTC in use. Read from its wheel's metadata, because to load NVRTC is to import all of CuPy."""
+    """Version of the NVRTC in use, from its wheel's metadata if possible, because loading NVRTC imports all of CuPy."""
     found = []
     for wheel in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):
         try:
@@ -95,7 +95,7 @@ def nvrtc_version() -> str:
 
 
 def cupy():
-    """The package cupy. Raises SetupError with the command that mends it."""
+    """The package cupy. Raises SetupError with the command that installs it."""
     try:
         with no_fork():
             cache.house_cupy()
@@ -107,7 +107,7 @@ def cupy():
 
 @functools.cache
 def nvrtc():
-    """CuPy's binding of NVRTC. Raises SetupError with the command that mends it."""
+    """CuPy's binding of NVRTC. Raises SetupError with the command that installs NVRTC."""
     binding = cupy().cuda.nvrtc
     try:
         binding.getVersion()
@@ -122,14 +122,14 @@ def nvrtc():
 
 
 def _preload_nvrtc() -> None:
-    """CuPy before 14 does not look for NVRTC in pip's wheels, but finds one that is loaded already."""
+    """Load NVRTC from pip's wheels. CuPy before 14 does not search them, but finds a library that is already loaded."""
     for folder in _wheel_folders():
         for library in folder.glob("*/lib/libnvrtc.so.[0-9]*"):
             ctypes.CDLL(str(library))
 
 
 def _wheel_folders() -> list[Path]:
-    """Where pip puts NVIDIA's wheels."""
+    """The folders into which pip installs NVIDIA's wheels."""
     wheels = importlib.util.find_spec("nvidia")
     return [Path(p) for p in (wheels.submodule_search_locations or ())] if wheels else []
 
@@ -150,7 +150,7 @@ def cuda_include() -> Path:
 
 def _compile(source: Source, name: str, arch: str) -> Cubin:
     with compiled(source, (name, probe(name)), arch) as (program, (symbol, signature), log):
-        # CuPy drops the last byte, which is zero; disassemblers want it back.
+        # CuPy drops the last byte, a zero, which disassemblers need.
         code = nvrtc().getPTX(program) if virtual(arch) else nvrtc().getCUBIN(program) + b"\0"
     return Cubin(code, symbol, arch, parse_report(log, symbol), signature)
 
@@ -161,7 +161,7 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
     binding = nvrtc()
     options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{cuda_include()}")
     if binding.getVersion() >= (12, 9):
-        options += ("--no-cache",)  # NVRTC's own cache, new in 12.9, gives no report
+        options += ("--no-cache",)  # a hit in NVRTC's own cache (new in 12.9) prints no resource report
     headers = source.program.headers
     texts, includes = [text.encode() for text in headers.values()], [name.encode() for name in headers]
     program = binding.createProgram(source.program.text + PROBE, f"{NOWHERE}/{str(source.path).lstrip('/')}", texts, includes)
@@ -180,9 +180,11 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
 
 
 def _explained(log: str, source: Source) -> str:
-    """NVRTC's log with the names of real files, and what it cannot know."""
+    """NVRTC's log with real file names, and hints for two common mistakes."""
     log = log.replace(f"{NOWHERE}/<", "<").replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
-    log = re.sub(r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+", "", log)  # follows from the others
+    log = re.sub(
+        r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+", "", log
+    )  # a consequence of the other errors
     missing = re.search(r'cannot open source file "([^"]+)"', log)
     if missing and (source.folder / missing[1]).is_file():
         log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"

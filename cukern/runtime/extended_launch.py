@@ -1,8 +1,8 @@
-"""Launches with an attribute. CuPy does not bind them, so they go through ctypes: 0.4 us of host time more.
+"""Launches with an attribute, through ctypes, because CuPy has no binding for them. They take 0.4 us more host time.
 
-EARLY is programmatic dependent launch: the driver may put a kernel onto the multiprocessors while those before it come to an end, if the
-kernel says so and waits itself (wait_for_previous of common/ptx.cuh). TOGETHER is a cooperative launch: all blocks are on the
-multiprocessors at a time, or none, so that they may wait for one another whatever else the GPU has to do.
+EARLY is programmatic dependent launch (PDL): a kernel may start on the SMs while the previous one ends; it waits before it accesses global
+memory (wait_for_previous in common/ptx/launch.cuh). TOGETHER is a cooperative launch: all thread blocks are resident at the same time, so
+they can wait for each other.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ import struct
 import threading
 from collections.abc import Callable
 
-CAPABILITY, DRIVER = 90, 12030  # the least that EARLY takes; older drivers cannot capture it in a CUDA graph
+CAPABILITY, DRIVER = 90, 12030  # the minimum for EARLY; older drivers cannot capture it in a CUDA graph
 TOGETHER, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Config(threading.local):
-    """CUlaunchConfig, one for each thread, with one attribute."""
+    """CUlaunchConfig with one attribute, one per thread."""
 
     layout = struct.Struct("7I4xQQI4x")  # grid, block, shared memory; stream, attributes, their number
 
@@ -29,8 +29,7 @@ class _Config(threading.local):
 
 @functools.cache
 def launcher(capability: int, attribute: int) -> Callable[..., None] | None:
-    """What takes the arguments of CuPy's driver.launchKernel, and raises as that does; None where the GPU or the driver is too old for
-    EARLY."""
+    """A function with the arguments and errors of CuPy's driver.launchKernel, or None if the GPU or driver does not support EARLY."""
     from cupy_backends.cuda.api import driver, runtime
 
     if attribute == EARLY and (capability < CAPABILITY or runtime.driverGetVersion() < DRIVER):

@@ -1,6 +1,7 @@
-"""os.fork while other threads compile: the child inherits the locks that they hold, but not the threads, and would wait for ever.
+"""Makes os.fork safe while other threads compile.
 
-So a fork waits until no other thread compiles, and those that are about to begin wait for the fork.
+A child process inherits the locks that these threads hold, but not the threads, and would deadlock. So a fork waits until no other thread
+compiles, and new compilations wait for the fork.
 """
 
 import contextlib
@@ -8,16 +9,16 @@ import os
 import threading
 from collections.abc import Iterator
 
-_LONGEST_S = 120.0  # a fork waits no longer: a thread that compiles may wait for what the forking one holds
+_LONGEST_S = 120.0  # limit of the wait, because a compiling thread may wait for a lock of the forking one
 
 _changed = threading.Condition()
-_busy: set[int] = set()  # threads that must not be cut off
+_busy: set[int] = set()  # threads that a fork must not interrupt
 _forking = 0
 
 
 @contextlib.contextmanager
 def no_fork() -> Iterator[None]:
-    """While it is open, forks in other threads wait. For locks, and for imports, which are locks too."""
+    """Inside the block, forks in other threads wait. Used around locks and imports (which take locks)."""
     me = threading.get_ident()
     outermost = me not in _busy
     try:
@@ -37,9 +38,9 @@ def _before() -> None:
     global _forking
     _changed.acquire()  # held until after the fork
     _forking += 1
-    mine = {threading.get_ident()} & _busy  # it forks while it compiles, in a signal handler perhaps
+    mine = {threading.get_ident()} & _busy  # this thread may fork while it compiles, in a signal handler
     _busy.difference_update(mine)
-    _changed.notify_all()  # another that does the same may wait for this one
+    _changed.notify_all()  # another thread in the same situation may wait for this one
     _changed.wait_for(lambda: not _busy, _LONGEST_S)
     _busy.update(mine)
 

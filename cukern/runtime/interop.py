@@ -1,4 +1,4 @@
-"""DLPack in: any array that speaks DLPack becomes a torch tensor of the same memory. (Out needs nothing: torch tensors speak it too.)"""
+"""DLPack import: any DLPack array becomes a torch tensor on the same memory. (Export needs no code: torch tensors support DLPack.)"""
 
 import ctypes
 import sys
@@ -8,7 +8,7 @@ import torch
 
 
 class _DLTensor(ctypes.Structure):
-    """DLPack's. As torch's tensors, an array may have no strides, which means that it is contiguous."""
+    """DLTensor of dlpack.h. `strides` may be null for a contiguous array."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -36,11 +36,11 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 class _Refused(Exception):
-    """A ValueError to be, on its way through torch."""
+    """Becomes a ValueError; a type of its own, because it is raised inside torch.from_dlpack."""
 
 
 class _Producer:
-    """An array as torch.from_dlpack sees it: what it hands over is looked at first."""
+    """Wraps an array for torch.from_dlpack, and checks the capsule first."""
 
     def __init__(self, name: str, array: Any, written: bool):
         self.name, self.array, self.written = name, array, written
@@ -52,7 +52,7 @@ class _Producer:
         capsule = self.array.__dlpack__(**options)
         try:
             address = _pointer_of(capsule, b"dltensor_versioned")
-        except ValueError:  # of another name: of DLPack before 1.0, or no capsule, which torch refuses
+        except ValueError:  # DLPack before 1.0; torch refuses what is not a capsule
             tensor = ctypes.cast(_pointer_of(capsule, b"dltensor"), ctypes.POINTER(_DLTensor))[0]
         else:
             versioned = ctypes.cast(address, ctypes.POINTER(_Versioned))[0]
@@ -60,13 +60,13 @@ class _Producer:
             if self.written and versioned.flags & _READ_ONLY:
                 raise _read_only(self.name, self.array)
         strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else ()
-        if any(stride < 0 for stride in strides):  # torch would end the process
+        if any(stride < 0 for stride in strides):  # torch would abort the process
             raise _Refused(f"{self.name} has strides {strides}: torch tensors cannot have negative ones, pass a copy")
         return capsule
 
 
 class _Writable:
-    """A read-only NumPy array as one that may be written: before DLPack 1.0 it could not be handed over."""
+    """Presents a read-only NumPy array as writable, because DLPack before 1.0 cannot export read-only arrays."""
 
     def __init__(self, array: Any):
         self.array, interface = array, array.__array_interface__
@@ -74,8 +74,8 @@ class _Writable:
 
 
 def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
-    """`value` as a tensor, with no copy. Raises TypeError for what is neither a tensor nor an array that DLPack can carry to torch; and
-    ValueError for negative strides, and for a read-only array where the tensor will be `written`."""
+    """`value` as a tensor, without a copy. Raises TypeError if it is neither a tensor nor a DLPack array that torch can import, and
+    ValueError for negative strides and, if the tensor will be `written`, for a read-only array."""
     if isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "__dlpack__"):

@@ -1,4 +1,4 @@
-"""A kernel: one __global__ function of a .cu file, or one instance of a template, ready to be launched on torch's memory and stream."""
+"""Kernel: one __global__ function of a .cu file, or one instance of a template, that launches on torch's memory and stream."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: _Function) -> _Function:
-    """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph here, and follows no call from here."""
+    """torch.compiler.disable without importing torch._dynamo: torch.compile breaks its graph at this function and traces nothing in it."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "a kernel of cukern.load runs outside of graphs"  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError, AttributeError):
@@ -30,10 +30,10 @@ def _outside_graphs(function: _Function) -> _Function:
 
 
 class Kernel:
-    """One kernel. Compiled and loaded on first use, for each GPU apart.
+    """One kernel, compiled and loaded at its first use on each GPU.
 
-    `on(device)` is for cukern's own ops: pointers as integers, no checks. Calling the object is for everyone: tensors and DLPack arrays,
-    checked against the kernel's own parameter list.
+    Call it with tensors or DLPack arrays, which are checked against the kernel's parameter list. cukern's own ops use `on(device)`, which
+    takes pointers as integers and checks nothing.
     """
 
     def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False):
@@ -42,19 +42,19 @@ class Kernel:
         self._params: dict[int, tuple[signature.Param, ...]] = {}
         self._loaded: dict[int, backend.Launch] = {}
         self._raw: dict[int, Any] = {}  # by GPU, cupy.RawKernel
-        self._lock = threading.RLock()  # a signal handler may want the same kernel
+        self._lock = threading.RLock()  # a signal handler may request the same kernel
 
     def __repr__(self) -> str:
         return f"<cukern kernel {self.name}({' '.join(self._text().split())}) of {self.source.path}>"
 
     def _text(self) -> str:
-        """What stands in the parentheses after the kernel's name, if the source says it without macros."""
+        """The parameter list as text, if the source contains it without macros."""
         base = self.name.partition("<")[0].strip()
         return self.source.kernels.get(base) or self.source.included_kernels.get(base, "")
 
     @property
     def params(self) -> tuple[signature.Param, ...]:
-        """The parameters, as the compiler saw them for the current GPU or the simulator. Compiles the kernel, if that is not done.
+        """The parameters as the compiler saw them for the current GPU or the simulator. Compiles the kernel if necessary.
 
         Raises TypeError for a parameter type that cannot be passed, and as `compile` does.
         """
@@ -77,7 +77,7 @@ class Kernel:
     def on(self, device: int) -> backend.Launch:
         """The kernel on the GPU number `device`, or in the simulator: `launch(grid, block, shared_bytes, *args)`, pointers as integers.
 
-        Compiles and loads it, if that is not done. Raises RuntimeError for an unloaded kernel inside a CUDA graph capture.
+        Compiles and loads it if necessary. Raises RuntimeError for an unloaded kernel inside a CUDA graph capture.
         """
         loaded = self._loaded.get(device)
         if _collected is not None and device == backend.SIMULATED:
@@ -106,8 +106,8 @@ class Kernel:
             with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
                 kernel.raw((grid,), (block,), (cupy.asarray(x), numpy.int32(n)))
 
-        CuPy checks no types, and launches on its own current stream. Compiles and loads the kernel, if that is not done. It belongs to this
-        GPU alone. Raises SetupError where there is no GPU, because the simulator has no such object, and as `on` does.
+        CuPy checks no types and launches on its own current stream. Compiles and loads the kernel if necessary. The object is valid on this
+        GPU only. Raises SetupError without a GPU, because the simulator has no such object, and the errors of `on`.
         """
         if not torch.cuda.is_available():
             raise SetupError(f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy")
@@ -117,17 +117,17 @@ class Kernel:
 
     @_outside_graphs
     def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:
-        """Launch with one's own geometry.
+        """Launch the kernel.
 
         Args:
-            args: one for each parameter of the kernel: a CUDA tensor or DLPack array of the pointee's dtype for a pointer (None for a null
-                pointer), a number for a scalar. Nothing is copied; the kernel sees the memory from the first element on. In the simulator:
-                CPU tensors, and the kernel may touch nothing but them.
-            grid, block: one to three ints: blocks, and threads of a block, along x, y, z.
+            args: one per parameter of the kernel: for a pointer a CUDA tensor or DLPack array of the pointee's dtype, or None for a null
+                pointer; for a scalar a number. Nothing is copied; the pointer is that of the first element. In the simulator: CPU tensors,
+                and the kernel may access only them.
+            grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory.
 
-        Raises TypeError or ValueError for an argument that does not fit, LaunchError for a geometry that the GPU refuses, in the simulator
-        also cukern.sim.Fault for a bug of the kernel.
+        Raises TypeError or ValueError for a wrong argument, LaunchError for a launch configuration that the GPU refuses, and in the
+        simulator cukern.sim.Fault for a bug in the kernel.
         """
         dims, shared = (_dim("grid", grid), _dim("block", block)), checks.integer("shared", shared, 0)
         params = self.params_on(_device(args))
@@ -142,7 +142,7 @@ class Kernel:
         with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
             try:
                 launch(*dims, shared, *values)
-            except OverflowError:  # such as 1e6 for a __half
+            except OverflowError:  # for example 1e6 for a __half
                 raise signature.explain_misfit(self.name, params, tuple(values)) from None
 
     def _common_device(self, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], args: Iterable[Any]) -> int:
@@ -182,10 +182,10 @@ def _shipped(file: str) -> Source:
 
 
 class Template:
-    """The instances of one template of kernels_cu, made when first asked for: `Template("square.cu", "square_v2")[torch.float32, 4]`.
+    """The instances of one template in kernels_cu, created on demand: `Template("square.cu", "square_v2")[torch.float32, 4]`.
 
-    `pdl`: programmatic dependent launch; the kernel calls wait_for_previous() of common/ptx.cuh before it touches global memory.
-    `together`: cooperative launch; all blocks fit the GPU, and may wait for one another.
+    `pdl`: programmatic dependent launch; the kernel calls wait_for_previous() of common/ptx/launch.cuh before it accesses global memory.
+    `together`: cooperative launch; all thread blocks fit on the GPU and may wait for each other.
     """
 
     def __init__(self, file: str, name: str, pdl: bool = False, together: bool = False):
@@ -205,16 +205,15 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
     """The kernel `name` of a .cu file, as a callable.
 
     Args:
-        path: the file. Its `#include "..."` are looked for beside it and in cukern's own kernels_cu.
-        name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". May be left out if there is one.
+        path: the file. `#include "..."` searches its folder and cukern's kernels_cu.
+        name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". Optional if the file has one kernel.
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
-    Raises FileNotFoundError, and ValueError for a name that the file does not have. With the first launch come CompileError, and TypeError
-    for a parameter type that cannot be passed: by value anything but numbers, and pointers to what is no element of a tensor; void* takes
-    any tensor. Headers are those that #include lines name, or literals in #define lines; NVRTC's missing <cstdint> is there.
+    Raises FileNotFoundError, and ValueError for a name that the file does not have. The first launch may raise CompileError, and TypeError
+    for a parameter type that cannot be passed: by-value types other than numbers, and pointers to types that no tensor has; void* accepts
+    any tensor. Headers are found through #include lines and literals in #define lines; <cstdint>, which NVRTC lacks, is provided.
 
-    What only a host compiler can read is skipped (functions that use torch:: or <<<...>>>, bindings), so the source of a torch extension
-    loads as it stands.
+    Host code is skipped (functions that use torch:: or <<<...>>>, bindings), so the source of a torch extension loads unchanged.
     """
     return _kernel(Source.read(path), name)
 
@@ -250,7 +249,7 @@ def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
 
 
 def _device(args: Iterable[Any]) -> int:
-    """The device of the first tensor that is on a GPU; without one, where a launch goes that has no pointers."""
+    """The device of the first tensor on a GPU, else the device of a launch without pointers."""
     for a in args:
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
@@ -261,7 +260,7 @@ def _tensor(param: signature.Param, value: Any, kernel: str) -> torch.Tensor:
     tensor = interop.to_torch(param.name, value)
     if tensor.layout is not torch.strided:
         raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # such as a FakeTensor, whose address is 0
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # for example a FakeTensor, whose address is 0
         raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
     if not tensor.is_cuda and not backend.simulates(tensor):
         raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")

@@ -1,4 +1,4 @@
-"""The limits of a launch, in one place for the GPU and the simulator, and the error of a launch that exceeds one."""
+"""Launch limits, for both the GPU and the simulator."""
 
 import math
 
@@ -10,7 +10,7 @@ MOST_BLOCKS_A_CLUSTER = 16  # with CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_A
 
 
 class LaunchError(RuntimeError):
-    """The driver refused a launch, or the kernel failed; the message names the kernel, the geometry and the limit that was exceeded."""
+    """The driver refused a launch or the kernel failed. The message names the kernel, the launch configuration and the exceeded limit."""
 
 
 def exceeded(grid: Dim, block: Dim, shared: int, most_threads: int, most_shared: int, cluster: Dim, static_shared: int = 0) -> list[str]:

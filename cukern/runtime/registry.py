@@ -1,4 +1,4 @@
-"""The table of ops and of their versions, which check, bench, profile, compile and the tests iterate; and the raw ops that torch sees."""
+"""The table of ops and versions that check, bench, profile, compile and the tests iterate over, and the raw ops registered with torch."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a launch as `torch.ops.cukern.<name>`, and return the fastest way to call it.
+    """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host time.
 
     Args:
         schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor": tensors, then the version. A raw op is not
             differentiable; the autograd Function outside it is.
         tensors: how many tensors, and lists of tensors.
-        impl, fake: the launch, and the same for shapes alone.
+        impl, fake: the launch, and its version for fake tensors.
 
-    The result skips torch's dispatcher (1.7 us) where nothing listens to it: no torch.compile or export, no dispatch mode such as
-    FakeTensorMode, no functorch transform, no tensor subclass, no simulator.
+    The result skips torch's dispatcher (1.7 us) where nothing depends on it: without torch.compile and export, dispatch modes such as
+    FakeTensorMode, functorch transforms, tensor subclasses and the simulator.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, impl, "CUDA")
 
     def simulate(*args: Any) -> Any:
-        if not backend.simulating() and torch._C._current_graph_task_id() < 0:  # in a backward pass, the forward was simulated
+        if not backend.simulating() and torch._C._current_graph_task_id() < 0:  # a backward pass follows a simulated forward
             raise ValueError(f"cukern::{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
         with backend.simulated_memory(_flat(args)):
             return impl(*args)
@@ -63,7 +63,7 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
             if not _transforms():
                 checks.strided("x", x)
                 raise
-        return op(x, *rest)  # a functorch wrapper has no memory: its data_ptr() raised before anything was launched
+        return op(x, *rest)  # data_ptr() of a functorch wrapper raised before the launch
 
     def call(*args: Any) -> Any:
         if _tracing() or _modes() or _transforms() or not args[0].is_cuda:
@@ -76,37 +76,38 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
             refuse_fork(name, error)
             if not any(isinstance(x, torch.Tensor) and _wrapped(x) for x in _flat(args)):
                 raise
-        return op(*args)  # a wrapper that outlived its transform: the dispatcher opens it
+        return op(*args)  # a functorch wrapper that outlived its transform: the dispatcher unwraps it
 
     return call_one if tensors == 1 else call
 
 
 def _flat(args: Iterable[Any]) -> list[Any]:
-    """The arguments, lists opened."""
+    """The arguments, with lists flattened."""
     return [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
 
 
 class Differentiable(torch.autograd.Function):
-    """What an op's Functions derive from; `apply_of` makes the callable.
+    """Base class of the ops' autograd Functions; `apply_of` returns the callable.
 
-    Subclasses define, all static: `forward(*args)`, `setup_context(ctx, inputs, output)`, which calls `save`, `backward(ctx, *grads)`,
-    `tangent(ctx, *tangents)`, as torch's jvp, and `batch(info, in_dims, *args)`, as torch's vmap. The last two have names of their own,
-    because torch.compile traces no Function that defines jvp. `recorded(ctx, *args)` may do the work of forward and setup_context in one,
-    for autograd alone: 0.8 us less a call.
+    Subclasses define static methods: `forward(*args)`, `setup_context(ctx, inputs, output)`, which calls `save`, `backward(ctx, *grads)`,
+    `tangent(ctx, *tangents)` (torch's jvp) and `batch(info, in_dims, *args)` (torch's vmap). The last two have their own names, because
+    torch.compile does not trace a Function that defines jvp. `recorded(ctx, *args)` may combine forward and setup_context for plain
+    autograd, which saves 0.8 us per call.
     """
 
 
 def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """Keep tensors for backward, and for `tangent` where there may be tangents."""
+    """Save tensors for backward, and for `tangent` if forward-mode derivatives are active."""
     ctx.save_for_backward(*tensors)
     if forward_ad._current_level >= 0 and not _tracing():
         ctx.save_for_forward(*tensors)
 
 
 def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
-    """`function.apply`, with forward-mode derivatives and vmap, without the part of it that serves torch.func where that is not at work.
+    """`function.apply` with forward-mode derivatives and vmap.
 
-    Through `apply` itself, a Function that has setup_context would cost 47 us instead of 8.
+    `apply` of a Function with setup_context costs 47 us per call because of its torch.func support. This one skips that support (8 us)
+    unless a transform is active.
     """
     rules = {"jvp": getattr(function, "tangent", None), "vmap": getattr(function, "batch", None)}
     full = type(function.__name__, (function,), {name: staticmethod(rule) for name, rule in rules.items() if rule})
@@ -124,14 +125,14 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
     def transform(*args: Any) -> Any:
         return full.apply(*args) if _transforms() else dual(*args)  # type: ignore[attr-defined]
 
-    # torch.compile breaks its graph here, and says so by this name: traced without the rules, derivatives would silently be zero.
+    # torch.compile breaks its graph here and reports this name. Without the break, forward-mode derivatives would silently be zero.
     transform.__qualname__ = f"{function.__name__}.transform"
     eager = torch._disable_dynamo(transform)
     return apply
 
 
 def watched(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call must go through its Function: a gradient is recorded, tensors may carry tangents, or torch.func is at work."""
+    """True if a call must use its Function: autograd records it, tensors may carry tangents, or torch.func is active."""
     for x in tensors:
         if x is not None and x.requires_grad:
             return torch.is_grad_enabled() or transformed()
@@ -139,17 +140,17 @@ def watched(*tensors: torch.Tensor | None) -> bool:
 
 
 def transformed() -> bool:
-    """Whether tensors may carry tangents, or torch.func is at work."""
+    """True if tensors may carry tangents or torch.func is active."""
     return forward_ad._current_level >= 0 or _transforms()
 
 
 def batched(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    """A tensor of a vmap rule with the batch in front, expanded if it has none."""
+    """A tensor of a vmap rule with the batch dimension first, expanded if it has none."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
-    """The vmap rule of last resort: one call for each element of the batch. Returns (outputs, out_dims)."""
+    """The general vmap rule: one call per element of the batch. Returns (outputs, out_dims)."""
     calls = [apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(size)]
     if isinstance(calls[0], torch.Tensor):
         with autocast.off(calls[0]):
@@ -165,10 +166,10 @@ def _made_of_forward(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Version:
-    """One rung of an op's ladder of kernels.
+    """One version of an op's kernels.
 
-    `forward` and `backward` are what the op's raw ops call to launch it; an op whose gradients are made of its forward has no backward.
-    `instances` names the kernels of a dtype, for `cukern compile` and `warmup`; `requires` is the least compute capability, as 80 for 8.0.
+    The op's raw ops call `forward` and `backward` to launch it; an op whose gradients use its forward has no backward. `instances` returns
+    the kernels of a dtype for `cukern compile` and `warmup`. `requires` is the least compute capability, such as 80 for 8.0.
     """
 
     idea: str
@@ -180,7 +181,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least work of one pass: bytes that must cross device memory, each input read and each output written once; and operations."""
+    """The least work of one pass: bytes of device memory traffic, with each input read and each output written once, and operations."""
 
     bytes: int
     flops: int
@@ -188,15 +189,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Op:
-    """What the tools and the tests know of an op.
+    """What the tools and tests need to know about an op.
 
-    `dims` names the command line's DIMS; `check_dims`, `sim_dims` and `bench_dims` are those that the tools take by themselves, on a GPU,
-    in the simulator and to time; `make` draws the inputs for them; `function(*inputs, version=)` is the public function,
-    `reference(*inputs)` the same maths in plain torch, and each returns one tensor, or a tuple of several; `cost(dims, itemsize)` gives the
-    Cost of "fwd", of "bwd" (all gradients), and of "bwd:<input>" (one) where there are several. `bound` is the limit that the bench
-    quotes, "memory" or "compute". A result may err by twice the error of torch's own op plus `roundings` times the dtype's epsilon,
-    relative to its scale: `magnitude(inputs, douts)` gives those of the outputs and then of the gradients, from all in float64; by default
-    they are the sums of the terms' absolute values, which the reference makes of the inputs' absolute values.
+    `dims` describes the command line's DIMS. `check_dims`, `sim_dims` and `bench_dims` are the default sizes for checks on a GPU, in the
+    simulator and timing. `make` draws random inputs. `function(*inputs, version=)` is the public function, and `reference(*inputs)` the
+    same math in plain torch; each returns a tensor or a tuple. `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients) and
+    of "bwd:<input>" (one gradient) if there are several. `bound` is the limit that the bench reports, "memory" or "compute". The error of a
+    result may be twice that of torch's own op plus `roundings` times the dtype's epsilon, relative to its scale. `magnitude(inputs, douts)`
+    gives the scales of the outputs and gradients from float64 inputs; the default is the reference applied to absolute values.
 
     Where the number of inputs depends on the dims, the last name ends with "...", and stands for all others, which are numbered. Where the
     public function takes them otherwise, such as in a list, `spread(*inputs, version=)` calls it. `as_checked` is what `cukern check` takes
@@ -244,7 +244,7 @@ class Op:
         return *first, *(f"{last[:-3]}{i}" for i in range(len(inputs) - len(first)))
 
     def has_gradient(self, name: str, x: torch.Tensor) -> bool:
-        """Whether the input of this name has a gradient."""
+        """True if the input of this name has a gradient."""
         return x.is_floating_point() and name not in self.constants
 
     def kernels(self, capability: int = 1 << 30, dtypes: Collection[torch.dtype] | None = None) -> dict[str, Kernel]:

@@ -1,7 +1,7 @@
-"""A kernel's parameters, as the compiler saw them: which arguments it takes, and how they are packed for a launch.
+"""A kernel's parameters as the compiler saw them: checks arguments and packs them for a launch.
 
-The compiler says them as the mangled name of `cukern_signature<decltype(&kernel)>`, a template of PROBE. An argument that does not fit is
-refused here, instead of being read as other bits on the GPU.
+The parameter types come from the mangled name of `cukern_signature<decltype(&kernel)>`, a template in PROBE. An argument of the wrong type
+raises an error here; on the GPU it would be reinterpreted.
 """
 
 import re
@@ -14,9 +14,9 @@ CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float3
 
 PROBE = '\n\n#line 1 "/cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
 
-# By the letter of a mangled name: the C++ type, its `struct` format where it can be passed by value, the dtypes of a tensor for a pointer.
+# By the letter in a mangled name: the C++ type, its `struct` format if it can be passed by value, the tensor dtypes for a pointer to it.
 _TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
-    "v": ("void", "", ()),  # a pointer to it takes any tensor
+    "v": ("void", "", ()),  # void* accepts any tensor
     "b": ("bool", "?", (torch.bool,)),
     "c": ("char", "b", (torch.int8,)),
     "a": ("signed char", "b", (torch.int8,)),
@@ -55,7 +55,7 @@ class Param:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The torch dtypes that a pointer may point to; empty where any may."""
+        """The tensor dtypes that a pointer accepts; empty for any."""
         return _POINTEES.get(self.ctype, ())
 
     @property
@@ -68,12 +68,12 @@ class Param:
 
 
 def probe(kernel: str) -> str:
-    """The name expression whose lowered name says the kernel's parameters, in a program that ends with PROBE."""
+    """The name expression whose lowered name contains the kernel's parameter types, in a program that ends with PROBE."""
     return f"cukern_signature<decltype(&{kernel})>"
 
 
 def params(kernel: str, mangled: str, text: str = "") -> tuple[Param, ...]:
-    """The parameters that the mangled name of a kernel's probe says; their names are from the text of the parameter list, if it fits.
+    """The parameters from the mangled name of a kernel's probe. Their names come from the text of the parameter list, if it matches.
 
     Raises TypeError for a type that cannot be passed.
     """
@@ -123,7 +123,7 @@ def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Excep
 
 
 def split_list(text: str) -> list[str]:
-    """Split at the commas that no bracket encloses."""
+    """Split at commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for match in re.finditer(r"[<(\[{>)\]},]", text):
         depth += (match[0] in "<([{") - (match[0] in ">)]}")
@@ -137,7 +137,7 @@ _UNNAMED = re.compile(r"[*&\d].*|__.*|void|bool|char|short|int|long|float|double
 
 
 def _name_in(declaration: str) -> str:
-    """The name that a parameter's declaration gives it, or ""."""
+    """The parameter name in a declaration, or ""."""
     words = re.findall(r"\w+|[*&]", re.sub(r"\[.*", "", declaration.partition("=")[0], flags=re.DOTALL))
     return words[-1] if len(words) > 1 and not _UNNAMED.fullmatch(words[-1]) else ""
 
@@ -149,7 +149,7 @@ _QUALIFIERS = {"r": "__restrict ", "V": "volatile ", "K": "const "}
 
 
 def demangled(mangled: str) -> list[str]:
-    """The C++ types of the parameters, of a probe's mangled name. Raises TypeError for a form that is not read."""
+    """The C++ types of the parameters, from a probe's mangled name. Raises TypeError for an unsupported form."""
     reader = _Types(mangled)
     reader.expect("_Z16cukern_signatureIPF")
     types = reader.until_end()[1:]  # the first is the result
@@ -157,7 +157,7 @@ def demangled(mangled: str) -> list[str]:
 
 
 class _Types:
-    """Reads types from a mangled name. `seen` are those that a substitution, such as S0_, repeats."""
+    """A parser of the types in a mangled name. `seen` are the candidates for substitutions such as S0_."""
 
     def __init__(self, mangled: str):
         self.mangled, self.at, self.seen = mangled, 0, ["cukern_signature"]
@@ -197,14 +197,14 @@ class _Types:
             return self.remember(f"{self.type()}[{array[1:-1]}]")
         if self.accept("M"):
             return self.remember(f"{self.type()}::*{self.type()}")
-        if self.accept("L"):  # a template's argument that is a value
+        if self.accept("L"):  # a template argument that is a value
             return f"({self.type()}){self.accept('n?[0-9a-f]+')}{self.expect('E')}"
         if self.accept("J"):
             return ", ".join(self.until_end())
         return self.named()
 
     def named(self) -> str:
-        """A class or enum: its own name, in namespaces, with a template's arguments, or a substitution."""
+        """A class or enum: its qualified name with template arguments, or a substitution."""
         nested, name = self.accept("N"), ""
         while True:
             if substitution := self.accept("S[0-9A-Z]*_"):

@@ -1,6 +1,6 @@
-"""Where the .cu files are, what they include, which kernels they have, and the texts that the compiler is given.
+"""Finds .cu files, the headers that they include, and their kernels, and prepares the texts for NVRTC.
 
-The compiler reads no file of ours: each is read once, hashed, and given to NVRTC as text. So what is compiled is what was hashed.
+Each file is read once, hashed, and passed to NVRTC as text, so the hash in the cache key always matches what was compiled.
 """
 
 import functools
@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-NOWHERE = "/dev/null"  # the folder of all names that NVRTC gets: it is no folder, so NVRTC finds no file there by itself
+NOWHERE = "/dev/null"  # prefix of all file names passed to NVRTC; not a folder, so NVRTC cannot open files itself
 
-# NVRTC has no <cstdint>. The types are those that CUDA's own headers give NVRTC.
+# NVRTC has no <cstdint>. The types match those of CUDA's own headers.
 _STDINT = """#pragma once
 typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long long int64_t; typedef long long intptr_t;
 typedef unsigned char uint8_t; typedef unsigned short uint16_t; typedef unsigned int uint32_t; typedef unsigned long long uint64_t;
@@ -23,7 +23,7 @@ using ::uint8_t; using ::uint16_t; using ::uint32_t; using ::uint64_t; using ::u
 """
 _OWN_HEADERS = {"cstdint": _STDINT, "stdint.h": "#include <cstdint>\n"}
 
-# Each takes the rest of its line or file if it does not end, so that the search goes over no text twice.
+# An unterminated comment or literal extends to the end of its line or file, so that the search is linear in the length of the text.
 _LINE = r"[^\n]*(?:(?<=\\)\n[^\n]*)*"
 _COMMENT_OR_LITERAL = re.compile(
     rf"""["'/](?:(?P<comment>(?<=/)(?:/{_LINE}|\*.*?(?:\*/|\Z)))"""
@@ -31,7 +31,7 @@ _COMMENT_OR_LITERAL = re.compile(
     r'|(?<=")[^"\\\n]*(?:\\.[^"\\\n]*)*"?' + r"|(?<=')(?:\\.[^'\n]{0,8}|[^'\\\n])')",
     re.DOTALL,
 )
-_SPLICE = r"(?:\\\n)*"  # a line that goes on
+_SPLICE = r"(?:\\\n)*"  # line continuation
 _BLANK = r"(?:[ \t\f\v]|\\\n)*"
 _INCLUDE = re.compile(
     rf"^(?<!\\\n){_BLANK}(?P<include>(?:#|%{_SPLICE}:){_BLANK}{_SPLICE.join('include')}(?P<next>{_SPLICE}{_SPLICE.join('_next')})?{_BLANK}"
@@ -40,7 +40,7 @@ _INCLUDE = re.compile(
 )
 _DIRECTIVE = re.compile(rf"^(?<!\\\n){_BLANK}(?:#|%{_SPLICE}:){_LINE}", re.MULTILINE)
 _FILE_NAME = re.compile(r'"([^"]+)"|<([^<>]+)>')
-_TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")  # a string is blanked
+_TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")  # strings are blanked first
 _WORD = re.compile(r"\s*(\w+)(?:\s*\(|\b)")
 _HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::|\bPYBIND11_MODULE\b|\bTORCH_LIBRARY")
 _HOST_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(?:torch|ATen|c10|cuda_runtime)[^>\n]*>", re.M)
@@ -56,7 +56,7 @@ def kernels_dir() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """One program for NVRTC. `path` is what the compiler's messages name; a source given as text has a made-up one."""
+    """One program for NVRTC. Compiler messages name `path`, which is made up for a source given as text."""
 
     path: Path
     text: str
@@ -72,44 +72,43 @@ class Source:
         return Source(Path(f"<cukern.compile {digest}>"), without_host_code(text.removeprefix("\ufeff")))
 
     def digest(self) -> str:
-        """SHA-256 of the text and of every file of ours that it can include, by relative name and content."""
+        """SHA-256 of the text and of the names and contents of all files that it can include."""
         files = {self._name(path): text for path, text in self.program.files.items()}
         own = {name: text for name, text in self.program.headers.items() if name in _OWN_HEADERS}
         return hashlib.sha256(json.dumps([self.text, sorted(files.items()), sorted(own.items())]).encode()).hexdigest()
 
     def _name(self, path: Path) -> str:
-        """A name that is the same on two machines that hold the same files."""
+        """A name that does not depend on where the files are installed."""
         if path.is_relative_to(kernels_dir()):
             return f"cukern:{path.relative_to(kernels_dir())}"
         return os.path.relpath(path, self.folder)
 
     @property
     def folder(self) -> Path:
-        """Where its quoted includes are looked for first."""
+        """The first folder to search for quoted includes."""
         return self.path.parent.absolute()
 
     @functools.cached_property
     def program(self) -> "Program":
-        """What NVRTC gets. Made once: later edits of the files do not reach this source."""
+        """The texts for NVRTC, made once: later edits of the files do not affect this source."""
         return Program(self)
 
     @functools.cached_property
     def kernels(self) -> dict[str, str]:
-        """The text between the parentheses of each kernel of the file, by its name with namespaces, in order."""
+        """The parameter list of each kernel in the file, as text, by its qualified name, in order."""
         return find_kernels(self.text)
 
     @functools.cached_property
     def included_kernels(self) -> dict[str, str]:
-        """The same of the files that it includes."""
+        """The same for the included files."""
         return {name: text for file in self.program.files.values() for name, text in find_kernels(file).items()}
 
 
 class Program:
-    """The texts of a source for NVRTC: its own, and `headers` by the name in their #include lines; and `files`, all that was read.
+    """The texts for NVRTC: `text` of the source, `headers` by the name in their #include lines, and `files`, everything that was read.
 
-    NVRTC finds a header by the very name in the #include line, from wherever it is included. So each literal name becomes the path. A name
-    in a #define or #if line may be put into an #include by a macro, or asked for by __has_include: it becomes a header that includes the
-    file of that name.
+    NVRTC looks a header up by the exact name in the #include line. So each literal name is replaced by the path. A name in a #define or #if
+    line may reach an #include through a macro, or be tested by __has_include: a header of that name is added, which includes the file.
     """
 
     def __init__(self, source: Source):
@@ -132,7 +131,7 @@ class Program:
             self.headers[name] = several if len(paths) > 1 else f'#include "{_header(*paths)}"\n'
 
     def _rewrite(self, path: Path, text: str) -> tuple[str, set[Path]]:
-        """The text with a path in each #include, and the files that it can reach."""
+        """The text with a path in each #include, and the files that it includes or may include through a macro."""
         code, reached = blanked(text), set()
         pieces, at = [f"#line 1 {json.dumps(str(path), ensure_ascii=False)}\n"], 0
         for match in _INCLUDE.finditer(code):
@@ -156,14 +155,14 @@ class Program:
         return "".join((*pieces, text[at:])), reached
 
     def _find(self, name: str, includer: Path, quoted: bool, after: bool) -> Path | None:
-        """The file that an #include means; with `after`, of include_next, another than the one that includes."""
+        """The file that an #include refers to. `after`: for include_next, which skips the including file."""
         folders = [includer.parent] * quoted + [self._source.folder, kernels_dir()]
         found = (Path(os.path.realpath(folder / name)) for folder in folders if os.path.isfile(folder / name))
         return next((path for path in found if not after or path != includer), None)
 
 
 def _header(path: Path) -> str:
-    """The name by which NVRTC knows a file."""
+    """The name of a file for NVRTC."""
     return NOWHERE + str(path).replace('"', "''")
 
 
@@ -177,7 +176,7 @@ def _read(path: Path) -> str:
 
 
 def blanked(text: str, literals: bool = False) -> str:
-    """The text with blanks for its comments and raw strings, or for all strings and characters; of the same length."""
+    """The text with comments and raw strings replaced by blanks, with `literals` all strings and characters too. The length is kept."""
 
     def blank(match: re.Match[str]) -> str:
         return " " * len(match[0]) if literals or match["comment"] or match["raw"] else match[0]
@@ -186,9 +185,9 @@ def blanked(text: str, literals: bool = False) -> str:
 
 
 def without_host_code(text: str) -> str:
-    """Blank out what only a host compiler can read: torch's headers, and functions that use torch:: or <<<...>>>.
+    """Remove code for the host compiler: torch's headers, and functions that use torch:: or <<<...>>>.
 
-    So the source of a `torch.utils.cpp_extension.load_inline` call compiles as it stands. Line numbers stay. In the headers' place comes
+    The source of a `torch.utils.cpp_extension.load_inline` call then compiles unchanged. Line numbers are kept. The headers are replaced by
     <cstdint>, which they include.
     """
     text = _HOST_INCLUDE.sub("#include <cstdint>", text)
@@ -197,7 +196,7 @@ def without_host_code(text: str) -> str:
         return text
     pieces, start, depth = [], 0, 0
     for match in _TOKEN.finditer(code):
-        if depth or match[0] == "{":  # the brackets of a namespace do not count
+        if depth or match[0] == "{":  # braces of namespaces are not counted
             depth += match[0].endswith("{") - (match[0] == "}")
         if depth == 0 and match[0] != "__global__":
             pieces.append((start, match.end()))
@@ -211,7 +210,7 @@ def _directives(text: str) -> str:
 
 
 def find_kernels(text: str) -> dict[str, str]:
-    """The parameter list of each __global__ function, as text, by its name with namespaces. Of several, the last, which has the body."""
+    """The parameter list of each __global__ function, as text, by its qualified name; of several declarations, the last."""
     found: dict[str, str] = {}
     if "__global__" not in text:
         return found
@@ -238,7 +237,7 @@ def find_kernels(text: str) -> dict[str, str]:
 
 
 def _closing(code: str, at: int) -> int:
-    """Where the bracket that was opened before a place is closed."""
+    """The position after the bracket that closes the one opened before `at`."""
     depth = 1
     for match in re.compile(r"[()]").finditer(code, at):
         depth += 1 if match[0] == "(" else -1

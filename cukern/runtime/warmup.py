@@ -1,4 +1,4 @@
-"""Load kernels before their first use: before a CUDA graph is captured, or so that no training step waits for the compiler."""
+"""Compiles and loads kernels ahead of time, so that CUDA graphs can be captured and no training step waits for the compiler."""
 
 import contextlib
 import os
@@ -25,13 +25,13 @@ def warmup(
     Args:
         ops: names such as "square"; all ops if none is given.
         shapes: with one op: the dimensions of the calls to come, as `cukern bench OP` takes them (`cukern bench OP --help` names them).
-            Loads what forward and backward need for these shapes, and for kron_linear for every number of rows. Without shapes: the
-            kernels that do not depend on the shape, and for kron_linear some examples.
+            Loads what forward and backward need for these shapes with any number of rows. Without shapes: the kernels that do not
+            depend on the shape, and for kron_linear some examples.
         dtypes: only kernels of these dtypes; all that an op has if None.
         device: the GPU; torch's current one if None.
 
-    Raises TypeError for what is no op's name, shapes, collection of dtypes or device; ValueError for an unknown op, dtype or GPU and for a
-    shape that does not fit the op; SetupError without a GPU.
+    Raises TypeError for an argument of the wrong type; ValueError for an unknown op, dtype or GPU and for a shape that does not fit the op;
+    SetupError without a GPU.
 
     Example:
         >>> cukern.warmup("kron_linear", shapes=[(1024, 32, 32, 32)], dtypes=(torch.bfloat16,))  # doctest: +SKIP
@@ -63,14 +63,14 @@ def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, 
 
 
 class _Unwritten(TorchFunctionMode):
-    """Random tensors are not drawn: only shapes matter, and memory that nobody touches costs nothing."""
+    """Replaces random tensors by uninitialized ones: only shapes matter, and untouched memory costs nothing."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (torch.empty if function in (torch.randn, torch.rand) else function)(*args, **(kwargs or {}))
 
 
 def _call(op: Op, dims: Sequence[int], dtype: torch.dtype) -> None:
-    """Forward and backward on tensors of zeros, of which the memory is not touched where nothing is launched."""
+    """Forward and backward on tensors whose memory is never touched."""
     inputs = op.make(dims, dtype, "cpu")
     names = op.names(inputs)
     for grad in (True, False):
