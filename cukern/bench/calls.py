@@ -1,4 +1,4 @@
-"""One call of an op, whatever its outputs, its gradients and the inputs that it writes: what checking and measuring share."""
+"""Calls an op with any number of outputs, gradients and in-place inputs; shared by checks and measurements."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,30 +16,30 @@ def outputs(y: torch.Tensor | Tensors) -> Tensors:
 
 
 def wanted_inputs(op: Op, pass_: str, inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Which inputs a backward pass differentiates: "bwd" all that have a gradient, "bwd:x" that one."""
+    """The inputs that a backward pass differentiates: "bwd" all with a gradient, "bwd:x" only x."""
     one = pass_.partition(":")[2]
     return [i for i, name in enumerate(op.names(inputs)) if op.has_gradient(name, inputs[i]) and one in ("", name)]
 
 
 def draw_douts(op: Op, inputs: Sequence[torch.Tensor]) -> Tensors:
-    """Random gradients, one of each output."""
+    """Random gradients, one per output."""
     with torch.no_grad():
         return tuple(torch.randn_like(y) for y in outputs(op.reference(*inputs)))
 
 
 def leaves_of(inputs: Sequence[torch.Tensor], wanted: Sequence[int]) -> list[torch.Tensor]:
-    """The inputs, in the same memory, as leaves of which the `wanted` require grad."""
+    """The inputs as leaves on the same memory; the `wanted` ones require grad."""
     return [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
 
 
 def arguments(op: Op, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What to call the op with: the leaves, and copies of those that it writes, as autograd lets nobody write a leaf."""
+    """The arguments of a call: the leaves, with copies of in-place inputs, because autograd forbids writing to a leaf."""
     return [x.clone() if name in op.in_place else x for name, x in zip(op.names(leaves), leaves, strict=True)]
 
 
 def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: Tensors, again: bool = True) -> Callable[[], Tensors]:
-    """The backward pass of outputs, to be run any number of times, or not `again`. An output that no wanted gradient flows through, as that
-    of k where q's is wanted, has no part in it. Raises TypeError if none has."""
+    """The backward pass of outputs as a function, which can run many times if `again`. Outputs that do not require grad are left out.
+    Raises TypeError if no output requires grad."""
     pairs = [(out, dout) for out, dout in zip(outputs(y), douts, strict=True) if out.requires_grad]
     if not pairs:
         raise TypeError("has no backward")
@@ -48,9 +48,9 @@ def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: T
 
 
 def results(op: Op, function: Function, inputs: Sequence[torch.Tensor], douts: Tensors, wanted: Sequence[int] | None = None) -> Tensors:
-    """The outputs of a call, and the gradients of the inputs `wanted` (None: of all that have one). The inputs are left alone.
+    """The outputs of a call and the gradients of the inputs `wanted` (None: all with a gradient). The inputs are not modified.
 
-    Raises ValueError for outputs unlike `douts` in number, shape or dtype.
+    Raises ValueError if the outputs differ from `douts` in number, shape or dtype.
     """
     wanted = wanted_inputs(op, "bwd", inputs) if wanted is None else wanted
     leaves = leaves_of(inputs, wanted)

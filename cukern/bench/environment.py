@@ -1,4 +1,4 @@
-"""What a measurement was made on: the GPU and its limits, the driver, versions of the libraries, the commit."""
+"""Facts about the environment of a measurement: GPU, driver, library versions, commit."""
 
 import contextlib
 import datetime
@@ -16,8 +16,8 @@ import torch
 
 from cukern.runtime.compiler import SetupError, nvrtc_version
 
-_FEW_FLOAT32_LANES = ((7, 5), (8, 0))  # 64 a multiprocessor, 128 elsewhere
-_FLOAT64_LANES = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 elsewhere
+_FEW_FLOAT32_LANES = ((7, 5), (8, 0))  # 64 per SM, 128 on other GPUs
+_FLOAT64_LANES = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 on other GPUs
 
 
 def device() -> torch.device:
@@ -30,14 +30,14 @@ def gpu_name() -> str | None:
 
 
 def short_name() -> str:
-    """The GPU's name as a file name: "h200" for "NVIDIA H200"; "cpu" where there is none."""
+    """The GPU's name as a file name: "h200" for "NVIDIA H200"; "cpu" without a GPU."""
     words = re.findall(r"[a-z0-9]+", (gpu_name() or "cpu").lower())
     return "-".join(w for w in words if w != "nvidia")
 
 
 @contextlib.contextmanager
 def float32_products(tf32: bool = False) -> Iterator[None]:
-    """float32 products as they are, in cuBLAS too; or in TF32."""
+    """Inside the block, float32 matrix products of torch use float32, or TF32."""
     before, wanted = torch.get_float32_matmul_precision(), "high" if tf32 else "highest"
     if before != wanted:
         torch.set_float32_matmul_precision(wanted)
@@ -60,8 +60,8 @@ def l2_bytes(place: torch.device) -> int:
 
 
 def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
-    """Floating-point operations a second of the GPU's ordinary units (no tensor cores), a fused multiply-add counted as two, at its
-    highest clock. None where that says nothing: 16-bit types, the CPU, or an unknown clock."""
+    """Peak floating-point operations per second without tensor cores, at the highest clock; an FMA counts as two. None for 16-bit types,
+    the CPU, or an unknown clock."""
     if place.type != "cuda" or dtype not in (torch.float32, torch.float64):
         return None
     properties = torch.cuda.get_device_properties(place)
@@ -81,14 +81,14 @@ def _max_clock_hz(properties: Any) -> float | None:
 
 @functools.cache
 def smi(query: str) -> str | None:
-    """One value of `nvidia-smi --query-gpu`, of the first GPU; None where it cannot be had."""
+    """One value of `nvidia-smi --query-gpu` for the first GPU, or None."""
     program = shutil.which("nvidia-smi")
     out = output(program, f"--query-gpu={query}", "--format=csv,noheader,nounits") if program else None
     return out.splitlines()[0].strip() if out else None
 
 
 def output(*command: str, cwd: Path | None = None) -> str | None:
-    """What a program prints, stripped; None if it is not there or fails."""
+    """The stripped output of a program, or None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
     except (OSError, subprocess.TimeoutExpired):
@@ -97,7 +97,7 @@ def output(*command: str, cwd: Path | None = None) -> str | None:
 
 
 def cupy_wheels() -> dict[str, str]:
-    """The installed distributions that bring a `cupy` package, and their versions. Does not import CuPy."""
+    """The installed distributions with a `cupy` package, and their versions. Does not import CuPy."""
     found = {}
     for distribution in importlib.metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower()
@@ -126,9 +126,9 @@ def facts() -> dict[str, str | bool | None]:
 
 
 def _commit(tree: Path) -> tuple[str | None, bool | None]:
-    """The commit of the source tree that cukern runs from, and whether files differ from it, the results themselves aside."""
+    """The commit of the source tree that cukern runs from, and True if files other than results differ from it."""
     if not (tree / ".git").exists():
-        return None, None  # installed, or a copy; a repository further up would be another project's
+        return None, None  # installed or copied; a repository further up belongs to another project
     commit = output("git", "rev-parse", "HEAD", cwd=tree)
     status = output("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results", cwd=tree)
     return commit, None if status is None else bool(status)

@@ -1,4 +1,4 @@
-"""Tables of measurements: every version of an op and its peers, in one pass, at one shape."""
+"""Measures every version of an op and its peers in one pass at one shape."""
 
 import dataclasses
 import math
@@ -14,16 +14,16 @@ from cukern.bench.peers import peers
 from cukern.bench.verify import candidates, errors
 from cukern.runtime.registry import Cost, Op
 
-MOST_SETS = 256  # of inputs; a tiny shape would need thousands to outgrow the L2 cache
-HOST_PASSES = {"host fwd": False, "host fwd grad": True}  # whether the inputs require grad
+MOST_SETS = 256  # of inputs; tiny shapes would need thousands to exceed the L2 cache
+HOST_PASSES = {"host fwd": False, "host fwd grad": True}  # True if the inputs require grad
 
 Key = tuple[str, str]  # provider, version
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table and of the record. Times in microseconds; bytes and flops of one call, 0 where only host time was measured;
-    `error` as in verify.errors."""
+    """One line of a table and of the record. Times are in microseconds; bytes and flops are per call, 0 for host times; `error` is that of
+    verify.errors."""
 
     op: str
     version: str
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one pass, shape and dtype, which were measured in turns; what is missing, and notes on how some were measured."""
+    """The rows of one pass, shape and dtype, measured in alternation; the missing providers with reasons, and notes."""
 
     rows: list[Row]
     missing: dict[str, str]
@@ -57,7 +57,7 @@ class Table:
 
 
 def passes(op: Op, dims: Sequence[int], dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
-    """The passes of `op` to time: all that it has, or those wanted. Raises ValueError for one that it does not have."""
+    """The passes of `op` to time: all, or those wanted. Raises ValueError for an unknown pass."""
     known = list(op.cost(dims, dtype.itemsize))
     for name in wanted or ():
         if name not in known:
@@ -66,7 +66,7 @@ def passes(op: Op, dims: Sequence[int], dtype: torch.dtype, wanted: Collection[s
 
 
 def providers(op: Op, device: torch.device, only: Collection[str] | None) -> tuple[dict[Key, Function], dict[str, str]]:
-    """Versions and peers that run on this device, and why each of the others does not. `only` names versions, peers, "cukern" or "copy"."""
+    """Versions and peers that run on this device, and the reason for each of the others. `only`: versions, peers, "cukern" or "copy"."""
     known = ["cukern", *op.versions, *peer_names(op), "copy"]
     for name in only or ():
         if name not in known:
@@ -88,7 +88,7 @@ def measure(
     budget_s: float = 3.0,
     tf32: bool = False,
 ) -> Table:
-    """Time one pass of every provider, in turns, for about `budget_s` seconds. `tf32`: float32 products in TF32, and rows that say so."""
+    """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products use TF32."""
     functions, missing = providers(op, device, only)
     cost = op.cost(dims, dtype.itemsize)[pass_]
     sets, notes = _sets(cost, device), {}
@@ -97,16 +97,12 @@ def measure(
     with environment.float32_products(tf32), timing.side_stream(device):
         wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
         calls = _calls(op, dims, dtype, pass_, device, functions, sets, missing)
-        if op.bound == "memory" and device.type == "cuda":  # the yardstick, whatever else is wanted
+        if op.bound == "memory" and device.type == "cuda":  # the reference for of_limit
             calls["copy", ""] = copies(cost.bytes, sets, device)
         times, failed = timing.device_times({str(k): c for k, c in calls.items()}, device, budget_s)
         calls.clear()
-    for key in list(functions):
-        error = failed.get(str(key))
-        if error is not None:
-            if key[0] == "cukern":
-                raise error  # ours must not fail
-            missing[key[0]] = _reason(error)
+    for key in functions:
+        _note_failure(key[0], failed.get(str(key)), missing)
     done = {key: times[str(key)] for key in (*functions, ("copy", "")) if str(key) in times}
     rows = []
     for (provider, version), t in done.items():
@@ -118,6 +114,14 @@ def measure(
     return Table(_with_limit(rows, op, peak), missing, notes)
 
 
+def _note_failure(provider: str, error: Exception | None, missing: dict[str, str]) -> None:
+    """Raise an error of cukern's own; list the reason for any other provider."""
+    if error is not None:
+        if provider == "cukern":
+            raise error
+        missing[provider] = _reason(error)
+
+
 def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.device, only: Collection[str] | None = None) -> list[Table]:
     """Host time of a call, without and with inputs that require grad."""
     tables = []
@@ -125,16 +129,14 @@ def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.
         functions, missing = providers(op, device, only)
         default = next((key for key in reversed(functions) if key[0] == "cukern"), None)
         if default:
-            functions[default] = op.call  # as users call it; to name the version costs a keyword
+            functions[default] = op.call  # as users call it; the keyword `version` costs host time
         drawn = op.make(dims, dtype, device)
         inputs = arguments(op, leaves_of(drawn, wanted_inputs(op, "bwd", drawn) if grad else ()))
         for (provider, version), function in list(functions.items()):
             try:
                 function(*inputs)
             except Exception as error:  # see timing.device_times
-                if provider == "cukern":
-                    raise
-                missing[provider] = _reason(error)
+                _note_failure(provider, error, missing)
                 del functions[provider, version]
         times = timing.host_times({str(key): _bound(f, inputs) for key, f in functions.items()}, device)
         found = {key: times[str(key)] for key in functions}
@@ -148,7 +150,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _sets(cost: Cost, device: torch.device) -> int:
-    """How many sets of inputs and outputs are together larger than twice the L2 cache."""
+    """The number of sets of inputs and outputs that together exceed twice the L2 cache."""
     return min(max(math.ceil(2 * environment.l2_bytes(device) / max(cost.bytes, 1)), 1), MOST_SETS)
 
 
@@ -166,7 +168,7 @@ def _calls(
     sets: int,
     missing: dict[str, str],
 ) -> dict[Key, list[timing.Call]]:
-    """For each provider, its calls on each of the input sets. A provider that has no backward goes to `missing`."""
+    """The calls of each provider on each input set. A provider without a backward is added to `missing`."""
     inputs = [op.make(dims, dtype, device) for _ in range(sets)]
     if pass_ == "fwd":
         return {key: _holding([_bound(f, x) for x in inputs]) for key, f in functions.items()}
@@ -179,9 +181,7 @@ def _calls(
             graphs = [backward(function(*arguments(op, one)), [one[i] for i in wanted], d) for one, d in zip(leaves, douts, strict=True)]
             calls[provider, version] = _holding(graphs)
         except Exception as error:  # see timing.device_times
-            if provider == "cukern":
-                raise
-            missing[provider] = _reason(error)
+            _note_failure(provider, error, missing)
     return calls
 
 
@@ -190,7 +190,7 @@ def _reason(error: Exception) -> str:
 
 
 def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
-    """Keep each call's result until its next turn, so that results rotate through memory as the inputs do."""
+    """Keep the result of each call until its next turn, so that outputs rotate through memory like inputs."""
     held: dict[int, object] = {}
 
     def hold(i: int, call: timing.Call) -> timing.Call:
@@ -200,16 +200,16 @@ def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
 
 
 def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:
-    """Copies that move `total` bytes, read and written together, as many as a call of the op moves at least: rounded down to 10 binary
-    digits, because in a CUDA graph the driver takes 1.5 times as long for a large copy that is no multiple of 8 KiB."""
-    unit = 1 << max((total // 8).bit_length() - 10, 5)  # whole cache lines at least, so that both halves are aligned
+    """Copies that read and write `total` bytes together, which is the minimum for the op. The size is rounded down to 10 significant bits,
+    because in a CUDA graph a large copy whose size is not a multiple of 8 KiB takes 1.5 times as long."""
+    unit = 1 << max((total // 8).bit_length() - 10, 5)  # at least whole cache lines, so that both halves are aligned
     floats = max(total // 8 // unit * unit, unit)
     pairs = [torch.randn(2, floats, device=device) for _ in range(sets)]
     return [lambda dst=pair[0], src=pair[1]: dst.copy_(src) for pair in pairs]  # type: ignore[misc]
 
 
 def _with_limit(rows: list[Row], op: Op, peak: float | None) -> list[Row]:
-    """Fill of_limit: the time of the copy over one's own for a memory-bound op, TFLOP/s over the GPU's peak for a compute-bound one."""
+    """Set of_limit: copy time / own time for a memory-bound op, TFLOP/s / peak for a compute-bound one."""
     copy_us = next((r.median_us for r in rows if r.provider == "copy"), None)
     if op.bound == "memory":
         return [dataclasses.replace(r, of_limit=copy_us / r.median_us if copy_us else None) for r in rows]

@@ -1,4 +1,4 @@
-"""What else computes an op: torch's own ways, torch.compile, Triton, load_inline. The one place of the tools that knows ops by name."""
+"""Other implementations of an op: torch, torch.compile, Triton, load_inline. No other file of the tools knows ops by name."""
 
 import functools
 import importlib.util
@@ -13,7 +13,7 @@ from cukern.bench import rope_peers
 from cukern.bench.calls import Function
 from cukern.runtime.registry import Op
 
-STARTUP_OPS = ("square", "matmul")  # whose first calls `cukern bench startup` times: the least and the most to compile
+STARTUP_OPS = ("square", "matmul")  # timed by `cukern bench startup`: the least and the most code to compile
 
 _MOST_MATERIALISED = 4096  # columns
 
@@ -53,10 +53,10 @@ torch::Tensor square(torch::Tensor x) {
 
 
 def peers(op: Op, device: torch.device, only: Collection[str] | None = None) -> tuple[dict[str, Function], dict[str, Missing]]:
-    """The peers of `op` that run on this device, by name, each a function of the op's inputs; and why each of the others does not.
+    """The peers of `op` that run on this device, as functions of the op's inputs by name, and the reason for each of the others.
 
     Args:
-        only: make just these; None: all but those that take a minute to build.
+        only: these peers; None: all except those that take a minute to build.
     """
     found: dict[str, Function] = dict(_EAGER.get(op.name, {"torch": op.reference}))
     missing: dict[str, Missing] = {}
@@ -72,7 +72,7 @@ def peers(op: Op, device: torch.device, only: Collection[str] | None = None) -> 
 
 
 def names(op: Op) -> list[str]:
-    """The names of all peers of `op`, whether they run here or not."""
+    """The names of all peers of `op`, including those that do not run here."""
     return [*_EAGER.get(op.name, ("torch",)), *_makers(op)]
 
 
@@ -83,8 +83,8 @@ def _torch_compile(op: Op, device: torch.device) -> Function | Missing:
         return "Triton is not installed"
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # the bench runs a kept graph's backward many times
-    torch._dynamo.reset()  # else the eighth shape is not compiled any more
+    torch._functorch.config.donated_buffer = False  # the bench runs the backward of a retained graph many times
+    torch._dynamo.reset()  # after eight shapes dynamo stops compiling
     return torch.compile(op.reference, dynamic=False)
 
 
@@ -125,7 +125,7 @@ def _liger_softmax(op: Op, device: torch.device) -> Function | Missing:
 
 
 def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
-    """A Kronecker-factored layer by the matrix itself, made anew in each call, as LoKr's users make it."""
+    """A Kronecker-factored layer that builds the full matrix in each call, as LoKr implementations do."""
     if x.shape[-1] > _MOST_MATERIALISED:
         raise ValueError(f"the product would have {x.shape[-1]} rows, and more than {_MOST_MATERIALISED} are not tried")
     return x @ functools.reduce(torch.kron, factors)

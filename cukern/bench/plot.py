@@ -1,4 +1,4 @@
-"""Draw tables of measurements as bars, one panel a table."""
+"""Draws measurements as bar charts, one panel per table."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from cukern.runtime.compiler import SetupError
 
 
 def drawable(file: Path) -> None:
-    """Raises SetupError without matplotlib, ValueError for a file whose ending says no kind of picture."""
+    """Raises SetupError without matplotlib, and ValueError for an unknown picture format."""
     try:
         import matplotlib
     except ImportError as error:
@@ -22,7 +22,7 @@ def drawable(file: Path) -> None:
 
 
 def plot(tables: Sequence[Table], file: Path) -> None:
-    """Write a picture, of the kind that the file's ending says. Raises what `drawable` does."""
+    """Write a picture in the format of the file's extension. Raises as `drawable` does."""
     drawable(file)
     from matplotlib import pyplot
 
@@ -43,7 +43,7 @@ def plot(tables: Sequence[Table], file: Path) -> None:
 
 
 def _values(rows: Sequence[Row]) -> tuple[list[float], str]:
-    """The bars' lengths: TFLOP/s or TB/s where every row has it, the more telling one; else microseconds."""
+    """The lengths of the bars: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds."""
     if all(r.tflops for r in rows) and rows[0].flops > 8 * rows[0].bytes:
         return [r.tflops or 0.0 for r in rows], "TFLOP/s"
     if all(r.tbps for r in rows):

@@ -1,4 +1,4 @@
-"""Append measurements to benchmarks/results/<gpu>.jsonl: one JSON object a line, with all that it takes to judge it later."""
+"""Appends measurements to benchmarks/results/<gpu>.jsonl, one JSON object per line, with the environment."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from cukern.bench.measure import Row
 
 
 def default_file() -> Path:
-    """benchmarks/results/<gpu>.jsonl of the source tree that the current folder lies in; where it lies in none, ./<gpu>.jsonl."""
+    """benchmarks/results/<gpu>.jsonl of the source tree that contains the current folder, else ./<gpu>.jsonl."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         if (folder / "benchmarks" / "tables.py").is_file():
@@ -18,7 +18,7 @@ def default_file() -> Path:
 
 
 def append(rows: Iterable[Row], file: Path) -> None:
-    """Append the rows; what the file holds stays."""
+    """Append the rows to the file."""
     facts = environment.facts()
     lines = [json.dumps({**_measured(row), **facts}) + "\n" for row in rows]
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""What a fresh process pays: the import, the first call with an empty and a full cache, and eight processes that start at once."""
+"""Start-up costs of fresh processes: the import, the first call with an empty and a full cache, and eight processes at once."""
 
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ print(time.perf_counter() - start)
 assert "cupy" not in sys.modules, "import cukern imports CuPy"
 """
 
-# torch's own start comes first: its import, the CUDA context, one of its ops, and the reading of the clock's first use
+# Not timed: torch's import, the CUDA context, and the first torch op
 _FIRST_CALL = """
 import time, torch
 from cukern.runtime.registry import OPS
@@ -51,32 +51,25 @@ print(time.perf_counter() - start)
 """
 
 
-def measure_startup(tick: Callable[[], None] = lambda: None) -> Table:
-    """Medians over fresh processes, as rows of the op "startup". Without a GPU, compiling one op's kernels stands in for its first call.
+def measure_startup() -> Iterator[Table]:
+    """Yield medians over fresh processes, as rows of the op "startup". Without a GPU, compiling one op's kernels replaces its first call.
 
-    Raises RuntimeError where a process fails, `import cukern` imports CuPy, or eight processes at once corrupt the cache.
+    Raises RuntimeError if a process fails, `import cukern` imports CuPy, or eight concurrent processes corrupt the cache.
     """
     gpu = torch.cuda.is_available()
-    rows = [_row("import", [_seconds(_IMPORT, tick=tick) for _ in range(REPEATS)])]
+    missing = {} if gpu else {"first call": "there is no GPU; the time to compile is shown instead"}
+    notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
+    yield Table([_row("import", [_seconds(_IMPORT) for _ in range(REPEATS)])], missing)
     for op in _ops():
         what, code = (f"first call of {op}", _FIRST_CALL) if gpu else (f"compile {op} for sm_90a", _COMPILE)
         code = code.format(op=op)
         with tempfile.TemporaryDirectory() as folder:
-            empty = [_seconds(code, Path(folder) / str(i), tick) for i in range(REPEATS)]
-            full = [_seconds(code, Path(folder) / "0", tick) for _ in range(REPEATS)]
+            empty = [_seconds(code, Path(folder) / str(i)) for i in range(REPEATS)]
+            full = [_seconds(code, Path(folder) / "0") for _ in range(REPEATS)]
             together = _at_once(code, Path(folder) / "together")
-            tick()
             verify_cache(Path(folder) / "together")
-        rows += [_row(f"{what}, empty cache", empty), _row(f"{what}, full cache", full)]
-        rows.append(_row(f"{what}, empty cache, {AT_ONCE} processes at once", together))
-    notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
-    missing = {} if gpu else {"first call": "there is no GPU; what its compiling costs is shown instead"}
-    return Table(rows, missing, notes)
-
-
-def steps() -> int:
-    """How many times `measure_startup` calls its `tick`."""
-    return REPEATS + len(_ops()) * (2 * REPEATS + 1)
+        rows = [_row(f"{what}, empty cache", empty), _row(f"{what}, full cache", full)]
+        yield Table([*rows, _row(f"{what}, empty cache, {AT_ONCE} processes at once", together)], {}, notes)
 
 
 def _ops() -> tuple[str, ...]:
@@ -84,7 +77,7 @@ def _ops() -> tuple[str, ...]:
 
 
 def verify_cache(folder: Path) -> int:
-    """How many entries a cache folder has. Raises RuntimeError for a corrupt or left-over file."""
+    """The number of entries in a cache folder. Raises RuntimeError for a corrupt or left-over file."""
     entries = list(folder.glob(f"*{cache.SUFFIX}"))
     for entry in entries:
         if cache.corrupt(entry):
@@ -115,10 +108,8 @@ def _finish(process: subprocess.Popen[str]) -> float:
     return float(out)
 
 
-def _seconds(code: str, cache: Path | None = None, tick: Callable[[], None] = lambda: None) -> float:
-    seconds = _finish(_start(code, cache))
-    tick()
-    return seconds
+def _seconds(code: str, cache: Path | None = None) -> float:
+    return _finish(_start(code, cache))
 
 
 def _at_once(code: str, cache: Path) -> list[float]:

@@ -1,7 +1,7 @@
-"""How long calls take: device time by CUDA events over CUDA graphs, host time by the clock, all providers in turns.
+"""Times calls: device time with CUDA events around CUDA graphs, host time with the clock.
 
-Each provider has one call for each of several input sets, which together are larger than the L2 cache, so that no call finds its data
-there. Providers take turns, round by round, in random order, so that drift of clocks and temperature hits all of them alike.
+Each provider has one call per input set. All sets together exceed the L2 cache, so that no call finds its data there. In each round the
+providers run in random order, so that clock and temperature drift affects all of them equally.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ import torch
 
 Call = Callable[[], object]
 
-# Shorter calls are replayed from a CUDA graph, and longer ones that keep the host busy for half of their time, as backward passes of many
-# launches do. Others are not: the driver's own copies may be slower in a graph (see measure.copies).
+# Calls are replayed from a CUDA graph if they are shorter than this, or if host time is more than this share of their time, as in backward
+# passes with many launches. Others are not, because the driver's copies may be slower in a graph (see measure.copies).
 GRAPH_BELOW_US, HOST_SHARE = 200.0, 0.5
-BATCH_US = 1000.0  # aimed at between two clock readings
-MAX_BATCH = 1000  # calls; the driver's queue holds about as many launches
+BATCH_US = 1000.0  # target time between two events
+MAX_BATCH = 1000  # calls; about the length of the driver's launch queue
 CPU_BATCH_US = 2000.0
-_SLEEP_CYCLES = 1_000_000  # about 0.5 ms of nothing, in which the host gets ahead of the GPU
+_SLEEP_CYCLES = 1_000_000  # about 0.5 ms, in which the host gets ahead of the GPU
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median over rounds and the interquartile range; `note` says what to know of how they were measured."""
+    """Microseconds per call: the median over rounds and the interquartile range. `note`: a remark on how it was measured."""
 
     median_us: float
     iqr_us: float
@@ -39,7 +39,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Several calls between two clock readings, and about how long one call takes."""
+    """Several calls between two events, and the approximate time of one call."""
 
     run: Call
     calls: int
@@ -49,7 +49,7 @@ class _Batch:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """A stream of one's own on a GPU, as graph capture needs; inputs and forward passes must be made inside it too."""
+    """A side stream on a GPU, which graph capture needs. Create inputs and run forward passes inside it too."""
     if device.type != "cuda":
         yield
         return
@@ -62,16 +62,16 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Always the same one, because torch keeps freed memory for each stream apart."""
+    """Always the same stream, because torch caches freed memory per stream."""
     return torch.cuda.Stream(device)
 
 
 def device_times(
     calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float = 3.0
 ) -> tuple[dict[str, Timing], dict[str, Exception]]:
-    """Time of one call of each provider, which has one call for each input set. To be called inside `side_stream`.
+    """The time of one call for each provider, which has one call per input set. Use inside `side_stream`.
 
-    Returns the times, and the errors of those providers that failed.
+    Returns the times, and the errors of providers that failed.
     """
     batches: dict[str, _Batch] = {}
     failed: dict[str, Exception] = {}
@@ -79,7 +79,7 @@ def device_times(
     for name, own in calls.items():
         try:
             batches[name] = prepare(own)
-        except Exception as error:  # whatever a peer's compiler or kernel throws is a row of the table, not the end of it
+        except Exception as error:  # a failing peer must not end the measurement
             failed[name] = error
     clock = _gpu_round if device.type == "cuda" else _cpu_round
     samples = _rounds(batches, clock, budget_s)
@@ -87,7 +87,7 @@ def device_times(
 
 
 def host_times(calls: Mapping[str, Call], device: torch.device, rounds: int = 60, count: int = 200) -> dict[str, Timing]:
-    """Host time of one call, which only enqueues work: `count` of them, fewer than the driver's queue holds, with no wait for the GPU."""
+    """Host time of one call: `count` calls, fewer than the length of the launch queue, without waiting for the GPU."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -138,7 +138,7 @@ def _rounds(batches: dict[str, _Batch], clock: Callable[[list[_Batch]], list[flo
 
 
 def _in_turns(calls: Sequence[Call]) -> Callable[[int], None]:
-    """A function that makes the next n calls, going round the input sets."""
+    """A function that makes the next n calls, cycling through the input sets."""
     turns = itertools.cycle(calls)
 
     def run(count: int) -> None:
@@ -156,7 +156,7 @@ def _calls_in_batch(call_us: float, sets: int, aim_us: float) -> int:
 
 
 def _gpu_round(batches: list[_Batch]) -> list[float]:
-    """Microseconds a call of each batch. All are queued before the GPU begins, and events stand between them."""
+    """Microseconds per call of each batch. All batches are enqueued before the GPU starts, with events between them."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
     torch.cuda._sleep(_SLEEP_CYCLES)
     events[0].record()
@@ -177,18 +177,18 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     if call_us >= GRAPH_BELOW_US and _host_us(run) < HOST_SHARE * call_us:
         few = math.ceil(BATCH_US / call_us)
         return _Batch(lambda: run(few), few, call_us)
-    count = _calls_in_batch(call_us, len(calls), BATCH_US)  # a replay begins anew, so all input sets must be in the graph
+    count = _calls_in_batch(call_us, len(calls), BATCH_US)  # every replay starts at the first set, so all input sets must be in the graph
     try:
         graph = _capture(run, count)
     except RuntimeError as error:
         torch.cuda.synchronize()
         reason = str(error).strip().partition("\n")[0]
-        return _Batch(lambda: run(count), count, call_us, f"not captured in a CUDA graph, so host time may be in it ({reason})")
+        return _Batch(lambda: run(count), count, call_us, f"not captured in a CUDA graph, so the time may include host time ({reason})")
     return _Batch(graph.replay, count, call_us)
 
 
 def _host_us(run: Callable[[int], None]) -> float:
-    """What a call takes of the host, which does not wait for the GPU."""
+    """Host time of a call, without waiting for the GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run(3)
@@ -199,7 +199,7 @@ def _host_us(run: Callable[[int], None]) -> float:
 
 def _capture(run: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    # thread_local: the backward pass enqueues its kernels from autograd's own thread
+    # thread_local: the backward pass launches its kernels from an autograd thread
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         run(count)
     graph.replay()  # the first replay uploads the graph

@@ -1,9 +1,8 @@
-"""Is every version of an op right? Forward and gradients of all of them, on the same inputs, against float64.
+"""Compares forward and gradients of all versions of an op with float64, on the same inputs.
 
-The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64; scale, what the rounding of
-each term is relative to, is the op's own `magnitude`, or the reference and its gradients in float64 on the absolute values of the inputs,
-which is |a| @ |b| for a product. A result may err twice as much as torch's own op of that dtype, plus the few roundings that the op
-declares.
+The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64. Scale is the op's
+`magnitude`; by default it is the reference and its gradients in float64 on the absolute values of the inputs, which is |a| @ |b| for a
+product. The allowed error is twice that of torch's own op in the same dtype, plus the roundings that the op declares.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from cukern.runtime import backend, checks
 from cukern.runtime.device import device_of
 from cukern.runtime.registry import Op, Tensors
 
-REFERENCE = "reference"  # what the public function runs where there is no GPU
+REFERENCE = "reference"  # what the public function runs without a GPU
 
 
 @dataclass(frozen=True)
@@ -66,27 +65,27 @@ class Verdict:
 
     @property
     def wrong(self) -> int:
-        """How many results are wrong, and how many pairs differ."""
+        """The number of wrong results plus the number of pairs that differ."""
         return sum(not r.ok for r in self.results) + sum(not p.ok for p in self.pairs)
 
 
 def candidates(op: Op, device: torch.device, version: str | None = None) -> tuple[dict[str, Function], dict[str, str]]:
-    """The versions of `op` (or the one) that this device runs, as functions of the inputs, and why each of the others does not.
+    """The versions of `op` (or the given one) that this device runs, as functions of the inputs, and the reason for each of the others.
 
-    On the CPU, outside of the simulator, the only one is the public function itself. Raises ValueError for a version that there is not.
+    On the CPU, outside the simulator: the public function, and versions without kernels. Raises ValueError for an unknown version.
     """
     if version is not None and version not in op.versions:
         checks.unknown_version(op.name, version, op.versions)
     names = [version] if version else list(op.versions)
-    if device.type != "cuda" and not backend.simulating():
-        return {REFERENCE: op.call}, dict.fromkeys(names, "there is no GPU")
-    has = device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
-    refused = {
-        n: f"needs compute capability {op.versions[n].requires / 10}, this GPU has {has / 10}"
-        for n in names
-        if op.versions[n].requires > has
-    }
-    return {n: partial(op.call, version=n) for n in names if n not in refused}, refused
+    if device.type == "cuda" or backend.simulating():
+        has = device_of(torch.empty(0, device=device).get_device()).capability
+        least = {n: op.versions[n].requires for n in names}
+        refused = {n: f"needs compute capability {needs / 10}, this GPU has {has / 10}" for n, needs in least.items() if needs > has}
+        public = {}
+    else:
+        refused = {n: "there is no GPU" for n in names if not op.versions[n].in_torch}
+        public = {} if version and not refused else {REFERENCE: op.call}
+    return {**{n: partial(op.call, version=n) for n in names if n not in refused}, **public}, refused
 
 
 def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:

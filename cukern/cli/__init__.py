@@ -1,4 +1,4 @@
-"""The command line: `cukern check`, `bench`, `profile`, `compile`, `tune`, `doctor`; one file a verb."""
+"""The command line: `cukern check`, `bench`, `profile`, `compile`, `tune`, `doctor`; one file per command."""
 
 import contextlib
 import importlib.metadata
@@ -11,10 +11,11 @@ import typer
 from typer.core import TyperGroup
 
 from cukern.cli import bench, check, compile, doctor, profile, tune
-from cukern.cli.common import console, errors
+from cukern.cli.common import Dtype, console, errors
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
 from cukern.runtime.limits import LaunchError
+from cukern.runtime.registry import OPS
 from cukern.sim.faults import Fault, NotSimulated
 
 _OURS = (CompileError, SetupError, LaunchError, Fault, NotSimulated)
@@ -22,7 +23,7 @@ _USERS_ERRORS = (*_OURS, ValueError, TypeError, OSError, MemoryError, torch.OutO
 
 
 class _Group(TyperGroup):
-    """Ends with status 2 and the message alone for an error that the user can mend, with 130 for Ctrl-C."""
+    """Exits with status 2 and only the message for errors that a user can fix, and with 130 for Ctrl-C."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -47,7 +48,7 @@ class _Group(TyperGroup):
 
 
 def _flush() -> None:
-    """Write what stdout holds. Where that fails it gets nothing more, or Python would complain once more when it exits."""
+    """Flush stdout. If that fails, redirect it to the null device, or Python would report the error again at exit."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -69,10 +70,15 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
-    """CUDA kernels for PyTorch with nothing to build."""
-    simulating()  # a wrong CUKERN_BACKEND is told by every command
+@app.callback(help=f"CUDA kernels for PyTorch with nothing to build. OP is one of {', '.join(OPS)}.")
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    dtype: Dtype = None,
+) -> None:
+    simulating()  # every command reports a wrong CUKERN_BACKEND
+    if dtype is not None:
+        context.default_map = {command: {"dtype": dtype} for command in ("check", "bench", "profile")}
 
 
 app.command()(check.check)

@@ -1,6 +1,6 @@
-"""`cukern bench`: how fast every version is, beside its peers and the hardware's limit."""
+"""`cukern bench`: times every version next to its peers and the hardware limit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,25 +21,23 @@ def bench(
     dims: Dims = None,
     dtype: Dtype = "f",
     pass_: Annotated[str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes.")] = None,
-    tf32: Annotated[bool, typer.Option("--tf32", help="float32 products in TF32, where an op makes such.")] = False,
+    tf32: Annotated[bool, typer.Option("--tf32", help="float32 matrix products in TF32.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Host time of a tiny call, instead of device time.")] = False,
     only: Annotated[str | None, typer.Option(metavar="NAME,...", help="Only these versions and peers.")] = None,
     record: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
     record_to: Annotated[Path | None, typer.Option(metavar="FILE", help="Append to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result.")] = None,
 ) -> None:
-    """Time every version and peer of OP; with OP `startup`, what a fresh process pays for cukern."""
+    """Time every version and peer of OP. OP `startup` times the import and first calls in fresh processes."""
     if op == STARTUP and dims:
         raise ValueError(f"{STARTUP} takes no sizes, got {' '.join(map(str, dims))}")
-    if record or record_to:
-        record_to = record_to or default_file()
-        check_target("--record-to", record_to)
-    if plot:
-        drawable(plot)
-        check_target("--plot", plot)
-    tables = _startup() if op == STARTUP else _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only))
-    missing: dict[str, str] = {}
-    for one in tables:
+    if record:
+        record_to = _results_file()
+    _check_targets(record_to, plot)
+    tables, missing = [], dict[str, str]()
+    found = _startup() if op == STARTUP else _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only))
+    for one in found:
+        tables.append(one)
         _print(one)
         missing |= one.missing
     listed("missing:", missing)
@@ -51,37 +49,49 @@ def bench(
         console.print(f"drawn to {plot}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _results_file() -> Path:
+    """The file for --record. Raises ValueError if the tree has uncommitted changes."""
+    if environment.facts()["dirty"]:
+        raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
+    return default_file()
+
+
+def _check_targets(record_to: Path | None, plot: Path | None) -> None:
+    if record_to:
+        check_target("--record-to", record_to)
+    if plot:
+        drawable(plot)
+        check_target("--plot", plot)
+
+
 def _measure(
     name: str, dims: Sequence[int] | None, letter: str, wanted: list[str] | None, tf32: bool, host: bool, only: list[str] | None
-) -> list[Table]:
+) -> Iterator[Table]:
+    """Yield each table as soon as it is measured."""
     op, place = find_op(name), environment.device()
     kind = find_dtype(op, letter)
     if tf32 and (host or letter != "f"):
         raise ValueError(f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}")
     if host:
         (shape,) = find_dims(op, dims, op.check_dims[:1])
-        return measure_host(op, shape, kind, place, only)
+        yield from measure_host(op, shape, kind, place, only)
+        return
     shapes = find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims)
     jobs = [(shape, p) for shape in shapes for p in passes(op, shape, kind, wanted)]
-    tables = []
-    with progress() as bar:
-        task = bar.add_task("", total=len(jobs))
-        for shape, p in jobs:
-            bar.update(task, description=f"{name} {p} {' x '.join(map(str, shape))}")
-            tables.append(measure(op, shape, kind, p, place, only, tf32=tf32))
-            bar.advance(task)
-    if op.note:
-        for shape in shapes:
+    for i, (shape, p) in enumerate(jobs):
+        if op.note and shape not in [s for s, _ in jobs[:i]]:
             console.print(op.note(shape, kind.itemsize), highlight=False, soft_wrap=True)
-    return tables
+        with progress() as bar:
+            bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
+            one = measure(op, shape, kind, p, place, only, tf32=tf32)
+        yield one
 
 
-def _startup() -> list[Table]:
-    from cukern.bench.startup import measure_startup, steps
+def _startup() -> Iterator[Table]:
+    from cukern.bench.startup import measure_startup
 
-    with progress() as bar:
-        task = bar.add_task("starting fresh processes", total=steps())
-        return [measure_startup(lambda: bar.advance(task))]
+    with errors.status("starting fresh processes"):
+        yield from measure_startup()
 
 
 def _split(text: str | None) -> list[str] | None:
@@ -106,26 +116,22 @@ def _startup_table(title: str, rows: Sequence[Row]) -> object:
 
 
 def _table(title: str, rows: Sequence[Row]) -> object:
-    """Only the columns that say something: no limit on a CPU, no bytes for host time."""
+    """Only the columns that apply: no limit on a CPU, no bytes for host time."""
     torch_us = next((r.median_us for r in rows if r.provider == "torch"), None)
-    work = any(r.bytes for r in rows)
-    limit = any(r.of_limit is not None for r in rows)
-    columns = ["provider", "version", "us", "+- us"]
-    columns += ["TB/s", "TFLOP/s", "flop/byte"] if work else []
-    wrong = any(r.error is not None for r in rows)
-    columns += (["of limit"] if limit else []) + (["torch / this"] if torch_us else []) + (["error"] if wrong else [])
-    shown = table(title, *columns)
+    columns: dict[str, Callable[[Row], str]] = {
+        "us": lambda r: f"{r.median_us:.2f}",
+        "+- us": lambda r: f"{r.iqr_us:.2f}",
+        "TB/s": lambda r: _number(r.tbps),
+        "TFLOP/s": lambda r: _number(r.tflops),
+        "of limit": lambda r: _number(r.of_limit),
+        "x torch": lambda r: _number(torch_us / r.median_us if torch_us else None),
+        "error": lambda r: "" if r.error is None else f"{r.error:.1e}",
+    }
+    used = {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}
+    ours = next((r for r in rows if r.bytes and r.flops), None)
+    shown = table(title + (f", {ours.flops / ours.bytes:.3g} flop/byte" if ours else ""), "provider", *used)
     for r in rows:
-        cells = [r.provider, r.version, f"{r.median_us:.2f}", f"{r.iqr_us:.2f}"]
-        if work:
-            cells += [_number(r.tbps), _number(r.tflops), _number(r.flops / r.bytes if r.flops else None)]
-        if limit:
-            cells.append(_number(r.of_limit))
-        if torch_us:
-            cells.append(_number(torch_us / r.median_us))
-        if wrong:
-            cells.append("" if r.error is None else f"{r.error:.1e}")
-        shown.add_row(*cells, style="bold" if r.provider == "cukern" else None)
+        shown.add_row(f"{r.provider} {r.version}".strip(), *[cell(r) for cell in used.values()], style="bold" if r.version else None)
     return shown
 
 

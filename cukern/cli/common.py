@@ -1,4 +1,4 @@
-"""What the verbs share: reading OP, DIMS and --dtype, the two consoles, the progress bar."""
+"""Shared by the commands: OP, DIMS and --dtype, the two consoles, tables and the progress bar."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import cukern.ops  # noqa: F401  fills the registry
 from cukern.bench import environment
 from cukern.runtime.registry import OPS, Op
 
-_WIDTH = 130  # columns at least, so that no number of a table is cut; a narrow terminal folds the line
+_WIDTH = 80  # columns at least, so that no number in a table is cut
 
 
 def _console(stderr: bool) -> Console:
@@ -34,14 +34,14 @@ Dtype = Annotated[str | None, typer.Option("--dtype", metavar="d|f|h|b", help="f
 
 
 def find_op(name: str) -> Op:
-    """Raises ValueError for an op that there is not."""
+    """Raises ValueError for an unknown op."""
     if name not in OPS:
         raise ValueError(f"there is no op {name!r}; the ops are {', '.join(OPS)}")
     return OPS[name]
 
 
 def find_dtype(op: Op, letter: str) -> torch.dtype:
-    """The dtype of a letter, which the op must have. Raises ValueError."""
+    """The dtype for a letter. Raises ValueError if the op does not have it."""
     if letter not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(f'{k} ({_short(v)})' for k, v in DTYPES.items())}, got {letter!r}")
     if DTYPES[letter] not in op.dtypes:
@@ -50,7 +50,7 @@ def find_dtype(op: Op, letter: str) -> torch.dtype:
 
 
 def find_dims(op: Op, dims: Sequence[int] | None, default: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The DIMS given, as the one element of a list, or the default. Raises ValueError for those that the op cannot have, or memory hold."""
+    """A list with the given DIMS, or the default. Raises ValueError for sizes that the op cannot have or that do not fit in memory."""
     if not dims:
         return list(default)
     words = op.dims.split()
@@ -73,7 +73,7 @@ def find_dims(op: Op, dims: Sequence[int] | None, default: Sequence[tuple[int, .
 
 
 def check_target(option: str, file: Path) -> None:
-    """Find out that a file can be written before the work that fills it. Raises ValueError for a folder, OSError."""
+    """Check that a file can be written before the work starts. Raises ValueError for a folder, and OSError."""
     if file.is_dir():  # so is Path("")
         raise ValueError(f"{option} must name a file, got the folder {str(file)!r}")
     if file.exists():
@@ -91,15 +91,16 @@ def describe(op: Op, dims: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table whose first column is text and whose others are numbers, flush right."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="", box=box.SIMPLE_HEAD)
+    """A table with a left-aligned first column and right-aligned numbers."""
+    style = {"title_style": "bold", "header_style": "", "box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    made = Table(title=title, title_justify="left", **style)  # type: ignore[arg-type]
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i else "left", no_wrap=True)
     return made
 
 
 def progress() -> Progress:
-    """A bar on stderr, which vanishes when done, so that stdout is the result alone."""
+    """A progress bar on stderr that disappears at the end; stdout contains only results."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
@@ -112,3 +113,8 @@ def listed(title: str, reasons: dict[str, str]) -> None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def shorten(name: str, width: int) -> str:
+    """A name with an ellipsis in the middle if it is longer than `width`."""
+    return name if len(name) <= width else f"{name[: (width + 1) // 2]}…{name[len(name) - width // 2 + 1 :]}"

@@ -1,4 +1,4 @@
-"""`cukern compile`: every kernel for every architecture, with no GPU: what each uses, and a full cache."""
+"""`cukern compile`: compiles kernels without a GPU, prints what each uses, and fills the cache."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import torch
 import typer
 
 from cukern.bench import environment
-from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, table
+from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, shorten, table
 from cukern.runtime import checks
 from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
@@ -58,7 +58,7 @@ def compile(
 
 
 def compile_kernels(kernels: Iterable[Kernel], arch: str) -> dict[str, Outcome]:
-    """The report of each kernel, by name, or the error of one that does not compile. Raises SetupError where there is no compiler."""
+    """The report or compile error of each kernel, by name. Raises SetupError without a compiler."""
     kernels = list(kernels)
     with progress() as bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         task = bar.add_task(f"compiling for {arch}", total=len(kernels))
@@ -70,15 +70,18 @@ def compile_kernels(kernels: Iterable[Kernel], arch: str) -> dict[str, Outcome]:
 
 
 def print_reports(outcomes: dict[str, Outcome], arch: str) -> int:
-    """Print what each kernel uses, and the compiler's words for those that failed. Returns how many failed."""
-    shown = table(f"{len(outcomes)} kernels for {arch}", "kernel", "registers", "spill stores", "spill loads", "stack", "shared (bytes)")
+    """Print what each kernel uses, and the compiler's log for those that failed. Returns the number of failures."""
+    columns = ("registers", "stored", "loaded", "stack", "shared")
+    title = f"{len(outcomes)} kernels for {arch}: registers, spill stores and loads, stack, shared memory in bytes"
+    shown = table(title, "kernel", *columns)
+    width = console.width - 2 * len(columns) - sum(map(len, columns)) - 2
     broken = [outcome for outcome in outcomes.values() if isinstance(outcome, CompileError)]
     for name, outcome in outcomes.items():
         if isinstance(outcome, Report):
             numbers = (outcome.registers, outcome.spill_stores, outcome.spill_loads, outcome.stack, outcome.shared)
-            shown.add_row(name, *map(str, numbers), style="yellow" if outcome.spill_stores or outcome.spill_loads else None)
+            shown.add_row(shorten(name, width), *map(str, numbers), style="yellow" if outcome.spill_stores or outcome.spill_loads else None)
         else:
-            shown.add_row(name, "does not compile", style="red")
+            shown.add_row(shorten(name, width), "failed", style="red")
     console.print(shown)
     for error in broken:
         errors.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`cukern doctor`: what is installed, found and missing, and how to mend it."""
+"""`cukern doctor`: reports what is installed and missing, and how to fix it."""
 
 import importlib
 import importlib.util
@@ -29,7 +29,7 @@ _OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody el
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: "absent" is something that one can do without, "missing" is not."""
+    """One line of the report. "absent" things are optional, "missing" ones are required."""
 
     state: State
     what: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Say what is installed, found and missing, and how to mend it. Exits with 1 if something needed is missing."""
+    """Report what is installed and missing, and how to fix it. Exits with 1 if something required is missing."""
     findings = list(examine())
     for one in findings:
         console.print(f"{_MARKS[one.state]} [bold]{one.what:<18}[/bold]", end=" ")
@@ -50,7 +50,7 @@ def doctor() -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that cukern needs or can use, in the order in which one would mend it."""
+    """Everything that cukern needs or can use, in the order in which to fix it."""
     yield Finding("ok", "Python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "torch", f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})")
     needed = [
@@ -72,7 +72,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, state: State = "missing") -> list[Finding]:
-    """What is found, or why it cannot be: in a broken installation anything may raise anything."""
+    """What is found, or the error: in a broken installation any call may raise any exception."""
     try:
         found = find()
         return [Finding("ok", what, found)] if isinstance(found, str) else list(found)
@@ -90,7 +90,7 @@ def _cupy() -> str | list[Finding]:
     if importlib.util.find_spec("cupy") is None:
         return [Finding("missing", "CuPy", found, "pip install cupy-cuda12x")]
     cache.house_cupy()
-    importlib.import_module("cupy")  # that it is there does not say that it works
+    importlib.import_module("cupy")  # an installed package may fail to import
     return found if wheels else "from no known wheel"
 
 
@@ -99,15 +99,15 @@ def _nvrtc() -> str:
 
 
 def _sources() -> str:
-    """The .cu files and headers of the package: there, and for this user to read."""
-    files = [*kernels_dir().glob("*.cu"), *kernels_dir().glob("common/*.cuh")]
+    """The .cu files and headers of the package exist and can be read."""
+    files = [*kernels_dir().rglob("*.cu"), *kernels_dir().rglob("*.cuh")]
     if not files:
         raise FileNotFoundError(f"none in {kernels_dir()}")
     return f"{len(files)} files, {sum(len(file.read_bytes()) for file in files) >> 10} KiB, in {kernels_dir()}"
 
 
 def _compiles() -> str:
-    """NVRTC loads more libraries when it compiles."""
+    """Compile a kernel, because NVRTC loads more libraries at its first compilation."""
     text = '#include <cuda_fp16.h>\nextern "C" __global__ void k(__half* x) { *x = __float2half(1.f); }\n'
     with compiler.compiled(Source.from_text(text), ("k",), "sm_80"):
         return "makes machine code"
@@ -119,7 +119,9 @@ def _gpus() -> Iterator[Finding]:
         mend = "" if driver else "for a GPU: https://www.nvidia.com/drivers"
         yield Finding("absent", "driver", driver or "nvidia-smi is not there", mend)
         why = "torch is built without CUDA: install a CUDA build, see https://pytorch.org" if torch.version.cuda is None else _why_no_gpu()
-        yield Finding("absent", "GPU", "torch.cuda sees none: ops run as plain torch, kernels can only be compiled", why)
+        yield Finding(
+            "absent", "GPU", "torch.cuda sees none: ops run as plain torch; the simulator runs the kernels with CUKERN_BACKEND=sim", why
+        )
         return
     yield Finding("ok", "driver", driver or "there, of an unknown version (no nvidia-smi)")
     for i in range(torch.cuda.device_count()):
@@ -139,7 +141,7 @@ def _why_no_gpu() -> str:
 
 
 def _caches() -> Iterator[Finding]:
-    """Each folder that is looked into, up to the first that can be written."""
+    """Each cache folder up to the first one that can be written."""
     for folder in cache.candidates():
         if why := cache.refusal(folder):
             yield Finding("warning", "cache", f"{folder} is not used: {why}", _OWN_CACHE)
@@ -148,7 +150,7 @@ def _caches() -> Iterator[Finding]:
             sizes = [file.stat().st_size for file in folder.glob(f"*{cache.SUFFIX}")]
             found = f"{folder}: {len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB"
             if not os.access(folder, os.W_OK):
-                yield Finding("ok", "cache", f"{found}, to read; what it does not have goes to the next")
+                yield Finding("ok", "cache", f"{found}, read-only; new kernels go to the next folder")
                 continue
             with tempfile.TemporaryFile(dir=folder):
                 yield Finding("ok", "cache", found)

@@ -1,4 +1,4 @@
-"""`cukern profile`: where the time of one version goes, by torch's profiler or by Nsight Compute."""
+"""`cukern profile`: profiles one version with torch's profiler or Nsight Compute."""
 
 import os
 import re
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,8 +15,22 @@ import typer
 import cukern
 from cukern.bench import environment
 from cukern.bench.calls import draw_douts, results
-from cukern.bench.verify import candidates
-from cukern.cli.common import DTYPES, Dims, Dtype, OpName, check_target, console, errors, find_dims, find_dtype, find_op, progress
+from cukern.bench.verify import REFERENCE, candidates
+from cukern.cli.common import (
+    DTYPES,
+    Dims,
+    Dtype,
+    OpName,
+    check_target,
+    console,
+    errors,
+    find_dims,
+    find_dtype,
+    find_op,
+    progress,
+    shorten,
+    table,
+)
 from cukern.runtime.compiler import SetupError
 from cukern.runtime.registry import Op
 
@@ -35,12 +49,12 @@ def profile(
     op: OpName,
     dims: Dims = None,
     dtype: Dtype = "f",
-    version: Annotated[str | None, typer.Option(help="The version; by default the fastest.")] = None,
-    wait: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to let pass.")] = 1,
-    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to trace and throw away.")] = 3,
+    version: Annotated[str | None, typer.Option("--version", "--implementation", help="The version; by default the fastest.")] = None,
+    wait: Annotated[int, typer.Option(min=0, max=10**6, help="Steps before tracing starts.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to trace and discard.")] = 3,
     active: Annotated[int, typer.Option(min=1, max=10**6, help="Steps to trace.")] = 10,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The trace; if it is there, a numbered name is taken.")] = None,
-    ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels alone.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The trace; an existing file is kept and a numbered name used.")] = None,
+    ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels.")] = False,
 ) -> None:
     """Run forward and backward, print the profiler's table by device time, and write a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
     found, place = find_op(op), environment.device()
@@ -52,24 +66,37 @@ def profile(
     name = list(functions)[-1]
     if ncu:
         raise typer.Exit(_nsight(found, name, shape, kind))
-    if place.type != "cuda":
-        console.print("There is no GPU: this is the torch path of CPU tensors, not a kernel.", style="yellow")
+    if place.type != "cuda" and name == REFERENCE:
+        console.print("There is no GPU: this profiles the torch reference for CPU tensors, not a kernel.", style="yellow")
     out = out or Path(f"{op}_{name}.trace.json")
     file = out if out.is_dir() else unused(out)
     check_target("--out", file)
     step = stepper(found, shape, kind, name, place)
     profiler = _trace(step, wait, warmup, active, place)
-    order = "self_device_time_total" if place.type == "cuda" else "self_cpu_time_total"
-    console.print(profiler.key_averages().table(sort_by=order, row_limit=20), markup=False, highlight=False, soft_wrap=True)
+    console.print(_averages(profiler, "device" if place.type == "cuda" else "cpu", active))
     profiler.export_chrome_trace(str(file))
     whole = file.suffix == ".gz" or (file.is_file() and file.read_bytes().rstrip().endswith(b"}"))
-    if not whole:  # torch raises nothing where it could not write
+    if not whole:  # torch does not raise if it cannot write
         raise ValueError(f"the trace {str(file)!r} could not be written: is the disk full?")
     console.print(f"trace: {file}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> object:
+    """The events with the most time of their own, at most 20, as a table."""
+
+    def time_of(event: Any) -> float:
+        return getattr(event, f"self_{place}_time_total")
+
+    events = [e for e in profiler.key_averages() if time_of(e) > 0 and not e.key.startswith("ProfilerStep")]
+    total, shown = sum(map(time_of, events)), table(f"{place} time in {steps} steps", "name", "us", "% of all", "calls", "us a call")
+    for e in sorted(events, key=time_of, reverse=True)[:20]:
+        us = time_of(e)
+        shown.add_row(shorten(e.key, console.width - 40), f"{us:.1f}", f"{100 * us / total:.1f}", str(e.count), f"{us / e.count:.2f}")
+    return shown
+
+
 def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], object]:
-    """One step: forward and backward of a version on inputs of its own."""
+    """One step: forward and backward of a version on random inputs."""
     function = candidates(op, device)[0][version]
     inputs = op.make(dims, dtype, device)
     douts = draw_douts(op, inputs)
@@ -77,7 +104,7 @@ def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, devic
 
 
 def unused(file: Path) -> Path:
-    """The file, or, if it is there, the first of name-2, name-3, ... that is not."""
+    """The file, or the first of name-2, name-3, ... that does not exist."""
     stem, dot, ending = file.name.partition(".")
     number, free = 1, file
     while free.exists():
@@ -90,7 +117,7 @@ def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, plac
     activities = [torch.profiler.ProfilerActivity.CPU]
     if place.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    step()  # compiling is not what one wants to see
+    step()  # compiles, which must not be in the trace
     total = wait + warmup + active
     schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
     with progress() as bar, torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
@@ -106,7 +133,7 @@ def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, plac
 
 # ---- Nsight Compute
 
-_LAUNCHES = 4  # of the version's kernels: each is run dozens of times over to read all counters
+_LAUNCHES = 4  # of the version's kernels; each is replayed dozens of times to read all counters
 _CHILD = """
 import sys
 from cukern.bench import environment

@@ -164,6 +164,10 @@ def _made_of_forward(*_: Any) -> None:
     raise NotImplementedError("the gradients of this op are made of its forward")
 
 
+def _no_kernels(dtype: torch.dtype) -> Iterable[Kernel]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Version:
     """One version of an op's kernels.
@@ -175,8 +179,13 @@ class Version:
     idea: str
     forward: Callable[..., Any]
     backward: Callable[..., Any] = _made_of_forward
-    instances: Callable[[torch.dtype], Iterable[Kernel]] = lambda dtype: ()
+    instances: Callable[[torch.dtype], Iterable[Kernel]] = _no_kernels
     requires: int = 75
+
+    @property
+    def in_torch(self) -> bool:
+        """True if the version has no kernels, so that it runs on a CPU too."""
+        return self.instances is _no_kernels
 
 
 @dataclass(frozen=True)
