@@ -1,4 +1,4 @@
-// Rotary position embedding: pairs of elements of each head are turned by angles that depend on the token's position.
+// Rotary position embedding: pairs of elements of each head are sum_of_products by angles that depend on the token's position.
 //
 //   out_a = scale * (x_a cos_a - x_b sin_a)
 //   out_b = scale * (x_b cos_b + x_a sin_b)
@@ -55,8 +55,8 @@
 #include "common/ptx/memory.cuh"
 #include "common/vec.cuh"
 
-constexpr int UNROTATED = -1;        // in positions: a token that belongs to no sequence, which is copied
-constexpr int OUTSIDE = 0x7fffffff;  // in positions: beyond every table; the token becomes NaN
+constexpr int UNROTATED = -1;             // in positions: a token that belongs to no sequence, which is copied
+constexpr int OUT_OF_RANGE = 0x7fffffff;  // in positions: beyond every table; the token becomes NaN
 
 template <typename A>
 struct Angles {
@@ -74,11 +74,11 @@ __device__ __forceinline__ Angles<A> load_angles(const C* cos, const C* sin, int
 // x cos + y sin, computed in A for a result in T. Where both are float, the rounding of y sin would be seen if the two terms cancel: a
 // second FMA computes it, and it is taken back (Kahan's method). Of an infinite y it would make a NaN.
 template <typename T, typename A>
-__device__ __forceinline__ A turned(A x, A cos, A y, A sin) {
+__device__ __forceinline__ A sum_of_products(A x, A cos, A y, A sin) {
     A product = y * sin, sum = fma(x, cos, product);
     if constexpr (sizeof(T) == sizeof(float) && sizeof(A) == sizeof(float)) {
-        A better = sum + fma(y, sin, -product);
-        if (!isnan(better)) return better;
+        A compensated = sum + fma(y, sin, -product);
+        if (!isnan(compensated)) return compensated;
     }
     return sum;
 }
@@ -86,18 +86,18 @@ __device__ __forceinline__ A turned(A x, A cos, A y, A sin) {
 // The maths of x and of the table's numbers: the wider of the two, at least float. Of float x by a table of double it is double, which is
 // slow on GPUs that have few units for it; angles of float x come to it, as do users' own tables of double, and nothing else.
 template <typename T, typename C>
-using maths_t = decltype(compute_t<T>() * compute_t<C>());
+using math_t = decltype(compute_t<T>() * compute_t<C>());
 
 template <typename T, typename A>
 __device__ __forceinline__ void rotate(A& a, A& b, Angles<A> t) {
     A first = a;
-    a = turned<T>(first, t.cos_a, b, -t.sin_a);
-    b = turned<T>(b, t.cos_b, first, t.sin_b);
+    a = sum_of_products<T>(first, t.cos_a, b, -t.sin_a);
+    b = sum_of_products<T>(b, t.cos_b, first, t.sin_b);
 }
 
 // ---- before the rotation
 
-// positions[t] of the tokens t = b * sequence + s, each a row of a table, UNROTATED or OUTSIDE. It is ids[t] where there are ids. Else it
+// positions[t] of the tokens t = b * sequence + s, each a row of a table, UNROTATED or OUT_OF_RANGE. It is ids[t] where there are ids. Else it
 // is s, or for packed sequences, which begin at the tokens cu_seqlens / cp_size, the distance from the token's sequence's first; plus
 // starts[sequence]. Under context parallelism this GPU has chunks number cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size that a
 // sequence is cut into.
@@ -132,7 +132,7 @@ __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqle
         }
         if (starts) p += starts[b];
     }
-    positions[t] = 0 <= p && p < rows ? int(p) : OUTSIDE;
+    positions[t] = 0 <= p && p < rows ? int(p) : OUT_OF_RANGE;
 }
 
 // The cosine and the sine of n angles, however large, in M. In float they err by up to 1.5 ulp, which 16-bit types do not see, and float
@@ -174,7 +174,7 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
                         long long out_d, long long k_out_b, long long k_out_s, long long k_out_h, long long k_out_d, long long x_b,
                         long long x_s, long long x_h, long long x_d, long long k_b, long long k_s, long long k_h, long long k_d,
                         bool interleaved, bool transpose, double scale) {
-    using A = maths_t<T, C>;
+    using A = math_t<T, C>;
     int pairs = rotary_dim / 2;
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     int item = i % (pairs + rest);  // a pair, or an element to copy
@@ -221,12 +221,12 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
 // N values of a table's row, in pieces of at most 16 bytes.
 template <int N, typename A, typename C>
 __device__ __forceinline__ void load_table(A (&to)[N], const C* row) {
-    constexpr int PIECE = N * sizeof(C) <= 16 ? N : 16 / sizeof(C);
+    constexpr int CHUNK = N * sizeof(C) <= 16 ? N : 16 / sizeof(C);
 #pragma unroll
-    for (int i = 0; i < N; i += PIECE) {
-        Vec<C, PIECE> piece = load_vec_kept<C, PIECE>(row + i);
+    for (int i = 0; i < N; i += CHUNK) {
+        Vec<C, CHUNK> chunk = load_vec_kept<C, CHUNK>(row + i);
 #pragma unroll
-        for (int j = 0; j < PIECE; j++) to[i + j] = A(piece.v[j]);
+        for (int j = 0; j < CHUNK; j++) to[i + j] = A(chunk.v[j]);
     }
 }
 
@@ -266,11 +266,11 @@ __device__ __forceinline__ void rotate_halves(A (&a)[E], A (&b)[E], const C* cos
 // all. For the transpose `s` is negated.
 template <typename T, typename A, int E, int N>
 __device__ __forceinline__ void rotate_neighbours(A (&a)[E], const A (&c)[N], const A (&s)[N], bool transpose) {
-    constexpr int EACH = N / (E / 2);
+    constexpr int ANGLES_PER_PAIR = N / (E / 2);
 #pragma unroll
     for (int i = 0; i < E / 2; i++) {
-        int p = i * EACH, q = p + EACH - 1;
-        if (EACH == 2 && transpose) rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[q], c[q], s[p]});
+        int p = i * ANGLES_PER_PAIR, q = p + ANGLES_PER_PAIR - 1;
+        if (ANGLES_PER_PAIR == 2 && transpose) rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[q], c[q], s[p]});
         else rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[p], c[q], s[q]});
     }
 }
@@ -282,18 +282,18 @@ __device__ __forceinline__ unsigned divide(unsigned n, unsigned magic, unsigned 
 // token, k's after x's, are neighbours, then the tokens in their order in memory: `inner` of them follow each other in the sequence, or, if
 // batch_inner, in the batch. Strides, rotary_dim, rotary_offset and rest are in vectors of E elements; the stride of head_dim is one element.
 template <typename T, typename C, bool INTERLEAVED, bool FULL>
-constexpr int BLOCKS = FULL || (sizeof(T) == 4 && sizeof(C) == 8) ? 4
-                       : INTERLEAVED                              ? 8
-                                                                  : 6;  // of 256 threads, that registers suffice for
+constexpr int V2_BLOCKS_PER_SM = FULL || (sizeof(T) == 4 && sizeof(C) == 8) ? 4
+                                 : INTERLEAVED                              ? 8
+                                                                            : 6;  // of 256 threads, that registers suffice for
 
 template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
-__global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
+__global__ void __launch_bounds__(256, V2_BLOCKS_PER_SM<T, C, INTERLEAVED, FULL>)
     rope_v2(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rest, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
             unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b,
             unsigned x_s, unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
-    using A = maths_t<T, C>;
+    using A = math_t<T, C>;
     using Vector = Vec<T, E>;
     unsigned item = blockIdx.x * blockDim.y + threadIdx.y;
     if (item >= items) return;
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
         to = reinterpret_cast<Vector*>(k_out) + (b * k_out_b + s * k_out_s + h * k_out_h);
     }
     unsigned half = rotary_dim / 2, first = threadIdx.x;
-    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * BLOCKS<T, C, INTERLEAVED, FULL>, [&] {
+    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * V2_BLOCKS_PER_SM<T, C, INTERLEAVED, FULL>, [&] {
         if (first >= half) return;
         prefetch(&from[rotary_offset + first]);
         prefetch(&from[rotary_offset + first + half]);
@@ -376,16 +376,16 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
 // Block (x, y): x = rotary_dim / E threads, a power of 2 of at most 32, y pairs of heads, together whole warps. Numbers as in v2's, but
 // items, heads and k_heads count pairs of heads; nothing is copied.
 template <typename C>
-constexpr int V3_BLOCKS = sizeof(C) == 8 ? 4 : 5;
+constexpr int V3_BLOCKS_PER_SM = sizeof(C) == 8 ? 4 : 5;
 
 template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
-__global__ void __launch_bounds__(256, V3_BLOCKS<C>)
+__global__ void __launch_bounds__(256, V3_BLOCKS_PER_SM<C>)
     rope_v3(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
             unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b,
             unsigned x_s, unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
-    using A = maths_t<T, C>;
+    using A = math_t<T, C>;
     using Vector = Vec<T, E>;
     unsigned number = blockIdx.x * blockDim.y + threadIdx.y, item = min(number, items - 1);  // all lanes take part in the shuffles
     unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(256, V3_BLOCKS<C>)
     unsigned half = rotary_dim / 2, first = threadIdx.x;
     from += rotary_offset + first;
     to += rotary_offset + first;
-    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * V3_BLOCKS<C>, [&] {
+    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * V3_BLOCKS_PER_SM<C>, [&] {
         prefetch(&from[0]);
         prefetch(&from[x_h]);
     });
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(256, V3_BLOCKS<C>)
             A o[E];
             unpack(o, shuffled_xor(v[i], half));
 #pragma unroll
-            for (int e = 0; e < E; e++) a[e] = turned<T>(a[e], c[e], o[e], d[e]);
+            for (int e = 0; e < E; e++) a[e] = sum_of_products<T>(a[e], c[e], o[e], d[e]);
         }
         if (position != UNROTATED) v[i] = pack<T>(a);
     }
