@@ -103,8 +103,7 @@ struct GridBackward {
                 int i = iteration + p;
                 if (i >= count + LAG) break;
                 cp_async_wait<1>();
-                // No load waits to be issued now, so words are fast: the loads of the last iteration have arrived, the next have not
-                // started.
+                // Words are fast now, because no load waits to be issued: row i has arrived, and the loads of row i + 1 are issued.
                 float received = i >= LAG ? receive_sum(i - LAG, word) : 0.0f;
                 if (i >= 2 && i - 2 < count && threadIdx.x < ranks) word = look(mailbox_of(i - 2) + threadIdx.x);
                 float part = i < count ? partial_sum(i) : 0.0f;

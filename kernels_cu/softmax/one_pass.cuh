@@ -77,7 +77,7 @@ __device__ __forceinline__ C pairwise_sum(const C (&r)[N]) {
 }
 
 // Softmax of a row's columns [begin, end). With MASKED the other columns are set to 0. EXACT (row_storage.cuh) includes `out`. 16-bit
-// values in registers are kept as float exponentials, computed once, except where registers are scarce. scale is positive or 0.
+// values in registers are kept as float exponentials, computed once, except where registers are scarce. scale is not negative.
 // after_loads() is called once all loads are issued.
 template <int VECTORS, bool USE_SHARED, bool MASKED, bool EXACT, bool LOG, class Team, typename T, class F = NoOp>
 __device__ __forceinline__ void team_softmax(T* out, const T* row, int begin, int end, int columns, Team& team, double scale,

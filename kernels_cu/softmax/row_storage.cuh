@@ -9,7 +9,7 @@ template <typename T, bool EXACT, int BYTES>
 struct VectorRange {
     static constexpr int UNIT = BYTES / sizeof(T), NO_COLUMN = -UNIT;
     int begin, end, first, count;  // of the whole vectors: the first column and the number of vectors
-    int head, tail;                // the first column of the unit that `begin` divides, and of the one that `end` divides; or NO_COLUMN
+    int head, tail;                // the first columns of the units that `begin` and `end` lie inside, or NO_COLUMN
     __device__ __forceinline__ VectorRange(const T* row, int begin, int end) : begin(begin), end(end) {
         int shift = EXACT && BYTES == 16 ? 0 : reinterpret_cast<unsigned long long>(row) / sizeof(T) % UNIT;
         int before = (begin + shift) & (UNIT - 1), after = (end + shift) & (UNIT - 1);
