@@ -1,53 +1,28 @@
-// Rotary position embedding: pairs of elements of each head are turned by angles that depend on the token's position.
+// rope: rotary position embedding. Pairs of elements of each head are rotated by angles that depend on the token's position.
 //
 //   out_a = scale * (x_a cos_a - x_b sin_a)
 //   out_b = scale * (x_b cos_b + x_a sin_b)
 //
-// In half pairing a = i and b = i + rotary_dim / 2, interleaved a = 2 i and b = 2 i + 1, both counted from rotary_offset. A table `width` of
-// rotary_dim / 2 has one angle a pair; one of rotary_dim has an angle for each element. The transpose, which is the gradient and the
-// rotation by minus the angles, is the same with sin_a and sin_b exchanged and negated. What is outside of the rotated slice is copied.
+// Pairing    half: a = i, b = i + rotary_dim / 2. Interleaved: a = 2 i, b = 2 i + 1. Both count from rotary_offset. Elements outside of
+//            the rotated slice are copied. The transpose, which is the gradient and the rotation by minus the angles, is the same with
+//            sin_a and sin_b exchanged and negated.
+// Layout     x is (batch, sequence, heads, head_dim) with any strides; k is the same with another number of heads. cos and sin are tables
+//            of `rows` positions. A table of `width` rotary_dim / 2 has one angle per pair, one of rotary_dim an angle per element.
+//            positions[b * positions_b + s] is a token's row of the table; with a null pointer the row is s.
+// Launch     1-D grids; the comment of each kernel gives grid and block. Up to three small kernels run first where they are needed:
+//            rope_positions, rope_angles, rope_sections.
 //
-// x is seen as (batch, sequence, heads, head_dim) of any strides, k as the same with another number of heads. cos and sin are tables of
-// `rows` positions; positions[b * positions_b + s] says which row a token takes, a null pointer that it is s.
+// H200, q and k of 168 MB in total (float 336 MB), half pairing, speed relative to a copy of the same bytes:
 //
-//   version 1: one thread a pair of one head, as a student writes it; each thread looks up its own cosine and sine.
-//              H200, 168 MB of q and k: 0.19 (bfloat16) and 0.38 (float) of a copy's speed.
-//   version 2: one thread two vectors of up to 16 bytes, one in each half of the rotated slice of one head, in blocks of 64 threads: nothing
-//              is shared or looped over. What is not a multiple of its vectors goes to version 1.
-//              H200, bfloat16, heads of 128, of a copy's speed: 0.92 as first written. 0.95 with a third less of instructions (divisions
-//              by constants, 32-bit offsets in vectors, elements in pairs), predicted since 330 a thread took 70 % of the issue slots. 0.98
-//              with the table kept in L2 while x streams through it: it was read from memory once a batch element, 5 % of all reads.
-//              Between them: registers are capped, so that 1500 to 2000 threads of an SM have their 32 bytes in flight (0.93 with 1300).
-//              Interleaved float, whose reads of the table have 8 bytes: 0.977 to 0.997 by keeping those too. 0.99 with programmatic
-//              dependent launch. In half pairing plain stores instead of such that L1 keeps no line of: bfloat16 heads of 128 0.980 to 0.984,
-//              of 256 0.987 to 0.992, of 64 (version 3) 0.977 to 0.983, float heads of 64 0.985 to 0.988; in place up to 0.006. Up to 0.01
-//              more where launches lie side by side (pdl.cuh), 0.97 to 1.00 for 42 MB.
-//              Slower: four heads a thread (0.96 of that), persistent blocks (0.9), other orders of the heads (0.85-0.96), blocks of 256
-//              threads (0.97 for 0.985) or of 32 (0.79), loads that L1 does not keep, keeps shortest, or that stream (0.98). As fast: blocks
-//              of 128. Where x, k and the outputs lie changes nothing: 0.983 to 0.988 with 0 to 32 MiB between them, and where torch puts them.
-//              Heads of 256 in bfloat16 are at 0.99 in one process and at 0.91 to 0.96 in another, by the same code; there 0.998 if all
-//              tokens take the same row of the table, so what costs is to read it. Version 3 does not feel it, which is not explained.
-//              Heads of 72 in bfloat16, whose halves are no vectors of 16 bytes, in vectors of 8: 0.34 to 0.75.
-//              Angles for each element (TransformerEngine's) 0.87-0.94: a thread reads 128 bytes of them for 32 of x; no faster with a third
-//              fewer registers; sines taken by the rotation's own blocks, in shared memory, 0.74.
-//              A quarter of a head of 128 in bfloat16 is 64 of 256 bytes: these take an H200 0.48 of the whole's time, whoever reads and
-//              writes them, and so they do here. To read them alone takes 0.29, to write them 0.53, as much as 32 or 128 bytes of 256:
-//              memory is written in pieces of 128. The granularity of the L2 cache's fetches (32, 64) changes nothing, bulk copies neither.
-//   version 3: one thread the same vector of two neighbouring heads; in half pairing the pairs' other elements come by shuffles.
-//              Half as many reads of a table with angles for each element: H200, bfloat16, (4096, 1, 128, 128) with the angles' own kernel
-//              0.94 to 0.98, (8192, 4, 24, 128) 0.88 to 0.97, (2048, 4, 32, 128) 0.92 to 0.96; float, whose tables are double, 0.87 to 0.97,
-//              0.75 to 0.93, 0.88 to 0.97: the rotation alone is at 0.97 to 1.00, the angles take 2 to 5 us. Registers for 1500 threads of
-//              an SM instead of 1250: 0.92.
-//              For all tables and both pairings, q and k of 168 MB, float 336 MB: heads of 64, 128, 256 in bfloat16 to 1.00, 1.01, 1.013,
-//              in place 0.975 to 0.994, 0.993 to 1.004, 0.996 to 1.005, interleaved 0.986 to 1.002, 0.978 to 1.007, 0.980 to 1.006. Float
-//              heads of 64 0.994 to 1.000, in place 0.987 to 0.996, interleaved 0.990 to 0.996, of 128 as before. 42 MB: 1.00 to 1.07.
-//              Predicted: gains where halves are half lines, or a table is wide. Blocks of 64 threads: as fast, but 42 MB 1.05.
-//              Where a token looks up its row, which is one load more before the table's, version 2 takes it, which has more under way: (65536,
-//              16, 128) packed from 2401 sequences 0.965 to 1.017, float 0.986 to 1.011, as one sequence 0.936 to 0.954, 0.966 to 0.995; heads
-//              of 64 with position ids 0.93 to 0.976. But q and k of 128 in bfloat16 with position ids lose, 0.939 to 0.912; and not where
-//              the table has angles for each element: 0.917, with version 3 0.967.
+// version  idea                                                               bfloat16, heads of 64   of 128  of 256  float, heads of 64
+// v1       one thread per pair of one head                                    0.19 (one size)                         0.38 (168 MB)
+// v2       one thread per two vectors of up to 16 bytes, one in each half                             0.984   0.992   0.994
+//          of the rotated slice; other shapes use v1
+// v3       one thread per vector of two neighbouring heads; in half           1.00                    1.01    1.013   1.000
+//          pairing shuffles exchange the elements; other shapes use v2
 //
-// Three small kernels come before it, each only where it is needed: rope_positions, rope_angles, rope_sections.
+// 42 MB: v2 1.00, v3 1.07. v3 interleaved: bfloat16 1.002, 1.007, 1.006, float heads of 64 0.996.
+// Experiments and dead ends: docs/notes/rope.md
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/pdl.cuh"
@@ -55,15 +30,15 @@
 #include "common/ptx/memory.cuh"
 #include "common/vec.cuh"
 
-constexpr int UNROTATED = -1;        // in positions: a token that belongs to no sequence, which is copied
-constexpr int OUTSIDE = 0x7fffffff;  // in positions: beyond every table; the token becomes NaN
+constexpr int UNROTATED = -1;             // in positions: the token belongs to no sequence and is copied
+constexpr int OUT_OF_RANGE = 0x7fffffff;  // in positions: beyond the table; the token becomes NaN
 
 template <typename A>
 struct Angles {
     A cos_a, sin_a, cos_b, sin_b;
 };
 
-// The angles of a pair whose first element takes column `a` of the table's row, and whose second takes column `b`.
+// The angles of a pair. Its first element takes column `a` of the table's row, its second takes column `b`.
 template <typename A, typename C>
 __device__ __forceinline__ Angles<A> load_angles(const C* cos, const C* sin, int a, int b, bool transpose, A scale) {
     Angles<A> t = {scale * A(cos[a]), scale * A(sin[a]), scale * A(cos[b]), scale * A(sin[b])};
@@ -71,36 +46,36 @@ __device__ __forceinline__ Angles<A> load_angles(const C* cos, const C* sin, int
     return t;
 }
 
-// x cos + y sin, computed in A for a result in T. Where both are float, the rounding of y sin would be seen if the two terms cancel: a
-// second FMA computes it, and it is taken back (Kahan's method). Of an infinite y it would make a NaN.
+// x cos + y sin, computed in A for a result in T. If both are float, the rounding error of y sin would be visible where the two terms
+// cancel: a second FMA computes that error and the result is corrected (Kahan's method). An infinite y would turn the correction into NaN.
 template <typename T, typename A>
-__device__ __forceinline__ A turned(A x, A cos, A y, A sin) {
+__device__ __forceinline__ A sum_of_products(A x, A cos, A y, A sin) {
     A product = y * sin, sum = fma(x, cos, product);
     if constexpr (sizeof(T) == sizeof(float) && sizeof(A) == sizeof(float)) {
-        A better = sum + fma(y, sin, -product);
-        if (!isnan(better)) return better;
+        A compensated = sum + fma(y, sin, -product);
+        if (!isnan(compensated)) return compensated;
     }
     return sum;
 }
 
-// The maths of x and of the table's numbers: the wider of the two, at least float. Of float x by a table of double it is double, which is
-// slow on GPUs that have few units for it; angles of float x come to it, as do users' own tables of double, and nothing else.
+// The type in which x and the table's values are multiplied: the wider of the two, at least float. Float x and a double table give double,
+// which is slow on GPUs with few double units. Only the angles of float x and users' own double tables lead to it.
 template <typename T, typename C>
-using maths_t = decltype(compute_t<T>() * compute_t<C>());
+using math_t = decltype(compute_t<T>() * compute_t<C>());
 
 template <typename T, typename A>
 __device__ __forceinline__ void rotate(A& a, A& b, Angles<A> t) {
     A first = a;
-    a = turned<T>(first, t.cos_a, b, -t.sin_a);
-    b = turned<T>(b, t.cos_b, first, t.sin_b);
+    a = sum_of_products<T>(first, t.cos_a, b, -t.sin_a);
+    b = sum_of_products<T>(b, t.cos_b, first, t.sin_b);
 }
 
 // ---- before the rotation
 
-// positions[t] of the tokens t = b * sequence + s, each a row of a table, UNROTATED or OUTSIDE. It is ids[t] where there are ids. Else it
-// is s, or for packed sequences, which begin at the tokens cu_seqlens / cp_size, the distance from the token's sequence's first; plus
-// starts[sequence]. Under context parallelism this GPU has chunks number cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size that a
-// sequence is cut into.
+// positions[t] of the tokens t = b * sequence + s: a row of the table, UNROTATED or OUT_OF_RANGE. With ids it is ids[t]. Otherwise it is s,
+// or for packed sequences the distance from the first token of the token's sequence; plus starts[sequence]. Packed sequences begin at the
+// tokens cu_seqlens / cp_size. Under context parallelism a sequence has 2 cp_size chunks, and this GPU has the chunks cp_rank and 2 cp_size
+// - 1 - cp_rank.
 template <typename ID>
 __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqlens, const ID* starts, long long tokens, int sequence,
                                int sequences, int rows, int cp_size, int cp_rank) {
@@ -112,7 +87,7 @@ __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqle
         p = ids[t];
     } else {
         if (cu_seqlens) {
-            int first = 0, last = sequences + 1;  // the boundaries [first, last) are the ones that may be the first beyond t
+            int first = 0, last = sequences + 1;  // the first boundary beyond t is in [first, last]
             while (first < last) {
                 int middle = (first + last) / 2;
                 if (cu_seqlens[middle] / cp_size <= t) first = middle + 1;
@@ -132,11 +107,11 @@ __global__ void rope_positions(int* positions, const ID* ids, const ID* cu_seqle
         }
         if (starts) p += starts[b];
     }
-    positions[t] = 0 <= p && p < rows ? int(p) : OUTSIDE;
+    positions[t] = 0 <= p && p < rows ? int(p) : OUT_OF_RANGE;
 }
 
-// The cosine and the sine of n angles, however large, in M. In float they err by up to 1.5 ulp, which 16-bit types do not see, and float
-// does: so it takes them in double.
+// The cosine and the sine of n angles of any size, in M. In float the error is up to 1.5 ulp: 16-bit results do not show it, float results
+// do, so float x takes double.
 __device__ __forceinline__ void sine_and_cosine(float angle, float* sine, float* cosine) { sincosf(angle, sine, cosine); }
 __device__ __forceinline__ void sine_and_cosine(double angle, double* sine, double* cosine) { sincos(angle, sine, cosine); }
 
@@ -148,7 +123,7 @@ __global__ void rope_angles(M* cos, M* sin, const A* angles, long long n) {
     sine_and_cosine(M(angles[i]), &sin[i], &cos[i]);
 }
 
-// Tables of one row a token, where a token has several positions, as (time, height, width): its first end0 pairs take the row
+// Tables with one row per token, where a token has several positions, as (time, height, width). The first end0 pairs take the row
 // positions[0][t], those up to end1 positions[1][t], and the rest positions[2][t].
 template <typename C>
 __global__ void rope_sections(C* cos_out, C* sin_out, const C* cos, const C* sin, const int* positions, long long tokens, int width,
@@ -164,7 +139,7 @@ __global__ void rope_sections(C* cos_out, C* sin_out, const C* cos, const C* sin
     sin_out[i] = inside ? sin[position * row_stride + column] : C(__int_as_float(0x7fc00000));
 }
 
-// ---- the rotation. `rest`: how many elements of a head are copied, which is none in place; scale's cosine and sine are rounded once more.
+// ---- the rotation. `rest`: the number of elements of a head to copy, 0 in place. scale * cos and scale * sin are rounded once more.
 
 // v1: grid ceil(tokens * (heads + k_heads) * (rotary_dim / 2 + rest) / 256), block 256.
 template <typename T, typename C>
@@ -174,7 +149,7 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
                         long long out_d, long long k_out_b, long long k_out_s, long long k_out_h, long long k_out_d, long long x_b,
                         long long x_s, long long x_h, long long x_d, long long k_b, long long k_s, long long k_h, long long k_d,
                         bool interleaved, bool transpose, double scale) {
-    using A = maths_t<T, C>;
+    using A = math_t<T, C>;
     int pairs = rotary_dim / 2;
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     int item = i % (pairs + rest);  // a pair, or an element to copy
@@ -218,19 +193,19 @@ __global__ void rope_v1(T* out, T* k_out, const T* x, const T* k, const C* cos, 
     out[(rotary_offset + c) * out_d] = x_c;
 }
 
-// N values of a table's row, in pieces of at most 16 bytes.
+// N values of a table's row, in loads of at most 16 bytes.
 template <int N, typename A, typename C>
 __device__ __forceinline__ void load_table(A (&to)[N], const C* row) {
-    constexpr int PIECE = N * sizeof(C) <= 16 ? N : 16 / sizeof(C);
+    constexpr int CHUNK = N * sizeof(C) <= 16 ? N : 16 / sizeof(C);
 #pragma unroll
-    for (int i = 0; i < N; i += PIECE) {
-        Vec<C, PIECE> piece = load_vec_kept<C, PIECE>(row + i);
+    for (int i = 0; i < N; i += CHUNK) {
+        Vec<C, CHUNK> chunk = load_vec_kept<C, CHUNK>(row + i);
 #pragma unroll
-        for (int j = 0; j < PIECE; j++) to[i + j] = A(piece.v[j]);
+        for (int j = 0; j < CHUNK; j++) to[i + j] = A(chunk.v[j]);
     }
 }
 
-// A branch that all threads take alike costs less than the multiplications, which few calls need.
+// A uniform branch costs less than the multiplications, which few calls need.
 template <int N, typename A>
 __device__ __forceinline__ void multiply(A (&v)[N], A factor) {
     if (factor != A(1)) {
@@ -239,7 +214,7 @@ __device__ __forceinline__ void multiply(A (&v)[N], A factor) {
     }
 }
 
-// Half pairing: a[e] with b[e]. Where the table is FULL, cos_b and sin_b lead to b's own angles.
+// Half pairing: rotates a[e] with b[e]. With a FULL table cos_b and sin_b point to b's own angles.
 template <typename T, bool FULL, typename A, typename C, int E>
 __device__ __forceinline__ void rotate_halves(A (&a)[E], A (&b)[E], const C* cos_a, const C* sin_a, const C* cos_b, const C* sin_b,
                                               A factor) {
@@ -262,38 +237,38 @@ __device__ __forceinline__ void rotate_halves(A (&a)[E], A (&b)[E], const C* cos
     }
 }
 
-// Interleaved pairing: the pairs are neighbours. The N columns of the table are half as many as those of x, or with angles for each element
-// all. For the transpose `s` is negated.
+// Interleaved pairing: the elements of a pair are neighbours. A table has N = E / 2 columns for E elements of x, or E with an angle per
+// element. For the transpose `s` is negated.
 template <typename T, typename A, int E, int N>
 __device__ __forceinline__ void rotate_neighbours(A (&a)[E], const A (&c)[N], const A (&s)[N], bool transpose) {
-    constexpr int EACH = N / (E / 2);
+    constexpr int ANGLES_PER_PAIR = N / (E / 2);
 #pragma unroll
     for (int i = 0; i < E / 2; i++) {
-        int p = i * EACH, q = p + EACH - 1;
-        if (EACH == 2 && transpose) rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[q], c[q], s[p]});
+        int p = i * ANGLES_PER_PAIR, q = p + ANGLES_PER_PAIR - 1;
+        if (ANGLES_PER_PAIR == 2 && transpose) rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[q], c[q], s[p]});
         else rotate<T, A>(a[2 * i], a[2 * i + 1], {c[p], s[p], c[q], s[q]});
     }
 }
 
-// n / d for n < 2^31, by the constants of d that rope_versions.py computes: a division costs 20 instructions.
+// n / d for n < 2^31 by constants of d (cukern/ops/rope/versions.py). A division takes 20 instructions.
 __device__ __forceinline__ unsigned divide(unsigned n, unsigned magic, unsigned shift) { return (__umulhi(n, magic) + n) >> shift; }
 
-// v2: block (x, y): x threads a head, which are rotary_dim / 2 / E, and half as many as there are vectors to copy; y heads. The heads of a
-// token, k's after x's, are neighbours, then the tokens in their order in memory: `inner` of them follow each other in the sequence, or, if
-// batch_inner, in the batch. Strides, rotary_dim, rotary_offset and rest are in vectors of E elements; the stride of head_dim is one element.
+// v2: block (x, y): x threads per head, y heads. x is rotary_dim / 2 / E, plus half the number of vectors to copy. The order of items: the
+// heads of a token, those of k after those of x; then the tokens in the order of memory: `inner` of them follow each other in the sequence,
+// or in the batch if batch_inner. Strides, rotary_dim, rotary_offset and rest are in vectors of E elements; head_dim has stride 1.
 template <typename T, typename C, bool INTERLEAVED, bool FULL>
-constexpr int BLOCKS = FULL || (sizeof(T) == 4 && sizeof(C) == 8) ? 4
-                       : INTERLEAVED                              ? 8
-                                                                  : 6;  // of 256 threads, that registers suffice for
+constexpr int V2_BLOCKS_PER_SM = FULL || (sizeof(T) == 4 && sizeof(C) == 8) ? 4
+                                 : INTERLEAVED                              ? 8
+                                                                            : 6;  // blocks of 256 threads per SM that the registers allow
 
 template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
-__global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
+__global__ void __launch_bounds__(256, V2_BLOCKS_PER_SM<T, C, INTERLEAVED, FULL>)
     rope_v2(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rest, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
             unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b,
             unsigned x_s, unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
-    using A = maths_t<T, C>;
+    using A = math_t<T, C>;
     using Vector = Vec<T, E>;
     unsigned item = blockIdx.x * blockDim.y + threadIdx.y;
     if (item >= items) return;
@@ -311,20 +286,20 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
         to = reinterpret_cast<Vector*>(k_out) + (b * k_out_b + s * k_out_s + h * k_out_h);
     }
     unsigned half = rotary_dim / 2, first = threadIdx.x;
-    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * BLOCKS<T, C, INTERLEAVED, FULL>, [&] {
+    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * V2_BLOCKS_PER_SM<T, C, INTERLEAVED, FULL>, [&] {
         if (first >= half) return;
         prefetch(&from[rotary_offset + first]);
         prefetch(&from[rotary_offset + first + half]);
     });
     int position = positions ? positions[b * positions_b + s] : int(s);
-    if (first >= half) {  // a thread that copies two of the vectors outside of the rotated slice
+    if (first >= half) {  // this thread copies two vectors outside of the rotated slice
         for (unsigned v = first - half; v < rest; v += (rest + 1) / 2) {
             unsigned at = v < rotary_offset ? v : v + rotary_dim;
             store_vec(&to[at].v[0], load_vec<T, E>(from[at].v));
         }
         return;
     }
-    // The transpose of half pairing is the rotation of (b, a) instead of (a, b), which exchanges their cosines and not their sines.
+    // In half pairing the transpose is the rotation of (b, a) instead of (a, b), which exchanges the cosines but not the sines.
     bool exchange = transpose && !INTERLEAVED;
     unsigned first_a = exchange ? half : 0, first_b = half - first_a;
     from += rotary_offset + first;
@@ -362,7 +337,7 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     }
     a = pack<T>(y_a);
     c = pack<T>(y_c);
-    if constexpr (INTERLEAVED) {  // with plain stores it has a register too few on sm_80
+    if constexpr (INTERLEAVED) {  // plain stores need one register too many on sm_80
         store_vec_past_l1(to[first_a].v, a);
         store_vec_past_l1(to[first_b].v, c);
     } else {
@@ -371,21 +346,21 @@ __global__ void __launch_bounds__(256, BLOCKS<T, C, INTERLEAVED, FULL>)
     }
 }
 
-// v3: one thread the same vector of two neighbouring heads, so that a warp's accesses are whole lines where a half is less than one, and
-// where the table is FULL each of its vectors is read once for both. In half pairing the pairs' other elements come from lane `half` away.
-// Block (x, y): x = rotary_dim / E threads, a power of 2 of at most 32, y pairs of heads, together whole warps. Numbers as in v2's, but
-// items, heads and k_heads count pairs of heads; nothing is copied.
+// v3: one thread rotates the same vector of two neighbouring heads. So a warp accesses whole cache lines where half a head is less than a
+// line, and with a FULL table each vector of the table is read once for both heads. In half pairing the pairs' other elements come from
+// lane `half` away. Block (x, y): x = rotary_dim / E threads, a power of 2 of at most 32; y pairs of heads; whole warps. Arguments as in
+// v2, but items, heads and k_heads count pairs of heads, and nothing is copied.
 template <typename C>
-constexpr int V3_BLOCKS = sizeof(C) == 8 ? 4 : 5;
+constexpr int V3_BLOCKS_PER_SM = sizeof(C) == 8 ? 4 : 5;
 
 template <typename T, typename C, int E, bool INTERLEAVED, bool FULL>
-__global__ void __launch_bounds__(256, V3_BLOCKS<C>)
+__global__ void __launch_bounds__(256, V3_BLOCKS_PER_SM<C>)
     rope_v3(T* out, T* k_out, const T* x, const T* k, const C* cos, const C* sin, const int* positions, unsigned items, unsigned inner,
             unsigned inner_magic, unsigned inner_shift, unsigned heads, unsigned k_heads, unsigned heads_magic, unsigned heads_shift,
             unsigned rotary_dim, unsigned rotary_offset, unsigned rows, unsigned cos_b, unsigned cos_s, unsigned positions_b,
             unsigned out_b, unsigned out_s, unsigned out_h, unsigned k_out_b, unsigned k_out_s, unsigned k_out_h, unsigned x_b,
             unsigned x_s, unsigned x_h, unsigned k_b, unsigned k_s, unsigned k_h, bool batch_inner, bool transpose, double scale) {
-    using A = maths_t<T, C>;
+    using A = math_t<T, C>;
     using Vector = Vec<T, E>;
     unsigned number = blockIdx.x * blockDim.y + threadIdx.y, item = min(number, items - 1);  // all lanes take part in the shuffles
     unsigned token = divide(item, heads_magic, heads_shift), h = item - token * (heads + k_heads);
@@ -406,7 +381,7 @@ __global__ void __launch_bounds__(256, V3_BLOCKS<C>)
     unsigned half = rotary_dim / 2, first = threadIdx.x;
     from += rotary_offset + first;
     to += rotary_offset + first;
-    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * V3_BLOCKS<C>, [&] {
+    take_over(blockDim.x * blockDim.y * 2 * sizeof(Vector), 256 * V3_BLOCKS_PER_SM<C>, [&] {
         prefetch(&from[0]);
         prefetch(&from[x_h]);
     });
@@ -435,7 +410,7 @@ __global__ void __launch_bounds__(256, V3_BLOCKS<C>)
             A o[E];
             unpack(o, shuffled_xor(v[i], half));
 #pragma unroll
-            for (int e = 0; e < E; e++) a[e] = turned<T>(a[e], c[e], o[e], d[e]);
+            for (int e = 0; e < E; e++) a[e] = sum_of_products<T>(a[e], c[e], o[e], d[e]);
         }
         if (position != UNROTATED) v[i] = pack<T>(a);
     }

@@ -1,19 +1,15 @@
-// The gradient of rows so long that all of the GPU shares each. As many blocks as the multiprocessors hold stay to the end, and go over the
-// rows in step: none is more than three rows ahead of another. So what is read lies side by side in memory, and so does what is written.
+// The gradient of rows so long that the whole GPU shares each (softmax v11). The kernel is persistent: every SM holds BLOCKS blocks until
+// the end, and they go through the rows together. No block is more than three rows ahead of another, so that the reads of all SMs are
+// adjacent in memory, and so are the writes.
 //
-// In turn i a block tells the others what it found of row i, which has come to shared memory; looks at what they told of row i - 2; writes
-// row i - 3, of which it now knows all, from registers; takes row i - 1 there; and asks for row i + 2.
+// In iteration i a block
+//   - sums its part of row i, which has arrived in shared memory, and sends the partial sum to the other blocks;
+//   - reads the words that the others sent for row i - 2 and were already there, without waiting;
+//   - waits for the missing words of row i - 3, adds them all, and writes row i - 3 from registers;
+//   - moves row i - 1 to registers, and starts the copies of row i + 2.
 //
-// H200, 512 rows of 1M, of a copy's speed: float 0.907 to 1.004, bfloat16 0.934 to 1.003; v10's rows are each at another place. Copies of the
-// same accesses, in which all wait for the slowest of a row, had predicted 1.01; if nobody waits they are at 0.98, since blocks drift apart.
-// (Forward, of which half is written, they are at 0.95: v10 is as fast.) What it takes:
-// * Words are for moments at which no load waits to be sent. A multiprocessor sends in order, and a row's loads keep it busy for most of
-//   a turn: words that came behind them took 6 us (0.42 to 0.50); those of a warp of their own 3, which is more than a turn (0.81, 0.88).
-// * Two turns from when a block tells to when it looks: with one 0.90, 0.87; another until it uses what it then sees: 0.967, 0.970 without.
-// * The word is sent before others store: bfloat16 0.995 to 1.001.
-// The turn itself takes 2 us, of which memory is busy for all where rows are long enough: float 1M 2.9 us; of 600 K, which memory would need
-// 1.8 for, 0.93 where v10 is at 0.95. As fast: three rows under way, not two. Slower: four blocks of 128 threads (bfloat16 512K 0.89, v10
-// 0.97), streaming stores, fetches of 256 bytes. Sums by atomics are not the same in each run, and a count beside the words costs a fence (0.83).
+// Words are read and sent while no load waits to be issued, because an SM issues in order. H200, 512 rows of 1M columns, speed relative to
+// a copy: float 1.004, bfloat16 1.003. Experiments and dead ends: docs/notes/softmax.md
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/memory.cuh"
@@ -21,111 +17,111 @@
 #include "exponential.cuh"
 #include "row_storage.cuh"
 
-// Never 0.
-__device__ __forceinline__ unsigned long long told(float part) { return 1ull << 32 | __float_as_uint(part); }
+// A partial sum as a word that is never 0.
+__device__ __forceinline__ unsigned long long to_word(float part) { return 1ull << 32 | __float_as_uint(part); }
 
 template <typename T, int THREADS, int BLOCKS>
-struct Steps {
+struct GridBackward {
     static constexpr int VECTORS = 4, STAGES = 3, LAG = 3, WARPS = THREADS / 32;
     using C = compute_t<T>;
-    struct Found {           // by each warp:
-        float parts[WARPS];  // of a row, what its threads found;
-        float words[WARPS];  // of another, what the words add up to that it looked at
+    struct WarpSums {           // one value per warp
+        float local[WARPS];     // partial sum of the block's own row
+        float received[WARPS];  // sum of the words received for an earlier row
     };
 
     template <class F>
-    static __device__ __forceinline__ void each(int own, F f) {
+    static __device__ __forceinline__ void for_owned(int owned, F f) {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k)
-            if (k < own) f(k);
+            if (k < owned) f(k);
     }
 
-    // `board`: a word for each row and multiprocessor. `slots`: STAGES * VECTORS * 2 for each thread.
-    static __device__ __forceinline__ void run(T* dx, const T* y, const T* g, unsigned long long* board, int rows, int columns,
-                                               long long g_row, const Gradient<T>& gradient, Words<T>* slots, Found (&found)[2]) {
+    // `mailbox`: a word for each row and SM, all 0. `shared`: STAGES * VECTORS * 2 vectors per thread.
+    static __device__ __forceinline__ void run(T* dx, const T* y, const T* g, unsigned long long* mailbox, int rows, int columns,
+                                               long long g_row, const Gradient<T>& gradient, Vector<T>* shared, WarpSums (&warp_sums)[2]) {
         int rank = blockIdx.x / BLOCKS, ranks = gridDim.x / BLOCKS, first = blockIdx.x % BLOCKS,
             count = (rows - first + BLOCKS - 1) / BLOCKS;
-        int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = rank * THREADS + threadIdx.x, step = ranks * THREADS;
-        int own = (columns / WIDTH<T> - mine + step - 1) / step;
-        step *= WIDTH<T>;
-        y += first * (long long)columns + mine * WIDTH<T>;
-        g += first * g_row + mine * WIDTH<T>;
-        dx += first * (long long)columns + mine * WIDTH<T>;
-        board += first * (long long)ranks;
-        slots += threadIdx.x;
-        auto slot = [&](int i, int k) { return slots + (i % STAGES * VECTORS + k) * 2 * THREADS; };
+        int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = rank * THREADS + threadIdx.x, step = ranks * THREADS;
+        int owned = (columns / ELEMENTS<T> - index + step - 1) / step;
+        step *= ELEMENTS<T>;
+        y += first * (long long)columns + index * ELEMENTS<T>;
+        g += first * g_row + index * ELEMENTS<T>;
+        dx += first * (long long)columns + index * ELEMENTS<T>;
+        mailbox += first * (long long)ranks;
+        shared += threadIdx.x;
+        auto shared_vector = [&](int i, int k) { return shared + (i % STAGES * VECTORS + k) * 2 * THREADS; };
         auto fetch = [&](int i) {
             if (i < count) {
-                each(own, [&](int k) {
-                    cp_async_16(shared_address(slot(i, k)), y + k * step);
-                    cp_async_16(shared_address(slot(i, k) + THREADS), g + k * step);
+                for_owned(owned, [&](int k) {
+                    cp_async_16(shared_address(shared_vector(i, k)), y + k * step);
+                    cp_async_16(shared_address(shared_vector(i, k) + THREADS), g + k * step);
                 });
                 y += BLOCKS * (long long)columns;
                 g += BLOCKS * g_row;
             }
             cp_async_commit();
         };
-        auto part_of = [&](int i) {
+        auto partial_sum = [&](int i) {
             C part = 0;
-            each(own, [&](int k) {
-                C a[WIDTH<T>], b[WIDTH<T>], here = 0;
-                unpack(*slot(i, k), a);
-                unpack(*(slot(i, k) + THREADS), b);
+            for_owned(owned, [&](int k) {
+                C a[ELEMENTS<T>], b[ELEMENTS<T>], partial = 0;
+                unpack(*shared_vector(i, k), a);
+                unpack(*(shared_vector(i, k) + THREADS), b);
 #pragma unroll
-                for (int j = 0; j < WIDTH<T>; ++j) here += gradient.template term<false>(a[j], b[j]);
-                part += here;
+                for (int j = 0; j < ELEMENTS<T>; ++j) partial += gradient.template term<false>(a[j], b[j]);
+                part += partial;
             });
             return warp_reduce<Sum>(part);
         };
-        auto words_of = [&](int i) { return board + i * (BLOCKS * (long long)ranks); };
-        auto hear = [&](int i, unsigned long long word) {  // `word`: the thread's first, if it has come
+        auto mailbox_of = [&](int i) { return mailbox + i * (BLOCKS * (long long)ranks); };
+        auto receive_sum = [&](int i, unsigned long long word) {  // `word`: the thread's first word, or 0 if it has not arrived
             float sum = 0;
             for (int at = threadIdx.x; at < ranks; at += THREADS) {
-                if (at != threadIdx.x || !word) word = wait_for(words_of(i) + at);
+                if (at != threadIdx.x || !word) word = wait_for(mailbox_of(i) + at);
                 sum += __uint_as_float(unsigned(word));
             }
             return warp_reduce<Sum>(sum);
         };
-        auto write = [&](float sum, const Words<T>(&ys)[VECTORS], const Words<T>(&gs)[VECTORS]) {
-            each(own, [&](int k) {
-                C a[WIDTH<T>], b[WIDTH<T>];
+        auto write = [&](float sum, const Vector<T>(&ys)[VECTORS], const Vector<T>(&gs)[VECTORS]) {
+            for_owned(owned, [&](int k) {
+                C a[ELEMENTS<T>], b[ELEMENTS<T>];
                 unpack(ys[k], a);
                 unpack(gs[k], b);
 #pragma unroll
-                for (int j = 0; j < WIDTH<T>; ++j) a[j] = gradient.template of<false>(a[j], b[j], sum);
+                for (int j = 0; j < ELEMENTS<T>; ++j) a[j] = gradient.template dx<false>(a[j], b[j], sum);
                 store_vector(dx + k * step, a);
             });
             dx += BLOCKS * (long long)columns;
         };
-        Words<T> ys[2][VECTORS], gs[2][VECTORS];
+        Vector<T> ys[2][VECTORS], gs[2][VECTORS];
         unsigned long long word = 0;
         fetch(0);
         fetch(1);
-        for (int turn = 0; turn < count + LAG; turn += 2) {
+        for (int iteration = 0; iteration < count + LAG; iteration += 2) {
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
-                int i = turn + p;
+                int i = iteration + p;
                 if (i >= count + LAG) break;
                 cp_async_wait<1>();
-                // Now no load of rows waits to be sent, so that words are fast: those of the turn before have come, the next are asked for.
-                float heard = i >= LAG ? hear(i - LAG, word) : 0.0f;
-                if (i >= 2 && i - 2 < count && threadIdx.x < ranks) word = look(words_of(i - 2) + threadIdx.x);
-                float part = i < count ? part_of(i) : 0.0f;
+                // Words are fast now, because no load waits to be issued: row i has arrived, and the loads of row i + 1 are issued.
+                float received = i >= LAG ? receive_sum(i - LAG, word) : 0.0f;
+                if (i >= 2 && i - 2 < count && threadIdx.x < ranks) word = look(mailbox_of(i - 2) + threadIdx.x);
+                float part = i < count ? partial_sum(i) : 0.0f;
                 if (lane == 0) {
-                    found[p].parts[warp] = part;
-                    found[p].words[warp] = heard;
+                    warp_sums[p].local[warp] = part;
+                    warp_sums[p].received[warp] = received;
                 }
                 __syncthreads();
                 if (warp == 0 && i < count) {
-                    part = warp_reduce<Sum>(lane < WARPS ? found[p].parts[lane] : 0.0f);
-                    if (lane == 0) post(words_of(i) + rank, told(part));
+                    part = warp_reduce<Sum>(lane < WARPS ? warp_sums[p].local[lane] : 0.0f);
+                    if (lane == 0) post(mailbox_of(i) + rank, to_word(part));
                 }
-                __syncthreads();  // before others store
-                if (i >= LAG) write(warp_reduce<Sum>(lane < WARPS ? found[p].words[lane] : 0.0f), ys[1 - p], gs[1 - p]);
+                __syncthreads();  // send the word before other warps store
+                if (i >= LAG) write(warp_reduce<Sum>(lane < WARPS ? warp_sums[p].received[lane] : 0.0f), ys[1 - p], gs[1 - p]);
                 if (i > 0 && i <= count) {
-                    each(own, [&](int k) {
-                        ys[1 - p][k] = *slot(i - 1, k);
-                        gs[1 - p][k] = *(slot(i - 1, k) + THREADS);
+                    for_owned(owned, [&](int k) {
+                        ys[1 - p][k] = *shared_vector(i - 1, k);
+                        gs[1 - p][k] = *(shared_vector(i - 1, k) + THREADS);
                     });
                 }
                 fetch(i + 2);

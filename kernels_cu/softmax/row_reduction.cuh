@@ -1,6 +1,7 @@
-// The threads that share a row, and what they tell one another: first the lanes that are near, by shuffles, then all, each with the
-// largest u and the sum of the exponentials that it and its near ones found. Every thread of a block must take part. rank() is the block's
-// number among the size() that share a row; turns() is how often they all together go into a count.
+// Teams: the threads that share a row, and how they combine its largest u and its sum of exponentials (or another sum). First the lanes of
+// a warp combine theirs (lanes_max, lanes_sum), then the whole team (combine, reduce_sum). Every thread of a block must take part. thread()
+// is the thread's index in its block, or in its group of lanes. block_rank() is the block's index among the num_blocks() of the row.
+// rounds(n) is n divided by the number of threads of the team, rounded down.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/cluster.cuh"
@@ -8,7 +9,7 @@
 #include "common/reduce.cuh"
 #include "exponential.cuh"
 
-// Each of `width` neighbouring lanes holds a part's largest u and sum, and every group of them the same. All get those of the whole.
+// Each of `width` neighbouring lanes holds the largest u and the sum of a part; every group of lanes holds the same. All get the total.
 template <typename T>
 __device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, compute_t<T>& largest, sum_t<T>& sum, int width = 32) {
     compute_t<T> own = largest;
@@ -16,12 +17,12 @@ __device__ __forceinline__ void merge_lanes(const Exponential<T>& exponential, c
     sum = warp_reduce<Sum>(sum * exponential.rescale(own, exponential.base(largest)), width);
 }
 
-// What each of a block's warps found.
+// The results of each warp of a block.
 template <typename T>
-struct Found {
+struct WarpPartials {
     sum_t<T> sums[32];
     compute_t<T> largest[32];
-    // The first `count` of them, a power of 2, put together by each warp.
+    // Each warp combines the first `count`, a power of 2.
     __device__ __forceinline__ void merge(const Exponential<T>& exponential, int count, compute_t<T>& all, sum_t<T>& sum) const {
         all = largest[threadIdx.x % count];
         sum = sums[threadIdx.x % count];
@@ -29,102 +30,95 @@ struct Found {
     }
 };
 
-// Neighbouring lanes of a warp, a power of 2.
-struct Lanes {
+// Neighbouring lanes of a warp; `width` is a power of 2.
+struct WarpTeam {
     int width;
-    __device__ __forceinline__ explicit Lanes(int width) : width(width) {}
-    static __device__ __forceinline__ int rank() { return 0; }
-    static __device__ __forceinline__ int size() { return 1; }
-    __device__ __forceinline__ int turns(int count) const { return count >> (31 - __clz(width)); }
-    __device__ __forceinline__ int lane() const { return threadIdx.x % width; }
-    __device__ __forceinline__ bool leads() const { return lane() == 0; }
+    __device__ __forceinline__ explicit WarpTeam(int width) : width(width) {}
+    static __device__ __forceinline__ int block_rank() { return 0; }
+    static __device__ __forceinline__ int num_blocks() { return 1; }
+    __device__ __forceinline__ int rounds(int count) const { return count >> (31 - __clz(width)); }
+    __device__ __forceinline__ int thread() const { return threadIdx.x % width; }
+    __device__ __forceinline__ bool is_leader() const { return thread() == 0; }
     template <typename C>
-    __device__ __forceinline__ C near_max(C value) const {
+    __device__ __forceinline__ C lanes_max(C value) const {
         return width == 32 ? warp_max(value) : warp_reduce<Max>(value, width);
     }
     template <typename C>
-    __device__ __forceinline__ C near_sum(C value) const {
+    __device__ __forceinline__ C lanes_sum(C value) const {
         return warp_reduce<Sum>(value, width);
     }
     template <typename T>
     __device__ __forceinline__ void combine(const Exponential<T>&, compute_t<T>&, sum_t<T>&) const {}
     template <typename C>
-    __device__ __forceinline__ C add(C value) const {
-        return near_sum(value);
+    __device__ __forceinline__ C reduce_sum(C value) const {
+        return lanes_sum(value);
     }
 };
 
-// A block of THREADS, a power of 2 of whole warps; or of ROWS times as many, where so many rows lie side by side.
+// A block of THREADS threads: whole warps, a power of 2. With ROWS > 1 the block has ROWS times as many threads, for as many rows.
 template <typename T, int THREADS, int ROWS = 1>
-struct Block {
+struct BlockTeam {
     using C = compute_t<T>;
     static constexpr int width = THREADS;
-    Found<T>& found;  // of the row
-    __device__ __forceinline__ explicit Block(Found<T>& found) : found(found) {}
-    static __device__ __forceinline__ int rank() { return 0; }
-    static __device__ __forceinline__ int size() { return 1; }
-    static __device__ __forceinline__ int turns(int count) { return count / width; }
-    __device__ __forceinline__ int lane() const { return ROWS == 1 ? threadIdx.x : threadIdx.x % THREADS; }
-    __device__ __forceinline__ bool leads() const { return lane() == 0; }
-    __device__ __forceinline__ C near_max(C value) const { return warp_max(value); }
+    WarpPartials<T>& partials;
+    __device__ __forceinline__ explicit BlockTeam(WarpPartials<T>& partials) : partials(partials) {}
+    static __device__ __forceinline__ int block_rank() { return 0; }
+    static __device__ __forceinline__ int num_blocks() { return 1; }
+    static __device__ __forceinline__ int rounds(int count) { return count / width; }
+    __device__ __forceinline__ int thread() const { return ROWS == 1 ? threadIdx.x : threadIdx.x % THREADS; }
+    __device__ __forceinline__ bool is_leader() const { return thread() == 0; }
+    __device__ __forceinline__ C lanes_max(C value) const { return warp_max(value); }
     template <typename S>
-    __device__ __forceinline__ S near_sum(S value) const {
+    __device__ __forceinline__ S lanes_sum(S value) const {
         return warp_reduce<Sum>(value);
     }
     __device__ __forceinline__ void combine(const Exponential<T>& exponential, C& largest, sum_t<T>& sum) const {
-        int warp = lane() / 32;
+        int warp = thread() / 32;
         if (threadIdx.x % 32 == 0) {
-            found.largest[warp] = largest;
-            found.sums[warp] = sum;
+            partials.largest[warp] = largest;
+            partials.sums[warp] = sum;
         }
         __syncthreads();
-        found.merge(exponential, THREADS / 32, largest, sum);
+        partials.merge(exponential, THREADS / 32, largest, sum);
     }
-    __device__ __forceinline__ C add(C value) const { return block_reduce<Sum>(value, found.largest); }
+    __device__ __forceinline__ C reduce_sum(C value) const { return block_reduce<Sum>(value, partials.largest); }
 };
 
-constexpr int LOOP_THREADS = 256;  // of the blocks that go over a row in a loop
+constexpr int LOOP_THREADS = 256;  // of blocks that loop over a row
 
-// The same of what each thread of such a block found by itself.
+// Combines the results of single threads over such a block.
 template <typename T>
-__device__ __forceinline__ void merge_block(const Exponential<T>& exponential, Found<T>& found, compute_t<T>& largest, sum_t<T>& sum) {
+__device__ __forceinline__ void merge_block(const Exponential<T>& exponential, WarpPartials<T>& partials, compute_t<T>& largest,
+                                            sum_t<T>& sum) {
     merge_lanes(exponential, largest, sum);
-    Block<T, LOOP_THREADS>(found).combine(exponential, largest, sum);
+    BlockTeam<T, LOOP_THREADS>(partials).combine(exponential, largest, sum);
 }
 
-// Where the blocks that share a row tell one another: a word for each, 0 until it has told. Here in global memory, where all are 0 before,
-// and a row has `size` neighbouring blocks, as many as it needs. Blocks start in the order of their numbers; those of a row can wait for
-// each other as long as `size` of them fit the GPU at a time.
-//
-// One H200 with 512 rows of 1M: a block lives 17 us (float forward 21), of which its loads are on their way for 8 (11), it waits 3.5
-// for the last of its row and 2.9 for words, and stores for 2 to 3.5. Backward, rows move in step: of 264 blocks from 20 to 250 load at a
-// time, up and down in 16 us. What a block loads comes at 22 KB/us whether 80 or 160 do, so few that load are too few. Therefore slower:
-// blocks that load only when the row four to nine before, or the block 48 to 224 before, has told (backward 0.92 to 0.61 to 0.916), though
-// words then take 1.7 us, and copies to shared memory asked for before loads to registers (0.924 to 0.904, forward 0.926 to 0.903). As
-// fast: first blocks that start 15 to 60 ns after one another (0.934 to 0.942), loads to registers that leave no line in L1, a least time of
-// 6 to 8 us from a block's start to its word. Slower: bulk copies to shared memory beside loads to registers (0.885), three looks at words
-// under way at a time (0.908), each warp for itself (0.867).
-struct GlobalBoard {
-    unsigned long long* all;
-    int size, number;
-    __device__ __forceinline__ GlobalBoard(unsigned long long* all, int size) : all(all), size(size), number(blockIdx.x % size) {}
-    __device__ __forceinline__ int rank() const { return number; }
-    __device__ __forceinline__ void tell(unsigned long long word) const {
-        if (threadIdx.x == 0) post(all + blockIdx.x, word);
+// Mailbox in global memory: the blocks that share a row exchange one word each. A word is 0 until it is sent; all are 0 at the launch. A
+// row has num_blocks neighbouring blocks. Blocks start in the order of their indices, so those of a row can wait for each other if
+// num_blocks blocks fit on the GPU at the same time. What a block waits for: docs/notes/softmax.md
+struct GlobalMailbox {
+    unsigned long long* words;
+    int num_blocks, index;
+    __device__ __forceinline__ GlobalMailbox(unsigned long long* words, int num_blocks)
+        : words(words), num_blocks(num_blocks), index(blockIdx.x % num_blocks) {}
+    __device__ __forceinline__ int block_rank() const { return index; }
+    __device__ __forceinline__ void send(unsigned long long word) const {
+        if (threadIdx.x == 0) post(words + blockIdx.x, word);
     }
-    __device__ __forceinline__ unsigned long long hear(int i) const { return wait_for(all + (blockIdx.x - number + i)); }
-    static __device__ __forceinline__ void heard_all() {}
+    __device__ __forceinline__ unsigned long long receive(int i) const { return wait_for(words + (blockIdx.x - index + i)); }
+    static __device__ __forceinline__ void received_all() {}
 };
 
 #if __CUDA_ARCH__ >= 900
-// In the shared memory of each of a cluster's blocks. There is no barrier where they tell: its release would wait for all that the
-// multiprocessor has under way, 3 us on a busy H200. The kernel calls leave() at its end: no block exits before all have heard.
+// Mailbox in the shared memory of each block of a cluster. Sending uses no barrier: its release would wait for all memory accesses in
+// flight on the SM, 3 us on a busy H200. The kernel calls wait_before_exit() at its end: no block exits before all have received.
 template <int SIZE>
-struct ClusterBoard {
-    static constexpr int size = SIZE;
+struct ClusterMailbox {
+    static constexpr int num_blocks = SIZE;
     unsigned long long* words;
-    // Before the kernel does anything else: then the fence has little to wait for, and the other warps need none.
-    __device__ __forceinline__ explicit ClusterBoard(unsigned long long (&words)[SIZE]) : words(words) {
+    // Construct it before anything else in the kernel: then the fence has little to wait for, and the other warps need none.
+    __device__ __forceinline__ explicit ClusterMailbox(unsigned long long (&words)[SIZE]) : words(words) {
         if (threadIdx.x < SIZE) {
             words[threadIdx.x] = 0;
             cluster_fence();
@@ -132,80 +126,80 @@ struct ClusterBoard {
         __syncwarp();
         cluster_arrive_relaxed();
     }
-    static __device__ __forceinline__ int rank() { return cluster_rank(); }
-    __device__ __forceinline__ void tell(unsigned long long word) const {
-        cluster_wait();  // until all have cleared theirs
-        if (threadIdx.x < SIZE) post_cluster(shared_of_rank(shared_address(words + rank()), threadIdx.x), word);
+    static __device__ __forceinline__ int block_rank() { return cluster_rank(); }
+    __device__ __forceinline__ void send(unsigned long long word) const {
+        cluster_wait();  // until all blocks have cleared their words
+        if (threadIdx.x < SIZE) post_cluster(shared_of_rank(shared_address(words + block_rank()), threadIdx.x), word);
     }
-    __device__ __forceinline__ unsigned long long hear(int i) const { return wait_for_shared(shared_address(words + i)); }
-    static __device__ __forceinline__ void heard_all() { cluster_arrive_relaxed(); }
-    static __device__ __forceinline__ void leave() { cluster_wait(); }
+    __device__ __forceinline__ unsigned long long receive(int i) const { return wait_for_shared(shared_address(words + i)); }
+    static __device__ __forceinline__ void received_all() { cluster_arrive_relaxed(); }
+    static __device__ __forceinline__ void wait_before_exit() { cluster_wait(); }
 };
 #endif
 
-// Several blocks of THREADS, which tell one another through a board. Not of double.
-template <typename T, int THREADS, class Board>
-struct Crowd {
+// Several blocks of THREADS threads, which exchange results through a mailbox. Not available for double.
+template <typename T, int THREADS, class Mailbox>
+struct MultiBlockTeam {
     static constexpr int width = THREADS;
-    Block<T, THREADS> block;
-    const Board& board;
-    __device__ __forceinline__ Crowd(Found<T>& found, const Board& board) : block(found), board(board) {}
-    __device__ __forceinline__ int rank() const { return board.rank(); }
-    __device__ __forceinline__ int size() const { return board.size; }
-    __device__ __forceinline__ int turns(int count) const { return count / (width * board.size); }
-    __device__ __forceinline__ int lane() const { return threadIdx.x; }
-    __device__ __forceinline__ bool leads() const { return rank() == 0 && threadIdx.x == 0; }
-    __device__ __forceinline__ float near_max(float value) const { return warp_max(value); }
+    BlockTeam<T, THREADS> block;
+    const Mailbox& mailbox;
+    __device__ __forceinline__ MultiBlockTeam(WarpPartials<T>& partials, const Mailbox& mailbox) : block(partials), mailbox(mailbox) {}
+    __device__ __forceinline__ int block_rank() const { return mailbox.block_rank(); }
+    __device__ __forceinline__ int num_blocks() const { return mailbox.num_blocks; }
+    __device__ __forceinline__ int rounds(int count) const { return count / (width * mailbox.num_blocks); }
+    __device__ __forceinline__ int thread() const { return threadIdx.x; }
+    __device__ __forceinline__ bool is_leader() const { return block_rank() == 0 && threadIdx.x == 0; }
+    __device__ __forceinline__ float lanes_max(float value) const { return warp_max(value); }
     template <typename S>
-    __device__ __forceinline__ S near_sum(S value) const {
+    __device__ __forceinline__ S lanes_sum(S value) const {
         return warp_reduce<Sum>(value);
     }
-    __device__ __forceinline__ void tell(float a, float b) const {  // not both +0
-        board.tell((unsigned long long)__float_as_uint(a) << 32 | __float_as_uint(b));
+    __device__ __forceinline__ void send(float a, float b) const {  // not both +0, since a word of 0 means empty
+        mailbox.send((unsigned long long)__float_as_uint(a) << 32 | __float_as_uint(b));
     }
-    __device__ __forceinline__ float2 hear(int i) const {
-        unsigned long long word = board.hear(i);
+    __device__ __forceinline__ float2 receive(int i) const {
+        unsigned long long word = mailbox.receive(i);
         return make_float2(__uint_as_float(unsigned(word >> 32)), __uint_as_float(unsigned(word)));
     }
-    // What the first warp found, to all.
-    __device__ __forceinline__ void pass_on(float& largest, sum_t<T>& sum) const {
+    // The first warp's results, to the whole block.
+    __device__ __forceinline__ void broadcast(float& largest, sum_t<T>& sum) const {
         if (threadIdx.x == 0) {
-            block.found.largest[0] = largest;
-            block.found.sums[0] = sum;
+            block.partials.largest[0] = largest;
+            block.partials.sums[0] = sum;
         }
         __syncthreads();
-        board.heard_all();
-        largest = block.found.largest[0];
-        sum = block.found.sums[0];
+        mailbox.received_all();
+        largest = block.partials.largest[0];
+        sum = block.partials.sums[0];
     }
     __device__ __forceinline__ void combine(const Exponential<T>& exponential, float& largest, sum_t<T>& sum) const {
         block.combine(exponential, largest, sum);
-        tell(largest, sum);
+        send(largest, sum);
         __syncthreads();
         if (threadIdx.x < 32) {
             largest = minus_infinity<float>();
             sum = 0;
-            for (int i = threadIdx.x; i < board.size; i += 32) {
-                float2 heard = hear(i);
+            for (int i = threadIdx.x; i < mailbox.num_blocks; i += 32) {
+                float2 received = receive(i);
                 float before = largest;
-                largest = max(before, heard.x);
+                largest = max(before, received.x);
                 auto base = exponential.base(largest);
-                sum = sum * exponential.rescale(before, base) + sum_t<T>(heard.y) * exponential.rescale(heard.x, base);
+                sum = sum * exponential.rescale(before, base) + sum_t<T>(received.y) * exponential.rescale(received.x, base);
             }
             merge_lanes(exponential, largest, sum);
         }
-        pass_on(largest, sum);
+        broadcast(largest, sum);
     }
-    __device__ __forceinline__ float add(float value) const {
-        float told = block.add(value), unused = 0;
-        tell(1, told);
+    __device__ __forceinline__ float reduce_sum(float value) const {
+        float block_sum = block.reduce_sum(value), unused = 0;
+        send(1, block_sum);
         __syncthreads();
         sum_t<T> sum = 0;
         if (threadIdx.x < 32) {
-            for (int i = threadIdx.x; i < board.size; i += 32) sum += hear(i).y;
+            for (int i = threadIdx.x; i < mailbox.num_blocks; i += 32) sum += receive(i).y;
             sum = warp_reduce<Sum>(sum);
         }
-        pass_on(unused, sum);
+        broadcast(unused, sum);
         return sum;
     }
 };

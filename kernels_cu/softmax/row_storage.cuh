@@ -1,183 +1,191 @@
-// Where a team of threads holds a row: which vectors are whose, in registers and in shared memory.
+// How a team of threads keeps a row on chip: which vectors each thread owns, in registers and in shared memory.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "row_vectors.cuh"
 
-// Columns [begin, end) of a row, cut at multiples of BYTES. EXACT: all rows begin at multiples of 16 bytes and are whole numbers of vectors.
-// A warp whose vectors begin at a multiple of 128 bytes touches no line that another one touches.
+// Columns [begin, end) of a row, divided into whole vectors that begin and end at multiples of BYTES, and edges. With BYTES = 128 each warp
+// touches cache lines of its own. EXACT: all rows begin at multiples of 16 bytes and are a whole number of vectors.
 template <typename T, bool EXACT, int BYTES>
-struct Cut {
-    static constexpr int LINE = BYTES / sizeof(T), NOWHERE = -LINE;
-    int begin, end, first, count;  // of the whole vectors: the column of the first, and how many there are
-    int head, tail;                // the first column of the line that `begin` cuts, and of that which `end` cuts; or NOWHERE
-    __device__ __forceinline__ Cut(const T* row, int begin, int end) : begin(begin), end(end) {
-        int shift = EXACT && BYTES == 16 ? 0 : reinterpret_cast<unsigned long long>(row) / sizeof(T) % LINE;
-        int before = (begin + shift) & (LINE - 1), after = (end + shift) & (LINE - 1);
-        head = before ? begin - before : NOWHERE;
-        tail = after && end - after > begin - (before ? before : 1) ? end - after : NOWHERE;
-        first = before ? begin - before + LINE : begin;
-        count = max(end - after - first, 0) / WIDTH<T>;
+struct VectorRange {
+    static constexpr int UNIT = BYTES / sizeof(T), NO_COLUMN = -UNIT;
+    int begin, end, first, count;  // of the whole vectors: the first column and the number of vectors
+    int head, tail;                // the first columns of the units that `begin` and `end` lie inside, or NO_COLUMN
+    __device__ __forceinline__ VectorRange(const T* row, int begin, int end) : begin(begin), end(end) {
+        int shift = EXACT && BYTES == 16 ? 0 : reinterpret_cast<unsigned long long>(row) / sizeof(T) % UNIT;
+        int before = (begin + shift) & (UNIT - 1), after = (end + shift) & (UNIT - 1);
+        head = before ? begin - before : NO_COLUMN;
+        tail = after && end - after > begin - (before ? before : 1) ? end - after : NO_COLUMN;
+        first = before ? begin - before + UNIT : begin;
+        count = max(end - after - first, 0) / ELEMENTS<T>;
     }
-    // The column of a team's thread among the edges, of which 2 LINE threads have one each. A column that is not the row's, of many threads.
-    __device__ __forceinline__ int edge(int lane) const {
-        int from = lane < LINE ? head : lane < 2 * LINE ? tail : NOWHERE;
-        return from == NOWHERE ? NOWHERE : from + (lane & (LINE - 1));
+    // The column of a thread's edge element, or NO_COLUMN. 2 UNIT threads have one; it may lie outside of [begin, end).
+    __device__ __forceinline__ int edge_column(int thread) const {
+        int from = thread < UNIT ? head : thread < 2 * UNIT ? tail : NO_COLUMN;
+        return from == NO_COLUMN ? NO_COLUMN : from + (thread & (UNIT - 1));
     }
-    __device__ __forceinline__ bool shows(int column) const { return column >= begin && column < end; }
+    __device__ __forceinline__ bool contains(int column) const { return column >= begin && column < end; }
 };
 
-// Which vectors a thread of a team has: the k-th is vector `first + k * step` of the row, for k < own. The blocks of a row take turns, of
-// `width` vectors each, so that together they go over the row from its beginning to its end: memory is faster so. rounds: the most that a
-// thread of the block has.
-struct Share {
-    int first, width, step, own, rounds, vectors;
+// The vectors that a thread of a team owns: the k-th is vector `first + k * step` of the row, for k < count. Blocks of a row alternate,
+// `width` vectors each, so that together they read the row from start to end, which is faster. rounds: the most vectors of any thread of
+// the block.
+struct OwnedVectors {
+    int first, width, step, count, rounds, total;
     template <class Team>
-    __device__ __forceinline__ Share(const Team& team, int vectors)
-        : first(team.rank() * team.width + team.lane()), width(team.width), step(team.width * team.size()), vectors(vectors) {
-        own = team.turns(vectors - first + step - 1);
-        rounds = team.turns(vectors - team.rank() * width + step - 1);
+    __device__ __forceinline__ OwnedVectors(const Team& team, int total)
+        : first(team.block_rank() * team.width + team.thread()), width(team.width), step(team.width * team.num_blocks()), total(total) {
+        count = team.rounds(total - first + step - 1);
+        rounds = team.rounds(total - team.block_rank() * width + step - 1);
     }
-    __device__ __forceinline__ bool has(int k) const { return k < own; }
-    // Whether no other lane of the warp has what follows the k-th.
-    __device__ __forceinline__ bool ends_warp(int k) const { return has(k) && (threadIdx.x % 32 == 31 || first + k * step == vectors - 1); }
-    // How many a thread has at most beyond those in registers.
-    __device__ __forceinline__ int slots(int registers) const { return max(rounds - registers, 0); }
+    __device__ __forceinline__ bool contains(int k) const { return k < count; }
+    // True if no other lane of the warp owns the vector after the k-th.
+    __device__ __forceinline__ bool is_last_of_warp(int k) const {
+        return contains(k) && (threadIdx.x % 32 == 31 || first + k * step == total - 1);
+    }
+    // How many vectors per thread are in shared memory, if `registers` are in registers.
+    __device__ __forceinline__ int in_shared(int registers) const { return max(rounds - registers, 0); }
 };
 
-// At a multiple of 16 bytes.
+// p is a multiple of 16 bytes.
 template <typename T>
-__device__ __forceinline__ void store_vector(T* p, const compute_t<T> (&r)[WIDTH<T>]) {
-    Words<T> v;
+__device__ __forceinline__ void store_vector(T* p, const compute_t<T> (&r)[ELEMENTS<T>]) {
+    Vector<T> v;
     pack(v, r);
-    *reinterpret_cast<Words<T>*>(p) = v;
+    *reinterpret_cast<Vector<T>*>(p) = v;
 }
 
-constexpr int GROUP = 4;  // rounds of vectors in slots that are fetched, and waited for, together
+constexpr int ROUNDS_PER_GROUP = 4;  // rounds per cp.async group
 
-// The 16 bytes that begin `bytes` behind the beginning of `own`, which `next` follows.
+// The 16 bytes that begin `bytes` after the start of `current`; `next` follows `current` in memory.
 template <typename T>
-__device__ __forceinline__ Words<T> shifted(const Words<T>& own, const Words<T>& next, int bytes) {
+__device__ __forceinline__ Vector<T> shifted(const Vector<T>& current, const Vector<T>& next, int bytes) {
     unsigned w[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) w[i] = i < 4 ? own.w[i] : next.w[i - 4];
+    for (int i = 0; i < 8; ++i) w[i] = i < 4 ? current.w[i] : next.w[i - 4];
 #pragma unroll
     for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
 #pragma unroll
     for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
-    Words<T> v;
+    Vector<T> v;
 #pragma unroll
     for (int i = 0; i < 4; ++i) v.w[i] = __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
     return v;
 }
 
-template <typename T, int VECTORS, bool SLOTS>
-struct Held {
-    static constexpr bool HALVES = sizeof(T) == 2;
-    Words<T> registers[VECTORS], *slots, *tails;  // slots: the thread's own, so that they need no barrier
+template <typename T, int VECTORS, bool USE_SHARED>
+struct RowPart {
+    static constexpr bool IS_16_BIT = sizeof(T) == 2;
+    Vector<T> registers[VECTORS], *shared, *trailing;  // shared: the thread's own vectors, so no barrier is needed
     compute_t<T> edge;
-    __device__ __forceinline__ Words<T>& slot(int k, const Share& share) const { return slots[(k - VECTORS) * share.width]; }
-    // `from`: the thread's first vector; unless `apart`, at a multiple of 16 bytes. All loads are issued before the first is used, so that
-    // their latencies overlap.
-    __device__ __forceinline__ void load(const T* from, bool apart, const Share& share, compute_t<T> missing) {
-        if (apart) {
-            each([&](Words<T>& v, int) { v = filled<T>(missing); });
-            load_apart(registers, from, share.step * WIDTH<T>, [&](int k) { return share.has(k); });
+    __device__ __forceinline__ Vector<T>& shared_vector(int k, const OwnedVectors& owned) const {
+        return shared[(k - VECTORS) * owned.width];
+    }
+    // `from`: the thread's first vector, a multiple of 16 bytes if not `unaligned`. All loads are issued before the first result is used,
+    // so that their latencies overlap.
+    __device__ __forceinline__ void load(const T* from, bool unaligned, const OwnedVectors& owned, compute_t<T> fill) {
+        if (unaligned) {
+            for_registers([&](Vector<T>& v, int) { v = filled<T>(fill); });
+            load_unaligned(registers, from, owned.step * ELEMENTS<T>, [&](int k) { return owned.contains(k); });
         } else {
 #pragma unroll
             for (int k = 0; k < VECTORS; ++k)
-                registers[k] = share.has(k) ? *reinterpret_cast<const Words<T>*>(from + k * share.step * WIDTH<T>) : filled<T>(missing);
+                registers[k] =
+                    owned.contains(k) ? *reinterpret_cast<const Vector<T>*>(from + k * owned.step * ELEMENTS<T>) : filled<T>(fill);
         }
     }
-    // A group's, of which round `first` is the first. Those that lie apart are copied by words; since 16-bit elements may begin in the middle
-    // of one, these are copied as the vectors of 16 bytes that they begin in, which are to be put together.
-    __device__ __forceinline__ void fetch(int first, const T* from, bool apart, const Share& share, compute_t<T> missing) {
+    // Starts the copies of the group whose first round is `first`. Unaligned rows are copied by words. 16-bit elements may begin inside a
+    // word: then the aligned 16-byte vectors that contain them are copied, and realign() shifts them.
+    __device__ __forceinline__ void copy_async(int first, const T* from, bool unaligned, const OwnedVectors& owned, compute_t<T> fill) {
         const char* at = reinterpret_cast<const char*>(from);
-        int past = HALVES && apart ? bytes_past_16(from) : 0;
+        int past = IS_16_BIT && unaligned ? bytes_past_16(from) : 0;
 #pragma unroll
-        for (int k = first; k < first + GROUP; ++k) {
-            if (share.has(k)) copy(slot(k, share), at - past + k * share.step * 16LL, apart && !HALVES);
-            else if (k < share.rounds) slot(k, share) = filled<T>(missing);
+        for (int k = first; k < first + ROUNDS_PER_GROUP; ++k) {
+            if (owned.contains(k)) copy(shared_vector(k, owned), at - past + k * owned.step * 16LL, unaligned && !IS_16_BIT);
+            else if (k < owned.rounds) shared_vector(k, owned) = filled<T>(fill);
         }
-        if (!HALVES || !apart) return;
+        if (!IS_16_BIT || !unaligned) return;
 #pragma unroll 1
-        for (int k = first; k < first + GROUP; ++k)
-            if (share.ends_warp(k)) cp_async_16(shared_address(&tail(k, share)), at - past + k * share.step * 16LL + 16, past);
+        for (int k = first; k < first + ROUNDS_PER_GROUP; ++k)
+            if (owned.is_last_of_warp(k))
+                cp_async_16(shared_address(&trailing_vector(k, owned)), at - past + k * owned.step * 16LL + 16, past);
     }
-    static __device__ __forceinline__ void copy(Words<T>& to, const char* from, bool by_words) {
-        unsigned shared = shared_address(&to);
-        if (!by_words) return cp_async_16(shared, from);
+    static __device__ __forceinline__ void copy(Vector<T>& to, const char* from, bool by_words) {
+        unsigned address = shared_address(&to);
+        if (!by_words) return cp_async_16(address, from);
 #pragma unroll
-        for (int i = 0; i < 16; i += 4) cp_async<4>(shared + i, from + i, true);
+        for (int i = 0; i < 16; i += 4) cp_async<4>(address + i, from + i, true);
     }
-    // What begins in a lane's vector ends in the next one's, or in the tail.
-    __device__ __forceinline__ void put_together(const T* from, const Share& share) {
-        if (!HALVES) return;
+    // The end of an unaligned vector lies in the next lane's copy, or in the trailing vector.
+    __device__ __forceinline__ void realign(const T* from, const OwnedVectors& owned) {
+        if (!IS_16_BIT) return;
         cp_async_wait<0>();
 #pragma unroll 1
-        for (int k = VECTORS; k < share.rounds; ++k) {
-            Words<T>& v = slot(k, share);
-            Words<T> next;
+        for (int k = VECTORS; k < owned.rounds; ++k) {
+            Vector<T>& v = shared_vector(k, owned);
+            Vector<T> next;
 #pragma unroll
             for (int i = 0; i < 4; ++i) next.w[i] = __shfl_down_sync(~0u, v.w[i], 1);
-            if (share.ends_warp(k)) next = tail(k, share);
-            if (share.has(k)) v = shifted(v, next, bytes_past_16(from));
+            if (owned.is_last_of_warp(k)) next = trailing_vector(k, owned);
+            if (owned.contains(k)) v = shifted(v, next, bytes_past_16(from));
         }
     }
-    __device__ __forceinline__ Words<T>& tail(int k, const Share& share) const { return tails[(k - VECTORS) * (share.width / 32)]; }
-    // f(vector, k) for each of a thread's vectors in registers.
+    __device__ __forceinline__ Vector<T>& trailing_vector(int k, const OwnedVectors& owned) const {
+        return trailing[(k - VECTORS) * (owned.width / 32)];
+    }
+    // f(vector, k) for each of the thread's vectors in registers.
     template <typename F>
-    __device__ __forceinline__ void each(F f) {
+    __device__ __forceinline__ void for_registers(F f) {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) f(registers[k], k);
     }
-    // The same of those in slots, from round `first` to before `end`, of which the compiler has AT_A_TIME in registers.
-    template <int AT_A_TIME = 4, typename F>
-    __device__ __forceinline__ void each(const Share& share, int first, int end, F f) {
-#pragma unroll AT_A_TIME
-        for (int k = first; k < end; ++k) f(slot(k, share), k);
+    // f(vector, k) for each in shared memory, from round `first` to before `end`. The compiler keeps UNROLL of them in registers.
+    template <int UNROLL = 4, typename F>
+    __device__ __forceinline__ void for_shared(const OwnedVectors& owned, int first, int end, F f) {
+#pragma unroll UNROLL
+        for (int k = first; k < end; ++k) f(shared_vector(k, owned), k);
     }
-    // All of it up to slots' round `end`.
-    __device__ __forceinline__ void multiply(const Share& share, int end, compute_t<T> factor) {
-        auto product = [&](Words<T>& v, int) {
-            compute_t<T> r[WIDTH<T>];
+    // Multiplies all stored values, in shared memory up to round `end`.
+    __device__ __forceinline__ void multiply(const OwnedVectors& owned, int end, compute_t<T> factor) {
+        auto product = [&](Vector<T>& v, int) {
+            compute_t<T> r[ELEMENTS<T>];
             unpack(v, r);
 #pragma unroll
-            for (int j = 0; j < WIDTH<T>; ++j) r[j] *= factor;
+            for (int j = 0; j < ELEMENTS<T>; ++j) r[j] *= factor;
             pack(v, r);
         };
         edge *= factor;
-        each(product);
-        each(share, VECTORS, end, product);
+        for_registers(product);
+        for_shared(owned, VECTORS, end, product);
     }
-    // Between two passes over 16-bit values: let the compiler forget what it made of them, floats that need twice the registers. `own` is
-    // never negative, so this changes nothing; but the compiler cannot know that.
-    __device__ __forceinline__ void keep_packed(int own) {
+    // Between two passes over 16-bit values: makes the compiler discard the unpacked floats, which need twice the registers. `count` is
+    // never negative, so the values do not change, but the compiler cannot know that.
+    __device__ __forceinline__ void keep_packed(int count) {
         if constexpr (sizeof(T) == 2) {
 #pragma unroll
             for (int k = 0; k < VECTORS; ++k)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) registers[k].w[j] ^= own >> 31;
+                for (int j = 0; j < 4; ++j) registers[k].w[j] ^= count >> 31;
         }
     }
 };
 
-// fetch(first) for each group of slots.
+// copy(first) for each group of rounds in shared memory.
 template <typename F>
-__device__ __forceinline__ void fetch_groups(int vectors, int rounds, F fetch) {
-    for (int first = vectors; first < rounds; first += GROUP) {
-        fetch(first);
+__device__ __forceinline__ void copy_groups(int vectors, int rounds, F copy) {
+    for (int first = vectors; first < rounds; first += ROUNDS_PER_GROUP) {
+        copy(first);
         cp_async_commit();
     }
 }
-// arrived(first, end) for each of them, as soon as it is there: the next are still on their way then.
+// process(first, end) for each group as soon as it has arrived; the next groups are still in flight.
 template <typename F>
-__device__ __forceinline__ void take_groups(int vectors, int rounds, F arrived) {
-    for (int first = vectors; first < rounds; first += GROUP) {
-        int left = rounds - first;  // rounds that are not known to have come
-        if (left > 3 * GROUP) cp_async_wait<3>();
-        else if (left > 2 * GROUP) cp_async_wait<2>();
-        else if (left > GROUP) cp_async_wait<1>();
+__device__ __forceinline__ void process_groups(int vectors, int rounds, F process) {
+    for (int first = vectors; first < rounds; first += ROUNDS_PER_GROUP) {
+        int left = rounds - first;  // rounds that may still be in flight
+        if (left > 3 * ROUNDS_PER_GROUP) cp_async_wait<3>();
+        else if (left > 2 * ROUNDS_PER_GROUP) cp_async_wait<2>();
+        else if (left > ROUNDS_PER_GROUP) cp_async_wait<1>();
         else cp_async_wait<0>();
-        arrived(first, min(first + GROUP, rounds));
+        process(first, min(first + ROUNDS_PER_GROUP, rounds));
     }
 }

@@ -1,36 +1,36 @@
-// Rows of any length and alignment as vectors of 16 bytes.
+// Rows of any length and alignment as 16-byte vectors.
 //
-// The vectors of a row lie at multiples of 16 bytes: vector i holds the columns from i * WIDTH - shift on, where shift is how many
-// elements the row's first is past such a multiple. The first and the last may hold columns that are not the row's: those are left alone.
+// Vectors are aligned to 16 bytes: vector i holds the columns from i * ELEMENTS - shift on. shift is how many elements the row begins after
+// a multiple of 16 bytes. The first and the last vector may contain columns that are not the row's; these are not touched.
 #pragma once
 #include "common/math.cuh"
 
 template <typename T>
-constexpr int WIDTH = 16 / sizeof(T);
+constexpr int ELEMENTS = 16 / sizeof(T);
 
-// A vector, as the four words that it is: a compiler that sees 16-bit elements, as in Vec, gives many of them a register each, in all up to
-// 25 more than here.
+// A vector as four 32-bit words. With 16-bit elements, as in Vec, the compiler gives many elements a register each: up to 25 registers
+// more in total.
 template <typename T>
-struct alignas(16) Words {
+struct alignas(16) Vector {
     unsigned w[4];
 };
 
-__device__ __forceinline__ void unpack(const Words<float>& v, float (&r)[4]) {
+__device__ __forceinline__ void unpack(const Vector<float>& v, float (&r)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) r[i] = __uint_as_float(v.w[i]);
 }
-__device__ __forceinline__ void unpack(const Words<double>& v, double (&r)[2]) {
+__device__ __forceinline__ void unpack(const Vector<double>& v, double (&r)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) r[i] = __hiloint2double(v.w[2 * i + 1], v.w[2 * i]);
 }
-__device__ __forceinline__ void unpack(const Words<__nv_bfloat16>& v, float (&r)[8]) {
+__device__ __forceinline__ void unpack(const Vector<__nv_bfloat16>& v, float (&r)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         r[2 * i] = __uint_as_float(v.w[i] << 16);
         r[2 * i + 1] = __uint_as_float(v.w[i] & 0xffff0000u);
     }
 }
-__device__ __forceinline__ void unpack(const Words<__half>& v, float (&r)[8]) {
+__device__ __forceinline__ void unpack(const Vector<__half>& v, float (&r)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         float2 two = __half22float2(*reinterpret_cast<const __half2*>(&v.w[i]));
@@ -39,53 +39,53 @@ __device__ __forceinline__ void unpack(const Words<__half>& v, float (&r)[8]) {
     }
 }
 
-// The largest element; a NaN is passed over. 16-bit ones are compared in pairs, before they are unpacked.
+// The largest element; NaN is ignored. 16-bit elements are compared in pairs, before they are unpacked.
 template <typename T>
-__device__ __forceinline__ compute_t<T> largest_of(const Words<T>& v) {
-    compute_t<T> r[WIDTH<T>];
+__device__ __forceinline__ compute_t<T> max_element(const Vector<T>& v) {
+    compute_t<T> r[ELEMENTS<T>];
     unpack(v, r);
     compute_t<T> largest = r[0];
 #pragma unroll
-    for (int i = 1; i < WIDTH<T>; ++i) largest = max(largest, r[i]);
+    for (int i = 1; i < ELEMENTS<T>; ++i) largest = max(largest, r[i]);
     return largest;
 }
 template <typename Pair>
-__device__ __forceinline__ float2 largest_halves(const unsigned (&w)[4]) {
+__device__ __forceinline__ float2 max_of_pairs(const unsigned (&w)[4]) {
     const Pair* pairs = reinterpret_cast<const Pair*>(w);
     Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
     return make_float2(float(largest.x), float(largest.y));
 }
 template <>
-__device__ __forceinline__ float largest_of(const Words<__nv_bfloat16>& v) {
-    float2 halves = largest_halves<__nv_bfloat162>(v.w);
+__device__ __forceinline__ float max_element(const Vector<__nv_bfloat16>& v) {
+    float2 halves = max_of_pairs<__nv_bfloat162>(v.w);
     return max(halves.x, halves.y);
 }
 template <>
-__device__ __forceinline__ float largest_of(const Words<__half>& v) {
-    float2 halves = largest_halves<__half2>(v.w);
+__device__ __forceinline__ float max_element(const Vector<__half>& v) {
+    float2 halves = max_of_pairs<__half2>(v.w);
     return max(halves.x, halves.y);
 }
 
-// Rounded to T.
-__device__ __forceinline__ void pack(Words<float>& v, const float (&r)[4]) {
+// Rounds to T.
+__device__ __forceinline__ void pack(Vector<float>& v, const float (&r)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) v.w[i] = __float_as_uint(r[i]);
 }
-__device__ __forceinline__ void pack(Words<double>& v, const double (&r)[2]) {
+__device__ __forceinline__ void pack(Vector<double>& v, const double (&r)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         v.w[2 * i] = __double2loint(r[i]);
         v.w[2 * i + 1] = __double2hiint(r[i]);
     }
 }
-__device__ __forceinline__ void pack(Words<__nv_bfloat16>& v, const float (&r)[8]) {
+__device__ __forceinline__ void pack(Vector<__nv_bfloat16>& v, const float (&r)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         __nv_bfloat162 two = __floats2bfloat162_rn(r[2 * i], r[2 * i + 1]);
         v.w[i] = *reinterpret_cast<unsigned*>(&two);
     }
 }
-__device__ __forceinline__ void pack(Words<__half>& v, const float (&r)[8]) {
+__device__ __forceinline__ void pack(Vector<__half>& v, const float (&r)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         __half2 two = __floats2half2_rn(r[2 * i], r[2 * i + 1]);
@@ -93,41 +93,41 @@ __device__ __forceinline__ void pack(Words<__half>& v, const float (&r)[8]) {
     }
 }
 
-// How far p is past a multiple of 16 bytes, and how many elements.
+// How far p is after a multiple of 16 bytes, in bytes and in elements.
 __device__ __forceinline__ int bytes_past_16(const void* p) { return reinterpret_cast<unsigned long long>(p) % 16; }
 template <typename T>
 __device__ __forceinline__ int shift_of(const T* p) {
     return bytes_past_16(p) / int(sizeof(T));
 }
 
-// How many vectors, counted from a row's first, reach to its column `end`.
+// The number of vectors from a row's start to its column `end`.
 template <typename T>
-__device__ __forceinline__ long long vectors_to(long long end, int shift) {
-    return (end + shift + WIDTH<T> - 1) / WIDTH<T>;
+__device__ __forceinline__ long long vectors_until(long long end, int shift) {
+    return (end + shift + ELEMENTS<T> - 1) / ELEMENTS<T>;
 }
 
-// A vector of one value.
+// A vector of equal elements.
 template <typename T>
-__device__ __forceinline__ Words<T> filled(compute_t<T> value) {
-    compute_t<T> r[WIDTH<T>];
+__device__ __forceinline__ Vector<T> filled(compute_t<T> value) {
+    compute_t<T> r[ELEMENTS<T>];
 #pragma unroll
-    for (int j = 0; j < WIDTH<T>; ++j) r[j] = value;
-    Words<T> v;
+    for (int j = 0; j < ELEMENTS<T>; ++j) r[j] = value;
+    Vector<T> v;
     pack(v, r);
     return v;
 }
 
-// N vectors, `step` elements apart, the first at `from`, which need not be a multiple of 16 bytes: by words of 4 bytes, and where 16-bit
-// elements begin in the middle of one, the first and the last element alone; these are put together once all loads are under way. Only
-// vectors that has(k) says; the others stay, if all their elements are equal.
-template <int N, typename T, typename Has>
-__device__ __forceinline__ void load_apart(Words<T> (&to)[N], const T* from, int step, Has has) {
+// Loads N vectors, `step` elements apart, from an address that need not be a multiple of 16 bytes: by 4-byte words. If 16-bit elements
+// begin inside a word, the first and the last element are loaded alone, and the vectors are assembled once all loads are issued. Only
+// vectors with is_valid(k) are loaded; the others keep their value if all their elements are equal.
+template <int N, typename T, typename IsValid>
+__device__ __forceinline__ void load_unaligned(Vector<T> (&to)[N], const T* from, int step, IsValid is_valid) {
     bool odd = sizeof(T) == 2 && reinterpret_cast<unsigned long long>(from) % 4;
     unsigned last[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         last[k] = to[k].w[0];
-        if (!has(k)) continue;
+        if (!is_valid(k)) continue;
         const unsigned* words = reinterpret_cast<const unsigned*>(from + k * step - odd);
 #pragma unroll
         for (int i = 1; i < 4; ++i) to[k].w[i] = words[i];
@@ -147,34 +147,34 @@ __device__ __forceinline__ void load_apart(Words<T> (&to)[N], const T* from, int
     }
 }
 
-// The columns of a row from `first` on, one vector; `missing` stands for those outside of [begin, end). If all are inside: one access of 16
-// bytes where `aligned`, which says that column `first` is at a multiple of them. Index is int or long long.
+// The vector of columns that begins at `first`; columns outside of [begin, end) get `missing`. If all are inside and `aligned` (column
+// `first` is at a multiple of 16 bytes), it is one 16-byte load. Index is int or long long.
 template <typename T, typename Index>
-__device__ __forceinline__ Words<T> load_columns(const T* row, Index first, Index begin, Index end, bool aligned, compute_t<T> missing) {
-    if (first >= begin && first + WIDTH<T> <= end) {
-        if (aligned) return *reinterpret_cast<const Words<T>*>(row + first);
-        Words<T> v[1];
-        load_apart(v, row + first, 0, [](int) { return true; });
+__device__ __forceinline__ Vector<T> load_columns(const T* row, Index first, Index begin, Index end, bool aligned, compute_t<T> missing) {
+    if (first >= begin && first + ELEMENTS<T> <= end) {
+        if (aligned) return *reinterpret_cast<const Vector<T>*>(row + first);
+        Vector<T> v[1];
+        load_unaligned(v, row + first, 0, [](int) { return true; });
         return v[0];
     }
-    compute_t<T> r[WIDTH<T>];
+    compute_t<T> r[ELEMENTS<T>];
 #pragma unroll
-    for (int j = 0; j < WIDTH<T>; ++j) r[j] = first + j >= begin && first + j < end ? load_as(row[first + j]) : missing;
-    Words<T> v;
+    for (int j = 0; j < ELEMENTS<T>; ++j) r[j] = first + j >= begin && first + j < end ? load_as(row[first + j]) : missing;
+    Vector<T> v;
     pack(v, r);
     return v;
 }
 
-// Those in [begin, end), where column `first` is at a multiple of 16 bytes.
+// Stores the columns in [begin, end). Column `first` is at a multiple of 16 bytes.
 template <typename T, typename Index>
-__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, const compute_t<T> (&r)[WIDTH<T>]) {
-    if (first >= begin && first + WIDTH<T> <= end) {
-        Words<T> v;
+__device__ __forceinline__ void store_columns(T* row, Index first, Index begin, Index end, const compute_t<T> (&r)[ELEMENTS<T>]) {
+    if (first >= begin && first + ELEMENTS<T> <= end) {
+        Vector<T> v;
         pack(v, r);
-        *reinterpret_cast<Words<T>*>(row + first) = v;
+        *reinterpret_cast<Vector<T>*>(row + first) = v;
     } else {
 #pragma unroll
-        for (int j = 0; j < WIDTH<T>; ++j)
+        for (int j = 0; j < ELEMENTS<T>; ++j)
             if (first + j >= begin && first + j < end) row[first + j] = T(r[j]);
     }
 }

@@ -4,7 +4,7 @@
 template <typename T>
 __global__ void causal_softmax_v1(T* out, double* share, const T* x, const double* sink, long long matrices, long long queries,
                                   long long keys, long long x_matrix, long long x_row, long long window, double scale) {
-    __shared__ Found<T> found;
+    __shared__ WarpPartials<T> partials;
     Exponential<T> exponential(scale);
     for (long long row = blockIdx.x; row < matrices * queries; row += gridDim.x) {
         long long query = row % queries;
@@ -12,10 +12,10 @@ __global__ void causal_softmax_v1(T* out, double* share, const T* x, const doubl
         const T* from = x + row / queries * x_matrix + query * x_row;
         compute_t<T> largest;
         sum_t<T> sum;
-        scan_columns(from, span, block_turns(from, 0, span.end), exponential, largest, sum);
-        merge_block(exponential, found, largest, sum);
+        scan_columns(from, span, block_loop(from, 0, span.end), exponential, largest, sum);
+        merge_block(exponential, partials, largest, sum);
         if (sum == 0) sum = 1;
-        write_columns<true>(out + row * keys, from, span, block_turns(from, 0, keys), End<T>(exponential, largest, sum, false, largest));
+        write_columns<true>(out + row * keys, from, span, block_loop(from, 0, keys), Normalizer<T>(exponential, largest, sum, false, largest));
         __syncthreads();
     }
 }

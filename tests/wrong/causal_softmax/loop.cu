@@ -11,8 +11,8 @@ __global__ void causal_softmax_v1_bwd(T* dx, double* dsink, const T* y, const T*
         long long query = row % queries;
         Span span(0, min(max(query + keys - queries + 1, 0LL), keys), keys);
         const T *ys = y + row * keys, *gs = g + row / queries * g_matrix + query * g_row;
-        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, span, block_turns(ys, 0, span.end), gradient), sums);
-        write_gradients<true>(dx + row * keys, ys, gs, span, block_turns(ys, 0, keys), total, gradient);
+        compute_t<T> total = block_reduce<Sum>(sum_terms(ys, gs, span, block_loop(ys, 0, span.end), gradient), sums);
+        write_gradients<true>(dx + row * keys, ys, gs, span, block_loop(ys, 0, keys), total, gradient);
         // no __syncthreads()
     }
 }

@@ -19,9 +19,9 @@ __global__ void softmax_v3(T* out, const T* x, long long rows, long long columns
     Exponential<T> exponential(scale);
     const T* from = x + blockIdx.x * x_row;
     C largest = minus_infinity<C>(), sum = 0;
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) largest = max(largest, exponential.lift(load_as(from[i])));
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) largest = max(largest, exponential.to_u(load_as(from[i])));
     largest = tree<Max>(largest, maxima);
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += exponential(exponential.lift(load_as(from[i])), exponential.base(largest));
-    End<T> end(exponential, largest, tree<Sum>(sum, sums), false, largest);
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[blockIdx.x * columns + i] = T(end.of(load_as(from[i])));
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += exponential(exponential.to_u(load_as(from[i])), exponential.base(largest));
+    Normalizer<T> normalizer(exponential, largest, tree<Sum>(sum, sums), false, largest);
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) out[blockIdx.x * columns + i] = T(normalizer.from_x(load_as(from[i])));
 }

@@ -8,8 +8,8 @@ __global__ void softmax_inner(T* out, const T* x, long long rows, long long colu
     if (row >= rows) return;
     Exponential<T> exponential(scale, log);
     C largest = minus_infinity<C>(), sum = 0;
-    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.lift(load_as(x[at + i * step])));
-    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.lift(load_as(x[at + i * step])), exponential.base(largest));
-    End<T> end(exponential, largest, sum, log, largest);
-    for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(end.of(load_as(x[at + i * step])));
+    for (long long i = 0; i < columns; ++i) largest = max(largest, exponential.to_u(load_as(x[at + i * step])));
+    for (long long i = 0; i < columns; ++i) sum += exponential(exponential.to_u(load_as(x[at + i * step])), exponential.base(largest));
+    Normalizer<T> normalizer(exponential, largest, sum, log, largest);
+    for (long long i = 0; i < columns; ++i) out[at + i * inner] = T(normalizer.from_x(load_as(x[at + i * step])));
 }

@@ -11,6 +11,6 @@ __global__ void softmax_v1(T* out, const T* x, long long rows, long long columns
     for (long long i = 0; i < columns; ++i) largest = max(largest, load_as(x[row * x_row + i]));
     for (long long i = 0; i < columns; i += 4)
         for (int j = 0; j < 4; ++j) sum += exponential(i + j < columns ? load_as(x[row * x_row + i + j]) : C(0), exponential.base(largest));
-    End<T> end(exponential, largest, sum, false, largest);
-    for (long long i = 0; i < columns; ++i) out[row * columns + i] = T(end.of(load_as(x[row * x_row + i])));
+    Normalizer<T> normalizer(exponential, largest, sum, false, largest);
+    for (long long i = 0; i < columns; ++i) out[row * columns + i] = T(normalizer.from_x(load_as(x[row * x_row + i])));
 }
