@@ -14,6 +14,7 @@ from helpers import FLOATS, PLACE, gpu, kernels, same_bits
 import cukern
 from cukern.ops.softmax import plan, row_storage
 from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS
+from cukern.runtime.device import device_of
 
 inf, nan = float("inf"), float("nan")
 FUNCTIONS = {"softmax": (cukern.softmax, torch.softmax), "log_softmax": (cukern.log_softmax, torch.log_softmax)}
@@ -172,15 +173,15 @@ def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
     """Slices of padded rows, and such gradients: each way to hold a row takes them. Blocks of few threads make many rounds of a short row;
     its last warp is full, or not. NaN stands beside the slices."""
     small = [{size: (plan.Shape(vectors, 128, 2),) for size in (2, 4, 8)} for vectors in (4, 2)]
-    for name in ("HOLDS", "CLUSTERS", "CROWDS"):
+    for name in ("BLOCKS", "CLUSTERS", "MANY_BLOCKS"):
         monkeypatch.setattr(plan, name, tuple(small))
     monkeypatch.setattr(plan, "LEAST_PART", 300)
-    ways: dict[str, tuple[row_storage.Way, tuple[int, ...]]] = {
+    ways: dict[str, tuple[row_storage.Method, tuple[int, ...]]] = {
         "a few lanes": (row_storage.in_a_warp, (21, 101)),
         "a block": (row_storage.in_a_block, (1030,)),
         "shared memory": (row_storage.in_shared_memory, (8 * 128 * 10 + 249,)),
         "a cluster": (row_storage.in_a_cluster, (8 * 128 * 7 + 301,)),
-        "a crowd": (row_storage.in_a_crowd, (8 * 128 * 7 + 75,)),
+        "a crowd": (row_storage.in_many_blocks, (8 * 128 * 7 + 75,)),
     }
     runs = []
     for what, (way, lengths) in ways.items():
@@ -208,12 +209,17 @@ def test_long_rows(device):
             check("softmax", 2 * torch.randn(1, columns, dtype=dtype, device=device), version)
 
 
+def assume_sms(monkeypatch, sms: int) -> None:
+    """Plans are made for a GPU with this number of SMs."""
+    monkeypatch.setattr(row_storage, "device_of", lambda index: device_of(index)._replace(sms=sms))
+
+
 @kernels
 def test_rows_that_many_blocks_hold(device, monkeypatch):
     """More blocks than a cluster has, and than a warp has lanes. A row's edges are the first block's, wherever it begins."""
     launched = []
-    monkeypatch.setattr(row_storage, "first", lambda ways, problem: launched.append(problem) or row_storage.in_a_crowd(problem))
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 132)
+    monkeypatch.setattr(row_storage, "first", lambda ways, problem: launched.append(problem) or row_storage.in_many_blocks(problem))
+    assume_sms(monkeypatch, 132)
     monkeypatch.setattr(plan, "LEAST_PART", 1024 if PLACE == "cuda" else 64)
     for name, vectors, edges, dtype in (
         ("softmax", 34, 1, torch.float32),
@@ -223,34 +229,34 @@ def test_rows_that_many_blocks_hold(device, monkeypatch):
         x = torch.randn(2 if PLACE == "cuda" else 1, vectors * plan.LEAST_PART * 16 // dtype.itemsize + edges, dtype=dtype, device=device)
         x[-1, 7] = 9.0
         check(name, x, "v10")
-    assert len(launched) == 6 and all(plan.crowd_hold(*row_storage.numbers(p)).size > 32 for p in launched)
+    assert len(launched) == 6 and all(plan.many_blocks_storage(*row_storage.numbers(p)).size > 32 for p in launched)
 
 
 @kernels
 def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
     """Forward of a cluster, backward of a crowd: others than where rows are few."""
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 2)
+    assume_sms(monkeypatch, 2)
     for way, hold, columns, backward in (
-        (row_storage.in_a_cluster, plan.cluster_hold, 100_001, False),
-        (row_storage.in_a_crowd, plan.crowd_hold, 40_003, True),
+        (row_storage.in_a_cluster, plan.cluster_storage, 100_001, False),
+        (row_storage.in_many_blocks, plan.many_blocks_storage, 40_003, True),
     ):
         launched = []
         monkeypatch.setattr(
             row_storage, "first", lambda ways, problem, way=way, launched=launched: launched.append(problem) or way(problem)
         )
         check("softmax", torch.randn(4, columns, device=device), "v10")
-        shapes = (plan.CROWDS if backward else plan.CLUSTERS)[backward][4]
+        shapes = (plan.MANY_BLOCKS if backward else plan.CLUSTERS)[backward][4]
         assert len(shapes) > 1 and hold(*row_storage.numbers(launched[backward])).shape == shapes[0]
 
 
 @kernels
 def test_rows_of_whole_vectors_that_several_blocks_hold(device, monkeypatch):
     """More of them in registers; what a block has beyond those is in shared memory."""
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 2)
+    assume_sms(monkeypatch, 2)
     for way, hold, columns, dtype in (
-        (row_storage.in_a_cluster, plan.cluster_hold, 36_864, torch.float32),
-        (row_storage.in_a_crowd, plan.crowd_hold, 40_000, torch.float32),
-        (row_storage.in_a_crowd, plan.crowd_hold, 72_000, torch.bfloat16),
+        (row_storage.in_a_cluster, plan.cluster_storage, 36_864, torch.float32),
+        (row_storage.in_many_blocks, plan.many_blocks_storage, 40_000, torch.float32),
+        (row_storage.in_many_blocks, plan.many_blocks_storage, 72_000, torch.bfloat16),
     ):
         launched = []
         monkeypatch.setattr(
@@ -447,7 +453,7 @@ def test_the_plan_holds_every_row():
     for itemsize, columns, exact in itertools.product((2, 4, 8), (*range(1, 600), 1023, 1024, 1025, 4096, 16384, 50257), (True, False)):
         vectors = plan.vectors_of(columns, itemsize)
         assert 0 <= columns * itemsize - 16 * vectors < 16
-        if warp := plan.warp_team(vectors, itemsize, exact, plan.WARP_VECTORS[itemsize]):
+        if warp := plan.warp_group(vectors, itemsize, exact, plan.WARP_VECTORS[itemsize]):
             assert warp.vectors * warp.width >= vectors and warp.width in (1, 2, 4, 8, 16, 32)
             assert exact or warp.width >= 2 * 16 // itemsize, "a lane for each element of two vectors that a row's ends cut"
         for shapes in (*plan.SHAPES, *plan.SHAPES_CAUSAL):
@@ -464,10 +470,11 @@ def test_the_plan_of_rows_in_shared_memory(backward):
     lengths = 16_385, 50_257, 131_072, 1 << 20, 1 << 23
     for rows, columns, itemsize, exact in itertools.product((1, 16, 64, 1024), lengths, (2, 4), (False, True)):
         vectors = plan.vectors_of(columns, itemsize)
-        block = plan.block_hold(vectors, itemsize, shared, backward)
-        cluster, crowd = (hold(rows, vectors, itemsize, shared, sms, backward, exact) for hold in (plan.cluster_hold, plan.crowd_hold))
-        assert cluster or crowd or columns == 1 << 23
-        for found in filter(None, (block, cluster, crowd)):
+        block = plan.block_storage(vectors, itemsize, shared, backward)
+        numbers = rows, vectors, itemsize, shared, sms, backward, exact
+        cluster, many = plan.cluster_storage(*numbers), plan.many_blocks_storage(*numbers)
+        assert cluster or many or columns == 1 << 23
+        for found in filter(None, (block, cluster, many)):
             shape = found.shape
             round_bytes = shape.threads * 16 * (2 if backward else 1)
             assert found.size * (shape.vectors + found.shared // round_bytes) * shape.threads >= vectors
@@ -477,8 +484,8 @@ def test_the_plan_of_rows_in_shared_memory(backward):
         if cluster:
             assert rows * cluster.size >= sms // 2
             sizes.add(cluster.size)
-        if crowd:
-            assert crowd.size <= sms * crowd.shape.blocks // 2, "the blocks of a row must run at the same time"
+        if many:
+            assert many.size <= sms * many.shape.blocks // 2, "the blocks of a row must run at the same time"
     assert sizes == {2, 4, 8}
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import PLACE, gpu, kernels, same_bits
-from test_softmax import check
+from test_softmax import assume_sms, check
 
 from cukern.ops.softmax import plan, row_storage
 
@@ -14,7 +14,7 @@ nan = float("nan")
 def launched(monkeypatch):
     """Backward problems, all taken by in_step on two multiprocessors."""
     problems, first = [], row_storage.first
-    monkeypatch.setattr("cukern.runtime.backend.multiprocessors", lambda device: 2)
+    assume_sms(monkeypatch, 2)
     monkeypatch.setattr(plan, "LEAST_STEPS", 1)
 
     def way(ways, problem):
@@ -39,7 +39,7 @@ def test_rows_in_step(launched, device, vectors, shape):
         width = 16 // dtype.itemsize
         g = torch.randn(rows, vectors * width + 3 * width, dtype=dtype, device=device)[:, : vectors * width]
         check("softmax", torch.randn(rows, vectors * width, dtype=dtype, device=device), "v11", scale=0.7, g=g)
-        assert plan.steps_shape(rows, launched[-1].vectors, launched[-1].memory, 2) == plan.STEPS[shape]
+        assert plan.steps_shape(rows, launched[-1].vectors, launched[-1].shared_bytes, 2) == plan.STEPS[shape]
 
 
 @kernels
