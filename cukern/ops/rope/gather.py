@@ -1,6 +1,6 @@
-"""What comes before rope's rotation, each where it is needed: the row of the tables that a token takes, and tables from angles or sections.
+"""Kernels that run before rope's rotation where needed: each token's row of the tables, tables from angles, and tables from sections.
 
-Kernels of their own, so that the rotation has one kind of position, and one of tables. What they write is small beside x.
+They are separate so that the rotation handles only one kind of positions and of tables. Their outputs are small compared with x.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def _blocks(n: int) -> tuple[int, int, int]:
 def _launch_positions(
     table: Tensor, ids: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None, batch: int, sequence: int, size: int, rank: int
 ) -> Tensor:
-    out = _fake_positions(table, ids, cu_seqlens, starts, batch, sequence, size, rank)
+    out = _fake_positions(table, ids, cu_seqlens, starts, batch, sequence)
     given = [t for t in (ids, cu_seqlens, starts) if t is not None]
     dtype = torch.int64 if any(t.dtype == torch.int64 for t in given) or not given else torch.int32
     ids, cu_seqlens, starts = (None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts))
@@ -38,16 +38,15 @@ def _launch_positions(
     return out
 
 
-def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, size: int, rank: int) -> Tensor:
+def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, *_: Any) -> Tensor:
     return torch.empty((batch, sequence), dtype=torch.int32, device=table.device)
 
 
 def _launch_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
-    outs, angles = _fake_angles(angles, in_double), angles.contiguous()
-    if angles.numel():
-        pointers = (t.data_ptr() for t in (*outs, angles))
+    outs, angles, n = _fake_angles(angles, in_double), angles.contiguous(), angles.numel()
+    if n:
         launch = ANGLES[angles.dtype, outs[0].dtype].on(angles.get_device())
-        launch(_blocks(angles.numel()), _BLOCK, 0, *pointers, angles.numel())
+        launch(_blocks(n), _BLOCK, 0, *(t.data_ptr() for t in (*outs, angles)), n)
     return outs
 
 
@@ -59,7 +58,7 @@ def _fake_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
 def _launch_sections(
     cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, pairs: int, interleaved: bool, end0: int, end1: int
 ) -> tuple[Tensor, Tensor]:
-    outs = _fake_sections(cos, sin, positions, batch, sequence, pairs, interleaved, end0, end1)
+    outs = _fake_sections(cos, sin, positions, batch, sequence)
     cos, sin = cos.contiguous(), sin.contiguous()
     (rows, width), n = cos.shape, outs[0].numel()
     if n:
@@ -74,14 +73,14 @@ def _fake_sections(cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequ
 
 
 def rows(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos, sin and the positions that the rotation takes: (batch or 1, sequence) rows of the tables; or, where a token has several
-    positions, tables of its own, and no positions."""
+    """cos, sin and the positions for the rotation: (batch or 1, sequence) rows of the tables. With mrope sections, where a token has
+    several positions, cos and sin have one row for each token, and positions is None."""
     _, _, cos, sin, ids, cu_seqlens, starts, section, cp_size, cp_rank = inputs
     assert sin is not None
     batch, sequence = tokens_of(inputs.x.shape, options.layout)
     if ids is not None:
         ids = ids[None] if ids.ndim == 1 else ids.flatten(0, -2)
-        batch = ids.shape[0]  # 1, if the sequences share them; of several sections all
+        batch = ids.shape[0]  # 1 if the sequences share them; with sections, sections * batch
     elif starts is None:
         batch = 1
     positions = _call(_positions, cos, ids, cu_seqlens, starts, batch, sequence, cp_size, cp_rank)
@@ -97,8 +96,8 @@ def tables_of(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
     return _call(_angles, angles, in_double)
 
 
-class _Apart(Differentiable):
-    """These kernels under torch.func's transforms: no derivatives, and of a batch one call for each element."""
+class _NonDifferentiable(Differentiable):
+    """These kernels under torch.func's transforms: no derivatives; under vmap one call for each element of the batch."""
 
     @staticmethod
     def forward(op, *args):
@@ -123,7 +122,7 @@ class _Apart(Differentiable):
         return each(_apply, info.batch_size, in_dims, args)
 
 
-_apply = apply_of(_Apart)
+_apply = apply_of(_NonDifferentiable)
 
 
 def _call(op: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ladder of rope: for each version how its kernel is launched, and the table that the tools and the public functions use."""
+"""The versions of rope: how each launches its kernel, and the table that the tools and the public functions use."""
 
 import itertools
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from cukern.runtime.registry import Version
 
 THREADS = 256
 VECTOR_BYTES = 16
-V2_THREADS = 64  # of a block; 128 is as fast, more is slower
+V2_THREADS = 64  # per block; 128 is as fast, more is slower
 MOST_V2_THREADS = 256
 V3_THREADS = 128
 _V1, _V2, _V3 = (
@@ -34,11 +34,11 @@ def _v1(call: Call) -> Plan:
 
 
 def _v2(call: Call) -> Plan:
-    """One thread two vectors of the widest that fit, or v1 where none does."""
+    """Each thread takes two of the widest vectors that fit. v1 if none fits."""
     o, vector = call.options, _vector(call, _layouts(call))
     if not vector or not _fits(call, vector):
         return _v1(call)
-    threads = o.rotary_dim // 2 // vector + (call.rest // vector + 1) // 2  # a head: those that rotate two vectors, those that copy two
+    threads = o.rotary_dim // 2 // vector + (call.rest // vector + 1) // 2  # per head: rotating, copying
     if threads > MOST_V2_THREADS:
         return _v1(call)
     kernel = _V2[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
@@ -46,7 +46,7 @@ def _v2(call: Call) -> Plan:
 
 
 def _v3(call: Call) -> Plan:
-    """One thread a vector of two heads, or v2 where heads are no pairs, or where tokens look up their rows, since it has more under way."""
+    """Each thread takes one vector of two heads. v2 if heads cannot be paired, or if tokens look up their rows: v2 has more in flight."""
     o, vector = call.options, VECTOR_BYTES // call.dtype.itemsize
     threads = o.rotary_dim // vector
     pairs = threads in (2, 4, 8, 16, 32) and not (call.x.shape[2] | call.k.shape[2]) % 2 and not call.rest
@@ -62,25 +62,25 @@ def _layouts(call: Call) -> tuple[Layout, ...]:
 
 
 def _fits(call: Call, vector: int) -> bool:
-    """Whether 31 bits count heads, and 32 vectors."""
+    """True if 31 bits can count the heads, and 32 bits the vectors."""
     items = call.tokens * (call.x.shape[2] + call.k.shape[2])
     return items < 1 << 31 and call.table.shape[1] > 0 and _extent(call, _layouts(call)) <= vector << 32
 
 
-def _plan(call: Call, kernel: Kernel, vector: int, threads: int, items_a_block: int, together: int) -> Plan:
-    """The launch of v2 or v3, where `threads` take `together` heads."""
+def _plan(call: Call, kernel: Kernel, vector: int, threads: int, items_per_block: int, heads_per_item: int) -> Plan:
+    """The launch of v2 or v3, where `threads` threads take an item of `heads_per_item` heads."""
     o, (batch, sequence, *_), (_, rows, _) = call.options, call.x.shape, call.table.shape
-    heads, k_heads = call.x.shape[2] // together, call.k.shape[2] // together
+    heads, k_heads = call.x.shape[2] // heads_per_item, call.k.shape[2] // heads_per_item
     items = call.tokens * (heads + k_heads)
     batch_inner = batch > 1 and call.x.strides[0] < call.x.strides[1]
     inner = batch if batch_inner else sequence
-    lengths = (o.rotary_dim, o.rotary_offset, call.rest) if together == 1 else (o.rotary_dim, o.rotary_offset)
+    lengths = (o.rotary_dim, o.rotary_offset, call.rest) if heads_per_item == 1 else (o.rotary_dim, o.rotary_offset)
     strides = [s // vector for layout in (call.out, call.k_out, call.x, call.k) for s in layout.strides[:3]]
     numbers = (
         items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads), *(n // vector for n in lengths), rows,
         *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose, o.scale,
     )  # fmt: skip
-    return Plan(kernel.on(call.device), (-(-items // items_a_block), 1, 1), (threads, items_a_block, 1), numbers)
+    return Plan(kernel.on(call.device), (-(-items // items_per_block), 1, 1), (threads, items_per_block, 1), numbers)
 
 
 def _divisor(d: int) -> tuple[int, int]:
@@ -90,14 +90,14 @@ def _divisor(d: int) -> tuple[int, int]:
 
 
 def _extent(call: Call, layouts: tuple[Layout, ...]) -> int:
-    """Elements between the first and the last of the largest tensor or table, or of the position ids."""
+    """The elements between the first and the last of the largest tensor: x, k, the outputs, the tables or the positions."""
     shapes = [(layout.shape, layout.strides) for layout in layouts] + [(call.table.shape, call.table.strides)]
     positions = call.x.shape[0] * max(1, call.positions_b)
     return max(positions, *(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) for shape, strides in shapes))
 
 
 def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
-    """The widest vectors, in elements, that all of a call is a multiple of; 0 if none."""
+    """The widest vectors, in elements, that divide all strides, sizes and addresses of a call; 0 if there are none."""
     o, head_dim = call.options, call.x.shape[3]
     steps = [s for layout in layouts for s in layout.strides[:3]] + [o.rotary_dim // 2, o.rotary_offset, *call.table.strides[:2]]
     if call.rest:
@@ -111,13 +111,13 @@ def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
 
 
 def _vectors(dtype: torch.dtype, table: torch.dtype) -> list[int]:
-    """Elements of v2's vectors: 16 bytes, 8 of 16-bit types, or a pair; but no pairs of float32 by a table of float64: too rare."""
+    """Elements of v2's vectors: 16, 8 or 4 bytes and at least 2 elements. Only 16 bytes for float32 with float64 tables, which is rare."""
     widest = VECTOR_BYTES // dtype.itemsize
     return [widest] if (dtype, table) == (torch.float32, torch.float64) else [n for n in (8, 4, 2) if n <= widest]
 
 
 def _helpers(dtype: torch.dtype) -> Iterable[Kernel]:
-    """What any version may need beside its own kernels."""
+    """The kernels of gather.py, which any version may launch."""
     return itertools.chain(
         (POSITIONS[name] for name in ID_TYPES.values()),
         (ANGLES[a, angle_maths(dtype, a)] for a in (torch.float32, torch.float64)),
@@ -141,7 +141,7 @@ def _v3_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread a pair", _v1, instances=_v1_instances),
-    "v2": Version("one thread a 16-byte vector of each half", _v2, instances=_v2_instances),
-    "v3": Version("one thread a vector of two heads", _v3, instances=_v3_instances),
+    "v1": Version("one thread per pair", _v1, instances=_v1_instances),
+    "v2": Version("one thread per 16-byte vector of each half", _v2, instances=_v2_instances),
+    "v3": Version("one thread per vector of two heads", _v3, instances=_v3_instances),
 }

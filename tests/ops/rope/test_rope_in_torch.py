@@ -53,6 +53,25 @@ def test_gradients_of_one_of_two(device, version):
             assert torch.equal(torch.zeros_like(d) if x.grad is None else x.grad, expected)
 
 
+@VERSIONS
+@kernels
+def test_an_expanded_gradient_has_the_plan_of_a_contiguous_one(device, version, monkeypatch):
+    """The gradient of a sum has stride 0, of a mean over heads too; only v1 reads elements that are not adjacent."""
+    plans, plan = [], rope_ops.rope_plan.plan
+    monkeypatch.setattr(rope_ops.rope_plan, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    (cos, sin), xs = tables(S, 16, device), [torch.randn(B, S, heads, 32, device=device, requires_grad=True) for heads in (4, 2)]
+    for narrow in ((1, 1, 1, 1), (B, S, 1, 1), (1, 1, 1, 32)):
+        douts = [torch.randn(narrow, device=device).expand(x.shape) for x in xs]
+        found = []
+        for grads in (douts, [d.contiguous() for d in douts]):
+            outs = cukern.rope(xs[0], cos, sin, k=xs[1], version=version)
+            found.append((torch.autograd.grad(outs, xs, grads), plans[-1]))
+        (expanded, ours), (contiguous, theirs) = found
+        assert (ours.launch, ours.grid, ours.block) == (theirs.launch, theirs.grid, theirs.block)
+        for a, b in zip(expanded, contiguous, strict=True):
+            assert same_bits(a, b) and a.stride() == b.stride()
+
+
 @PLACES
 def test_in_place_is_part_of_the_graph(device, version):
     """What was computed before it, and after it, has its gradient; and the gradient that comes in is not written."""
@@ -135,13 +154,13 @@ def test_vmap_over_what_has_no_gradient(device, version):
 def test_tables_with_tangents_are_refused(device, version):
     (cos, sin), x = tables(S, 4, device), torch.randn(B, S, H, 8, device=device)
     for function in (cukern.rope, lambda x, *a, **o: cukern.rope_(x * 1, *a, **o)):
-        with pytest.raises(ValueError, match="cos has a tangent, and rope has no derivative for it"):
+        with pytest.raises(ValueError, match="cos has a tangent, but rope computes no derivative for it"):
             JVP(lambda c, f=function: f(x, c, sin, version=version), (cos,), (cos,))
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(sin, sin)
             with pytest.raises(ValueError, match="sin has a tangent"):
                 function(x, cos, dual, version=version)
-    with pytest.raises(ValueError, match="freqs has a tangent, and apply_rotary_pos_emb"):
+    with pytest.raises(ValueError, match="freqs has a tangent, but apply_rotary_pos_emb"):
         freqs = torch.rand(S, 1, 1, 8, device=device)
         JVP(lambda f: cukern.apply_rotary_pos_emb(x, f, "bshd", version=version), (freqs,), (freqs,))
 
