@@ -114,109 +114,7 @@ def _logits(x: Tensor, scale: float, window: int | None, sink: Tensor | None) ->
     return scores, None if sink is None else sink.double()[..., None, None] - (top * scale * 2).clamp(-most, most), hidden
 
 
-# ---- autograd: x is (matrices, queries, keys), sinks (matrices) in float64; `share` is the sink's share of each row
-
-
-class _CausalSoftmax(Differentiable):
-    @staticmethod
-    def forward(x, sinks, scale, window, forward, backward):
-        return _causal_softmax(x, sinks, scale, window, forward)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, sinks, scale, window, _, backward = inputs
-        ctx.options, ctx.sinks = (scale, window, backward), sinks is not None
-        save(ctx, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, g, share_grad):
-        y, share = ctx.saved_tensors
-        g = torch.zeros_like(y) if g is None else g
-        dx, dsink = _gradient(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.options)
-        return dx, dsink.sum(1) if ctx.sinks else None, None, None, None, None
-
-    @staticmethod
-    def tangent(ctx, dx, dsinks, *_):
-        """The Jacobian of a row and its sink's share is symmetric except for the scale, so the product with dx is that with a gradient."""
-        y, share = ctx.saved_tensors
-        dx = torch.zeros_like(y) if dx is None else dx
-        out, dshare = _gradient(y, dx, share if ctx.sinks else None, None, *ctx.options)
-        dshare = ctx.options[0] * dshare
-        if dsinks is not None:
-            change = share * dsinks[:, None]
-            out = (out.to(wide(y)) - y * change[..., None].to(wide(y))).to(y.dtype)
-            dshare = dshare + (1 - share) * change
-        return out, dshare
-
-    @staticmethod
-    def batch(info, in_dims, x, sinks, *rest):
-        return _batch(_apply, sinks is not None, rest, info, in_dims, x, sinks)
-
-    @staticmethod
-    def recorded(ctx, *inputs):
-        output = _causal_softmax(*inputs[:5])
-        _CausalSoftmax.setup_context(ctx, inputs, output)
-        return output
-
-
-class _CausalSoftmaxBackward(Differentiable):
-    @staticmethod
-    def forward(*inputs):
-        return _causal_softmax_backward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.scale = inputs[4]
-        save(ctx, *inputs[:4])
-
-    @staticmethod
-    def backward(ctx, d, e):
-        """In torch's operations, so that the result can be differentiated again. d, e: the gradients of dx and of the sinks' gradients."""
-        (y, g, share, share_grad), scale = ctx.saved_tensors, ctx.scale
-        wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
-        total, dot = (wide_y * wide_g).sum(-1, keepdim=True), scale * (wide_d * wide_y).sum(-1, keepdim=True)
-        dshare = dshare_grad = None
-        if share is not None:
-            p, h = share[..., None], 0.0 if share_grad is None else share_grad[..., None]
-            total, dot = total + p * h, dot + p * e[..., None]
-            dshare = (e[..., None] * (h - total) - dot * h).squeeze(-1)
-            dshare_grad = None if share_grad is None else (p * (e[..., None] - dot)).squeeze(-1)
-        dy = scale * wide_d * (wide_g - total) - dot * wide_g
-        dg = wide_y * (scale * wide_d - dot)
-        return dy.to(y.dtype), dg.to(g.dtype), dshare, dshare_grad, None, None, None
-
-    @staticmethod
-    def tangent(ctx, dy, dg, dshare, dshare_grad, *_):
-        y, g, share, share_grad = ctx.saved_tensors
-        wide_y, wide_g, dy, dg = (t.to(wide(y)) for t in (y, g, dy, dg))
-        total, change = (wide_y * wide_g).sum(-1), (dy * wide_g + wide_y * dg).sum(-1)
-        dsink = y.new_zeros(0, 0, dtype=torch.float64)
-        if share is not None:
-            h, dh = (0.0, 0.0) if share_grad is None else (share_grad, dshare_grad)
-            total, change = total + share * h, change + dshare * h + share * dh
-            dsink = dshare * (h - total) + share * (dh - change)
-        dx = ctx.scale * (dy * (wide_g - total[..., None]) + wide_y * (dg - change[..., None]))
-        return dx.to(y.dtype), dsink
-
-    @staticmethod
-    def batch(info, in_dims, y, g, share, share_grad, *rest):
-        return _batch(_apply_backward, share is not None, rest, info, in_dims, y, g, share, share_grad)
-
-
-def _batch(apply: Callable[..., Any], sinks: bool, rest: Sequence[Any], *batch: Any) -> tuple[Any, Any]:
-    """The vmap rule of both Functions. The second result is empty if there are no sinks."""
-    shape, merged = merge_batch(*batch)
-    out, rows = apply(*merged, *rest)
-    return (out.unflatten(0, shape), rows.unflatten(0, shape) if sinks else rows), (0, 0 if sinks else None)
-
-
-def _gradient(y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    apply = _apply_backward if watched(y, g, share, share_grad) else _causal_softmax_backward
-    return apply(y, g, share, share_grad, *options)
-
-
-_apply, _apply_backward = apply_of(_CausalSoftmax), apply_of(_CausalSoftmaxBackward)
+# ---- the raw ops: x is (matrices, queries, keys), sinks (matrices) in float64; `share` is the sink's share of each row
 
 
 def _launch(x: Tensor, sinks: Tensor | None, scale: float, window: int, version: str) -> tuple[Tensor, Tensor]:
@@ -278,6 +176,108 @@ _causal_softmax_backward = raw_op(
     lambda y, g, share, *_: _fake(y, share),
 )
 
+# ---- autograd
+
+
+class _CausalSoftmax(Differentiable):
+    @staticmethod
+    def forward(x, sinks, scale, window, forward, backward):
+        return _causal_softmax(x, sinks, scale, window, forward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, sinks, scale, window, _, backward = inputs
+        ctx.options, ctx.sinks = (scale, window, backward), sinks is not None
+        save(ctx, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, g, share_grad):
+        y, share = ctx.saved_tensors
+        g = torch.zeros_like(y) if g is None else g
+        dx, dsink = _gradient(y, g, share if ctx.sinks else None, share_grad if ctx.sinks else None, *ctx.options)
+        return dx, dsink.sum(1) if ctx.sinks else None, None, None, None, None
+
+    @staticmethod
+    def tangent(ctx, dx, dsinks, *_):
+        """The Jacobian of a row and its sink's share is symmetric except for the scale, so the product with dx is that with a gradient."""
+        y, share = ctx.saved_tensors
+        dx = torch.zeros_like(y) if dx is None else dx
+        out, dshare = _gradient(y, dx, share if ctx.sinks else None, None, *ctx.options)
+        dshare = ctx.options[0] * dshare
+        if dsinks is not None:
+            change = share * dsinks[:, None]
+            out = (out.to(wide(y)) - y * change[..., None].to(wide(y))).to(y.dtype)
+            dshare = dshare + (1 - share) * change
+        return out, dshare
+
+    @staticmethod
+    def batch(info, in_dims, x, sinks, *rest):
+        return _batch(_apply, sinks is not None, rest, info, in_dims, x, sinks)
+
+    @staticmethod
+    def recorded(ctx, *inputs):
+        output = _causal_softmax(*inputs[:5])
+        _CausalSoftmax.setup_context(ctx, inputs, output)
+        return output
+
+
+class _CausalSoftmaxBackward(Differentiable):
+    forward = staticmethod(_causal_softmax_backward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[4]
+        save(ctx, *inputs[:4])
+
+    @staticmethod
+    def backward(ctx, d, e):
+        """In torch's operations, so that the result can be differentiated again. d, e: the gradients of dx and of the sinks' gradients."""
+        (y, g, share, share_grad), scale = ctx.saved_tensors, ctx.scale
+        wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
+        total, dot = (wide_y * wide_g).sum(-1, keepdim=True), scale * (wide_d * wide_y).sum(-1, keepdim=True)
+        dshare = dshare_grad = None
+        if share is not None:
+            p, h = share[..., None], 0.0 if share_grad is None else share_grad[..., None]
+            total, dot = total + p * h, dot + p * e[..., None]
+            dshare = (e[..., None] * (h - total) - dot * h).squeeze(-1)
+            dshare_grad = None if share_grad is None else (p * (e[..., None] - dot)).squeeze(-1)
+        dy = scale * wide_d * (wide_g - total) - dot * wide_g
+        dg = wide_y * (scale * wide_d - dot)
+        return dy.to(y.dtype), dg.to(g.dtype), dshare, dshare_grad, None, None, None
+
+    @staticmethod
+    def tangent(ctx, dy, dg, dshare, dshare_grad, *_):
+        y, g, share, share_grad = ctx.saved_tensors
+        wide_y, wide_g, dy, dg = (t.to(wide(y)) for t in (y, g, dy, dg))
+        total, change = (wide_y * wide_g).sum(-1), (dy * wide_g + wide_y * dg).sum(-1)
+        dsink = y.new_zeros(0, 0, dtype=torch.float64)
+        if share is not None:
+            h, dh = (0.0, 0.0) if share_grad is None else (share_grad, dshare_grad)
+            total, change = total + share * h, change + dshare * h + share * dh
+            dsink = dshare * (h - total) + share * (dh - change)
+        dx = ctx.scale * (dy * (wide_g - total[..., None]) + wide_y * (dg - change[..., None]))
+        return dx.to(y.dtype), dsink
+
+    @staticmethod
+    def batch(info, in_dims, y, g, share, share_grad, *rest):
+        return _batch(_apply_backward, share is not None, rest, info, in_dims, y, g, share, share_grad)
+
+
+def _batch(apply: Callable[..., Any], sinks: bool, rest: Sequence[Any], *batch: Any) -> tuple[Any, Any]:
+    """The vmap rule of both Functions. The second result is empty if there are no sinks."""
+    shape, merged = merge_batch(*batch)
+    out, rows = apply(*merged, *rest)
+    return (out.unflatten(0, shape), rows.unflatten(0, shape) if sinks else rows), (0, 0 if sinks else None)
+
+
+def _gradient(y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    apply = _apply_backward if watched(y, g, share, share_grad) else _causal_softmax_backward
+    return apply(y, g, share, share_grad, *options)
+
+
+_apply, _apply_backward = apply_of(_CausalSoftmax), apply_of(_CausalSoftmaxBackward)
+
 # ---- the versions: launch(x or y, the kernel's pointers, its numbers after the three sizes: two strides, the window and the scale)
 
 WARP_BLOCK = 64  # threads per block of v2 where lanes of a warp share a row
@@ -320,12 +320,8 @@ _V2, _V2_BWD, _V2_WARP, _V2_WARP_BWD = (
 _v1, _v1_bwd = _block_per_row(_V1), _block_per_row(_V1_BWD)
 
 
-def _v1_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [_V1[dtype], _V1_BWD[dtype]]
-
-
 def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
-    kernels = _v1_instances(dtype)
+    kernels = [_V1[dtype], _V1_BWD[dtype]]
     for backward, exact in itertools.product((False, True), repeat=2):
         warp, block = (_V2_WARP_BWD, _V2_BWD) if backward else (_V2_WARP, _V2)
         keys = row_storage.warp_keys(plan.WARP_VECTORS_CAUSAL[backward][dtype.itemsize])
@@ -337,7 +333,7 @@ def _v2_instances(dtype: torch.dtype) -> list[Kernel]:
 
 _v2, _v2_bwd = _in_registers(_V2_WARP, _V2, _v1, False), _in_registers(_V2_WARP_BWD, _V2_BWD, _v1_bwd, True)
 VERSIONS = {
-    "v1": Version("one block per row, which is read twice", _v1, _v1_bwd, _v1_instances),
+    "v1": Version("one block per row, which is read twice", _v1, _v1_bwd, lambda dtype: [_V1[dtype], _V1_BWD[dtype]]),
     "v2": Version("rows in registers", _v2, _v2_bwd, _v2_instances),
 }
 

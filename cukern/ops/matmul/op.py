@@ -7,7 +7,8 @@ Every product is out (M x N) = A (M x K) . B (K x N). A and B are views of any s
     dbias = column sums of dy
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,7 +201,6 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, versio
 
 _apply, _column_sums = apply_of(_Product), apply_of(_ColumnSum)
 
-
 # ---- for the tools
 
 
@@ -215,48 +215,34 @@ def _make_linear(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
     return x, weight * K**-0.5, bias
 
 
-def _cost(left: str, right: str) -> Callable[[Sequence[int], int], dict[str, Cost]]:
-    def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-        M, N, K = dims
-        one = Cost((M * K + K * N + M * N) * itemsize, 2 * M * N * K)
-        return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), f"bwd:{left}": one, f"bwd:{right}": one}
-
-    return cost
+def _cost(inputs: tuple[str, ...], dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    M, N, K = dims
+    one = Cost((M * K + K * N + M * N) * itemsize, 2 * M * N * K)
+    return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), **{f"bwd:{name}": one for name in inputs[:2]}}
 
 
-_SHARED = {
-    "stem": "matmul",
-    "versions": VERSIONS,
-    "dtypes": DTYPES,
-    "dims": "M N K",
-    "check_dims": ((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
-    "sim_dims": ((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
-    "bound": "compute",
-    # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a b| on random data, whatever its length.
-    # So does cuBLAS on an H200, except where it splits the chain. v5 splits it too, and stays within twice cuBLAS's error alone.
-    "roundings": 3,
-}
-register(
-    Op(
-        name="matmul",
-        function=matmul,
-        reference=torch.matmul,
-        make=_make_matmul,
-        inputs=("a", "b"),
-        cost=_cost("a", "b"),
-        bench_dims=((4096, 4096, 4096), (8192, 8192, 8192)),
-        **_SHARED,  # type: ignore[arg-type]
+for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
+    ("matmul", matmul, torch.matmul, _make_matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
+    ("linear", linear, torch.nn.functional.linear, _make_linear, ("x", "weight", "bias"), ((4096, 3072, 768),)),
+):
+    register(
+        Op(
+            name=_name,
+            stem="matmul",
+            function=_function,
+            reference=_reference,
+            versions=VERSIONS,
+            dtypes=DTYPES,
+            dims="M N K",
+            check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
+            sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
+            bench_dims=_bench_dims,
+            make=_make,
+            inputs=_inputs_of_op,
+            cost=partial(_cost, _inputs_of_op),
+            bound="compute",
+            # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a b| on random data, whatever its
+            # length. So does cuBLAS on an H200, except where it splits the chain. v5 splits it too, and stays within twice cuBLAS's error.
+            roundings=3,
+        )
     )
-)
-register(
-    Op(
-        name="linear",
-        function=linear,
-        reference=torch.nn.functional.linear,
-        make=_make_linear,
-        inputs=("x", "weight", "bias"),
-        cost=_cost("x", "weight"),
-        bench_dims=((4096, 3072, 768),),
-        **_SHARED,  # type: ignore[arg-type]
-    )
-)

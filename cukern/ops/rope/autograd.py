@@ -70,8 +70,7 @@ def _run(
 
 
 def _fake(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> list[Tensor]:
-    # options[6] is Options.contiguous
-    memory_format = torch.contiguous_format if options[6] else torch.preserve_format
+    memory_format = torch.contiguous_format if options[6] else torch.preserve_format  # options[6]: Options.contiguous
     return [torch.empty_like(t, memory_format=memory_format) for t in (x, k) if t is not None]
 
 
@@ -200,7 +199,7 @@ def write(x: Tensor, k: Tensor | None, new: Any) -> Any:
     pairs = ((x, new),) if k is None else ((x, new[0]), (k, new[1]))
     for name, (t, out) in () if _tracing() else zip("xk", pairs, strict=False):
         if _level(out) > _level(t):
-            raise ValueError(f"{name} comes from outside of a torch.func transform, which lets nobody write it: use cukern.rope")
+            raise ValueError(f"{name} comes from outside a torch.func transform, which does not allow it to be written: use cukern.rope")
     for t, out in pairs:
         t.copy_(out)
     return x if k is None else (x, k)

@@ -104,14 +104,10 @@ def _te_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
 # ---- the registry entries
 
 
-def _cost(elements: Count, table: Count) -> Callable[[Sequence[int], int], dict[str, Cost]]:
+def _cost(elements: Count, table: Count, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     """`elements`: of x and k together; `table`: of both tables together."""
-
-    def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-        n = elements(dims)
-        return dict.fromkeys(("fwd", "bwd"), Cost(2 * n * itemsize + 4 * table(dims), 3 * n))
-
-    return cost
+    n = elements(dims)
+    return dict.fromkeys(("fwd", "bwd"), Cost(2 * n * itemsize + 4 * table(dims), 3 * n))
 
 
 def _register(name: str, function: Callable[..., Any], plain: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
@@ -130,11 +126,11 @@ _TWO: dict[str, Any] = {
     "dims": "B S H K D",
     "inputs": ("q", "k", "cos", "sin"),
     "bench_dims": ((4, 4096, 32, 8, 128), (8, 4096, 32, 8, 64), (4, 2048, 32, 8, 256)),
-    "cost": _cost(lambda d: d[0] * d[1] * (d[2] + d[3]) * d[4], lambda d: d[1] * d[4]),
+    "cost": partial(_cost, lambda d: d[0] * d[1] * (d[2] + d[3]) * d[4], lambda d: d[1] * d[4]),
     "sim_dims": ((1, 3, 2, 1, 16),),
     "check_dims": ((1, 3, 2, 1, 16), (2, 33, 8, 2, 64)),
 }
-_X = _cost(lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[1] * d[3])
+_X = partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[1] * d[3])
 _ALL = partial(_one, lambda dims: dims[3])
 _QUARTER = partial(_one, _quarter)
 
@@ -143,40 +139,22 @@ _register_call("rope_qk", _qk, rope, _two, **_TWO)
 _register_call("rope_interleaved", partial(_qk, interleaved=True), rope, _two, **_TWO)
 _register_call("rope_in_place", _qk, rope_, _two, in_place=("q", "k"), **_TWO)
 _register_call(
-    "rope_quarter",
-    _rotate_quarter,
-    rope_,
-    _QUARTER,
-    **_ONE,
-    in_place=("x",),
-    cost=_cost(lambda d: d[0] * d[1] * d[2] * _quarter(d), lambda d: d[1] * _quarter(d)),
-    sim_dims=((2, 3, 2, 64),),
+    "rope_quarter", _rotate_quarter, rope_, _QUARTER, **_ONE, in_place=("x",), sim_dims=((2, 3, 2, 64),),
+    cost=partial(_cost, lambda d: d[0] * d[1] * d[2] * _quarter(d), lambda d: d[1] * _quarter(d)),
     check_dims=((2, 3, 2, 64), (2, 33, 5, 128)),
-)
+)  # fmt: skip
 _register_call("rope_strided", _qk, rope, _slices, **_TWO)
 _register_call(
-    "rope_packed",
-    _thd,
-    rope,
-    _packed,
-    dims="TOKENS SEQUENCES H D",
-    inputs=("x", "cos", "sin", "cu_seqlens"),
-    cost=_cost(lambda d: d[0] * d[2] * d[3], lambda d: d[0] * d[3]),
+    "rope_packed", _thd, rope, _packed, dims="TOKENS SEQUENCES H D", inputs=("x", "cos", "sin", "cu_seqlens"),
+    cost=partial(_cost, lambda d: d[0] * d[2] * d[3], lambda d: d[0] * d[3]),
     sim_dims=((9, 4, 2, 16),),
     check_dims=((9, 4, 2, 16), (1000, 70, 3, 64)),
     bench_dims=((65536, 2401, 16, 128), (65536, 1, 16, 128)),
-)
+)  # fmt: skip
 _register(
-    "rope_te",
-    transformer_engine.apply_rotary_pos_emb,
-    transformer_engine.reference,
-    _te,
-    dims="S B H D",
-    inputs=("t", "freqs"),
-    constants=("freqs",),
-    magnitude=_te_magnitude,
-    cost=_cost(lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
+    "rope_te", transformer_engine.apply_rotary_pos_emb, transformer_engine.reference, _te, dims="S B H D", inputs=("t", "freqs"),
+    constants=("freqs",), magnitude=_te_magnitude, cost=partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
     sim_dims=((3, 2, 2, 16),),
     check_dims=((3, 2, 2, 16), (65, 2, 5, 64)),
     bench_dims=((4096, 1, 128, 128), (8192, 4, 24, 128), (2048, 4, 32, 128)),
-)
+)  # fmt: skip

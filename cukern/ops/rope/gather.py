@@ -3,23 +3,26 @@
 They are separate so that the rotation handles only one kind of positions and of tables. Their outputs are small compared with x.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cukern.ops.rope.plan import Inputs, Options, tokens_of
-from cukern.runtime.kernel import Template
+from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, transformed
 
 THREADS = 256
 POSITIONS, ANGLES, SECTIONS = (Template("rope/rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections"))
 ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
-_BLOCK = (THREADS, 1, 1)
 
 
-def _blocks(n: int) -> tuple[int, int, int]:
-    return (-(-n // THREADS), 1, 1)
+def _launch(kernel: Kernel, tensors: Iterable[Tensor | None], device: int, n: int, *numbers: int) -> None:
+    """Launch `n` threads with the tensors' addresses and `numbers` as arguments."""
+    if n:
+        pointers = (0 if t is None else t.data_ptr() for t in tensors)
+        kernel.on(device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, *pointers, *numbers)
 
 
 def _launch_positions(
@@ -29,12 +32,9 @@ def _launch_positions(
     given = [t for t in (ids, cu_seqlens, starts) if t is not None]
     dtype = torch.int64 if any(t.dtype == torch.int64 for t in given) or not given else torch.int32
     ids, cu_seqlens, starts = (None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts))
-    n = out.numel()
-    if n:
-        sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-        pointers = (0 if t is None else t.data_ptr() for t in (out, ids, cu_seqlens, starts))
-        launch = POSITIONS[ID_TYPES[dtype]].on(table.get_device())
-        launch(_blocks(n), _BLOCK, 0, *pointers, n, sequence, sequences, table.shape[-2], size, rank)
+    sequences, n = 0 if cu_seqlens is None else len(cu_seqlens) - 1, out.numel()
+    tensors, numbers = (out, ids, cu_seqlens, starts), (n, sequence, sequences, table.shape[-2], size, rank)
+    _launch(POSITIONS[ID_TYPES[dtype]], tensors, table.get_device(), n, *numbers)
     return out
 
 
@@ -43,10 +43,8 @@ def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch
 
 
 def _launch_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
-    outs, angles, n = _fake_angles(angles, in_double), angles.contiguous(), angles.numel()
-    if n:
-        launch = ANGLES[angles.dtype, outs[0].dtype].on(angles.get_device())
-        launch(_blocks(n), _BLOCK, 0, *(t.data_ptr() for t in (*outs, angles)), n)
+    outs, n = _fake_angles(angles, in_double), angles.numel()
+    _launch(ANGLES[angles.dtype, outs[0].dtype], (*outs, angles.contiguous()), angles.get_device(), n, n)
     return outs
 
 
@@ -58,13 +56,10 @@ def _fake_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
 def _launch_sections(
     cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, pairs: int, interleaved: bool, end0: int, end1: int
 ) -> tuple[Tensor, Tensor]:
-    outs = _fake_sections(cos, sin, positions, batch, sequence)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    (rows, width), n = cos.shape, outs[0].numel()
-    if n:
-        pointers = (t.data_ptr() for t in (*outs, cos, sin, positions))
-        launch = SECTIONS[cos.dtype].on(cos.get_device())
-        launch(_blocks(n), _BLOCK, 0, *pointers, batch * sequence, width, pairs, interleaved, end0, end1, rows, width)
+    outs, (rows, width) = _fake_sections(cos, sin, positions, batch, sequence), cos.shape
+    tensors = (*outs, cos.contiguous(), sin.contiguous(), positions)
+    numbers = batch * sequence, width, pairs, interleaved, end0, end1, rows, width
+    _launch(SECTIONS[cos.dtype], tensors, cos.get_device(), outs[0].numel(), *numbers)
     return outs
 
 

@@ -135,10 +135,8 @@ def plan(
     written whose elements share memory.
 
     Args:
-        outs: the strides of each output; empty for a call in place.
-        ins: (shape, strides) of each input.
-        cos: (dtype, shape, strides).
-        positions: the shape, or None.
+        outs: the strides of each output; empty for a call in place.  ins: (shape, strides) of each input.
+        cos: (dtype, shape, strides).  positions: the shape, or None.
     """
     o = Options(*options)
     in_place = not outs
@@ -169,12 +167,6 @@ def angle_maths(dtype: torch.dtype, angles: torch.dtype) -> torch.dtype:
 
 def table_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
     """The dtypes of tables that the kernels of a dtype read. Others are first converted to compute_dtype."""
-    return _TABLE_DTYPES[dtype]
-
-
-_TABLE_DTYPES = {
-    torch.float16: [torch.float32, torch.float16],
-    torch.bfloat16: [torch.float32, torch.bfloat16],
-    torch.float32: [torch.float32, torch.float64],
-    torch.float64: [torch.float64],
-}
+    if dtype.itemsize == 2:
+        return [torch.float32, dtype]
+    return [torch.float64] if dtype == torch.float64 else [torch.float32, torch.float64]

@@ -41,8 +41,7 @@ def _v2(call: Call) -> Plan:
     threads = o.rotary_dim // 2 // vector + (call.rest // vector + 1) // 2  # per head: rotating, copying
     if threads > MOST_V2_THREADS:
         return _v1(call)
-    kernel = _V2[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
-    return _plan(call, kernel, vector, threads, max(1, V2_THREADS // threads), 1)
+    return _plan(call, _V2, vector, threads, max(1, V2_THREADS // threads), 1)
 
 
 def _v3(call: Call) -> Plan:
@@ -53,8 +52,7 @@ def _v3(call: Call) -> Plan:
     looked_up = call.positions and call.table.shape[2] < o.rotary_dim
     if call.dtype.itemsize == 8 or not pairs or looked_up or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
         return _v2(call)
-    kernel = _V3[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
-    return _plan(call, kernel, vector, threads, V3_THREADS // threads, 2)
+    return _plan(call, _V3, vector, threads, V3_THREADS // threads, 2)
 
 
 def _layouts(call: Call) -> tuple[Layout, ...]:
@@ -62,12 +60,15 @@ def _layouts(call: Call) -> tuple[Layout, ...]:
 
 
 def _fits(call: Call, vector: int) -> bool:
-    """True if 31 bits can count the heads, and 32 bits the vectors."""
+    """True if 31 bits can count the heads and 32 bits can index the vectors of the largest tensor."""
     items = call.tokens * (call.x.shape[2] + call.k.shape[2])
-    return items < 1 << 31 and call.table.shape[1] > 0 and _extent(call, _layouts(call)) <= vector << 32
+    shapes = [(t.shape, t.strides) for t in _layouts(call)] + [(call.table.shape, call.table.strides)]
+    elements = max(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) for shape, strides in shapes)
+    positions = call.x.shape[0] * max(1, call.positions_b)
+    return items < 1 << 31 and call.table.shape[1] > 0 and max(positions, elements) <= vector << 32
 
 
-def _plan(call: Call, kernel: Kernel, vector: int, threads: int, items_per_block: int, heads_per_item: int) -> Plan:
+def _plan(call: Call, template: Template, vector: int, threads: int, items_per_block: int, heads_per_item: int) -> Plan:
     """The launch of v2 or v3, where `threads` threads take an item of `heads_per_item` heads."""
     o, (batch, sequence, *_), (_, rows, _) = call.options, call.x.shape, call.table.shape
     heads, k_heads = call.x.shape[2] // heads_per_item, call.k.shape[2] // heads_per_item
@@ -80,6 +81,7 @@ def _plan(call: Call, kernel: Kernel, vector: int, threads: int, items_per_block
         items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads), *(n // vector for n in lengths), rows,
         *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose, o.scale,
     )  # fmt: skip
+    kernel = template[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
     return Plan(kernel.on(call.device), (-(-items // items_per_block), 1, 1), (threads, items_per_block, 1), numbers)
 
 
@@ -87,13 +89,6 @@ def _divisor(d: int) -> tuple[int, int]:
     """(magic, shift) such that n // d == (n * magic // 2^32 + n) >> shift for every n < 2^31."""
     shift = (d - 1).bit_length()
     return (((1 << shift) - d) << 32) // d + 1, shift
-
-
-def _extent(call: Call, layouts: tuple[Layout, ...]) -> int:
-    """The elements between the first and the last of the largest tensor: x, k, the outputs, the tables or the positions."""
-    shapes = [(layout.shape, layout.strides) for layout in layouts] + [(call.table.shape, call.table.strides)]
-    positions = call.x.shape[0] * max(1, call.positions_b)
-    return max(positions, *(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) for shape, strides in shapes))
 
 
 def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
@@ -116,17 +111,11 @@ def _vectors(dtype: torch.dtype, table: torch.dtype) -> list[int]:
     return [widest] if (dtype, table) == (torch.float32, torch.float64) else [n for n in (8, 4, 2) if n <= widest]
 
 
-def _helpers(dtype: torch.dtype) -> Iterable[Kernel]:
-    """The kernels of gather.py, which any version may launch."""
-    return itertools.chain(
-        (POSITIONS[name] for name in ID_TYPES.values()),
-        (ANGLES[a, angle_maths(dtype, a)] for a in (torch.float32, torch.float64)),
-        (SECTIONS[t] for t in table_dtypes(dtype)),
-    )
-
-
 def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    return [*_helpers(dtype), *(_V1[dtype, table] for table in table_dtypes(dtype))]
+    """Also the kernels of gather.py, which any version may launch."""
+    tables, angles = table_dtypes(dtype), (torch.float32, torch.float64)
+    gathering = [*(POSITIONS[name] for name in ID_TYPES.values()), *(ANGLES[a, angle_maths(dtype, a)] for a in angles)]
+    return [*gathering, *(SECTIONS[t] for t in tables), *(_V1[dtype, t] for t in tables)]
 
 
 def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:

@@ -22,6 +22,7 @@ from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched,
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels accept
 _TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
+_NAMES = tuple(_TABLES)  # by `log`
 
 
 def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
@@ -125,7 +126,48 @@ def checked_scale(x: Tensor, scale: float) -> float:
     return checks.number("scale", scale, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX)
 
 
-# ---- autograd: x is (rows, columns), or (outer, columns, inner) and contiguous; the sums are along dimension 1
+# ---- the raw ops: x is (rows, columns), or (outer, columns, inner) and contiguous; the sums are along dimension 1
+
+
+def _launch(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
+    out = _fake(x)
+    if not out.numel():
+        return out
+    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
+        return _launch(_scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
+    x = unit_column_stride(x)
+    launch = inner if x.ndim == 3 else choose(_NAMES[log], version, x.get_device()).forward
+    launch(out, x, scale, log)
+    return out
+
+
+def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str) -> Tensor:
+    dx = _fake(y)
+    if not dx.numel():
+        return dx
+    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
+        return _launch_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
+    y, g = y.contiguous(), unit_column_stride(g.resolve_neg())
+    launch = inner if y.ndim == 3 else choose(_NAMES[log], version, y.get_device()).backward
+    launch(dx, y, g, scale, log)
+    return dx
+
+
+def unit_column_stride(x: Tensor) -> Tensor:
+    """x as the kernels read it: a matrix with column stride 1 as it is, anything else contiguous, copied if necessary."""
+    return x if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)  # 4 us faster than torch.empty
+
+
+_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch, _fake)
+_softmax_backward = raw_op(
+    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor", 2, _launch_backward, _fake
+)
+
+# ---- autograd
 
 
 def _run(x: Tensor, scale: float, log: bool, forward: str, backward: str) -> Tensor:
@@ -174,9 +216,7 @@ class _Softmax(Differentiable):
 
 
 class _SoftmaxBackward(Differentiable):
-    @staticmethod
-    def forward(y, g, scale, log, version):
-        return _softmax_backward(y, g, scale, log, version)
+    forward = staticmethod(_softmax_backward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -225,49 +265,6 @@ def _gradient(y: Tensor, g: Tensor, *options: Any) -> Tensor:
 
 
 _apply, _apply_backward = apply_of(_Softmax), apply_of(_SoftmaxBackward)
-
-
-def _launch(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
-    out = _fake(x)
-    if not out.numel():
-        return out
-    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
-        return _launch(_scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
-    x = unit_column_stride(x)
-    launch = inner if x.ndim == 3 else _chosen(log, version, x).forward
-    launch(out, x, scale, log)
-    return out
-
-
-def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str) -> Tensor:
-    dx = _fake(y)
-    if not dx.numel():
-        return dx
-    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
-        return _launch_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
-    y, g = y.contiguous(), unit_column_stride(g.resolve_neg())
-    launch = inner if y.ndim == 3 else _chosen(log, version, y).backward
-    launch(dx, y, g, scale, log)
-    return dx
-
-
-def _chosen(log: bool, version: str, x: Tensor) -> Any:
-    return choose("log_softmax" if log else "softmax", version, x.get_device())
-
-
-def unit_column_stride(x: Tensor) -> Tensor:
-    """x as the kernels read it: a matrix with column stride 1 as it is, anything else contiguous, copied if necessary."""
-    return x if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
-
-
-def _fake(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)  # 4 us faster than torch.empty
-
-
-_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch, _fake)
-_softmax_backward = raw_op(
-    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor", 2, _launch_backward, _fake
-)
 
 # ---- for the tools
 

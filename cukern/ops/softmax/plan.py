@@ -131,11 +131,6 @@ def block_shape(vectors: int, shapes: tuple[Shape, ...]) -> Shape | None:
     return next((s for s in shapes if vectors <= s.vectors * s.threads), None)
 
 
-def rows_per_block(shape: Shape) -> int:
-    """Rows per block of v7, forward."""
-    return 2 if shape.threads == 64 else 1
-
-
 def pieces(rows: int, vectors: int, sms: int) -> int:
     """How many blocks share a row in two launches, so that the GPU is full."""
     return max(1, min(ceil(BLOCKS_PER_SM * sms / rows), vectors // LEAST_PIECE, LOOP_THREADS))

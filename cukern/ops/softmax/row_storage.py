@@ -60,6 +60,7 @@ class Problem(NamedTuple):
 Run = Callable[[tuple[int, ...]], None]  # launches with the addresses of the output and of the inputs
 Method = Callable[[Problem], "Run | None"]  # None: the method cannot take the problem
 Key = tuple[int, ...]  # the template arguments between the dtype and (EXACT, LOG)
+Keys = Callable[[bool, bool], Iterable[Key]]  # of (backward, exact)
 EXACT_LOG = (False, False), (True, False), (False, True)
 
 
@@ -97,7 +98,7 @@ def in_a_block(p: Problem) -> Run | None:
     kernel = _kernel(_V7, p, shape)
     if p.backward:
         return _launch(kernel, p.rows, shape.threads, 0, p.columns, p.row_stride, p.scale)
-    rows = plan.rows_per_block(shape)
+    rows = 2 if shape.threads == 64 else 1  # per block
     return _launch(kernel, -(-p.rows // rows), rows * shape.threads, 0, p.rows, p.columns, p.row_stride, p.scale)
 
 
@@ -217,34 +218,29 @@ def warp_keys(options: Iterable[int]) -> list[Key]:
 # ---- the kernels that each version may launch, without those of the version before it
 
 
-def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Callable[[bool, bool], Iterable[Key]]) -> list[Kernel]:
-    """`keys(backward, exact)` are the template arguments."""
+def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Keys) -> list[Kernel]:
     found = [(backward, (dtype, *key, *flags)) for backward in (False, True) for flags in EXACT_LOG for key in keys(backward, flags[0])]
     return [templates[backward][arguments] for backward, arguments in dict.fromkeys(found)]
 
 
-def _v7_instances(dtype: torch.dtype) -> list[Kernel]:
-    kernels = _instances(_V7, dtype, lambda backward, _: plan.SHAPES[backward][dtype.itemsize])
-    return [*kernels, *(template[dtype] for template in (*_SCAN, *_WRITE))]
+def _shared_keys(shapes: tuple[plan.Shapes, plan.Shapes], itemsize: int, sizes: Iterable[tuple[int, ...]] = ((),)) -> Keys:
+    """The keys of v9 and v10: shapes for blocks that share rows, and for v9 the sizes of clusters."""
 
-
-def _shared_shapes(shapes: tuple[plan.Shapes, plan.Shapes], itemsize: int, backward: bool, exact: bool) -> list[plan.Shape]:
-    return [plan.shape_for_shared_rows(s, itemsize, backward, exact) for s in shapes[backward][itemsize]]
-
-
-def _v9_instances(dtype: torch.dtype) -> list[Kernel]:
     def keys(backward: bool, exact: bool) -> list[Key]:
-        shapes = _shared_shapes(plan.CLUSTERS, dtype.itemsize, backward, exact)
-        return [(*s, size) for s in shapes for size in plan.CLUSTER_SIZES]
+        found = [plan.shape_for_shared_rows(s, itemsize, backward, exact) for s in shapes[backward][itemsize]]
+        return [(*shape, *size) for shape in found for size in sizes]
 
-    return _instances(_V9, dtype, keys)
+    return keys
 
 
 INSTANCES: tuple[Callable[[torch.dtype], list[Kernel]], ...] = (  # of v6 to v11
     lambda dtype: _instances(_V6, dtype, lambda *_: warp_keys(plan.WARP_VECTORS[dtype.itemsize])),
-    _v7_instances,
+    lambda dtype: [
+        *_instances(_V7, dtype, lambda backward, _: plan.SHAPES[backward][dtype.itemsize]),
+        *(template[dtype] for template in (*_SCAN, *_WRITE)),
+    ],
     lambda dtype: _instances(_V8, dtype, lambda backward, _: plan.BLOCKS[backward][dtype.itemsize]),
-    _v9_instances,
-    lambda dtype: _instances(_V10, dtype, lambda *kind: _shared_shapes(plan.MANY_BLOCKS, dtype.itemsize, *kind)),
+    lambda dtype: _instances(_V9, dtype, _shared_keys(plan.CLUSTERS, dtype.itemsize, [(size,) for size in plan.CLUSTER_SIZES])),
+    lambda dtype: _instances(_V10, dtype, _shared_keys(plan.MANY_BLOCKS, dtype.itemsize)),
     lambda dtype: [_V11_BWD[dtype, s.threads, s.blocks] for s in plan.STEPS] if dtype.itemsize <= 4 else [],
 )

@@ -21,6 +21,7 @@ _BLOCK = (plan.LOOP_THREADS, 1, 1)
 GROUP = 32  # rows per thread block of v2's backward
 
 Launch = Callable[..., None]  # (out, x, scale, log) or (dx, y, g, scale, log)
+Blocks = Callable[[int, int], int]  # the grid, from the rows and columns
 
 
 def _blocks(threads: int) -> int:
@@ -36,8 +37,8 @@ def inner(*arguments: Any) -> None:
     launch((_blocks(rows), 1, 1), _BLOCK, 0, *(t.data_ptr() for t in tensors), rows, columns, within, scale, log)
 
 
-def _loop(template: Template, blocks: Callable[[int, int], int], *numbers: int, has_log: bool = False) -> Launch:
-    """v1 to v5, forward or backward. `blocks(rows, columns)` is the grid; `numbers` come before the kernel's scale."""
+def _loop(template: Template, blocks: Blocks, *numbers: int, has_log: bool = False) -> Launch:
+    """v1 to v5, forward or backward. `numbers` are the kernel's arguments before the scale."""
 
     def launch(*arguments: Any) -> None:
         *tensors, scale, log = arguments
@@ -49,7 +50,7 @@ def _loop(template: Template, blocks: Callable[[int, int], int], *numbers: int, 
     return launch
 
 
-def _block_per_row(rows: int, columns: int) -> int:
+def _one_per_row(rows: int, columns: int) -> int:
     return min(rows, plan.MOST_BLOCKS)
 
 
@@ -57,8 +58,19 @@ def _columns_of_each_row(rows: int, columns: int) -> int:
     return _blocks(columns) * rows
 
 
-_v5 = _loop(_V5[0], _block_per_row, has_log=True)
-_v5_bwd = _loop(_V5[1], _block_per_row, has_log=True)
+def _instances(templates: Iterable[Template], on_chip: int = 0) -> Callable[[torch.dtype], Iterable[Kernel]]:
+    """The kernels of a version: `templates`, those for another dimension, and the first `on_chip` entries of rs.INSTANCES."""
+    return lambda dtype: [*(t[dtype] for t in (*templates, *_INNER)), *(k for new in rs.INSTANCES[:on_chip] for k in new(dtype))]
+
+
+def _loop_version(
+    idea: str, templates: list[Template], blocks: Blocks, bwd_blocks: Blocks, *numbers: int, has_log: bool = False
+) -> Version:
+    forward, backward = _loop(templates[0], blocks, has_log=has_log), _loop(templates[1], bwd_blocks, *numbers, has_log=has_log)
+    return Version(idea, forward, backward, _instances(templates))
+
+
+_V5_VERSION = _loop_version("16-byte vectors, online softmax; backward by a dot product", _V5, _one_per_row, _one_per_row, has_log=True)
 
 # ---- v6 to v11: the first method that can keep a row on chip, else v5
 
@@ -77,12 +89,12 @@ def _on_chip(methods: tuple[rs.Method, ...]) -> tuple[Launch, Launch]:
         pointers = to, from_ = out.data_ptr(), x.data_ptr()
         # A negative scale takes v5: comparing -x would cost these kernels one instruction per element and pass.
         run = rs.first(methods, _problem(x, x.stride(0), scale, log, False, to, to ^ from_)) if scale >= 0 else None
-        run(pointers) if run else _v5(out, x, scale, log)
+        run(pointers) if run else _V5_VERSION.forward(out, x, scale, log)
 
     def backward(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
         pointers = to, from_y, from_g = dx.data_ptr(), y.data_ptr(), g.data_ptr()
         run = rs.first(methods, _problem(y, g.stride(0), scale, log, True, to, (to ^ from_y) | (to ^ from_g)))
-        run(pointers) if run else _v5_bwd(dx, y, g, scale, log)
+        run(pointers) if run else _V5_VERSION.backward(dx, y, g, scale, log)
 
     return forward, backward
 
@@ -93,42 +105,18 @@ def _problem(x: Tensor, row_stride: int, scale: float, log: bool, backward: bool
     return rs.Problem(rows, columns, row_stride, scale, log, backward, x.dtype, x.device, x.get_device(), to & low, differing_bits & low)
 
 
-def _instances(templates: Iterable[Template], on_chip: int = 0) -> Callable[[torch.dtype], Iterable[Kernel]]:
-    """The kernels of a version: `templates`, those for another dimension, and the first `on_chip` entries of rs.INSTANCES."""
-    return lambda dtype: [*(t[dtype] for t in (*templates, *_INNER)), *(k for new in rs.INSTANCES[:on_chip] for k in new(dtype))]
-
-
-def _version(idea: str, templates: list[Template], forward: Launch, backward: Launch) -> Version:
-    return Version(idea, forward, backward, _instances(templates))
-
-
 def _on_chip_version(number: int, idea: str, requires: int = 75) -> Version:
     return Version(idea, *_on_chip(_METHODS[f"v{number}"]), _instances(_V5, number - 5), requires)
 
 
 VERSIONS = {
-    "v1": _version(
-        "one thread per row; backward one thread per column",
-        _V1,
-        _loop(_V1[0], lambda rows, columns: _blocks(rows)),
-        _loop(_V1[1], lambda rows, columns: _blocks(columns)),
+    "v1": _loop_version("one thread per row; backward one thread per column", _V1, lambda rows, _: _blocks(rows), lambda _, n: _blocks(n)),
+    "v2": _loop_version(
+        "one block per row; backward groups of rows in parallel", _V2, _one_per_row, lambda rows, n: _blocks(n) * -(-rows // GROUP), GROUP
     ),
-    "v2": _version(
-        "one block per row; backward groups of rows in parallel",
-        _V2,
-        _loop(_V2[0], _block_per_row),
-        _loop(_V2[1], lambda rows, columns: _blocks(columns) * -(-rows // GROUP), GROUP),
-    ),
-    "v3": _version(
-        "tree reductions in shared memory; backward all rows in parallel",
-        _V3,
-        _loop(_V3[0], _block_per_row),
-        _loop(_V3[1], _columns_of_each_row),
-    ),
-    "v4": _version(
-        "warp shuffles; backward rows in shared memory", _V4, _loop(_V4[0], _block_per_row), _loop(_V4[1], _columns_of_each_row)
-    ),
-    "v5": _version("16-byte vectors, online softmax; backward by a dot product", _V5, _v5, _v5_bwd),
+    "v3": _loop_version("tree reductions in shared memory; backward all rows in parallel", _V3, _one_per_row, _columns_of_each_row),
+    "v4": _loop_version("warp shuffles; backward rows in shared memory", _V4, _one_per_row, _columns_of_each_row),
+    "v5": _V5_VERSION,
     "v6": _on_chip_version(6, "short rows in the registers of a few lanes"),
     "v7": _on_chip_version(7, "longer rows in the registers of a block"),
     "v8": _on_chip_version(8, "and in its shared memory", 80),

@@ -1,4 +1,4 @@
-"""What cukern.rope, rope_ and apply_rotary_pos_emb refuse, and that the error names the value and the rule."""
+"""The errors of cukern.rope, rope_ and apply_rotary_pos_emb name the value and the rule."""
 
 import numpy
 import pytest
@@ -117,7 +117,7 @@ def test_in_place_on_a_leaf_that_requires_grad(device, version):
 
 
 def refuse_in_place(message, x, cos, sin, watched, **options):
-    """rope_ raises, and has written nothing of `watched`."""
+    """rope_ raises and has not written to `watched`."""
     before = watched.detach().clone()
     with pytest.raises(ValueError, match=message):
         cukern.rope_(x, cos, sin, **options)
@@ -140,7 +140,7 @@ def test_in_place_on_shared_memory(device, version, grad):
 
 @PLACES
 def test_in_place_where_other_inputs_lie(device, version):
-    """Also a part of x's memory that has another dtype, and is never read: nobody writes what it must not."""
+    """Also inputs of another dtype, and inputs that are never read."""
     n, (cos, sin) = B * S * H * 8, tables(S, 4, device)
     memory = torch.cat((torch.randn(2 * n, device=device), cos.flatten()))
     x, k, behind = memory[:n].view(B, S, H, 8), memory[n : 2 * n].view(B, S, H, 8), memory[2 * n :].view(S, 4)
@@ -157,7 +157,7 @@ def test_in_place_where_other_inputs_lie(device, version):
 
 @PLACES
 def test_in_place_on_views_that_autograd_does_not_let_write(device, version):
-    """It says so only afterwards."""
+    """Autograd itself raises only after the write."""
     leaf, (cos, sin) = torch.randn(B, S, H, 8, device=device, requires_grad=True), tables(S, 4, device)
     y, x = leaf * 1, leaf * 2
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_in_place_on_views_that_autograd_does_not_let_write(device, version):
 
 
 def test_disjoint_tells_slices_that_lie_among_each_other():
-    """Against the addresses themselves, of every pair of slices of a small tensor."""
+    """Compared with the addresses, for all pairs of slices of a small tensor."""
     base = torch.arange(2 * 3 * 5 * 2).view(2, 3, 5, 2)
     slices = [base[:, :, i:j] for i in range(5) for j in range(i + 1, 6)]
     for x in slices:
