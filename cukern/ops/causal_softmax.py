@@ -223,7 +223,9 @@ class _CausalSoftmax(Differentiable):
 
 
 class _CausalSoftmaxBackward(Differentiable):
-    forward = staticmethod(_causal_softmax_backward)
+    @staticmethod
+    def forward(y, g, share, share_grad, scale, window, version):
+        return _causal_softmax_backward(y, g, share, share_grad, scale, window, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

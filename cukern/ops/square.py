@@ -95,7 +95,9 @@ _square_backward = raw_op("_square_backward(Tensor x, Tensor dout, str version) 
 
 
 class _Square(Differentiable):
-    forward = staticmethod(_square)
+    @staticmethod
+    def forward(x, version):
+        return _square(x, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -126,7 +128,9 @@ class _Square(Differentiable):
 class _SquareBackward(Differentiable):
     """2 x dout is bilinear, so its derivatives, and all higher ones, use the same kernel."""
 
-    forward = staticmethod(_square_backward)
+    @staticmethod
+    def forward(x, dout, version):
+        return _square_backward(x, dout, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

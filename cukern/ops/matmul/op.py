@@ -135,7 +135,9 @@ _column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_
 
 
 class _Product(Differentiable):
-    forward = staticmethod(_matmul)
+    @staticmethod
+    def forward(a, b, bias, version):
+        return _matmul(a, b, bias, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -175,7 +177,9 @@ class _Product(Differentiable):
 
 
 class _ColumnSum(Differentiable):
-    forward = staticmethod(_column_sum)
+    @staticmethod
+    def forward(x, version):
+        return _column_sum(x, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -81,7 +81,8 @@ def rope_(
 ) -> Any:  # fmt: skip
     """`rope` in place: x and k are overwritten and returned. Elements outside the rotated slice are neither read nor written.
 
-        cukern.rope_(qkv[:, :, :32], cos, sin, k=qkv[:, :, 32:40])  # qkv (batch, sequence, 48, 128), without a gradient
+        qkv, (cos, sin) = torch.randn(2, 512, 48, 128, device="cuda"), cukern.rope_tables(512, 128, device="cuda")
+        cukern.rope_(qkv[:, :, :32], cos, sin, k=qkv[:, :, 32:40])
 
     Autograd records it like torch's in-place operations. Gradients are computed in new memory.
 

@@ -216,7 +216,9 @@ class _Softmax(Differentiable):
 
 
 class _SoftmaxBackward(Differentiable):
-    forward = staticmethod(_softmax_backward)
+    @staticmethod
+    def forward(y, g, scale, log, version):
+        return _softmax_backward(y, g, scale, log, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

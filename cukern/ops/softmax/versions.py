@@ -84,7 +84,9 @@ _METHODS: dict[str, tuple[rs.Method, ...]] = {
 }
 
 
-def _on_chip(methods: tuple[rs.Method, ...]) -> tuple[Launch, Launch]:
+def _on_chip_version(number: int, idea: str, requires: int = 75) -> Version:
+    methods = _METHODS[f"v{number}"]
+
     def forward(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
         pointers = to, from_ = out.data_ptr(), x.data_ptr()
         # A negative scale takes v5: comparing -x would cost these kernels one instruction per element and pass.
@@ -96,17 +98,13 @@ def _on_chip(methods: tuple[rs.Method, ...]) -> tuple[Launch, Launch]:
         run = rs.first(methods, _problem(y, g.stride(0), scale, log, True, to, (to ^ from_y) | (to ^ from_g)))
         run(pointers) if run else _V5_VERSION.backward(dx, y, g, scale, log)
 
-    return forward, backward
+    return Version(idea, forward, backward, _instances(_V5, number - 5), requires)
 
 
 def _problem(x: Tensor, row_stride: int, scale: float, log: bool, backward: bool, to: int, differing_bits: int) -> rs.Problem:
     rows, columns = x.shape
     low = plan.VECTOR_BYTES - 1
     return rs.Problem(rows, columns, row_stride, scale, log, backward, x.dtype, x.device, x.get_device(), to & low, differing_bits & low)
-
-
-def _on_chip_version(number: int, idea: str, requires: int = 75) -> Version:
-    return Version(idea, *_on_chip(_METHODS[f"v{number}"]), _instances(_V5, number - 5), requires)
 
 
 VERSIONS = {
