@@ -55,11 +55,13 @@ def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = No
 
 
 def log_softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
-    """log(softmax(x)), accurate also for small results. Shapes, dtypes and errors as in `softmax`; the versions are "v5" to "v10".
+    """log(softmax(x)), accurate also for small results.
 
-    logits = torch.randn(8, 1000, device="cuda", requires_grad=True)
-    loss = -cukern.log_softmax(logits)[:, 7].mean()
-    loss.backward()
+        logits = torch.randn(8, 1000, device="cuda", requires_grad=True)
+        loss = -cukern.log_softmax(logits)[:, 7].mean()
+        loss.backward()
+
+    Shapes, dtypes and errors are those of `softmax`. The versions are "v5" to "v10".
     """
     return _public("log_softmax", x, dim, scale, version)
 
@@ -288,21 +290,12 @@ def _magnitude(op: str, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -
 for _name, _function in (("softmax", softmax), ("log_softmax", log_softmax)):
     register(
         Op(
-            name=_name,
-            stem="softmax",
-            function=_function,
-            reference=partial(_reference, _name),
-            versions=_TABLES[_name],
-            dtypes=checks.FLOATS,
-            dims="ROWS COLUMNS",
+            name=_name, stem="softmax", function=_function, reference=partial(_reference, _name), versions=_TABLES[_name],
+            dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=_make, inputs=("x",), cost=_cost, bound="memory",
+            magnitude=partial(_magnitude, _name),
             check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (3, 40_000), (5, 50_257)),
             sim_dims=((1, 1), (5, 67), (2, 300)),
             bench_dims=((8192, 1024), (8192, 4096), (8192, 16384), (4096, 50304), (1024, 131072)),
-            make=_make,
-            inputs=("x",),
-            cost=_cost,
-            bound="memory",
             roundings=4,  # sums over a row: v1 to v4 add in longer chains than torch
-            magnitude=partial(_magnitude, _name),
         )
-    )
+    )  # fmt: skip
