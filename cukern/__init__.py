@@ -1,14 +1,14 @@
 """CUDA kernels for PyTorch with nothing to build.
 
-Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, apply_rotary_pos_emb, kron_linear, lokr_linear, and the
-module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
+lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. The simulator: backend("sim").
 """
 
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
 from cukern.ops.matmul import linear, matmul
-from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_
+from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
 from cukern.ops.softmax import log_softmax, softmax
 from cukern.ops.square import square
 from cukern.runtime.backend import backend
@@ -35,6 +35,7 @@ __all__ = [
     "matmul",
     "rope",
     "rope_",
+    "rope_tables",
     "softmax",
     "square",
     "warmup",

@@ -1,4 +1,4 @@
-"""square: out = x * x elementwise; dx = 2 x dout. The smallest op, and the pattern of all others."""
+"""square: out = x * x elementwise; dx = 2 x dout. The smallest op, and the pattern for all others."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
@@ -17,17 +17,20 @@ VECTOR_BYTES = 16
 
 
 def square(x: Any, *, version: str | None = None) -> Tensor:
-    """x * x, elementwise, differentiable any number of times.
+    """x * x, elementwise. Differentiable any number of times.
+
+        x = torch.randn(1000, device="cuda", requires_grad=True)
+        cukern.square(x).sum().backward()  # x.grad is 2 * x
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape and strides: a tensor, or an array that speaks DLPack. 16-bit types are
-            computed in float32 and rounded once. A tensor that is not on a GPU goes to the plain torch reference, or to the simulator.
-        version: "v1" or "v2"; by default the fastest.
+        x: float16, bfloat16, float32 or float64, of any shape and strides: a tensor, or an array that supports DLPack. 16-bit types are
+            computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator.
+        version: "v1" or "v2"; default: the fastest.
 
-    Returns a new tensor of x's shape and dtype. Dense strides are kept; a view with gaps or overlaps is first copied to contiguous memory.
-    Autocast does not change the dtype: the op computes as if it were off.
+    Returns a new tensor of x's shape and dtype. Dense strides are kept. A view with gaps or overlaps is first copied to contiguous memory.
+    Autocast does not change the dtype or the computation.
 
-    Raises TypeError for another dtype, ValueError for a version that there is not, or a tensor with the negative bit.
+    Raises TypeError for another dtype; ValueError for an unknown version, or a tensor with the negative bit.
     """
     if type(x) is not Tensor:
         x = interop.to_torch("x", x)
@@ -46,6 +49,49 @@ def square(x: Any, *, version: str | None = None) -> Tensor:
 
 def reference(x: Tensor) -> Tensor:
     return x * x
+
+
+def _launch_square(x: Tensor, version: str) -> Tensor:
+    if x.is_neg():
+        checks.negative_bit("x")
+    out = torch.empty_like(x)
+    n = x.numel()
+    if n == 0:
+        return _fake(x)
+    if not x.is_contiguous():
+        x = _like(out, x)
+    q, p = out.data_ptr(), x.data_ptr()
+    launch, elements = _plan("forward", version, x.dtype, x.get_device(), (p | q) % VECTOR_BYTES)
+    launch((-(-n // elements), 1, 1), _BLOCK, 0, q, p, n)
+    return out
+
+
+def _launch_square_backward(x: Tensor, dout: Tensor, version: str) -> Tensor:
+    dx = torch.empty_like(x)
+    n = x.numel()
+    if n == 0:
+        return dx
+    x, dout = _like(dx, x), _like(dx, dout)
+    r, p, q = dx.data_ptr(), x.data_ptr(), dout.data_ptr()
+    launch, elements = _plan("backward", version, x.dtype, x.get_device(), (p | q | r) % VECTOR_BYTES)
+    launch((-(-n // elements), 1, 1), _BLOCK, 0, r, p, q, n)
+    return dx
+
+
+def _like(out: Tensor, x: Tensor) -> Tensor:
+    """x in out's memory order and without the negative bit, copied if necessary."""
+    if (x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous())) and not x.is_neg():
+        return x
+    return torch.empty_like(out).copy_(x)
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    checks.dtype("x", x, checks.FLOATS)
+    return torch.empty_like(x)
+
+
+_square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake)
+_square_backward = raw_op("_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake)
 
 
 class _Square(Differentiable):
@@ -80,7 +126,7 @@ class _Square(Differentiable):
 
 
 class _SquareBackward(Differentiable):
-    """B(x, dout) = 2 x dout is bilinear: its derivatives are B again, so every higher derivative is this kernel."""
+    """2 x dout is bilinear, so its derivatives, and all higher ones, use the same kernel."""
 
     @staticmethod
     def forward(x, dout, version):
@@ -109,50 +155,9 @@ class _SquareBackward(Differentiable):
         return _apply_backward(x, dout, version), 0
 
 
-def _launch_square(x: Tensor, version: str) -> Tensor:
-    if x.is_neg():
-        checks.negative_bit("x")
-    out = torch.empty_like(x)
-    n = x.numel()
-    if n == 0:
-        return _fake(x)
-    if not x.is_contiguous():
-        x = _laid_out_as(out, x)
-    q, p = out.data_ptr(), x.data_ptr()
-    launch, elements = _plan("forward", version, x.dtype, x.get_device(), (p | q) % VECTOR_BYTES)
-    launch((-(-n // elements), 1, 1), _BLOCK, 0, q, p, n)
-    return out
-
-
-def _launch_square_backward(x: Tensor, dout: Tensor, version: str) -> Tensor:
-    dx = torch.empty_like(x)
-    n = x.numel()
-    if n == 0:
-        return dx
-    x, dout = _laid_out_as(dx, x), _laid_out_as(dx, dout)
-    r, p, q = dx.data_ptr(), x.data_ptr(), dout.data_ptr()
-    launch, elements = _plan("backward", version, x.dtype, x.get_device(), (p | q | r) % VECTOR_BYTES)
-    launch((-(-n // elements), 1, 1), _BLOCK, 0, r, p, q, n)
-    return dx
-
-
-def _laid_out_as(out: Tensor, x: Tensor) -> Tensor:
-    """x, copied if its elements do not lie in memory in the order of out's, or if they lie there negated."""
-    if (x.stride() == out.stride() or (x.is_contiguous() and out.is_contiguous())) and not x.is_neg():
-        return x
-    return torch.empty_like(out).copy_(x)
-
-
-def _fake(x: Tensor, *_: Any) -> Tensor:
-    checks.dtype("x", x, checks.FLOATS)
-    return torch.empty_like(x)
-
-
-_square = raw_op("_square(Tensor x, str version) -> Tensor", 1, _launch_square, _fake)
-_square_backward = raw_op("_square_backward(Tensor x, Tensor dout, str version) -> Tensor", 2, _launch_square_backward, _fake)
 _apply, _apply_backward = apply_of(_Square), apply_of(_SquareBackward)
 
-# ---- the ladder: for each version and pass the kernel for a dtype and an alignment, and how many elements its block takes
+# ---- the versions: for each pass the kernel for a dtype and an alignment, and the elements per thread block
 
 _V1, _V1_BWD = Template("square.cu", "square_v1"), Template("square.cu", "square_v1_bwd")
 _V2, _V2_BWD = Template("square.cu", "square_v2"), Template("square.cu", "square_v2_bwd")
@@ -161,9 +166,9 @@ _BLOCK = (THREADS, 1, 1)
 
 @cached(4096)
 def _plan(pass_: str, version: str, dtype: torch.dtype, device: int, misalignment: int) -> tuple[backend.Launch, int]:
-    """The launch of a pass for addresses that are `misalignment` bytes past a multiple of VECTOR_BYTES, and elements a block.
+    """The launch of a pass and the elements per block. `misalignment`: the addresses modulo VECTOR_BYTES, ORed.
 
-    Cached, so that a call pays for one look-up; a wrong dtype is found when it is first met.
+    Cached, so that a call costs one lookup. The dtype is checked here, once.
     """
     checks.one_of("x", dtype, checks.FLOATS)
     kernel, elements = getattr(choose("square", version, device), pass_)(dtype, misalignment)
@@ -175,7 +180,7 @@ def _scalar(template: Template) -> Callable[[torch.dtype, int], tuple[Kernel, in
 
 
 def _vectors(template: Template) -> Callable[[torch.dtype, int], tuple[Kernel, int]]:
-    """The widest vectors, up to VECTOR_BYTES, that the addresses are aligned to."""
+    """The widest vectors, up to VECTOR_BYTES, to which the addresses are aligned."""
 
     def choose_width(dtype: torch.dtype, misalignment: int) -> tuple[Kernel, int]:
         width = (misalignment & -misalignment or VECTOR_BYTES) // dtype.itemsize
@@ -184,21 +189,17 @@ def _vectors(template: Template) -> Callable[[torch.dtype, int], tuple[Kernel, i
     return choose_width
 
 
-def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    return _V1[dtype], _V1_BWD[dtype]
-
-
 def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
     widths = [w for w in (1, 2, 4, 8) if w * dtype.itemsize <= VECTOR_BYTES]
     return [template[dtype, width] for width in widths for template in (_V2, _V2_BWD)]
 
 
 VERSIONS = {
-    "v1": Version("one thread an element", _scalar(_V1), _scalar(_V1_BWD), _v1_instances),
+    "v1": Version("one thread per element", _scalar(_V1), _scalar(_V1_BWD), lambda dtype: (_V1[dtype], _V1_BWD[dtype])),
     "v2": Version("16-byte vectors", _vectors(_V2), _vectors(_V2_BWD), _v2_instances),
 }
 
-# ---- what the tools know
+# ---- for the tools
 
 
 def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:

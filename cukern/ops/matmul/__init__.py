@@ -1,4 +1,4 @@
-"""Matrix products: matmul, and linear with a bias. kron_linear uses `torch_matmul`, the reference."""
+"""Matrix products: matmul, and linear with a bias. kron_linear uses `torch_matmul`."""
 
 from cukern.ops.matmul.op import linear as linear
 from cukern.ops.matmul.op import matmul as matmul

@@ -1,13 +1,14 @@
-"""matmul and linear in strict float32 (no TF32) and float64, with their gradients, all by one ladder of kernels.
+"""matmul and linear in strict float32 (no TF32) and float64, and their gradients, by one set of kernels.
 
-Every product is out (M x N) = A (M x K) . B (K x N), where A and B are views of any strides: a transposed matrix is never copied.
+Every product is out (M x N) = A (M x K) . B (K x N). A and B are views of any strides, so a transposed matrix is not copied.
     y = x W^T + bias          A = x,    B = W^T
     dx = dy W                 A = dy,   B = W
     dW = dy^T x               A = dy^T, B = x
     dbias = column sums of dy
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +22,21 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
-    """a @ b, in a's dtype all the way (float32 is never TF32), differentiable any number of times.
+    """a @ b, computed in a's dtype throughout (float32 never uses TF32). Differentiable any number of times.
+
+        a = torch.randn(8, 512, 256, device="cuda", requires_grad=True)
+        y = cukern.matmul(a, torch.randn(256, 1024, device="cuda"))  # (8, 512, 1024)
+        y.sum().backward()
 
     Args:
-        a: (..., M, K), float32 or float64: a tensor, or an array that speaks DLPack.
-        b: (K, N), of a's dtype and device. Transposed views of a and b are read as they are; a view without a stride of 1, and leading
-            dimensions of a that cannot be flattened to one, are copied first.
-        version: "v1" to "v5"; by default the fastest that the GPU has. Tensors that are not on a GPU go to torch.matmul, or to the
-            simulator.
+        a: (..., M, K), float32 or float64: a tensor, or an array that supports DLPack.
+        b: (K, N), of a's dtype and device. Transposed views of a and b are not copied. A view without a stride of 1 is copied first, and so
+            is a if its leading dimensions cannot be flattened to one.
+        version: "v1" to "v5"; default: the fastest that the GPU can run. CPU tensors use torch.matmul, or the simulator.
 
-    Returns (..., M, N), contiguous. Autocast does not change the dtype: the op computes as if it were off.
+    Returns (..., M, N), contiguous. Autocast does not change the dtype or the computation.
 
-    Raises TypeError for another dtype or two dtypes, ValueError for shapes that do not fit, two devices, or an unknown version.
+    Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown version.
     """
     a, b = _inputs("matmul", version, a=a, b=b)
     if a.ndim < 2 or b.ndim != 2:
@@ -43,14 +47,17 @@ def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
 
 
 def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None) -> torch.Tensor:
-    """x @ weight.T + bias, as torch.nn.functional.linear, in x's dtype all the way (float32 is never TF32).
+    """x @ weight.T + bias, like torch.nn.functional.linear, computed in x's dtype throughout (float32 never uses TF32).
+
+        x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((32, 768), (3072, 768), (3072,)))
+        cukern.linear(x, weight, bias).square().sum().backward()
 
     Args:
-        x: (..., K), float32 or float64: a tensor, or an array that speaks DLPack.
+        x: (..., K), float32 or float64: a tensor, or an array that supports DLPack.
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
         version: see `matmul`.
 
-    Returns (..., N), contiguous. Autocast and errors: as in `matmul`.
+    Returns (..., N), contiguous. Autocast, copies and errors as in `matmul`.
     """
     x, weight, bias = _inputs("linear", version, x=x, weight=weight, bias=bias)
     if x.ndim < 1 or weight.ndim != 2:
@@ -69,14 +76,6 @@ def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, versio
     return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
 
 
-def reference_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(a, b)
-
-
-def reference_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.nn.functional.linear(x, weight, bias)
-
-
 def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
     tensors: dict[str, Any] = {n: v if v is None and n == "bias" else interop.to_torch(n, v) for n, v in values.items()}
     for name, t in tensors.items():
@@ -91,7 +90,48 @@ def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
     return list(tensors.values())
 
 
-# ---- autograd: the gradients of a product are products, so every higher derivative is this Function again
+# ---- the raw ops
+
+
+def _launch_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
+    out = _fake_matmul(a, b)
+    if out.numel():
+        a, b, bias = a.resolve_neg(), b.resolve_neg(), None if bias is None else bias.resolve_neg().contiguous()
+        choose("matmul", version, a.get_device()).forward(out, a, b, bias)
+    return out
+
+
+def _fake_matmul(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+
+
+# The gradient of the bias: column sums over PIECES groups of rows, then over these sums, always in the same order.
+PIECES = 64
+
+
+def _launch_column_sum(x: torch.Tensor, version: str) -> torch.Tensor:
+    x, (rows, columns) = x.resolve_neg(), x.shape
+    if not x.numel():
+        return torch.zeros(columns, dtype=x.dtype, device=x.device)
+    if rows > PIECES:
+        x = _sum_pieces(x, -(-rows // PIECES))
+    return _sum_pieces(x, x.shape[0])[0]
+
+
+def _sum_pieces(x: torch.Tensor, height: int) -> torch.Tensor:
+    """Column sums of each `height` rows."""
+    rows, columns = x.shape
+    pieces = -(-rows // height)
+    out = torch.empty((pieces, columns), dtype=x.dtype, device=x.device)
+    grid = (-(-columns // 32) * pieces, 1, 1)
+    BIAS_GRAD[x.dtype].on(x.get_device())(grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
+    return out
+
+
+_matmul = raw_op("_matmul(Tensor a, Tensor b, Tensor? bias, str version) -> Tensor", 3, _launch_matmul, _fake_matmul)
+_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, version: x.new_empty(x.shape[1]))
+
+# ---- autograd: the gradients of a product are products, so _Product computes all higher derivatives
 
 
 class _Product(Differentiable):
@@ -131,8 +171,8 @@ class _Product(Differentiable):
 
     @staticmethod
     def recorded(ctx, a, b, bias, version):
-        ctx.save_for_backward(a, b)
         ctx.version = version
+        ctx.save_for_backward(a, b)
         return _matmul(a, b, bias, version)
 
 
@@ -165,47 +205,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, versio
 
 _apply, _column_sums = apply_of(_Product), apply_of(_ColumnSum)
 
-
-def _launch_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
-    out = _fake_matmul(a, b, bias, version)
-    if out.numel():
-        a, b, bias = a.resolve_neg(), b.resolve_neg(), None if bias is None else bias.resolve_neg().contiguous()
-        choose("matmul", version, a.get_device()).forward(out, a, b, bias)
-    return out
-
-
-def _fake_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
-    return torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-
-
-_matmul = raw_op("_matmul(Tensor a, Tensor b, Tensor? bias, str version) -> Tensor", 3, _launch_matmul, _fake_matmul)
-
-# ---- the gradient of the bias: column sums of pieces of the rows, then of those sums, always in the same order
-
-PIECES = 64
-
-
-def _launch_column_sum(x: torch.Tensor, version: str) -> torch.Tensor:
-    x, (rows, columns) = x.resolve_neg(), x.shape
-    if not x.numel():
-        return torch.zeros(columns, dtype=x.dtype, device=x.device)
-    if rows > PIECES:
-        x = _sum_pieces(x, -(-rows // PIECES))
-    return _sum_pieces(x, x.shape[0])[0]
-
-
-def _sum_pieces(x: torch.Tensor, height: int) -> torch.Tensor:
-    rows, columns = x.shape
-    pieces = -(-rows // height)
-    out = torch.empty((pieces, columns), dtype=x.dtype, device=x.device)
-    grid = (-(-columns // 32) * pieces, 1, 1)
-    BIAS_GRAD[x.dtype].on(x.get_device())(grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
-    return out
-
-
-_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, version: x.new_empty(x.shape[1]))
-
-# ---- what the tools know
+# ---- for the tools
 
 
 def _make_matmul(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
@@ -215,54 +215,39 @@ def _make_matmul(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
 
 def _make_linear(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
     M, N, K = dims
-    x, bias = torch.randn(M, K, dtype=dtype, device=device), torch.randn(N, dtype=dtype, device=device)
-    return x, torch.randn(N, K, dtype=dtype, device=device) * K**-0.5, bias
+    x, weight, bias = (torch.randn(shape, dtype=dtype, device=device) for shape in ((M, K), (N, K), (N,)))
+    return x, weight * K**-0.5, bias
 
 
-def _cost(left: str, right: str) -> Callable[[Sequence[int], int], dict[str, Cost]]:
-    def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-        M, N, K = dims
-        one = Cost((M * K + K * N + M * N) * itemsize, 2 * M * N * K)
-        return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), f"bwd:{left}": one, f"bwd:{right}": one}
-
-    return cost
+def _cost(inputs: tuple[str, ...], dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    M, N, K = dims
+    one = Cost((M * K + K * N + M * N) * itemsize, 2 * M * N * K)
+    return {"fwd": one, "bwd": Cost(2 * one.bytes, 2 * one.flops), **{f"bwd:{name}": one for name in inputs[:2]}}
 
 
-_SHARED = {
-    "stem": "matmul",
-    "versions": VERSIONS,
-    "dtypes": DTYPES,
-    "dims": "M N K",
-    "check_dims": ((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
-    "sim_dims": ((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
-    "bound": "compute",
-    # One chain of additions, as in v1 to v4, errs by up to 2.6 epsilons of the sum of |a b| on random data, whatever its length: so does
-    # cuBLAS on an H200, except where it cuts the chain into several. v5 cuts it too, and keeps to twice cuBLAS's error alone.
-    "roundings": 3,
-}
-register(
-    Op(
-        name="matmul",
-        variants=row_counts,
-        function=matmul,
-        reference=reference_matmul,
-        make=_make_matmul,
-        inputs=("a", "b"),
-        cost=_cost("a", "b"),
-        bench_dims=((4096, 4096, 4096), (8192, 8192, 8192)),
-        **_SHARED,  # type: ignore[arg-type]
+for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
+    ("matmul", matmul, torch.matmul, _make_matmul, ("a", "b"), ((4096, 4096, 4096), (8192, 8192, 8192))),
+    ("linear", linear, torch.nn.functional.linear, _make_linear, ("x", "weight", "bias"), ((4096, 3072, 768),)),
+):
+    register(
+        Op(
+            name=_name,
+            stem="matmul",
+            variants=row_counts,
+            function=_function,
+            reference=_reference,
+            versions=VERSIONS,
+            dtypes=DTYPES,
+            dims="M N K",
+            check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
+            sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),
+            bench_dims=_bench_dims,
+            make=_make,
+            inputs=_inputs_of_op,
+            cost=partial(_cost, _inputs_of_op),
+            bound="compute",
+            # One chain of additions, as in v1 to v4, has an error of up to 2.6 epsilons times the sum of |a b| on random data, whatever its
+            # length. So does cuBLAS on an H200, except where it splits the chain. v5 splits it too, and stays within twice cuBLAS's error.
+            roundings=3,
+        )
     )
-)
-register(
-    Op(
-        name="linear",
-        variants=row_counts,
-        function=linear,
-        reference=reference_linear,
-        make=_make_linear,
-        inputs=("x", "weight", "bias"),
-        cost=_cost("x", "weight"),
-        bench_dims=((4096, 3072, 768),),
-        **_SHARED,  # type: ignore[arg-type]
-    )
-)

@@ -1,37 +1,37 @@
-"""How matmul v5 cuts a product up: which tile of the output a block computes, and how the last, partly filled wave of tiles is shared out.
+"""The plan of matmul v5: the tile of the output per thread block, and how blocks share the last, partly filled wave of tiles (stream-K).
 
-The cheapest candidate under a model of the kernel's time wins. Its constants were fitted to 360 timings on one H200 (rms error 11 %); what
-it chose was on average 0.6 % slower than the best candidate, 6 % at worst.
+A cost model chooses the cheapest candidate. Its constants were fitted to 360 timings on one H200 (rms error 11 %). The chosen candidate was
+on average 0.6 % slower than the best, at worst 6 %.
 """
 
 import functools
 from math import ceil
 from typing import NamedTuple
 
-BK = 8  # k's in a tile of shared memory, as in matmul/matmul.cu
-# k tiles: a sum longer than MAX_CHAIN, 768 additions, is cut into chains of CHAIN, 512, or a little less. On one H200 the largest error of
-# 4096x768x3072 was 1.2 to 1.3 times cuBLAS's with chains of 512, which cost 3 % of the time of 4096^3; up to 1.9 times with 768, at 2 %;
-# 2.2 times with 1024, at 1.5 %; 4.4 times with one chain.
+BK = 8  # length of a k tile, as in matmul/matmul.cu
+# In k tiles: a sum longer than MAX_CHAIN (768 additions) is split into chains of CHAIN (512) or slightly less. The largest error of
+# 4096x768x3072 on one H200, relative to cuBLAS's, and the cost in time of 4096^3: chains of 512: 1.2 to 1.3, 3 %; 768: up to 1.9, 2 %;
+# 1024: 2.2, 1.5 %; one chain: 4.4.
 MAX_CHAIN, CHAIN = 96, 64
-MIN_K_TILES = 8  # that a sharing block gets at least: with fewer, filling the ring dominates
+MIN_K_TILES = 8  # the fewest per block that shares tiles: with fewer, filling the ring buffer dominates
 
-LATENCY = 1.12  # a block alone on its multiprocessor (SM) takes this many times its share of the SM
-BLOCK_US = 1.47  # to fill the ring and to store the tile
-PIECE_US = 0.15  # in the fix-up, for each piece of a tile
-MEGABYTE_US = 0.29  # and for each megabyte of partial sums
+LATENCY = 1.12  # a block that is alone on its SM takes this many times its share of the SM's time
+BLOCK_US = 1.47  # per block, to fill the ring buffer and to store the tile
+PIECE_US = 0.15  # in the fix-up kernel, per piece of a tile
+MEGABYTE_US = 0.29  # in the fix-up kernel, per megabyte of partial sums
 
 
 class Tile(NamedTuple):
     name: str
     rows: int
     columns: int
-    per_sm: int  # blocks that an SM holds, float
-    us: float  # that an SM spends on one k tile when its blocks keep it busy, float
+    per_sm: int  # blocks per SM, for float32
+    us: float  # per k tile and SM when its blocks keep it busy, for float32
 
 
 class Plan(NamedTuple):
-    """Blocks [0, shared_blocks) share the first `shared_tiles` tiles; the others are dealt out to the whole grid. `chain`: k tiles after
-    which a sum starts again; `room`: tiles in the workspace."""
+    """Blocks [0, shared_blocks) share the first `shared_tiles` tiles. The whole grid takes the others in turn. `chain`: k tiles after
+    which a new chain of additions begins; `room`: the size of the workspace in tiles."""
 
     tile: Tile
     grid: int
@@ -54,7 +54,7 @@ TILES[8] = tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in TILES[4]
 
 @functools.lru_cache(maxsize=4096)
 def plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
-    """The plan for (M x K) . (K x N) on a GPU with `sms` multiprocessors."""
+    """The plan for (M x K) . (K x N) on a GPU with `sms` SMs."""
     k_tiles = max(1, ceil(K / BK))
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates = []
@@ -63,7 +63,7 @@ def plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
         slots = sms * tile.per_sm
         splits = [(0, 0)]
         waves, rest = divmod(tiles, slots)
-        shared = rest + (slots if waves else 0)  # the last wave is not full: share it and the one before
+        shared = rest + (slots if waves else 0)  # the last wave is not full: share its tiles and those of the wave before
         blocks = min(slots, shared * k_tiles // MIN_K_TILES)
         if rest and blocks > 1 and (waves or blocks > shared):
             splits.append((blocks, shared))
@@ -76,8 +76,8 @@ def plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
 
 
 def _model_us(tiles: int, k_tiles: int, sms: int, tile: Tile, itemsize: int, blocks: int, shared: int) -> float:
-    def wave(side_by_side: int, n: float) -> float:
-        return n * tile.us * max(side_by_side, LATENCY) + BLOCK_US
+    def wave(blocks_per_sm: int, n: float) -> float:
+        return n * tile.us * max(blocks_per_sm, LATENCY) + BLOCK_US
 
     full, part = divmod(ceil((tiles - shared) / sms), tile.per_sm)
     us = full * wave(tile.per_sm, k_tiles) + (wave(part, k_tiles) if part else 0.0)

@@ -1,4 +1,4 @@
-"""torch's own matrix product as if autocast were off, its derivatives too, since backward may run where autocast is on."""
+"""torch's matrix product with autocast off, also in its derivatives: backward may run where autocast is on."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ _tracing = torch.compiler.is_dynamo_compiling
 
 
 def torch_matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b: (..., M, K) @ (K, N), (M, K) @ (S, K, N) or (S, M, K) @ (S, K, N); or of two matrices a @ b + bias."""
-    if watched(a, b, bias) and (enabled(a) or not (_tracing() and transformed())):  # torch.compile knows the derivatives of torch's
+    """a @ b: (..., M, K) @ (K, N), (M, K) @ (S, K, N) or (S, M, K) @ (S, K, N); for two matrices also a @ b + bias."""
+    if watched(a, b, bias) and (enabled(a) or not (_tracing() and transformed())):  # torch.compile derives torch's own operations
         return _apply(a, b, bias)
     return _Matmul.forward(a, b, bias)
 
@@ -35,7 +35,7 @@ class _Matmul(Differentiable):
         da = db = dbias = None
         if ctx.needs_input_grad[0]:
             da = torch_matmul(g, b.mH)
-            da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da  # autocast leaves a sum alone whose dtype is given
+            da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da  # with a dtype, autocast does not change a sum
         if ctx.needs_input_grad[1]:
             db = torch_matmul(_rows(a).mH, _rows(g)) if b.ndim == 2 else torch_matmul(a.mH, g)
         if ctx.needs_input_grad[2]:

@@ -1,6 +1,6 @@
-"""The ladder of matmul: for each version how its kernel is launched, and the table that the tools and the public functions use.
+"""The versions of matmul: how each launches its kernel, and the table that the tools and the public functions use.
 
-Each launcher is `forward(out, a, b, bias)`: out (M x N) contiguous, a (M x K) and b (K x N) of any strides, bias (N) contiguous or None.
+Each is `forward(out, a, b, bias)`: out (M x N) is contiguous, a (M x K) and b (K x N) have any strides, bias (N) is contiguous or None.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from cukern.runtime.registry import Version
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 _V1, _V2, _V3, _V4, _V5 = (Template("matmul/matmul.cu", f"matmul_v{i}") for i in range(1, 6))
 _V5_FIXUP = Template("matmul/matmul.cu", "matmul_v5_fixup")
-BIAS_GRAD = Template("matmul/matmul.cu", "matmul_bias_grad")  # the same for all versions
+BIAS_GRAD = Template("matmul/matmul.cu", "matmul_bias_grad")  # used by all versions
 
 
 def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Forward:
-    """v1 to v3, whose kernels take any two strides of A and of B."""
+    """v1 to v3, whose kernels accept any strides of A and B."""
 
     def forward(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
         (M, N), K = out.shape, a.shape[1]
@@ -43,7 +43,7 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     (M, N), K, device, itemsize = out.shape, a.shape[1], a.get_device(), a.itemsize
     a, a_k, lda = _with_unit_stride(a)
     b, b_k, ldb = _with_unit_stride(b.t())
-    if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # its offsets inside a tile have 32 bits
+    if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # offsets inside a tile have 32 bits
         return _v4(out, a, b.t(), bias)
     tile, grid, shared_blocks, shared_tiles, chain, room = plan.plan(M, N, K, device_of(device).sms, itemsize)
     workspace = torch.empty(room * tile.rows * tile.columns, dtype=out.dtype, device=out.device)
@@ -51,20 +51,20 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
     kernel.on(device)((grid, 1, 1), (128, 1, 1), 0, *_pointers(out, workspace, a, b, bias), *numbers)
     if shared_blocks:
-        squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # that each of the 128 threads has of a tile
+        squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # squares of a tile per thread, of 128 threads
         fixup = _V5_FIXUP[a.dtype, tile.name].on(device)
         fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *_pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
 
 
 def _copy_mode(x: torch.Tensor, along_k: bool, ld: int) -> int:
-    """How v5 copies an operand (rows x K): 0 along k; 2 along the rows by 16 bytes, where all is a multiple of them; else 1."""
+    """How v5 copies an operand (rows x K). 0: along K. 2: along the rows in 16-byte vectors, if all is aligned to 16 bytes; else 1."""
     if along_k:
         return 0
     return 1 if (x.data_ptr() | ld * x.itemsize | x.shape[0] * x.itemsize) % 16 else 2
 
 
 def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
-    """x (rows x K), copied if it must be; whether it is contiguous along K; and its other stride."""
+    """x (rows x K), copied if no stride is 1; True if the stride along K is 1; and the other stride."""
     rows, k = x.shape
     if x.stride(1) == 1 or (k <= 1 and x.stride(0) != 1):
         return x, True, x.stride(0)
@@ -92,9 +92,9 @@ def _v5_instances(dtype: torch.dtype) -> list[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread an output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), instances=_instance(_V1)),
+    "v1": Version("one thread per output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), instances=_instance(_V1)),
     "v2": Version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), instances=_instance(_V2)),
     "v3": Version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), instances=_instance(_V3)),
     "v4": Version("register tiles", _v4, instances=_v4_instances),
-    "v5": Version("asynchronous copies, an even split of the last wave", _v5, instances=_v5_instances, requires=80),
+    "v5": Version("asynchronous copies, even split of the last wave", _v5, instances=_v5_instances, requires=80),
 }

@@ -1,6 +1,6 @@
-"""rope's raw ops and its autograd: from tensors that are checked to launches. `rotate` and `rotate_` are what the public functions call.
+"""rope's raw ops and autograd Functions. The public functions check their arguments and then call `rotate` or `rotate_`.
 
-A rotation is linear, and its gradient is its transpose: the same Function with one flag turned, any number of times.
+A rotation is linear and its gradient is its transpose: the same Function with `transpose` inverted, so derivatives of all orders exist.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from cukern.ops.rope import plan as rope_plan
 from cukern.ops.rope.memory import check_disjoint, written_extent
 from cukern.ops.rope.plan import Options
-from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, transformed
+from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, transformed, watched
 
 _tracing = torch.compiler.is_dynamo_compiling
 _level = torch._C._functorch.maybe_get_level
@@ -27,8 +27,16 @@ _OPTIONS = (
 
 def _launch(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> list[Tensor]:
     outs = _fake(x, k, cos, sin, positions, *options)
-    _run(outs, x, k, cos, sin, positions, options)
+    _run(outs, _with_unit_stride(x), k if k is None else _with_unit_stride(k), cos, sin, positions, options)
     return outs
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    """x, copied if it is expanded along head_dim, as the gradient of a sum is: only v1 reads that. The copy is one head or a few, because
+    the other expanded dimensions stay expanded."""
+    if x.stride(-1) != 0:
+        return x
+    return x[tuple(slice(None if stride else 1) for stride in x.stride()[:-1])].contiguous().expand(x.shape)
 
 
 def _launch_(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> None:
@@ -38,10 +46,10 @@ def _launch_(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: T
 def _run(
     outs: list[Tensor], x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, options: tuple[Any, ...]
 ) -> None:
-    """`outs`: one for each of x and k, or none, and they are written themselves."""
+    """`outs`: the outputs of x and k; empty: x and k are overwritten."""
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    p, table = x.data_ptr(), (cos.dtype, cos.shape, cos.stride())
+    p, table = x.data_ptr(), (cos.dtype, cos.shape, cos.stride())  # p, k_p: inputs; q, k_q: outputs
     ins: Any = ((x.shape, x.stride()),)
     q = outs[0].data_ptr() if outs else p
     strides: Any = (outs[0].stride(),) if outs else ()
@@ -62,17 +70,29 @@ def _run(
 
 
 def _fake(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> list[Tensor]:
-    contiguous = torch.contiguous_format if options[6] else torch.preserve_format
-    outs = [torch.empty_like(x, memory_format=contiguous)]
-    if k is not None:
-        outs.append(torch.empty_like(k, memory_format=contiguous))
-    return outs
+    memory_format = torch.contiguous_format if options[6] else torch.preserve_format  # options[6]: Options.contiguous
+    return [torch.empty_like(t, memory_format=memory_format) for t in (x, k) if t is not None]
 
 
 _rope = raw_op(f"_rope(Tensor x, Tensor? k, {_TENSORS}, {_OPTIONS}) -> Tensor[]", 5, _launch, _fake)
 _rope_ = raw_op(f"_rope_(Tensor(a!) x, Tensor(b!)? k, {_TENSORS}, {_OPTIONS}) -> ()", 5, _launch_, lambda *_: None)
 
 # ---- autograd
+
+
+def _gradients(ctx: Any, dx: Tensor | None, dk: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs. Returns None for gradients that are missing or not needed."""
+    o = Options(*ctx.options)
+    o = o._replace(transpose=not o.transpose)
+    dx, dk = (d if needed else None for d, needed in zip((dx, dk), ctx.needs_input_grad, strict=False))
+    return *_rotate_given(dx, dk, *ctx.saved_tensors, o), *(None,) * (3 + len(o))
+
+
+def _rotate_given(dx: Tensor | None, dk: Tensor | None, *others: Any) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dk, rotated in one launch if both are given."""
+    if dx is not None and dk is not None:
+        return rotate(dx, dk, *others)
+    return None if dx is None else rotate(dx, None, *others), None if dk is None else rotate(dk, None, *others)
 
 
 class _Rope(Differentiable):
@@ -90,15 +110,13 @@ class _Rope(Differentiable):
         if not _tracing():
             ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def backward(ctx, *douts):
-        return _gradients(ctx, *douts)
+    backward = staticmethod(_gradients)
 
     @staticmethod
     def tangent(ctx, dx, dk, *others):
         if any(d is not None for d in others):
             raise ValueError("cos and sin have no derivative: pass them without a tangent")
-        tangents = zip(_both(dx, dk, *ctx.saved_tensors, Options(*ctx.options)), ctx.shapes, strict=False)
+        tangents = zip(_rotate_given(dx, dk, *ctx.saved_tensors, Options(*ctx.options)), ctx.shapes, strict=False)
         filled = [(dk if dx is None else dx).new_zeros(shape) if d is None else d for d, shape in tangents]
         return filled[0] if len(filled) == 1 else tuple(filled)
 
@@ -108,7 +126,7 @@ class _Rope(Differentiable):
         if any(dim is not None for dim in in_dims[2:]):
             return each(_apply, size, in_dims, (x, k, cos, sin, positions, *options))
         heads = o.layout.index("h")
-        x, k = (  # the batch becomes more heads
+        x, k = (  # the batch is merged into the heads
             t if dim is None else t.movedim(dim, heads).flatten(heads, heads + 1) for t, dim in zip((x, k), in_dims, strict=False)
         )
         outs = rotate(x, k, cos, sin, positions, o)
@@ -128,7 +146,7 @@ class _Rope(Differentiable):
 
 
 class _RopeInPlace(Differentiable):
-    """Under no transform: see `rotate_`."""
+    """Only used where no torch.func transform or forward-mode derivative is active: see `rotate_`."""
 
     @staticmethod
     def forward(x, k, cos, sin, positions, *options):
@@ -141,26 +159,7 @@ class _RopeInPlace(Differentiable):
         ctx.mark_dirty(*((x,) if k is None else (x, k)))
         _Rope.setup_context(ctx, inputs, output)
 
-    @staticmethod
-    def backward(ctx, *douts):
-        return _gradients(ctx, *douts)
-
-
-def _gradients(ctx: Any, dx: Tensor | None, dk: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Of x, k and all that comes after them; of a gradient that is not there, or that nobody wants, nothing."""
-    o = Options(*ctx.options)
-    o = o._replace(transpose=not o.transpose)
-    dx = dx if ctx.needs_input_grad[0] else None
-    dk = dk if ctx.needs_input_grad[1] else None
-    dx, dk = _both(dx, dk, *ctx.saved_tensors, o)
-    return dx, dk, *(None,) * (3 + len(o))
-
-
-def _both(dx: Tensor | None, dk: Tensor | None, *others: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Those of the two that are there, rotated."""
-    if dx is not None and dk is not None:
-        return rotate(dx, dk, *others)
-    return None if dx is None else rotate(dx, None, *others), None if dk is None else rotate(dk, None, *others)
+    backward = staticmethod(_gradients)
 
 
 _apply, _apply_in_place = apply_of(_Rope), apply_of(_RopeInPlace)
@@ -168,36 +167,39 @@ _apply, _apply_in_place = apply_of(_Rope), apply_of(_RopeInPlace)
 
 def rotate(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, options: Options) -> Any:
     """x rotated, or the pair (x, k), in new memory."""
-    if (torch.is_grad_enabled() and (x.requires_grad or (k is not None and k.requires_grad))) or transformed():
+    if watched(x, k):
         return _apply(x, k, cos, sin, positions, *options)
     outs = _rope(x, k, cos, sin, positions, *options)
     return outs[0] if k is None else tuple(outs)
 
 
 def rotate_(x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, options: Options) -> Any:
-    """x, or the pair (x, k), rotated where it stands. Memory is checked already, as far as it is known."""
-    grad = torch.is_grad_enabled() and (x.requires_grad or (k is not None and k.requires_grad))
-    if (grad and _tracing()) or transformed():  # torch's compiler makes an in-place op of this copy wherever it may
-        return write(x, k, rotate(x, k, cos, sin, positions, options))
-    if not grad:
+    """x, or the pair (x, k), rotated in place. The caller has checked the memory of tensors that have one."""
+    if not watched(x, k):
         _rope_(x, k, cos, sin, positions, *options)
-        for t in () if _tracing() else (x, k):
-            if t is not None and not t.is_inference():
-                _increment_version(t)  # so that autograd notices, if it has saved it
+        if not _tracing():
+            _mark_written(x, k)
         return x if k is None else (x, k)
-    if k is None:
-        return _apply_in_place(x, None, cos, sin, positions, *options)
-    if x._is_view() or k._is_view():  # autograd takes one view at a time
+    if _tracing() or transformed():  # torch.compile turns this copy into an in-place op where it can
+        return write(x, k, rotate(x, k, cos, sin, positions, options))
+    if k is not None and (x._is_view() or k._is_view()):  # autograd accepts only one view per in-place Function
         return tuple(_apply_in_place(t, None, cos, sin, positions, *options) for t in (x, k))
     return _apply_in_place(x, k, cos, sin, positions, *options)
 
 
+def _mark_written(*tensors: Tensor | None) -> None:
+    """Increment version counters, so that autograd detects the change of a tensor that it has saved."""
+    for t in tensors:
+        if t is not None and not t.is_inference():
+            _increment_version(t)
+
+
 def write(x: Tensor, k: Tensor | None, new: Any) -> Any:
-    """Write what `rotate` gave over x, or over x and k. Raises ValueError where torch.func lets nobody."""
+    """Copy `rotate`'s result into x, or into x and k. Raises ValueError if a torch.func transform forbids it."""
     pairs = ((x, new),) if k is None else ((x, new[0]), (k, new[1]))
     for name, (t, out) in () if _tracing() else zip("xk", pairs, strict=False):
         if _level(out) > _level(t):
-            raise ValueError(f"{name} comes from outside of a torch.func transform, which lets nobody write it: use cukern.rope")
+            raise ValueError(f"{name} comes from outside a torch.func transform, which does not allow it to be written: use cukern.rope")
     for t, out in pairs:
         t.copy_(out)
     return x if k is None else (x, k)

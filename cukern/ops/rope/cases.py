@@ -1,7 +1,7 @@
-"""rope's rows of the registry: the ways of calling it that the tools check and time, each an op to them.
+"""rope's entries in the registry: the ways of calling it that the tools check and time. Each is an op to them.
 
-Tables are float32, with a column for each pair and the angles position * 10000^(-2 i / rotary_dim). Bytes are those of x and k, read and
-written, and of the tables, read once.
+Tables are float32 with one column per pair, made by `rope_tables`. Costs count the bytes of x and k, read and written, and of the tables,
+read once.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from cukern.ops.rope import transformer_engine
 from cukern.ops.rope.op import reference, rope, rope_
+from cukern.ops.rope.tables import rope_tables
 from cukern.ops.rope.versions import VERSIONS
 from cukern.runtime import checks
 from cukern.runtime.registry import Cost, Op, register
 
 Tensors = tuple[Tensor, ...]
-Count = Callable[[Sequence[int]], int]  # of the dims
+Count = Callable[[Sequence[int]], int]  # of elements, from the dims
 BASE = 10000.0
 
 
@@ -28,11 +29,6 @@ def angles(positions: int, pairs: int, device: torch.device | str) -> Tensor:
     return (torch.arange(positions, dtype=torch.float64, device=device)[:, None] * frequencies).float()
 
 
-def _tables(positions: int, pairs: int, device: torch.device | str) -> Tensors:
-    a = angles(positions, pairs, device)
-    return a.cos(), a.sin()
-
-
 def _quarter(dims: Sequence[int]) -> int:
     return max(2, dims[3] // 8 * 2)
 
@@ -40,34 +36,29 @@ def _quarter(dims: Sequence[int]) -> int:
 # ---- inputs, from the dims
 
 
-def _one(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
-    _, S, _, D = dims
-    return torch.randn(*dims, dtype=dtype, device=device), *_tables(S, D // 2, device)
-
-
-def _quarter_of_one(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
-    return torch.randn(*dims, dtype=dtype, device=device), *_tables(dims[1], _quarter(dims) // 2, device)
+def _one(width: Count, dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
+    return torch.randn(*dims, dtype=dtype, device=device), *rope_tables(dims[1], width(dims), device=device)
 
 
 def _two(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
     B, S, H, K, D = dims
     q, k = (torch.randn(B, S, heads, D, dtype=dtype, device=device) for heads in (H, K))
-    return q, k, *_tables(S, D // 2, device)
+    return q, k, *rope_tables(S, D, device=device)
 
 
 def _slices(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
     """q and k of a packed qkv."""
     B, S, H, K, D = dims
     qkv = torch.randn(B, S, H + 2 * K, D, dtype=dtype, device=device)
-    return qkv[:, :, :H], qkv[:, :, H : H + K], *_tables(S, D // 2, device)
+    return qkv[:, :, :H], qkv[:, :, H : H + K], *rope_tables(S, D, device=device)
 
 
 def _packed(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
-    """Sequences of random lengths, empty ones too."""
+    """Sequences of random lengths, some of them empty."""
     tokens, sequences, H, D = dims
     bounds = torch.randint(tokens + 1, (max(0, sequences - 1),)).sort().values
     cu_seqlens = torch.cat((torch.tensor([0]), bounds, torch.tensor([tokens]))).int().to(device)
-    return torch.randn(tokens, H, D, dtype=dtype, device=device), *_tables(tokens, D // 2, device), cu_seqlens
+    return torch.randn(tokens, H, D, dtype=dtype, device=device), *rope_tables(tokens, D, device=device), cu_seqlens
 
 
 def _te(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
@@ -75,26 +66,26 @@ def _te(dims: Sequence[int], dtype: torch.dtype, device: Any) -> Tensors:
     return torch.randn(*dims, dtype=dtype, device=device), angles(S, D // 2, device).repeat(1, 2)[:, None, None]
 
 
-# ---- the calls
+# ---- the calls: `function` is rope, rope_ or the reference
 
 
-def _qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, function: Callable[..., Any] = rope, **options: Any) -> Any:
+def _qk(function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     return function(q, cos, sin, k=k, **options)
 
 
-def _rotate_quarter(x: Tensor, cos: Tensor, sin: Tensor, function: Callable[..., Any] = rope_, **options: Any) -> Any:
+def _rotate_quarter(function: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     return function(x, cos, sin, rotary_dim=2 * cos.shape[1], **options)
 
 
-def _thd(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, function: Callable[..., Any] = rope, **options: Any) -> Any:
+def _thd(function: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
     return function(x, cos, sin, cu_seqlens=cu_seqlens, layout="thd", **options)
 
 
-# ---- the scale of a result: |x_a cos| + |x_b sin|, the larger of |x_a cos| +- |x_b sin|
+# ---- the magnitude of a result: |x_a cos| + |x_b sin|, the larger of |x_a cos| +- |x_b sin|
 
 
 def _magnitude(function: Callable[..., Any], tensors: int, inputs: Tensors, douts: Tensors) -> Tensors:
-    """`function(*x, cos, sin, ...)` is the reference, and x are its first `tensors` inputs."""
+    """`function(*xs, cos, sin, ...)` is the reference; xs are the first `tensors` inputs."""
     cos, sin, *others = inputs[tensors:]
 
     def scales(xs: Tensors) -> Tensors:
@@ -110,24 +101,24 @@ def _te_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
     return _magnitude(partial(reference, layout="sbhd"), 1, (inputs[0], a.cos(), a.sin()), douts)
 
 
-# ---- the rows
+# ---- the registry entries
 
 
-def _cost(elements: Count, table: Count) -> Callable[[Sequence[int], int], dict[str, Cost]]:
-    """Of so many elements of x and k, by tables of so many numbers together."""
-
-    def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-        n = elements(dims)
-        return dict.fromkeys(("fwd", "bwd"), Cost(2 * n * itemsize + 4 * table(dims), 3 * n))
-
-    return cost
+def _cost(elements: Count, table: Count, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    """`elements`: of x and k together; `table`: of both tables together."""
+    n = elements(dims)
+    return dict.fromkeys(("fwd", "bwd"), Cost(2 * n * itemsize + 4 * table(dims), 3 * n))
 
 
-def _row(name: str, function: Callable[..., Any], plain: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
+def _register(name: str, function: Callable[..., Any], plain: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
     tensors = 1 if fields["inputs"][0] != "q" else 2
     shared = {"stem": "rope", "versions": VERSIONS, "dtypes": checks.FLOATS, "bound": "memory"}
     defaults = {"magnitude": partial(_magnitude, plain, tensors), "check_dims": fields["sim_dims"], "constants": ("cos", "sin")}
     register(Op(name=name, function=function, reference=plain, make=make, **{**shared, **defaults, **fields}))
+
+
+def _register_call(name: str, call: Callable[..., Any], function: Callable[..., Any], make: Callable[..., Tensors], **fields: Any) -> None:
+    _register(name, partial(call, function), partial(call, reference), make, **fields)
 
 
 _ONE: dict[str, Any] = {"dims": "B S H D", "inputs": ("x", "cos", "sin"), "bench_dims": ((4, 4096, 32, 128), (8, 4096, 32, 64))}
@@ -135,51 +126,35 @@ _TWO: dict[str, Any] = {
     "dims": "B S H K D",
     "inputs": ("q", "k", "cos", "sin"),
     "bench_dims": ((4, 4096, 32, 8, 128), (8, 4096, 32, 8, 64), (4, 2048, 32, 8, 256)),
-    "cost": _cost(lambda d: d[0] * d[1] * (d[2] + d[3]) * d[4], lambda d: d[1] * d[4]),
+    "cost": partial(_cost, lambda d: d[0] * d[1] * (d[2] + d[3]) * d[4], lambda d: d[1] * d[4]),
     "sim_dims": ((1, 3, 2, 1, 16),),
     "check_dims": ((1, 3, 2, 1, 16), (2, 33, 8, 2, 64)),
 }
-_X = _cost(lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[1] * d[3])
+_X = partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[1] * d[3])
+_ALL = partial(_one, lambda dims: dims[3])
+_QUARTER = partial(_one, _quarter)
 
-_row("rope", rope, reference, _one, **_ONE, cost=_X, sim_dims=((1, 1, 1, 2), (2, 5, 3, 32)), check_dims=((1, 1, 1, 2), (2, 33, 5, 96)))
-_row("rope_qk", _qk, partial(_qk, function=reference), _two, **_TWO)
-_row("rope_interleaved", partial(_qk, interleaved=True), partial(_qk, function=reference, interleaved=True), _two, **_TWO)
-_row("rope_in_place", partial(_qk, function=rope_), partial(_qk, function=reference), _two, in_place=("q", "k"), **_TWO)
-_row(
-    "rope_quarter",
-    _rotate_quarter,
-    partial(_rotate_quarter, function=reference),
-    _quarter_of_one,
-    **_ONE,
-    in_place=("x",),
-    cost=_cost(lambda d: d[0] * d[1] * d[2] * _quarter(d), lambda d: d[1] * _quarter(d)),
-    sim_dims=((2, 3, 2, 64),),
+_register("rope", rope, reference, _ALL, **_ONE, cost=_X, sim_dims=((1, 1, 1, 2), (2, 5, 3, 32)), check_dims=((1, 1, 1, 2), (2, 33, 5, 96)))
+_register_call("rope_qk", _qk, rope, _two, **_TWO)
+_register_call("rope_interleaved", partial(_qk, interleaved=True), rope, _two, **_TWO)
+_register_call("rope_in_place", _qk, rope_, _two, in_place=("q", "k"), **_TWO)
+_register_call(
+    "rope_quarter", _rotate_quarter, rope_, _QUARTER, **_ONE, in_place=("x",), sim_dims=((2, 3, 2, 64),),
+    cost=partial(_cost, lambda d: d[0] * d[1] * d[2] * _quarter(d), lambda d: d[1] * _quarter(d)),
     check_dims=((2, 3, 2, 64), (2, 33, 5, 128)),
-)
-_row("rope_strided", _qk, partial(_qk, function=reference), _slices, **_TWO)
-_row(
-    "rope_packed",
-    _thd,
-    partial(_thd, function=reference),
-    _packed,
-    dims="TOKENS SEQUENCES H D",
-    inputs=("x", "cos", "sin", "cu_seqlens"),
-    cost=_cost(lambda d: d[0] * d[2] * d[3], lambda d: d[0] * d[3]),
+)  # fmt: skip
+_register_call("rope_strided", _qk, rope, _slices, **_TWO)
+_register_call(
+    "rope_packed", _thd, rope, _packed, dims="TOKENS SEQUENCES H D", inputs=("x", "cos", "sin", "cu_seqlens"),
+    cost=partial(_cost, lambda d: d[0] * d[2] * d[3], lambda d: d[0] * d[3]),
     sim_dims=((9, 4, 2, 16),),
     check_dims=((9, 4, 2, 16), (1000, 70, 3, 64)),
     bench_dims=((65536, 2401, 16, 128), (65536, 1, 16, 128)),
-)
-_row(
-    "rope_te",
-    transformer_engine.apply_rotary_pos_emb,
-    transformer_engine.reference,
-    _te,
-    dims="S B H D",
-    inputs=("t", "freqs"),
-    constants=("freqs",),
-    magnitude=_te_magnitude,
-    cost=_cost(lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
+)  # fmt: skip
+_register(
+    "rope_te", transformer_engine.apply_rotary_pos_emb, transformer_engine.reference, _te, dims="S B H D", inputs=("t", "freqs"),
+    constants=("freqs",), magnitude=_te_magnitude, cost=partial(_cost, lambda d: d[0] * d[1] * d[2] * d[3], lambda d: d[0] * d[3]),
     sim_dims=((3, 2, 2, 16),),
     check_dims=((3, 2, 2, 16), (65, 2, 5, 64)),
     bench_dims=((4096, 1, 128, 128), (8192, 4, 24, 128), (2048, 4, 32, 128)),
-)
+)  # fmt: skip

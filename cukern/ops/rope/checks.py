@@ -1,4 +1,4 @@
-"""What rope refuses, and why. `resolve` looks at shapes and dtypes alone, so that its verdict is kept for the next call like it."""
+"""The checks of rope's arguments. `resolve` depends only on shapes, dtypes and options, so its result is cached."""
 
 import functools
 import math
@@ -21,17 +21,17 @@ MOST_SECTIONS = 3
 
 
 class Shape(NamedTuple):
-    """What is checked of a tensor."""
+    """The properties of a tensor that are checked."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout
-    negative: bool  # whether the elements lie in memory negated
+    negative: bool  # True if the negative bit is set
 
 
 def shapes_of(names: Iterable[str], tensors: Iterable[Tensor | None]) -> list[Shape | None]:
-    """Raises TypeError for nested tensors, which have no shape."""
+    """The Shape of each tensor. Raises TypeError for nested tensors, which have none."""
     eager = not torch.compiler.is_compiling()
     try:
         return [t if t is None else Shape(t.shape, t.dtype, t.device, t.layout, eager and t.is_neg()) for t in tensors]
@@ -43,7 +43,7 @@ def shapes_of(names: Iterable[str], tensors: Iterable[Tensor | None]) -> list[Sh
 
 
 class Request(NamedTuple):
-    """The tensors of a call of rope, as their Shapes, and the sections."""
+    """The Shapes of a call's tensors, and the mrope sections."""
 
     x: Shape
     k: Shape | None
@@ -62,12 +62,11 @@ def sections(value: Any) -> tuple[int, ...]:
 
 
 def resolve(request: Request, *options: Any) -> Options:
-    """The options of a call that is allowed: rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version. Raises TypeError and
-    ValueError for one that is not."""
+    """The Options of rotary_dim, rotary_offset, interleaved, layout, inverse, scale, version, checked. Raises TypeError and ValueError."""
     if not torch.compiler.is_compiling():
         try:
             return _resolve_cached(request, *options)
-        except TypeError:  # also of an option that cannot be hashed, or of a SymInt
+        except TypeError:  # also raised for an option that cannot be hashed, and for a SymInt
             pass
     return _resolve(request, *options)
 
@@ -95,7 +94,7 @@ def _resolve(
     return Options(rotary_dim, rotary_offset, interleaved, inverse, scale, layout, False, version or "")
 
 
-_resolve_cached = functools.lru_cache(maxsize=4096, typed=True)(_resolve)  # typed: 8.0 and True are no ints
+_resolve_cached = functools.lru_cache(maxsize=4096, typed=True)(_resolve)  # typed: 8.0 and True must not match ints
 
 
 def _check_x(r: Request, layout: str) -> None:
@@ -141,10 +140,7 @@ def _check_positions(r: Request, layout: str, rotary_dim: int) -> None:
         if t is not None:
             checks.one_of(name, t.dtype, ID_TYPES)
             _on_device(name, t, r.x)
-    if r.cu_seqlens is not None and (layout != "thd" or len(r.cu_seqlens.shape) != 1 or not r.cu_seqlens.shape[0]):
-        raise ValueError(f"cu_seqlens has shape {tuple(r.cu_seqlens.shape)}: it must be (sequences + 1,), and the layout 'thd'")
-    if layout == "thd" and r.position_ids is None and r.cu_seqlens is None:
-        raise ValueError("layout 'thd' needs cu_seqlens or position_ids")
+    _check_cu_seqlens(r, layout)
     if r.position_ids is not None:
         if r.cu_seqlens is not None or r.start_positions is not None:
             raise ValueError("position_ids are positions already: cu_seqlens and start_positions cannot be given too")
@@ -157,6 +153,13 @@ def _check_positions(r: Request, layout: str, rotary_dim: int) -> None:
             raise ValueError(f"start_positions has shape {tuple(r.start_positions.shape)}, it must be ({count},): one for each sequence")
     if r.position_ids is None and r.cu_seqlens is None and sequence > rows:
         raise ValueError(f"the sequence is {sequence} long, the table ends after {rows} positions")
+
+
+def _check_cu_seqlens(r: Request, layout: str) -> None:
+    if r.cu_seqlens is not None and (layout != "thd" or len(r.cu_seqlens.shape) != 1 or not r.cu_seqlens.shape[0]):
+        raise ValueError(f"cu_seqlens has shape {tuple(r.cu_seqlens.shape)}: it must be (sequences + 1,), and the layout 'thd'")
+    if layout == "thd" and r.position_ids is None and r.cu_seqlens is None:
+        raise ValueError("layout 'thd' needs cu_seqlens or position_ids")
 
 
 def _check_ids(r: Request, shape: tuple[int, ...], batch: int, sequence: int, pairs: int) -> None:
@@ -176,11 +179,12 @@ def _on_device(name: str, t: Shape, x: Shape) -> None:
         raise ValueError(f"{name} is on {t.device}, x is on {x.device}: they must be on one device")
 
 
-# ---- what depends on more than shapes: values and gradients
+# ---- checks of values and gradients
 
 
 def values(inputs: Inputs, options: Options) -> None:
-    """Positions are in the table and cu_seqlens do not decrease: for CPU tensors, whose values can be seen without waiting."""
+    """For CPU tensors, which can be read without synchronisation: raises ValueError if a position is not in the table or if cu_seqlens
+    decrease."""
     if not inputs.has_positions or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return
     cu_seqlens, rows = inputs.cu_seqlens, inputs.cos.shape[-2]
@@ -197,15 +201,15 @@ def values(inputs: Inputs, options: Options) -> None:
 
 
 def no_gradient(op: str, **tables: Tensor | None) -> None:
-    """Tables do not require one, in reverse or forward mode."""
+    """Raises ValueError if a table requires a gradient or has a tangent."""
     dual = forward_ad._current_level >= 0
     for name, t in tables.items():
         if t is None:
             continue
         if t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad, and {op} gives it none: pass {name}.detach()")
+            raise ValueError(f"{name} requires grad, but {op} computes no gradient for it: pass {name}.detach()")
         if dual and forward_ad.unpack_dual(t).tangent is not None:
-            raise ValueError(f"{name} has a tangent, and {op} has no derivative for it: pass its primal alone")
+            raise ValueError(f"{name} has a tangent, but {op} computes no derivative for it: pass only its primal")
 
 
 _creation = torch._C._autograd._get_creation_meta
@@ -213,15 +217,15 @@ _WRITABLE_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 
 
 def autograd_allows_writing(**tensors: Tensor | None) -> None:
-    """What autograd would say only after the kernel has written. Raises ValueError."""
+    """Raises ValueError where autograd forbids writing. Autograd itself would raise only after the kernel has written."""
     for name, t in tensors.items():
         if t is None or not t.requires_grad:
             continue
         base = t._base
         if base is not None and _creation(t) != _WRITABLE_VIEW:
             raise ValueError(
-                f"{name} is a view that autograd lets nobody write, such as one of split's or unbind's, or one made under torch.no_grad(): "
-                "take a slice of the whole instead, or use cukern.rope"
+                f"{name} is a view that autograd does not allow to be written, such as one from split, unbind or torch.no_grad(): take a "
+                "slice of the whole tensor instead, or use cukern.rope"
             )
         if t.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
             what = "a leaf that requires grad" if t.is_leaf else "a view of a leaf that requires grad"

@@ -1,53 +1,50 @@
-"""What comes before rope's rotation, each where it is needed: the row of the tables that a token takes, and tables from angles or sections.
+"""Kernels that run before rope's rotation where needed: each token's row of the tables, tables from angles, and tables from sections.
 
-Kernels of their own, so that the rotation has one kind of position, and one of tables. What they write is small beside x.
+They are separate so that the rotation handles only one kind of positions and of tables. Their outputs are small compared with x.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cukern.ops.rope.plan import Inputs, Options, tokens_of
-from cukern.runtime.kernel import Template
+from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, transformed
 
 THREADS = 256
 POSITIONS, ANGLES, SECTIONS = (Template("rope/rope.cu", f"rope_{name}", pdl=True) for name in ("positions", "angles", "sections"))
 ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
-_BLOCK = (THREADS, 1, 1)
 
 
-def _blocks(n: int) -> tuple[int, int, int]:
-    return (-(-n // THREADS), 1, 1)
+def _launch(kernel: Kernel, tensors: Iterable[Tensor | None], device: int, n: int, *numbers: int) -> None:
+    """Launch `n` threads with the tensors' addresses and `numbers` as arguments."""
+    if n:
+        pointers = (0 if t is None else t.data_ptr() for t in tensors)
+        kernel.on(device)((-(-n // THREADS), 1, 1), (THREADS, 1, 1), 0, *pointers, *numbers)
 
 
 def _launch_positions(
     table: Tensor, ids: Tensor | None, cu_seqlens: Tensor | None, starts: Tensor | None, batch: int, sequence: int, size: int, rank: int
 ) -> Tensor:
-    out = _fake_positions(table, ids, cu_seqlens, starts, batch, sequence, size, rank)
+    out = _fake_positions(table, ids, cu_seqlens, starts, batch, sequence)
     given = [t for t in (ids, cu_seqlens, starts) if t is not None]
     dtype = torch.int64 if any(t.dtype == torch.int64 for t in given) or not given else torch.int32
     ids, cu_seqlens, starts = (None if t is None else t.to(dtype).contiguous() for t in (ids, cu_seqlens, starts))
-    n = out.numel()
-    if n:
-        sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
-        pointers = (0 if t is None else t.data_ptr() for t in (out, ids, cu_seqlens, starts))
-        launch = POSITIONS[ID_TYPES[dtype]].on(table.get_device())
-        launch(_blocks(n), _BLOCK, 0, *pointers, n, sequence, sequences, table.shape[-2], size, rank)
+    sequences, n = 0 if cu_seqlens is None else len(cu_seqlens) - 1, out.numel()
+    tensors, numbers = (out, ids, cu_seqlens, starts), (n, sequence, sequences, table.shape[-2], size, rank)
+    _launch(POSITIONS[ID_TYPES[dtype]], tensors, table.get_device(), n, *numbers)
     return out
 
 
-def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, size: int, rank: int) -> Tensor:
+def _fake_positions(table: Tensor, ids: Any, cu_seqlens: Any, starts: Any, batch: int, sequence: int, *_: Any) -> Tensor:
     return torch.empty((batch, sequence), dtype=torch.int32, device=table.device)
 
 
 def _launch_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
-    outs, angles = _fake_angles(angles, in_double), angles.contiguous()
-    if angles.numel():
-        pointers = (t.data_ptr() for t in (*outs, angles))
-        launch = ANGLES[angles.dtype, outs[0].dtype].on(angles.get_device())
-        launch(_blocks(angles.numel()), _BLOCK, 0, *pointers, angles.numel())
+    outs, n = _fake_angles(angles, in_double), angles.numel()
+    _launch(ANGLES[angles.dtype, outs[0].dtype], (*outs, angles.contiguous()), angles.get_device(), n, n)
     return outs
 
 
@@ -59,13 +56,10 @@ def _fake_angles(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
 def _launch_sections(
     cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequence: int, pairs: int, interleaved: bool, end0: int, end1: int
 ) -> tuple[Tensor, Tensor]:
-    outs = _fake_sections(cos, sin, positions, batch, sequence, pairs, interleaved, end0, end1)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    (rows, width), n = cos.shape, outs[0].numel()
-    if n:
-        pointers = (t.data_ptr() for t in (*outs, cos, sin, positions))
-        launch = SECTIONS[cos.dtype].on(cos.get_device())
-        launch(_blocks(n), _BLOCK, 0, *pointers, batch * sequence, width, pairs, interleaved, end0, end1, rows, width)
+    outs, (rows, width) = _fake_sections(cos, sin, positions, batch, sequence), cos.shape
+    tensors = (*outs, cos.contiguous(), sin.contiguous(), positions)
+    numbers = batch * sequence, width, pairs, interleaved, end0, end1, rows, width
+    _launch(SECTIONS[cos.dtype], tensors, cos.get_device(), outs[0].numel(), *numbers)
     return outs
 
 
@@ -74,14 +68,14 @@ def _fake_sections(cos: Tensor, sin: Tensor, positions: Tensor, batch: int, sequ
 
 
 def rows(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos, sin and the positions that the rotation takes: (batch or 1, sequence) rows of the tables; or, where a token has several
-    positions, tables of its own, and no positions."""
+    """cos, sin and the positions for the rotation: (batch or 1, sequence) rows of the tables. With mrope sections, where a token has
+    several positions, cos and sin have one row for each token, and positions is None."""
     _, _, cos, sin, ids, cu_seqlens, starts, section, cp_size, cp_rank = inputs
     assert sin is not None
     batch, sequence = tokens_of(inputs.x.shape, options.layout)
     if ids is not None:
         ids = ids[None] if ids.ndim == 1 else ids.flatten(0, -2)
-        batch = ids.shape[0]  # 1, if the sequences share them; of several sections all
+        batch = ids.shape[0]  # 1 if the sequences share them; with sections, sections * batch
     elif starts is None:
         batch = 1
     positions = _call(_positions, cos, ids, cu_seqlens, starts, batch, sequence, cp_size, cp_rank)
@@ -97,8 +91,8 @@ def tables_of(angles: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
     return _call(_angles, angles, in_double)
 
 
-class _Apart(Differentiable):
-    """These kernels under torch.func's transforms: no derivatives, and of a batch one call for each element."""
+class _NonDifferentiable(Differentiable):
+    """These kernels under torch.func's transforms: no derivatives; under vmap one call for each element of the batch."""
 
     @staticmethod
     def forward(op, *args):
@@ -123,7 +117,7 @@ class _Apart(Differentiable):
         return each(_apply, info.batch_size, in_dims, args)
 
 
-_apply = apply_of(_Apart)
+_apply = apply_of(_NonDifferentiable)
 
 
 def _call(op: Any, *args: Any) -> Any:

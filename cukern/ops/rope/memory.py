@@ -1,4 +1,4 @@
-"""Which elements of which tensors lie at one address: what a rotation in place has to know before it writes anything."""
+"""Checks for a rotation in place: which elements of the tensors have the same address."""
 
 import functools
 from typing import Any
@@ -9,11 +9,11 @@ from torch import Tensor
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _unwrap = torch._C._functorch.get_unwrapped
 _PLAIN = (Tensor, torch.nn.Parameter)
-_NOWHERE = -(1 << 63)  # the extent of a tensor without elements: it meets no other
+_NO_EXTENT = -(1 << 63)  # the extent of an empty tensor, which overlaps nothing
 
 
 def unwrapped(t: Any) -> Any:
-    """The tensor inside of torch.func's wrappers, with the batches of vmap as dimensions."""
+    """The tensor inside torch.func's wrappers, with vmap's batches as dimensions."""
     while t is not None and _wrapped(t):
         t = _unwrap(t)
     return t
@@ -23,13 +23,13 @@ _OTHERS = ("cos", "sin", "position_ids", "cu_seqlens", "start_positions")
 
 
 def check_writable(x: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
-    """Each element of x and k has a place of its own, where no other input lies. Raises ValueError.
+    """Raises ValueError if two elements of x and k share memory, or if another input overlaps them.
 
-    Extents are kept for the next tensors of these shapes and strides, so that a call compares addresses and no more. Another input is
-    refused even if it lies in gaps between the elements of x.
+    Extents are cached by shape and strides, so that a call only compares addresses. Another input is refused even if it lies in gaps
+    between the elements of x.
     """
     p, extent = x.data_ptr(), written_extent("x", x.shape, x.stride(), x.itemsize)
-    p_k, extent_k = 0, _NOWHERE
+    p_k, extent_k = 0, _NO_EXTENT
     if k is not None:
         p_k, extent_k = k.data_ptr(), written_extent("k", k.shape, k.stride(), k.itemsize)
         if -extent_k < p_k - p < extent:
@@ -42,7 +42,7 @@ def check_writable(x: Tensor, k: Tensor | None, *others: Tensor | None) -> None:
 
 
 def check_writable_wrapped(*tensors: Tensor | None) -> None:
-    """The same, where tensors may be wrapped by torch.func, or have no memory."""
+    """The same for tensors that torch.func may have wrapped, or that have no memory."""
     plain: Any = [unwrapped(t) for t in tensors]
     if all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in plain):
         check_writable(*plain)
@@ -55,13 +55,13 @@ def check_writable_wrapped(*tensors: Tensor | None) -> None:
 @functools.lru_cache(4096)
 def _extent(shape: Any, strides: Any, itemsize: int) -> int:
     """Bytes from a tensor's first element to the end of its last."""
-    return _NOWHERE if 0 in shape else (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
+    return _NO_EXTENT if 0 in shape else (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
 
 
 @functools.lru_cache(4096)
 def written_extent(name: str, shape: Any, strides: Any, itemsize: int) -> int:
-    """The same of a tensor to be written. Raises ValueError where two indices lead to one element: a dimension that steps into the
-    extent of those with smaller steps."""
+    """The same for a tensor to be written. Raises ValueError if two indices lead to the same element: if the stride of a dimension is
+    within the extent of those with smaller strides."""
     extent = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride <= extent:
@@ -74,14 +74,14 @@ def written_extent(name: str, shape: Any, strides: Any, itemsize: int) -> int:
 
 @functools.lru_cache(4096)
 def check_disjoint(distance: int, itemsize: int, x_shape: Any, x_strides: Any, k_shape: Any, k_strides: Any) -> None:
-    """k, which begins `distance` bytes after x, has no element in common with x. Raises ValueError."""
+    """Raises ValueError if x and k, which begins `distance` bytes after x, have an element in common."""
     if not _disjoint(distance, itemsize, x_shape, x_strides, k_shape, k_strides):
         raise ValueError("x and k share memory: in place, no element may be in both")
 
 
 def _disjoint(distance: int, itemsize: int, x_shape: Any, x_strides: Any, k_shape: Any, k_strides: Any) -> bool:
-    """True for slices of one packed tensor too, whose elements lie among each other. Neither overlaps itself. Where the strides differ,
-    their extents must not meet."""
+    """Also True for interleaved slices of one packed tensor. If the strides differ, the extents must not overlap. Neither tensor overlaps
+    itself."""
     if distance >= _extent(x_shape, x_strides, itemsize) or -distance >= _extent(k_shape, k_strides, itemsize):
         return True
     if len(x_shape) != len(k_shape):
@@ -91,13 +91,13 @@ def _disjoint(distance: int, itemsize: int, x_shape: Any, x_strides: Any, k_shap
         if n > 1 and m > 1 and s != t:
             return False
         dims.append((s if n > 1 else t, n, m))
-    return distance % itemsize == 0 and not _meet(distance // itemsize, sorted(d for d in dims if max(d[1:]) > 1))
+    return distance % itemsize == 0 and not _reachable(distance // itemsize, sorted(d for d in dims if max(d[1:]) > 1))
 
 
-def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Whether `distance` is a sum of steps (i - j) * stride, 0 <= i < n, 0 <= j < m, one of each dimension (stride, n, m)."""
+def _reachable(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+    """True if `distance` is a sum of (i - j) * stride, 0 <= i < n, 0 <= j < m, with one term for each dimension (stride, n, m)."""
     if not dims:
         return distance == 0
     *smaller, (stride, n, m) = dims
     nearest = distance // stride if stride else 0
-    return any(-m < step < n and _meet(distance - step * stride, smaller) for step in (nearest, nearest + 1))
+    return any(-m < step < n and _reachable(distance - step * stride, smaller) for step in (nearest, nearest + 1))

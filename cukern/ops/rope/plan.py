@@ -1,4 +1,4 @@
-"""A call of rope as its launch sees it: options, inputs, and the geometry, from which a version makes the launch."""
+"""The options, inputs and geometry of a call of rope, from which a version plans its launch."""
 
 from typing import Any, NamedTuple
 
@@ -9,15 +9,15 @@ from cukern.runtime import backend
 from cukern.runtime.device import cached
 from cukern.runtime.registry import choose
 
-# Where batch, sequence, heads and head_dim stand in the shape.
+# The dimensions of batch, sequence, heads and head_dim. Each permutation is its own inverse.
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (0, 1, 2)}
 
 Strides = tuple[int, ...]
 
 
 class Options(NamedTuple):
-    """What the raw ops take after their tensors. `transpose` is the inverse rotation; `contiguous` says that an output is, whatever the
-    strides of its input."""
+    """The raw ops' arguments after their tensors. `transpose`: the inverse rotation. `contiguous`: the output is contiguous whatever the
+    strides of the input; else it has the input's if these are dense."""
 
     rotary_dim: int
     rotary_offset: int
@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call; `section` and context parallelism say how positions come about."""
+    """The tensors of a call, the mrope sections, and the context-parallel size and rank."""
 
     x: torch.Tensor
     k: torch.Tensor | None
@@ -45,13 +45,13 @@ class Inputs(NamedTuple):
 
     @property
     def has_positions(self) -> bool:
-        """Whether a token's row of the tables is another than its place in the sequence."""
+        """True if a token's row of the tables is not simply its index in the sequence."""
         given = self.position_ids is not None or self.cu_seqlens is not None or self.start_positions is not None
         return given or self.cp_size > 1
 
 
 class Layout(NamedTuple):
-    """A tensor: its shape and strides as (batch, sequence, heads, head_dim)."""
+    """The shape and strides of a tensor as (batch, sequence, heads, head_dim). Dimensions of size 1 have stride 0, head_dim stride 1."""
 
     shape: tuple[int, ...]
     strides: Strides
@@ -65,16 +65,24 @@ class Layout(NamedTuple):
 
 
 class Table(NamedTuple):
-    """cos and sin: their dtype, and their shape and strides as (batch, rows, width); of a table for all sequences batch's stride is 0."""
+    """The dtype of cos and sin; shape and strides as (batch, rows, width). The batch stride is 0 if all sequences share a table."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: Strides
 
+    @staticmethod
+    def of(dtype: torch.dtype, shape: Any, strides: Any) -> "Table":
+        batch_stride = strides[0] if len(shape) == 3 and shape[0] > 1 else 0
+        return Table(dtype, (1, *shape)[-3:], (batch_stride, *strides[-2:]))
+
 
 class Call(NamedTuple):
-    """All that decides how a call is launched. `positions`: whether each token looks up which row of the table is its own. `alignment`,
-    `table_alignment`: the low bits of the addresses of x, k and the outputs, and of cos and sin, or-ed together."""
+    """Everything that a launch depends on.
+
+    `positions`: True if there is a tensor of positions; `positions_b`: its batch stride. `alignment`: the low bits of the addresses of x, k
+    and the outputs, ORed; `table_alignment`: those of cos and sin.
+    """
 
     dtype: torch.dtype
     device: int
@@ -96,12 +104,12 @@ class Call(NamedTuple):
 
     @property
     def rest(self) -> int:
-        """Elements of a head to be copied."""
+        """Elements per head that are copied."""
         return 0 if self.in_place else self.x.shape[3] - self.options.rotary_dim
 
 
 class Plan(NamedTuple):
-    """A launch but for its pointers; `launch` is None where there is nothing to do."""
+    """A launch without its pointers. `launch` is None if there is nothing to do."""
 
     launch: backend.Launch | None
     grid: backend.Dim
@@ -110,7 +118,7 @@ class Plan(NamedTuple):
 
 
 def tokens_of(shape: Any, layout: str) -> tuple[int, int]:
-    """(batch, sequence) of a tensor's shape; packed sequences are a batch of one."""
+    """(batch, sequence) of a tensor's shape. Packed sequences are a batch of one."""
     axes = AXES[layout]
     return (1, shape[0]) if len(axes) == 3 else (shape[axes[0]], shape[axes[1]])
 
@@ -123,50 +131,42 @@ def plan(
     dtype: torch.dtype, device: int, outs: Any, ins: Any, cos: Any, positions: Any, alignment: int, table_alignment: int,
     options: tuple[Any, ...],
 ) -> Plan:  # fmt: skip
-    """The launch for tensors of these shapes and strides. Cached, so that a call pays for one look-up. Raises ValueError for an
-    input that shares memory with itself and would be written.
+    """The launch for tensors of these shapes and strides. Cached, so that a call costs one lookup. Raises ValueError if a tensor is to be
+    written whose elements share memory.
 
     Args:
-        outs: the strides of each output.  ins: (shape, strides) of each input; in place these are the outputs' too.
+        outs: the strides of each output; empty for a call in place.  ins: (shape, strides) of each input.
         cos: (dtype, shape, strides).  positions: the shape, or None.
     """
     o = Options(*options)
-    if not outs:
+    in_place = not outs
+    if in_place:
         for name, (shape, strides) in zip("xk", ins, strict=False):
             written_extent(name, shape, strides, dtype.itemsize)
-    xs = [Layout.of(shape, strides, o.layout) for shape, strides in ins]
-    outputs = [Layout.of(shape, out, o.layout) for (shape, _), out in zip(ins, outs or [s for _, s in ins], strict=True)]
-    table_dtype, shape, strides = cos
-    per_token = len(shape) == 3 and shape[0] > 1
-    table = Table(table_dtype, (1, *shape)[-3:], (strides[0] if per_token else 0, *strides[-2:]))
-    shared = positions is None or positions[0] == 1  # a row of positions for all sequences
+    x, k, *_ = *(Layout.of(shape, strides, o.layout) for shape, strides in ins), NO_K
+    outs = outs or [strides for _, strides in ins]
+    out, k_out, *_ = *(Layout.of(shape, strides, o.layout) for (shape, _), strides in zip(ins, outs, strict=True)), NO_K
+    positions_b = 0 if positions is None or positions[0] == 1 else positions[1]  # 0: all sequences share a row of positions
     call = Call(
-        dtype, device, outputs[0], outputs[1] if len(xs) > 1 else NO_K, xs[0], xs[1] if len(xs) > 1 else NO_K, table,
-        positions is not None, 0 if shared else positions[1], not outs, alignment, table_alignment, o,
-    )  # fmt: skip
+        dtype, device, out, k_out, x, k, Table.of(*cos), positions is not None, positions_b, in_place, alignment, table_alignment, o
+    )
     if not call.tokens or not call.x.shape[3] or not call.x.shape[2] + call.k.shape[2]:
         return Plan(None, (0, 0, 0), (0, 0, 0), ())
     return choose("rope", o.version, device).forward(call)
 
 
 def compute_dtype(dtype: torch.dtype, table: torch.dtype = torch.float32) -> torch.dtype:
-    """The dtype of the maths: float32 for 16-bit types, else the wider of x's and the table's."""
+    """The dtype of the computation: float32 for 16-bit types, else the wider of x's and the table's."""
     return torch.float32 if dtype.itemsize == 2 else torch.promote_types(dtype, table)
 
 
 def angle_maths(dtype: torch.dtype, angles: torch.dtype) -> torch.dtype:
-    """The dtype of the tables made of float32 or float64 angles: float32's rounding would be seen in all results but 16-bit ones."""
+    """The dtype of tables made of float32 or float64 angles. Rounding to float32 would be visible in all results except 16-bit ones."""
     return torch.float32 if dtype.itemsize == 2 and angles == torch.float32 else torch.float64
 
 
 def table_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
-    """The dtypes of tables that the kernels of a dtype read; another one is converted to compute_dtype first."""
-    return _TABLE_DTYPES[dtype]
-
-
-_TABLE_DTYPES = {
-    torch.float16: [torch.float32, torch.float16],
-    torch.bfloat16: [torch.float32, torch.bfloat16],
-    torch.float32: [torch.float32, torch.float64],
-    torch.float64: [torch.float64],
-}
+    """The dtypes of tables that the kernels of a dtype read. Others are first converted to compute_dtype."""
+    if dtype.itemsize == 2:
+        return [torch.float32, dtype]
+    return [torch.float64] if dtype == torch.float64 else [torch.float32, torch.float64]

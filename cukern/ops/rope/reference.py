@@ -1,4 +1,4 @@
-"""rope in plain torch, differentiable: what runs where there is no GPU, and what the kernels are compared with."""
+"""rope in torch's operations, differentiable. It runs where there is no GPU, and the kernels are compared with it."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ def rope(inputs: Inputs, options: Options) -> Any:
     cos, sin = (_rows(t, positions, unrotated, sequence, inputs.section, options) for t in (cos, sin))
     with off(x):
         if k is None:
-            return _turn(x, cos, sin, unrotated, options)
-        return _turn(x, cos, sin, unrotated, options), _turn(k, cos, sin, unrotated, options)
+            return _rotated(x, cos, sin, unrotated, options)
+        return _rotated(x, cos, sin, unrotated, options), _rotated(k, cos, sin, unrotated, options)
 
 
 def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | None]:
-    """(batch, sequence) rows of the table, int64; or with sections (sections, batch, sequence). See rope_positions in rope.cu.
-    They may be beyond the table. And, of packed sequences, which tokens (1, sequence) belong to none, and are copied."""
+    """The rows of the table, int64, (batch, sequence) or with sections (sections, batch, sequence); they may be outside the table. And for
+    packed sequences a mask (1, sequence) of the tokens that belong to no sequence and are copied. See rope_positions in rope.cu."""
     batch, sequence = tokens_of(inputs.x.shape, options.layout)
     if inputs.position_ids is not None:
         return inputs.position_ids.long().expand(*([] if inputs.section is None else [len(inputs.section)]), batch, sequence), None
@@ -35,7 +35,7 @@ def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | Non
     which = outside = None
     if cu_seqlens is not None:
         bounds = cu_seqlens.long() // cp_size
-        which = torch.searchsorted(bounds, s + 0 * bounds[:1], right=True) - 1  # + 0: under vmap as many as bounds, not expanded
+        which = torch.searchsorted(bounds, s + 0 * bounds[:1], right=True) - 1  # + 0 * bounds: gives s the batch of bounds under vmap
         outside = (which < 0) | (which >= len(bounds) - 1)
         which = torch.where(outside, 0, which)
         if len(bounds) < 2:
@@ -53,11 +53,11 @@ def positions_of(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor | Non
 def _rows(
     table: Tensor, positions: Tensor | None, unrotated: Tensor | None, sequence: int, section: tuple[int, ...] | None, o: Options
 ) -> Tensor:
-    """(batch or 1, sequence, width): each token's row of cos or sin, NaN beyond the table; any row for one that is not rotated."""
+    """(batch or 1, sequence, width): each token's row of cos or sin; NaN outside the table, any row for a token that is not rotated."""
     if positions is None:
         return table[..., :sequence, :] if table.ndim == 3 else table[None, :sequence]
     inside = (positions >= 0) & (positions < table.shape[0])
-    beyond = ~inside if unrotated is None else ~inside & ~unrotated  # a NaN in a row that is not used would spoil the gradient
+    beyond = ~inside if unrotated is None else ~inside & ~unrotated  # NaN in an unused row would spoil the gradient
     rows = table[torch.where(inside, positions, 0)].masked_fill(beyond[..., None], float("nan"))
     if section is None:
         return rows
@@ -68,8 +68,8 @@ def _rows(
     return rows.movedim(0, -1).gather(-1, which[:, None].expand(*rows.shape[1:], 1))[..., 0]
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor | None, o: Options) -> Tensor:
-    """x rotated, in its layout; cos and sin (batch or 1, sequence, width). Computed in the wider of the dtypes, and rounded to x's."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor | None, o: Options) -> Tensor:
+    """x rotated, in its layout; cos and sin are (batch or 1, sequence, width). Computed in compute_dtype, then rounded to x's dtype."""
     y, dtype = _bshd(x, o.layout), compute_dtype(x.dtype, cos.dtype)
     start, end = o.rotary_offset, o.rotary_offset + o.rotary_dim
     before, middle, after = y[..., :start], y[..., start:end].to(dtype), y[..., end:]
@@ -95,7 +95,7 @@ def _pairs(t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _bshd(x: Tensor, layout: str, back: bool = False) -> Tensor:
-    """x as (batch, sequence, heads, head_dim); each of the permutations is its own inverse."""
+    """x as (batch, sequence, heads, head_dim), or back."""
     if layout == "thd":
         return x[0] if back else x[None]
     return x.permute(AXES[layout])

@@ -1,4 +1,4 @@
-"""apply_rotary_pos_emb with the meaning of TransformerEngine's function of that name, for code that is moved over from it.
+"""apply_rotary_pos_emb with the semantics of TransformerEngine's function of that name, for code that is ported from it.
 
 Source of the semantics: transformer_engine.pytorch.attention.rope, its fused form: float32 angles, accurate sine and cosine, one rounding.
 """
@@ -18,57 +18,49 @@ FORMATS = ("sbhd", "bshd", "thd")
 
 
 def apply_rotary_pos_emb(
-    t: Any,
-    freqs: Any,
-    tensor_format: str = "sbhd",
-    start_positions: Any = None,
-    interleaved: bool = False,
-    fused: bool = True,
-    cu_seqlens: Any = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    *,
-    version: str | None = None,
-) -> torch.Tensor:
-    """t with the first freqs.shape[-1] elements of each head rotated, and the others copied; differentiable any number of times.
+    t: Any, freqs: Any, tensor_format: str = "sbhd", start_positions: Any = None, interleaved: bool = False, fused: bool = True,
+    cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0, *, version: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """t with the first freqs.shape[-1] elements of each head rotated and the others copied. Differentiable any number of times.
+
+        angles = torch.arange(4096.0)[:, None] * 10000.0 ** (-torch.arange(64) / 64)
+        freqs = torch.cat((angles, angles), -1)[:, None, None].cuda()
+        y = cukern.apply_rotary_pos_emb(torch.randn(4096, 2, 32, 128, device="cuda"), freqs)
 
     Args:
-        t: float16, bfloat16, float32 or float64, of the shape that `tensor_format` says and any strides.
-        freqs: (positions, 1, 1, rotary_dim): the angle in radians of each element, taken in float32 (float64 for a t of float64). The two
-            elements of a pair may have different ones. It gets no gradient.
+        t: float16, bfloat16, float32 or float64, with the dimensions of `tensor_format` and any strides. Every tensor may also be an array
+            that supports DLPack.
+        freqs: (positions, 1, 1, rotary_dim): the angle of each element in radians, converted to float32 (for a float64 t to float64). The
+            two elements of a pair may have different angles. It has no gradient.
         tensor_format: "sbhd" (sequence, batch, heads, head_dim), "bshd" or "thd" (tokens, heads, head_dim).
-        start_positions: int32 or int64, added to the positions of each sequence.
+        start_positions: int32 or int64 (batch,) or (sequences,), added to the positions of each sequence.
         interleaved: pairs of neighbours, instead of i and i + rotary_dim / 2.
-        fused: for TransformerEngine's callers; both give the fused form's numbers.
-        cu_seqlens: int32 or int64 (sequences + 1,), for "thd": where the packed sequences begin, of all GPUs together. Tokens outside of
-            all sequences are copied.
-        cp_size, cp_rank: context parallelism: t has chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size of each sequence.
-        version: by default the fastest.
+        fused: accepted for compatibility; both values give the fused form's numbers.
+        cu_seqlens: int32 or int64 (sequences + 1,), for "thd": where each packed sequence begins, counted over all GPUs, and the end of the
+            last. Tokens outside all sequences are copied.
+        cp_size, cp_rank: context parallelism: t has chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2 cp_size chunks of each sequence.
+        version: "v1", "v2" or "v3"; default: the fastest.
 
-    Returns a contiguous tensor of t's shape and dtype. Autocast does not change the dtype: the op computes as if it were off.
+    Returns a contiguous tensor of t's shape and dtype. Autocast does not change the dtype or the computation.
 
-    Raises TypeError for the type of an argument or a dtype, ValueError for what does not fit; positions beyond freqs are treated as in
-    `cukern.rope`.
+    Raises TypeError for the type of an argument or a dtype, ValueError for shapes or options that do not fit. Positions outside freqs are
+    treated as in `cukern.rope`.
     """
-    t, freqs = interop.to_torch("t", t), interop.to_torch("freqs", freqs)
-    starts = None if start_positions is None else interop.to_torch("start_positions", start_positions)
-    cu_seqlens = None if cu_seqlens is None else interop.to_torch("cu_seqlens", cu_seqlens)
-    inputs, options = _checked(t, freqs, tensor_format, starts, interleaved, fused, cu_seqlens, cp_size, cp_rank, version)
-    return run(inputs, options)
+    return run(*_checked(t, freqs, tensor_format, start_positions, interleaved, fused, cu_seqlens, cp_size, cp_rank, version))
 
 
-def reference(
-    t: torch.Tensor, freqs: torch.Tensor, tensor_format: str = "sbhd", start_positions: torch.Tensor | None = None,
-    interleaved: bool = False, cu_seqlens: torch.Tensor | None = None, cp_size: int = 1, cp_rank: int = 0,
-) -> torch.Tensor:  # fmt: skip
-    """`apply_rotary_pos_emb` in plain torch."""
-    return rope_reference.rope(*_checked(t, freqs, tensor_format, start_positions, interleaved, True, cu_seqlens, cp_size, cp_rank, None))
+def reference(t: torch.Tensor, freqs: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`apply_rotary_pos_emb` in torch's operations."""
+    return rope_reference.rope(*_checked(t, freqs, **options))
 
 
 def _checked(
-    t: torch.Tensor, freqs: torch.Tensor, tensor_format: str, starts: torch.Tensor | None, interleaved: bool, fused: bool,
-    cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int, version: str | None,
+    t: Any, freqs: Any, tensor_format: str = "sbhd", start_positions: Any = None, interleaved: bool = False, fused: bool = True,
+    cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0, version: str | None = None,
 ) -> tuple[Inputs, Options]:  # fmt: skip
+    t, freqs = interop.to_torch("t", t), interop.to_torch("freqs", freqs)
+    starts = None if start_positions is None else interop.to_torch("start_positions", start_positions)
+    cu_seqlens = None if cu_seqlens is None else interop.to_torch("cu_seqlens", cu_seqlens)
     checks.choice("tensor_format", tensor_format, FORMATS)
     checks.flag("fused", fused)
     cp_size, cp_rank = checks.integer("cp_size", cp_size, 1, (1 << 31) - 1), checks.integer("cp_rank", cp_rank)

@@ -1,4 +1,4 @@
-"""The ladder of rope: for each version how its kernel is launched, and the table that the tools and the public functions use."""
+"""The versions of rope: how each launches its kernel, and the table that the tools and the public functions use."""
 
 import itertools
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from cukern.runtime.registry import Version
 
 THREADS = 256
 VECTOR_BYTES = 16
-V2_THREADS = 64  # of a block; 128 is as fast, more is slower
+V2_THREADS = 64  # per block; 128 is as fast, more is slower
 MOST_V2_THREADS = 256
 V3_THREADS = 128
 _V1, _V2, _V3 = (
@@ -34,27 +34,25 @@ def _v1(call: Call) -> Plan:
 
 
 def _v2(call: Call) -> Plan:
-    """One thread two vectors of the widest that fit, or v1 where none does."""
+    """Each thread takes two of the widest vectors that fit. v1 if none fits."""
     o, vector = call.options, _vector(call, _layouts(call))
     if not vector or not _fits(call, vector):
         return _v1(call)
-    threads = o.rotary_dim // 2 // vector + (call.rest // vector + 1) // 2  # a head: those that rotate two vectors, those that copy two
+    threads = o.rotary_dim // 2 // vector + (call.rest // vector + 1) // 2  # per head: rotating, copying
     if threads > MOST_V2_THREADS:
         return _v1(call)
-    kernel = _V2[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
-    return _plan(call, kernel, vector, threads, max(1, V2_THREADS // threads), 1)
+    return _plan(call, _V2, vector, threads, max(1, V2_THREADS // threads), 1)
 
 
 def _v3(call: Call) -> Plan:
-    """One thread a vector of two heads, or v2 where heads are no pairs, or where tokens look up their rows, since it has more under way."""
+    """Each thread takes one vector of two heads. v2 if heads cannot be paired, or if tokens look up their rows: v2 has more in flight."""
     o, vector = call.options, VECTOR_BYTES // call.dtype.itemsize
     threads = o.rotary_dim // vector
     pairs = threads in (2, 4, 8, 16, 32) and not (call.x.shape[2] | call.k.shape[2]) % 2 and not call.rest
     looked_up = call.positions and call.table.shape[2] < o.rotary_dim
     if call.dtype.itemsize == 8 or not pairs or looked_up or _vector(call, _layouts(call)) != vector or not _fits(call, vector):
         return _v2(call)
-    kernel = _V3[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
-    return _plan(call, kernel, vector, threads, V3_THREADS // threads, 2)
+    return _plan(call, _V3, vector, threads, V3_THREADS // threads, 2)
 
 
 def _layouts(call: Call) -> tuple[Layout, ...]:
@@ -62,25 +60,29 @@ def _layouts(call: Call) -> tuple[Layout, ...]:
 
 
 def _fits(call: Call, vector: int) -> bool:
-    """Whether 31 bits count heads, and 32 vectors."""
+    """True if 31 bits can count the heads and 32 bits can index the vectors of the largest tensor."""
     items = call.tokens * (call.x.shape[2] + call.k.shape[2])
-    return items < 1 << 31 and call.table.shape[1] > 0 and _extent(call, _layouts(call)) <= vector << 32
+    shapes = [(t.shape, t.strides) for t in _layouts(call)] + [(call.table.shape, call.table.strides)]
+    elements = max(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) for shape, strides in shapes)
+    positions = call.x.shape[0] * max(1, call.positions_b)
+    return items < 1 << 31 and call.table.shape[1] > 0 and max(positions, elements) <= vector << 32
 
 
-def _plan(call: Call, kernel: Kernel, vector: int, threads: int, items_a_block: int, together: int) -> Plan:
-    """The launch of v2 or v3, where `threads` take `together` heads."""
+def _plan(call: Call, template: Template, vector: int, threads: int, items_per_block: int, heads_per_item: int) -> Plan:
+    """The launch of v2 or v3, where `threads` threads take an item of `heads_per_item` heads."""
     o, (batch, sequence, *_), (_, rows, _) = call.options, call.x.shape, call.table.shape
-    heads, k_heads = call.x.shape[2] // together, call.k.shape[2] // together
+    heads, k_heads = call.x.shape[2] // heads_per_item, call.k.shape[2] // heads_per_item
     items = call.tokens * (heads + k_heads)
     batch_inner = batch > 1 and call.x.strides[0] < call.x.strides[1]
     inner = batch if batch_inner else sequence
-    lengths = (o.rotary_dim, o.rotary_offset, call.rest) if together == 1 else (o.rotary_dim, o.rotary_offset)
+    lengths = (o.rotary_dim, o.rotary_offset, call.rest) if heads_per_item == 1 else (o.rotary_dim, o.rotary_offset)
     strides = [s // vector for layout in (call.out, call.k_out, call.x, call.k) for s in layout.strides[:3]]
     numbers = (
         items, inner, *_divisor(inner), heads, k_heads, *_divisor(heads + k_heads), *(n // vector for n in lengths), rows,
         *(s // vector for s in call.table.strides[:2]), call.positions_b, *strides, batch_inner, o.transpose, o.scale,
     )  # fmt: skip
-    return Plan(kernel.on(call.device), (-(-items // items_a_block), 1, 1), (threads, items_a_block, 1), numbers)
+    kernel = template[call.dtype, call.table.dtype, vector, o.interleaved, call.table.shape[2] == o.rotary_dim]
+    return Plan(kernel.on(call.device), (-(-items // items_per_block), 1, 1), (threads, items_per_block, 1), numbers)
 
 
 def _divisor(d: int) -> tuple[int, int]:
@@ -89,15 +91,8 @@ def _divisor(d: int) -> tuple[int, int]:
     return (((1 << shift) - d) << 32) // d + 1, shift
 
 
-def _extent(call: Call, layouts: tuple[Layout, ...]) -> int:
-    """Elements between the first and the last of the largest tensor or table, or of the position ids."""
-    shapes = [(layout.shape, layout.strides) for layout in layouts] + [(call.table.shape, call.table.strides)]
-    positions = call.x.shape[0] * max(1, call.positions_b)
-    return max(positions, *(sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) for shape, strides in shapes))
-
-
 def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
-    """The widest vectors, in elements, that all of a call is a multiple of; 0 if none."""
+    """The widest vectors, in elements, that divide all strides, sizes and addresses of a call; 0 if there are none."""
     o, head_dim = call.options, call.x.shape[3]
     steps = [s for layout in layouts for s in layout.strides[:3]] + [o.rotary_dim // 2, o.rotary_offset, *call.table.strides[:2]]
     if call.rest:
@@ -111,22 +106,16 @@ def _vector(call: Call, layouts: tuple[Layout, ...]) -> int:
 
 
 def _vectors(dtype: torch.dtype, table: torch.dtype) -> list[int]:
-    """Elements of v2's vectors: 16 bytes, 8 of 16-bit types, or a pair; but no pairs of float32 by a table of float64: too rare."""
+    """Elements of v2's vectors: 16, 8 or 4 bytes and at least 2 elements. Only 16 bytes for float32 with float64 tables, which is rare."""
     widest = VECTOR_BYTES // dtype.itemsize
     return [widest] if (dtype, table) == (torch.float32, torch.float64) else [n for n in (8, 4, 2) if n <= widest]
 
 
-def _helpers(dtype: torch.dtype) -> Iterable[Kernel]:
-    """What any version may need beside its own kernels."""
-    return itertools.chain(
-        (POSITIONS[name] for name in ID_TYPES.values()),
-        (ANGLES[a, angle_maths(dtype, a)] for a in (torch.float32, torch.float64)),
-        (SECTIONS[t] for t in table_dtypes(dtype)),
-    )
-
-
 def _v1_instances(dtype: torch.dtype) -> Iterable[Kernel]:
-    return [*_helpers(dtype), *(_V1[dtype, table] for table in table_dtypes(dtype))]
+    """Also the kernels of gather.py, which any version may launch."""
+    tables, angles = table_dtypes(dtype), (torch.float32, torch.float64)
+    gathering = [*(POSITIONS[name] for name in ID_TYPES.values()), *(ANGLES[a, angle_maths(dtype, a)] for a in angles)]
+    return [*gathering, *(SECTIONS[t] for t in tables), *(_V1[dtype, t] for t in tables)]
 
 
 def _v2_instances(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -141,7 +130,7 @@ def _v3_instances(dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": Version("one thread a pair", _v1, instances=_v1_instances),
-    "v2": Version("one thread a 16-byte vector of each half", _v2, instances=_v2_instances),
-    "v3": Version("one thread a vector of two heads", _v3, instances=_v3_instances),
+    "v1": Version("one thread per pair", _v1, instances=_v1_instances),
+    "v2": Version("one thread per 16-byte vector of each half", _v2, instances=_v2_instances),
+    "v3": Version("one thread per vector of two heads", _v3, instances=_v3_instances),
 }

@@ -1,4 +1,4 @@
-"""softmax and log_softmax of scale * x along any dimension, and their gradients, by one ladder of kernels.
+"""softmax and log_softmax of scale * x along any dimension, and their gradients, by one set of kernels.
 
     softmax:      y = exp(scale x) / sum(exp(scale x))       dx = scale y (g - sum(y g))
     log_softmax:  y = scale x - log(sum(exp(scale x)))       dx = scale (g - exp(y) sum(g))
@@ -7,69 +7,73 @@ Sums run along the dimension. The kernels subtract the largest scale x first, so
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cukern.ops.softmax import versions as ladder
-from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS
+from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS, inner
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, row_counts, save, watched
 
 Versions = str | tuple[str | None, str | None] | None
-LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # in magnitude: the scales that the kernels take
+LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels accept
+_TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
+_NAMES = tuple(_TABLES)  # by `log`
 
 
 def softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
-    """exp(scale x) / sum(exp(scale x)), the sum along `dim`, differentiable any number of times.
+    """exp(scale x) / sum(exp(scale x)), with the sum along `dim`. Differentiable any number of times.
+
+        x = torch.randn(8, 1000, device="cuda", requires_grad=True)
+        y = cukern.softmax(x, dim=-1, scale=0.5)
+        y[:, 0].sum().backward()
 
     Args:
-        x: float16, bfloat16, float32 or float64, of any shape: a tensor, or an array that speaks DLPack. Rows whose columns lie side by
-            side are read in place, however far apart they are; so is a contiguous x along another dimension than the last. Anything else
-            is copied once. 16-bit types are computed in float32 and rounded once. A tensor that is not on a GPU goes to torch's
-            operations, or to the simulator.
-        dim: along which the results add up to 1.
-        scale: an inverse temperature, or 1 / sqrt(head_dim): any finite number; unless x is float64, of at most 3.4e38, float32's largest.
-            The products scale x are those of real numbers: they neither overflow nor underflow. A scale of 0 makes all finite elements
-            equal, and infinite ones NaN. A scale of 0, below 2^-100 or above 2^100 takes a slower path, in float64.
-        version: "v1" to "v11", or two of them, for forward and backward; by default the fastest. Along a dimension whose elements do not
-            lie side by side there is one kernel, whatever the version. The time of backward's v1 to v4 grows with the square of a row.
+        x: float16, bfloat16, float32 or float64, of any shape: a tensor, or an array that supports DLPack. It is not copied if it is
+            contiguous, or if `dim` has stride 1 and the other dimensions flatten to one of any stride; else it is copied once. 16-bit types
+            are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator.
+        dim: the dimension along which the results add up to 1.
+        scale: a finite number, such as 1 / sqrt(head_dim) or an inverse temperature. Unless x is float64, at most 3.4e38 in magnitude,
+            float32's largest. The products scale * x neither overflow nor underflow. With scale 0, all finite elements count equally and
+            infinite ones become NaN. A scale of 0, or with a magnitude below 2^-100 or above 2^100, uses a slower path in float64.
+        version: "v1" to "v11", or a pair of versions for forward and backward; default: the fastest. If the elements along `dim` do not
+            have stride 1, all versions use the same kernel. The backward of v1 to v4 takes time quadratic in the row length.
 
-    Returns a new tensor of x's shape and dtype; contiguous, if x is, or if it is copied; else with `dim`'s elements side by side.
-    NaN, and rows that hold +inf, or -inf alone, give NaN, as in torch.
-    Autocast does not change the dtype: the op computes as if it were off.
+    Returns a new tensor of x's shape and dtype. It is contiguous if x is contiguous or was copied; else `dim` has stride 1.
+    Rows with NaN, with +inf, or with nothing but -inf give NaN, as in torch. Autocast does not change the dtype or the computation.
 
-    Raises TypeError for another dtype, a dim that is no int, a scale that is no number, or a version that is no str; ValueError for a dim
-    that x does not have, a scale that is not finite or too large, or an unknown version.
+    Raises TypeError for another dtype, or if dim is not an int, scale not a number or version not a str; ValueError if x does not have
+    dimension dim, if scale is not finite or too large, or if the version is unknown.
+
+    Online softmax: Milakov and Gimelshein, https://arxiv.org/abs/1805.02867.
     """
     return _public("softmax", x, dim, scale, version)
 
 
 def log_softmax(x: Any, dim: int = -1, *, scale: float = 1.0, version: Versions = None) -> Tensor:
-    """log(softmax(x)), without the loss of small results; everything as in `softmax`, and of the versions "v5" to "v10"."""
+    """log(softmax(x)), accurate also for small results.
+
+        logits = torch.randn(8, 1000, device="cuda", requires_grad=True)
+        loss = -cukern.log_softmax(logits)[:, 7].mean()
+        loss.backward()
+
+    Shapes, dtypes and errors are those of `softmax`. The versions are "v5" to "v10".
+    """
     return _public("log_softmax", x, dim, scale, version)
 
 
-def reference_softmax(x: Tensor, dim: int = -1, scale: float = 1.0) -> Tensor:
-    return _reference(torch.softmax, x, dim, scale)
-
-
-def reference_log_softmax(x: Tensor, dim: int = -1, scale: float = 1.0) -> Tensor:
-    return _reference(torch.log_softmax, x, dim, scale)
-
-
-def _reference(function: Callable[..., Tensor], x: Tensor, dim: int, scale: float) -> Tensor:
+def _reference(op: str, x: Tensor, dim: int = -1, scale: float = 1.0) -> Tensor:
+    function = getattr(torch, op)
     with off(x):
-        if scale == 1 or not x.numel():
-            return function(x, dim)
-        return function(scaled(x, scale, dim), dim).to(x.dtype)
+        return function(x, dim) if scale == 1 or not x.numel() else function(_scaled(x, scale, dim), dim).to(x.dtype)
 
 
-def scaled(x: Tensor, scale: float, dim: int) -> Tensor:
-    """scale x in float64, less the largest along `dim`, subtracted first, and by halves, so that nothing overflows."""
+def _scaled(x: Tensor, scale: float, dim: int) -> Tensor:
+    """scale * x in float64, minus its maximum along `dim`. Half of x is used before the subtraction, so that nothing overflows."""
     half = x.double() * math.copysign(0.5, scale)
     return (half - half.detach().amax(dim, keepdim=True)) * abs(scale) * 2
 
@@ -88,25 +92,24 @@ def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tenso
         dim = checks.integer("dim", dim)
     if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
         raise ValueError(f"dim must be one of x's {x.ndim} dimensions, got {dim}")
-    scale = scale_of(x, scale)
-    log = op == "log_softmax"
+    scale = checked_scale(x, scale)
     if not x.is_cuda and not backend.simulates(x):
-        return (reference_log_softmax if log else reference_softmax)(x, dim, scale)
+        return _reference(op, x, dim, scale)
+    options = scale, op == "log_softmax", forward, backward
     if x.ndim == 2 and (dim == 1 or dim == -1):
-        return _run(x, scale, log, forward, backward)
+        return _run(x, *options)
     if x.ndim == 0:
-        return _run(x.view(1, 1), scale, log, forward, backward).view(())
-    last = x.movedim(dim, -1)
+        return _run(x.view(1, 1), *options).view(())
+    last, outer = x.movedim(dim, -1), -1 if x.numel() else 0
     if x.is_contiguous() and last.stride(-1) != 1:
-        inner = math.prod(x.shape[dim % x.ndim + 1 :])
-        return _run(x.view(-1 if x.numel() else 0, x.shape[dim], inner), scale, log, forward, backward).view(x.shape)
-    rows = last.reshape(-1 if x.numel() else 0, x.shape[dim])
-    return _run(rows, scale, log, forward, backward).view(last.shape).movedim(-1, dim)
+        within = math.prod(x.shape[dim % x.ndim + 1 :])
+        return _run(x.view(outer, x.shape[dim], within), *options).view(x.shape)
+    return _run(last.reshape(outer, x.shape[dim]), *options).view(last.shape).movedim(-1, dim)
 
 
 def two_versions(versions: Collection[str], op: str, x: Tensor, version: Versions) -> tuple[str, str]:
-    """The versions of forward and backward, "" for the default. Raises TypeError for one that is no str; ValueError for one that there is
-    not, or on a CPU tensor."""
+    """The versions of forward and backward, "" for the default. Raises TypeError if one is not a str; ValueError if one is unknown, or if
+    one is given for a CPU tensor."""
     if version is None:
         return "", ""
     both = version if isinstance(version, tuple) else (version, version)
@@ -119,20 +122,58 @@ def two_versions(versions: Collection[str], op: str, x: Tensor, version: Version
     return both[0] or "", both[1] or ""
 
 
-_TABLES = {"softmax": VERSIONS, "log_softmax": LOG_VERSIONS}
-
-
-def scale_of(x: Tensor, scale: float) -> float:
+def checked_scale(x: Tensor, scale: float) -> float:
     if type(scale) is float and abs(scale) <= checks.FLOAT32_MAX:
         return scale
     return checks.number("scale", scale, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX)
 
 
-# ---- autograd: x is (rows, columns), or (outer, columns, inner) and contiguous: the sums are along dimension 1
+# ---- the raw ops: x is (rows, columns), or (outer, columns, inner) and contiguous; the sums are along dimension 1
+
+
+def _launch(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
+    out = _fake(x)
+    if not out.numel():
+        return out
+    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
+        return _launch(_scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
+    x = unit_column_stride(x)
+    launch = inner if x.ndim == 3 else choose(_NAMES[log], version, x.get_device()).forward
+    launch(out, x, scale, log)
+    return out
+
+
+def _launch_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str) -> Tensor:
+    dx = _fake(y)
+    if not dx.numel():
+        return dx
+    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
+        return _launch_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
+    y, g = y.contiguous(), unit_column_stride(g.resolve_neg())
+    launch = inner if y.ndim == 3 else choose(_NAMES[log], version, y.get_device()).backward
+    launch(dx, y, g, scale, log)
+    return dx
+
+
+def unit_column_stride(x: Tensor) -> Tensor:
+    """x as the kernels read it: a matrix with column stride 1 as it is, anything else contiguous, copied if necessary."""
+    return x if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)  # 4 us faster than torch.empty
+
+
+_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch, _fake)
+_softmax_backward = raw_op(
+    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor", 2, _launch_backward, _fake
+)
+
+# ---- autograd
 
 
 def _run(x: Tensor, scale: float, log: bool, forward: str, backward: str) -> Tensor:
-    x = _side_by_side(x)
+    x = unit_column_stride(x)
     if watched(x):
         return _apply(x, scale, log, forward, backward)
     return _softmax(x, scale, log, forward)
@@ -146,33 +187,33 @@ class _Softmax(Differentiable):
     @staticmethod
     def setup_context(ctx, inputs, output):
         _, scale, log, _, backward = inputs
-        ctx.rest = scale, log, backward
+        ctx.options = scale, log, backward
         save(ctx, output)
 
     @staticmethod
     def backward(ctx, g):
         (y,) = ctx.saved_tensors
-        return _gradient(y, g, *ctx.rest), None, None, None, None
+        return _gradient(y, g, *ctx.options), None, None, None, None
 
     @staticmethod
     def tangent(ctx, dx, *_):
-        """Softmax's Jacobian is symmetric: its product with a tangent is that with a gradient."""
-        (y,), (scale, log, _) = ctx.saved_tensors, ctx.rest
+        """Softmax's Jacobian is symmetric, so its product with a tangent equals its product with a gradient."""
+        (y,), (scale, log, _) = ctx.saved_tensors, ctx.options
         if not log:
-            return _gradient(y, dx, *ctx.rest)
+            return _gradient(y, dx, *ctx.options)
         d = dx.to(wide(y))
         return (scale * (d - (y.to(wide(y)).exp() * d).sum(1, keepdim=True))).to(y.dtype)
 
     @staticmethod
     def batch(info, in_dims, x, *rest):
-        x = x.movedim(in_dims[0], 0)
-        return _apply(x.flatten(0, 1), *rest).view(x.shape), 0
+        shape, merged = merge_batch(info, in_dims, x)
+        return _apply(*merged, *rest).unflatten(0, shape), 0
 
     @staticmethod
     def recorded(ctx, x, scale, log, forward, backward):
         y = _softmax(x, scale, log, forward)
         ctx.save_for_backward(y)
-        ctx.rest = scale, log, backward
+        ctx.options = scale, log, backward
         return y
 
 
@@ -188,7 +229,7 @@ class _SoftmaxBackward(Differentiable):
 
     @staticmethod
     def backward(ctx, d):
-        """By torch's operations, so that they can be differentiated again; and so is the tangent."""
+        """In torch's operations, so that the result can be differentiated again. So is `tangent`."""
         (y, g), scale = ctx.saved_tensors, ctx.scale
         wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
         if ctx.log:
@@ -212,69 +253,28 @@ class _SoftmaxBackward(Differentiable):
 
     @staticmethod
     def batch(info, in_dims, y, g, *rest):
-        y, g = (batched(t, dim, info.batch_size) for t, dim in ((y, in_dims[0]), (g, in_dims[1])))
-        return _apply_backward(y.flatten(0, 1), g.flatten(0, 1), *rest).view(y.shape), 0
+        shape, merged = merge_batch(info, in_dims, y, g)
+        return _apply_backward(*merged, *rest).unflatten(0, shape), 0
 
 
-def _gradient(y: Tensor, g: Tensor, *rest: Any) -> Tensor:
-    return _apply_backward(y, g, *rest) if watched(y, g) else _softmax_backward(y, g, *rest)
+def merge_batch(info: Any, in_dims: Sequence[int | None], *tensors: Tensor | None) -> tuple[torch.Size, list[Tensor | None]]:
+    """For vmap rules: the tensors with the batch merged into the first dimension, and the two sizes that were merged."""
+    full = [t if t is None else batched(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False)]
+    assert full[0] is not None
+    return full[0].shape[:2], [t if t is None else t.flatten(0, 1) for t in full]
+
+
+def _gradient(y: Tensor, g: Tensor, *options: Any) -> Tensor:
+    return _apply_backward(y, g, *options) if watched(y, g) else _softmax_backward(y, g, *options)
 
 
 _apply, _apply_backward = apply_of(_Softmax), apply_of(_SoftmaxBackward)
 
-
-def _launch_softmax(x: Tensor, scale: float, log: bool, version: str) -> Tensor:
-    out = _fake_softmax(x, scale, log, version)
-    if not out.numel():
-        return out
-    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE:
-        return _launch_softmax(scaled(x, scale, 1), 1.0, log, version).to(x.dtype)
-    x = _side_by_side(x)
-    if x.ndim == 3:
-        ladder.inner(out, x, scale, log)
-    else:
-        _choose(log, version, x).forward(out, x, scale, log)
-    return out
-
-
-def _launch_softmax_backward(y: Tensor, g: Tensor, scale: float, log: bool, version: str) -> Tensor:
-    dx = _fake_softmax(y)
-    if not dx.numel():
-        return dx
-    if not LEAST_SCALE <= abs(scale) <= MOST_SCALE and y.dtype != torch.float64:
-        return _launch_softmax_backward(y.double(), g.double(), scale, log, version).to(y.dtype)
-    y, g = y.contiguous(), _side_by_side(g.resolve_neg())
-    if y.ndim == 3:
-        ladder.inner_backward(dx, y, g, scale, log)
-    else:
-        _choose(log, version, y).backward(dx, y, g, scale, log)
-    return dx
-
-
-def _choose(log: bool, version: str, x: Tensor) -> Any:
-    return choose("log_softmax" if log else "softmax", version, x.get_device())
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    """x as the kernels read it, copied if it must be."""
-    return x if x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) else x.contiguous()
-
-
-def _fake_softmax(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)  # 4 us faster than torch.empty with the same
-
-
-_softmax = raw_op("_softmax(Tensor x, float scale, bool log, str version) -> Tensor", 1, _launch_softmax, _fake_softmax)
-_softmax_backward = raw_op(
-    "_softmax_backward(Tensor y, Tensor g, float scale, bool log, str version) -> Tensor", 2, _launch_softmax_backward, _fake_softmax
-)
-
-# ---- what the tools know
+# ---- for the tools
 
 
 def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    rows, columns = dims
-    return (torch.randn(rows, columns, dtype=dtype, device=device),)
+    return (torch.randn(*dims, dtype=dtype, device=device),)
 
 
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
@@ -282,41 +282,20 @@ def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     return {"fwd": Cost(2 * n * itemsize, 4 * n), "bwd": Cost(3 * n * itemsize, 4 * n)}
 
 
-def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    (x,), g = inputs, douts[0].abs()
-    y = torch.softmax(x, -1)
-    return y, y * (g + (y * g).sum(-1, keepdim=True))
+def _magnitude(op: str, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    y, g = getattr(torch, op)(*inputs, -1), douts[0].abs()
+    return (y, g + y.exp() * g.sum(-1, keepdim=True)) if op == "log_softmax" else (y, y * (g + (y * g).sum(-1, keepdim=True)))
 
 
-def _log_magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    (x,), g = inputs, douts[0].abs()
-    y = torch.log_softmax(x, -1)
-    return y, g + y.exp() * g.sum(-1, keepdim=True)
-
-
-def _register(name: str, function: Callable[..., Tensor], reference: Callable[..., Tensor]) -> None:
+for _name, _function in (("softmax", softmax), ("log_softmax", log_softmax)):
     register(
         Op(
-            name=name,
-            stem="softmax",
-            variants=row_counts,
-            function=function,
-            reference=reference,
-            versions=_TABLES[name],
-            dtypes=checks.FLOATS,
-            dims="ROWS COLUMNS",
+            name=_name, stem="softmax", variants=row_counts, function=_function, reference=partial(_reference, _name),
+            versions=_TABLES[_name], dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=_make, inputs=("x",), cost=_cost, bound="memory",
+            magnitude=partial(_magnitude, _name),
             check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (3, 40_000), (5, 50_257)),
             sim_dims=((1, 1), (5, 67), (2, 300)),
             bench_dims=((8192, 1024), (8192, 4096), (8192, 16384), (4096, 50304), (1024, 131072)),
-            make=_make,
-            inputs=("x",),
-            cost=_cost,
-            bound="memory",
-            roundings=4,  # of the sums over a row, which v1 to v4 make in longer chains than torch does
-            magnitude=_log_magnitude if name == "log_softmax" else _magnitude,
+            roundings=4,  # sums over a row: v1 to v4 add in longer chains than torch
         )
-    )
-
-
-_register("softmax", softmax, reference_softmax)
-_register("log_softmax", log_softmax, reference_log_softmax)
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""v6 to v11 of softmax, which hold a row on chip and read it once: which kernel takes a problem, and its launch."""
+"""v6 to v11 of softmax, which keep a row on chip and read it once: which kernel takes a problem, and how it is launched."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -12,104 +12,107 @@ from cukern.runtime.kernel import Kernel, Template
 
 
 class Problem(NamedTuple):
-    """All that a launch depends on, but for where its tensors are."""
+    """Everything that a launch depends on, except the tensors' addresses."""
 
     rows: int
     columns: int
-    row: int  # from one row of x, or of g, to the next, in elements
+    row_stride: int  # of x, or of g, in elements
     scale: float
     log: bool
     backward: bool
     dtype: torch.dtype
     device: torch.device
-    number: int  # of the device
-    begin: int  # bytes that the output begins past a multiple of 16
-    apart: int  # the bits in which inputs begin at other such distances
+    device_index: int
+    misalignment: int  # address of the output modulo 16 bytes
+    differing_bits: int  # the address bits below 16 in which any input differs from the output
 
     @property
     def vectors(self) -> int:
         return plan.vectors_of(self.columns, self.dtype.itemsize)
 
     @property
-    def alike(self) -> bool:
-        """Whether a row begins as far past a multiple of 16 bytes in all tensors."""
-        steps = (self.columns - self.row) * self.dtype.itemsize if self.rows > 1 else 0
-        return not (self.apart | steps) % plan.VECTOR_BYTES
+    def same_alignment(self) -> bool:
+        """True if each row has the same address modulo 16 bytes in all tensors."""
+        steps = (self.columns - self.row_stride) * self.dtype.itemsize if self.rows > 1 else 0
+        return not (self.differing_bits | steps) % plan.VECTOR_BYTES
 
     @property
     def exact(self) -> bool:
-        """Whether all rows begin at such multiples, and are whole vectors; nor is a logarithm wanted: so few kernels are compiled."""
-        return self.alike and not self.log and not (self.begin | self.columns * self.dtype.itemsize) % plan.VECTOR_BYTES
+        """True if all rows are aligned to 16 bytes and are whole vectors. False for log_softmax, so that fewer kernels are compiled."""
+        row_bytes = self.columns * self.dtype.itemsize
+        return self.same_alignment and not self.log and not (self.misalignment | row_bytes) % plan.VECTOR_BYTES
 
     @property
     def has_tails(self) -> bool:
-        """Whether there is something behind a warp's vectors in shared memory (row_storage.cuh)."""
-        return not self.alike and self.dtype.itemsize == 2
+        """True if each warp has an extra slot behind its vectors in shared memory (row_storage.cuh)."""
+        return not self.same_alignment and self.dtype.itemsize == 2
 
     @property
-    def memory(self) -> int:
-        """Bytes of a multiprocessor's shared memory that are left for vectors."""
-        shared = device_of(self.number).shared_bytes
-        return shared // (plan.SLOTS_A_TAIL + 1) * plan.SLOTS_A_TAIL if self.has_tails else shared
+    def shared_bytes(self) -> int:
+        """Shared memory of an SM that is available for vectors, in bytes."""
+        shared = device_of(self.device_index).shared_bytes
+        return shared // (plan.SLOTS_PER_TAIL + 1) * plan.SLOTS_PER_TAIL if self.has_tails else shared
 
     def with_tails(self, shared: int) -> int:
-        return shared + shared // plan.SLOTS_A_TAIL if self.has_tails else shared
+        return shared + shared // plan.SLOTS_PER_TAIL if self.has_tails else shared
 
 
-Run = Callable[[tuple[int, ...]], None]  # launches on the pointers of the output and of the inputs
-Way = Callable[[Problem], "Run | None"]
-Key = tuple[int, ...]  # template arguments, between the dtype and those of KINDS
-KINDS = (False, False), (True, False), (False, True)  # EXACT, LOG
+Run = Callable[[tuple[int, ...]], None]  # launches with the addresses of the output and of the inputs
+Method = Callable[[Problem], "Run | None"]  # None: the method cannot take the problem
+Key = tuple[int, ...]  # the template arguments between the dtype and (EXACT, LOG)
+Keys = Callable[[bool, bool], Iterable[Key]]  # of (backward, exact)
+EXACT_LOG = (False, False), (True, False), (False, True)
 
 
-def _two(name: str) -> tuple[Template, Template]:
+def _pair(name: str) -> tuple[Template, Template]:
     return Template("softmax/softmax.cu", f"softmax_{name}", pdl=True), Template("softmax/softmax.cu", f"softmax_{name}_bwd", pdl=True)
 
 
-_V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_two(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9", "v10"))
+_V6, _V7, _SCAN, _WRITE, _V8, _V9, _V10 = (_pair(name) for name in ("v6", "v7", "v7_scan", "v7_write", "v8", "v9", "v10"))
 _V11_BWD = Template("softmax/softmax.cu", "softmax_v11_bwd", together=True)
 
 
 @cached(4096)
-def first(ways: tuple[Way, ...], problem: Problem) -> Run | None:
-    """The first way that holds a row on chip, if there is one."""
-    return next(filter(None, (way(problem) for way in ways)), None)
+def first(methods: tuple[Method, ...], problem: Problem) -> Run | None:
+    """The launch by the first method that can take the problem, or None."""
+    return next(filter(None, (method(problem) for method in methods)), None)
 
 
 def in_a_warp(p: Problem) -> Run | None:
-    """v6. None where a row is too long for it, as of the others."""
-    team = plan.warp_team(p.vectors, p.dtype.itemsize, p.exact, plan.WARP_VECTORS[p.dtype.itemsize])
-    if team is None:
+    """v6: lanes of a warp keep a row in registers."""
+    group = plan.warp_group(p.vectors, p.dtype.itemsize, p.exact, plan.WARP_VECTORS[p.dtype.itemsize])
+    if group is None:
         return None
-    blocks = -(-p.rows // (plan.WARP_BLOCK // team.width))
+    blocks = -(-p.rows // (plan.WARP_BLOCK // group.width))
     if blocks > plan.MOST_BLOCKS:
         return None
-    return _launch(_kernel(_V6, p, warp_key(team)), (blocks, 1, 1), plan.WARP_BLOCK, 0, p.rows, p.columns, p.row, team.width, p.scale)
+    numbers = p.rows, p.columns, p.row_stride, group.width, p.scale
+    return _launch(_kernel(_V6, p, warp_key(group)), blocks, plan.WARP_BLOCK, 0, *numbers)
 
 
 def in_a_block(p: Problem) -> Run | None:
-    """v7, of rows in registers."""
+    """v7: a thread block keeps a row in registers."""
     shape = plan.block_shape(p.vectors, plan.SHAPES[p.backward][p.dtype.itemsize])
     if shape is None or p.rows > plan.MOST_BLOCKS:
         return None
-    kernel = _kernel(_V7, p, _shape_key(shape))
+    kernel = _kernel(_V7, p, shape)
     if p.backward:
-        return _launch(kernel, (p.rows, 1, 1), shape.threads, 0, p.columns, p.row, p.scale)
-    beside = plan.rows_a_block(shape)
-    return _launch(kernel, (-(-p.rows // beside), 1, 1), beside * shape.threads, 0, p.rows, p.columns, p.row, p.scale)
+        return _launch(kernel, p.rows, shape.threads, 0, p.columns, p.row_stride, p.scale)
+    rows = 2 if shape.threads == 64 else 1  # per block
+    return _launch(kernel, -(-p.rows // rows), rows * shape.threads, 0, p.rows, p.columns, p.row_stride, p.scale)
 
 
 def in_pieces(p: Problem) -> Run | None:
-    """v7, of a few long rows: in two launches. None where there are enough rows for all of the GPU."""
-    pieces = plan.pieces(p.rows, p.vectors, device_of(p.number).sms)
+    """v7 for a few long rows: several blocks share each row, in two launches. None if there are enough rows to fill the GPU."""
+    pieces = plan.pieces(p.rows, p.vectors, device_of(p.device_index).sms)
     width = plan.VECTOR_BYTES // p.dtype.itemsize
     length = width * -(-p.columns // (width * pieces))
     pieces = -(-p.columns // length)
     if pieces == 1 or p.rows * pieces > plan.MOST_BLOCKS:
         return None
     grid, block = (p.rows * pieces, 1, 1), (plan.LOOP_THREADS, 1, 1)
-    numbers = p.columns, p.row, pieces, length, p.scale, p.log
-    scan, write = (both[p.backward][p.dtype].on(p.number) for both in (_SCAN, _WRITE))
+    numbers = p.columns, p.row_stride, pieces, length, p.scale, p.log
+    scan, write = (templates[p.backward][p.dtype].on(p.device_index) for templates in (_SCAN, _WRITE))
 
     def run(pointers: tuple[int, ...]) -> None:
         parts = torch.empty((p.rows, pieces, 1 if p.backward else 2), dtype=torch.float64, device=p.device)
@@ -120,139 +123,124 @@ def in_pieces(p: Problem) -> Run | None:
 
 
 def in_shared_memory(p: Problem, blocks: int = 1) -> Run | None:
-    """v8."""
-    found = plan.block_hold(p.vectors, p.dtype.itemsize, p.memory, p.backward, blocks)
-    return _launch_held(_V8, p, found, _shape_key(found.shape)) if found else None
+    """v8: a thread block keeps a row in registers and shared memory; an SM must have room for `blocks` of them."""
+    storage = plan.block_storage(p.vectors, p.dtype.itemsize, p.shared_bytes, p.backward, blocks)
+    return _launch_storage(_V8, p, storage, storage.shape) if storage else None
 
 
-def beside_another(p: Problem) -> Run | None:
-    """v8; but of more rows than multiprocessors only where one holds two of their blocks: else a cluster is faster."""
-    return in_shared_memory(p, 2 if p.rows > device_of(p.number).sms else 1)
+def two_per_sm(p: Problem) -> Run | None:
+    """v8. With more rows than SMs, an SM must have room for two blocks: otherwise a cluster is faster."""
+    return in_shared_memory(p, 2 if p.rows > device_of(p.device_index).sms else 1)
 
 
 def in_a_cluster(p: Problem) -> Run | None:
-    """v9."""
-    found = plan.cluster_hold(*numbers(p))
-    return _launch_held(_V9, p, found, _shape_key(found.shape, found.size)) if found else None
+    """v9: a cluster keeps a row."""
+    storage = plan.cluster_storage(*numbers(p))
+    return _launch_storage(_V9, p, storage, (*storage.shape, storage.size)) if storage else None
 
 
-def of_few_rows(p: Problem) -> Run | None:
-    """The same of long rows that a block could hold, but that are few enough for the largest clusters."""
-    few = p.rows * plan.CLUSTER_SIZES[-1] <= device_of(p.number).sms and p.vectors >= plan.LEAST_SHARED
+def few_rows(p: Problem) -> Run | None:
+    """v9 or v10 for long rows that a block could keep, if there are few enough for the largest clusters."""
+    few = p.rows * plan.CLUSTER_SIZES[-1] <= device_of(p.device_index).sms and p.vectors >= plan.LEAST_SHARED
     return in_several_blocks(p) if few else None
 
 
 def in_several_blocks(p: Problem) -> Run | None:
-    """v10; or v9, which is faster, where a cluster holds a row."""
-    return in_a_cluster(p) or in_a_crowd(p)
+    """v9 if a cluster can keep a row, because it is faster; else v10."""
+    return in_a_cluster(p) or in_many_blocks(p)
 
 
-def in_a_crowd(p: Problem) -> Run | None:
-    found = plan.crowd_hold(*numbers(p))
-    if found is None:
+def in_many_blocks(p: Problem) -> Run | None:
+    """v10: as many blocks as needed keep a row."""
+    storage = plan.many_blocks_storage(*numbers(p))
+    if storage is None:
         return None
-    grid, block = (p.rows * found.size, 1, 1), (found.shape.threads, 1, 1)
-    rest, shared = (found.size, p.columns, p.row, p.scale), p.with_tails(found.shared)
-    kernel = _kernel(_V10, p, _shape_key(found.shape))
-
-    def run(pointers: tuple[int, ...]) -> None:
-        board = torch.zeros(p.rows * found.size, dtype=torch.int64, device=p.device)
-        kernel(grid, block, shared, *pointers, board.data_ptr(), *rest)
-
-    return run
+    return _launch_with_mailbox(
+        _kernel(_V10, p, storage.shape), p, p.rows * storage.size, storage.shape.threads, p.with_tails(storage.shared),
+        p.rows * storage.size, storage.size, p.columns, p.row_stride, p.scale,
+    )  # fmt: skip
 
 
 def in_step(p: Problem) -> Run | None:
-    """v11, backward of many long rows that are whole vectors."""
-    sms = device_of(p.number).sms
-    shape = plan.steps_shape(p.rows, p.vectors, p.memory, sms)
+    """v11: all blocks of the GPU share each row, backward; for many long rows of whole vectors."""
+    sms = device_of(p.device_index).sms
+    shape = plan.steps_shape(p.rows, p.vectors, p.shared_bytes, sms)
     if not p.backward or not p.exact or shape is None or p.dtype.itemsize > 4:
         return None
-    grid, block, shared = (sms * shape.blocks, 1, 1), (shape.threads, 1, 1), plan.steps_shared(shape)
-    kernel, rest = _V11_BWD[p.dtype, shape.threads, shape.blocks].on(p.number), (p.rows, p.columns, p.row, p.scale)
-
-    def run(pointers: tuple[int, ...]) -> None:
-        board = torch.zeros(p.rows * sms, dtype=torch.int64, device=p.device)
-        kernel(grid, block, shared, *pointers, board.data_ptr(), *rest)
-
-    return run
+    kernel = _V11_BWD[p.dtype, shape.threads, shape.blocks].on(p.device_index)
+    numbers = p.rows, p.columns, p.row_stride, p.scale
+    return _launch_with_mailbox(kernel, p, sms * shape.blocks, shape.threads, plan.steps_shared(shape), p.rows * sms, *numbers)
 
 
 def numbers(p: Problem) -> tuple[int, int, int, int, int, bool, bool]:
-    return p.rows, p.vectors, p.dtype.itemsize, p.memory, device_of(p.number).sms, p.backward, p.exact
+    """The arguments of plan.cluster_storage and plan.many_blocks_storage."""
+    return p.rows, p.vectors, p.dtype.itemsize, p.shared_bytes, device_of(p.device_index).sms, p.backward, p.exact
 
 
-def _launch_held(templates: tuple[Template, Template], p: Problem, held: plan.Hold, key: Key) -> Run | None:
-    if p.rows * held.size > plan.MOST_BLOCKS:
+def _launch_storage(templates: tuple[Template, Template], p: Problem, storage: plan.Storage, key: Key) -> Run | None:
+    blocks = p.rows * storage.size
+    if blocks > plan.MOST_BLOCKS:
         return None
-    grid, numbers = (p.rows * held.size, 1, 1), (p.columns, p.row, p.scale)
-    return _launch(_kernel(templates, p, key), grid, held.shape.threads, p.with_tails(held.shared), *numbers)
+    shared = p.with_tails(storage.shared)
+    return _launch(_kernel(templates, p, key), blocks, storage.shape.threads, shared, p.columns, p.row_stride, p.scale)
 
 
-def _launch(kernel: backend.Launch, grid: backend.Dim, threads: int, shared: int, *numbers: float) -> Run:
-    block = (threads, 1, 1)
+def _launch(kernel: backend.Launch, blocks: int, threads: int, shared: int, *numbers: float) -> Run:
+    grid, block = (blocks, 1, 1), (threads, 1, 1)
+    return lambda pointers: kernel(grid, block, shared, *pointers, *numbers)
+
+
+def _launch_with_mailbox(kernel: backend.Launch, p: Problem, blocks: int, threads: int, shared: int, words: int, *numbers: float) -> Run:
+    """Blocks exchange partial results through a mailbox: zeroed 64-bit words in global memory."""
+    grid, block = (blocks, 1, 1), (threads, 1, 1)
 
     def run(pointers: tuple[int, ...]) -> None:
-        kernel(grid, block, shared, *pointers, *numbers)
+        mailbox = torch.zeros(words, dtype=torch.int64, device=p.device)
+        kernel(grid, block, shared, *pointers, mailbox.data_ptr(), *numbers)
 
     return run
 
 
 def _kernel(templates: tuple[Template, Template], p: Problem, key: Key) -> backend.Launch:
-    whole = (p.dtype, *key, p.exact, p.log)
-    return templates[p.backward][whole].on(p.number)
+    arguments = (p.dtype, *key, p.exact, p.log)
+    return templates[p.backward][arguments].on(p.device_index)
 
 
-def warp_key(team: plan.Team) -> Key:
-    return team.vectors, 32 if team.width == 32 and team.vectors > 1 else 0
+def warp_key(group: plan.WarpGroup) -> Key:
+    return group.vectors, 32 if group.width == 32 and group.vectors > 1 else 0
 
 
 def warp_keys(options: Iterable[int]) -> list[Key]:
-    """All that warp_key may be."""
+    """All values of warp_key."""
     return [(v, width) for v in options for width in (0, 32) if v > 1 or not width]
 
 
-def _shape_key(shape: plan.Shape, size: int = 1) -> Key:
-    """Of a shape, and of a cluster of `size`."""
-    return shape if size == 1 else (*shape, size)
+# ---- the kernels that each version may launch, without those of the version before it
 
 
-# ---- the kernels that each may launch, beyond those of the version before
+def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Keys) -> list[Kernel]:
+    found = [(backward, (dtype, *key, *flags)) for backward in (False, True) for flags in EXACT_LOG for key in keys(backward, flags[0])]
+    return [templates[backward][arguments] for backward, arguments in dict.fromkeys(found)]
 
 
-def _instances(templates: tuple[Template, Template], dtype: torch.dtype, keys: Callable[[bool, bool], Iterable[Key]]) -> list[Kernel]:
-    """`keys` of a backward or not, of exact rows or not."""
-    whole = [(backward, (dtype, *key, *kind)) for backward in (False, True) for kind in KINDS for key in keys(backward, kind[0])]
-    return [templates[backward][key] for backward, key in dict.fromkeys(whole)]
+def _shared_keys(shapes: tuple[plan.Shapes, plan.Shapes], itemsize: int, sizes: Iterable[tuple[int, ...]] = ((),)) -> Keys:
+    """The keys of v9 and v10: shapes for blocks that share rows, and for v9 the sizes of clusters."""
 
-
-def v6_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V6, dtype, lambda *_: warp_keys(plan.WARP_VECTORS[dtype.itemsize]))
-
-
-def v7_instances(dtype: torch.dtype) -> list[Kernel]:
-    held = _instances(_V7, dtype, lambda backward, _: [_shape_key(s) for s in plan.SHAPES[backward][dtype.itemsize]])
-    return [*held, *(template[dtype] for template in (*_SCAN, *_WRITE))]
-
-
-def v8_instances(dtype: torch.dtype) -> list[Kernel]:
-    return _instances(_V8, dtype, lambda backward, _: [_shape_key(s) for s in plan.HOLDS[backward][dtype.itemsize]])
-
-
-def v9_instances(dtype: torch.dtype) -> list[Kernel]:
     def keys(backward: bool, exact: bool) -> list[Key]:
-        shapes = [plan.of_rows(s, dtype.itemsize, backward, exact) for s in plan.CLUSTERS[backward][dtype.itemsize]]
-        return [_shape_key(s, size) for s in shapes for size in plan.CLUSTER_SIZES]
+        found = [plan.shape_for_shared_rows(s, itemsize, backward, exact) for s in shapes[backward][itemsize]]
+        return [(*shape, *size) for shape in found for size in sizes]
 
-    return _instances(_V9, dtype, keys)
-
-
-def v10_instances(dtype: torch.dtype) -> list[Kernel]:
-    def keys(backward: bool, exact: bool) -> list[Key]:
-        return [_shape_key(plan.of_rows(s, dtype.itemsize, backward, exact)) for s in plan.CROWDS[backward][dtype.itemsize]]
-
-    return _instances(_V10, dtype, keys)
+    return keys
 
 
-def v11_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [_V11_BWD[dtype, s.threads, s.blocks] for s in plan.STEPS] if dtype.itemsize <= 4 else []
+INSTANCES: tuple[Callable[[torch.dtype], list[Kernel]], ...] = (  # of v6 to v11
+    lambda dtype: _instances(_V6, dtype, lambda *_: warp_keys(plan.WARP_VECTORS[dtype.itemsize])),
+    lambda dtype: [
+        *_instances(_V7, dtype, lambda backward, _: plan.SHAPES[backward][dtype.itemsize]),
+        *(template[dtype] for template in (*_SCAN, *_WRITE)),
+    ],
+    lambda dtype: _instances(_V8, dtype, lambda backward, _: plan.BLOCKS[backward][dtype.itemsize]),
+    lambda dtype: _instances(_V9, dtype, _shared_keys(plan.CLUSTERS, dtype.itemsize, [(size,) for size in plan.CLUSTER_SIZES])),
+    lambda dtype: _instances(_V10, dtype, _shared_keys(plan.MANY_BLOCKS, dtype.itemsize)),
+    lambda dtype: [_V11_BWD[dtype, s.threads, s.blocks] for s in plan.STEPS] if dtype.itemsize <= 4 else [],
+)

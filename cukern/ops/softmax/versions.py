@@ -1,173 +1,125 @@
-"""The ladder of softmax: for each version how its kernels are launched, and the table that the tools and the public functions use.
+"""The versions of softmax: how each launches its kernels, and the table that the tools and the public functions use.
 
-Each rung is `forward(out, x, scale, log)` and `backward(dx, y, g, scale, log)`: x and g are (rows, columns) with columns side by side and
-rows any stride apart; out, dx and y are contiguous. `log`: the logarithm of the softmax, from v5 on.
+Each version has `forward(out, x, scale, log)` and `backward(dx, y, g, scale, log)`. x and g are (rows, columns) with a column stride of 1
+and any row stride; out, dx and y are contiguous. `log` selects log_softmax, from v5 on.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cukern.ops.softmax import plan, row_storage
-from cukern.runtime import backend
+from cukern.ops.softmax import plan
+from cukern.ops.softmax import row_storage as rs
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
 
-_V1, _V2, _V3, _V4, _V5 = (Template("softmax/softmax.cu", f"softmax_v{i}") for i in range(1, 6))
-_V1_BWD, _V2_BWD, _V3_BWD, _V4_BWD, _V5_BWD = (Template("softmax/softmax.cu", f"softmax_v{i}_bwd") for i in range(1, 6))
-_INNER, _INNER_BWD = Template("softmax/softmax.cu", "softmax_inner"), Template("softmax/softmax.cu", "softmax_inner_bwd")
-
+_V1, _V2, _V3, _V4, _V5 = ([Template("softmax/softmax.cu", f"softmax_v{i}{bwd}") for bwd in ("", "_bwd")] for i in range(1, 6))
+_INNER = [Template("softmax/softmax.cu", f"softmax_inner{bwd}") for bwd in ("", "_bwd")]
 _BLOCK = (plan.LOOP_THREADS, 1, 1)
-GROUP = 32  # rows that a block of v2's backward takes
+GROUP = 32  # rows per thread block of v2's backward
 
-Forward = Callable[[Tensor, Tensor, float, bool], None]
-Backward = Callable[[Tensor, Tensor, Tensor, float, bool], None]
-
-
-def _grid(threads: int) -> backend.Dim:
-    return (-(-threads // plan.LOOP_THREADS), 1, 1)
+Launch = Callable[..., None]  # (out, x, scale, log) or (dx, y, g, scale, log)
+Blocks = Callable[[int, int], int]  # the grid, from the rows and columns
 
 
-def _pointers(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(t.data_ptr() for t in tensors)
+def _blocks(threads: int) -> int:
+    return -(-threads // plan.LOOP_THREADS)
 
 
-def inner(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-    """Forward along the middle of three dimensions, all contiguous."""
-    outer, columns, within = x.shape
-    rows, launch = outer * within, _INNER[x.dtype].on(x.get_device())
-    launch(_grid(rows), _BLOCK, 0, *_pointers(out, x), rows, columns, within, scale, log)
+def inner(*arguments: Any) -> None:
+    """Forward, or backward with (dx, y, g, scale, log), along the middle dimension of contiguous three-dimensional tensors."""
+    *tensors, scale, log = arguments
+    outer, columns, within = tensors[0].shape
+    launch = _INNER[len(tensors) - 2][tensors[0].dtype].on(tensors[0].get_device())
+    rows = outer * within
+    launch((_blocks(rows), 1, 1), _BLOCK, 0, *(t.data_ptr() for t in tensors), rows, columns, within, scale, log)
 
 
-def inner_backward(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-    outer, columns, within = y.shape
-    rows, launch = outer * within, _INNER_BWD[y.dtype].on(y.get_device())
-    launch(_grid(rows), _BLOCK, 0, *_pointers(dx, y, g), rows, columns, within, scale, log)
+def _loop(template: Template, blocks: Blocks, *numbers: int, has_log: bool = False) -> Launch:
+    """v1 to v5, forward or backward. `numbers` are the kernel's arguments before the scale."""
+
+    def launch(*arguments: Any) -> None:
+        *tensors, scale, log = arguments
+        (rows, columns), last = tensors[0].shape, tensors[-1]
+        grid, rest = (blocks(rows, columns), 1, 1), (scale, log) if has_log else (scale,)
+        pointers = (t.data_ptr() for t in tensors)
+        template[tensors[0].dtype].on(last.get_device())(grid, _BLOCK, 0, *pointers, rows, columns, last.stride(0), *numbers, *rest)
+
+    return launch
 
 
-def _v1(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-    rows, columns = x.shape
-    _V1[x.dtype].on(x.get_device())(_grid(rows), _BLOCK, 0, *_pointers(out, x), rows, columns, x.stride(0), scale)
+def _one_per_row(rows: int, columns: int) -> int:
+    return min(rows, plan.MOST_BLOCKS)
 
 
-def _block_a_row(template: Template) -> Forward:
-    """v2 to v4."""
+def _columns_of_each_row(rows: int, columns: int) -> int:
+    return _blocks(columns) * rows
+
+
+def _instances(templates: Iterable[Template], on_chip: int = 0) -> Callable[[torch.dtype], Iterable[Kernel]]:
+    """The kernels of a version: `templates`, those for another dimension, and the first `on_chip` entries of rs.INSTANCES."""
+    return lambda dtype: [*(t[dtype] for t in (*templates, *_INNER)), *(k for new in rs.INSTANCES[:on_chip] for k in new(dtype))]
+
+
+def _loop_version(
+    idea: str, templates: list[Template], blocks: Blocks, bwd_blocks: Blocks, *numbers: int, has_log: bool = False
+) -> Version:
+    forward, backward = _loop(templates[0], blocks, has_log=has_log), _loop(templates[1], bwd_blocks, *numbers, has_log=has_log)
+    return Version(idea, forward, backward, _instances(templates))
+
+
+_V5_VERSION = _loop_version("16-byte vectors, online softmax; backward by a dot product", _V5, _one_per_row, _one_per_row, has_log=True)
+
+# ---- v6 to v11: the first method that can keep a row on chip, else v5
+
+_METHODS: dict[str, tuple[rs.Method, ...]] = {
+    "v6": (rs.in_a_warp,),
+    "v7": (rs.in_a_warp, rs.in_a_block, rs.in_pieces),
+    "v8": (rs.in_a_warp, rs.in_a_block, rs.in_shared_memory, rs.in_pieces),
+    "v9": (rs.in_a_warp, rs.in_a_block, rs.two_per_sm, rs.in_a_cluster, rs.in_pieces),
+    "v10": (rs.in_a_warp, rs.in_a_block, rs.few_rows, rs.two_per_sm, rs.in_several_blocks, rs.in_pieces),
+    "v11": (rs.in_a_warp, rs.in_a_block, rs.few_rows, rs.two_per_sm, rs.in_step, rs.in_several_blocks, rs.in_pieces),
+}
+
+
+def _on_chip_version(number: int, idea: str, requires: int = 75) -> Version:
+    methods = _METHODS[f"v{number}"]
 
     def forward(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-        rows, columns = x.shape
-        grid = (min(rows, plan.MOST_BLOCKS), 1, 1)
-        template[x.dtype].on(x.get_device())(grid, _BLOCK, 0, *_pointers(out, x), rows, columns, x.stride(0), scale)
-
-    return forward
-
-
-def _v5(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-    rows, columns = x.shape
-    grid = (min(rows, plan.MOST_BLOCKS), 1, 1)
-    _V5[x.dtype].on(x.get_device())(grid, _BLOCK, 0, *_pointers(out, x), rows, columns, x.stride(0), scale, log)
-
-
-def _v1_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-    rows, columns = y.shape
-    _V1_BWD[y.dtype].on(y.get_device())(_grid(columns), _BLOCK, 0, *_pointers(dx, y, g), rows, columns, g.stride(0), scale)
-
-
-def _v2_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-    rows, columns = y.shape
-    grid = (_grid(columns)[0] * -(-rows // GROUP), 1, 1)
-    _V2_BWD[y.dtype].on(y.get_device())(grid, _BLOCK, 0, *_pointers(dx, y, g), rows, columns, g.stride(0), GROUP, scale)
-
-
-def _every_row(template: Template) -> Backward:
-    """v3 and v4."""
+        pointers = to, from_ = out.data_ptr(), x.data_ptr()
+        # A negative scale takes v5: comparing -x would cost these kernels one instruction per element and pass.
+        run = rs.first(methods, _problem(x, x.stride(0), scale, log, False, to, to ^ from_)) if scale >= 0 else None
+        run(pointers) if run else _V5_VERSION.forward(out, x, scale, log)
 
     def backward(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-        rows, columns = y.shape
-        grid = (_grid(columns)[0] * rows, 1, 1)
-        template[y.dtype].on(y.get_device())(grid, _BLOCK, 0, *_pointers(dx, y, g), rows, columns, g.stride(0), scale)
+        pointers = to, from_y, from_g = dx.data_ptr(), y.data_ptr(), g.data_ptr()
+        run = rs.first(methods, _problem(y, g.stride(0), scale, log, True, to, (to ^ from_y) | (to ^ from_g)))
+        run(pointers) if run else _V5_VERSION.backward(dx, y, g, scale, log)
 
-    return backward
-
-
-def _v5_bwd(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-    rows, columns = y.shape
-    grid = (min(rows, plan.MOST_BLOCKS), 1, 1)
-    _V5_BWD[y.dtype].on(y.get_device())(grid, _BLOCK, 0, *_pointers(dx, y, g), rows, columns, g.stride(0), scale, log)
+    return Version(idea, forward, backward, _instances(_V5, number - 5), requires)
 
 
-# ---- v6 to v11: the first way that holds a row on chip, else v5
-
-_V7 = row_storage.in_a_warp, row_storage.in_a_block, row_storage.in_pieces
-_V8 = row_storage.in_a_warp, row_storage.in_a_block, row_storage.in_shared_memory, row_storage.in_pieces
-_V9 = row_storage.in_a_warp, row_storage.in_a_block, row_storage.beside_another, row_storage.in_a_cluster, row_storage.in_pieces
-_V10 = (
-    row_storage.in_a_warp,
-    row_storage.in_a_block,
-    row_storage.of_few_rows,
-    row_storage.beside_another,
-    row_storage.in_several_blocks,
-    row_storage.in_pieces,
-)
-_V11 = (
-    row_storage.in_a_warp,
-    row_storage.in_a_block,
-    row_storage.of_few_rows,
-    row_storage.beside_another,
-    row_storage.in_step,
-    row_storage.in_several_blocks,
-    row_storage.in_pieces,
-)
-
-
-def _first(*ways: row_storage.Way) -> tuple[Forward, Backward]:
-    def forward(out: Tensor, x: Tensor, scale: float, log: bool) -> None:
-        at = to, from_ = out.data_ptr(), x.data_ptr()
-        # to compare -x instead of x would cost the kernels that hold a row an instruction an element and a pass
-        found = row_storage.first(ways, _problem(x, x.stride(0), scale, log, False, to, to ^ from_)) if scale >= 0 else None
-        found(at) if found else _v5(out, x, scale, log)
-
-    def backward(dx: Tensor, y: Tensor, g: Tensor, scale: float, log: bool) -> None:
-        at = to, *_ = dx.data_ptr(), y.data_ptr(), g.data_ptr()
-        found = row_storage.first(ways, _problem(y, g.stride(0), scale, log, True, to, (to ^ at[1]) | (to ^ at[2])))
-        found(at) if found else _v5_bwd(dx, y, g, scale, log)
-
-    return forward, backward
-
-
-def _problem(x: Tensor, row: int, scale: float, log: bool, backward: bool, to: int, apart: int) -> row_storage.Problem:
+def _problem(x: Tensor, row_stride: int, scale: float, log: bool, backward: bool, to: int, differing_bits: int) -> rs.Problem:
     rows, columns = x.shape
     low = plan.VECTOR_BYTES - 1
-    return row_storage.Problem(rows, columns, row, scale, log, backward, x.dtype, x.device, x.get_device(), to & low, apart & low)
+    return rs.Problem(rows, columns, row_stride, scale, log, backward, x.dtype, x.device, x.get_device(), to & low, differing_bits & low)
 
 
-def _instances(
-    *templates: Template, more: Iterable[Callable[[torch.dtype], list[Kernel]]] = ()
-) -> Callable[[torch.dtype], Iterable[Kernel]]:
-    return lambda dtype: [*(t[dtype] for t in (*templates, _INNER, _INNER_BWD)), *(k for some in more for k in some(dtype))]
-
-
-_HELD = (
-    row_storage.v6_instances,
-    row_storage.v7_instances,
-    row_storage.v8_instances,
-    row_storage.v9_instances,
-    row_storage.v10_instances,
-    row_storage.v11_instances,
-)
 VERSIONS = {
-    "v1": Version("a thread a row; backward a thread a column", _v1, _v1_bwd, _instances(_V1, _V1_BWD)),
-    "v2": Version("a block a row; backward groups of rows side by side", _block_a_row(_V2), _v2_bwd, _instances(_V2, _V2_BWD)),
-    "v3": Version(
-        "trees in shared memory; backward every row side by side", _block_a_row(_V3), _every_row(_V3_BWD), _instances(_V3, _V3_BWD)
+    "v1": _loop_version("one thread per row; backward one thread per column", _V1, lambda rows, _: _blocks(rows), lambda _, n: _blocks(n)),
+    "v2": _loop_version(
+        "one block per row; backward groups of rows in parallel", _V2, _one_per_row, lambda rows, n: _blocks(n) * -(-rows // GROUP), GROUP
     ),
-    "v4": Version("shuffles; backward rows in shared memory", _block_a_row(_V4), _every_row(_V4_BWD), _instances(_V4, _V4_BWD)),
-    "v5": Version("16-byte vectors, online; backward by a dot product", _v5, _v5_bwd, _instances(_V5, _V5_BWD)),
-    "v6": Version("short rows in the registers of a few lanes", *_first(row_storage.in_a_warp), _instances(_V5, _V5_BWD, more=_HELD[:1])),
-    "v7": Version("longer rows in the registers of a block", *_first(*_V7), _instances(_V5, _V5_BWD, more=_HELD[:2])),
-    "v8": Version("and in its shared memory", *_first(*_V8), _instances(_V5, _V5_BWD, more=_HELD[:3]), requires=80),
-    "v9": Version("and in that of a cluster of blocks", *_first(*_V9), _instances(_V5, _V5_BWD, more=_HELD[:4]), requires=90),
-    "v10": Version("and in that of as many blocks as a row needs", *_first(*_V10), _instances(_V5, _V5_BWD, more=_HELD[:5]), requires=90),
-    "v11": Version("backward of the longest in step", *_first(*_V11), _instances(_V5, _V5_BWD, more=_HELD), requires=90),
+    "v3": _loop_version("tree reductions in shared memory; backward all rows in parallel", _V3, _one_per_row, _columns_of_each_row),
+    "v4": _loop_version("warp shuffles; backward rows in shared memory", _V4, _one_per_row, _columns_of_each_row),
+    "v5": _V5_VERSION,
+    "v6": _on_chip_version(6, "short rows in the registers of a few lanes"),
+    "v7": _on_chip_version(7, "longer rows in the registers of a block"),
+    "v8": _on_chip_version(8, "and in its shared memory", 80),
+    "v9": _on_chip_version(9, "and in the shared memory of a cluster", 90),
+    "v10": _on_chip_version(10, "and in the shared memory of as many blocks as a row needs", 90),
+    "v11": _on_chip_version(11, "backward of the longest rows by all blocks, row after row", 90),
 }
 LOG_VERSIONS = {name: version for name, version in VERSIONS.items() if 5 <= int(name[1:]) <= 10}

@@ -1,4 +1,4 @@
-"""matmul and linear: what test_ops.py does not try: every layout, edges, batches, no copies, higher derivatives, refusals."""
+"""matmul and linear beyond test_ops.py: all layouts, edges, batches, no copies, higher derivatives, errors."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ SIZES = (1, 3, 8, 33, 130)
 
 
 def matrix(rows: int, columns: int, layout: str, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """A random matrix whose memory is laid out as the name says."""
+    """A random matrix with this memory layout."""
     if layout == "rows":
         return torch.randn(rows, columns, device=device, dtype=dtype)
     if layout == "columns":
@@ -55,7 +55,7 @@ def test_every_pair_of_layouts(device, version, dtype):
 
 @pytest.mark.parametrize("device, version", places("matmul"))
 def test_every_small_size(device, version):
-    """In the simulator every two sizes of a pair of m, n and k together, though not all three."""
+    """In the simulator all pairs of sizes for any two of m, n and k, but not all triples."""
     every = itertools.product(SIZES, SIZES, SIZES)
     pairs = ((m, n, SIZES[(i + j + 1) % len(SIZES)]) for (i, m), (j, n) in itertools.product(enumerate(SIZES), enumerate(SIZES)))
     for m, n, k in every if PLACE == "cuda" else pairs:
@@ -80,7 +80,7 @@ def test_the_plan_gives_every_tile_to_somebody(itemsize):
 
 @kernels
 def test_shapes_that_split_the_last_wave_of_tiles(device):
-    """And, where K is long, sums that start again: also those of a tile that several blocks share."""
+    """Also with K so long that sums are split into chains, and in tiles that several blocks share."""
     large = (257, 129, 5000), (3000, 1000, 777), (4097, 769, 300), (64, 64, 30011), (16, 20000, 40), (20000, 16, 40), (1, 1, 100003)
     small = (150, 70, 100), (20, 500, 40), (200, 50, 1000), (1, 1, 10003)
     for m, n, k in large if PLACE == "cuda" else small:
@@ -90,7 +90,7 @@ def test_shapes_that_split_the_last_wave_of_tiles(device):
 @gpu
 @pytest.mark.parametrize("m, n, k", [(4096, 4096, 4096), (4096, 3072, 768), (8192, 8192, 8192), (1000, 999, 10007)])
 def test_largest_error_is_at_most_twice_that_of_cublas(m, n, k):
-    """Also where cuBLAS cuts K into several sums, as it does for the gradients of a linear layer."""
+    """Also where cuBLAS splits K into several sums, as for the gradients of a linear layer."""
     for op, name in itertools.product((OPS["matmul"], OPS["linear"]), ("fwd", "bwd")):
         inputs = op.make((m, n, k), torch.float32, "cuda")
         with environment.float32_products():
@@ -155,7 +155,7 @@ def test_gradients_of_every_input_alone(device, version):
 @pytest.mark.parametrize("device, version", places("matmul"))
 def test_derivatives_of_every_order(device, version):
     inputs = [torch.randn(s, device=device, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 4), (5, 4), (5,))]
-    fast = PLACE == "sim"  # one random direction in place of each input's every element
+    fast = PLACE == "sim"  # one random direction instead of each element of the inputs
     assert torch.autograd.gradcheck(lambda *i: cukern.linear(*i, version=version), inputs, fast_mode=fast)
     assert torch.autograd.gradgradcheck(lambda *i: cukern.linear(*i, version=version), inputs, fast_mode=fast)
     inputs[1] = inputs[1].detach().t().requires_grad_()
@@ -164,7 +164,7 @@ def test_derivatives_of_every_order(device, version):
 
 @gpu
 def test_a_gradient_that_is_one_number_for_all():
-    """sum() hands back an expanded scalar: strides of zero."""
+    """The gradient of sum() is an expanded scalar, with stride 0."""
     x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((300, 40), (50, 40), (50,)))
     ours = torch.autograd.grad(cukern.linear(x, weight, bias).sum(), (x, weight, bias))
     theirs = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).sum(), (x, weight, bias))

@@ -1,7 +1,7 @@
-"""cukern.rope and rope_: the numbers, of every pairing, slice, table and dtype.
+"""cukern.rope and rope_: the results for all pairings, slices, tables and dtypes.
 
-Beside it: test_rope_memory.py has layouts and views, test_rope_positions.py positions and TransformerEngine's form, test_rope_in_torch.py
-autograd and compilation, test_rope_refusals.py what is refused.
+See test_rope_memory.py for layouts and views, test_rope_positions.py for positions and TransformerEngine's form, test_rope_in_torch.py for
+autograd and compilation, test_rope_refusals.py for errors.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ def tables(rows, width, device, dtype=torch.float32):
 
 
 def assert_right(actual, exact, what=""):
-    """Each element errs by at most twice what rounding it may, and the rounding of the larger terms that it is the difference of."""
+    """The error is at most one epsilon of each element, plus the rounding of the terms whose difference it is."""
     finest = torch.finfo(compute_dtype(actual.dtype)).eps
     allowed = torch.finfo(actual.dtype).eps * exact.abs() + finest * exact.abs().max()
-    wrong = ~((actual.double() - exact).abs() <= allowed)  # "not within", so that a NaN is wrong
+    wrong = ~((actual.double() - exact).abs() <= allowed)  # negated, so that NaN is wrong
     assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
 
 
@@ -40,7 +40,7 @@ def plain(device, positions=S):
 
 
 def both(x, cos, sin, device, version, **options):
-    """rope's and rope_'s result, which must be the same, bit for bit."""
+    """The result of rope, which must equal that of rope_ bit for bit."""
     out = cukern.rope(x, cos, sin, version=version, **options)
     copies = {**options, "k": options["k"].clone()} if "k" in options else options
     mine = x.clone()
@@ -54,7 +54,7 @@ def both(x, cos, sin, device, version, **options):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @PLACES
 def test_pairings_slices_and_tables(device, version, dtype):
-    """Every combination, on odd sizes, of queries and keys."""
+    """All combinations, with odd sizes, of queries and keys."""
     D = 11
     slices = ((6, 0), (6, 5), (10, 1), (2, 9))
     for interleaved, full, inverse, (rotary_dim, offset) in itertools.product((False, True), (False, True), (False, True), slices):
@@ -73,7 +73,7 @@ def test_pairings_slices_and_tables(device, version, dtype):
 
 @PLACES
 def test_slices_of_whole_vectors(device, version):
-    """What the fast versions read and copy in vectors: before, behind and around the slice, odd numbers of them too."""
+    """Slices that the fast versions process in vectors, with odd and even numbers of vectors to copy before and behind."""
     for dtype, interleaved, (rotary_dim, offset) in itertools.product(
         (torch.bfloat16, torch.float32), (False, True), ((16, 0), (16, 8), (16, 32), (32, 16), (48, 0), (8, 4))
     ):
@@ -85,7 +85,7 @@ def test_slices_of_whole_vectors(device, version):
 @pytest.mark.parametrize("head_dim", [2, 32, 64, 72, 96, 128, 256, 512])
 @PLACES
 def test_head_dims(device, version, head_dim):
-    """Even the vectors of the fast versions: bfloat16 and float32, both pairings."""
+    """Sizes with and without vectors for the fast versions: bfloat16 and float32, both pairings."""
     for dtype, interleaved in itertools.product((torch.bfloat16, torch.float32), (False, True)):
         q, k = (torch.randn(1, 3, heads, head_dim, device=device).to(dtype) for heads in (2, 1))
         cos, sin = tables(3, head_dim // 2, device)
@@ -95,9 +95,9 @@ def test_head_dims(device, version, head_dim):
 
 @PLACES
 def test_neighbouring_heads(device, version):
-    """What v3 takes two heads at a time: with all kinds of tables, tokens that are not rotated, blocks that are not full."""
+    """Pairs of heads, as in v3, with all kinds of tables, tokens that are not rotated, and partly filled blocks."""
     bounds, where = torch.tensor([2, 5, 9], dtype=torch.int32, device=device), [[-1, -1, 0, 1, 2, 0, 1, 2, 3, -1, -1]]
-    other = {torch.float32: torch.float64}  # of a table; else that of x
+    other = {torch.float32: torch.float64}  # the dtype of the tables; else that of x
     kinds = itertools.product(FLOATS[:3], (16, 64, 128), *[(False, True)] * 3)
     for dtype, width, full, inverse, interleaved in kinds:
         q, k = (torch.randn(11, heads, 136, device=device).to(dtype)[..., 8 : 8 + width] for heads in (4, 2))
@@ -121,7 +121,7 @@ def test_flash_attentions_and_the_complex_formula(device, version):
 
 @PLACES
 def test_proportional_partial_rotary_is_a_table(device, version):
-    """Gemma's: half pairing over all of head_dim, the last pairs with the angle 0, which leaves them as they are."""
+    """As in Gemma: half pairing over all of head_dim. The last pairs have the angle 0, which leaves them unchanged."""
     x = torch.randn(1, S, 2, 32, device=device)
     a = angles(S, 16, device)
     a[:, 4:] = 0
@@ -133,7 +133,7 @@ def test_proportional_partial_rotary_is_a_table(device, version):
 
 @PLACES
 def test_dtypes_of_tables(device, version):
-    """The table's own numbers are what counts: bfloat16 ones are those that users have."""
+    """The result is exact for the table's own numbers, also for bfloat16 tables."""
     for dtype, table in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float64),
                          (torch.float64, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.float64)):  # fmt: skip
         x, (cos, sin) = torch.randn(B, S, H, 8, device=device).to(dtype), tables(S, 4, device, table)
@@ -160,8 +160,8 @@ POSITIONS = (0, 1, 77, 8191, 105_615, 131_071, 2**20 - 1, 2**20)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @PLACES
 def test_angles_up_to_2_to_20(device, version, dtype):
-    """sin=None: the angles themselves, of positions up to 2^20. The largest error is at most twice that of the rounded result: tables
-    rounded to float32 fail this for most draws of a float32 x, so there are several."""
+    """sin=None, with angles of positions up to 2^20. The largest error is at most twice that of the rounded exact result. Tables rounded to
+    float32 fail this for most draws of a float32 x, so there are several draws."""
     a = torch.tensor(POSITIONS, device=device)[:, None] * 10000.0 ** (-torch.arange(32, device=device) / 32)
     for draw, interleaved, angle in itertools.product(range(4), (False, True), (a, a.double() / 3)):
         x = torch.randn(1, len(POSITIONS), 32, 64, device=device).to(dtype)
@@ -174,8 +174,8 @@ def test_angles_up_to_2_to_20(device, version, dtype):
 @kernels
 @pytest.mark.parametrize("version", OPS["rope"].versions)
 def test_float32_errs_by_two_roundings_at_most(version):
-    """Every element is within twice the rounding error of the exact rotation by the table's numbers, even where the terms cancel: the
-    rounding of a product alone would be hundreds of times that."""
+    """Compared with the exact rotation by the table's numbers, even where the terms cancel. The rounding of one product alone would be
+    hundreds of times larger."""
     for interleaved, inverse, table, width in itertools.product((False, True), (False, True), (torch.float32, torch.float64), (32, 64)):
         x, (cos, sin) = torch.randn(1, 8, 32, 64, device=DEVICE), tables(8, width, DEVICE, table)
         exact = oracle.rotated(x, cos, sin, [list(range(8))], 64, interleaved=interleaved, inverse=inverse)
@@ -199,7 +199,7 @@ def test_nan_and_infinity_stay_in_their_pair(device, version):
 def test_more_than_65535_sequences(device):
     n = 70_000
     x, (cos, sin) = torch.randn(n, 1, 4, device=device), tables(2, 2, device)
-    cu_seqlens = torch.arange(0, n + 1, 2, device=device).repeat_interleave(2)[: n + 1]  # of two tokens, and empty ones
+    cu_seqlens = torch.arange(0, n + 1, 2, device=device).repeat_interleave(2)[: n + 1]  # sequences of two tokens, and empty ones
     y = cukern.rope(x, cos, sin, cu_seqlens=cu_seqlens, layout="thd")
     position = torch.arange(n, device=device) % 2
     position[cu_seqlens[-1] :] = 0
@@ -211,7 +211,7 @@ def test_more_than_65535_sequences(device):
 @pytest.mark.parametrize("captured", (False, True), ids=("stream", "graph"))
 @pytest.mark.parametrize("heads, head_dim", ((8, 64), (32, 128), (31, 128)))
 def test_launches_side_by_side(heads, head_dim, captured):
-    """Each reads what the one before writes, in the same place, and may have fetched it to L2 before that."""
+    """Each launch reads in place what the launch before it writes. It must not read too early."""
     x = torch.randn(2, 2048, heads, head_dim, dtype=torch.bfloat16, device="cuda")
     mine, (cos, sin) = torch.empty_like(x), tables(2048, head_dim // 2, "cuda")
 

@@ -1,4 +1,4 @@
-"""cukern.rope inside what torch builds around an op: gradients, in place under autograd, compile, fake tensors, opcheck."""
+"""cukern.rope in torch: gradients, in place under autograd, compile, fake tensors, opcheck."""
 
 import itertools
 
@@ -18,7 +18,7 @@ VERSIONS = pytest.mark.parametrize("version", OPS["rope"].versions)
 
 
 def inverse(y, cos, sin, **options):
-    """The gradient, as the rotation back of the output's."""
+    """The gradient: the output's gradient rotated by minus the angles."""
     return cukern.rope(y, cos, sin, inverse=True, **options)
 
 
@@ -38,7 +38,7 @@ def test_gradcheck_and_gradgradcheck(device, version):
 
 @PLACES
 def test_gradients_of_one_of_two(device, version):
-    """Where only q or only k needs a gradient, or only one output is used, the other has none."""
+    """If only q or only k needs a gradient, or only one output is used, the other has none."""
     cos, sin = tables(S, 4, device)
     for wants_q, wants_k, uses_q, uses_k in itertools.product((False, True), repeat=4):
         q = torch.randn(B, S, H, 8, device=device, requires_grad=wants_q)
@@ -53,9 +53,28 @@ def test_gradients_of_one_of_two(device, version):
             assert torch.equal(torch.zeros_like(d) if x.grad is None else x.grad, expected)
 
 
+@VERSIONS
+@kernels
+def test_an_expanded_gradient_has_the_plan_of_a_contiguous_one(device, version, monkeypatch):
+    """The gradient of a sum has stride 0, and only v1 reads elements that are not adjacent."""
+    plans, plan = [], rope_ops.rope_plan.plan
+    monkeypatch.setattr(rope_ops.rope_plan, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    (cos, sin), xs = tables(S, 16, device), [torch.randn(B, S, heads, 32, device=device, requires_grad=True) for heads in (4, 2)]
+    for narrow in ((1, 1, 1, 1), (B, S, 1, 1), (1, 1, 1, 32)):
+        douts = [torch.randn(narrow, device=device).expand(x.shape) for x in xs]
+        found = []
+        for grads in (douts, [d.contiguous() for d in douts]):
+            outs = cukern.rope(xs[0], cos, sin, k=xs[1], version=version)
+            found.append((torch.autograd.grad(outs, xs, grads), plans[-1]))
+        (expanded, ours), (contiguous, theirs) = found
+        assert (ours.launch, ours.grid, ours.block) == (theirs.launch, theirs.grid, theirs.block)
+        for a, b in zip(expanded, contiguous, strict=True):
+            assert same_bits(a, b) and a.stride() == b.stride()
+
+
 @PLACES
 def test_in_place_is_part_of_the_graph(device, version):
-    """What was computed before it, and after it, has its gradient; and the gradient that comes in is not written."""
+    """Operations before and after it get their gradients. The incoming gradient is not written."""
     x, (cos, sin) = torch.randn(B, S, H, 8, device=device, requires_grad=True), tables(S, 4, device)
     y = x * 2
     out = cukern.rope_(y, cos, sin, version=version)
@@ -74,7 +93,7 @@ def test_in_place_is_part_of_the_graph(device, version):
 
 @PLACES
 def test_in_place_on_slices_of_a_packed_tensor(device, version):
-    """Two views of one tensor that has a gradient."""
+    """Two views of one tensor with a gradient."""
     w, (cos, sin) = torch.randn(B, S, H + 2 * K, 8, device=device, requires_grad=True), tables(S, 4, device)
     qkv = w * 1
     cukern.rope_(qkv[:, :, :H], cos, sin, k=qkv[:, :, H : H + K], version=version)
@@ -106,7 +125,7 @@ def test_in_place_where_nothing_needs_a_gradient(device, version):
     with torch.inference_mode():
         x = torch.randn(B, S, H, 8, device=device)
         expected = cukern.rope(x, cos, sin, version=version)
-        ids = torch.arange(S, device=device)[None].expand(B, S)  # whose rows the op lays out anew
+        ids = torch.arange(S, device=device)[None].expand(B, S)  # the op makes them contiguous
         assert same_bits(cukern.rope_(x, cos, sin, position_ids=ids, version=version), expected)
 
 
@@ -115,7 +134,7 @@ VMAP, JVP = torch.func.vmap, torch.func.jvp
 
 @PLACES
 def test_vmap_over_what_has_no_gradient(device, version):
-    """Tables, angles and positions of each element of a batch: as one call for each."""
+    """Tables, angles and positions that differ by batch element: the same as one call for each element."""
     (cos, sin), ids = tables(S, 4, device), torch.randint(S, (2, 3, B, S), device=device)
     x, two = torch.randn(B, S, H, 8, device=device), torch.stack((cos, cos + 1))
     bounds, starts = torch.tensor([[0, 2, 5], [0, 3, 3]], device=device), torch.zeros(2, B, dtype=torch.int32, device=device)
@@ -135,20 +154,20 @@ def test_vmap_over_what_has_no_gradient(device, version):
 def test_tables_with_tangents_are_refused(device, version):
     (cos, sin), x = tables(S, 4, device), torch.randn(B, S, H, 8, device=device)
     for function in (cukern.rope, lambda x, *a, **o: cukern.rope_(x * 1, *a, **o)):
-        with pytest.raises(ValueError, match="cos has a tangent, and rope has no derivative for it"):
+        with pytest.raises(ValueError, match="cos has a tangent, but rope computes no derivative for it"):
             JVP(lambda c, f=function: f(x, c, sin, version=version), (cos,), (cos,))
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(sin, sin)
             with pytest.raises(ValueError, match="sin has a tangent"):
                 function(x, cos, dual, version=version)
-    with pytest.raises(ValueError, match="freqs has a tangent, and apply_rotary_pos_emb"):
+    with pytest.raises(ValueError, match="freqs has a tangent, but apply_rotary_pos_emb"):
         freqs = torch.rand(S, 1, 1, 8, device=device)
         JVP(lambda f: cukern.apply_rotary_pos_emb(x, f, "bshd", version=version), (freqs,), (freqs,))
 
 
 @PLACES
 def test_in_place_under_transforms(device, version):
-    """As out of place, or refused before anything is written."""
+    """The same result as out of place, or an error before anything is written."""
     (cos, sin), xs = tables(S, 4, device), torch.randn(3, B, S, H, 8, device=device)
 
     def in_place(x, k=None):
@@ -188,10 +207,10 @@ def test_checkpointing_gives_the_same_gradient(device, version):
     assert same_bits(plain, again)
 
 
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+@pytest.mark.filterwarnings("default")  # torch's compiler emits warnings
 @PLACES
 def test_compiled_with_all_that_it_takes(device, version):
-    """Positions of every kind, in place and not, with and without gradients, in one graph."""
+    """All kinds of positions, in place and out of place, with and without gradients, in one graph."""
     torch._dynamo.reset()
     cos, sin = tables(20, 4, device)
     ids = torch.randint(20, (3, B, S), device=device)
@@ -251,7 +270,7 @@ def test_fake_tensors_have_the_strides_of_the_real_ones():
 @VERSIONS
 @kernels
 def test_opcheck(version):
-    """The schemas say what is written; on the CPU in the simulator."""
+    """The schemas declare what is written. On the CPU in the simulator."""
     q, k = torch.randn(1, 3, 2, 8, device=DEVICE), torch.randn(1, 3, 1, 8, device=DEVICE)
     cos, sin = tables(3, 4, DEVICE)
     positions = torch.tensor([[2, 1, 0]], dtype=torch.int32, device=DEVICE)
@@ -276,7 +295,7 @@ def test_the_raw_op_refuses_a_cpu_tensor():
 
 @gpu
 def test_no_byte_is_allocated_but_the_output():
-    """Strided views are not copied, and in place nothing is."""
+    """Strided views are not copied. In place, nothing is allocated."""
     qkv, (cos, sin) = torch.randn(4, 512, 48, 128, device="cuda", dtype=torch.bfloat16), tables(512, 64, "cuda")
     q, k = qkv[:, :, :32], qkv[:, :, 32:40]
     cukern.rope_(q, cos, sin, k=k)

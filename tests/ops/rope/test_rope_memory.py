@@ -1,4 +1,4 @@
-"""cukern.rope and rope_ on whatever lies in memory: layouts, views, slices of packed tensors; and which of it takes the fast path."""
+"""cukern.rope and rope_ for all memory layouts: layouts, views, slices of packed tensors; and which of them take the fast path."""
 
 import itertools
 
@@ -17,7 +17,7 @@ PLACES = pytest.mark.parametrize("device, version", places("rope"))
 
 
 def views(device, dtype):
-    """x of (2, 5, 3, 8), as it may lie in memory."""
+    """x (2, 5, 3, 8) in several memory layouts."""
     qkv = torch.randn(2, 5, 9, 8, device=device).to(dtype)
     return {
         "a slice of packed heads": qkv[:, :, 3:6],
@@ -50,7 +50,7 @@ def test_views_are_read_and_written_where_they_lie(device, version, dtype):
 
 @kernels
 def test_what_models_have_takes_the_fast_path(device, monkeypatch):
-    """Vectors of 16 bytes: not a copy beforehand, and not the slow version."""
+    """16-byte vectors: no copy beforehand, and not v1."""
     monkeypatch.setattr(rope_versions, "_vectors", lambda dtype, table: [16 // dtype.itemsize])
     monkeypatch.setattr(rope_versions, "_v1", None)
     plan.plan.cache_clear()
@@ -108,7 +108,7 @@ def test_layouts(device, version, layout):
 
 @PLACES
 def test_q_and_k_of_one_packed_tensor_in_place(device, version):
-    """Their elements lie among each other, and none is in both."""
+    """Their elements are interleaved in memory, and no element is in both."""
     qkv, (cos, sin) = torch.randn(B, S, H + 2 * K, 8, device=device), tables(S, 4, device)
     before = qkv.clone()
     cukern.rope_(qkv[:, :, :H], cos, sin, k=qkv[:, :, H : H + K], version=version)
@@ -119,7 +119,7 @@ def test_q_and_k_of_one_packed_tensor_in_place(device, version):
 @pytest.mark.parametrize("version", OPS["rope"].versions)
 @kernels
 def test_nothing_but_the_output_is_written(device, version):
-    """The rotated slice in place, and all of the output out of place, between margins."""
+    """In place only the rotated slice, out of place only the output, between guard regions."""
     for dtype, shape in itertools.product((torch.bfloat16, torch.float64), ((1, 1, 1, 2), (1, 3, 5, 24), (2, 7, 3, 40))):
         x = Guarded(shape, dtype, device)
         x.tensor.copy_(torch.randn(shape))

@@ -43,7 +43,7 @@ def test_start_positions(device, version, integers):
 @INTEGERS
 @PLACES
 def test_packed_sequences(device, version, integers, bounds):
-    """Positions start anew in each sequence, empty ones too; tokens that belong to none are copied, not multiplied."""
+    """Positions restart in each sequence, also in empty ones. Tokens outside all sequences are copied, not multiplied by 1."""
     x, (cos, sin) = torch.randn(9, H, 8, device=device), tables(12, 4, device)
     positions = oracle.te_positions("thd", x.shape, None, bounds)
     outside = [t for t, p in enumerate(positions[0]) if p == oracle.COPY]
@@ -70,7 +70,7 @@ def test_packed_sequences_with_starts_or_ids(device, version):
 @pytest.mark.parametrize("section", [(1, 2, 1), (2, 0, 2), (3, 1)], ids=str)
 @PLACES
 def test_sections(device, version, section):
-    """Multimodal rotary: time, height and width, each with pairs of its own."""
+    """Multimodal rotary: time, height and width each have their own pairs."""
     ids = torch.randint(20, (len(section), B, S), device=device)
     which = [i for i, n in enumerate(section) for _ in range(n)]
     positions = [[[ids[w, b, s].item() for w in which] for s in range(S)] for b in range(B)]
@@ -84,7 +84,7 @@ def test_sections(device, version, section):
 @pytest.mark.parametrize("version", OPS["rope"].versions)
 @kernels
 def test_positions_beyond_the_table_give_nan(device, version):
-    """On a GPU nobody looks at the numbers beforehand. Nothing is read out of bounds, of which the simulator is the witness."""
+    """On a GPU the values are not checked beforehand. The simulator checks that nothing is read out of bounds."""
     x, (cos, sin) = torch.randn(2, 4, 2, 8, device=device), tables(5, 4, device)
     ids = torch.tensor([[0, 5, 4, -1], [2**31, 3, -(2**40), 1]], device=device)
     positions = gather._positions(cos, ids, None, None, 2, 4, 1, 0)
@@ -96,7 +96,7 @@ def test_positions_beyond_the_table_give_nan(device, version):
         assert y[beyond][..., inside].isnan().all() and y[~beyond].isfinite().all()
         rest = [i for i in range(8) if i not in inside]
         assert same_bits(y[..., rest], x[..., rest])
-    # a sequence's start may be so low that its first positions are no rows, or coincide with the mark of tokens that are in no sequence
+    # with a negative start, the first positions may be outside the table, or equal the mark of tokens outside all sequences
     starts, bounds = torch.tensor([-1, -(2**63), 2**63 - 1, 2], device=device), torch.tensor([0, 2, 3, 5, 7], device=device)
     inputs = Inputs(x.flatten(0, 1), None, cos, sin, None, bounds, starts)
     options = Options(8, 0, False, False, 1.0, "thd", version=version)
@@ -125,7 +125,7 @@ FREQS = pytest.mark.parametrize("same", [True, False], ids=["pairs alike", "each
 
 
 def freqs_of(rows, width, interleaved, same, device):
-    """Angles of up to thousands of radians, as long positions have."""
+    """Angles of up to thousands of radians, as from large positions."""
     if not same:
         return torch.rand(rows, 1, 1, width, device=device) * 5000
     half = torch.rand(rows, 1, 1, width // 2, device=device) * 5000
@@ -175,7 +175,7 @@ def test_te_packed(device, version):
 
 @PLACES
 def test_te_context_parallel(device, version):
-    """The GPUs' parts together are the whole sequence, each with the positions of its two chunks."""
+    """Each GPU has the positions of its two chunks. Together they are the whole sequence."""
     for cp_size in (2, 4):
         for cp_rank in range(cp_size):
             freqs = freqs_of(4 * cp_size, 8, False, True, device)

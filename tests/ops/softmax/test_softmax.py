@@ -1,4 +1,4 @@
-"""softmax and log_softmax: what test_ops.py does not try: every length, layout and alignment, scales, extreme values, long rows, refusals.
+"""softmax and log_softmax beyond test_ops.py: all lengths, layouts and alignments, scales, extreme values, long rows, errors.
 
 Results are compared with the formulas in float64. See test_causal_softmax.py for the scores of attention.
 """
@@ -18,14 +18,14 @@ from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS
 inf, nan = float("inf"), float("nan")
 FUNCTIONS = {"softmax": (cukern.softmax, torch.softmax), "log_softmax": (cukern.log_softmax, torch.log_softmax)}
 LENGTHS = (1, 2, 7, 8, 9, 31, 33, 65, 127, 129, 257, 513, 1000, 1025, 2049, 4097)
-# Half epsilons. 16 bits: that of a correctly rounded result, and a little for the float32 that is rounded. float64: the truth errs as much.
+# In half epsilons. 16 bits: one for a correctly rounded result, and a little for the float32 before it. float64: the truth has this error.
 ROUNDINGS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 6, torch.float64: 40}
 EVERY_OP = pytest.mark.parametrize("name", FUNCTIONS)
 EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
 
 
 def exact(name: str, x: torch.Tensor, g: torch.Tensor, dim: int = -1, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
-    """y, dx, and what the errors of each are relative to, by the formulas in float64."""
+    """y, dx, and the magnitudes that their errors are relative to, from the formulas in float64."""
     x, g = x.double(), g.double()
     if not x.numel():
         return x, x, x, x
@@ -36,7 +36,7 @@ def exact(name: str, x: torch.Tensor, g: torch.Tensor, dim: int = -1, scale: flo
     if name == "log_softmax":
         y = d - s.log()
         dx, size = scale * (g - p * g.sum(-1, keepdim=True)), abs(scale) * (g.abs() + p * g.abs().sum(-1, keepdim=True))
-        found = y, dx, y.abs().clamp(min=1), size  # 1: log(s) for an s near 1 cannot be better than s
+        found = y, dx, y.abs().clamp(min=1), size  # 1: log(s) for s near 1 is no more accurate than s
     else:
         dx = scale * p * (g - (p * g).sum(-1, keepdim=True))
         found = p, dx, p, abs(scale) * p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))
@@ -44,17 +44,16 @@ def exact(name: str, x: torch.Tensor, g: torch.Tensor, dim: int = -1, scale: flo
 
 
 def error(actual: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> float:
-    """The largest error, in roundings to the dtype (half an epsilon) of the size. bfloat16 results below the normal numbers may
-    become 0."""
+    """The largest error in half epsilons of the size. Subnormal bfloat16 results may become 0."""
     info = torch.finfo(actual.dtype)
     least = info.smallest_normal * (2 / info.eps if actual.dtype == torch.bfloat16 else 4)
     unit, difference = info.eps / 2 * size.clamp(min=least), (actual.double() - truth).abs()
-    right = actual == truth.to(actual.dtype)  # infinite, where it is too large for the dtype
+    right = actual == truth.to(actual.dtype)  # also infinities, if the truth overflows the dtype
     return float(torch.where(right, 0.0, difference / unit).nan_to_num(nan=inf).max()) if actual.numel() else 0.0
 
 
 def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float = 1.0, g: torch.Tensor | None = None) -> None:
-    """Forward and backward. 16-bit results are those of float32 rounded, which is 1; dx is made of a rounded y, too."""
+    """Forward and backward. 16-bit results are rounded float32 results: one half epsilon. dx also contains the rounding of y."""
     leaf = x.detach().requires_grad_()
     g = torch.randn_like(x) if g is None else g
     before = x.detach().clone(), g.clone()
@@ -65,7 +64,7 @@ def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float 
     assert y.shape == dx.shape == x.shape and y.dtype == dx.dtype == x.dtype
     y = y.detach()
     assert error(y, true_y, y_size) <= ROUNDINGS[x.dtype], what
-    log_sizes = 1 + true_y.abs().max() if name == "log_softmax" and x.numel() else 0  # exp(y) has y's rounding y times
+    log_sizes = 1 + true_y.abs().max() if name == "log_softmax" and x.numel() else 0  # exp(y) multiplies y's rounding by y
     assert error(dx, true_dx, dx_size) <= 2 * ROUNDINGS[x.dtype] + 2 + 2 * float(log_sizes), what
     assert same_bits(x.detach(), before[0]) and same_bits(g, before[1]), "an input was changed"
 
@@ -80,7 +79,7 @@ def test_every_length(device, name):
 
 @kernels
 def test_rows_of_whole_vectors(device):
-    """Each shape of their kernels: a warp, blocks, shared memory, clusters; full and not. bfloat16 has 8 elements a vector, float32 4."""
+    """All shapes of the kernels, full and partly full: a warp, blocks, shared memory, clusters. A vector is 8 bfloat16 or 4 float32."""
     lengths = {
         2: (136, 520, 1024, 1032, 4096, 4104, 8200, 16_384, 16_392, 40_000, 140_000),
         4: (128, 132, 260, 516, 1028, 4096, 4100, 8196, 16_388, 70_000),
@@ -160,7 +159,7 @@ def test_gradients_that_lie_anywhere(device):
 
 @kernels
 def test_every_kernel_on_rows_of_any_alignment(device):
-    """A row's first column may be at any address, and out's elsewhere than x's."""
+    """Rows may begin at any address, with different alignments of x and out."""
     for rows, columns, dtype in ((3, 100, torch.float32), (2, 1030, torch.float64), (1, 9_000, torch.float64), (1, 17_000, torch.bfloat16)):
         x = torch.randn(rows, columns + 3, dtype=dtype, device=device)
         for shift, name in zip((0, 1, 3), itertools.cycle(FUNCTIONS), strict=False):
@@ -169,18 +168,18 @@ def test_every_kernel_on_rows_of_any_alignment(device):
 
 @kernels
 def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
-    """Slices of padded rows, and such gradients: each way to hold a row takes them. Blocks of few threads make many rounds of a short row;
-    its last warp is full, or not. NaN stands beside the slices."""
+    """Slices of padded rows as inputs and gradients, by each method. Blocks with few threads make many rounds over a short row; the last
+    warp is full or partly full. NaN surrounds the slices."""
     small = [{size: (plan.Shape(vectors, 128, 2),) for size in (2, 4, 8)} for vectors in (4, 2)]
-    for name in ("HOLDS", "CLUSTERS", "CROWDS"):
+    for name in ("BLOCKS", "CLUSTERS", "MANY_BLOCKS"):
         monkeypatch.setattr(plan, name, tuple(small))
     monkeypatch.setattr(plan, "LEAST_PART", 300)
-    ways: dict[str, tuple[row_storage.Way, tuple[int, ...]]] = {
+    ways: dict[str, tuple[row_storage.Method, tuple[int, ...]]] = {
         "a few lanes": (row_storage.in_a_warp, (21, 101)),
         "a block": (row_storage.in_a_block, (1030,)),
         "shared memory": (row_storage.in_shared_memory, (8 * 128 * 10 + 249,)),
         "a cluster": (row_storage.in_a_cluster, (8 * 128 * 7 + 301,)),
-        "a crowd": (row_storage.in_a_crowd, (8 * 128 * 7 + 75,)),
+        "many blocks": (row_storage.in_many_blocks, (8 * 128 * 7 + 75,)),
     }
     runs = []
     for what, (way, lengths) in ways.items():
@@ -197,7 +196,7 @@ def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
 
 @kernels
 def test_long_rows(device):
-    """By several blocks in two launches, in shared memory, and by clusters."""
+    """Several blocks in two launches, one block with shared memory, and clusters."""
     for columns, dtype, versions in (
         (20_001, torch.float32, ("v5", "v7", "v8")),
         (33_000, torch.bfloat16, ("v5", "v7", "v8")),
@@ -210,9 +209,9 @@ def test_long_rows(device):
 
 @kernels
 def test_rows_that_many_blocks_hold(device, monkeypatch):
-    """More blocks than a cluster has, and than a warp has lanes. A row's edges are the first block's, wherever it begins."""
+    """More blocks than a cluster has, and more than a warp has lanes. The first block takes the edges of the row."""
     launched = []
-    monkeypatch.setattr(row_storage, "first", lambda ways, problem: launched.append(problem) or row_storage.in_a_crowd(problem))
+    monkeypatch.setattr(row_storage, "first", lambda ways, problem: launched.append(problem) or row_storage.in_many_blocks(problem))
     monkeypatch.setattr(row_storage, "device_of", with_sms(132))
     monkeypatch.setattr(plan, "LEAST_PART", 1024 if PLACE == "cuda" else 64)
     for name, vectors, edges, dtype in (
@@ -223,34 +222,34 @@ def test_rows_that_many_blocks_hold(device, monkeypatch):
         x = torch.randn(2 if PLACE == "cuda" else 1, vectors * plan.LEAST_PART * 16 // dtype.itemsize + edges, dtype=dtype, device=device)
         x[-1, 7] = 9.0
         check(name, x, "v10")
-    assert len(launched) == 6 and all(plan.crowd_hold(*row_storage.numbers(p)).size > 32 for p in launched)
+    assert len(launched) == 6 and all(plan.many_blocks_storage(*row_storage.numbers(p)).size > 32 for p in launched)
 
 
 @kernels
 def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
-    """Forward of a cluster, backward of a crowd: others than where rows are few."""
+    """Forward by a cluster, backward by many blocks. The shapes differ from those for few rows."""
     monkeypatch.setattr(row_storage, "device_of", with_sms(2))
     for way, hold, columns, backward in (
-        (row_storage.in_a_cluster, plan.cluster_hold, 100_001, False),
-        (row_storage.in_a_crowd, plan.crowd_hold, 40_003, True),
+        (row_storage.in_a_cluster, plan.cluster_storage, 100_001, False),
+        (row_storage.in_many_blocks, plan.many_blocks_storage, 40_003, True),
     ):
         launched = []
         monkeypatch.setattr(
             row_storage, "first", lambda ways, problem, way=way, launched=launched: launched.append(problem) or way(problem)
         )
         check("softmax", torch.randn(4, columns, device=device), "v10")
-        shapes = (plan.CROWDS if backward else plan.CLUSTERS)[backward][4]
+        shapes = (plan.MANY_BLOCKS if backward else plan.CLUSTERS)[backward][4]
         assert len(shapes) > 1 and hold(*row_storage.numbers(launched[backward])).shape == shapes[0]
 
 
 @kernels
 def test_rows_of_whole_vectors_that_several_blocks_hold(device, monkeypatch):
-    """More of them in registers; what a block has beyond those is in shared memory."""
+    """These have more vectors in registers. The rest is in shared memory."""
     monkeypatch.setattr(row_storage, "device_of", with_sms(2))
     for way, hold, columns, dtype in (
-        (row_storage.in_a_cluster, plan.cluster_hold, 36_864, torch.float32),
-        (row_storage.in_a_crowd, plan.crowd_hold, 40_000, torch.float32),
-        (row_storage.in_a_crowd, plan.crowd_hold, 72_000, torch.bfloat16),
+        (row_storage.in_a_cluster, plan.cluster_storage, 36_864, torch.float32),
+        (row_storage.in_many_blocks, plan.many_blocks_storage, 40_000, torch.float32),
+        (row_storage.in_many_blocks, plan.many_blocks_storage, 72_000, torch.bfloat16),
     ):
         launched = []
         monkeypatch.setattr(
@@ -260,13 +259,13 @@ def test_rows_of_whole_vectors_that_several_blocks_hold(device, monkeypatch):
         for backward, problem in enumerate(launched):
             found = hold(*row_storage.numbers(problem))
             assert found.shape == plan.Shape(plan.EXACT_VECTORS[backward][dtype.itemsize], 512, 2)
-            assert found.size > 1 and found.shared, "some in shared memory"
+            assert found.size > 1 and found.shared, "some vectors are in shared memory"
 
 
 @kernels
 @pytest.mark.parametrize("name, version", [*(("softmax", v) for v in (None, "v1", "v7", "v8")), ("causal_softmax", "v2")])
 def test_small_results_beside_a_peak(device, name, version):
-    """Also those of threads that see nothing near the peak."""
+    """Also in threads whose elements are all far below the peak."""
     for columns, least in itertools.product((100, 1500, 5000), (-86, -70)):
         x = torch.empty(1, columns, device=device).uniform_(least, least + 10)
         x[:, columns // 3] = 0
@@ -276,7 +275,7 @@ def test_small_results_beside_a_peak(device, name, version):
 
 @kernels
 def test_small_results_in_long_rows_that_rise(device):
-    """Of some warps' far above the first, and of one's far above the others'."""
+    """The later elements of some warps are far above their first, and one warp's are far above the others'."""
     step = torch.full((1, 100_000), -22.05, device=device)
     step[:, :20_000], step[:, 20_000:25_000] = 0, 22.1
     peak = torch.full((1, 33_000), -105.9, device=device)
@@ -288,7 +287,7 @@ def test_small_results_in_long_rows_that_rise(device):
 
 @kernels
 def test_long_rows_that_rise(device):
-    """What comes later is far above the first, from whose largest their exponentials were taken."""
+    """Later elements are far above the maximum of the first, relative to which the exponentials were computed."""
     for columns, dtype, version in ((20_001, torch.float32, "v8"), (33_000, torch.bfloat16, "v8"), (66_001, torch.float32, "v9")):
         x = torch.linspace(-300, 300, columns, device=device)
         for row in (x, x + 1e6, x.masked_fill(x < 0, -inf)):
@@ -313,8 +312,8 @@ def test_extreme_values_in_long_rows(device):
 @kernels
 @pytest.mark.parametrize(("columns", "of_largest", "of_each"), ((1024, 2.5, 4), (5000, 2.5, 4), (16_400, 2, 2.7)))
 def test_errors_of_float32(device, columns, of_largest, of_each):
-    """In half epsilons, of which exp and the division have one each: of a row's largest result, of which a bench's errors are made, and of
-    each, where torch's err by 10. The sums of long rows are made in double."""
+    """In half epsilons of a row's largest result, as the bench measures, and of each result. exp and the division contribute one each;
+    torch's error is 10 for each result. Sums of long rows are computed in double."""
     x = 4 * torch.randn(16 if PLACE == "cuda" else 2, columns, device=device)
     y, (truth, *_) = cukern.softmax(x), exact("softmax", x, x)
     largest = truth.amax(-1, keepdim=True)
@@ -336,7 +335,7 @@ def extreme_rows(dtype: torch.dtype) -> torch.Tensor:
 @kernels
 @EVERY_VERSION
 def test_extreme_values(device, version):
-    """Alone, and among 400 columns, where they reach a thread that has no other; the same NaN and infinities as torch's."""
+    """Alone, and in rows of 400 columns, where a thread has no other element. NaN and infinities are the same as torch's."""
     for dtype, wide, name in itertools.product(FLOATS, (False, True), FUNCTIONS):
         if name == "log_softmax" and version not in LOG_VERSIONS:
             continue
@@ -398,7 +397,7 @@ def test_forward_and_backward_are_chosen_apart(device):
     ((8, 1024, torch.float32), (8192, 1024, torch.bfloat16), (4096, 4096, torch.float32), (528, 50_304, torch.bfloat16)),
 )
 def test_launches_side_by_side(rows, columns, dtype, captured):
-    """Each reads what the one before writes, and may have fetched it to L2 before that: then it was NaN."""
+    """Each launch reads the output of the launch before it. If it read too early, it would see NaN."""
     steps = torch.empty(13, rows, columns, dtype=dtype, device="cuda")
     x, ladder = torch.randn_like(steps[0]), VERSIONS["v11"]
 
@@ -431,7 +430,7 @@ def test_opcheck(version, device="cuda"):
 
 
 @kernels
-@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+@pytest.mark.filterwarnings("default")  # torch's compiler emits warnings
 def test_torch_compile_along_any_dimension(device):
     x = torch.randn(3, 5, 4, device=device, requires_grad=True)
     for dim, view in ((0, x), (1, x), (1, x.transpose(0, 1)), (2, x)):
@@ -443,13 +442,13 @@ def test_torch_compile_along_any_dimension(device):
         assert torch.equal(torch.autograd.grad(y, x, g)[0], torch.autograd.grad(expected, x, g)[0])
 
 
-def test_the_plan_holds_every_row():
+def test_plans_fit_all_rows():
     for itemsize, columns, exact in itertools.product((2, 4, 8), (*range(1, 600), 1023, 1024, 1025, 4096, 16384, 50257), (True, False)):
         vectors = plan.vectors_of(columns, itemsize)
         assert 0 <= columns * itemsize - 16 * vectors < 16
-        if warp := plan.warp_team(vectors, itemsize, exact, plan.WARP_VECTORS[itemsize]):
+        if warp := plan.warp_group(vectors, itemsize, exact, plan.WARP_VECTORS[itemsize]):
             assert warp.vectors * warp.width >= vectors and warp.width in (1, 2, 4, 8, 16, 32)
-            assert exact or warp.width >= 2 * 16 // itemsize, "a lane for each element of two vectors that a row's ends cut"
+            assert exact or warp.width >= 2 * 16 // itemsize, "a lane for each element of the two vectors at the edges of a row"
         for shapes in (*plan.SHAPES, *plan.SHAPES_CAUSAL):
             if found := plan.block_shape(vectors, shapes[itemsize]):
                 assert found.vectors * found.threads >= vectors and found.threads % 32 == 0
@@ -459,26 +458,27 @@ def test_the_plan_holds_every_row():
 
 @pytest.mark.parametrize("backward", (False, True))
 def test_the_plan_of_rows_in_shared_memory(backward):
-    """Every vector has its place, and the blocks that a shape is made for fit an H200's multiprocessor: 228 KiB, of which each takes 1."""
+    """All vectors fit, and shape.blocks blocks fit on an SM of an H200: 228 KiB, of which each block reserves 1."""
     shared, sms, sizes = 227 << 10, 132, set()
     lengths = 16_385, 50_257, 131_072, 1 << 20, 1 << 23
     for rows, columns, itemsize, exact in itertools.product((1, 16, 64, 1024), lengths, (2, 4), (False, True)):
         vectors = plan.vectors_of(columns, itemsize)
-        block = plan.block_hold(vectors, itemsize, shared, backward)
-        cluster, crowd = (hold(rows, vectors, itemsize, shared, sms, backward, exact) for hold in (plan.cluster_hold, plan.crowd_hold))
-        assert cluster or crowd or columns == 1 << 23
-        for found in filter(None, (block, cluster, crowd)):
+        block = plan.block_storage(vectors, itemsize, shared, backward)
+        numbers = rows, vectors, itemsize, shared, sms, backward, exact
+        cluster, many = plan.cluster_storage(*numbers), plan.many_blocks_storage(*numbers)
+        assert cluster or many or columns == 1 << 23
+        for found in filter(None, (block, cluster, many)):
             shape = found.shape
             round_bytes = shape.threads * 16 * (2 if backward else 1)
             assert found.size * (shape.vectors + found.shared // round_bytes) * shape.threads >= vectors
             assert found.shared % round_bytes == 0 and found.shared <= shared
-            assert shape.threads * 16 % 128 == 0, "blocks begin at whole lines"
+            assert shape.threads * 16 % 128 == 0, "blocks begin at cache lines"
             assert shape.blocks * (found.shared + 2048) <= 228 << 10
         if cluster:
             assert rows * cluster.size >= sms // 2
             sizes.add(cluster.size)
-        if crowd:
-            assert crowd.size <= sms * crowd.shape.blocks // 2, "the blocks of a row must run at the same time"
+        if many:
+            assert many.size <= sms * many.shape.blocks // 2, "the blocks of a row must run at the same time"
     assert sizes == {2, 4, 8}
 
 

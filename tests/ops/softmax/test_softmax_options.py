@@ -1,4 +1,4 @@
-"""What the options of the softmaxes mean: scales of any size, in every version, and sinks far above the keys."""
+"""Options of the softmaxes: scales of all magnitudes in all versions, and sinks far above the keys."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def small(dtype: torch.dtype) -> torch.Tensor:
 
 def of_every_size(name: str, device: str, version: str | None, dim: int = -1) -> None:
     for dtype, scale in itertools.product(FLOATS, SCALES):
-        both = abs(scale) <= 1 or (name == "softmax" and dtype != torch.float64)  # else the truth overflows, which is made in float64
+        both = abs(scale) <= 1 or (name == "softmax" and dtype != torch.float64)  # else the float64 truth overflows
         for x in (small(dtype), large(dtype)) if both else (small(dtype),):
             x = (x if dim else x.t().contiguous()).to(device)
             check(name, x, version, dim, scale, g=torch.rand_like(x) - 0.5)
@@ -38,7 +38,7 @@ def of_every_size(name: str, device: str, version: str | None, dim: int = -1) ->
 @kernels
 @EVERY_VERSION
 def test_scales_of_every_size(device, version):
-    """The products are those of real numbers: small scales are not lost, and large elements do not overflow."""
+    """scale * x neither underflows for small scales nor overflows for large elements."""
     for name in FUNCTIONS if version in LOG_VERSIONS else ("softmax",):
         of_every_size(name, device, version)
         for x in ([-inf, 0.0, 2.0], [inf, 0.0, 2.0], [nan, 0.0, 2.0]):
@@ -88,7 +88,7 @@ def test_scales_and_sinks_of_every_size(device, version):
 @kernels
 def test_tangents_of_hidden_keys_never_count(device):
     x, dx = torch.randn(2, 2, 3, 4, dtype=torch.float64, device=device)
-    dx[:, 0, 2:] = nan  # of keys that the first query does not see
+    dx[:, 0, 2:] = nan  # keys that the first query does not see
     sink = torch.randn(2, dtype=torch.float64, device=device)
     assert torch.func.jvp(lambda a, s: cukern.causal_softmax(a, window=3, sink=s), (x, sink), (dx, sink))[1].isfinite().all()
 

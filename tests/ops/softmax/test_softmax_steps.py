@@ -1,4 +1,4 @@
-"""The gradient of rows that all of the GPU shares, whose blocks go over them in step. Two multiprocessors are enough for short ones."""
+"""v11: the gradient of rows that all blocks of the GPU share, one row after the other. With two SMs, short rows are enough."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ nan = float("nan")
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Backward problems, all taken by in_step on two multiprocessors."""
+    """The backward problems. All are run by in_step, planned for two SMs."""
     problems, first = [], row_storage.first
     monkeypatch.setattr(row_storage, "device_of", with_sms(2))
     monkeypatch.setattr(plan, "LEAST_STEPS", 1)
@@ -34,17 +34,17 @@ def gradients(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 @kernels
 @pytest.mark.parametrize(("vectors", "shape"), ((1366, 0), (1793, 0), (2048, 0), (2731, 1), (4095, 1), (4096, 1)))
 def test_rows_in_step(launched, device, vectors, shape):
-    """Threads that have two to four vectors, warps that are divided; as many rows as the blocks of a multiprocessor, fewer, and more."""
+    """Two to four vectors per thread, divergent warps; fewer, as many and more rows than blocks per SM."""
     for rows, dtype in ((1, torch.float32), (2, torch.float16), (5, torch.bfloat16), (7, torch.float32)):
         width = 16 // dtype.itemsize
         g = torch.randn(rows, vectors * width + 3 * width, dtype=dtype, device=device)[:, : vectors * width]
         check("softmax", torch.randn(rows, vectors * width, dtype=dtype, device=device), "v11", scale=0.7, g=g)
-        assert plan.steps_shape(rows, launched[-1].vectors, launched[-1].memory, 2) == plan.STEPS[shape]
+        assert plan.steps_shape(rows, launched[-1].vectors, launched[-1].shared_bytes, 2) == plan.STEPS[shape]
 
 
 @kernels
 def test_a_nan_stays_in_its_row(launched, device):
-    """Nor does a sum of 0 look like one that has not come."""
+    """Also, a sum of 0 is not mistaken for one that has not arrived."""
     y, g = torch.softmax(torch.randn(6, 8192, device=device), -1), torch.randn(6, 8192, device=device)
     g[3] = 0
     clean = gradients(y, g)
@@ -56,7 +56,7 @@ def test_a_nan_stays_in_its_row(launched, device):
 
 
 def test_which_rows_go_in_step():
-    """Those that fill the threads by two thirds, if there are enough of them, and if all blocks fit the GPU."""
+    """Rows that fill at least two thirds of the registers, if there are enough rows and all blocks fit on the GPU."""
     least, h200, smaller = plan.LEAST_STEPS, 227 << 10, 99 << 10
     for shape in plan.STEPS:
         most = 132 * shape.threads * shape.vectors
@@ -68,7 +68,7 @@ def test_which_rows_go_in_step():
 
 @kernels
 def test_other_rows_do_not_go_in_step(launched, device):
-    """Rows that are no whole vectors, float64, and logarithms."""
+    """Rows that are not whole vectors, float64, and log_softmax."""
     for log, dtype, columns in ((False, torch.float32, 8190), (False, torch.float64, 4096), (True, torch.float32, 8192)):
         problem = row_storage.Problem(40, columns, columns, 1.0, log, True, dtype, torch.device(device), 0 if PLACE == "cuda" else -1, 0, 0)
         assert row_storage.in_step(problem) is None
@@ -84,7 +84,7 @@ def long_rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 @gpu
 def test_two_at_a_time():
-    """Whose blocks do not fit the GPU together: each waits until all of the other's have ended."""
+    """Two launches whose blocks do not fit on the GPU together: one waits until the other has ended."""
     y, g = long_rows()
     shorter = y.shape[1] // 4 * 3
     problems = [(y, g), (y[:, :shorter].contiguous(), g[:, :shorter])]

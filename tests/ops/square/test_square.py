@@ -116,7 +116,7 @@ def test_extreme_values(device, version, dtype):
 
 @gpu
 def test_versions_agree_bit_for_bit():
-    """Both do the same arithmetic on each element; only the traffic differs."""
+    """Both versions use the same arithmetic. Only the memory accesses differ."""
     for dtype in FLOATS:
         x = torch.randn(12_345, dtype=dtype, device="cuda")
         outs = [cukern.square(x, version=v) for v in OPS["square"].versions]

@@ -1,4 +1,4 @@
-"""cukern.square inside what torch builds around an op: autograd modes, subclasses, tracing, fake tensors, functorch, CuPy."""
+"""cukern.square in torch: autograd modes, subclasses, tracing, fake tensors, profiler."""
 
 import pytest
 import torch
@@ -109,7 +109,7 @@ def test_raw_op_refuses_a_cpu_tensor():
 
 
 @gpu
-@pytest.mark.filterwarnings("default")  # the profiler warns of its own affairs
+@pytest.mark.filterwarnings("default")  # the profiler emits warnings
 def test_profiler_sees_the_kernel_by_its_name():
     x = torch.randn(100, device="cuda")
     cukern.square(x, version="v2")
