@@ -1,6 +1,8 @@
 """`cukern bench`: times every version next to its peers and the hardware limit."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,7 @@ from cukern.bench.plot import drawable
 from cukern.bench.plot import plot as draw
 from cukern.bench.record import append, default_file
 from cukern.cli.common import Dims, Dtype, OpName, check_target, console, errors, find_dims, find_dtype, find_op, listed, progress, table
+from cukern.runtime.device import restricted
 
 STARTUP = "startup"
 
@@ -24,6 +27,8 @@ def bench(
     tf32: Annotated[bool, typer.Option("--tf32", help="float32 matrix products in TF32.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Host time of a tiny call, instead of device time.")] = False,
     only: Annotated[str | None, typer.Option(metavar="NAME,...", help="Only these versions and peers.")] = None,
+    kernel: Annotated[str | None, typer.Option(metavar="NAME", help="Force this candidate of the plans where it fits.")] = None,
+    without: Annotated[str | None, typer.Option(metavar="NAME,...", help="Exclude these candidates of the plans.")] = None,
     record: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
     record_to: Annotated[Path | None, typer.Option(metavar="FILE", help="Append to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result.")] = None,
@@ -36,10 +41,12 @@ def bench(
     _check_targets(record_to, plot)
     tables, missing = [], dict[str, str]()
     found = _startup() if op == STARTUP else _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only))
-    for one in found:
-        tables.append(one)
-        _print(one)
-        missing |= one.missing
+    mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
+    with restricted(*_candidates(op, kernel, _split(without))) if mark else contextlib.nullcontext():
+        for one in found:
+            tables.append(_marked(one, mark))
+            _print(tables[-1])
+            missing |= one.missing
     listed("missing:", missing)
     if record_to:
         append([row for one in tables for row in one.rows], record_to)
@@ -47,6 +54,21 @@ def bench(
     if plot:
         draw(tables, plot)
         console.print(f"drawn to {plot}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
+    """Checked arguments of `restricted`."""
+    known = () if op == STARTUP else find_op(op).candidates
+    for name in filter(None, (kernel, *(without or ()))):
+        if name not in known:
+            raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
+    return kernel or "", without or []
+
+
+def _marked(one: Table, mark: str) -> Table:
+    """The table with `mark` behind the versions of cukern, so that the record shows how they were planned."""
+    rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
+    return replace(one, rows=rows)
 
 
 def _results_file() -> Path:

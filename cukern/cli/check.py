@@ -35,7 +35,7 @@ def check(
     dtypes = [find_dtype(found, dtype)] if dtype is not None else list(found.dtypes)
     if simulated:
         why = "" if sim else "There is no GPU. "
-        console.print(f"{why}The simulator runs the kernels, from the PTX that NVRTC generates.", style="yellow")
+        console.print(f"{why}The simulator runs the kernels, from the PTX that NVRTC generates.", style="yellow", soft_wrap=True)
     with backend("sim") if simulated else contextlib.nullcontext():
         functions, skipped = candidates(found, place, version)
         if not functions:

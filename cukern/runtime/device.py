@@ -7,9 +7,9 @@ the kernel cache; stored rates come first. Rates are used by cost models only: t
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -114,18 +114,23 @@ def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
 # ---- plans for a GPU that is not here
 
 _R = TypeVar("_R")
-_caches: list[Any] = []
+_forgetters: list[Callable[[], None]] = []
 
 
 def cached(size: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
-    """functools.lru_cache for functions whose result depends on the facts of the simulated GPU."""
+    """functools.lru_cache for plans. It is cleared when `assumed` or `restricted` changes what they depend on."""
 
     def decorate(function: Callable[..., _R]) -> Callable[..., _R]:
         made = functools.lru_cache(size)(function)
-        _caches.append(made)
+        when_plans_change(made.cache_clear)
         return made
 
     return decorate
+
+
+def when_plans_change(forget: Callable[[], None]) -> None:
+    """Call `forget` when cached plans become invalid."""
+    _forgetters.append(forget)
 
 
 @contextlib.contextmanager
@@ -141,5 +146,36 @@ def assumed(device: Device) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for function in _caches:
-        function.cache_clear()
+    for forget in _forgetters:
+        forget()
+
+
+# ---- which candidates a plan may choose
+
+_Candidate = TypeVar("_Candidate")
+_forced, _excluded = [""], [frozenset[str]()]
+
+
+@contextlib.contextmanager
+def restricted(kernel: str = "", without: Collection[str] = ()) -> Iterator[None]:
+    """Plans inside the block use the candidate `kernel` where it fits, and none of `without`."""
+    _forced.append(kernel)
+    _excluded.append(frozenset(without))
+    _forget()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        _excluded.pop()
+        _forget()
+
+
+def allowed(name: str) -> bool:
+    """True if plans may choose the candidate of this name."""
+    return name not in _excluded[-1]
+
+
+def eligible(candidates: Iterable[_Candidate], name: Callable[[_Candidate], str]) -> list[_Candidate]:
+    """The forced candidate if it is among these, else those that are not excluded."""
+    left = [c for c in candidates if allowed(name(c))]
+    return [c for c in left if name(c) == _forced[-1]] or left

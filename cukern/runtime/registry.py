@@ -211,7 +211,8 @@ class Op:
     public function takes them otherwise, such as in a list, `spread(*inputs, version=)` calls it. `as_checked` is what `cukern check` takes
     in the op's place: its versions at work in a larger whole. `note(dims, itemsize)` is a line that `cukern bench` prints over its tables.
 
-    `variants(dims)` are dims whose calls use all kernels that calls of `dims` with any number of rows use.
+    `candidates` are the names for --kernel and --without: what plans of the newest version choose among. `variants(dims)` are dims whose
+    calls use all kernels that calls of `dims` with any number of rows use.
 
     Of the inputs, `constants` have no gradient though they are floating point (integers never have one), and `in_place` are those that the
     function writes and returns; the reference writes none.
@@ -238,6 +239,7 @@ class Op:
     spread: Callable[..., torch.Tensor | Tensors] | None = None
     as_checked: "Op | None" = None
     note: Callable[[Sequence[int], int], str] | None = None
+    candidates: tuple[str, ...] = ()
     variants: Callable[[tuple[int, ...]], Iterable[tuple[int, ...]]] = lambda dims: (dims,)
 
     @property

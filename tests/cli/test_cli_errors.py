@@ -10,6 +10,7 @@ import torch
 from helpers import run
 from test_cli import call, refused
 
+from cukern.bench import environment
 from cukern.cli import check
 
 COMMAND = [sys.executable, "-m", "cukern"]
@@ -75,6 +76,7 @@ def test_targets_that_may_not_be_written(unmeasured, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
     assert "that can be written, got 'file'" in refused("bench", "square", 3, "--record-to", "file")
     monkeypatch.chdir("/proc")
+    monkeypatch.setattr(environment, "facts", lambda: {"dirty": False})
     for args in (("bench", "square", 3, "--record"), ("bench", "square", 3, "--plot", "x.png"), ("profile", "square", 3)):
         assert "No such file" in refused(*args)
 

@@ -1,6 +1,5 @@
 """How kron_linear v4 groups the factors for the backward, and cuts each launch's work into tiles: see Backward4 in backward.cuh."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil, gcd, prod
@@ -11,6 +10,7 @@ from cukern.ops.kron_linear import split as kron_split
 from cukern.ops.kron_linear.gradients import gradient
 from cukern.ops.kron_linear.groups import LAUNCH_US, text
 from cukern.ops.kron_linear.plan import Backward, Problem, Sizes, Step, least_us, steps
+from cukern.runtime.device import cached, eligible
 
 _LARGEST = 128 * 128  # sums of a factor's gradient
 _LARGE = 64 * 64  # of which more threads share out the sums
@@ -31,7 +31,7 @@ _TILE_US = 0.3  # from a tile to the next, for the one block of a multiprocessor
 Pieces = tuple[tuple[Step, ...], tuple[Step, ...]]  # the left factor and the right one, each of one or more: the rightmost first
 
 
-@functools.lru_cache(512)
+@cached(512)
 def backwards(sizes: Sizes, rows: int, target: Problem) -> tuple[Backward, ...]:
     """The launches of a layer's backward, those of the first steps first; each but the first needs what went into it multiplied anew."""
     order = steps(sizes)
@@ -63,6 +63,7 @@ def _fastest(run: tuple[Step, ...], rows: int, target: Problem) -> Backward | No
         found = [b for pieces in _pieces(run, _split(target)) for b in _tilings(pieces, rows, target)]
         found += kron_split.backward(run, rows, target)
         found += quarter.backward(run, rows, target)
+    found = eligible(found, lambda b: b.kernel)
     if len(run) == 1:
         found.append(_alone(run[0], rows * run[0].left, target))
     least = 1.5 * least_us(run, rows, target)

@@ -85,6 +85,10 @@ def _note(dims: Sequence[int], itemsize: int) -> str:
     return f"state size {prod(sizes)} ({' x '.join(map(str, sizes))}), {rows} rows; arithmetic intensity {intensity:.1f} flop/byte forward"
 
 
+# Of groups.py, pages.py and split.py forward; "group", "split", "split_one" and "quarter" backward.
+CANDIDATES = "group", "lanes", "registers", "sixteen", "slice", "split", "both", "pages", "wide", "piles", "split_one", "quarter", "cublas"
+
+
 def _buckets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Rows for each plan of these factors: few, because with many rows the backward keeps less; and some that 32 does not divide."""
     return [(rows, *dims[1:]) for rows in (32, 33, 96, 65, 1024, 1025)]
@@ -104,6 +108,7 @@ def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Op:
         bound="memory",
         roundings=6,  # a chain of additions for each factor
         variants=_buckets,
+        candidates=CANDIDATES,
         **rest,
     )
 

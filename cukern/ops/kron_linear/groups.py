@@ -21,6 +21,7 @@ from cukern.ops.kron_linear.quarter import Slice
 from cukern.ops.kron_linear.registers import Registers
 from cukern.ops.kron_linear.sixteen import Sixteen
 from cukern.ops.kron_linear.split import Split
+from cukern.runtime.device import allowed, cached, eligible
 
 MOST = 8  # factors in a launch, as in tile.cuh
 BETWEEN = 128 << 20  # bytes of an array between two launches, at most, if the rows go in parts
@@ -91,7 +92,7 @@ class Group(NamedTuple):
 Launch = Group | Lanes | Registers | Sixteen | Slice | Split
 
 
-@functools.lru_cache(512)
+@cached(512)
 def groups(sizes: Sizes, rows: int, target: Problem, count: int | None = None) -> tuple[Launch, ...]:
     """The launches of a layer of these factors on `rows` rows, or of its first `count` steps."""
     order = steps(sizes)[:count]
@@ -128,7 +129,7 @@ def end_of_run(order: Sequence[Step], first: int) -> int:
     return end
 
 
-@functools.lru_cache(4096)
+@cached(4096)
 def fastest(run: Sequence[Step], rows: int, target: Problem) -> Launch | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always torch's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
@@ -141,10 +142,15 @@ def fastest(run: Sequence[Step], rows: int, target: Problem) -> Launch | None:
     exact += kron_quarter.forward(run, rows, target)
     least = least_us(run, rows, target)
     exact = [g if g.us >= least else g._replace(us=least) for g in exact]
-    found = min(exact, key=lambda g: (g.us, g.products), default=None)
-    if len(run) > 1 or (found and not cublas.faster(run[0], rows, target, found.us)):
+    found = min(eligible(exact, kernel_of), key=lambda g: (g.us, g.products), default=None)
+    if len(run) > 1 or (found and not (allowed("cublas") and cublas.faster(run[0], rows, target, found.us))):
         return found
     return Group(tuple(run), us=cublas.us(run[0], rows, target))
+
+
+def kernel_of(launch: NamedTuple) -> str:
+    """The name of a candidate for --kernel and --without."""
+    return type(launch).__name__.lower()
 
 
 def tilings(run: Sequence[Step], rows: int, target: Problem, kind: Kind) -> Iterator[Group]:

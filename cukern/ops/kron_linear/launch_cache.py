@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from cukern.ops.kron_linear import v4
 from cukern.ops.kron_linear.checks import PLAIN
 from cukern.ops.kron_linear.versions import VERSIONS
+from cukern.runtime.device import when_plans_change
 from cukern.runtime.registry import choose
 
 # torch's stub does not know its arguments. Without it no call is known.
@@ -28,6 +29,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
 
 _known: dict[Any, list[tuple[Any, Call]]] = {}
+when_plans_change(_known.clear)
 
 
 def usual(x: Any, factors: Any, scale: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from cukern.ops.kron_linear import groups
 from cukern.ops.kron_linear.groups import BARRIER_CYCLES, LAUNCH_US, START_US, text
 from cukern.ops.kron_linear.plan import Problem, Sizes, Step, least_us, steps
+from cukern.runtime.device import eligible
 
 IN_FLIGHT = 32 << 10  # bytes on their way to a multiprocessor that keep device memory busy
 PRODUCT_CYCLES = 7  # of 16 x 8 x 16, beside all else that a warp issues
@@ -140,8 +141,8 @@ def fastest(sizes: Sizes, rows: int, target: Problem, bfloat: bool) -> Pages | W
     made: list[Pages | Wide | Piles | None] = [wide(sizes, rows, target, bfloat)] if len(sizes) == 2 else []
     if 2 * rows >= target.sms and not any(n % 16 for size in sizes for n in size):
         made.append(pages(sizes, rows, target, bfloat) if len(sizes) == 2 else piles(sizes, rows, target))
-    least = least_us(steps(sizes), rows, target)
-    return min((plan._replace(us=max(plan.us, least)) for plan in made if plan), key=lambda plan: plan.us, default=None)
+    least, left = least_us(steps(sizes), rows, target), eligible([plan for plan in made if plan], groups.kernel_of)
+    return min((plan._replace(us=max(plan.us, least)) for plan in left), key=lambda plan: plan.us, default=None)
 
 
 def pages(sizes: Sizes, rows: int, target: Problem, split: bool) -> Pages | None:

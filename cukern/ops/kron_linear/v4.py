@@ -17,7 +17,7 @@ from cukern.ops.kron_linear.sixteen import Sixteen
 from cukern.ops.kron_linear.split import Both, Split
 from cukern.ops.kron_linear.v3 import PLAIN, Epilogue
 from cukern.runtime import backend
-from cukern.runtime.device import cached, device_of
+from cukern.runtime.device import cached, device_of, eligible
 from cukern.runtime.kernel import Kernel, Template, planning
 
 _V4: dict[type, Template] = {
@@ -66,7 +66,8 @@ def plan_of_layer(
 def of_layer(sizes: Sizes, rows: int, target: Problem, dtype: torch.dtype) -> tuple[pages.Launch, ...]:
     """The plan of a whole layer."""
     one, several = pages.fastest(sizes, rows, target, dtype is torch.bfloat16), groups.groups(sizes, rows, target)
-    return (one,) if one and one.us < sum(group.us for group in several) else several
+    chosen = eligible([(one,), several] if one else [several], lambda plan: groups.kernel_of(plan[0]))
+    return min(chosen or [several], key=lambda plan: sum(group.us for group in plan))
 
 
 def target_of(dtype: torch.dtype, device: int, tensor: bool, aligned: int, rows: int = 0) -> Problem:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cukern.ops.matmul.plan import TILES
 from cukern.ops.matmul.reference import torch_matmul
 from cukern.ops.matmul.versions import BIAS_GRAD, VERSIONS
 from cukern.runtime import backend, checks, interop
@@ -234,6 +235,7 @@ for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
             name=_name,
             stem="matmul",
             variants=row_counts,
+            candidates=tuple(tile.name for tile in TILES[4]),
             function=_function,
             reference=_reference,
             versions=VERSIONS,

@@ -4,9 +4,10 @@ A cost model chooses the cheapest candidate. Its constants were fitted to 360 ti
 on average 0.6 % slower than the best, at worst 6 %.
 """
 
-import functools
 from math import ceil
 from typing import NamedTuple
+
+from cukern.runtime.device import cached, eligible
 
 BK = 8  # length of a k tile, as in matmul/matmul.cu
 # In k tiles: a sum longer than MAX_CHAIN (768 additions) is split into chains of CHAIN (512) or slightly less. The largest error of
@@ -52,13 +53,13 @@ TILES: dict[int, tuple[Tile, ...]] = {
 TILES[8] = tuple(t._replace(per_sm=t.per_sm // 2, us=2 * t.us) for t in TILES[4][1:])
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(4096)
 def plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
     """The plan for (M x K) . (K x N) on a GPU with `sms` SMs."""
     k_tiles = max(1, ceil(K / BK))
     chain = k_tiles if k_tiles <= MAX_CHAIN else ceil(k_tiles / ceil(k_tiles / CHAIN))
     candidates = []
-    for tile in TILES[itemsize]:
+    for tile in eligible(TILES[itemsize], lambda tile: tile.name):
         tiles = ceil(M / tile.rows) * ceil(N / tile.columns)
         slots = sms * tile.per_sm
         splits = [(0, 0)]
