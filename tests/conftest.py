@@ -4,6 +4,7 @@ kernels are compiled into a cache of the run's own."""
 import gc
 import json
 import os
+import re
 import time
 
 # torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
@@ -28,11 +29,22 @@ def pytest_report_header(config):
     return f"cukern: torch {torch.__version__} on {torch.cuda.get_device_name()}"
 
 
+# Tests that take more than a few seconds on two cores, as parts of their names. `pytest` leaves them out, `pytest -m ""` runs them too.
+SLOW = re.compile(
+    r"test_compiled|test_kron_linear_(groups|backward|lanes|pages|registers|sixteen)\.|test_fuzz|test_sanitizer|test_torture"
+    r"|test_scales|test_small_results|test_every_pair_of_layouts|test_derivatives_of_every_order|gradgradcheck|test_neighbouring_heads"
+    r"|test_every_length|test_sim_speed|test_matmul_v5|test_installed|compile_without_a_graph_break.*-(sim|cuda)|compiled_with_all"
+    r"|test_every_instruction_of_the_shipped|warmup\[.*(a100|rtx4090)|shorter_sequences"
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    for item in items:
+        if SLOW.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+        if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
 def pytest_collection_finish():

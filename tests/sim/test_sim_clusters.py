@@ -15,8 +15,7 @@ RELAXED = "cluster_arrive_relaxed(); cluster_wait();"
 
 # ---- right kernels
 
-SOFTMAX = """#include "common/ptx.cuh"
-template <int N, bool PUSH>
+SOFTMAX = PTX + """template <int N, bool PUSH>
 __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
     __shared__ float tile[32];
     __shared__ float2 parts[N];  // of all blocks where they push, else only the one of this block's rank is used
@@ -91,8 +90,7 @@ __global__ void __cluster_dims__(2, 1, 3) k(int* out) {{
 
 def test_a_ring_of_blocks_over_several_rounds():
     """A value goes round: each block writes into its neighbour's other buffer, with one barrier a round, in two halves."""
-    text = """#include "common/ptx.cuh"
-__global__ void __cluster_dims__(4, 1, 1) k(int* out, int rounds) {
+    text = PTX + """__global__ void __cluster_dims__(4, 1, 1) k(int* out, int rounds) {
     __shared__ int buffer[2][64];
     unsigned next = shared_of_rank(shared_address(&buffer[0][threadIdx.x]), (cluster_rank() + 1) % 4);
     int own = 0;
@@ -160,8 +158,7 @@ def test_loads_and_stores_of_every_width(ctype, lanes, suffix):
     load, loaded = access("ld", "=", 0)
     store, stored = access("st", "", 1)
     outputs, inputs = (", ".join(f'"{mark}{register}"({n})' for n in names) for mark in ("=", ""))
-    text = f"""#include "common/ptx.cuh"
-__global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
+    text = PTX + f"""__global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
     __shared__ alignas(16) {ctype} from[32 * {lanes}], to[32 * {lanes}];
     int first = threadIdx.x * {lanes}, at = blockIdx.x * 32 * {lanes} + first;
     for (int i = 0; i < {lanes}; ++i) from[first + i] = x[at + i];
@@ -183,8 +180,7 @@ __global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
 
 
 def test_atomics_on_another_blocks_memory():
-    text = """#include "common/ptx.cuh"
-__global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
+    text = PTX + """__global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
     __shared__ int counts[4], old[1];
     if (threadIdx.x < 4) counts[threadIdx.x] = 0;
     if (threadIdx.x == 4) old[0] = 0;
@@ -207,8 +203,7 @@ __global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
 
 def test_a_barrier_of_the_block_tells_what_one_warp_has_learned():
     """Warp 1 has not waited yet when it reads what another block wrote, but warp 0 has, and they have met since."""
-    text = """#include "common/ptx.cuh"
-__global__ void __cluster_dims__(2, 1, 1) k(int* out) {
+    text = PTX + """__global__ void __cluster_dims__(2, 1, 1) k(int* out) {
     __shared__ float tile;
     if (threadIdx.x == 0) tile = 10 + blockIdx.x;
     cluster_arrive();
@@ -293,8 +288,7 @@ def test_words_that_nothing_orders(text, grid, says):
 
 
 def test_a_kernel_without_clusters_is_a_cluster_of_one_block():
-    text = """#include "common/ptx.cuh"
-__global__ void k(float* out) {
+    text = PTX + """__global__ void k(float* out) {
     __shared__ float tile[32];
     tile[threadIdx.x] = threadIdx.x + cluster_rank();
     cluster_sync();
