@@ -1,88 +1,39 @@
-// y = x (W1 (x) W2 (x) .. (x) Wn), a linear layer whose matrix is a Kronecker product that nobody ever forms.
+// y = x (W1 (x) W2 (x) .. (x) Wn): a linear layer whose matrix is a Kronecker product. The product matrix is never formed.
 //
-// A row of x is an n-dimensional array of p_1 x .. x p_n numbers, the last index fastest, and factor i multiplies along
-// index i: a "mode product". Mode products of different indices commute, so a layer is n of them in any order. Each sees
-// the array as [A][p][C]: A is everything before the index (the rows of x too), C everything after it, and a "fiber" is
-// the p numbers x[a][.][c], C apart:
-//     out[a][j][c] = sum over k of x[a][k][c] * w[k][j].
-// No array is ever transposed. 16-bit types are multiplied and added in float.
+// Math       A row of x is an n-dimensional array of p_1 x .. x p_n numbers, the last index fastest. Factor i multiplies along index i
+//            (a mode product). Mode products of different indices commute, so the factors may be applied in any order. Each one sees
+//            [A][p][C]: A is everything before the index (the rows of x too), C everything after it. A fiber is the p numbers
+//            x[a][.][c], C elements apart:
+//                out[a][j][c] = sum over k of x[a][k][c] * w[k][j].
+// Layout     No array is transposed. A factor may have any strides; the backward reads its transpose from the same memory. If each of S
+//            samples has its own factor, A is the same for all of them. Offsets are 64-bit.
+// Precision  16-bit inputs are multiplied and accumulated in float.
+// Launch     cukern/ops/kron_linear/plan.py groups the factors into launches and chooses a kernel, grid and tile for each.
 //
-//  version  idea
-//  v3       a factor a launch: a GEMM whose rows are fibers, read from and written to their places
-//  v4       a group of neighbouring factors a launch: a tile of the array stays on chip from the first to the last;
-//           compiled for the factors' sizes, with 16-bit types (and TF32, and float as split numbers) on tensor cores
+// version  idea
+// v1, v2   torch's own operations
+// v3       one launch per factor: a GEMM whose rows are fibers, read and written in place
+// v4       one launch per group of neighbouring factors: a tile stays on chip from the first factor to the last; compiled for the sizes of
+//          the factors; 16-bit types, TF32, and float as split numbers use tensor cores
 //
-// Microseconds on one H200: forward; in parentheses forward and backward together. (Before a backward of two launches the forward may be
-// two: in bfloat16 1024 x 8^5 then takes about 77, 16^4 148.)
-//     rows x factors (*)  float: v2     v4          bfloat16: v2  v4          TF32: v2     v4
-//     32 x (128, 128)     15.6 (56)     6.6 (22)    6.1 (29)      5.5 (15.6)  9.2          6.0
-//     1024 x 8^5          1315 (4612)   88 (826)    758 (2065)    57 (279)
-//     16 x 8^7            1841 (6199)   158 (1214)  1079 (2673)   83 (500)
-//     1024 x 16^4         1357 (4691)   201 (1206)  529 (1804)    107 (417)
-//     1024 x 32^3         378 (1855)    153 (554)   132 (597)     44 (199)    402 (1163)   82 (399)
-//     16 x 64^3           59 (216)      28 (85)     18 (75)       18 (55)     33 (126)     23 (66)
-//     1024 x (64, 64)     41 (169)      15.8 (54)   12.7 (74)     5.5 (28)    23 (108)     12.9 (41)
-//     1024 x (128, 128)   236 (803)     96 (277)    41 (237)      21 (151)    84 (367)     56 (245)
-//     1024 x (128, 112)   223 (728)     114 (356)   38 (205)      20 (135)    80 (333)     48 (248)
-//     4096 x (32, 32)     34 (176)      14.8 (63)   13.4 (78)     5.7 (25)    26 (116)     10.3 (45)
-//     16 x 2^16           589 (2469)    9.7 (55)    410 (1386)    6.4 (35)
-//     2048 x (100, 100)   324 (1099)    269 (769)   107 (429)     39 (271)    139 (532)    122 (431)
-//     1000 x 28^3         269 (1375)    158 (510)   172 (720)     77 (261)    318 (848)    84 (368)
-//     2048 x (160, 160)   1026 (3561)   882 (3551)  133 (773)     136 (525)   275 (1302)   399 (1290)
-// (*) As on the command line, the fastest index's first.
-// v3: 46 of 32 x (128, 128) in float, 1636 of 8^5, 4950 of 16^4, 1500 of 32^3, 108 of (64, 64), 806 of 1024 x (128, 128).
-// LoKr, 4096 x (240, 16) in bfloat16, forward and backward: 153, by v2 254, and 670 by the matrix itself. Factors that shrink and widen, 4096 x
-// (128 -> 8, 8 -> 128) in float: 17 (45), by v2, which takes the widening one first, 250 (908). Of more than 128 rows or columns v4 has good
-// kernels in 16 bits only; TF32 forward is slower than v2, whose result is a transposed view.
-// What made v4 fast, in float: the sizes at compile time (1024 x 8^5 from 299 to 143 us), warps that wait for none but themselves (130),
-// copies past L1 and the distance C at compile time (113), the late loads before the stores (107); split numbers on tensor cores (1024 x
-// (128, 128) from 241 to 174), whole sectors in their stores and matrices put down without conflicts (156; in TF32 1024 x 32^3 from 116 to
-// 81), unless these are copied in the background as they are (32 x (128, 128) from 11.9 to 8.6); tiles in registers where factors are small
-// (common/kron_registers.cuh: 1024 x 8^5 from 105 to 89, 1024 x 4^7 from 67 to 44, 8192 x 16^3 from 107 to 93, 1024 x (4, 8, 16, 16, 4) from
-// 206 to 107), a row of 256 KB in two of a cluster's blocks (1024 x 16^4 from two launches' 309 to 245); two factors of 16 x 16 on tensor
-// cores before a number moves (common/kron_sixteen.cuh: to 200, in another process 210). What did not: 8 x 16 sums a thread; two slices of a
-// row of 8^5; rows in parts that the L2 cache holds (1024 x 16^4 from 311 to 377, in parts of 32 MB); in registers all of a pass unrolled,
-// whose 144 KB of code the instruction cache does not hold (1024 x 16^4: 668), or 64 numbers for each of 512 threads (250, and 8^5: 90), or
-// neighbours that change places so that a sum and its number are in different banks (nothing).
-// Small factors of 16-bit numbers in lanes' registers (common/kron_lanes.cuh), in bfloat16: 1024 x 8^5 from 111 to 58, 16 x 8^7 from 160 to
-// 83; four of 16 x 16 (common/kron_sixteen.cuh): 1024 x 16^4 from 178 to 107.
-// Layers of two factors of 16-bit numbers, or of three, whose products are chained in registers (common/kron_pages.cuh), in bfloat16, from
-// so many us to: 4096 x (32, 32) from 7.1 to 5.7; 16384 x (16, 16) from 8.6 to 6.6; 1024 x 32^3 from 61 to 46; 1024 x (64, 64) from 11.5 to
-// 8.1, 1024 x (128, 128) from 50 to 37. What did not: two rows of tiles a warp ((64, 64): 9.0); TF32 for what lies between the factors (8.9);
-// floats in TF32, which fill shared memory ((128, 128): 83 instead of 74).
-// Two factors by warpgroups that wait for no other (common/kron_wide.cuh): 1024 x (128, 128) from 37 (in float16 47) to 21.6 (21.9), 1.25
-// times a copy of as many bytes; 512 of them from 20.8 to 12.4, 128 from 8.5 to 6.0; 1024 x (112, 128) from 34 (45) to 20.3 (20.4), x (96, 96)
-// from 20.7 (24) to 13.4 (13.3), x (80, 80) from 15.4 to 11.0, x (64, 128) from 18.6 to 10.0, x (64, 64) from 7.4 (8.9) to 5.4 (5.4), 8192 of
-// them from 40 to 36; 4096 x (48, 48) from 14.6 to 10.6. What did most, in us of 1024 x (128, 128): panels whose units are swizzled, instead
-// of cores that are padded (from 33 to 24); factors asked for before the first pages (from 25 to 23.5), whole lines of them at once (0.4), and
-// fewer instructions to split (0.4). What did not: each block beginning with other rows of the factors; more than 32 KB of pages ahead.
-// Its backward, of one or two factors a launch (common/kron_backward.cuh), was 1.2 to 60 times slower when each factor had a launch for
-// its gradient and one for what goes back. What made it faster since, in bfloat16: numbers as they are instead of in TF32, and whole lines
-// stored from shared memory instead of each lane's pieces of them (together 16 x 64^3 from 89 to 57 us, 1024 x 16^4 from 760 to 434).
-// In float, splitting numbers in two at each use takes longer than their products: large factors are three bfloat16 numbers, split once
-// (the backward of 1024 x (64, 64) from 74 to 54), and multiplied by warpgroups, forward too (common/kron_split.cuh; the backward of
-// 1024 x (64, 64) from 54 to 40, of 1024 x (128, 128) from 383 to 263, of 16 x 64^3 from 108 to 82). Of few rows four blocks have a row
-// (common/kron_quarter.cuh; the backward of 32 x (128, 128) from 42.9 to 15.0). What lies between two launches is kept for the backward, if
-// that is two launches, and not multiplied anew: with that, and common/kron_split_one.cuh, 1024 x (128, 128) from 263 to
-// 199 (predicted: 212), 16 x 64^3 from 82 to 68, in TF32 from 84 to 73; and 1024 x 16^4 in bfloat16 from 428 to 319, 8^5 from 284 to 224.
-// What a launch fetches, and lets begin, beside another: common/ahead.cuh. Of the 8.1 us that 32 x (128, 128) took in float 0.7 went by before
-// a block began, 1.4 until its numbers were there, 2.8 in the first products and 2.9 in the second: with two steps along k in one 7.75. What
-// did not help: four (8.2), whose code is too long; 8 warps (8.2) or 16 (9.1). What did: common/kron_slice.cuh (6.6).
+// One H200, us, forward (forward + backward)        float: v2    v4          bfloat16: v2  v4
+//     32 x (128, 128)                                15.6 (56)    6.6 (22)    6.1 (29)      5.5 (15.6)
+//     1024 x 8^5                                     1315 (4612)  88 (826)    758 (2065)    57 (279)
+//     1024 x 32^3                                    378 (1855)   153 (554)   132 (597)     44 (199)
+//     1024 x (128, 128)                              236 (803)    96 (277)    41 (237)      21 (151)
 //
-// Here are v4's kernels for any factors. Beside them, each where it is explained, are those of
-//     common/kron_registers.cuh      factors of 2 to 16, a tile in registers
-//     common/kron_lanes.cuh          the same of 16-bit numbers, on tensor cores
-//     common/kron_sixteen.cuh        four factors of 16 x 16, on tensor cores
-//     common/kron_page_products.cuh  two or three factors of 16-bit numbers, chained in registers
-//     common/kron_wide.cuh           two of them by warpgroups (sm_90a)
-//     common/kron_split.cuh          one or two large factors of float by warpgroups, and the backward of two (sm_90a)
-//     common/kron_split_one.cuh      the backward of one of them
-//     common/kron_both.cuh           two larger ones in TF32, forward (sm_90a)
-//     common/kron_slice.cuh          two factors of few rows, forward, and
-//     common/kron_quarter.cuh        backward (sm_90a)
-//
-// (v1 and v2 are torch's own operations.) A factor is a view of any strides: its transpose, for the backward, is the
-// same memory. With S samples that have a factor each, A is the same for all of them. Offsets are 64-bit.
+// This file has v3 and v4's kernels for any factors. The headers have v4's kernels for particular factors:
+//     registers.cuh      factors of 2 to 16, a tile in registers
+//     lanes.cuh          the same for 16-bit types, on tensor cores
+//     sixteen.cuh        four 16 x 16 factors, on tensor cores
+//     page_products.cuh  two or three 16-bit factors, chained in registers
+//     wide.cuh           two 16-bit factors, by warpgroups (sm_90a)
+//     split.cuh          one or two large float factors by warpgroups, and the backward of two (sm_90a)
+//     split_one.cuh      the backward of one large float factor (sm_90a)
+//     both.cuh           two larger factors in TF32, forward (sm_90a)
+//     slice.cuh          two factors, few rows, forward (sm_90a)
+//     quarter.cuh        two factors, few rows, backward (sm_90a)
+// Experiments and dead ends: docs/notes/kron_linear.md.
 
 #include "backward.cuh"
 #include "both.cuh"

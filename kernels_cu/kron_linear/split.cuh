@@ -1,46 +1,22 @@
-// One or two large factors of float in a launch by warpgroups (sm_90a), forward; and the backward of two: that of one is in
-// split_one.cuh.
+// One or two large float factors per launch by warpgroups (sm_90a): the forward, and the backward of two. split_one.cuh has the backward
+// of one.
 //
-// A float is three bfloat16 numbers (Pieces), split once, and a product is 6 of them. wgmma takes them from shared memory at the tensor
-// cores' full rate, 64 x 64 x 16 in 32 cycles, where mma.sync waits for ldmatrix: X, G, H and the factors lie there as tiles of 8 x 8
-// numbers, of which each is an operand along its rows and along its columns. What a product leaves in a lane is what the next one takes as
-// operand a, so the forward's z, and Z of
-//     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T
-// never go there. With both operands there wgmma takes all that shared memory and L1 can give, and other loads wait:
-// the forward has a left factor, or the rows of x, in registers. One factor alone is the left one, of 64 columns of what is to its right (Z
-// is X), or the right one, of 64 rows. A TEAM of warpgroups has tiles of its own; teams wait for each other only at the end. Forward it makes
-// ready the next tile's numbers while wgmma multiplies; backward a warpgroup beside the teams does that for them.
+// A float is split once into three bfloat16 numbers (Pieces), and a product of floats is 6 products of them. wgmma reads its operands from
+// shared memory at the full rate of the tensor cores, 64 x 64 x 16 in 32 cycles; mma.sync would wait for ldmatrix. X, G, H and the factors
+// are stored there as 8 x 8 tiles, each of which can be an operand along its rows and along its columns. The accumulators of one product
+// are operand a of the next, so the forward's z, and the backward's Z of
+//     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T,
+// never go through shared memory.
+// If both operands are in shared memory, wgmma takes its whole bandwidth and that of L1, and other loads wait. So the forward keeps a left
+// factor, or the rows of x, in registers. A single factor is either the left one, with 64 columns of what is to its right (Z is X), or the
+// right one, with 64 rows.
+// A team of warpgroups has its own tiles; teams wait for each other only at the end. In the forward a team prepares the next tile while
+// wgmma multiplies; in the backward one more warpgroup prepares the tiles.
 //
-// A sum of K products begins at zero, small products first, and is added to others by ordinary additions: tensor cores cut what they add.
-// Errors are 1.3 times torch's for x (64, 64), 1.6 for 64^3, and 0.6 and 0.8 for their gradients.
-//
-// On one H200, in us, from .. to ..: forward, 1024 x (64, 64) 22.7 to 18.0; the left factor of 16 x 64^3 15.9 to 13.5; of 1024 x (128, 128)
-// the right one 81 to 47, the left one 80 to 55; the tensor cores need 28 for each of the last two. Backward of 1024 x (64, 64) with the
-// partial sums' launch, from mma.sync: 54 to 38; the tensor cores need 17. What made it faster: a row's fetching, splitting and storing
-// beside products (46 to 42), lines fetched to the L2 cache a row ahead (42 to 38).
-//
-// What made the forward of (128, 128) faster: the left factor in registers (66 to 56), the rows of x there (59 to 51). What
-// missed: lines fetched to the L2 cache two tiles ahead, said to give 5 us, gave nothing, and took 3 of the left one. By ncu memory was not
-// what it waited for (45 % of its bandwidth), but L1 was 77 % busy, tensor cores 60 %: an instruction that gives each lane two numbers
-// touches eight lines for 256 bytes. Seats, by which it gives four: the right factor 51 to 47 (said: 41), the backward of (64,
-// 64) 36.3 to 35.2 alone. Turns, since a warp that begins a product waits: the left one 62 to 55 (said: 48).
-//
-// By clocks read in the kernels, half of a launch of 16 x 64^3 was not its tiles: 4 us and more until the first product, and 2 us between the
-// first block's end and the last one's. So the next launch's blocks come as these leave, and factors and first inputs are fetched to L2
-// before those before have ended (said: 1 us a launch). And stores to memory took 1500 of the 5100 cycles of a tile of the left factor's
-// forward, one number at a time, since a bias might come between; now 350 to 700. With both, and one launch for all partial sums: 16 x 64^3
-// from 32.6 to 27.8 forward, 66.0 to 60.3 backward; 1024 x (64, 64) from 19.0 to 16.2, (128, 128) from 101 to 95. Factors that come to
-// registers by way of shared memory, in whole lines: 1024 x (64, 64) to 15.7, 16 x 64^3 nothing (said: 0.6 a launch).
-// Of a tile's 12300 cycles a team of the backward spent 5900 beginning products, which need 3840, and the rest splitting, putting down and
-// waiting: hence the warpgroup that does it for them. Said were 7 us less; of 16 x 64^3 it was 59.9 to 58.5, of 1024 x (64, 64) 38.6 to
-// 39.4: perhaps since the second team's first numbers come after the first one's, which was not measured.
-//
-// In TF32 floats are two pieces, and products three, which are still more exact than TF32's own; from mma.sync in TF32: forward of 1024 x
-// (64, 64) 14.8 to 12.8, of 16 x 64^3 29.3 to 22.5; backward of 1024 x (128, 128) 257 to 188 (said: 140, but what is between its launches
-// is not kept here), of (64, 64) 27.8, strict 38, of 16 x 64^3 44, strict 58.
-//
-// What did not help: three teams (forward of (64, 64) 17.7 for 16.8), a second X for them (18.0 for 16.8; it helps one factor alone), 128
-// bytes' swizzle or padded tiles (the same cycles), backward H as operand a in registers too (39 for 38; now it spills).
+// Accuracy: the sum of each product of K terms starts at zero with the small terms first, and is then added to others by ordinary
+// additions, because tensor cores truncate what they add.
+// In TF32 a float is two pieces, and a product is three products.
+// Measurements, experiments and dead ends: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"
