@@ -44,7 +44,7 @@ def odd_tensors(t):
     yield from (t.to_sparse(), t.to(torch.complex64), torch.nested.nested_tensor([t, t]), t > 0)
     yield from (t.to_mkldnn(), torch.quantize_per_tensor(t, 0.1, 0, torch.quint8), t.long()) if t.is_floating_point() else (t.float(),)
     yield from (t.to_sparse_csr(),) if t.ndim == 2 else ()
-    yield from (torch.nested.nested_tensor([t, t[:1]], layout=torch.jagged),) if t.ndim > 1 else ()
+    yield from (torch.nested.nested_tensor([t, t[:1]], layout=torch.jagged), torch.nested.nested_tensor([t[0], t[0]])) if t.ndim > 1 else ()
 
 
 def odd(t):

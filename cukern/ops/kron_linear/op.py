@@ -100,7 +100,8 @@ def lokr_linear(
 
     Returns (..., q1 * q2). Autocast: as in `kron_linear`. Raises as it does, with W1 and W2 transposed as its factors.
     """
-    if type(w1) not in kron_checks.PLAIN or type(w2) not in kron_checks.PLAIN or w1.ndim < 2 or w2.ndim < 2:
+    plain = type(w1) in kron_checks.PLAIN and type(w2) in kron_checks.PLAIN
+    if not plain or w1.ndim < 2 or w2.ndim < 2 or w1.is_nested or w2.is_nested:
         x, w1, *parts = kron_checks.lokr(x, w1, w2)
         w2 = torch_matmul(*parts) if len(parts) == 2 else parts[0]
     return kron_linear(x, (w1.mT, w2.mT), bias=bias, scale=scale, residual=residual, version=version)
