@@ -14,7 +14,7 @@ __global__ void square_v3(T* out, const T* x, long long n) {
     }
 }
 """
-ROW = """    "v3": Version("neighbouring threads, N elements each", _vectors(_V3), _vectors(_V2_BWD), lambda dtype: [_V3[dtype, n] for n in (1, 2, 4, 8)]),
+ROW = """    "v3": Version("coalesced", _vectors(_V3), _vectors(_V2_BWD), lambda dtype: [_V3[dtype, n] for n in (1, 2, 4, 8)]),
 }
 
 # ---- for the tools"""
