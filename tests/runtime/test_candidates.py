@@ -1,0 +1,62 @@
+"""`--kernel` and `--without`: every candidate of a plan can be forced and excluded. Plans are made for an H200; nothing runs."""
+
+import pytest
+import torch
+
+from cukern.bench import environment
+from cukern.runtime import backend
+from cukern.runtime.device import KNOWN, assumed, restricted
+from cukern.runtime.kernel import collecting
+from cukern.runtime.registry import OPS
+from cukern.runtime.warmup import _call, _Unwritten
+
+F, B, T = torch.float32, torch.bfloat16, "tf32"
+CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses it
+    "kron_linear group": ((1024, 32, 32, 32), F),
+    "kron_linear lanes": ((1024, 8, 8, 8, 8, 8), B),
+    "kron_linear registers": ((1024, 8, 8, 8, 8, 8), F),
+    "kron_linear sixteen": ((1024, 16, 16, 16, 16), F),
+    "kron_linear slice": ((32, 128, 128), F),
+    "kron_linear split": ((1024, 64, 64), F),
+    "kron_linear both": ((1024, 128, 128), T),
+    "kron_linear pages": ((4096, 32, 32), B),
+    "kron_linear wide": ((1024, 64, 64), B),
+    "kron_linear piles": ((1024, 32, 32, 32), B),
+    "kron_linear split_one": ((16, 64, 64, 64), F),
+    "kron_linear quarter": ((32, 128, 128), F),
+    "kron_linear cublas": ((16, 64, 64, 64), B),
+    "matmul Tile128x128": ((4096, 4096, 4096), F),
+    "matmul Tile64x64": ((256, 256, 256), F),
+    "matmul Tile128x32": ((4096, 16, 4096), F),
+    "matmul Tile32x128": ((16, 4096, 4096), F),
+}
+
+
+def planned(op, dims, dtype, kernel="", without=()):
+    """The kernels of forward and backward."""
+    modes = environment.float32_products(dtype is T), assumed(KNOWN["h200"]), backend.backend("sim"), restricted(kernel, without)
+    with modes[0], modes[1], modes[2], modes[3], collecting() as found, _Unwritten():
+        _call(op, dims, F if dtype is T else dtype)
+    return set(found)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_candidate_is_excluded_and_forced(name):
+    op, candidate = OPS[name.split()[0]], name.split()[1]
+    usual = planned(op, *CHOSEN[name])
+    others = planned(op, *CHOSEN[name], without=[candidate])
+    assert others - usual, "other kernels take its place"
+    assert planned(op, *CHOSEN[name], kernel=candidate) != others
+    assert planned(op, *CHOSEN[name]) == usual, "the restriction ends with its block"
+
+
+def test_every_candidate_is_tested():
+    assert {f"{op.name} {c}" for op in OPS.values() for c in op.candidates if op.name == op.stem} == set(CHOSEN)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.candidates])
+def test_every_shape_has_a_plan_without_any_candidate(name):
+    """Where a candidate is the only one that fits, excluding it leaves the kernels for any shape."""
+    for candidate in OPS[name].candidates:
+        for dims in OPS[name].check_dims[:3]:
+            assert planned(OPS[name], dims, F, without=[candidate]) and planned(OPS[name], dims, F, kernel=candidate)
