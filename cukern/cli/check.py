@@ -82,7 +82,7 @@ def _print(op: Op, verdict: Verdict) -> None:
     shown = table("", "pair", "", "difference", "allowed", "")
     for p in verdict.pairs:
         pair = f"{p.first} and {p.second}"
-        shown.add_row(pair, p.what, _error(p.difference, p.ok), _error(p.allowed), _mark(p.ok, "agree", "DIFFER"))
+        shown.add_row(pair, p.what, _error(p.error, p.ok), _error(p.allowed), _mark(p.ok, "agree", "DIFFER"))
     if verdict.pairs:
         console.print(shown)
 
