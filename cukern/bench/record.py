@@ -7,7 +7,8 @@ from pathlib import Path
 from cukern.bench import environment
 from cukern.bench.measure import Row
 
-COLUMNS = "op version pass_ shape dtype provider median_us iqr_us bytes flops tbps tflops of_limit error".split()
+_MEASURED = ("op", "version", "pass_", "shape", "dtype", "provider", "median_us", "iqr_us")
+_DERIVED = ("bytes", "flops", "tbps", "tflops", "of_limit", "error")
 
 
 def default_file() -> Path:
@@ -21,7 +22,9 @@ def default_file() -> Path:
 
 def append(rows: Iterable[Row], file: Path) -> None:
     facts = environment.facts()
-    lines = [json.dumps({name.rstrip("_"): _rounded(getattr(row, name)) for name in COLUMNS} | facts) + "\n" for row in rows]
+    lines = [
+        json.dumps({name.rstrip("_"): _rounded(getattr(row, name)) for name in (*_MEASURED, *_DERIVED)} | facts) + "\n" for row in rows
+    ]
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", encoding="utf-8") as out:
         out.write("".join(lines))

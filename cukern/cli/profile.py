@@ -1,7 +1,6 @@
 """`cukern profile`: profiles one version with torch's profiler or Nsight Compute."""
 
-import os
-import re
+import itertools
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import cukern
 from cukern.bench import environment
 from cukern.bench.calls import draw_douts, results
 from cukern.bench.verify import REFERENCE, candidates
@@ -28,6 +26,7 @@ from cukern.cli.common import (
     find_dtype,
     find_op,
     progress,
+    say,
     shorten,
     table,
 )
@@ -35,7 +34,7 @@ from cukern.runtime.compiler import SetupError
 from cukern.runtime.registry import Op
 
 _REFUSED = """\
-The driver lets only administrators read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it to all:
+Only administrators may read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it for everyone:
     echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf
 and reload the driver (reboot). Or run this command as root; in a container, start that with --cap-add SYS_ADMIN.
 See https://developer.nvidia.com/ERR_NVGPUCTRPERM"""
@@ -67,7 +66,7 @@ def profile(
     if ncu:
         raise typer.Exit(_nsight(found, name, shape, kind))
     if place.type != "cuda" and name == REFERENCE:
-        console.print("There is no GPU: this profiles the torch reference for CPU tensors, not a kernel.", style="yellow")
+        say("There is no GPU: this profiles the torch reference for CPU tensors, not a kernel.", "yellow")
     out = out or Path(f"{op}_{name}.trace.json")
     file = out if out.is_dir() else unused(out)
     check_target("--out", file)
@@ -78,7 +77,7 @@ def profile(
     whole = file.suffix == ".gz" or (file.is_file() and file.read_bytes().rstrip().endswith(b"}"))
     if not whole:  # torch does not raise if it cannot write
         raise ValueError(f"the trace {str(file)!r} could not be written: is the disk full?")
-    console.print(f"trace: {file}", markup=False, highlight=False, soft_wrap=True)
+    say(f"trace: {file}")
 
 
 def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> object:
@@ -106,11 +105,8 @@ def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, devic
 def unused(file: Path) -> Path:
     """The file, or the first of name-2, name-3, ... that does not exist."""
     stem, dot, ending = file.name.partition(".")
-    number, free = 1, file
-    while free.exists():
-        number += 1
-        free = file.with_name(f"{stem}-{number}{dot}{ending}")
-    return free
+    numbered = (file.with_name(f"{stem}-{number}{dot}{ending}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([file], numbered) if not free.exists())
 
 
 def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, place: torch.device) -> torch.profiler.profile:
@@ -148,7 +144,7 @@ for _ in range(3):
 
 def kernel_names(op: Op, version: str, dtype: torch.dtype) -> list[str]:
     """The names, without template arguments, of the kernels of a version."""
-    return sorted({re.split(r"<", k.name)[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
+    return sorted({k.name.partition("<")[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
 
 
 def _nsight(op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
@@ -160,12 +156,12 @@ def _nsight(op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> in
     letter = next(k for k, v in DTYPES.items() if v == dtype)
     names = f"regex:^({'|'.join(kernel_names(op, version, dtype))})$"
     options = ["--clock-control", "none", "--kernel-name", names, "--launch-count", str(_LAUNCHES)]
-    path = os.pathsep.join(filter(None, (str(Path(cukern.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
     command = [program, *options, sys.executable, "-c", _CHILD, op.name, version, letter, *map(str, dims)]
-    with errors.status("Nsight Compute is at work"):
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    console.print(done.stdout, markup=False, highlight=False, soft_wrap=True)
+    with errors.status("running Nsight Compute"):
+        env = environment.with_cukern()
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    say(done.stdout)
     refused = "ERR_NVGPUCTRPERM" in done.stdout
     if refused:
-        errors.print(_REFUSED, style="red", markup=False, highlight=False, soft_wrap=True)
+        say(_REFUSED, "red", errors)
     return 1 if refused or done.returncode else 0
