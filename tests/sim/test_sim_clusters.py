@@ -15,9 +15,7 @@ RELAXED = "cluster_arrive_relaxed(); cluster_wait();"
 
 # ---- right kernels
 
-SOFTMAX = (
-    PTX
-    + """template <int N, bool PUSH>
+SOFTMAX = PTX + """template <int N, bool PUSH>
 __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
     __shared__ float tile[32];
     __shared__ float2 parts[N];  // of all blocks where they push, else only the one of this block's rank is used
@@ -48,7 +46,6 @@ __global__ void __cluster_dims__(N, 1, 1) k(float* out, const float* x, int n) {
     if (!PUSH) cluster_sync();
 }
 """
-)
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -93,9 +90,7 @@ __global__ void __cluster_dims__(2, 1, 3) k(int* out) {{
 
 def test_a_ring_of_blocks_over_several_rounds():
     """A value goes round: each block writes into its neighbour's other buffer, with one barrier a round, in two halves."""
-    text = (
-        PTX
-        + """__global__ void __cluster_dims__(4, 1, 1) k(int* out, int rounds) {
+    text = PTX + """__global__ void __cluster_dims__(4, 1, 1) k(int* out, int rounds) {
     __shared__ int buffer[2][64];
     unsigned next = shared_of_rank(shared_address(&buffer[0][threadIdx.x]), (cluster_rank() + 1) % 4);
     int own = 0;
@@ -110,7 +105,6 @@ def test_a_ring_of_blocks_over_several_rounds():
     out[blockIdx.x * 64 + threadIdx.x] = buffer[rounds % 2][63 - threadIdx.x] + own;
 }
 """
-    )
     out = torch.full((3, 4, 64), -1, dtype=torch.int32)
     simulate(text, out, 5, grid=12, block=64)
     start = iota(3 * 256).view(3, 4, 64)
@@ -164,9 +158,7 @@ def test_loads_and_stores_of_every_width(ctype, lanes, suffix):
     load, loaded = access("ld", "=", 0)
     store, stored = access("st", "", 1)
     outputs, inputs = (", ".join(f'"{mark}{register}"({n})' for n in names) for mark in ("=", ""))
-    text = (
-        PTX
-        + f"""__global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
+    text = PTX + f"""__global__ void __cluster_dims__(2, 1, 1) k({ctype}* out, const {ctype}* x) {{
     __shared__ alignas(16) {ctype} from[32 * {lanes}], to[32 * {lanes}];
     int first = threadIdx.x * {lanes}, at = blockIdx.x * 32 * {lanes} + first;
     for (int i = 0; i < {lanes}; ++i) from[first + i] = x[at + i];
@@ -180,7 +172,6 @@ def test_loads_and_stores_of_every_width(ctype, lanes, suffix):
     for (int i = 0; i < {lanes}; ++i) out[at + i] = to[first + i];  // what this block had, by way of the other
 }}
 """
-    )
     dtype = {"char": torch.int8, "short": torch.int16, "int": torch.int32, "double": torch.float64}[ctype]
     x = torch.randint(-100, 100, (64 * lanes,)).to(dtype)
     out = torch.zeros_like(x)
@@ -189,9 +180,7 @@ def test_loads_and_stores_of_every_width(ctype, lanes, suffix):
 
 
 def test_atomics_on_another_blocks_memory():
-    text = (
-        PTX
-        + """__global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
+    text = PTX + """__global__ void __cluster_dims__(4, 1, 1) k(int* out, const int* x) {
     __shared__ int counts[4], old[1];
     if (threadIdx.x < 4) counts[threadIdx.x] = 0;
     if (threadIdx.x == 4) old[0] = 0;
@@ -205,7 +194,6 @@ def test_atomics_on_another_blocks_memory():
     if (threadIdx.x == 4) out[blockIdx.x * 5 + 4] = old[0];
 }
 """
-    )
     x, out = torch.randint(0, 1000, (256,), dtype=torch.int32), torch.zeros(4, 5, dtype=torch.int32)
     simulate(text, out, x, grid=4, block=64)
     for rank in range(4):
@@ -215,9 +203,7 @@ def test_atomics_on_another_blocks_memory():
 
 def test_a_barrier_of_the_block_tells_what_one_warp_has_learned():
     """Warp 1 has not waited yet when it reads what another block wrote, but warp 0 has, and they have met since."""
-    text = (
-        PTX
-        + """__global__ void __cluster_dims__(2, 1, 1) k(int* out) {
+    text = PTX + """__global__ void __cluster_dims__(2, 1, 1) k(int* out) {
     __shared__ float tile;
     if (threadIdx.x == 0) tile = 10 + blockIdx.x;
     cluster_arrive();
@@ -230,7 +216,6 @@ def test_a_barrier_of_the_block_tells_what_one_warp_has_learned():
     cluster_sync();
 }
 """
-    )
     out = ints(2)
     simulate(text.replace("BARRIER", "__syncthreads();"), out, grid=2, block=64)
     assert out.tolist() == [11, 10]
@@ -303,9 +288,7 @@ def test_words_that_nothing_orders(text, grid, says):
 
 
 def test_a_kernel_without_clusters_is_a_cluster_of_one_block():
-    text = (
-        PTX
-        + """__global__ void k(float* out) {
+    text = PTX + """__global__ void k(float* out) {
     __shared__ float tile[32];
     tile[threadIdx.x] = threadIdx.x + cluster_rank();
     cluster_sync();
@@ -313,7 +296,6 @@ def test_a_kernel_without_clusters_is_a_cluster_of_one_block():
     out[threadIdx.x] = ld_cluster<float>(mapped) + ld_cluster<float>(plain);
 }
 """
-    )
     out = torch.zeros(32)
     simulate(text, out)
     assert torch.equal(out, torch.arange(32).flip(0).float())
