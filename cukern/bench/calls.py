@@ -11,7 +11,7 @@ Function = Callable[..., "torch.Tensor | Tensors"]
 
 
 def outputs(y: torch.Tensor | Tensors) -> Tensors:
-    """What an op returned, one tensor or several, as a tuple."""
+    """The result of an op, one tensor or several, as a tuple."""
     return y if isinstance(y, tuple) else (y,)
 
 
@@ -38,8 +38,8 @@ def arguments(op: Op, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def backward(y: torch.Tensor | Tensors, leaves: Sequence[torch.Tensor], douts: Tensors, again: bool = True) -> Callable[[], Tensors]:
-    """The backward pass of outputs as a function, which can run many times if `again`. Outputs that do not require grad are left out.
-    Raises TypeError if no output requires grad."""
+    """The backward pass from the outputs `y`, as a function that can run many times if `again`. Raises TypeError if no output requires
+    grad; outputs that do not are left out."""
     pairs = [(out, dout) for out, dout in zip(outputs(y), douts, strict=True) if out.requires_grad]
     if not pairs:
         raise TypeError("has no backward")

@@ -16,6 +16,7 @@ import torch
 
 from cukern.runtime.compiler import SetupError, nvrtc_version
 
+_TREE = Path(__file__).resolve().parents[2]  # the source tree, or site-packages
 _FEW_FLOAT32_LANES = ((7, 5), (8, 0))  # 64 per SM, 128 on other GPUs
 _FLOAT64_LANES = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 on other GPUs
 
@@ -46,6 +47,11 @@ def float32_products(tf32: bool = False) -> Iterator[None]:
     finally:
         if before != wanted:
             torch.set_float32_matmul_precision(before)
+
+
+def with_cukern() -> dict[str, str]:
+    """The environment variables of a child process that imports this cukern."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(_TREE), os.environ.get("PYTHONPATH"))))}
 
 
 def memory() -> int:
@@ -108,7 +114,7 @@ def cupy_wheels() -> dict[str, str]:
 
 def facts() -> dict[str, str | bool | None]:
     """The last columns of a record: commit, dirty, gpu, driver, torch, cupy, nvrtc, date (UTC)."""
-    commit, dirty = _commit(Path(__file__).resolve().parents[2])
+    commit, dirty = _commit(_TREE)
     try:
         nvrtc: str | None = nvrtc_version()
     except SetupError:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,18 +13,19 @@ from cukern.bench.calls import Function, arguments, backward, draw_douts, leaves
 from cukern.bench.peers import names as peer_names
 from cukern.bench.peers import peers
 from cukern.bench.verify import candidates, errors
-from cukern.runtime.registry import Cost, Op
+from cukern.runtime.registry import Cost, Op, Tensors
 
-MOST_SETS = 256  # of inputs; tiny shapes would need thousands to exceed the L2 cache
+MOST_SETS = 256  # of inputs and outputs; tiny shapes would need thousands to exceed the L2 cache
 HOST_PASSES = {"host fwd": False, "host fwd grad": True}  # True if the inputs require grad
 
 Key = tuple[str, str]  # provider, version
+_COPY: Key = ("copy", "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table and of the record. Times are in microseconds; bytes and flops are per call, 0 for host times; `error` is that of
-    verify.errors."""
+    """One line of a table and of the record. Bytes and flops are per call, 0 for host times. `of_limit`: for a memory-bound op the time of
+    a copy divided by the time, else TFLOP/s divided by the peak. `error`: see verify.errors."""
 
     op: str
     version: str
@@ -49,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one pass, shape and dtype, measured in alternation; the missing providers with reasons, and notes."""
+    """The rows of one pass, shape and dtype. `missing`: by provider, the reason why it was not measured. `notes`: remarks by provider."""
 
     rows: list[Row]
     missing: dict[str, str]
@@ -91,35 +93,37 @@ def measure(
     """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products use TF32."""
     functions, missing = providers(op, device, only)
     cost = op.cost(dims, dtype.itemsize)[pass_]
-    sets, notes = _sets(cost, device), {}
-    if sets == MOST_SETS:
-        notes["all"] = f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"
+    sets = _sets(cost, device)
     with environment.float32_products(tf32), timing.side_stream(device):
         wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
-        calls = _calls(op, dims, dtype, pass_, device, functions, sets, missing)
+        calls = _calls(op, pass_, functions, [op.make(dims, dtype, device) for _ in range(sets)], missing)
         if op.bound == "memory" and device.type == "cuda":  # the reference for of_limit
-            calls["copy", ""] = copies(cost.bytes, sets, device)
-        times, failed = timing.device_times({str(k): c for k, c in calls.items()}, device, budget_s)
+            calls[_COPY] = copies(cost.bytes, sets, device)
+        times, failed = timing.device_times(calls, device, budget_s)
         calls.clear()
-    for key in functions:
-        _note_failure(key[0], failed.get(str(key)), missing)
-    done = {key: times[str(key)] for key in (*functions, ("copy", "")) if str(key) in times}
-    rows = []
-    for (provider, version), t in done.items():
-        work = cost.bytes, cost.flops if provider != "copy" else 0
-        timed = Row(op.name, version, pass_, tuple(dims), "tf32" if tf32 else name_of(dtype), provider, t.median_us, t.iqr_us, *work)
-        rows.append(dataclasses.replace(timed, error=wrong.get((provider, version))))
-    notes |= {" ".join(key).strip(): t.note for key, t in done.items() if t.note}
+    for (provider, _), error in failed.items():
+        _note_failure(provider, error, missing)
+    kind = "tf32" if tf32 else name_of(dtype)
     peak = None if tf32 else environment.peak_flops(device, dtype)
-    return Table(_with_limit(rows, op, peak), missing, notes)
+    copy_us = times[_COPY].median_us if _COPY in times else None
+    rows = []
+    for (provider, version), t in times.items():
+        flops = 0 if provider == "copy" else cost.flops
+        row = Row(op.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
+        if op.bound == "memory":
+            limit = copy_us / t.median_us if copy_us else None
+        else:
+            limit = row.tflops * 1e12 / peak if peak and row.tflops else None
+        rows.append(dataclasses.replace(row, of_limit=limit, error=wrong.get((provider, version))))
+    notes = {"all": f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
+    return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
 
 
-def _note_failure(provider: str, error: Exception | None, missing: dict[str, str]) -> None:
-    """Raise an error of cukern's own; list the reason for any other provider."""
-    if error is not None:
-        if provider == "cukern":
-            raise error
-        missing[provider] = _reason(error)
+def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> None:
+    """Raise an error of cukern; list the reason why another provider is missing."""
+    if provider == "cukern":
+        raise error
+    missing[provider] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.device, only: Collection[str] | None = None) -> list[Table]:
@@ -138,9 +142,8 @@ def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.
             except Exception as error:  # see timing.device_times
                 _note_failure(provider, error, missing)
                 del functions[provider, version]
-        times = timing.host_times({str(key): _bound(f, inputs) for key, f in functions.items()}, device)
-        found = {key: times[str(key)] for key in functions}
-        rows = [Row(op.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us) for (p, v), t in found.items()]
+        times = timing.host_times({key: partial(f, *inputs) for key, f in functions.items()}, device)
+        rows = [Row(op.name, v, pass_, tuple(dims), name_of(dtype), p, t.median_us, t.iqr_us) for (p, v), t in times.items()]
         tables.append(Table(rows, missing))
     return tables
 
@@ -150,28 +153,16 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _sets(cost: Cost, device: torch.device) -> int:
-    """The number of sets of inputs and outputs that together exceed twice the L2 cache."""
+    """The number of sets of inputs and outputs, which together exceed twice the L2 cache."""
     return min(max(math.ceil(2 * environment.l2_bytes(device) / max(cost.bytes, 1)), 1), MOST_SETS)
 
 
-def _bound(function: Function, inputs: Sequence[torch.Tensor]) -> timing.Call:
-    return lambda: function(*inputs)
-
-
 def _calls(
-    op: Op,
-    dims: Sequence[int],
-    dtype: torch.dtype,
-    pass_: str,
-    device: torch.device,
-    functions: dict[Key, Function],
-    sets: int,
-    missing: dict[str, str],
+    op: Op, pass_: str, functions: dict[Key, Function], inputs: list[Tensors], missing: dict[str, str]
 ) -> dict[Key, list[timing.Call]]:
     """The calls of each provider on each input set. A provider without a backward is added to `missing`."""
-    inputs = [op.make(dims, dtype, device) for _ in range(sets)]
     if pass_ == "fwd":
-        return {key: _holding([_bound(f, x) for x in inputs]) for key, f in functions.items()}
+        return {key: _holding([partial(f, *x) for x in inputs]) for key, f in functions.items()}
     wanted = wanted_inputs(op, pass_, inputs[0])
     leaves = [leaves_of(one, wanted) for one in inputs]
     douts = [draw_douts(op, one) for one in inputs]
@@ -183,10 +174,6 @@ def _calls(
         except Exception as error:  # see timing.device_times
             _note_failure(provider, error, missing)
     return calls
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
@@ -206,11 +193,3 @@ def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], obj
     floats = max(total // 8 // unit * unit, unit)
     pairs = [torch.randn(2, floats, device=device) for _ in range(sets)]
     return [lambda dst=pair[0], src=pair[1]: dst.copy_(src) for pair in pairs]  # type: ignore[misc]
-
-
-def _with_limit(rows: list[Row], op: Op, peak: float | None) -> list[Row]:
-    """Set of_limit: copy time / own time for a memory-bound op, TFLOP/s / peak for a compute-bound one."""
-    copy_us = next((r.median_us for r in rows if r.provider == "copy"), None)
-    if op.bound == "memory":
-        return [dataclasses.replace(r, of_limit=copy_us / r.median_us if copy_us else None) for r in rows]
-    return [dataclasses.replace(r, of_limit=r.tflops * 1e12 / peak if peak and r.tflops else None) for r in rows]

@@ -15,9 +15,9 @@ from cukern.runtime.registry import Op
 
 STARTUP_OPS = ("square", "matmul")  # timed by `cukern bench startup`: the least and the most code to compile
 
-_MOST_MATERIALISED = 4096  # columns
+_MOST_MATERIALISED = 4096  # rows of the full matrix
 
-Missing = str  # why a peer cannot run here
+Missing = str  # the reason why a peer cannot run here
 Maker = Callable[[Op, torch.device], "Function | Missing"]
 
 _EAGER: dict[str, dict[str, Function]] = {
@@ -25,10 +25,8 @@ _EAGER: dict[str, dict[str, Function]] = {
     "matmul": {"torch": torch.matmul},
     "linear": {"torch": torch.nn.functional.linear},
     "rope": {"torch": rope_peers.eager},
-    "rope_qk": {"torch": rope_peers.eager_qk},
     "rope_interleaved": {"torch": partial(rope_peers.eager_qk, interleaved=True)},
-    "rope_in_place": {"torch": rope_peers.eager_qk},
-    "rope_strided": {"torch": rope_peers.eager_qk},
+    **{name: {"torch": rope_peers.eager_qk} for name in ("rope_qk", "rope_in_place", "rope_strided")},
 }
 
 _LOAD_INLINE = r"""
@@ -63,7 +61,7 @@ def peers(op: Op, device: torch.device, only: Collection[str] | None = None) -> 
     slow = ("load_inline", "torch.compile") if device.type != "cuda" else ("load_inline",)
     for name, make in _makers(op).items():
         if only is None or name in only:
-            made = f"takes long to build, so only when asked for: --only {name}" if only is None and name in slow else make(op, device)
+            made = f"takes a minute to build, so it runs only with --only {name}" if only is None and name in slow else make(op, device)
             if isinstance(made, str):
                 missing[name] = made
             else:
@@ -88,11 +86,23 @@ def _torch_compile(op: Op, device: torch.device) -> Function | Missing:
     return torch.compile(op.reference, dynamic=False)
 
 
-def _triton_square(op: Op, device: torch.device) -> Function | Missing:
-    if device.type != "cuda":
-        return "there is no GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton"
+def _package(name: str, make: Callable[[Op], Function]) -> Maker:
+    """The maker of a peer that needs a GPU and a Python package."""
+
+    def maker(op: Op, device: torch.device) -> Function | Missing:
+        if device.type != "cuda":
+            return "there is no GPU"
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed: pip install {name.replace('_', '-')}"
+        try:
+            return make(op)
+        except (ImportError, OSError) as error:
+            return f"{name} cannot be imported: {error}"
+
+    return maker
+
+
+def _triton_square(op: Op) -> Function:
     from cukern.bench import triton_square
 
     return triton_square.square
@@ -114,11 +124,7 @@ def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
     return module.square
 
 
-def _liger_softmax(op: Op, device: torch.device) -> Function | Missing:
-    if device.type != "cuda":
-        return "there is no GPU"
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "Liger is not installed: pip install liger-kernel"
+def _liger_softmax(op: Op) -> Function:
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
     return LigerSoftmaxFunction.apply
@@ -127,21 +133,17 @@ def _liger_softmax(op: Op, device: torch.device) -> Function | Missing:
 def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
     """A Kronecker-factored layer that builds the full matrix in each call, as LoKr implementations do."""
     if x.shape[-1] > _MOST_MATERIALISED:
-        raise ValueError(f"the product would have {x.shape[-1]} rows, and more than {_MOST_MATERIALISED} are not tried")
+        raise ValueError(f"the full matrix would have {x.shape[-1]} rows; more than {_MOST_MATERIALISED} are not measured")
     return x @ functools.reduce(torch.kron, factors)
 
 
-def _rope(name: str) -> Maker:
-    return lambda op, device: rope_peers.make(name, op.name, device)
-
-
-_FLASH = {"flash_attn": _rope("flash_attn")}
+_FLASH = {"flash_attn": _package("flash_attn", rope_peers.flash_attention)}
 _MAKERS: dict[str, dict[str, Maker]] = {
-    "square": {"triton": _triton_square, "load_inline": _load_inline_square},
+    "square": {"triton": _package("triton", _triton_square), "load_inline": _load_inline_square},
     **dict.fromkeys(("rope", "rope_qk", "rope_interleaved", "rope_strided", "rope_quarter"), _FLASH),
-    "rope_in_place": {**_FLASH, "liger": _rope("liger")},
-    "rope_te": {"transformer_engine": _rope("transformer_engine")},
-    "softmax": {"liger": _liger_softmax},
+    "rope_in_place": {**_FLASH, "liger": _package("liger_kernel", rope_peers.liger)},
+    "rope_te": {"transformer_engine": _package("transformer_engine", rope_peers.transformer_engine)},
+    "softmax": {"liger": _package("liger_kernel", _liger_softmax)},
     "kron_linear": {"materialised": lambda op, device: _materialised},
 }
 

@@ -1,4 +1,4 @@
-"""Appends measurements to benchmarks/results/<gpu>.jsonl, one JSON object per line, with the environment."""
+"""Appends measurements to a .jsonl file: one JSON object per row, with the facts about the environment."""
 
 import json
 from collections.abc import Iterable
@@ -6,6 +6,9 @@ from pathlib import Path
 
 from cukern.bench import environment
 from cukern.bench.measure import Row
+
+_MEASURED = ("op", "version", "pass_", "shape", "dtype", "provider", "median_us", "iqr_us")
+_DERIVED = ("bytes", "flops", "tbps", "tflops", "of_limit", "error")
 
 
 def default_file() -> Path:
@@ -18,32 +21,15 @@ def default_file() -> Path:
 
 
 def append(rows: Iterable[Row], file: Path) -> None:
-    """Append the rows to the file."""
     facts = environment.facts()
-    lines = [json.dumps({**_measured(row), **facts}) + "\n" for row in rows]
+    lines = [
+        json.dumps({name.rstrip("_"): _rounded(getattr(row, name)) for name in (*_MEASURED, *_DERIVED)} | facts) + "\n" for row in rows
+    ]
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", encoding="utf-8") as out:
         out.write("".join(lines))
 
 
-def _measured(row: Row) -> dict[str, object]:
-    return {
-        "op": row.op,
-        "version": row.version,
-        "pass": row.pass_,
-        "shape": list(row.shape),
-        "dtype": row.dtype,
-        "provider": row.provider,
-        "median_us": _digits(row.median_us),
-        "iqr_us": _digits(row.iqr_us),
-        "bytes": row.bytes,
-        "flops": row.flops,
-        "tbps": _digits(row.tbps),
-        "tflops": _digits(row.tflops),
-        "of_limit": _digits(row.of_limit),
-        "error": _digits(row.error),
-    }
-
-
-def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+def _rounded(value: object) -> object:
+    """A float with 5 significant digits."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value

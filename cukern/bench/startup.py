@@ -1,15 +1,15 @@
 """Start-up costs of fresh processes: the import, the first call with an empty and a full cache, and eight processes at once."""
 
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import cukern
+from cukern.bench import environment
 from cukern.bench.measure import Row, Table
 from cukern.bench.peers import STARTUP_OPS
 from cukern.bench.timing import summary
@@ -54,22 +54,23 @@ print(time.perf_counter() - start)
 def measure_startup() -> Iterator[Table]:
     """Yield medians over fresh processes, as rows of the op "startup". Without a GPU, compiling one op's kernels replaces its first call.
 
-    Raises RuntimeError if a process fails, `import cukern` imports CuPy, or eight concurrent processes corrupt the cache.
+    Raises RuntimeError if a process fails, `import cukern` imports CuPy, or concurrent processes corrupt the cache.
     """
     gpu = torch.cuda.is_available()
     missing = {} if gpu else {"first call": "there is no GPU; the time to compile is shown instead"}
     notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
-    yield Table([_row("import", [_seconds(_IMPORT) for _ in range(REPEATS)])], missing)
+    yield Table([_row("import", [s for _ in range(REPEATS) for s in _seconds(_IMPORT)])], missing)
     for op in _ops():
         what, code = (f"first call of {op}", _FIRST_CALL) if gpu else (f"compile {op} for sm_90a", _COMPILE)
         code = code.format(op=op)
-        with tempfile.TemporaryDirectory() as folder:
-            empty = [_seconds(code, Path(folder) / str(i)) for i in range(REPEATS)]
-            full = [_seconds(code, Path(folder) / "0") for _ in range(REPEATS)]
-            together = _at_once(code, Path(folder) / "together")
-            verify_cache(Path(folder) / "together")
-        rows = [_row(f"{what}, empty cache", empty), _row(f"{what}, full cache", full)]
-        yield Table([*rows, _row(f"{what}, empty cache, {AT_ONCE} processes at once", together)], {}, notes)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            empty = [s for i in range(REPEATS) for s in _seconds(code, folder / str(i))]
+            full = [s for _ in range(REPEATS) for s in _seconds(code, folder / "0")]
+            together = _seconds(code, folder / "together", AT_ONCE)
+            verify_cache(folder / "together")
+        samples = {"empty cache": empty, "full cache": full, f"empty cache, {AT_ONCE} processes at once": together}
+        yield Table([_row(f"{what}, {state}", seconds) for state, seconds in samples.items()], {}, notes)
 
 
 def _ops() -> tuple[str, ...]:
@@ -93,25 +94,16 @@ def _row(pass_: str, seconds: list[float]) -> Row:
     return Row("startup", "", pass_, (), "", "cukern", timing.median_us, timing.iqr_us)
 
 
-def _start(code: str, cache: Path | None) -> subprocess.Popen[str]:
-    path = os.pathsep.join(filter(None, (str(Path(cukern.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": path, **({"CUKERN_CACHE_DIR": str(cache)} if cache else {})}
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _finish(process: subprocess.Popen[str]) -> float:
-    out, err = process.communicate(timeout=300)
-    if process.returncode != 0:
-        raise RuntimeError(f"a fresh process ended with status {process.returncode}:\n{err.strip()}")
-    if "cukern" in err:
-        raise RuntimeError(f"a fresh process warned:\n{err.strip()}")
-    return float(out)
-
-
-def _seconds(code: str, cache: Path | None = None) -> float:
-    return _finish(_start(code, cache))
-
-
-def _at_once(code: str, cache: Path) -> list[float]:
-    processes = [_start(code, cache) for _ in range(AT_ONCE)]
-    return [_finish(p) for p in processes]
+def _seconds(code: str, folder: Path | None = None, processes: int = 1) -> list[float]:
+    """The seconds that `code` prints, in fresh processes started at the same time. `folder`: their kernel cache."""
+    env = {**environment.with_cukern(), **({"CUKERN_CACHE_DIR": str(folder)} if folder else {})}
+    options: dict[str, Any] = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    seconds = []
+    for process in [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(processes)]:
+        out, err = process.communicate(timeout=300)
+        if process.returncode != 0:
+            raise RuntimeError(f"a fresh process ended with status {process.returncode}:\n{err.strip()}")
+        if "cukern" in err:
+            raise RuntimeError(f"a fresh process warned:\n{err.strip()}")
+        seconds.append(float(out))
+    return seconds

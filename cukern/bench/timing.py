@@ -12,20 +12,23 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)  # of a provider
 
-# Calls are replayed from a CUDA graph if they are shorter than this, or if host time is more than this share of their time, as in backward
-# passes with many launches. Others are not, because the driver's copies may be slower in a graph (see measure.copies).
+# Calls are replayed from a CUDA graph if they are shorter than GRAPH_BELOW_US, or if more than HOST_SHARE of their time is host time, as in
+# backward passes with many launches. Longer calls are not, because the driver's copies may be slower in a graph (see measure.copies).
 GRAPH_BELOW_US, HOST_SHARE = 200.0, 0.5
 BATCH_US = 1000.0  # target time between two events
 MAX_BATCH = 1000  # calls; about the length of the driver's launch queue
 CPU_BATCH_US = 2000.0
-_SLEEP_CYCLES = 1_000_000  # about 0.5 ms, in which the host gets ahead of the GPU
+WARMUP_US = 200_000.0  # of rounds that are not recorded
+_SLEEP_CYCLES = 1_000_000  # about 0.5 ms, in which the host enqueues the first batches
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Several calls between two events, and the approximate time of one call."""
+    """Calls between two readings of the clock, their number, and the approximate time of one call."""
 
     run: Call
     calls: int
-    call_us: float
+    call_us: float = 0.0
     note: str = ""
 
 
@@ -67,48 +70,59 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def device_times(
-    calls: Mapping[str, Sequence[Call]], device: torch.device, budget_s: float = 3.0
-) -> tuple[dict[str, Timing], dict[str, Exception]]:
-    """The time of one call for each provider, which has one call per input set. Use inside `side_stream`.
+    calls: Mapping[Name, Sequence[Call]], device: torch.device, budget_s: float = 3.0
+) -> tuple[dict[Name, Timing], dict[Name, Exception]]:
+    """The time of one call of each provider, which has one call per input set. Use inside `side_stream`.
 
     Returns the times, and the errors of providers that failed.
     """
-    batches: dict[str, _Batch] = {}
-    failed: dict[str, Exception] = {}
-    prepare = _prepare_gpu if device.type == "cuda" else _prepare_cpu
+    batches: dict[Name, _Batch] = {}
+    failed: dict[Name, Exception] = {}
+    prepare, clock = (_prepare_gpu, _gpu_round) if device.type == "cuda" else (_prepare_cpu, _host_round)
     for name, own in calls.items():
         try:
             batches[name] = prepare(own)
         except Exception as error:  # a failing peer must not end the measurement
             failed[name] = error
-    clock = _gpu_round if device.type == "cuda" else _cpu_round
-    samples = _rounds(batches, clock, budget_s)
-    return {name: summary(samples[name], batch.note) for name, batch in batches.items()}, failed
+    round_us = sum(b.calls * b.call_us for b in batches.values()) or 1.0
+    rounds = min(max(int(budget_s * 1e6 / round_us), 5), 100)
+    warmup = min(math.ceil(WARMUP_US / round_us), 20) if round_us < WARMUP_US else 0
+    return _times(batches, clock, warmup, rounds), failed
 
 
-def host_times(calls: Mapping[str, Call], device: torch.device, rounds: int = 60, count: int = 200) -> dict[str, Timing]:
+def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 60, count: int = 200) -> dict[Name, Timing]:
     """Host time of one call: `count` calls, fewer than the length of the launch queue, without waiting for the GPU."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(count):
-            call()
+
+    def repeated(call: Call) -> Call:
+        def run() -> None:
+            for _ in range(count):
+                call()
+
+        return run
+
+    batches = {name: _Batch(repeated(call), count) for name, call in calls.items()}
+    wait = torch.cuda.synchronize if device.type == "cuda" else _no_wait
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for names in _orders(calls, rounds):
-            for name in names:
-                call = calls[name]
-                wait()
-                start = time.perf_counter()
-                for _ in range(count):
-                    call()
-                samples[name].append((time.perf_counter() - start) * 1e6 / count)
+        times = _times(batches, lambda batches: _host_round(batches, wait), 1, rounds)
     finally:
         if collecting:
             gc.enable()
     wait()
-    return {name: summary(us) for name, us in samples.items()}
+    return times
+
+
+def _times(batches: dict[Name, _Batch], clock: Callable[[list[_Batch]], list[float]], warmup: int, rounds: int) -> dict[Name, Timing]:
+    """Run all batches in random order in each round. The samples of the `warmup` rounds are discarded."""
+    samples: dict[Name, list[float]] = {name: [] for name in batches}
+    order, shuffle = list(batches), random.Random(0).shuffle
+    for turn in range(warmup + rounds):
+        shuffle(order)
+        for name, us in zip(order, clock([batches[n] for n in order]), strict=True):
+            if turn >= warmup:
+                samples[name].append(us)
+    return {name: summary(samples[name], batch.note) for name, batch in batches.items()}
 
 
 def summary(us: Sequence[float], note: str = "") -> Timing:
@@ -117,24 +131,19 @@ def summary(us: Sequence[float], note: str = "") -> Timing:
     return Timing(statistics.median(us), quarters[2] - quarters[0], note)
 
 
-def _orders(names: Mapping[str, object], rounds: int) -> Iterator[list[str]]:
-    shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
-        order = list(names)
-        shuffle(order)
-        yield order
+def _no_wait() -> None:
+    pass
 
 
-def _rounds(batches: dict[str, _Batch], clock: Callable[[list[_Batch]], list[float]], budget_s: float) -> dict[str, list[float]]:
-    round_us = sum(b.calls * b.call_us for b in batches.values()) or 1.0
-    count = min(max(int(budget_s * 1e6 / round_us), 5), 100)
-    warmup = min(math.ceil(200_000 / round_us), 20) if round_us < 200_000 else 0
-    samples: dict[str, list[float]] = {name: [] for name in batches}
-    for turn, names in enumerate(_orders(batches, warmup + count)):
-        for name, us in zip(names, clock([batches[n] for n in names]), strict=True):
-            if turn >= warmup:
-                samples[name].append(us)
-    return samples
+def _host_round(batches: list[_Batch], wait: Callable[[], object] = _no_wait) -> list[float]:
+    """Host microseconds per call of each batch. `wait` is called before each batch, and is not timed."""
+    times = []
+    for batch in batches:
+        wait()
+        start = time.perf_counter()
+        batch.run()
+        times.append((time.perf_counter() - start) * 1e6 / batch.calls)
+    return times
 
 
 def _in_turns(calls: Sequence[Call]) -> Callable[[int], None]:
@@ -171,10 +180,12 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     run = _in_turns(calls)
     run(len(calls))  # the first calls compile, load and allocate
     torch.cuda.synchronize()
-    (call_us,) = _gpu_round([_Batch(lambda: run(1), 1, 0.0)])
+    (call_us,) = _gpu_round([_Batch(lambda: run(1), 1)])
     if call_us < BATCH_US:
-        (call_us,) = _gpu_round([_Batch(lambda: run(10), 10, 0.0)])
-    if call_us >= GRAPH_BELOW_US and _host_us(run) < HOST_SHARE * call_us:
+        (call_us,) = _gpu_round([_Batch(lambda: run(10), 10)])
+    (host_us,) = _host_round([_Batch(lambda: run(3), 3)], torch.cuda.synchronize)
+    torch.cuda.synchronize()
+    if call_us >= GRAPH_BELOW_US and host_us < HOST_SHARE * call_us:
         few = math.ceil(BATCH_US / call_us)
         return _Batch(lambda: run(few), few, call_us)
     count = _calls_in_batch(call_us, len(calls), BATCH_US)  # every replay starts at the first set, so all input sets must be in the graph
@@ -185,16 +196,6 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
         reason = str(error).strip().partition("\n")[0]
         return _Batch(lambda: run(count), count, call_us, f"not captured in a CUDA graph, so the time may include host time ({reason})")
     return _Batch(graph.replay, count, call_us)
-
-
-def _host_us(run: Callable[[int], None]) -> float:
-    """Host time of a call, without waiting for the GPU."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(3)
-    us = (time.perf_counter() - start) * 1e6 / 3
-    torch.cuda.synchronize()
-    return us
 
 
 def _capture(run: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
@@ -210,18 +211,9 @@ def _capture(run: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
 # ---- the CPU
 
 
-def _cpu_round(batches: list[_Batch]) -> list[float]:
-    times = []
-    for batch in batches:
-        start = time.perf_counter()
-        batch.run()
-        times.append((time.perf_counter() - start) * 1e6 / batch.calls)
-    return times
-
-
 def _prepare_cpu(calls: Sequence[Call]) -> _Batch:
     run = _in_turns(calls)
     run(len(calls))
-    call_us = min(_cpu_round([_Batch(lambda: run(1), 1, 0.0)])[0] for _ in range(3))
+    call_us = min(_host_round([_Batch(lambda: run(1), 1)])[0] for _ in range(3))
     count = _calls_in_batch(call_us, 1, CPU_BATCH_US)
     return _Batch(lambda: run(count), count, call_us)

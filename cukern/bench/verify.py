@@ -1,8 +1,8 @@
-"""Compares forward and gradients of all versions of an op with float64, on the same inputs.
+"""Compares outputs and gradients of all versions of an op with float64, on the same inputs.
 
 The error of a result is the largest |y - truth| / scale over its elements. Truth is the reference in float64. Scale is the op's
-`magnitude`; by default it is the reference and its gradients in float64 on the absolute values of the inputs, which is |a| @ |b| for a
-product. The allowed error is twice that of torch's own op in the same dtype, plus the roundings that the op declares.
+`magnitude`. Its default is the reference and its gradients, in float64, of the absolute values of the inputs: |a| @ |b| for a product.
+The allowed error is twice that of torch's own op in the same dtype, plus the op's `roundings` times the dtype's epsilon.
 """
 
 import contextlib
@@ -25,12 +25,10 @@ REFERENCE = "reference"  # what the public function runs without a GPU
 
 
 @dataclass(frozen=True)
-class Result:
-    """One output or gradient of one version. `norm` is the 2-norm; `error` and `allowed` are relative to the scale."""
+class _Comparison:
+    """One output or gradient, such as "out" or "dx". `error` and `allowed` are relative to the scale."""
 
-    version: str
     what: str
-    norm: float
     error: float
     allowed: float
 
@@ -40,18 +38,19 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two versions, compared in one output or gradient. `difference` and `allowed` are relative to the scale."""
+class Result(_Comparison):
+    """A version compared with float64. `norm` is the 2-norm of its result."""
+
+    version: str
+    norm: float
+
+
+@dataclass(frozen=True)
+class Pair(_Comparison):
+    """Two versions compared with each other."""
 
     first: str
     second: str
-    what: str
-    difference: float
-    allowed: float
-
-    @property
-    def ok(self) -> bool:
-        return self.difference <= self.allowed and math.isfinite(self.difference)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
         checks.unknown_version(op.name, version, op.versions)
     names = [version] if version else list(op.versions)
     if device.type == "cuda" or backend.simulating():
-        has = _capability(device)
+        has = device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
         least = {n: op.versions[n].requires for n in names}
         refused = {n: f"needs compute capability {needs / 10}, this GPU has {has / 10}" for n, needs in least.items() if needs > has}
         public = {}
@@ -86,10 +85,6 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
         refused = {n: "there is no GPU" for n in names if not op.versions[n].in_torch}
         public = {} if version and not refused else {REFERENCE: op.call}
     return {**{n: partial(op.call, version=n) for n in names if n not in refused}, **public}, refused
-
-
-def _capability(device: torch.device) -> int:
-    return device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
 
 
 def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:
@@ -104,12 +99,12 @@ def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str,
         with poisoned():
             ours[version] = results(op, function, inputs, douts)
     found = [
-        Result(version, what, float(y.double().norm()), _error(y, t, s), a)
+        Result(what, _error(y, t, s), a, version, float(y.double().norm()))
         for version, tensors in ours.items()
         for what, y, t, s, a in zip(names, tensors, truth, scale, allowed, strict=True)
     ]
     pairs = [
-        Pair(first, second, what, _error(x, y, s), 2 * a)
+        Pair(what, _error(x, y, s), 2 * a, first, second)
         for first, second in itertools.combinations(ours, 2)
         for what, x, y, s, a in zip(names, ours[first], ours[second], scale, allowed, strict=True)
     ]
@@ -117,8 +112,10 @@ def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str,
 
 
 def errors(op: Op, inputs: Tensors, functions: dict[Any, Function], pass_: str) -> dict[Any, float]:
-    """For each function, the error of its results in a pass ("fwd", "bwd", "bwd:x"): the largest |y - truth| over the largest |truth|,
-    where truth is the reference in float64. A function that cannot do the pass is left out; so are all where the inputs are float64."""
+    """For each function, the largest |y - truth| / max |truth| of its results in a pass ("fwd", "bwd" or "bwd:x").
+
+    A function that fails is left out. Returns nothing for float64, because the truth is float64 too.
+    """
     wanted = [] if pass_ == "fwd" else wanted_inputs(op, pass_, inputs)
     douts = draw_douts(op, inputs)
     if douts[0].dtype == torch.float64:
@@ -130,18 +127,19 @@ def errors(op: Op, inputs: Tensors, functions: dict[Any, Function], pass_: str) 
     truth = run(op.reference, _cast(inputs, torch.float64), _cast(douts, torch.float64))
     found = {}
     for name, function in functions.items():
-        with contextlib.suppress(Exception):  # who times it will say what it raised
-            found[name] = max(_relative(y, t) for y, t in zip(run(function, inputs, douts), truth, strict=True))
+        with contextlib.suppress(Exception):  # the measurement reports it
+            pairs = zip(run(function, inputs, douts), truth, strict=True)
+            found[name] = max(_error(y, t, t.abs().max()) if t.numel() else 0.0 for y, t in pairs)
     return found
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN, so that an element which a kernel does not write is seen."""
+    """Inside the block, torch.empty fills its tensors with NaN, so that an element that a kernel does not write is found."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = memory.fill_uninitialized_memory
-    # warn_only: cuBLAS, should an op use it, would refuse to work without an environment variable set before CUDA starts
+    # warn_only: cuBLAS would raise an error unless CUBLAS_WORKSPACE_CONFIG was set before CUDA started
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = True
     try:
@@ -152,14 +150,14 @@ def poisoned() -> Iterator[None]:
 
 
 def _names(op: Op, inputs: Tensors, douts: Tensors) -> list[str]:
-    """The one output is "out", several are "out0", "out1" and so on; then "dx" for each input x that has a gradient."""
+    """Names of the results: "out", or "out0", "out1", ... for several outputs; then "dx" for each input x that has a gradient."""
     outs = ["out"] if len(douts) == 1 else [f"out{i}" for i in range(len(douts))]
     return [*outs, *(f"d{op.names(inputs)[i]}" for i in wanted_inputs(op, "bwd", inputs))]
 
 
 def _truth(op: Op, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:
-    """The results in float64, and their scale: at least the least normal number of the dtype, except where it is 0. Below that number
-    torch's own result may be wholly wrong, and would excuse any error."""
+    """The results in float64, and their scale. A scale that is not 0 is at least the smallest normal number of the dtype, because torch's
+    own error is not a useful limit for subnormal numbers."""
     exact, exact_douts = _cast(inputs, torch.float64), _cast(douts, torch.float64)
     if op.magnitude:
         scale = op.magnitude(exact, exact_douts)
@@ -171,7 +169,7 @@ def _truth(op: Op, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _allowed(op: Op, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Tensors) -> list[float]:
-    """Twice the error of torch's own op, and the op's roundings. In float64 torch's op is the truth itself, so float32 tells its error."""
+    """Twice the error of torch's own op, plus the op's roundings. For float64, torch's error is estimated from that in float32."""
     eps = torch.finfo(douts[0].dtype).eps
     if douts[0].dtype == torch.float64:
         inputs, douts = _cast(inputs, torch.float32), _cast(douts, torch.float32)
@@ -182,18 +180,12 @@ def _allowed(op: Op, inputs: Tensors, douts: Tensors, truth: Tensors, scale: Ten
     return [2 * _error(y, t, s) * finer + op.roundings * eps for y, t, s in zip(torchs, truth, scale, strict=True)]
 
 
-def _relative(y: torch.Tensor, truth: torch.Tensor) -> float:
-    if not y.numel():
-        return 0.0
-    return float((y.double() - truth).abs().max() / truth.abs().max())
-
-
 def _cast(inputs: Tensors, dtype: torch.dtype) -> Tensors:
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
 def _error(y: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor) -> float:
-    """Largest |y - truth| / scale; where the scale is 0, y must be exact; a NaN is infinitely wrong."""
+    """The largest |y - truth| / scale. Infinite for a NaN, and for a difference where the scale is 0."""
     if not y.numel():
         return 0.0
     difference = (y.double() - truth.double()).abs()

@@ -1,4 +1,4 @@
-"""The command line: `cukern check`, `bench`, `profile`, `compile`, `tune`, `doctor`; one file per command."""
+"""The command line; one file per command."""
 
 import contextlib
 import importlib.metadata
@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cukern.cli import bench, check, compile, doctor, profile, tune
-from cukern.cli.common import Dtype, console, errors
+from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
 from cukern.runtime.limits import LaunchError
@@ -31,13 +31,13 @@ class _Group(TyperGroup):
                 return super().main(*args, **kwargs)
             finally:
                 _flush()
-        except BrokenPipeError:  # as by `| head -1`
+        except BrokenPipeError:  # for example by `| head -1`
             raise SystemExit(1) from None
         except (*_USERS_ERRORS, RuntimeError) as error:
             if not isinstance(error, _USERS_ERRORS) and "DefaultCPUAllocator" not in str(error):  # torch's MemoryError
                 raise
             with contextlib.suppress(OSError):  # stderr may be full too
-                errors.print(f"error: {str(error) or 'out of memory'}", style="red", markup=False, highlight=False, soft_wrap=True)
+                say(f"error: {str(error) or 'out of memory'}", "red", errors)
             raise SystemExit(2) from None
 
     def invoke(self, ctx: Any) -> Any:
@@ -66,7 +66,7 @@ def _version(wanted: bool) -> None:
             number = importlib.metadata.version("cukern")
         except importlib.metadata.PackageNotFoundError:
             number = "from a source tree that is not installed"
-        console.print(f"cukern {number}", highlight=False)
+        say(f"cukern {number}")
         raise typer.Exit
 
 

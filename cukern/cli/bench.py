@@ -13,7 +13,21 @@ from cukern.bench.measure import Row, Table, measure, measure_host, passes
 from cukern.bench.plot import drawable
 from cukern.bench.plot import plot as draw
 from cukern.bench.record import append, default_file
-from cukern.cli.common import Dims, Dtype, OpName, check_target, console, errors, find_dims, find_dtype, find_op, listed, progress, table
+from cukern.cli.common import (
+    Dims,
+    Dtype,
+    OpName,
+    check_target,
+    console,
+    errors,
+    find_dims,
+    find_dtype,
+    find_op,
+    listed,
+    progress,
+    say,
+    table,
+)
 from cukern.runtime.device import restricted
 
 STARTUP = "startup"
@@ -25,7 +39,7 @@ def bench(
     dtype: Dtype = "f",
     pass_: Annotated[str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes.")] = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="float32 matrix products in TF32.")] = False,
-    host: Annotated[bool, typer.Option("--host", help="Host time of a tiny call, instead of device time.")] = False,
+    host: Annotated[bool, typer.Option("--host", help="Host time of a small call, instead of device time.")] = False,
     only: Annotated[str | None, typer.Option(metavar="NAME,...", help="Only these versions and peers.")] = None,
     kernel: Annotated[str | None, typer.Option(metavar="NAME", help="Force this candidate of the plans where it fits.")] = None,
     without: Annotated[str | None, typer.Option(metavar="NAME,...", help="Exclude these candidates of the plans.")] = None,
@@ -36,9 +50,7 @@ def bench(
     """Time every version and peer of OP. OP `startup` times the import and first calls in fresh processes."""
     if op == STARTUP and dims:
         raise ValueError(f"{STARTUP} takes no sizes, got {' '.join(map(str, dims))}")
-    if record:
-        record_to = _results_file()
-    _check_targets(record_to, plot)
+    record_to = _record_file(record, record_to, plot)
     tables, missing = [], dict[str, str]()
     found = _startup() if op == STARTUP else _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only))
     mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
@@ -50,10 +62,10 @@ def bench(
     listed("missing:", missing)
     if record_to:
         append([row for one in tables for row in one.rows], record_to)
-        errors.print(f"appended to {record_to}", markup=False, highlight=False, soft_wrap=True)
+        say(f"appended to {record_to}", to=errors)
     if plot:
         draw(tables, plot)
-        console.print(f"drawn to {plot}", markup=False, highlight=False, soft_wrap=True)
+        say(f"drawn to {plot}")
 
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
@@ -66,24 +78,23 @@ def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple
 
 
 def _marked(one: Table, mark: str) -> Table:
-    """The table with `mark` behind the versions of cukern, so that the record shows how they were planned."""
+    """The table with `mark` appended to the versions of cukern, so that a record shows the options that changed the plans."""
     rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
     return replace(one, rows=rows)
 
 
-def _results_file() -> Path:
-    """The file for --record. Raises ValueError if the tree has uncommitted changes."""
-    if environment.facts()["dirty"]:
-        raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
-    return default_file()
-
-
-def _check_targets(record_to: Path | None, plot: Path | None) -> None:
+def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Path | None:
+    """The file to append to, if any. Raises ValueError for a file that cannot be written, and for --record with uncommitted changes."""
+    if record:
+        if environment.facts()["dirty"]:
+            raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
+        record_to = default_file()
     if record_to:
         check_target("--record-to", record_to)
     if plot:
         drawable(plot)
         check_target("--plot", plot)
+    return record_to
 
 
 def _measure(
@@ -102,7 +113,7 @@ def _measure(
     jobs = [(shape, p) for shape in shapes for p in passes(op, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):
         if op.note and shape not in [s for s, _ in jobs[:i]]:
-            console.print(op.note(shape, kind.itemsize), highlight=False, soft_wrap=True)
+            say(op.note(shape, kind.itemsize))
         with progress() as bar:
             bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
             one = measure(op, shape, kind, p, place, only, tf32=tf32)
@@ -122,23 +133,13 @@ def _split(text: str | None) -> list[str] | None:
 
 def _print(one: Table) -> None:
     if one.rows:
-        first = one.rows[0]
-        where = environment.gpu_name() or "cpu"
-        shape = " x ".join(map(str, first.shape))
-        title = " ".join(filter(None, (first.op, "" if first.op == STARTUP else first.pass_, shape, first.dtype, f"on {where}")))
-        console.print(_startup_table(title, one.rows) if first.op == STARTUP else _table(title, one.rows))
+        console.print(_table(one.rows))
     listed("note:", one.notes)
 
 
-def _startup_table(title: str, rows: Sequence[Row]) -> object:
-    shown = table(title, "what", "median ms", "spread ms")
-    for row in rows:
-        shown.add_row(row.pass_, f"{row.median_us * 1e-3:.1f}", f"{row.iqr_us * 1e-3:.1f}")
-    return shown
-
-
-def _table(title: str, rows: Sequence[Row]) -> object:
+def _table(rows: Sequence[Row]) -> object:
     """Only the columns that apply: no limit on a CPU, no bytes for host time."""
+    first, startup = rows[0], rows[0].op == STARTUP
     torch_us = next((r.median_us for r in rows if r.provider == "torch"), None)
     columns: dict[str, Callable[[Row], str]] = {
         "us": lambda r: f"{r.median_us:.2f}",
@@ -149,11 +150,16 @@ def _table(title: str, rows: Sequence[Row]) -> object:
         "x torch": lambda r: _number(torch_us / r.median_us if torch_us else None),
         "error": lambda r: "" if r.error is None else f"{r.error:.1e}",
     }
+    if startup:
+        columns = {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "spread ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
     used = {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}
-    ours = next((r for r in rows if r.bytes and r.flops), None)
-    shown = table(title + (f", {ours.flops / ours.bytes:.3g} flop/byte" if ours else ""), "provider", *used)
+    sizes, where = " x ".join(map(str, first.shape)), environment.gpu_name() or "cpu"
+    title = " ".join(filter(None, (first.op, "" if startup else first.pass_, sizes, first.dtype, f"on {where}")))
+    intensity = next((f", {r.flops / r.bytes:.3g} flop/byte" for r in rows if r.bytes and r.flops), "")
+    shown = table(title + intensity, "what" if startup else "provider", *used)
     for r in rows:
-        shown.add_row(f"{r.provider} {r.version}".strip(), *[cell(r) for cell in used.values()], style="bold" if r.version else None)
+        name = r.pass_ if startup else f"{r.provider} {r.version}".strip()
+        shown.add_row(name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)
     return shown
 
 

@@ -10,8 +10,9 @@ import typer
 
 from cukern.bench import environment
 from cukern.bench.calls import Function
-from cukern.bench.verify import Verdict, candidates, verify
-from cukern.cli.common import Dims, Dtype, OpName, console, describe, errors, find_dims, find_dtype, find_op, listed, progress, table
+from cukern.bench.measure import name_of
+from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
+from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, listed, progress, say, table
 from cukern.runtime.backend import backend
 from cukern.runtime.registry import Op
 from cukern.sim.faults import Fault
@@ -35,7 +36,7 @@ def check(
     dtypes = [find_dtype(found, dtype)] if dtype is not None else list(found.dtypes)
     if simulated:
         why = "" if sim else "There is no GPU. "
-        console.print(f"{why}The simulator runs the kernels, from the PTX that NVRTC generates.", style="yellow", soft_wrap=True)
+        say(f"{why}The simulator runs the kernels, from the PTX that NVRTC generates.", "yellow")
     with backend("sim") if simulated else contextlib.nullcontext():
         functions, skipped = candidates(found, place, version)
         if not functions:
@@ -45,14 +46,10 @@ def check(
         _print(found, verdict)
     listed("version", {name: found.versions[name].idea for name in functions})
     listed("not run:", skipped)
-    _sum_up(op, verdicts, "the simulator" if simulated else environment.gpu_name())
-
-
-def _sum_up(op: str, verdicts: Sequence[Verdict], where: str | None) -> None:
-    """Print how many comparisons failed. Exits with 1 if any did."""
+    where = "the simulator" if simulated else environment.gpu_name()
     wrong = sum(v.wrong for v in verdicts)
     total = sum(len(v.results) + len(v.pairs) for v in verdicts)
-    console.print(f"{op}: {total} comparisons on {where}, {wrong or 'nothing'} wrong", style="red" if wrong else "green", highlight=False)
+    say(f"{op}: {total} comparisons on {where}, {wrong or 'nothing'} wrong", "red" if wrong else "green")
     if wrong:
         raise typer.Exit(1)
 
@@ -67,7 +64,7 @@ def _verify(
             try:
                 verdicts.append(verify(op, shape, kind, functions, place))
             except Fault as fault:
-                errors.print(f"{op.name}: {type(fault).__name__}: {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
+                say(f"{op.name}: {type(fault).__name__}: {fault}", "red", errors)
                 raise typer.Exit(1) from None
             bar.advance(task)
     return verdicts
@@ -75,21 +72,19 @@ def _verify(
 
 def _print(op: Op, verdict: Verdict) -> None:
     """A table of the versions, with a row per output or gradient, and a table of the pairs of versions."""
-    shown = table(describe(op, verdict.dims, verdict.dtype), "version", "", "norm", "error", "allowed", "")
+    title = f"{op.name} {' x '.join(map(str, verdict.dims))} {name_of(verdict.dtype)}"
+    shown = table(title, "version", "", "norm", "error", "allowed", "")
     for r in verdict.results:
-        shown.add_row(r.version, f"|{r.what}|", f"{r.norm:.6g}", _error(r.error, r.ok), _error(r.allowed), _mark(r.ok, "right", "WRONG"))
+        shown.add_row(r.version, f"|{r.what}|", f"{r.norm:.6g}", *_marked(r, "right", "WRONG"))
     console.print(shown)
     shown = table("", "pair", "", "difference", "allowed", "")
     for p in verdict.pairs:
-        pair = f"{p.first} and {p.second}"
-        shown.add_row(pair, p.what, _error(p.difference, p.ok), _error(p.allowed), _mark(p.ok, "agree", "DIFFER"))
+        shown.add_row(f"{p.first} and {p.second}", p.what, *_marked(p, "agree", "DIFFER"))
     if verdict.pairs:
         console.print(shown)
 
 
-def _error(value: float, ok: bool = True) -> str:
-    return f"{value:.2e}" if ok else f"[red]{value:.2e}[/red]"
-
-
-def _mark(ok: bool, good: str, bad: str) -> str:
-    return f"[green]{good}[/green]" if ok else f"[red]{bad}[/red]"
+def _marked(compared: Result | Pair, good: str, bad: str) -> tuple[str, str, str]:
+    """The cells of the error, the allowed error and the verdict."""
+    error, allowed = f"{compared.error:.2e}", f"{compared.allowed:.2e}"
+    return (error, allowed, f"[green]{good}[/green]") if compared.ok else (f"[red]{error}[/red]", allowed, f"[red]{bad}[/red]")

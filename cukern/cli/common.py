@@ -14,6 +14,7 @@ from rich.table import Table
 
 import cukern.ops  # noqa: F401  fills the registry
 from cukern.bench import environment
+from cukern.bench.measure import name_of
 from cukern.runtime.registry import OPS, Op
 
 _WIDTH = 80  # columns at least, so that no number in a table is cut
@@ -43,9 +44,9 @@ def find_op(name: str) -> Op:
 def find_dtype(op: Op, letter: str) -> torch.dtype:
     """The dtype for a letter. Raises ValueError if the op does not have it."""
     if letter not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(f'{k} ({_short(v)})' for k, v in DTYPES.items())}, got {letter!r}")
+        raise ValueError(f"--dtype must be one of {', '.join(f'{k} ({name_of(v)})' for k, v in DTYPES.items())}, got {letter!r}")
     if DTYPES[letter] not in op.dtypes:
-        raise ValueError(f"{op.name} has no {_short(DTYPES[letter])}; it has {', '.join(map(_short, op.dtypes))}")
+        raise ValueError(f"{op.name} has no {name_of(DTYPES[letter])}; it has {', '.join(map(name_of, op.dtypes))}")
     return DTYPES[letter]
 
 
@@ -85,11 +86,6 @@ def check_target(option: str, file: Path) -> None:
     file.unlink()
 
 
-def describe(op: Op, dims: Sequence[int], dtype: torch.dtype) -> str:
-    """A table's title, such as "square 64 x 1000 float32"."""
-    return f"{op.name} {' x '.join(map(str, dims))} {_short(dtype)}"
-
-
 def table(title: str, *columns: str) -> Table:
     """A table with a left-aligned first column and right-aligned numbers."""
     style = {"title_style": "bold", "header_style": "", "box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
@@ -105,14 +101,15 @@ def progress() -> Progress:
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
+def say(text: str, style: str | None = None, to: Console = console) -> None:
+    """Print a line as it is: not wrapped, and no part of it read as markup."""
+    to.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def listed(title: str, reasons: dict[str, str]) -> None:
-    """Print each name and its reason, under a title."""
+    """Print each name and its reason, with the title before each."""
     for name, reason in reasons.items():
-        console.print(f"  {title} {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        say(f"  {title} {name}: {reason}")
 
 
 def shorten(name: str, width: int) -> str:

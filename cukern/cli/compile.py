@@ -2,15 +2,16 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from typing import Annotated
 
 import torch
 import typer
 
 from cukern.bench import environment
-from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, shorten, table
+from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, say, shorten, table
 from cukern.runtime import checks
 from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
@@ -30,7 +31,7 @@ def compile(
         str | None, typer.Option(metavar="sm_90a,...", help=f"Architectures; by default this GPU's, else {WITHOUT_GPU}.")
     ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="DIMS", help="Only what calls of OP with these sizes need, as 1024,32,32; repeatable.")
+        list[str] | None, typer.Option(metavar="DIMS", help="Only what calls of OP with these sizes need, such as 1024,32,32; repeatable.")
     ] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help=f"The GPU that plans are made for: {', '.join(KNOWN)}.")] = None,
 ) -> None:
@@ -42,60 +43,54 @@ def compile(
         raise ValueError("--gpu names an architecture: leave out --arch")
     dims = [find_dims(ops[0], _sizes(text), ())[0] for text in shape or ()]
     failed = 0
-    for one in _architectures(arch) if gpu is None else [_arch_of_gpu(gpu)]:
-        kernels: dict[str, Kernel] = {}
+    for one, device in _targets(arch, gpu):
         if dims:
-            device = _device(one, gpu)
             listed("plans for", {device.name: f"{device.sms} SMs"})
             kernels = kernels_for(ops[0], dims, None, device)
-        for each in [] if dims else ops:
-            kernels |= each.kernels(_number(one))
+        else:
+            kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(one)).items()}
         failed += print_reports(compile_kernels(kernels.values(), one), one)
         listed("not for " + one + ":", _too_new(ops, one))
-    console.print(f"cache: {target() or 'none can be written'}", markup=False, highlight=False, soft_wrap=True)
+    say(f"cache: {target() or 'none can be written'}")
     if failed:
         raise typer.Exit(1)
 
 
 def compile_kernels(kernels: Iterable[Kernel], arch: str) -> dict[str, Outcome]:
     """The report or compile error of each kernel, by name. Raises SetupError without a compiler."""
-    kernels = list(kernels)
+
+    def outcome_of(kernel: Kernel) -> Outcome:
+        try:
+            return kernel.compile(arch).report
+        except CompileError as error:
+            return error
+
+    kernels, outcomes = list(kernels), {}
     with progress() as bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         task = bar.add_task(f"compiling for {arch}", total=len(kernels))
-        outcomes = {}
-        for kernel, outcome in zip(kernels, pool.map(_outcome_for(arch), kernels), strict=True):
+        for kernel, outcome in zip(kernels, pool.map(outcome_of, kernels), strict=True):
             outcomes[kernel.name] = outcome
             bar.advance(task)
     return outcomes
 
 
 def print_reports(outcomes: dict[str, Outcome], arch: str) -> int:
-    """Print what each kernel uses, and the compiler's log for those that failed. Returns the number of failures."""
+    """Print the resources of each kernel, and the log of each that does not compile. Returns the number of failures."""
     columns = ("registers", "stored", "loaded", "stack", "shared")
     title = f"{len(outcomes)} kernels for {arch}: registers, spill stores and loads, stack, shared memory in bytes"
     shown = table(title, "kernel", *columns)
     width = console.width - 2 * len(columns) - sum(map(len, columns)) - 2
-    broken = [outcome for outcome in outcomes.values() if isinstance(outcome, CompileError)]
     for name, outcome in outcomes.items():
         if isinstance(outcome, Report):
-            numbers = (outcome.registers, outcome.spill_stores, outcome.spill_loads, outcome.stack, outcome.shared)
-            shown.add_row(shorten(name, width), *map(str, numbers), style="yellow" if outcome.spill_stores or outcome.spill_loads else None)
+            style = "yellow" if outcome.spill_stores or outcome.spill_loads else None
+            shown.add_row(shorten(name, width), *map(str, astuple(outcome)), style=style)
         else:
             shown.add_row(shorten(name, width), "failed", style="red")
     console.print(shown)
-    for error in broken:
-        errors.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-    return len(broken)
-
-
-def _outcome_for(arch: str) -> Callable[[Kernel], Outcome]:
-    def outcome(kernel: Kernel) -> Outcome:
-        try:
-            return kernel.compile(arch).report
-        except CompileError as error:
-            return error
-
-    return outcome
+    failed = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, CompileError)]
+    for message in failed:
+        say(message, "red", errors)
+    return len(failed)
 
 
 def _sizes(text: str) -> list[int]:
@@ -105,27 +100,19 @@ def _sizes(text: str) -> list[int]:
         raise ValueError(f"--shape must be sizes separated by commas, such as 1024,32,32, got {text!r}") from None
 
 
-def _arch_of_gpu(name: str) -> str:
-    return arch_of(divmod(KNOWN[checks.choice("--gpu", name, KNOWN)].capability, 10))
-
-
-def _device(arch: str, gpu: str | None) -> Device:
-    """The GPU named, else this one if it has the architecture, else the first known one with it or with an older one."""
-    place = environment.device()
-    if gpu is None and place.type == "cuda" and arch_of(torch.cuda.get_device_capability(place)) == arch:
-        return device_of(torch.cuda.current_device())
-    return KNOWN[gpu] if gpu else representative(_number(arch))
-
-
-def _architectures(text: str | None) -> list[str]:
-    if text is None:
-        place = environment.device()
-        return [arch_of(torch.cuda.get_device_capability(place))] if place.type == "cuda" else WITHOUT_GPU.split(",")
-    names = [name.strip() for name in text.split(",")]
+def _targets(arch: str | None, gpu: str | None) -> list[tuple[str, Device]]:
+    """The architectures to compile for. For each, the GPU that plans assume: the one named, this one, or a known one."""
+    if gpu is not None:
+        device = KNOWN[checks.choice("--gpu", gpu, KNOWN)]
+        return [(arch_of(divmod(device.capability, 10)), device)]
+    place, here = environment.device(), dict[str, Device]()
+    if place.type == "cuda":
+        here[arch_of(torch.cuda.get_device_capability(place))] = device_of(torch.cuda.current_device())
+    names = list(here) or WITHOUT_GPU.split(",") if arch is None else [name.strip() for name in arch.split(",")]
     for name in names:
-        if not re.fullmatch(r"sm_[0-9]{2,3}[af]?", name) or _number(name) < 75:
+        if arch is not None and (not re.fullmatch(r"sm_[0-9]{2,3}[af]?", name) or _number(name) < 75):
             raise ValueError(f"--arch must be names such as sm_80 or sm_90a, sm_75 at least, separated by commas, got {name!r}")
-    return names
+    return [(name, here.get(name) or representative(_number(name))) for name in names]
 
 
 def _number(arch: str) -> int:

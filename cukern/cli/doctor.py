@@ -16,7 +16,7 @@ import torch
 import typer
 
 from cukern.bench import environment
-from cukern.cli.common import console
+from cukern.cli.common import console, say
 from cukern.runtime import cache, compiler
 from cukern.runtime.sources import Source, kernels_dir
 
@@ -29,7 +29,7 @@ _OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody el
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. "absent" things are optional, "missing" ones are required."""
+    """One line of the report. `mend`: how to fix it. State "absent" is for optional things, "missing" for required ones."""
 
     state: State
     what: str
@@ -42,15 +42,15 @@ def doctor() -> None:
     findings = list(examine())
     for one in findings:
         console.print(f"{_MARKS[one.state]} [bold]{one.what:<18}[/bold]", end=" ")
-        console.print(" ".join(one.found.split()), markup=False, highlight=False, soft_wrap=True)
+        say(" ".join(one.found.split()))
         if one.mend:
-            console.print(f"{'':<22}{one.mend}", markup=False, highlight=False, soft_wrap=True, style="yellow")
+            say(f"{'':<22}{one.mend}", "yellow")
     if any(one.state == "missing" for one in findings):
         raise typer.Exit(1)
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that cukern needs or can use, in the order in which to fix it."""
+    """Everything that cukern needs or can use. What is needed by later entries comes first."""
     yield Finding("ok", "Python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "torch", f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})")
     needed = [
@@ -72,7 +72,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, state: State = "missing") -> list[Finding]:
-    """What is found, or the error: in a broken installation any call may raise any exception."""
+    """The result of `find`, or its error as a finding. In a broken installation any call may raise any exception."""
     try:
         found = find()
         return [Finding("ok", what, found)] if isinstance(found, str) else list(found)
@@ -82,11 +82,11 @@ def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, st
 
 
 def _cupy() -> str | list[Finding]:
-    wheels = [f"{name} {version}" for name, version in environment.cupy_wheels().items()]
-    found = ", ".join(wheels) or "not installed"
+    wheels = environment.cupy_wheels()
+    found = ", ".join(f"{name} {version}" for name, version in wheels.items()) or "not installed"
     if len(wheels) > 1:
-        names = " ".join(environment.cupy_wheels())
-        return [Finding("warning", "CuPy", found, f"they overwrite each other's files: pip uninstall {names}, then install one of them")]
+        mend = f"they overwrite each other's files: pip uninstall {' '.join(wheels)}, then install one of them"
+        return [Finding("warning", "CuPy", found, mend)]
     if importlib.util.find_spec("cupy") is None:
         return [Finding("missing", "CuPy", found, "pip install cupy-cuda12x")]
     cache.house_cupy()
@@ -116,14 +116,11 @@ def _compiles() -> str:
 def _gpus() -> Iterator[Finding]:
     driver = environment.smi("driver_version")
     if not torch.cuda.is_available():
-        mend = "" if driver else "for a GPU: https://www.nvidia.com/drivers"
-        yield Finding("absent", "driver", driver or "nvidia-smi is not there", mend)
-        why = "torch is built without CUDA: install a CUDA build, see https://pytorch.org" if torch.version.cuda is None else _why_no_gpu()
-        yield Finding(
-            "absent", "GPU", "torch.cuda sees none: ops run as plain torch; the simulator runs the kernels with CUKERN_BACKEND=sim", why
-        )
+        yield Finding("absent", "driver", driver or "nvidia-smi not found", "" if driver else "for a GPU: https://www.nvidia.com/drivers")
+        found = "torch.cuda sees none: ops run as plain torch; the simulator runs the kernels with CUKERN_BACKEND=sim"
+        yield Finding("absent", "GPU", found, _why_no_gpu())
         return
-    yield Finding("ok", "driver", driver or "there, of an unknown version (no nvidia-smi)")
+    yield Finding("ok", "driver", driver or "installed, of an unknown version (no nvidia-smi)")
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         old = gpu.major * 10 + gpu.minor < 75
@@ -132,6 +129,8 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return "torch is built without CUDA: install a CUDA build, see https://pytorch.org"
     with warnings.catch_warnings(record=True):
         try:
             torch.cuda.init()

@@ -1,7 +1,6 @@
 """`cukern profile`: profiles one version with torch's profiler or Nsight Compute."""
 
-import os
-import re
+import itertools
 import shutil
 import subprocess
 import sys
@@ -12,30 +11,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import cukern
 from cukern.bench import environment
 from cukern.bench.calls import draw_douts, results
 from cukern.bench.verify import REFERENCE, candidates
-from cukern.cli.common import (
-    DTYPES,
-    Dims,
-    Dtype,
-    OpName,
-    check_target,
-    console,
-    errors,
-    find_dims,
-    find_dtype,
-    find_op,
-    progress,
-    shorten,
-    table,
-)
+from cukern.cli import common
+from cukern.cli.common import console, errors, say
 from cukern.runtime.compiler import SetupError
 from cukern.runtime.registry import Op
 
 _REFUSED = """\
-The driver lets only administrators read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it to all:
+Only administrators may read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it for everyone:
     echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf
 and reload the driver (reboot). Or run this command as root; in a container, start that with --cap-add SYS_ADMIN.
 See https://developer.nvidia.com/ERR_NVGPUCTRPERM"""
@@ -46,9 +31,9 @@ https://developer.nvidia.com/nsight-compute; with conda: conda install -c nvidia
 
 
 def profile(
-    op: OpName,
-    dims: Dims = None,
-    dtype: Dtype = "f",
+    op: common.OpName,
+    dims: common.Dims = None,
+    dtype: common.Dtype = "f",
     version: Annotated[str | None, typer.Option("--version", "--implementation", help="The version; by default the fastest.")] = None,
     wait: Annotated[int, typer.Option(min=0, max=10**6, help="Steps before tracing starts.")] = 1,
     warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to trace and discard.")] = 3,
@@ -57,9 +42,9 @@ def profile(
     ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels.")] = False,
 ) -> None:
     """Run forward and backward, print the profiler's table by device time, and write a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
-    found, place = find_op(op), environment.device()
-    kind = find_dtype(found, "f" if dtype is None else dtype)
-    (shape,) = find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
+    found, place = common.find_op(op), environment.device()
+    kind = common.find_dtype(found, "f" if dtype is None else dtype)
+    (shape,) = common.find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
     functions, refused = candidates(found, place, version)
     if not functions:
         raise ValueError(f"{op} {version} {refused[str(version)]}")
@@ -67,10 +52,10 @@ def profile(
     if ncu:
         raise typer.Exit(_nsight(found, name, shape, kind))
     if place.type != "cuda" and name == REFERENCE:
-        console.print("There is no GPU: this profiles the torch reference for CPU tensors, not a kernel.", style="yellow")
+        say("There is no GPU: this profiles the torch reference for CPU tensors, not a kernel.", "yellow")
     out = out or Path(f"{op}_{name}.trace.json")
     file = out if out.is_dir() else unused(out)
-    check_target("--out", file)
+    common.check_target("--out", file)
     step = stepper(found, shape, kind, name, place)
     profiler = _trace(step, wait, warmup, active, place)
     console.print(_averages(profiler, "device" if place.type == "cuda" else "cpu", active))
@@ -78,7 +63,7 @@ def profile(
     whole = file.suffix == ".gz" or (file.is_file() and file.read_bytes().rstrip().endswith(b"}"))
     if not whole:  # torch does not raise if it cannot write
         raise ValueError(f"the trace {str(file)!r} could not be written: is the disk full?")
-    console.print(f"trace: {file}", markup=False, highlight=False, soft_wrap=True)
+    say(f"trace: {file}")
 
 
 def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> object:
@@ -88,10 +73,12 @@ def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> objec
         return getattr(event, f"self_{place}_time_total")
 
     events = [e for e in profiler.key_averages() if time_of(e) > 0 and not e.key.startswith("ProfilerStep")]
-    total, shown = sum(map(time_of, events)), table(f"{place} time in {steps} steps", "name", "us", "% of all", "calls", "us a call")
+    shown = common.table(f"{place} time in {steps} steps", "name", "us", "% of all", "calls", "us a call")
+    total = sum(map(time_of, events))
     for e in sorted(events, key=time_of, reverse=True)[:20]:
         us = time_of(e)
-        shown.add_row(shorten(e.key, console.width - 40), f"{us:.1f}", f"{100 * us / total:.1f}", str(e.count), f"{us / e.count:.2f}")
+        name = common.shorten(e.key, console.width - 40)
+        shown.add_row(name, f"{us:.1f}", f"{100 * us / total:.1f}", str(e.count), f"{us / e.count:.2f}")
     return shown
 
 
@@ -106,11 +93,8 @@ def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, devic
 def unused(file: Path) -> Path:
     """The file, or the first of name-2, name-3, ... that does not exist."""
     stem, dot, ending = file.name.partition(".")
-    number, free = 1, file
-    while free.exists():
-        number += 1
-        free = file.with_name(f"{stem}-{number}{dot}{ending}")
-    return free
+    numbered = (file.with_name(f"{stem}-{number}{dot}{ending}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([file], numbered) if not free.exists())
 
 
 def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, place: torch.device) -> torch.profiler.profile:
@@ -120,7 +104,7 @@ def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, plac
     step()  # compiles, which must not be in the trace
     total = wait + warmup + active
     schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-    with progress() as bar, torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
+    with common.progress() as bar, torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
         task = bar.add_task("profiling", total=total)
         for _ in range(total):
             step()
@@ -137,10 +121,10 @@ _LAUNCHES = 4  # of the version's kernels; each is replayed dozens of times to r
 _CHILD = """
 import sys
 from cukern.bench import environment
-from cukern.cli.common import DTYPES, find_op
+from cukern.cli import common
 from cukern.cli.profile import stepper
 op, version, letter, *dims = sys.argv[1:]
-step = stepper(find_op(op), [int(d) for d in dims], DTYPES[letter], version, environment.device())
+step = stepper(common.find_op(op), [int(d) for d in dims], common.DTYPES[letter], version, environment.device())
 for _ in range(3):
     step()
 """
@@ -148,7 +132,7 @@ for _ in range(3):
 
 def kernel_names(op: Op, version: str, dtype: torch.dtype) -> list[str]:
     """The names, without template arguments, of the kernels of a version."""
-    return sorted({re.split(r"<", k.name)[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
+    return sorted({k.name.partition("<")[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
 
 
 def _nsight(op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
@@ -157,15 +141,15 @@ def _nsight(op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> in
         raise SetupError(_NOT_INSTALLED)
     if not torch.cuda.is_available():
         raise SetupError("--ncu needs a GPU, and torch.cuda sees none")
-    letter = next(k for k, v in DTYPES.items() if v == dtype)
+    letter = next(k for k, v in common.DTYPES.items() if v == dtype)
     names = f"regex:^({'|'.join(kernel_names(op, version, dtype))})$"
     options = ["--clock-control", "none", "--kernel-name", names, "--launch-count", str(_LAUNCHES)]
-    path = os.pathsep.join(filter(None, (str(Path(cukern.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
     command = [program, *options, sys.executable, "-c", _CHILD, op.name, version, letter, *map(str, dims)]
-    with errors.status("Nsight Compute is at work"):
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    console.print(done.stdout, markup=False, highlight=False, soft_wrap=True)
+    with errors.status("running Nsight Compute"):
+        env = environment.with_cukern()
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    say(done.stdout)
     refused = "ERR_NVGPUCTRPERM" in done.stdout
     if refused:
-        errors.print(_REFUSED, style="red", markup=False, highlight=False, soft_wrap=True)
+        say(_REFUSED, "red", errors)
     return 1 if refused or done.returncode else 0

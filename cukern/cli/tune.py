@@ -1,9 +1,10 @@
-"""`cukern tune`: measure the two rates of this GPU that plans ask for, and store them for later processes."""
+"""`cukern tune`: measures two rates of this GPU for the cost models, copy bandwidth and SM clock, and stores them."""
 
 import torch
 
+from cukern.bench import environment
 from cukern.bench.timing import device_times, side_stream
-from cukern.cli.common import console
+from cukern.cli.common import say
 from cukern.runtime import device as devices
 from cukern.runtime.backend import require_gpu
 from cukern.runtime.kernel import compile as compile_text
@@ -25,22 +26,18 @@ extern "C" __global__ void clock_rate(double* rates, float* sink, int n) {
 
 
 def tune() -> None:
-    """Measure this GPU's copy bandwidth and its SM clock under load; plans of later processes use them."""
+    """Measure this GPU's copy bandwidth and its SM clock under load, and store them. Plans of later processes use them."""
     require_gpu()
     facts = devices.device_of(torch.cuda.current_device())
     bandwidth, clock = _bandwidth() / facts.sms, _clock(facts.sms)
-    for what, measured, used in (
-        ("copy bandwidth of an SM, bytes/us", bandwidth, facts.sm_bytes_us),
-        ("SM clock under load, MHz", clock, facts.cycles_us),
-    ):
-        console.print(f"{what}: {measured:.0f}; plans used {used:.0f}", highlight=False)
-    file = devices.store(facts.name, bandwidth, clock)
-    console.print(f"stored in {file}", markup=False, highlight=False, soft_wrap=True)
+    say(f"copy bandwidth of an SM, bytes/us: {bandwidth:.0f}; plans used {facts.sm_bytes_us:.0f}")
+    say(f"SM clock under load, MHz: {clock:.0f}; plans used {facts.cycles_us:.0f}")
+    say(f"stored in {devices.store(facts.name, bandwidth, clock)}")
 
 
 def _bandwidth() -> float:
-    """Bytes read and written by a copy in a microsecond."""
-    place = torch.device("cuda", torch.cuda.current_device())
+    """Bytes that a copy reads and writes per microsecond."""
+    place = environment.device()
     with side_stream(place):
         src = torch.empty(COPY_BYTES, dtype=torch.uint8, device=place).random_()
         dst = torch.empty_like(src)
@@ -51,7 +48,7 @@ def _bandwidth() -> float:
 
 
 def _clock(sms: int) -> float:
-    """Cycles of an SM in a microsecond while all SMs multiply and add: the median over the thread blocks of the second launch."""
+    """SM cycles per microsecond while all SMs execute FMAs: the median over the thread blocks of the second launch."""
     blocks, threads = 2 * sms, 512
     rates, sink = torch.empty(blocks, dtype=torch.float64, device="cuda"), torch.empty(blocks * threads, device="cuda")
     for _ in range(2):

@@ -194,17 +194,7 @@ def _explained(log: str, source: Source) -> str:
 
 
 def parse_report(log: str, symbol: str) -> Report:
-    """Read `ptxas -v`: the block of lines that follows the symbol's "Compiling entry function"."""
+    """The resources of a kernel from the log of `ptxas -v`: the lines after the symbol's "Compiling entry function"."""
     block = log.split(f"Compiling entry function '{symbol}'", 1)[-1].split("Compiling entry function", 1)[0]
-
-    def number(pattern: str) -> int:
-        match = re.search(pattern, block)
-        return int(match[1]) if match else 0
-
-    return Report(
-        registers=number(r"Used (\d+) registers"),
-        spill_stores=number(r"(\d+) bytes spill stores"),
-        spill_loads=number(r"(\d+) bytes spill loads"),
-        stack=number(r"(\d+) bytes stack frame"),
-        shared=number(r"(\d+) bytes smem"),
-    )
+    fields = ("registers", "bytes spill stores", "bytes spill loads", "bytes stack frame", "bytes smem")  # in the order of Report
+    return Report(*(int(number[1]) if (number := re.search(rf"(\d+) {field}", block)) else 0 for field in fields))

@@ -1,7 +1,7 @@
 """What a plan may ask about a GPU. No other file contains constants of a particular GPU.
 
-The facts come from a table of known GPUs, else from the driver's attributes. `cukern tune` measures the two rates and stores them beside
-the kernel cache; stored rates come first. Rates are used by cost models only: they decide which plan is chosen, never what it computes.
+Counts and sizes come from the driver. The two rates are those that `cukern tune` measured, else those of the table of known GPUs, else
+derived from the driver's attributes. Only cost models use the rates: they decide which plan is chosen, never what it computes.
 """
 
 import contextlib
@@ -9,18 +9,18 @@ import functools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from cukern.runtime import cache
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
-_BANDWIDTH, _CLOCK = 0.85, 0.88  # what a copy and a long kernel reach of the nominal memory bandwidth and of the boost clock
+_BANDWIDTH, _CLOCK = 0.85, 0.88  # of the nominal bandwidth and of the boost clock, the fractions that a copy and a long kernel reach
 
 
 class Device(NamedTuple):
-    """The facts. `capability` is 90 for 9.0, `shared_bytes` the dynamic shared memory that a thread block may have at most."""
+    """`capability` is 90 for 9.0, `shared_bytes` the limit of dynamic shared memory per thread block."""
 
     name: str
     capability: int
@@ -60,7 +60,6 @@ def representative(capability: int) -> Device:
 
 # Few SMs, so that a small problem has more tiles than run at one time.
 SIMULATED_DEVICE = KNOWN["h200"]._replace(name="simulated", sms=2)
-_assumed = [SIMULATED_DEVICE]
 
 
 @functools.cache
@@ -74,7 +73,7 @@ def _of_gpu(index: int) -> Device:
 
 def device_of(index: int) -> Device:
     """The facts of a GPU by its number, or of the simulated one."""
-    return _assumed[-1] if index == SIMULATED else _of_gpu(index)
+    return _settings[-1].simulated if index == SIMULATED else _of_gpu(index)
 
 
 def _rates_from_attributes(index: int) -> tuple[float, float]:
@@ -89,7 +88,7 @@ def _rates_from_attributes(index: int) -> tuple[float, float]:
 def tuned_file() -> Path | None:
     """Where `cukern tune` stores rates; None if there is no cache folder."""
     folder = cache.target()
-    return None if folder is None else Path(folder) / "devices.json"
+    return folder and folder / "devices.json"
 
 
 def tuned() -> dict[str, tuple[float, float]]:
@@ -111,10 +110,20 @@ def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
     return file
 
 
-# ---- plans for a GPU that is not here
+# ---- what plans depend on besides the problem: the GPU, and the candidates that they may choose
 
 _R = TypeVar("_R")
+_Candidate = TypeVar("_Candidate")
 _forgetters: list[Callable[[], None]] = []
+
+
+class _Setting(NamedTuple):
+    simulated: Device = SIMULATED_DEVICE  # the GPU that plans of CPU tensors are made for
+    forced: str = ""
+    excluded: Collection[str] = ()
+
+
+_settings = [_Setting()]  # the innermost block comes last
 
 
 def cached(size: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
@@ -134,14 +143,13 @@ def when_plans_change(forget: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def assumed(device: Device) -> Iterator[None]:
-    """Plans of CPU tensors are made for this GPU. Used to find the kernels that calls need, not to run them."""
+def _set(**changes: Any) -> Iterator[None]:
+    _settings.append(_settings[-1]._replace(**changes))
     _forget()
-    _assumed.append(device)
     try:
         yield
     finally:
-        _assumed.pop()
+        _settings.pop()
         _forget()
 
 
@@ -150,32 +158,22 @@ def _forget() -> None:
         forget()
 
 
-# ---- which candidates a plan may choose
+def assumed(device: Device) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, plans of CPU tensors are made for this GPU. Used to find the kernels that calls need, not to run them."""
+    return _set(simulated=device)
 
-_Candidate = TypeVar("_Candidate")
-_forced, _excluded = [""], [frozenset[str]()]
 
-
-@contextlib.contextmanager
-def restricted(kernel: str = "", without: Collection[str] = ()) -> Iterator[None]:
-    """Plans inside the block use the candidate `kernel` where it fits, and none of `without`."""
-    _forced.append(kernel)
-    _excluded.append(frozenset(without))
-    _forget()
-    try:
-        yield
-    finally:
-        _forced.pop()
-        _excluded.pop()
-        _forget()
+def restricted(kernel: str = "", without: Collection[str] = ()) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, plans use the candidate `kernel` where it fits, and none of `without`."""
+    return _set(forced=kernel, excluded=without)
 
 
 def allowed(name: str) -> bool:
     """True if plans may choose the candidate of this name."""
-    return name not in _excluded[-1]
+    return name not in _settings[-1].excluded
 
 
 def eligible(candidates: Iterable[_Candidate], name: Callable[[_Candidate], str]) -> list[_Candidate]:
     """The forced candidate if it is among these, else those that are not excluded."""
     left = [c for c in candidates if allowed(name(c))]
-    return [c for c in left if name(c) == _forced[-1]] or left
+    return [c for c in left if name(c) == _settings[-1].forced] or left

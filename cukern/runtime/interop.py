@@ -1,36 +1,14 @@
 """DLPack import: any DLPack array becomes a torch tensor on the same memory. (Export needs no code: torch tensors support DLPack.)"""
 
 import ctypes
+import struct
 import sys
 from typing import Any
 
 import torch
 
-
-class _DLTensor(ctypes.Structure):
-    """DLTensor of dlpack.h. `strides` may be null for a contiguous array."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32 * 2),
-        ("ndim", ctypes.c_int32),
-        ("dtype", ctypes.c_uint8 * 4),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Versioned(ctypes.Structure):
-    _fields_ = (
-        ("version", ctypes.c_uint32 * 2),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    )
-
-
+_DLTENSOR = struct.Struct("@P2ii4BPPQ")  # DLTensor of dlpack.h: data, device, ndim, dtype, shape, strides, byte_offset
+_VERSIONED = struct.Struct("@2IPPQ")  # what precedes it in DLManagedTensorVersioned: version, manager_ctx, deleter, flags
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
 
@@ -53,13 +31,14 @@ class _Producer:
         try:
             address = _pointer_of(capsule, b"dltensor_versioned")
         except ValueError:  # DLPack before 1.0; torch refuses what is not a capsule
-            tensor = ctypes.cast(_pointer_of(capsule, b"dltensor"), ctypes.POINTER(_DLTensor))[0]
+            address = _pointer_of(capsule, b"dltensor")
         else:
-            versioned = ctypes.cast(address, ctypes.POINTER(_Versioned))[0]
-            tensor = versioned.tensor
-            if self.written and versioned.flags & _READ_ONLY:
+            *_, flags = _VERSIONED.unpack(ctypes.string_at(address, _VERSIONED.size))
+            address += _VERSIONED.size
+            if self.written and flags & _READ_ONLY:
                 raise _read_only(self.name, self.array)
-        strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else ()
+        _, _, _, ndim, *_, strides_at, _ = _DLTENSOR.unpack(ctypes.string_at(address, _DLTENSOR.size))
+        strides = tuple((ctypes.c_int64 * ndim).from_address(strides_at)) if strides_at else ()  # none: contiguous
         if any(stride < 0 for stride in strides):  # torch would abort the process
             raise _Refused(f"{self.name} has strides {strides}: torch tensors cannot have negative ones, pass a copy")
         return capsule
