@@ -16,6 +16,7 @@ from cukern.bench.verify import candidates, errors
 from cukern.runtime.registry import Cost, Op, Tensors
 
 MOST_SETS = 256  # of inputs and outputs; tiny shapes would need thousands to exceed the L2 cache
+BOTH = "fwd+bwd"  # a forward that records, and the gradients of all inputs
 HOST_PASSES = {"host fwd": False, "host fwd grad": True}  # True if the inputs require grad
 
 Key = tuple[str, str]  # provider, version
@@ -59,12 +60,13 @@ class Table:
 
 
 def passes(op: Op, dims: Sequence[int], dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
-    """The passes of `op` to time: all, or those wanted. Raises ValueError for an unknown pass."""
-    known = list(op.cost(dims, dtype.itemsize))
+    """The passes of `op` to time: those wanted, by default all but BOTH. Raises ValueError for an unknown pass."""
+    usual = list(op.cost(dims, dtype.itemsize))
+    known = [*usual, BOTH]
     for name in wanted or ():
         if name not in known:
             raise ValueError(f"{op.name} has no pass {name!r}; it has {', '.join(known)}")
-    return [p for p in known if not wanted or p in wanted]
+    return [p for p in known if p in (wanted or usual)]
 
 
 def providers(op: Op, device: torch.device, only: Collection[str] | None) -> tuple[dict[Key, Function], dict[str, str]]:
@@ -92,7 +94,7 @@ def measure(
 ) -> Table:
     """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products use TF32."""
     functions, missing = providers(op, device, only)
-    cost = op.cost(dims, dtype.itemsize)[pass_]
+    cost = _cost(op, dims, dtype, pass_)
     sets = _sets(cost, device)
     with environment.float32_products(tf32), timing.side_stream(device):
         wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
@@ -117,6 +119,13 @@ def measure(
         rows.append(dataclasses.replace(row, of_limit=limit, error=wrong.get((provider, version))))
     notes = {"all": f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
+
+
+def _cost(op: Op, dims: Sequence[int], dtype: torch.dtype, pass_: str) -> Cost:
+    costs = op.cost(dims, dtype.itemsize)
+    if pass_ != BOTH:
+        return costs[pass_]
+    return Cost(costs["fwd"].bytes + costs["bwd"].bytes, costs["fwd"].flops + costs["bwd"].flops)
 
 
 def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> None:
@@ -167,10 +176,16 @@ def _calls(
     leaves = [leaves_of(one, wanted) for one in inputs]
     douts = [draw_douts(op, one) for one in inputs]
     calls = {}
+
+    def prepared(function: Function, one: list[torch.Tensor], dout: Tensors) -> timing.Call:
+        def forward() -> timing.Call:
+            return backward(function(*arguments(op, one)), [one[i] for i in wanted], dout, again=pass_ != BOTH)
+
+        return (lambda: forward()()) if pass_ == BOTH else forward()
+
     for (provider, version), function in functions.items():
         try:
-            graphs = [backward(function(*arguments(op, one)), [one[i] for i in wanted], d) for one, d in zip(leaves, douts, strict=True)]
-            calls[provider, version] = _holding(graphs)
+            calls[provider, version] = _holding([prepared(function, one, dout) for one, dout in zip(leaves, douts, strict=True)])
         except Exception as error:  # see timing.device_times
             _note_failure(provider, error, missing)
     return calls

@@ -37,10 +37,13 @@ def bench(
     op: OpName,
     dims: Dims = None,
     dtype: Dtype = "f",
-    pass_: Annotated[str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes.")] = None,
+    pass_: Annotated[
+        str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes; fwd+bwd times both together.")
+    ] = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="float32 matrix products in TF32.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Host time of a small call, instead of device time.")] = False,
     only: Annotated[str | None, typer.Option(metavar="NAME,...", help="Only these versions and peers.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time of a table.")] = 3.0,
     kernel: Annotated[str | None, typer.Option(metavar="NAME", help="Force this candidate of the plans where it fits.")] = None,
     without: Annotated[str | None, typer.Option(metavar="NAME,...", help="Exclude these candidates of the plans.")] = None,
     record: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
@@ -52,7 +55,10 @@ def bench(
         raise ValueError(f"{STARTUP} takes no sizes, got {' '.join(map(str, dims))}")
     record_to = _record_file(record, record_to, plot)
     tables, missing = [], dict[str, str]()
-    found = _startup() if op == STARTUP else _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only))
+    if op == STARTUP:
+        found = _startup()
+    else:
+        found = _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds)
     mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
     with restricted(*_candidates(op, kernel, _split(without))) if mark else contextlib.nullcontext():
         for one in found:
@@ -98,7 +104,14 @@ def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Pat
 
 
 def _measure(
-    name: str, dims: Sequence[int] | None, letter: str, wanted: list[str] | None, tf32: bool, host: bool, only: list[str] | None
+    name: str,
+    dims: Sequence[int] | None,
+    letter: str,
+    wanted: list[str] | None,
+    tf32: bool,
+    host: bool,
+    only: list[str] | None,
+    seconds: float,
 ) -> Iterator[Table]:
     """Yield each table as soon as it is measured."""
     op, place = find_op(name), environment.device()
@@ -116,7 +129,7 @@ def _measure(
             say(op.note(shape, kind.itemsize))
         with progress() as bar:
             bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
-            one = measure(op, shape, kind, p, place, only, tf32=tf32)
+            one = measure(op, shape, kind, p, place, only, seconds, tf32)
         yield one
 
 

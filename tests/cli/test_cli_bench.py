@@ -1,4 +1,4 @@
-"""`cukern bench --kernel` and `--without`: unknown candidates are refused, and the record names what was forced or excluded."""
+"""`cukern bench --kernel`, `--without`, `--pass fwd+bwd`: what is refused, and what the record says."""
 
 import json
 
@@ -17,3 +17,12 @@ def test_the_record_names_the_candidate(tmp_path):
     call("bench", "kron_linear", 2, 4, 4, "--pass", "fwd", "--only", "v1", "--without", "lanes,wide", "--record-to", file)
     (row,) = [json.loads(line) for line in file.read_text().splitlines()]
     assert row["version"] == "v1 --without lanes,wide"
+
+
+def test_forward_and_backward_together_are_timed_if_asked_for(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    call("bench", "square", 40, "--only", "torch", "--seconds", "0.05", "--record-to", file)
+    call("bench", "square", 40, "--only", "torch", "--seconds", "0.05", "--record-to", file, "--pass", "fwd+bwd")
+    forward, backward, both = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["pass"] for row in (forward, backward, both)] == ["fwd", "bwd", "fwd+bwd"]
+    assert both["bytes"] == forward["bytes"] + backward["bytes"] and both["error"] is not None
