@@ -3,7 +3,8 @@
 //
 // A float is split into two bfloat16 numbers, so that two factors of 128 x 128 fit. Registers hold W1 as operand a (64 rows per warpgroup)
 // and the part of Z = W1^T X that Y = Z W2 takes. Shared memory holds W2, X, and the next X, which arrives by cp.async. Two warpgroups
-// alternate (ping-pong): one multiplies while the other splits Z and the next X, and stores. Experiments: docs/notes/kron_linear.md.
+// alternate (ping-pong): one multiplies while the other splits Z and the next X, and stores.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"

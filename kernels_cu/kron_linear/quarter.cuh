@@ -7,7 +7,8 @@
 // nothing else. From these it computes half of the sums for 64 rows of dW1, 64 columns of dW2, and 64 rows of dX. The two blocks of a
 // cluster exchange their halves of dX and dW1. The gradients of the factors are stored as partial sums. The first warpgroup computes Z and
 // dW1, the second H and dX, and each half of dW2. With MORE, two overlapping launches share the rows, and the second adds to the partial
-// sums of the first. This halves their memory. Experiments: docs/notes/kron_linear.md.
+// sums of the first. This halves their memory.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/async_copy.cuh"

@@ -439,7 +439,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
         fetch_weights16(second, weights + WEIGHTS);
         first_pass16<Plan, T>(own(row), after(row) < rows ? own(after(row)) : nullptr, stage, to, parity, first, second, limits[0]);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(full, EACH * PAGE / Plan::CLUSTER * 4);  // as many bytes arrive from the other block as are sent to it
+        if (lane == 0) mbarrier_arrive(full, EACH * PAGE / Plan::CLUSTER * 4);  // the other block sends as many bytes as it receives
         fetch_weights16(first, weights + 2 * WEIGHTS);
         fetch_weights16(second, weights + 3 * WEIGHTS);
         mbarrier_wait(full, parity);

@@ -4,7 +4,8 @@
 //     Z = X W2,  Y = W1^T Z,
 // from all of X and W1 and 32 columns of W2. Only Z goes from warp to warp. X and W1 are operands a in registers: each element is in one
 // lane, which splits it (split.cuh explains why and how). Two warpgroups compute Z, 64 rows each. Meanwhile two others load and split W2,
-// which goes to shared memory as Z does, and load W1, with which they compute Y. Experiments: docs/notes/kron_linear.md.
+// which goes to shared memory as Z does, and load W1, with which they compute Y.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/barrier.cuh"

@@ -7,7 +7,8 @@
 // and the pieces of W for five of the six products (all six if Q is 64).
 //
 // ptxas waits for each wgmma (warning C7514) if one is in flight at the end of a loop or after a branch that issued it. ptxas of NVRTC 12.9
-// also did so when the next product of W was issued before the second half of the product of x. Experiments: docs/notes/kron_linear.md.
+// fails if the next product of W is issued before the second half of the product of x.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/launch.cuh"
