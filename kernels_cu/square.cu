@@ -1,8 +1,8 @@
 // square: out = x * x, and its gradient dx = 2 * x * dout, elementwise over n contiguous elements.
 //
-// Types      16-bit types are computed in float and rounded once. Launch     1-D grid and block, one thread per element (v1) or per vector
-// of N elements (v2). The launcher chooses N: 16 bytes, or less if an
-//            address has a smaller alignment.
+// Types      16-bit types are computed in float and rounded once.
+// Launch     1-D grid and block, one thread per element (v1) or per vector of N elements (v2). The launcher chooses N: 16 bytes, or less
+//            if an address has a smaller alignment.
 //
 // version  idea                            1 GiB, H200, of the speed of a copy
 // v1       one thread per element          0.64 (float), 0.37 (bfloat16)

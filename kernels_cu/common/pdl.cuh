@@ -1,7 +1,7 @@
 // Overlap of consecutive launches by PDL (programmatic dependent launch, see ptx/launch.cuh). The last thread blocks of a kernel signal
 // that the next kernel may start, and its first blocks prefetch their inputs into L2 while they wait, so that memory is busy between the
-// two kernels. A prefetch is not a read: all writes go through L2, so a later write of the previous kernel is seen. Measurements:
-// docs/notes/pdl.md.
+// two kernels. A prefetch is not a read: all writes go through L2, so a later write of the previous kernel is seen.
+// Measurements: docs/notes/pdl.md.
 #pragma once
 #include "ptx/launch.cuh"
 #include "ptx/memory.cuh"
