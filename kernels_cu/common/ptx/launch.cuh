@@ -1,4 +1,4 @@
-// Programmatic dependent launch (PDL, sm_90 and newer). pdl.cuh says when it pays.
+// Programmatic dependent launch (PDL, sm_90 and newer). common/pdl.cuh uses it; docs/notes/pdl.md says when it pays.
 #pragma once
 
 // griddepcontrol.wait: returns after the previous kernels on the stream have completed and their writes are visible. A kernel whose
