@@ -1,4 +1,4 @@
-// The type in which a stored type is computed: float for the 16-bit ones, as torch does.
+// Types for computation, and an exponential. 16-bit types are computed in float, as torch does.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -17,7 +17,7 @@ using conditional_t = typename Conditional<FIRST, A, B>::type;
 template <typename T>
 using compute_t = conditional_t<sizeof(T) == 2, float, T>;
 
-// The type of a sum over a row. Of float there are so many roundings else that they are the larger part of a result's error.
+// The type of a sum over a row. float is summed in double, because rounding errors of the sum would dominate the error of the result.
 template <typename T>
 using sum_t = conditional_t<sizeof(T) == 2, float, double>;
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ compute_t<T> load_as(T x) {
     return static_cast<compute_t<T>>(x);
 }
 
-// 2^x for x in [-1/2, 1/2], with an error of at most 1.12 * 2^-24: the polynomial of degree 7 that is 1 at 0 and has the least relative
-// error, 2^-34.3 (found by reweighted least squares), evaluated in float.
+// 2^x for x in [-1/2, 1/2], with an error of at most 1.12 * 2^-24. The polynomial of degree 7 is 1 at 0 and has the least relative error,
+// 2^-34.3 (found by reweighted least squares). It is evaluated in float.
 __device__ __forceinline__ float exp2_near_0(float x) {
     float y = 1.5196111235127319e-05f;
     y = fmaf(y, x, 0.0001546680723549798f);

@@ -1,5 +1,5 @@
-// Vectors of stored elements to and from the type that they are computed in. 16-bit types go two at a time: taken one by one, a pair costs
-// two more instructions each way, to move its halves to and from the low bits of a register.
+// Convert vectors of stored elements to and from the type of the computation. 16-bit types are converted in pairs: one by one, a pair costs
+// two more instructions in each direction, to move its halves to and from the low bits of a register.
 #pragma once
 #include "math.cuh"
 #include "vec.cuh"

@@ -1,4 +1,4 @@
-// Sums and maxima over the lanes of a warp and over the threads of a block. Every thread gets the result, with the same bits in each.
+// Sums and maxima over the lanes of a warp and over the threads of a block. Every thread gets the same result, bit for bit.
 #pragma once
 
 template <typename C>
@@ -17,7 +17,7 @@ struct Sum {
     }
 };
 
-// A NaN is passed over, as by fmaxf.
+// Ignores NaN, as fmaxf does.
 struct Max {
     template <typename C>
     static __device__ __forceinline__ C of(C a, C b) {
@@ -29,14 +29,14 @@ struct Max {
     }
 };
 
-// Over groups of `width` neighbouring lanes, a power of 2. All 32 lanes must call it.
+// Reduce over groups of `width` neighbouring lanes, a power of 2. All 32 lanes must call it.
 template <class Op, typename C>
 __device__ __forceinline__ C warp_reduce(C value, int width = 32) {
     for (int apart = width / 2; apart > 0; apart /= 2) value = Op::of(value, __shfl_xor_sync(~0u, value, apart));
     return value;
 }
 
-// The maximum of floats over a whole warp: as integers, of the same order, in one instruction.
+// The maximum of floats over a whole warp. They are mapped to integers of the same order, which one instruction reduces.
 __device__ __forceinline__ float warp_max(float value) {
 #if __CUDA_ARCH__ >= 800
     int bits = __float_as_int(value), sorted = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7fffffff));
@@ -47,7 +47,7 @@ __device__ __forceinline__ float warp_max(float value) {
 }
 __device__ __forceinline__ double warp_max(double value) { return warp_reduce<Max>(value); }
 
-// Over a block of whole warps. `shared` has room for 32 values; before it is used again there must be a __syncthreads().
+// Reduce over a block of whole warps. `shared` has room for 32 values. A __syncthreads() must come before `shared` is used again.
 template <class Op, typename C>
 __device__ __forceinline__ C block_reduce(C value, C* shared) {
     int lane = threadIdx.x % 32;
@@ -57,14 +57,14 @@ __device__ __forceinline__ C block_reduce(C value, C* shared) {
     return warp_reduce<Op>(lane < blockDim.x / 32 ? shared[lane] : Op::template nothing<C>());
 }
 
-// What one thread adds up, however many: Kahan's sum, which keeps what each addition rounds away.
+// Kahan summation in one thread: `lost` is the rounding error of the last addition.
 template <typename C>
 struct Accumulator {
     C sum = 0, lost = 0;
     __device__ __forceinline__ void add(C x) {
         C corrected = x - lost, next = sum + corrected;
         lost = (next - sum) - corrected;
-        if (lost != lost) lost = 0;  // of infinities
+        if (lost != lost) lost = 0;  // NaN after an infinity
         sum = next;
     }
 };

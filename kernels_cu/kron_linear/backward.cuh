@@ -1,39 +1,34 @@
-// The backward of one or two neighbouring factors in one launch, on tensor cores: of x, what went into them, and g, what came back,
-// the gradients of both and h, what goes back, in one sweep.
+// The backward of one or two neighbouring factors in one launch, on tensor cores: from the input x and the incoming gradient g, the
+// gradients of both factors and the gradient of x.
 //
-// For the pair the array is [A][P1][P2][C], P1 the left factor's index. A tile, [L][P1][P2][R], is L of the A where C is 1 (and R is 1),
-// else R of the C. With C = 1 a tile is L matrices X and as many G, and all that is wanted are products of matrices:
-//     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T.
-// With C > 1 the same holds for each of the R, next to each other. Z and H stay in shared memory. One factor alone is the left one
-// with C > 1 (Z is X, and H is dX) or the right one with C = 1 (H is G). A factor may be the Kronecker product of several tiny ones,
-// whose gradients are taken out of its own at the end.
-//
-// float is multiplied as three products of split numbers (SPLIT, see split_tf32), whose sums over few numbers are added up by ordinary
-// additions, because tensor cores cut what they add (by tiny factors on the FMA units); or in TF32. Of 16-bit types, Z and H are rounded
-// to the type.
-//
-// Sizes need be no multiples of anything: in shared memory factors and tiles have zeros beyond them, up to multiples of 8, which nobody
-// overwrites, and what warps share out need not divide. Before, such factors had a launch for their gradient and one for what goes back. On
-// one H200, the backward with that, in us from .. to .., in parentheses v2's, 2048 rows or as many as said: bfloat16 (64, 86) 167 to 76
-// (158), (100, 100) 252 to 234 (325), 4096 x (12, 16, 20) 222 to 93 (428), 1000 x 28^3 400 to 184 (549), 4096 x 5^4 157 to 40 (417); TF32
-// (128, 86) 448 to 346 (437), (64, 86) 237 to 141 (233); in float (100, 100) 788 to 502 (775). Parts of up to 4 times 8 columns also where
-// their number is a prime: the launch of both of (100, 100) from 304 to 217. What did not help: that launch, for which two take 170.
+// Layout     For a pair of factors the array is [A][P1][P2][C], where P1 is the index of the left factor. A tile is [L][P1][P2][R]: L of
+//            the A if C is 1 (then R is 1), otherwise R of the C. Z and H stay in shared memory. All sizes are allowed: in shared memory
+//            factors and tiles are padded with zeros to multiples of 8.
+// Algorithm  With C = 1 a tile is L matrices X and L matrices G:
+//                Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T.
+//            With C > 1 the same holds for each of the R neighbours. A single factor is the left one if C > 1 (Z is X, and H is dX), or the
+//            right one if C = 1 (H is G). A factor may be the Kronecker product of several tiny factors (Merged). Their gradients are
+//            computed from its gradient at the end.
+// Precision  float: three TF32 products of split numbers (SPLIT, see split_tf32). Sums over few elements are then added by ordinary
+//            additions, because tensor cores truncate when they add. Tiny factors use the FMA units. Or TF32. 16-bit types: Z and H are
+//            rounded to the type.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/mma.cuh"
 #include "tile.cuh"
 
-// The Kronecker product of neighbouring factors, the rightmost first; of none it is 1.
+// The Kronecker product of neighbouring factors, the rightmost first. Without factors it is 1.
 template <class... Factors>
 struct Merged {
     static constexpr int P = (Factors::P * ... * 1), Q = (Factors::Q * ... * 1), COUNT = sizeof...(Factors);
     static constexpr int OUTPUTS = ((Factors::P * Factors::Q) + ... + 0);
 };
 
-// n numbers a row, and more, so that lanes along the rows and lanes down them both meet different banks.
+// The padded length of a row of n elements: accesses along rows and along columns have no bank conflicts.
 __device__ constexpr int padded(int n) { return (n + 7) / 16 * 16 + 8; }
 
-// What tensor cores take of n rows or columns: in shared memory there are zeros beyond the last.
+// n rounded up to a multiple of 8, for tensor cores. In shared memory the rest is zeros.
 __device__ constexpr int eights(int n) { return (n + 7) / 8 * 8; }
 
 template <int THREADS_, int BLOCKS_, bool SPLIT_, int BYTES_, int STAGES_, int L_, int R_, long long C_, class Left_, class Right_>
@@ -45,26 +40,26 @@ struct Backward4 {
     using Right = Right_;
     static constexpr int P1 = Left::P, Q1 = Left::Q, P2 = Right::P, Q2 = Right::Q, P = P1 * P2, Q = Q1 * Q2;
     static constexpr bool PAIR = Left::COUNT && Right::COUNT;
-    // The same in shared memory.
+    // The padded sizes in shared memory.
     static constexpr int HP1 = Left::COUNT ? eights(P1) : 1, HQ1 = Left::COUNT ? eights(Q1) : 1;
     static constexpr int HP2 = Right::COUNT ? eights(P2) : 1, HQ2 = Right::COUNT ? eights(Q2) : 1;
     static constexpr bool ZEROS = HP1 > P1 || HQ1 > Q1 || HP2 > P2 || HQ2 > Q2;
-    // Distances between the right factor's rows, between the left one's in x, and in all else; between the rows of the matrices.
+    // Strides: S2 along P2 and Q2; SX along P1 in x, SG along P1 and Q1 in all other arrays; LD1 and LD2 between the rows of the matrices.
     static constexpr int S2 = ONE ? 1 : padded(R), SX = padded(HP2 * S2), SG = padded(HQ2 * S2), LD1 = padded(HP1), LD2 = padded(HQ2);
     static constexpr int W1 = Left::COUNT ? HQ1 * LD1 : 0, W2 = Right::COUNT ? HP2 * LD2 : 0;
-    static constexpr int X = L * HP1 * SX, G = L * HQ1 * SG, Z = PAIR ? L * HP1 * SG : 0;  // numbers
+    static constexpr int X = L * HP1 * SX, G = L * HQ1 * SG, Z = PAIR ? L * HP1 * SG : 0;  // elements
     static constexpr int NUMBERS = W1 + W2 + STAGES * (X + G) + 2 * Z;
     static constexpr long long ACROSS = (C + R - 1) / R;
     static constexpr int SUMS1 = Left::COUNT ? P1 * Q1 : 0, SUMS2 = Right::COUNT ? P2 * Q2 : 0;
 };
 
-// An operand in shared memory: the distances between its rows (a) or columns (b), and along k.
+// The strides of an operand in shared memory: between its rows (operand a) or columns (operand b), and along k.
 template <int ROW_, int K_>
 struct Operand {
     static constexpr int ROW = ROW_, K = K_;
 };
 
-// COUNT products, of which INNER at a time lie A2 and B2 apart, and the next A1 and B1.
+// A batch of COUNT products with two nested strides: A2 and B2 within each INNER products, A1 and B1 from one such group to the next.
 template <int COUNT_, int INNER, int A1, int A2, int B1, int B2>
 struct Batches {
     static constexpr int COUNT = COUNT_;
@@ -72,7 +67,8 @@ struct Batches {
     __device__ static constexpr int b(int n) { return n / INNER * B1 + n % INNER * B2; }
 };
 
-// A lane's two numbers of a row: k is t and t + 4, or 2 t and 2 t + 1 where those of an operand are neighbours.
+// A lane's two elements of a row: k is t and t + 4, or with PAIRED 2 t and 2 t + 1, which are one vector if the operand is contiguous along
+// k.
 template <bool PAIRED, bool SPLIT, class From>
 __device__ __forceinline__ void fetch_two(float (&v)[2], const float* p) {
     int t = threadIdx.x % 4;
@@ -87,7 +83,8 @@ __device__ __forceinline__ void fetch_two(float (&v)[2], const float* p) {
     if constexpr (!SPLIT) v[0] = to_tf32(v[0]), v[1] = to_tf32(v[1]);
 }
 
-// sums += a b for RUN numbers of k, of 16 MI rows and 8 NI columns. `high`: the distance to rows 8 to 15 of the last 16 (0: none).
+// sums += a b for RUN values of k, with 16 MI rows and 8 NI columns. `high`: the offset of rows 8 to 15 of the last 16 rows (0: there are
+// none).
 template <bool SPLIT, int MI, int NI, int RUN, class A, class B>
 __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const float* a, const float* b, int high) {
     constexpr bool PAIRED = A::K == 1 || B::K == 1;
@@ -117,7 +114,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const flo
                 else y[0][n][e] = v[e];
         }
 #pragma unroll
-        for (int i = SPLIT ? 2 : 0; i >= 0; --i)  // small numbers first
+        for (int i = SPLIT ? 2 : 0; i >= 0; --i)  // small products first
 #pragma unroll
             for (int m = 0; m < MI; ++m)
 #pragma unroll
@@ -128,7 +125,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const flo
         for (int e = 0; e < MI * NI * 4; ++e) sums[e / 4 / NI][e / 4 % NI][e % 4] += part[e / 4 / NI][e / 4 % NI][e % 4];
 }
 
-// The same of 16-bit numbers; of 8 numbers of k the other half is zeros.
+// The same for 16-bit types. If RUN is 8, the other half of k is zeros.
 template <bool, int MI, int NI, int RUN, class A, class B, typename T>
 __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const T* a, const T* b, int high) {
     constexpr int HALVES = RUN == 8 ? 1 : 2;
@@ -137,7 +134,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const T* 
     for (int k = 0; k < RUN; k += 16) {
         unsigned x[MI][4] = {}, y[NI][2] = {};
 #pragma unroll
-        for (int m = 0; m < MI; ++m) {  // tiles: 8 rows, the other 8 rows; then the same along k
+        for (int m = 0; m < MI; ++m) {  // 8x8 tiles: rows 0 to 7, rows 8 to 15; then the same 8 further along k
             const T* from = a + 16 * m * A::ROW + k * A::K + (tile % 2 ? m == MI - 1 ? high : 8 * A::ROW : 0);
             from += (A::K == 1 ? row * A::ROW : row * A::K) + tile / 2 % HALVES * (8 * A::K);
             if constexpr (HALVES == 2) {
@@ -150,7 +147,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const T* 
             }
         }
 #pragma unroll
-        for (int n = 0; n < NI; n += HALVES == 2 && NI % 2 ? 1 : 2) {  // tiles: 8 columns, the same along k; then the other 8 columns
+        for (int n = 0; n < NI; n += HALVES == 2 && NI % 2 ? 1 : 2) {  // 8x8: 8 columns, the same 8 further along k; then the next 8
             int column = HALVES == 2 ? tile / 2 : tile % 2, half = HALVES == 2 ? tile % 2 : 0;
             const T* from = b + (n + (n + 1 < NI ? column : 0)) * (8 * B::ROW) + k * B::K + half * (8 * B::K);
             from += B::K == 1 ? row * B::ROW : row * B::K;
@@ -174,7 +171,7 @@ __device__ __forceinline__ void multiply_add(float (&sums)[MI][NI][4], const T* 
     }
 }
 
-// The same of float on the FMA units, in the lanes that mma has the sums in.
+// The same for float on the FMA units, with the accumulators in the lanes of an mma fragment.
 template <int MI, int NI, int RUN, class A, class B>
 __device__ __forceinline__ void multiply_add_fma(float (&sums)[MI][NI][4], const float* a, const float* b, int high) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -212,13 +209,13 @@ __device__ __forceinline__ void multiply_add_fma(float (&sums)[MI][NI][4], const
     }
 }
 
-// How many rows of 16 (MI) and columns of 8 (NI) of an M x N product a warp makes at once, so that there is work for WARPS: DOWN x ACROSS
-// parts. Where sizes do not divide, the last ones make some that are others'.
+// The warp tile of an M x N product: MI x 16 rows and NI x 8 columns, chosen so that all WARPS have work. The product is DOWN x ACROSS warp
+// tiles. If the sizes do not divide, the last warp tiles overlap others.
 template <int M, int N, int COUNT, int WARPS>
 struct Cut {
     static constexpr int MB = (M + 15) / 16, NB = eights(N) / 8;
     __device__ static constexpr int parts(int all, int each) { return (all + each - 1) / each; }
-    __device__ static constexpr int wide() {  // to fetch rows takes as long as the products with one column and a half
+    __device__ static constexpr int wide() {  // loading the rows takes as long as the products with 1.5 columns
         int best = 1;
         for (int n = 2; n <= 4; ++n)
             if (n <= NB && parts(NB, n) * (2 * n + 3) < parts(NB, best) * (2 * best + 3)) best = n;
@@ -228,16 +225,17 @@ struct Cut {
     static constexpr int MI = (MB % 2 == 0 || MB > 4) && COUNT * parts(MB, 2) * parts(NB, WIDE) >= WARPS ? 2 : 1;
     static constexpr int NI = WIDE % 2 == 0 && COUNT * parts(MB, MI) * parts(NB, WIDE) < WARPS ? WIDE / 2 : WIDE;
     static constexpr int DOWN = parts(MB, MI), ACROSS = parts(NB, NI);
-    // The first 16 rows, or 8 columns, that a warp makes, from its own first ones.
+    // The first 16 rows, or 8 columns, that a warp computes. They come before its own if the last warp tile overlaps another.
     __device__ static int row(int own) { return MB % MI ? min(own, MB - MI) : own; }
     __device__ static int column(int own) { return NB % NI ? min(own, NB - NI) : own; }
 };
 
-// Numbers of k at once; those that are left at the end are 8. (Of 24, 16 and 8 took longer.)
+// Values of k at a time. The rest at the end is 8. (For k = 24, 16 and 8 took longer than three times 8.)
 __device__ constexpr int run_of(int k) { return k < 16 || k == 24 ? 8 : 16; }
 
-// store(batch, row, column, two neighbours) of each of the products, the warps in turns; W is the factor that is multiplied by. Short sums
-// are so exact on the FMA units, and a layer of tiny factors makes so many of them in a row, that split numbers would be seen.
+// Compute all products of a batch and call store(batch, row, column, two neighbours). Warps take warp tiles in turn. W is the factor that
+// is multiplied by. Short sums (K <= 8) and merged tiny factors use the FMA units: these are so accurate for short sums, and a layer of
+// tiny factors has so many of them in sequence, that the error of split numbers would be visible.
 template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, typename T, class Store>
 __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store& store) {
     using C = Cut<M, N, Batch::COUNT, Plan::WARPS>;
@@ -269,8 +267,8 @@ __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store
     }
 }
 
-// Which of a gradient's M x N sums a warp keeps: DOWN x ACROSS warps share them out, and TIMES as many share out the numbers of k. If they
-// cannot have the same, and would have more than MOST, the last ones make some that are others'.
+// The part of a gradient's M x N accumulators that a warp has: DOWN x ACROSS warps share the matrix, and TIMES such groups share k. If the
+// sizes do not divide, and a warp would need more than MOST accumulators, the last warp tiles overlap others.
 template <int M, int N, int WARPS>
 struct Sums {
     static constexpr int MB = (M + 15) / 16, NB = eights(N) / 8, MOST = 20;
@@ -284,7 +282,7 @@ struct Sums {
     }
     static constexpr int DOWN = down(true), ACROSS = down(false), MI = (MB + DOWN - 1) / DOWN, NI = (NB + ACROSS - 1) / ACROSS;
     static constexpr int TIMES = WARPS / (DOWN * ACROSS);
-    // A warp's own first 16 rows and 8 columns, and the first ones that it makes.
+    // A warp's own first 16 rows and 8 columns, and the first ones that it computes.
     __device__ static int own_row() { return int(threadIdx.x) / 32 / ACROSS % DOWN * MI; }
     __device__ static int own_column() { return int(threadIdx.x) / 32 % ACROSS * NI; }
     __device__ static int row() { return MB % DOWN ? min(own_row(), MB - MI) : own_row(); }
@@ -303,7 +301,8 @@ __device__ __forceinline__ void contract_run(float (&sums)[MI][NI][4], const T* 
     }
 }
 
-// sums += the products of a batch, each warp its own; W is the factor whose gradient they are, and those of several are as exact as can be.
+// sums += the products of a batch; each warp computes its part of the accumulators. W is the factor whose gradient this is. The gradient of
+// merged factors is computed as accurately as possible.
 template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, class S, int MI, int NI, typename T>
 __device__ __forceinline__ void contract_all(float (&sums)[MI][NI][4], const T* a, const T* b, S) {
     constexpr int RUN = K % 32 == 0 ? 32 : run_of(K), EACH = (K + RUN - 1) / RUN;
@@ -320,7 +319,7 @@ __device__ __forceinline__ void contract_all(float (&sums)[MI][NI][4], const T* 
     }
 }
 
-// Put a gradient's sums together in all[M][N], in the order of the warps' times.
+// Add the accumulators of a gradient of all TIMES groups of warps to all[M][N], in a fixed order.
 template <int M, int N, class S, int MI, int NI>
 __device__ __forceinline__ void gather_sums(float* all, const float (&sums)[MI][NI][4], S) {
     int time = threadIdx.x / 32 / (S::DOWN * S::ACROSS), g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -339,7 +338,7 @@ __device__ __forceinline__ void gather_sums(float* all, const float (&sums)[MI][
     }
 }
 
-// The gradients of the factors N, N + 1, .. of a product, one after another, of the product's: a warp makes one number of them.
+// The gradients of the merged factors N, N + 1, ..., one after another, from the gradient of their product. A warp computes one element.
 template <class Plan, int N, class... Factors, typename T>
 __device__ __forceinline__ void separate(float* to, const float* all, const Factors4<T>& factors, Merged<Factors...>) {
     using W = Merged<Factors...>;
@@ -380,8 +379,8 @@ __device__ __forceinline__ void separate(float* to, const float* all, const Fact
     }
 }
 
-// What to do with each W neighbours of a tile [L][P1][P2][R], of which H1 rows lie in shared memory: its l and r, where they lie in memory
-// from the tile's first on, and where in shared memory.
+// Call act for each vector of W elements of a tile [L][P1][P2][R], which has H1 rows in shared memory: with its l and r, its offset in
+// global memory from the first element of the tile, and its offset in shared memory.
 template <class Plan, int P1, int P2, int H1, int S1, int W, class Do>
 __device__ __forceinline__ void for_each_vector(const Do& act) {
     for (int e = threadIdx.x * W; e < Plan::L * P1 * P2 * Plan::R; e += Plan::THREADS * W) {
@@ -391,7 +390,7 @@ __device__ __forceinline__ void for_each_vector(const Do& act) {
     }
 }
 
-// A tile to shared memory, in the background, zeros for rows beyond `rows` and for columns beyond `columns`.
+// Copy a tile to shared memory asynchronously, with zeros for rows beyond `rows` and for columns beyond `columns`.
 template <class Plan, int P1, int P2, int H1, int S1, typename T>
 __device__ __forceinline__ void load_arrays(T* to, const T* from, int rows, long long columns) {
     for_each_vector<Plan, P1, P2, H1, S1, Plan::BYTES / sizeof(T)>([&](int l, int r, long long at, int here) {
@@ -402,7 +401,7 @@ __device__ __forceinline__ void load_arrays(T* to, const T* from, int rows, long
     });
 }
 
-// A tile from shared memory: whole lines at once, where the lanes of a product would write pieces of many.
+// Store a tile from shared memory to global memory in whole cache lines. Stores from accumulators would write parts of many lines.
 template <class Plan, typename T>
 __device__ __forceinline__ void store_arrays(T* to, const T* from, int rows, long long columns) {
     constexpr int W = Plan::BYTES / sizeof(T);
@@ -416,8 +415,8 @@ __device__ __forceinline__ void prefetch_merged(const Factors4<T>& factors, Merg
     prefetch_those<N, T, Factors...>(factors);
 }
 
-// A P x Q matrix to shared memory, number [k][j] to k K + j J, of which one is 1: VK x VJ numbers to a load, which is number(k, j). The lanes
-// go along the dimension that is contiguous in shared memory, so that they meet different banks.
+// Copy a P x Q matrix to shared memory: element [k][j] to k K + j J, where K or J is 1. number(k, j) loads VK x VJ elements. Neighbouring
+// lanes are neighbours along the dimension that is contiguous in shared memory, so that stores have no bank conflicts.
 template <class Plan, int P, int Q, int K, int J, int VK, int VJ, typename T, class Number>
 __device__ __forceinline__ void place_factor(T* to, const Number& number) {
     constexpr int KS = P / VK, JS = Q / VJ;
@@ -430,7 +429,7 @@ __device__ __forceinline__ void place_factor(T* to, const Number& number) {
     }
 }
 
-// A factor's matrix, from factor N on: 16 bytes at once along whichever of its dimensions is contiguous.
+// Copy the matrix of a (merged) factor, from factor N on, 16 bytes at a time along the dimension that is contiguous.
 template <class Plan, int N, int K, int J, class... Factors, typename T>
 __device__ __forceinline__ void load_factor(T* to, const Factors4<T>& factors, Merged<Factors...>) {
     using W = Merged<Factors...>;

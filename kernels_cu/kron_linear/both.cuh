@@ -1,14 +1,10 @@
-// Two factors of float in TF32 in a launch by warpgroups (sm_90a), forward, of 80 to 128 columns q of the left one: split.cuh, in
-// whose words this is told. There two factors of 128 x 128 need a launch each.
+// The forward of two factors of float in TF32 by warpgroups (sm_90a), for 80 to 128 columns q of the left factor, in one launch. split.cuh,
+// which defines the terms, needs a launch for each factor of 128 x 128.
 //
-// In two pieces all that two warpgroups need of 128 x 128 fits: registers hold W1 as operand a, 64 rows each, and of Z = W1^T X what Y = Z
-// W2 takes, and shared memory W2, X, and, as it comes by cp.async, the next X. They take turns, and do all else, to split Z and the next X
-// and to store, while the other one multiplies.
-//
-// On one H200, 1024 rows, in us, from mma.sync in TF32, where v2 takes: (128, 128) 73.6 to 55.7 (83), (128, 112) 90.7 to 50.0 (80), (112,
-// 128) 79.4 to 48.9 (79), (96, 96) 50 to 31 (63), (80, 80) 31 to 24 (53), (64, 128) 31.6 to 26.9 (46); said were 45 for the first, of which
-// tensor cores need 28 and memory 33. Before the warpgroups took turns, and both split or stored while no one multiplied, it was 67, 60,
-// 57, 38, 28 and 30. To store Y beside the next tile's first product takes registers that there are not.
+// A float is split into two bfloat16 numbers, so that two factors of 128 x 128 fit. Registers hold W1 as operand a (64 rows per warpgroup)
+// and the part of Z = W1^T X that Y = Z W2 takes. Shared memory holds W2, X, and the next X, which arrives by cp.async. Two warpgroups
+// alternate (ping-pong): one multiplies while the other splits Z and the next X, and stores.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"
@@ -22,10 +18,10 @@ struct Both4 {
     using X = Tiles<P1, P2, Tf32>;
     using W1 = Tiles<P1, Q1, Tf32>;
     using W2 = Tiles<P2, Q2, Tf32>;
-    static constexpr int STAGED = X::BYTES > Staged<W1>::SPACE ? X::BYTES : Staged<W1>::SPACE;  // of X, where W1 is before
+    static constexpr int STAGED = X::BYTES > Staged<W1>::SPACE ? X::BYTES : Staged<W1>::SPACE;  // bytes of X; W1 is staged there first
 };
 
-// As kron_linear_v4_split. Grid any, block THREADS; dynamic shared memory: W2 and X in pieces, and what is on its way.
+// Arguments as for kron_linear_v4_split. Any grid, block THREADS. Dynamic shared memory: W2 and X, split, and the next X.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
     kron_linear_v4_both(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -50,7 +46,7 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     factor_ahead<W1, THREADS>(w1, w1_p, w1_q);
     if (a < A) Ahead<P1, P2, THREADS, T>::ahead(x + a * (P1 * P2), P2);
     wait_for_previous();
-    Rows<P1, Tf32> left;  // [q][p] of this warpgroup's 64 q, of which those beyond the last are 0
+    Rows<P1, Tf32> left;  // [q][p] for the 64 q of this warpgroup; zeros beyond the last q
     {
         Underway<W1, THREADS> factor1;
         Underway<W2, THREADS> factor2;
@@ -75,7 +71,7 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     fence_async();
     fetch(a + step);
     __syncthreads();
-    // The next X, when neither warpgroup multiplies this one any more.
+    // Split the next X to shared memory when neither warpgroup multiplies the current one any more.
     auto put = [&] {
         barrier_of(3 + group, THREADS);
         cp_async_wait<0>();

@@ -1,16 +1,13 @@
-// The gradient of a factor: partials[piece][k][j] = sum over the piece's fibers of z[a][k][c] * h[a][j][c], z [A][P][C], h [A][Q][C].
-// A block makes K x J of them of chunks of fibers, [L][K][R] and [L][J][R], a chunk arriving while the one before is multiplied; its
-// threads share out the sums, as many times as they are more than that takes, each time with other fibers of a chunk, and add theirs
-// up at the end, always in the same order.
+// The gradient of a factor: partials[piece][k][j] = sum over the fibers of a piece of z[a][k][c] * h[a][j][c]; z is [A][P][C], h is
+// [A][Q][C].
 //
-// On the FMA units a thread has KW x JW sums. On tensor cores, in TF32, a warp has them, of 8 x 8 of which a lane has two.
-//
-// Sizes need be no multiples of anything: tiles have zeros beyond P and Q, and a row's last chunk beyond C. Before, such sizes went to the
-// FMA units, and some had chunks of whole rows, which do not fit in shared memory (148 numbers to the right of a factor of 128). With that,
-// and fewer conflicts of banks where P or Q is no power of 2, the whole backward, H200, bfloat16: 2048 x (112, 128) 264 to 228 us,
-// (32, 172) 610 to 172, 4096 x (100, 100) 1973, 2048 rows now 252. Tensor cores also where C is no multiple of 4: [2048][128][86] from 218 to
-// 71 us, in TF32 from 217 to 102. Float: tiles of 88 x 88 for factors of 168, of which those of 128 x 128 are half zeros, from 1663 to 924.
-// (Of more than 128 rows or columns torch makes the gradient where it is faster: kron_gemm.py.)
+// Layout     A block computes K x J outputs from chunks of fibers, [L][K][R] and [L][J][R]. A fiber is the elements along k (j) for one a
+//            and c. All sizes are allowed: tiles are padded with zeros beyond P and Q, and the last chunk of a row beyond C.
+// Algorithm  A chunk is copied asynchronously while the previous one is multiplied. If there are more threads than a K x J tile needs,
+//            groups of threads compute the same outputs for different fibers of a chunk, and their sums are added at the end in a fixed
+//            order. FMA units: a thread has KW x JW accumulators. Tensor cores (TF32): a warp has them, and a lane has two of each 8 x 8.
+// For more than 128 rows or columns torch computes the gradient if it is faster: cukern/ops/kron_linear/cublas.py.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/mma.cuh"
@@ -21,14 +18,14 @@ template <int THREADS_, int L_, int R_, bool WHOLE_, int BYTES_, bool TENSOR_, i
 struct Gradient4 {
     static constexpr int THREADS = THREADS_, L = L_, R = R_, BYTES = BYTES_, P = P_, Q = Q_, K = K_, J = J_, KW = KW_, JW = JW_;
     static constexpr bool WHOLE = WHOLE_, TENSOR = TENSOR_;
-    static constexpr int BLOCKS = THREADS <= 256 ? 2 : 1;  // of a multiprocessor, at least
+    static constexpr int BLOCKS = THREADS <= 256 ? 2 : 1;  // minimum per SM
     static constexpr int FIBERS = L * R, ACROSS = (K + KW - 1) / KW, DOWN = (J + JW - 1) / JW;
     static constexpr int WORKERS = THREADS / (TENSOR ? 32 : 1), TIMES = WORKERS / (ACROSS * DOWN);
     using Z = Z_;
     using H = H_;
 };
 
-// Numbers k0 to k0 + K of the fibers of a chunk, of N in all; zeros beyond N, beyond `rows` and beyond `columns` of each.
+// Copy elements k0 to k0 + K (of N) of the fibers of a chunk, with zeros beyond N, beyond `rows` and beyond `columns`.
 template <class Plan, class In, int K, int N, typename T>
 __device__ __forceinline__ void load_chunk(T* to, const T* from, int k0, int rows, long long columns, long long C) {
     constexpr int W = Plan::BYTES / sizeof(T), R = Plan::R;
@@ -54,7 +51,7 @@ __device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const 
     for (int f = time * FV; f < (time < Plan::TIMES ? Plan::FIBERS : 0); f += Plan::TIMES * FV) {
         int l = f / R, r = f % R;
 #pragma unroll
-        for (int part = 0; part < JW; part += HALF) {  // in halves where each of h is FV numbers: they would not fit in registers
+        for (int part = 0; part < JW; part += HALF) {  // in halves if h is loaded as vectors of FV elements: all would not fit in registers
             Acc h[HALF][FV];
 #pragma unroll
             for (int j = 0; j < HALF; j += JV) {
@@ -71,7 +68,7 @@ __device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const 
                 for (int e = 0; e < FV * KV; ++e)
 #pragma unroll
                     for (int n = 0; n < HALF; ++n) {
-                        int j = (k + e) % 2 ? HALF - 1 - n : n;  // to and fro, as above
+                        int j = (k + e) % 2 ? HALF - 1 - n : n;  // back and forth, as above
                         sums[k + e / FV][part + j] += load_as(v.v[e]) * h[j][e % FV];
                     }
             }
@@ -79,14 +76,14 @@ __device__ __forceinline__ void contract(Acc (&sums)[Plan::KW][Plan::JW], const 
     }
 }
 
-// Row `group` of 8 of a warp's WIDTH: the number that lane g has. Where a fiber's numbers are neighbours a lane has up to 4 of them, of float.
+// The row of lane g in group `group` of 8 rows of a warp's WIDTH. If fibers are contiguous, a lane has up to 4 neighbouring rows (float).
 template <class Plan, typename T, int WIDTH>
 __device__ __forceinline__ int row_of(int group, int g) {
     constexpr int N = Plan::R == 1 && sizeof(T) == 4 ? gcd(WIDTH / 8, 4) : 1;
     return group / N * (8 * N) + g * N + group % N;
 }
 
-// A lane's part of the operands for 8 fibers (16 where the fibers are neighbours): x[group][i], i the fibers t, t + 4, ..
+// A lane's fragment of an operand for 8 fibers (16 if neighbouring fibers are contiguous): x[group][i], where i counts fibers t, t + 4, ...
 template <class Plan, class In, int WIDTH, int N, typename T, int FIBERS>
 __device__ __forceinline__ void fetch_rows(float (&x)[WIDTH / 8][FIBERS], const T* from, int first, int f0) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -113,12 +110,12 @@ __device__ __forceinline__ void fetch_rows(float (&x)[WIDTH / 8][FIBERS], const 
     }
 }
 
-// The same of 16-bit numbers for 16 fibers, as they are, two fibers in a register.
+// The same for 16-bit types and 16 fibers, without conversion, two fibers per register.
 template <class Plan, class In, int WIDTH, int N, typename T>
 __device__ __forceinline__ void fetch_pairs(unsigned (&x)[WIDTH / 8][2], const T* from, int first, int f0) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if constexpr (Plan::R == 1) {
-        int f = f0 + threadIdx.x % 16, second = threadIdx.x % 32 / 16;  // tiles: 8 fibers, 8 more; then of the next group
+        int f = f0 + threadIdx.x % 16, second = threadIdx.x % 32 / 16;  // 8x8: 8 fibers, the next 8 fibers; then the next group
 #pragma unroll
         for (int group = 0; group < WIDTH / 8; group += 2) {
             int next = group + 1 < WIDTH / 8 ? second : 0;

@@ -1,25 +1,18 @@
-// What kron_linear v4 does with 16-bit numbers and factors of 2 to 16: a tile of 2^n numbers, by tensor cores, in the registers of lanes.
+// kron_linear v4 for 16-bit types and factors of 2 to 16: tensor cores multiply a tile of 2^n elements that is held in registers.
 //
-// As in registers.cuh the bits of a number's index are those of its place, some of them a factor's. A step multiplies along four bits:
-// those of a factor of 16, of smaller neighbours whose product is 16 (merged), or of one factor and bits beside it, by which the matrix is
-// that of several, with zeros. mma of m16n8k16 takes the numbers as operand b: k is lane bits t, and two bits of which register it is; n is
-// lane bits g. It leaves j in g and in one bit of the register, and n in t and the other bit. So the bits that were g's are t's, which the
-// next step multiplies along; nothing moves in between. After two steps, or three of factors up to 8, the numbers go through shared memory,
-// as floats, to where other bits are in t and g: once for 8^5.
-//
-// Between steps a number is two of bfloat16, the first cut and the other what is left, rounded: 16 bits. What comes from memory is exact.
-// A factor is one piece, but in float16, and merged, two: then three products. Zeros times an infinity are NaN, so that a row that has
-// infinities, or a sum beyond float's range, may have NaN for them.
-//
-// A warp copies its own part of the next tile as soon as it has read that of this one. It waits for the others twice a tile: to put its
-// numbers where they are exchanged, until all have read those of the tile before; and to fetch them.
-//
-// On one H200 in bfloat16, from two launches of the general kernel, in us (and a copy): 1024 x 8^5 from 111 to 58 (33; in float16 64),
-// 16 x 8^7 from 160 to 83 in two launches, 1024 x 4^7 to 28 (17); from one, 8192 x 8^4 to 41 (33), 8192 x 16^3 to 39 (33), 65536 x 8^3
-// to 38 (33). Of 8^5 nothing stored takes 53 instead of 58, and no second pieces 45. What did not help: sums of 64 numbers at once (8^5:
-// 54, but some instances spill), or 64 of which all steps of some are before those of others, which does not (65); 32 warps of 64
-// registers (60, and 8^4 37; some spill); another unit for half of what cuts (nothing); blocks of 32 or 64 threads (4096 x (8, 16, 8):
-// 8.1 for 6.5).
+// Layout     As in registers.cuh, all sizes are powers of two, and each bit of an element's index belongs to a factor or to none. A step
+//            multiplies along four bits: those of a factor of 16, of smaller neighbouring factors whose product is 16 (merged), or of one
+//            smaller factor and bits next to it; the matrix is then block-diagonal.
+// Algorithm  The elements are operand b of mma m16n8k16: k is the lane bits t and two register bits, n is the lane bits g. In the result, j
+//            is in g and one register bit, and n is in t and the other register bit. The index bits that were in g are then in t, and the
+//            next step multiplies along them without moving data. After two steps (three if factors are at most 8) the elements are
+//            exchanged as floats through shared memory, so that other index bits are in t and g: once for 8^5.
+// Precision  Inputs from memory are exact. Between steps an element is two bfloat16 numbers: the first truncated, the second the rounded
+//            rest, together 16 bits. A factor is one number, or two if it is float16 or merged; then a product is three products. Zero
+//            times infinity is NaN: a row with infinities, or with a sum beyond the range of float, may have NaN instead.
+// Pipeline   A warp copies its own part of the next tile as soon as it has read its part of this one. It waits for other warps twice per
+//            tile: before it writes to the exchange buffer, until all have read the previous tile, and before it reads from that buffer.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/launch.cuh"
@@ -31,21 +24,23 @@
 
 #if __CUDA_ARCH__ >= 900
 
-// One step, in the bits A and B of a register's number: A is k's lowest bit, B its highest; then n's lowest, and j's highest. Ks says which
-// bit of the matrix's rows each of k's is, Js that of columns and j. SIZES: the factors', the rightmost first.
+// One step. A and B are bits of the register index. Before the step, A is the lowest bit of k and B the highest. After it, A is the lowest
+// bit of n and B the highest of j. Ks maps the bits of k to bits of the matrix row, Js those of j to bits of the column. SIZES: the sizes
+// of the factors, the rightmost first.
 template <int A_, int B_, class Ks_, class Js_, int... SIZES>
 struct LaneStep {
     static constexpr int A = 1 << A_, B = 1 << B_, SIDE = (SIZES * ...), COUNT = sizeof...(SIZES);
     using Ks = Ks_;
     using Js = Js_;
-    // Whether it takes numbers as they come from memory, with exact products; the pieces of a factor, and words of them.
+    // EXACT: this step can use elements as loaded from memory, with exact products. PIECES: numbers that a factor is split into. WORDS:
+    // their registers.
     template <typename T>
     static constexpr bool EXACT = COUNT == 1 || IS_BF16<T>;
     template <typename T, bool FIRST>
     static constexpr int PIECES = COUNT == 1 && (IS_BF16<T> || (FIRST && EXACT<T>)) ? 1 : 2;
     static constexpr int WORDS = 2 * 128;
 
-    // Number [k][j] of the matrix, of factors from number N on.
+    // Element [k][j] of the matrix of factors N, N + 1, ...
     template <typename T>
     __device__ static float number(const Factors4<T>& factors, int N, int k, int j) {
         if (k / SIDE != j / SIDE) return 0.0f;
@@ -55,10 +50,11 @@ struct LaneStep {
     }
 };
 
-constexpr int VALUES = 32, LANE_PIECES = 2;  // a lane's numbers at once, and how many times: all of a tile
+constexpr int VALUES = 32, LANE_PIECES = 2;  // elements per lane at a time, and the number of such parts in a tile
 
-// A warp has a piece of a tile at once, numbers whose indices differ in the bits of Regs and of Lanes; after the steps, of RegsAfter, in
-// the order that Order says, and LanesAfter. The others are Pieces'. V numbers are neighbours before, and W after, 4 at least.
+// A pass: the steps between two exchanges. A warp holds a part of a tile at a time. Regs and Lanes map register and lane bits to index bits
+// before the steps; RegsAfter (with the register order Order) and LanesAfter do so after them. Pieces maps the number of the part to the
+// other index bits. V elements are contiguous before the pass, and W (at least 4) after it.
 template <int V_, int W_, class Regs_, class Lanes_, class RegsAfter_, class Order_, class LanesAfter_, class Pieces_, class... Steps_>
 struct LanePass {
     static constexpr int V = V_, W = W_, COUNT = sizeof...(Steps_), WEIGHTS = (Steps_::WORDS + ...), FACTORS = (Steps_::COUNT + ...);
@@ -71,7 +67,8 @@ struct LanePass {
     using List = Steps4<Steps_...>;
 };
 
-// StagePlaces: where a tile's numbers lie as they come; Places: where they are exchanged. Copied: the bits of a piece of the first pass.
+// StagePlaces: the layout of a tile as loaded. Places: the layout of the exchange buffer. Copied: the index bits of a warp's part in the
+// first pass.
 template <int THREADS_, int BLOCKS_, int L_, int P_, int R_, long long C_, bool ADDED_, class StagePlaces_, class Places_, class Copied_,
           class... Passes>
 struct LanePlan {
@@ -88,7 +85,8 @@ struct LanePlan {
     __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
 };
 
-// The matrices as operand a, [step][piece][lane][4], of factors from number N on, each step's by other threads: those from BY on.
+// Write the matrices to shared memory as operand a, [step][piece][lane][4], for factors N, N + 1, ... Different threads, from BY on, write
+// those of each step.
 template <typename T, bool FIRST, int N, int BY, int THREADS, class S>
 __device__ __forceinline__ void load_lane_weights(unsigned* to, const Factors4<T>& factors) {
     constexpr bool AS_IS = S::template PIECES<T, FIRST> == 1;
@@ -123,7 +121,7 @@ __device__ __forceinline__ void fetch_lane_weights(unsigned (&w)[PIECES][4], con
         reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
 }
 
-// Number n of the registers whose bits A and B are 0.
+// The n-th register index whose bits A and B are 0.
 template <class S>
 __device__ constexpr int without_bits(int n) {
     constexpr int LOW = S::A < S::B ? S::A : S::B, HIGH = S::A < S::B ? S::B : S::A;
@@ -138,7 +136,7 @@ __device__ __forceinline__ void put_sums(float (&v)[N], int at, const float (&d)
     v[at + S::A + S::B] = d[3];
 }
 
-// A step of numbers as they come, two in a word.
+// A step on elements as loaded from memory, two per register.
 template <class S, typename T, int N>
 __device__ __forceinline__ void multiply_exact(float (&v)[N], const unsigned (&x)[N / 2], const unsigned* weights) {
     constexpr int PIECES = S::template PIECES<T, true>;
@@ -160,7 +158,7 @@ __device__ __forceinline__ void multiply_exact(float (&v)[N], const unsigned (&x
     }
 }
 
-// The other steps.
+// The other steps, which split each element into two bfloat16 numbers.
 template <class S, typename T, int N>
 __device__ __forceinline__ void multiply_cut(float (&v)[N], const unsigned* weights) {
     constexpr int PIECES = S::template PIECES<T, false>;
@@ -201,7 +199,7 @@ __device__ __forceinline__ void multiply_first(float (&v)[N], const unsigned (&x
     multiply_steps<T>(v, weights + S::WORDS, Steps4<Others...>());
 }
 
-// Where number r of a lane lies, of the piece that begins at `piece`.
+// The shared-memory offset of a lane's element r, for the part that begins at `piece`.
 template <class Places, class Regs>
 struct LanePlace {
     int first;
@@ -212,7 +210,7 @@ struct LanePlace {
     __device__ __forceinline__ int at(int r) const { return Places::join(first, Places::at(Regs::scatter(r))); }
 };
 
-// A lane's numbers from shared memory, V neighbours at once, as they are: words of one number or two.
+// Load a lane's elements from shared memory, V neighbours at a time, without conversion. U holds one or two elements.
 template <int V, typename T, typename U, int N, class Place>
 __device__ __forceinline__ void fetch_numbers(U (&v)[N], const T* numbers, const Place& place) {
     constexpr int EACH = sizeof(U) / sizeof(T);
@@ -221,7 +219,7 @@ __device__ __forceinline__ void fetch_numbers(U (&v)[N], const T* numbers, const
         reinterpret_cast<Vec<U, V / EACH>&>(v[i]) = load_vec<U, V / EACH>(reinterpret_cast<const U*>(numbers + place.at(i * EACH)));
 }
 
-// What leaves a pass: to where it is exchanged, or to memory.
+// Store the results of a pass to the exchange buffer, or to global memory after the last pass.
 template <class Plan, class P, bool LAST, typename T, int N>
 __device__ __forceinline__ void put_numbers(float* numbers, const Output<T>& to, const float (&v)[N], int piece) {
     float y[N];
@@ -238,7 +236,7 @@ __device__ __forceinline__ void put_numbers(float* numbers, const Output<T>& to,
     }
 }
 
-// The passes but the first. `read`: what to do when the last has fetched all.
+// All passes except the first. `read` is called when the last pass has loaded everything.
 template <class Plan, typename T, class Read>
 __device__ __forceinline__ void run_lane_passes(float*, const unsigned*, const Output<T>&, const Read&, Steps4<>) {}
 template <class Plan, typename T, class Read, class P, class... Others>
@@ -261,8 +259,8 @@ __device__ __forceinline__ void run_lane_passes(float* numbers, const unsigned* 
 template <class P, class... Others>
 __device__ Steps4<Others...> but_the_first(Steps4<P, Others...>);
 
-// kron_linear_v4 of 16-bit numbers where lanes hold a tile's numbers. Grid the tiles, or fewer, block THREADS; dynamic shared memory: where
-// numbers are exchanged, the stage, the matrices, an mbarrier.
+// kron_linear_v4 for 16-bit types with a tile in registers. Grid: at most the number of tiles; block THREADS. Dynamic shared memory:
+// exchange buffer, stage of the next tile, matrices, an mbarrier.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_lanes(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -284,7 +282,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     constexpr bool ONE = Plan::EXCHANGED == 0;
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, tile = blockIdx.x;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (tile >= tiles) return;  // a launch is planned for the most rows that there may be
+    if (tile >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
     auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
     auto end = [&](long long n) {
         long long rows = A - n / ACROSS * Plan::L;

@@ -1,4 +1,4 @@
-// The products of kron_linear v4 with pages, and with piles of them: see pages.cuh, and Piles4 below.
+// kron_linear v4: the products of two factors (pages, see pages.cuh) and of three factors (piles of pages, see Piles4 below).
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"
@@ -18,7 +18,8 @@ __device__ __forceinline__ void mma_page(float (&d)[4], const unsigned (&a)[4], 
     }
 }
 
-// z += 16 MT rows of w1^T, times COLUMNS columns of x from `column` on. In TF32 a lane fetches neighbours, of as many products.
+// z += 16 MT rows of w1^T times COLUMNS columns of x, from `column` on. In TF32 a lane loads a vector of V neighbours, one for each of V
+// products.
 template <class Plan, typename T>
 __device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS / 8][4], const T* x, int column,
                                               const LeftOperand<Plan, T>& left) {
@@ -52,8 +53,8 @@ __device__ __forceinline__ void multiply_left(float (&z)[Plan::MT][Plan::COLUMNS
     }
 }
 
-// x = big + small, of two numbers. Of an infinity small is made finite and of its sign, so that no NaN comes of products' sums; a NaN is
-// big's. (min returns what is not a NaN.)
+// Split two floats: x = big + small, in bfloat16. For an infinity, small is finite and has its sign, so that the sum of products is not
+// NaN. A NaN stays in big (min returns the operand that is not NaN).
 __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, unsigned& small) {
     big = __byte_perm(__float_as_uint(one), __float_as_uint(two), 0x7632);
     __nv_bfloat162 rest, most;
@@ -63,7 +64,7 @@ __device__ __forceinline__ void split_pair(float one, float two, unsigned& big, 
     small = reinterpret_cast<unsigned&>(rest) & 0x7fff7fff | big & 0x80008000;
 }
 
-// y += z w2, of the rows of w2 from `column` on.
+// y += z w2, for the rows of w2 from `column` on.
 template <class Plan, typename T>
 __device__ __forceinline__ void multiply_right(float (&y)[Plan::MT][Plan::Q2 / 8][4], const float (&z)[Plan::MT][Plan::COLUMNS / 8][4],
                                                int column, const RightOperand<Plan, T>& right) {
@@ -98,7 +99,7 @@ __device__ __forceinline__ void multiply_right(float (&y)[Plan::MT][Plan::Q2 / 8
     }
 }
 
-// The same by mma.
+// y += w1^T x w2 for a page, by mma.
 template <class Plan, typename T>
 __device__ __forceinline__ void multiply_page(float (&y)[Plan::MT][Plan::Q2 / 8][4], const T* x, const LeftOperand<Plan, T>& left,
                                               const RightOperand<Plan, T>& right) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void multiply_page(float (&y)[Plan::MT][Plan::Q2 / 8]
     }
 }
 
-// Store a warp's rows of an array [..][Q2], COLUMNS columns of them; a lane's numbers are those that place_of_column puts there.
+// Store COLUMNS columns of a warp's rows of an array [..][Q2]. place_of_column says which columns a lane has.
 template <class Plan, int COLUMNS, typename T>
 __device__ __forceinline__ void store_rows(T* out, const T* bias, const T* residual, float (&y)[Plan::MT][COLUMNS / 8][4], int first,
                                            int column, float scale) {
@@ -133,14 +134,14 @@ __device__ __forceinline__ void store_rows(T* out, const T* bias, const T* resid
                 if (Plan::ADDED && bias) part[e] += load_as(bias[lane + at + e]);
                 if (Plan::ADDED && residual) part[e] += load_as(residual[lane + at + e]);
             }
-            store_vec_past_l1(out + at, pack<T, 2 * N>(part));  // other stores the compiler takes to pieces
+            store_vec_past_l1(out + at, pack<T, 2 * N>(part));  // the compiler splits other stores
         }
     }
 }
 
-// Three factors. A row of x is a pile of P0 pages [P1][P2]. First each page is multiplied as above, by a warp; what comes of it, z, goes to
-// shared memory as floats. Then each warp multiplies some columns of z, which is an array [P0][Q1 Q2], by the leftmost factor, in TF32. A
-// warp copies the next row's page to where it has read this row's.
+// Three factors. A row of x is a pile of P0 pages [P1][P2]. First each page is multiplied as above, by one warp, and its result z goes to
+// shared memory as floats. Then each warp multiplies some columns of z, an array [P0][Q1 Q2], by the leftmost factor, in TF32. A warp
+// copies a page of the next row over the page that it has read.
 template <int WARPS_, bool HELD, bool ADDED_, class Top_, class Left, class Right>
 struct Piles4 {
     static constexpr int WARPS = WARPS_, THREADS = 32 * WARPS, P0 = Top_::P, Q0 = Top_::Q, WIDTH = Left::Q * Right::Q;
@@ -149,7 +150,8 @@ struct Piles4 {
     using Top = Pages4<1, WARPS, 1, Q0 / 16, false, false, ADDED, Top_, Factor<WIDTH, WIDTH>>;
 };
 
-// A page's z, [Q1][Q2]. A lane's 8 neighbours go where it will have them in y: number n % 4 * 2 + e of product n % 4 at e * 4 + n % 4.
+// Store the z of a page, [Q1][Q2]. A lane's 8 neighbours are permuted to the order in which it later has them in y: element n % 4 * 2 + e,
+// of product n % 4, at e * 4 + n % 4.
 template <class Plan>
 __device__ __forceinline__ void keep_page(float* z, const float (&y)[Plan::MT][Plan::Q2 / 8][4]) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -166,8 +168,8 @@ __device__ __forceinline__ void keep_page(float* z, const float (&y)[Plan::MT][P
             }
 }
 
-// kron_linear_v4 of two factors, all that there are. w0 is the right one; w2 to w7 are not looked at. Grid any, block THREADS; dynamic
-// shared memory: w1, w2, the teams' pages.
+// kron_linear_v4 for layers of two factors. w0 is the right factor; w2 to w7 are unused. Any grid, block THREADS. Dynamic shared memory:
+// w1, w0, the pages of the teams.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_pages(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     };
     prefetch_factor(w0, Plan::P2, Plan::Q2, w0_p, w0_q);
     prefetch_factor(w1, Plan::P1, Plan::Q1, w1_p, w1_q);
-    long long all = A - (page - team);  // pages from the block's first one on
+    long long all = A - (page - team);  // pages from the block's first page on
     int own = all < Plan::TEAMS ? int(all) : Plan::TEAMS;
     if (own > 0) prefetch_tile<Plan::P1 * Plan::P2, 1>(x + (page - team) * (Plan::P1 * Plan::P2), own, 1);
     wait_for_previous();
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     }
 }
 
-// The same of three factors, see Piles4. w2 is the leftmost. Dynamic shared memory: w0, w1, w2, a row's pages, z.
+// The same for three factors, see Piles4. w2 is the leftmost. Dynamic shared memory: w0, w1, w2, the pages of a row, z.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
     kron_linear_v4_piles(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,

@@ -1,25 +1,14 @@
-// The backward of a layer of two factors, 128 x 128 each, of few rows, in one launch by warpgroups (sm_90a) and that of the partial sums.
+// The backward of a layer of two factors of 128 x 128 with few rows, by warpgroups (sm_90a): one launch, and one that adds the partial
+// sums.
 //
-// A row is X, and G of its output:
+// A row is X; G is the gradient of its output:
 //     Z = X W2,  H = W1 G,  dW1 += Z G^T,  dW2 += X^T H,  dX = H W2^T.
-// Four blocks have a row, each a quarter of Z and of H: 64 rows of X and W1, and 64 columns of W2 and G, which is all that it reads. From
-// these it has halves of the sums of 64 rows of dW1, of 64 columns of dW2, and of 64 rows of dX. Two blocks, a cluster, exchange those of
-// dX and dW1; of the factors' gradients there are partial sums. The first warpgroup makes Z and dW1, the second one H and dX, each half of
-// dW2.
-//
-// On one H200, 32 rows, of inputs that no cache has, in us: 14.9 in float, of which the sum 2, and 10.7 in bfloat16. Four launches (Z, H,
-// both gradients by mma.sync with no partial sums, dX) took 42.9 and 20.3: of that third one's clusters of eight only 15 of 16 ran at a
-// time, as of clusters of four 30 would, and of two 66. Predicted were 16 in float; it was 20.0, because kron_linear_v4_sum took 6.6 for 8
-// MB, with 32 warps a block (by 8 warps 2.7). A sum of its own that reads 16 bytes a lane, partial sums as lanes have them, and those of
-// dW1 exchanged: 16.6; st.async, where barriers of the cluster wait for all stores, and 16 warps a block of the sum: 14.9. Until all is
-// split in shared memory it takes 5.5 (in bfloat16 4.3), then to the end of the second products 2.9, and for exchange, third products and
-// stores 3.9. Side by side with other launches (pdl.cuh) 14.1 and 10.1. What did not help: the first product begun when half of its
-// numbers are there, beside whose products the others are split (0.4 more, predicted 0.7 less); whole lines read by a warp, whose stores to
-// shared memory then meet the same banks (0.7 more). The forward so: 8.6, of which 5.2 to the end of the products (by slice.cuh 6.6).
-//
-// Partial sums were 1.5 times as large as x and y in float. Two launches side by side, of 16 rows each, of which the second adds its own to
-// the first one's: half of that, and 15.5 us for 14.0 (said: 15.2); 16.1 where they read past L1. (A cluster of four, that adds up a row's, would not fit, as
-// above.)
+// Four thread blocks share each row. Each computes a quarter of Z and of H. It reads 64 rows of X and W1, and 64 columns of W2 and G, and
+// nothing else. From these it computes half of the sums for 64 rows of dW1, 64 columns of dW2, and 64 rows of dX. The two blocks of a
+// cluster exchange their halves of dX and dW1. The gradients of the factors are stored as partial sums. The first warpgroup computes Z and
+// dW1, the second H and dX, and each half of dW2. With MORE, two overlapping launches share the rows, and the second adds to the partial
+// sums of the first. This halves their memory.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/async_copy.cuh"
@@ -28,8 +17,9 @@
 #include "common/ptx/mbarrier.cuh"
 #include "warpgroups.cuh"
 
-// A warpgroup's 64 x 128 sums, of which this block of a cluster of two keeps the half of 64 columns that has its rank, and adds the other
-// block's. That comes to `space`, which must have been free in both, and `full`, an mbarrier of one arrival, knows when it is there.
+// Exchange halves of a warpgroup's 64 x 128 accumulators within a cluster of two blocks. Each block keeps the 64 columns that belong to its
+// rank and adds those from the other block. They arrive in `space`, which must be free in both blocks. `full` is an mbarrier with one
+// arrival; its phase ends when they are there.
 __device__ __forceinline__ void send_half(const float (&sums)[16][4], float4* space, unsigned full, int rank) {
     unsigned to = shared_of_rank(shared_address(space + threadIdx.x % 128), rank ^ 1), theirs = shared_of_rank(full, rank ^ 1);
 #pragma unroll
@@ -51,8 +41,8 @@ __device__ __forceinline__ void keep_half(float (&half)[8][4], const float (&sum
     }
 }
 
-// Partial sums: of each row 12 parts of 64 x 64, of dw1 [down][right], then of dw0 [two][down][right], each as a warpgroup's lanes have it.
-// MORE: the sum of these and those that are there.
+// Partial sums: 12 parts of 64 x 64 for each row, dw1 [down][right], then dw0 [two][down][right], each in the order of a warpgroup's
+// accumulators. MORE: add them to the stored ones.
 constexpr int PARTS = 12;
 __device__ __forceinline__ void store_part(float4* partials, int part, const float (&sums)[8][4], bool more) {
     float4 there[8] = {}, *to = partials + part * 1024 + threadIdx.x % 128;
@@ -65,9 +55,10 @@ __device__ __forceinline__ void store_part(float4* partials, int part, const flo
 }
 
 #if __CUDA_ARCH__ >= 900
-// As kron_linear_v4_split_bwd, but w0 and w1 are the right and the left factor. MORE: the launch before was of other rows, as many or more,
-// to whose partial sums these are added. It runs beside this one, which waits for it as late as that, and need not wait for those before:
-// it had, when it let this one come. Grid four blocks a row; dynamic shared memory: X, W2, W1, G and H in pieces.
+// Arguments as for kron_linear_v4_split_bwd, but w0 is the right and w1 the left factor. MORE: the previous launch computed other rows, at
+// least as many, and this launch adds to its partial sums. The two overlap: this launch waits for the previous one only before it adds. It
+// need not wait for earlier kernels, because the previous launch had waited for them before it signalled. Grid: four blocks per row.
+// Dynamic shared memory: X, W2, W1, G and H, split.
 template <typename T, int SIDE>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     kron_linear_v4_quarter_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, int more, long long w0_p,
@@ -78,7 +69,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     using Tall = Tiles<SIDE, HALF>;
     using Square = Tiles<HALF, HALF>;
     extern __shared__ uint4 dynamic[];
-    // w1s has room for what comes from the other block: 16 KB for each warpgroup, while gs is still multiplied.
+    // w1s also receives the accumulators of the other block, 16 KB per warpgroup, while gs is still in use.
     constexpr int ROOM = MATRIX > 16384 ? MATRIX : 16384;
     U *xs = reinterpret_cast<U*>(dynamic), *w2s = xs + MATRIX, *w1s = w2s + MATRIX, *gs = w1s + ROOM, *hs = gs + MATRIX;
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0), right = cluster_rank(), down = blockIdx.x / 2 % 2;
@@ -114,7 +105,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
     start_product<HALF, T>(second, between, Described<Tall, false>(other));
     if (group) between.template put<Square>(hs);
     fence_async();
-    cluster_arrive();  // to w1s may come the other block's sums
+    cluster_arrive();  // w1s may now receive the other block's accumulators
     __syncthreads();
     start_product<HALF, T>(third, Described<Wide, true>(xs, group * HALF), Described<Square, true>(hs));
     wgmma_wait<1>(second);
@@ -134,8 +125,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(256, 1)
 }
 #endif
 
-// dw0 and dw1: scale times the sums of A rows' parts, always in the same order. Grid 8 * 32: parts of both, and of each a warp's 16 rows of
-// 8 columns; block (32, 16).
+// dw0 and dw1 = scale * the sum of the parts of A rows, in a fixed order. Grid 8 * 32: the parts of both factors, and of each part the 16
+// rows x 8 columns of a warp. Block (32, 16).
 template <typename T, int SIDE>
 __global__ void __launch_bounds__(512) kron_linear_v4_quarter_sum(T* dw0, T* dw1, const float* partials, long long A, double scale) {
     constexpr int SHARE = 16;

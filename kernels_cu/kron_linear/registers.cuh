@@ -1,17 +1,18 @@
-// What kron_linear v4 does in float where a tile fits into the registers of a block, 128 numbers a thread.
+// kron_linear v4 in float with a tile in the registers of a block, 128 elements per thread.
 //
-// A tile is 2^n numbers, and every factor's size a power of two up to 16: the bits of a number's index are those of its place in the row,
-// some of them a factor's. In a pass a thread holds the 128 numbers whose indices differ in 7 bits, all of one factor, or of several, among
-// them. It multiplies by these factors without a word to any other thread, and the numbers go through shared memory to those that hold
-// them in the next pass: twice for 8^5, where a step of step.cuh for each factor would read and write them five times.
-//
-// A thread puts its results where it has read its numbers, so it waits for nobody before it writes: only for those threads, whose bits
-// above are the same, from which it reads next. The first pass reads what its warp itself has copied, from the stage, and copies the
-// warp's part of the next tile there at once. Shared memory holds less than two tiles, so the last warps' parts come late, to where the
-// numbers are exchanged, when the last pass has read.
-//
-// In a cluster of two blocks, each has half of an array's numbers: the highest bit of the index is the block's rank. In the exchange before
-// the last pass, whose factor has that bit, each block gives the other half of its numbers, and the rank becomes the bit CROSS below.
+// Layout     A tile has 2^n elements, and the size of each factor is a power of two up to 16. The bits of an element's index are the bits
+//            of its position in the row, and some of them belong to a factor.
+// Algorithm  In a pass a thread holds the 128 elements whose indices differ in 7 bits, among them all bits of one or more factors. It
+//            multiplies by these factors without communication. Then the elements go through shared memory to the threads that hold them in
+//            the next pass: twice for 8^5, instead of five reads and writes with one step of step.cuh per factor.
+// Pipeline   A thread writes its results where it read its elements, so it need not wait before it writes. It waits only for the threads
+//            from which it reads next; their higher index bits are the same as its own. In the first pass a warp reads what it copied to
+//            the stage itself, and immediately copies its part of the next tile there. Shared memory holds less than two tiles: the parts
+//            of the last warps are copied late, to the exchange buffer, when the last pass has read it.
+// Cluster    Each of the two blocks has half of the elements of an array: the highest bit of the index is the rank of the block. In the
+//            exchange before the last pass, whose factor has that bit, the blocks exchange halves of their elements, and the rank becomes
+//            bit CROSS.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"
@@ -19,7 +20,7 @@
 #include "common/ptx/launch.cuh"
 #include "tile.cuh"
 
-// Where the bits of a number go: bit i to bit AT_i.
+// A permutation of index bits: bit i goes to bit AT_i.
 template <int... AT>
 struct Bits {
     __device__ static constexpr int scatter(int n) {
@@ -29,8 +30,8 @@ struct Bits {
     }
 };
 
-// Number e lies at e, but for its unit of 16 bytes, 2^UNIT numbers, among eight neighbours: bit UNIT + 3 + i of e turns it by TO_i, so that
-// the lanes which one access serves meet different banks.
+// A swizzle of shared memory against bank conflicts. A unit is 16 bytes, 2^UNIT elements. Element e is at offset e, except that the unit
+// moves among eight neighbouring units: if bit UNIT + 3 + i of e is set, the unit's number is xor-ed with TO_i.
 template <int UNIT, int... TO>
 struct Turned {
     static constexpr int NEAR = (8 << UNIT) - 1;
@@ -39,12 +40,13 @@ struct Turned {
         ((turn ^= (e >> i & 1) * TO, ++i), ...);
         return e ^ turn << UNIT;
     }
-    // The place of a + b, from that of a, and from that of b, a constant.
+    // The offset of element a + b, from the offsets of a and b. That of b is a constant.
     __device__ static __forceinline__ int join(int a, int b) { return (a ^ (b & NEAR)) + (b & ~NEAR); }
 };
 
-// A thread's numbers, Regs::scatter(r) + Threads::scatter(thread), and the factors' sizes, those of the rightmost first, whose digit is
-// r / RIGHT % size. V of the numbers, at least, are neighbours. WITH: the threads that exchange numbers before the next pass.
+// A pass. Register r of a thread has the element with index Regs::scatter(r) + Threads::scatter(thread). SIZES: the sizes of the factors,
+// the rightmost first; the index along that factor is r / RIGHT % size. At least V elements are contiguous. WITH: the number of threads
+// that exchange elements before the next pass.
 template <class Regs_, class Threads_, int V_, int RIGHT_, int WITH_, int... SIZES>
 struct Pass {
     using Regs = Regs_;
@@ -52,7 +54,7 @@ struct Pass {
     static constexpr int V = V_, WEIGHTS = ((SIZES * SIZES) + ...);
 };
 
-// Copied: the numbers of a warp in the first pass, in the order of memory. AHEAD: the warps whose numbers come ahead.
+// Copied: the elements of a warp in the first pass, in memory order. AHEAD: the number of warps whose elements are copied one tile ahead.
 template <int CLUSTER_, int VALUES_, int THREADS_, int BLOCKS_, int L_, int P_, int R_, long long C_, int AHEAD_, int CROSS_, bool ADDED_,
           class Places_, class Copied_, class... Passes>
 struct RegisterPlan {
@@ -66,13 +68,13 @@ struct RegisterPlan {
     using List = Steps4<Passes...>;
     using Start = typename First<Passes...>::type;
 
-    // Where number e of a tile is in memory.
+    // The offset of element e of a tile in global memory.
     __device__ static constexpr long long memory(int e) { return R == C ? e : e / R * C + e % R; }
-    // Which number of the results e is, of a block's in the last pass.
+    // The index of the result that is element e of this block in the last pass.
     __device__ static constexpr int result(int e) { return CLUSTER == 1 ? e : (e & ~(1 << CROSS)) | (e >> CROSS & 1) * NUMBERS; }
 };
 
-// y[r] of J columns from j0 on, whose first is the first of w, of F fibers from f0 on: sums of numbers of v times those of w.
+// y[r] for J columns from j0 on and F fibers from f0 on: sums of products of v and w. w begins with column j0.
 template <int SIZE, int RIGHT, int F, int J, int N>
 __device__ __forceinline__ void multiply_some(float (&y)[N], const float (&v)[N], const float* w, int f0, int j0) {
     constexpr int V = J < 4 ? J : 4;
@@ -86,7 +88,7 @@ __device__ __forceinline__ void multiply_some(float (&y)[N], const float (&v)[N]
             for (int e = 0; e < V; ++e) c[j + e] = some.v[e];
         }
 #pragma unroll
-        for (int n = 0; n < F * J; ++n) {  // to and fro, so that one operand always stays
+        for (int n = 0; n < F * J; ++n) {  // back and forth, so that one operand is reused
             constexpr int FAST = RIGHT == 1 ? J : F;
             int slow = n / FAST, fast = slow % 2 ? FAST - 1 - n % FAST : n % FAST;
             int j = RIGHT == 1 ? fast : slow, f = f0 + (RIGHT == 1 ? slow : fast), at = f / RIGHT * SIZE * RIGHT + f % RIGHT;
@@ -96,11 +98,11 @@ __device__ __forceinline__ void multiply_some(float (&y)[N], const float (&v)[N]
     }
 }
 
-constexpr int SUMS = 32;  // that a thread adds up at once
+constexpr int SUMS = 32;  // accumulators per thread
 
-// Multiply by a pass's factors. The results of the last leave as they are made, some of its columns at a time, those of half `turn` first:
-// to(r) says where those of the columns that begin with y[r]'s go, put(place, y, r) takes V neighbours from y[r] on, where r is of the
-// first columns. A loop: code that does not fit into the instruction cache is slow.
+// Multiply by the factors of a pass. The results of the last factor are stored as they are computed, some columns at a time, half `turn`
+// first. to(r) is the place of the columns that begin with y[r]; put(place, y, r) stores V neighbours from y[r] on, where r counts in the
+// first columns. This is a loop because code that does not fit into the instruction cache is slow.
 template <int V, int RIGHT, int SIZE, int... OTHERS, int N, class To, class Put>
 __device__ __forceinline__ void multiply_pass(float (&v)[N], const float* w, int turn, const To& to, const Put& put) {
     float y[N];
@@ -123,7 +125,7 @@ __device__ __forceinline__ void multiply_pass(float (&v)[N], const float* w, int
     }
 }
 
-// The factors from number N on, in float, one after another.
+// Copy factors N, N + 1, ... to shared memory as floats, one after another.
 template <int THREADS, int N, typename T, int... SIZES>
 __device__ __forceinline__ void load_weights_of(float* to, const Factors4<T>& factors) {
     constexpr int ALL[] = {SIZES...};
@@ -154,14 +156,14 @@ __device__ __forceinline__ void prefetch_weights(const Factors4<T>& factors,
     prefetch_weights<N + sizeof...(SIZES)>(factors, Steps4<Others...>());
 }
 
-// Copy the warp's numbers of the first pass in the background, to `stage` numbers after where they are exchanged; zeros beyond the rows.
+// Copy the warp's elements of the first pass asynchronously, to `stage` elements after the exchange buffer. Zeros beyond the last row.
 template <class Plan, typename T>
 __device__ __forceinline__ void copy_own(float* numbers, int stage, const T* x, int half, int end) {
     using Places = typename Plan::Places;
     int thread = Plan::Start::Threads::scatter(threadIdx.x & ~31) + Plan::Copied::scatter(threadIdx.x % 32 * 4);
     int place = Places::at(thread) + stage;
     x += Plan::memory(half + thread);
-    asm volatile("" : "+l"(x));  // so that the others are constants away from it
+    asm volatile("" : "+l"(x));  // the compiler then addresses the others with constant offsets from it
 #pragma unroll
     for (int i = 0; i < Plan::VALUES / 4; ++i) {
         int own = Plan::Copied::scatter(i * 128);
@@ -171,7 +173,8 @@ __device__ __forceinline__ void copy_own(float* numbers, int stage, const T* x, 
     }
 }
 
-// Where a tile's results go: of the thread's number r, number memory(result(r)) after `first`. Those from `end` on are beyond the rows.
+// The outputs of a tile. Element r of the thread goes to offset memory(result(r)) after `first`. Those from `end` on are beyond the last
+// row.
 template <typename T>
 struct Output {
     T* out;
@@ -195,7 +198,7 @@ __device__ __forceinline__ void store_results(const Output<T>& to, const float (
     store_vec_past_l1(to.out + at, pack<T, V>(part));
 }
 
-// The thread's numbers, from where they lie for a pass.
+// Load the thread's elements for a pass from shared memory.
 template <class Plan, class P>
 __device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const float* numbers, int stage = 0) {
     using Places = typename Plan::Places;
@@ -208,7 +211,7 @@ __device__ __forceinline__ void fetch(float (&v)[Plan::VALUES], const float* num
     }
 }
 
-// The passes from P on, of which the thread has its numbers. `late`: what to do when the last pass has read.
+// The passes from P on, whose elements the thread has in v. `late` is called when the last pass has read its elements.
 template <class Plan, typename T, class Late, class Regs, class Threads, int V, int RIGHT, int WITH, int... SIZES, class... Others>
 __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numbers, const float* w, const Output<T>& to, const Late& late,
                                            Steps4<Pass<Regs, Threads, V, RIGHT, WITH, SIZES...>, Others...>) {
@@ -225,7 +228,7 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
         constexpr bool CROSS = Plan::CLUSTER > 1 && sizeof...(Others) == 1;
         constexpr int HALF = CROSS ? 1 << Plan::CROSS : 0;
         int rank = CROSS ? cluster_rank() : 0;
-        if constexpr (CROSS) cluster_arrive();  // the numbers are read
+        if constexpr (CROSS) cluster_arrive();  // the elements have been read
         bool waits = CROSS;
         multiply_pass<V, RIGHT, SIZES...>(
             v, w, CROSS ? rank ^ 1 : 0,
@@ -242,13 +245,13 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
 #pragma unroll
                 for (int e = 0; e < V; ++e) some.v[e] = y[r + e];
                 if constexpr (!CROSS) store_vec(numbers + Places::join(place, own), some);
-                else  // joined as an address: the numbers begin at a multiple of 128 bytes
+                else  // joined as an address, because the buffer begins at a multiple of 128 bytes
                     st_cluster((place ^ 4 * (own & 31)) + 4 * (own & ~31), reinterpret_cast<const float4&>(some));
             });
         if constexpr (CROSS) cluster_sync();
         else if constexpr (WITH == 32) __syncwarp();
         else if constexpr (WITH == Plan::THREADS) __syncthreads();
-        else barrier_of((Plan::THREADS + threadIdx.x) / WITH, WITH);  // other numbers than for another WITH
+        else barrier_of((Plan::THREADS + threadIdx.x) / WITH, WITH);  // barrier numbers that no other WITH uses
         fetch<Plan, typename First<Others...>::type>(v, numbers);
         if constexpr (sizeof...(Others) == 1) late();
         run_passes<Plan>(v, numbers, w + ((SIZES * SIZES) + ...), to, late, Steps4<Others...>());
@@ -256,8 +259,8 @@ __device__ __forceinline__ void run_passes(float (&v)[Plan::VALUES], float* numb
 }
 
 #if __CUDA_ARCH__ >= 900
-// kron_linear_v4 where a tile's numbers lie in registers. Grid CLUSTER * (the tiles, or fewer), block THREADS; dynamic shared memory: the
-// factors, a tile's numbers, the stage.
+// kron_linear_v4 with a tile in registers. Grid: at most CLUSTER * the number of tiles; block THREADS. Dynamic shared memory: the factors,
+// the exchange buffer for a tile, the stage.
 template <typename T, class Plan>
 __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_registers(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -273,7 +276,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     constexpr long long ACROSS = Plan::C / Plan::R;
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, number = blockIdx.x / Plan::CLUSTER;
     int warp = threadIdx.x / 32, half = Plan::CLUSTER > 1 ? cluster_rank() * Plan::NUMBERS : 0;
-    if (number >= tiles) return;  // a launch is planned for the most rows that there may be
+    if (number >= tiles) return;  // the grid is planned for the largest number of rows in a bucket
     int stage = warp < Plan::AHEAD ? Plan::NUMBERS : 0;
     auto first = [&](long long n) { return n / ACROSS * Plan::L * Plan::P * Plan::C + n % ACROSS * Plan::R; };
     auto end = [&](long long n) { return int(A - n * Plan::L < Plan::L ? A - n * Plan::L : Plan::L) * Plan::P * Plan::R; };

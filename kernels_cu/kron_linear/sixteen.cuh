@@ -1,36 +1,23 @@
-// What kron_linear v4 does with four factors of 16 x 16 at the right end of a layer, of 16-bit numbers or float: a row is an array of
-// 16 x 16 x 16 x 16 numbers.
+// kron_linear v4 for four factors of 16 x 16 at the right end of a layer, in float or 16-bit types. A row is an array of 16 x 16 x 16 x 16.
 //
-// Products are made on tensor cores, of floats split in three of bfloat16: 6 products of m16n8k16. A lane splits its numbers itself, in 11
-// instructions for two of them. With the numbers as operand b, mma takes those of an index k from lane bits t, and leaves the results' j in
-// lane bits g; the other index, of 8 columns, goes from g to t. So a warp that holds 16 x 16 numbers of two indices, 8 a lane, multiplies
-// along one, and along the other, and nothing moves in between.
-//
-// A row is in two blocks, a cluster. The first pass is over the two right indices: a warp reads 8 KB of neighbours, half at a time, and its
-// results go to the block whose half of them they are. The second is over the left ones, 4 neighbours of the right ones at a time, in
-// shared memory, from where whole lines are stored; meanwhile half of the next row comes to shared memory. Blocks hand over numbers by
-// st.async and mbarriers: a cluster barrier's release is MEMBAR.ALL.GPU, which waits also for what a thread stored to global memory.
-//
-// 16-bit numbers are exact as they come from memory, and then two of bfloat16, cut, as in lanes.cuh: one product of the first factor,
-// of the others two, or in float16 three. Of floats:
-//
-// Most numbers are far from what overflows. A pass looks at its own: the sum of their squares, in bfloat16, of first pieces, which are
-// there anyway: 4 instructions for 8 numbers. Below a limit, which the factors' largest numbers give, no product and no sum of the pass can
-// be infinite; else, and if there is an infinity or a NaN, all is done again with pieces that are cut, whose products have the right sign.
-//
-// On one H200, 1024 x 16^4 in bfloat16 takes 107 us, in float16 123, a copy 65, and two launches of the general kernel 178. In float:
-// 200, in another process 210, where registers.cuh takes 245, and a copy 127. Of a row's 22000 cycles the two passes take 8500
-// each, in which the tensor cores are busy for half; 1300 are waiting for all of the first pass, 3000 reading and storing results. What
-// helped (each compared within a run; between runs a version varies by 5%): whole lines instead of sectors, and waiting for the other
-// block only before the first store (241 to 225); results, and then numbers, looked at once a pass instead of once a step (224 to 214;
-// to look costs 2); clusters that begin at different times (215 to 204, or 223 to 219); half a row ahead in shared memory (226 to 223,
-// foreseen 15: it is the barriers that are waited for), with st.async and mbarriers (231 to 209; cluster barriers without release, which
-// order nothing, give as much), half of a warp's pages at once (209 to 204), and nothing more fetched to L2 (214 to 203); 128-byte
-// boundaries for what st.async and cp.async write (207 to 199). What did not: clusters of four blocks, two on a multiprocessor (327: no
-// more than 62 of them run at a time, and most numbers go to other blocks); lines fetched to L2 two passes ahead (262); stores from
-// registers, of half sectors (674), or of half as many columns at a time by twice as many warps (nothing); results looked at two in one
-// fma, by their product (234 for 226); a block's pages all neighbours at a time, and acquire of the block instead of the cluster
-// (nothing).
+// Algorithm  Products use tensor cores. A float is split into three bfloat16 numbers: 6 products by mma m16n8k16. A lane splits its
+//            elements itself, in 11 instructions for two of them. The elements are operand b: mma takes k from the lane bits t and leaves j
+//            in the lane bits g, and the index of the 8 columns moves from g to t. So a warp that holds 16 x 16 elements of two indices, 8
+//            per lane, multiplies along one index and then along the other without moving data.
+// Passes     The two blocks of a cluster share a row. The first pass multiplies by the two right factors: a warp reads 8 KB of contiguous
+//            memory, half at a time, and sends its results to the block that owns them. The second pass multiplies by the two left factors,
+//            for 4 neighbours of the right indices at a time, in shared memory, from which whole cache lines are stored. Meanwhile half of
+//            the next row is copied to shared memory. The blocks exchange elements by st.async and mbarriers, because the release of a
+//            cluster barrier is MEMBAR.ALL.GPU, which also waits for a thread's stores to global memory.
+// 16 bits    Inputs are exact. Then an element is two bfloat16 numbers, truncated, as in lanes.cuh: one product for the first factor, two
+// (float16:
+//            three) for the others.
+// float      A fast path assumes that nothing overflows. A pass sums the squares of its elements, in bfloat16, from the first pieces: 4
+// instructions
+//            for 8 elements. Below a limit, which depends on the largest elements of the factors, no product and no sum of the pass can be
+//            infinite. Otherwise, and for an infinity or NaN, the pass is repeated with truncated pieces, whose products have the correct
+//            sign (ANY).
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"
@@ -48,17 +35,17 @@ template <bool ADDED_>
 struct Sixteen4 {
     static constexpr int SIDE = 16, PAGE = SIDE * SIDE, NUMBERS = PAGE * PAGE, CLUSTER = 2, PART = NUMBERS / CLUSTER, THREADS = 512;
     static constexpr bool ADDED = ADDED_;
-    // Distances in shared memory, between neighbours of the second and of the first index: lanes that differ in these meet different banks.
+    // Padded strides in shared memory, of the second and of the first index: lanes that differ in these indices have no bank conflicts.
     static constexpr int NEXT = PAGE / CLUSTER + 4, SLAB = SIDE * NEXT + 4;
-    static constexpr int WARPS = THREADS / 32, EACH = PART / PAGE / WARPS, AT_ONCE = 4;  // pages of a warp in the first pass, and at a time
+    static constexpr int WARPS = THREADS / 32, EACH = PART / PAGE / WARPS, AT_ONCE = 4;  // pages per warp in the first pass, and at a time
     template <typename T>
-    static constexpr int STAGED = AT_ONCE * 4 / sizeof(T);  // pages of a warp that come ahead
+    static constexpr int STAGED = AT_ONCE * 4 / sizeof(T);  // pages per warp in the stage
 };
 
 constexpr int PIECES = Pieces<float>::COUNT;
-using Block16 = float[2][2][2];           // a lane's numbers [n][h][p] of 16 x 16: with k = 2 t + 8 h + p, of column g + 8 n
-using Words16 = unsigned[2][2];           // the same as they come, of 16 bits: [n][h]
-using Pieces16 = unsigned[2][PIECES][2];  // their pieces as operand b, [n][piece][h]: pairs
+using Block16 = float[2][2][2];           // a lane's elements [n][h][p] of 16 x 16: k = 2 t + 8 h + p, column g + 8 n
+using Words16 = unsigned[2][2];           // the same in 16 bits, as loaded, in pairs: [n][h]
+using Pieces16 = unsigned[2][PIECES][2];  // split, as operand b, in pairs: [n][piece][h]
 template <typename T>
 constexpr int FACTOR_PIECES = sizeof(T) == 4 ? PIECES
                               : IS_BF16<T>   ? 1
@@ -66,8 +53,9 @@ constexpr int FACTOR_PIECES = sizeof(T) == 4 ? PIECES
 template <typename T>
 using Weights16 = unsigned[FACTOR_PIECES<T>][4];
 
-// Pairs of pieces of a and b. If they are ANY numbers, cut, else each the nearest to what is left, which must be in the range of bfloat16,
-// and so must products: of a piece whose sign is another than its number's they may be infinite first, and no piece of split_two is such.
+// Split a and b into pairs of pieces. With ANY the pieces are truncated, as in split_two, and have the sign of their number. Without ANY
+// each piece is the rest rounded to nearest. Then numbers and products must be in the range of bfloat16, because products of pieces with
+// another sign than their number may be infinite although the sum is not.
 template <bool ANY>
 __device__ __forceinline__ void split16(unsigned (&to)[PIECES], float a, float b) {
     if constexpr (ANY) {
@@ -95,21 +83,21 @@ __device__ __forceinline__ void split16(Pieces16& to, const Block16& v) {
         }
 }
 
-// A pair of the smallest pieces without an infinity or a NaN, which is there of a number that is one.
+// A pair of third pieces, with 0 instead of an infinity or NaN. The third piece is infinite or NaN if the number is.
 __device__ __forceinline__ unsigned finite_pair(unsigned pair) {
     constexpr unsigned LOW = 0x7f80, HIGH = LOW << 16;
     return ((pair & LOW) == LOW ? 0 : pair & 0xffff) | ((pair & HIGH) == HIGH ? 0 : pair & 0xffff0000);
 }
 
-// Sums as numbers: their index is that of the columns, and the columns' that of k.
+// Accumulators become elements: j becomes the index of the columns, and the former index of the columns becomes k.
 __device__ __forceinline__ void keep16(Block16& v, const float (&d)[2][4]) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) v[e / 2 % 2][e / 4][e % 2] = d[e / 4][e % 4];
 }
 
-// v = x w along k; then the results' index is that of the columns, and the columns' that of k. Cut pieces have their number's sign, so what
-// is left out does not cancel: of ANY numbers two products more are added, without which errors are 2.4 times those of torch, and so 1.2;
-// but if a factor is not finite, as its `limit` says, only one.
+// v = x w along k. Afterwards j is the index of the columns, and the former index of the columns is k. Truncated pieces have the sign of
+// their number, so the omitted products do not cancel. Therefore ANY adds two more products: the error is 1.2 times that of torch instead
+// of 2.4 times. If a factor is not finite (limit is 0 or NaN), it adds only one.
 template <bool ANY>
 __device__ __forceinline__ void multiply16(Block16& v, const Pieces16& x, const Weights16<float>& w, float limit) {
     float d[2][4] = {};
@@ -126,7 +114,7 @@ __device__ __forceinline__ void multiply16(Block16& v, const Pieces16& x, const 
     keep16(v, d);
 }
 
-// A block times two factors. Adds the squares of the numbers, about.
+// Multiply a block by two factors. Adds the approximate squares of its elements to `squares`.
 template <bool ANY>
 __device__ __forceinline__ void multiply_twice(Block16& v, const Weights16<float>& first, const Weights16<float>& second, float limit,
                                                __nv_bfloat162& squares) {
@@ -146,8 +134,8 @@ __device__ __forceinline__ void multiply_any(Block16& v, const Weights16<float>&
     multiply_twice<true>(v, first, second, limit, unused);
 }
 
-// N blocks times two factors. Returns whether one of the warp's numbers is beyond the limit, or NaN: then what came of them may be wrong,
-// and all must be done again, as of any numbers.
+// Multiply N blocks by two factors. Returns true if an element of the warp exceeds the limit or is NaN. Then the results may be wrong, and
+// all blocks must be multiplied again with multiply_any.
 template <int N>
 __device__ __forceinline__ bool multiply_all(Block16 (&v)[N], const Weights16<float>& first, const Weights16<float>& second, float limit) {
     __nv_bfloat162 squares[N] = {};
@@ -159,8 +147,8 @@ __device__ __forceinline__ bool multiply_all(Block16 (&v)[N], const Weights16<fl
     return __any_sync(~0u, !(sums.x + sums.y < limit));
 }
 
-// A block of 16-bit numbers times a factor: of what comes from memory, or of numbers cut in two, whose products cannot be infinite before
-// the sum is.
+// Multiply a block by a 16-bit factor: multiply_words16 for elements as loaded from memory, multiply_cut16 for floats that are truncated to
+// two pieces. Their products cannot be infinite before the sum is.
 template <typename T>
 __device__ __forceinline__ void multiply_words16(Block16& v, const Words16& x, const Weights16<T>& w) {
     float d[2][4] = {};
@@ -183,9 +171,10 @@ __device__ __forceinline__ void multiply_cut16(Block16& v, const Weights16<T>& w
     keep16(v, d);
 }
 
-// The limit of a sum of squares. By a factor numbers become at most 16 times as large as its largest one, and a little more for the pieces
-// of both: all products and sums of two factors are then far below 2^127. `largest`: of each warp's part of the two factors, as bits,
-// which for a NaN are most. 0, or NaN, if no number is small enough.
+// The limit for the sum of squares. A factor multiplies magnitudes by at most 16 times its largest element, and slightly more because of
+// the pieces of both. Below the limit all products and sums with two factors are far below 2^127. `largest`: the bits of the largest
+// magnitude in each warp's part of the two factors; the bits of a NaN are larger than all others. The result is 0 or NaN if no element is
+// small enough.
 template <class Plan>
 __device__ __forceinline__ float limit16(const unsigned* largest) {
     float times = 1;
@@ -199,11 +188,11 @@ __device__ __forceinline__ float limit16(const unsigned* largest) {
     return 0x1p120f / times * (0x1p120f / times);
 }
 
-// The first pass takes the lanes' four neighbours of k, and leaves four: k and j number 2 t + 8 h + p is 4 t + 2 h + p.
+// The first pass loads and stores four neighbours per lane: k (and j) with number 2 t + 8 h + p is element 4 t + 2 h + p.
 __device__ constexpr int neighbours16(int n) { return n % 8 / 2 * 4 + n / 8 * 2 + n % 2; }
 
-// The factors as operand a, [factor][piece][lane][4]: 6 KB. Of the second one the results are in turn, those first that stay in this block.
-// And the largest number of each warp's.
+// Write the factors to shared memory as operand a, [factor][piece][lane][4], 6 KB, and the largest magnitude of each warp's part. The
+// columns of the second factor are rotated, so that the results that stay in this block come first.
 template <class Plan, typename T>
 __device__ __forceinline__ void load_weights16(unsigned* to, unsigned* largest, const Factors4<T>& factors, int rank) {
     static_assert(Plan::THREADS == 4 * 128);
@@ -240,8 +229,8 @@ __device__ __forceinline__ void fetch_weights16(unsigned (&w)[N][4], const unsig
     for (int i = 0; i < N; ++i) reinterpret_cast<uint4&>(w[i]) = *reinterpret_cast<const uint4*>(from + i * 128 + threadIdx.x % 32 * 4);
 }
 
-// N pages from `from` on, where the lane's numbers of the first one begin, to registers; or, from where its 16 bytes begin, to their stage
-// in shared memory, which no other warp reads.
+// Load N pages to registers. `from` is the lane's first element of the first page. stage_pages16 copies N pages to the stage in shared
+// memory, which only this warp reads; there `from` is the lane's first 16 bytes.
 template <typename T, typename Block, int N>
 __device__ __forceinline__ void load_pages16(Block (&v)[N], const T* from) {
 #pragma unroll
@@ -254,8 +243,9 @@ __device__ __forceinline__ void stage_pages16(T* to, const T* from) {
     for (int i = 0; i < N * 8 / V; ++i) cp_async_16(shared_address(to + i * (32 * V)), from + i * (32 * V));
 }
 
-// Where a lane's results of the first pass go: half to `mine`, half to there in the other block, whose addresses are `apart`. It learns of
-// them by its mbarrier `full`; when both blocks have read what was there before, a phase of `free` has ended.
+// The destinations of a lane's results of the first pass: half go to `mine`, half to the same place in the other block, at shared-memory
+// distance `apart`. The mbarrier `full` of that block signals their arrival. A phase of `free` ends when both blocks have read the previous
+// contents.
 struct Places16 {
     float* mine;
     unsigned apart, full, free;
@@ -270,8 +260,8 @@ __device__ __forceinline__ void put_pages16(const Places16& to, int page, const 
     }
 }
 
-// A warp's pages, from `own` on, times the two right factors, N at a time. The first ones are in the stage, or on their way; when N are in
-// registers others follow, and at last those of the `next` row, if there is one.
+// Multiply a warp's pages, from `own` on, by the two right factors, N at a time. The first pages are in the stage or in flight. When N
+// pages are in registers the copy of further pages starts, at the end that of the `next` row, if there is one.
 template <class Plan, typename T>
 __device__ __forceinline__ void first_pass16(const T* own, const T* next, T* stage, const Places16& to, unsigned parity,
                                              const Weights16<T>& first, const Weights16<T>& second, float limit) {
@@ -314,7 +304,7 @@ __device__ __forceinline__ void first_pass16(const T* own, const T* next, T* sta
     }
 }
 
-// N columns, neighbours, of which the first number of the lane is at `from`; and their results to where they were.
+// Load N neighbouring columns; the lane's first element is at `from`. put_columns16 stores the results in the same place.
 template <class Plan>
 __device__ __forceinline__ float* place16(float* from, int e) {
     return from + e / 4 * (8 * Plan::SLAB) + (e / 2 % 2 * 8 + e % 2) * Plan::NEXT;
@@ -339,7 +329,7 @@ __device__ __forceinline__ void put_columns16(float* to, const Block16 (&v)[N]) 
     }
 }
 
-// A warp's eight columns times the two left factors.
+// Multiply a warp's eight columns by the two left factors.
 template <class Plan, typename T>
 __device__ __forceinline__ void second_pass16(float* columns, const Weights16<T>& first, const Weights16<T>& second, float limit) {
 #pragma unroll 1
@@ -366,8 +356,8 @@ __device__ __forceinline__ void second_pass16(float* columns, const Weights16<T>
     }
 }
 
-// A lane's results, four neighbours of each 16th of a row, to their places, of which `first` is the first one. read(): what to do when they
-// have been read, before the stores.
+// Store a lane's results, four neighbours of each 16th of a row, to global memory, from offset `first` on. read() is called after they have
+// been read from shared memory, before the stores.
 template <class Plan, typename T, class Read>
 __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual, const float* from, long long first, long long features,
                                         float scale, const Read& read) {
@@ -389,8 +379,8 @@ __device__ __forceinline__ void store16(T* out, const T* bias, const T* residual
     }
 }
 
-// kron_linear_v4 of four factors of 16 x 16. Grid CLUSTER * (the rows, or fewer), block THREADS; dynamic shared memory: the stage, a part
-// of a row, which both begin at multiples of 128 bytes, the factors, the largest number of each warp's part of them, two mbarriers.
+// kron_linear_v4 for four factors of 16 x 16. Grid: at most CLUSTER * the number of rows; block THREADS. Dynamic shared memory: the stage
+// and a part of a row, both aligned to 128 bytes, the factors, the largest magnitude of each warp's part of them, two mbarriers.
 template <typename T, class Plan>
 __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::THREADS, 1)
     kron_linear_v4_sixteen(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -400,7 +390,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
                            long long features) {
     constexpr int PAGE = Plan::PAGE, NEXT = Plan::NEXT, SLAB = Plan::SLAB, EACH = Plan::EACH, WARPS = Plan::WARPS;
     constexpr int STAGED = Plan::template STAGED<T>, WEIGHTS = FACTOR_PIECES<T> * 128, V = 16 / sizeof(T);
-    constexpr int LINE = 128 / sizeof(T), TOGETHER = LINE / 8;  // warps that make whole lines
+    constexpr int LINE = 128 / sizeof(T), TOGETHER = LINE / 8;  // warps that together store whole cache lines
     extern __shared__ uint4 dynamic[];
     float* numbers = reinterpret_cast<float*>(dynamic) + WARPS * Plan::AT_ONCE * PAGE;  // after the stage
     unsigned* weights = reinterpret_cast<unsigned*>(numbers + Plan::SIDE * SLAB);
@@ -409,7 +399,8 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = A;
     int row = blockIdx.x / Plan::CLUSTER;
     auto after = [](int row) { return row + int(gridDim.x / Plan::CLUSTER); };
-    // `full`: this block's warps have put their results of a row, and the other's numbers are there. `free`: both have read theirs.
+    // `full`: the warps of this block have written their results of a row, and those of the other block have arrived. `free`: both blocks
+    // have read theirs.
     unsigned full = shared_address(mbarriers), free = full + 8, apart = shared_of_rank(full, rank ^ 1) - full, parity = 0;
     if (threadIdx.x == 0) {
         mbarrier_init(full, WARPS);
@@ -420,12 +411,12 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     for (int i = 0; i < 4; ++i) prefetch_factor(factors.at[i], 16, 16, factors.p[i], factors.q[i]);
     if (row < rows) prefetch_tile<Plan::PART, 1>(x + (long long)row * Plan::NUMBERS + rank * Plan::PART, 1, 1);
     wait_for_previous();
-    // Of the first pass: EACH pages of a warp, and where their results go.
+    // For the first pass: the EACH pages of a warp, and the destinations of their results.
     auto own = [&](int row) { return x + (long long)row * Plan::NUMBERS + (rank * Plan::PART + warp * (EACH * PAGE) + lane * V); };
     T* stage = reinterpret_cast<T*>(dynamic) + warp * (STAGED * PAGE) + lane * V;
     float* mine = numbers + (rank * 8 + warp / 2) * SLAB + warp % 2 * (EACH * NEXT) + lane * 4;
     Places16 to = {mine, apart, full, free};
-    // Of the second: the lane's numbers of columns, and those which it stores, four neighbours.
+    // For the second pass: the lane's elements of columns, and the four neighbours that it stores.
     float* column = numbers + lane / 4 * SLAB + lane % 4 * (2 * NEXT) + warp * 8;
     int line = warp % TOGETHER * (16 / TOGETHER) + lane / (LINE / 4), within = warp / TOGETHER * LINE + lane % (LINE / 4) * 4;
     for (int page = 0; page < STAGED; page += Plan::AT_ONCE) {
@@ -437,7 +428,8 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
     __syncthreads();
     float limits[2] = {limit16<Plan>(largest), limit16<Plan>(largest + WARPS / 2)};
     cluster_wait();
-    // Clusters of one row less begin half a row's time later: else all multiply at one time, and all store at another.
+    // Clusters that have one row less start later by half the time of a row. Otherwise all clusters multiply at the same time, and then all
+    // store.
     int more = rows % (gridDim.x / Plan::CLUSTER);
     if (row < rows && row >= more && more)
         for (int us = 0; us < (sizeof(T) == 4 ? 7 : 3); ++us) __nanosleep(1000);
@@ -447,7 +439,7 @@ __global__ void __cluster_dims__(Plan::CLUSTER, 1, 1) __launch_bounds__(Plan::TH
         fetch_weights16(second, weights + WEIGHTS);
         first_pass16<Plan, T>(own(row), after(row) < rows ? own(after(row)) : nullptr, stage, to, parity, first, second, limits[0]);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(full, EACH * PAGE / Plan::CLUSTER * 4);  // as much as goes to the other block comes from there
+        if (lane == 0) mbarrier_arrive(full, EACH * PAGE / Plan::CLUSTER * 4);  // the other block sends as many bytes as it receives
         fetch_weights16(first, weights + 2 * WEIGHTS);
         fetch_weights16(second, weights + 3 * WEIGHTS);
         mbarrier_wait(full, parity);

@@ -1,23 +1,19 @@
-// The forward of a layer of two factors of float, 128 x 128 each, of few rows, in one launch by warpgroups (sm_90a), strict or in TF32.
+// The forward of a layer of two float factors of 128 x 128 with few rows, in one launch by warpgroups (sm_90a), in strict float or TF32.
 //
-// Four blocks have a row X, each 32 columns of
+// Four thread blocks share each row X. Each computes 32 columns of
 //     Z = X W2,  Y = W1^T Z,
-// for which it needs all of X and W1, and 32 columns of W2: only Z goes from one of its warps to another. X and W1 are operands a, each
-// number of which is in one lane, which splits it itself (split.cuh tells why and how): two warpgroups make Z, 64 rows each, while two
-// others fetch and split W2, which goes to shared memory as Z does, and W1 for Y.
-//
-// On one H200, 32 rows, in us, from mma.sync: strict from 7.7 to 6.6, in TF32 from 8.2 to 5.9 (said: 5.3). The first version took 7.3; W1
-// asked for once W2 is there 6.97; W2 by the warps of W1 alone, since the others' X came before they saw it, 6.75; half of the numbers
-// split ahead 6.6. By clocks read in the second of these, of a block's 10600 cycles 3400 were until X was there, 2700 and 2600 the
-// products, for which tensor cores need 1540 each, 1100 Z's way to shared memory, 500 the stores. What did not help: no prefetches (7.6 for
-// 7.3), W2 asked for after X (7.04 for 6.97), five of eight steps split ahead (6.7). 64 rows, in two turns, took 13.3, by mma.sync 12.9.
+// from all of X and W1 and 32 columns of W2. Only Z goes from warp to warp. X and W1 are operands a in registers: each element is in one
+// lane, which splits it (split.cuh explains why and how). Two warpgroups compute Z, 64 rows each. Meanwhile two others load and split W2,
+// which goes to shared memory as Z does, and load W1, with which they compute Y.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/launch.cuh"
 #include "warpgroups.cuh"
 
-// 64 x K numbers of a warpgroup as operand a, split 16 of k at a time: AHEAD times before, then while those before are multiplied.
+// 64 x K elements of a warpgroup as operand a. They are split in steps of 16 k: AHEAD steps before the products, the others during the
+// products of earlier steps.
 template <int K, typename Kind, int AHEAD>
 struct Splitting {
     static constexpr int STEPS = K / 16;
@@ -34,7 +30,7 @@ struct Splitting {
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) split(k);
     }
-    // d = a b. The small products are added up apart.
+    // d = a b. The small products have their own accumulators.
     template <class B, int N>
     __device__ __forceinline__ void multiply(float (&d)[N][4], const B& b) {
         constexpr int FIRST = first_product(Pieces<Kind>::COUNT);
@@ -56,8 +52,8 @@ struct Splitting {
     }
 };
 
-// kron_linear_v4 of two factors of few rows. Grid SIDE / 32 blocks a row, block 512; dynamic shared memory: the block's columns of W2 and Z
-// in pieces.
+// kron_linear_v4 for two factors and few rows. Grid: SIDE / 32 blocks per row; block 512. Dynamic shared memory: the block's columns of W2
+// and Z, split.
 template <typename T, typename Kind, int SIDE>
 __global__ void __launch_bounds__(512, 1)
     kron_linear_v4_slice(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -68,7 +64,7 @@ __global__ void __launch_bounds__(512, 1)
     static_assert(SIDE == 128, "64 rows of Z, and of Y, for each of two warpgroups");
     constexpr int COLUMNS = 32, SLICES = SIDE / COLUMNS, THREADS = 512;
     using Slice = Tiles<SIDE, COLUMNS, Kind>;
-    if (blockIdx.x / SLICES >= A) return;  // a launch is planned for the most rows that there may be
+    if (blockIdx.x / SLICES >= A) return;  // the grid is planned for the largest number of rows in a bucket
     extern __shared__ uint4 dynamic[];
     __nv_bfloat16 *right = reinterpret_cast<__nv_bfloat16*>(dynamic), *zs = right + Slice::BYTES / 2;
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), half = warp / 4 % 2 * 64, lane = threadIdx.x % 32;
@@ -79,7 +75,7 @@ __global__ void __launch_bounds__(512, 1)
     prefetch_factor(w1, SIDE, SIDE, w1_p, w1_q);
     prefetch_tile<SIDE * COLUMNS, 1>(x + blockIdx.x * (SIDE * COLUMNS), 1, 1);
     wait_for_previous();
-    Splitting<SIDE, Kind, 4> left;  // X, or W1^T, of whose 16 rows a lane's two are neighbours in memory
+    Splitting<SIDE, Kind, 4> left;  // X, or W1^T: two of its 16 rows, neighbours in memory, are in one lane
     if (first) {
         fetch_seated(left.numbers, x + row + half * SIDE, SIDE);
         let_next_come();

@@ -24,8 +24,7 @@
 #include "common/ptx/mbarrier.cuh"
 #include "warpgroups.cuh"
 
-// X [P1][P2], G [Q1][Q2]. WIDE and THREADS: of a team, forward and backward (of two). TEAM: its shared memory, backward, without the ROOM
-// for the next G.
+// X is [P1][P2], G is [Q1][Q2]. WIDE and THREADS: the threads of a team, forward and backward (of two factors).
 template <int TEAMS_, typename Kind_, long long C_, class Left_, class Right_>
 struct Split4 {
     using Kind = Kind_;
@@ -33,8 +32,8 @@ struct Split4 {
     static constexpr int P1 = LEFT ? Left_::P : 64, Q1 = LEFT ? Left_::Q : 64, P2 = RIGHT ? Right_::P : 64, Q2 = RIGHT ? Right_::Q : 64;
     static constexpr int TEAMS = TEAMS_, THREADS = 128, WIDE = LEFT ? 2 * Q1 : 128, SUMS1 = P1 * Q1, SUMS2 = P2 * Q2;
     static constexpr long long ACROSS = RIGHT ? 1 : C_ / P2, X_STRIDE = RIGHT ? P2 : C_, G_STRIDE = RIGHT ? Q2 : C_;
-    // A team's X, forward: one is put down LEAD tiles ahead, since only a turn later another warpgroup sees it, which may still multiply
-    // the one before.
+    // Forward: a team's ring buffer of X has PLACES tiles. A tile is written LEAD tiles ahead, because the other warpgroup of the team sees
+    // it only one turn later and may still multiply the previous tile.
     static constexpr int LEAD = WIDE / 128, PLACES = 2 * LEAD;
     using X = Tiles<P1, P2, Kind>;
     using G = Tiles<Q1, Q2, Kind>;
@@ -44,8 +43,8 @@ struct Split4 {
     static constexpr int ALL = (TEAMS + 1) * THREADS, X_PLACES = TEAMS + 1;  // backward
 };
 
-// kron_linear_v4 of one large factor, or two, of float. Grid any, block TEAMS * WIDE; dynamic shared memory: the factors in pieces, each
-// team's X.
+// kron_linear_v4 for one or two large float factors. Any grid, block TEAMS * WIDE. Dynamic shared memory: the factors, split, and X of each
+// team.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     kron_linear_v4_split(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -155,9 +154,9 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::WIDE, 1)
     }
 }
 
-// The backward of two, as kron_linear_v4_group_bwd. Grid pieces, block TEAMS + 1 warpgroups; dynamic shared memory: the factors in pieces,
-// each team's G and H, PLACES of X, mbarriers; or the sums. The last warpgroup brings X and G, of which it splits the numbers; the teams
-// multiply, and take tiles in turns.
+// The backward of two factors; arguments as for kron_linear_v4_group_bwd. Grid: the number of partial sums (pieces); block: TEAMS + 1
+// warpgroups. Dynamic shared memory: the factors, split, G and H of each team, X_PLACES tiles of X, mbarriers; at the end the sums. The
+// last warpgroup is the producer: it loads and splits X and G. The teams are consumers: they multiply, and take tiles in turn.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::ALL, 1)
     kron_linear_v4_split_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, long long A, long long w0_p,
@@ -191,7 +190,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
     __syncthreads();
     auto x_of = [&](unsigned a) { return x + a * (1ll * P1 * P2); };
     auto g_of = [&](unsigned a) { return g + a * (1ll * Q1 * Q2); };
-    unsigned tiles = A;  // tile number n of this block is blockIdx.x + n * gridDim.x
+    unsigned tiles = A;  // tile n of this block is blockIdx.x + n * gridDim.x
     let_next_come();
     factor_ahead<W1, Plan::ALL>(w1, w1_p, w1_q);
     factor_ahead<W2, Plan::ALL>(w0, w0_p, w0_q);
@@ -276,7 +275,7 @@ __global__ void __launch_bounds__(Plan::ALL, 1)
             add(sums2, z);
             sync();
         }
-        // One of the teams adds up the left factor's sums, the other one the right factor's.
+        // One team adds the sums of the left factor, the other team those of the right factor.
         float* room = reinterpret_cast<float*>(dynamic) + threadIdx.x % THREADS;
         static_assert(TEAMS == 2 && P1 == P2 && Q1 == Q2, "as many sums of both");
         auto exchange = [&](float (&own)[Q1 / 8][4], const float (&others)[Q1 / 8][4], int to) {

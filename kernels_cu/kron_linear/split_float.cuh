@@ -1,14 +1,14 @@
-// Numbers as tensor cores take them exactly: a float is three bfloat16 numbers (Pieces), made once, when it comes to shared memory. A product
-// is 6 of theirs: by mma those take as long as 3 of m16n8k8 in TF32 (backward.cuh), and are more exact. To split in two for TF32 in
-// every warp that multiplies a number takes 6 to 8 instructions a product, and more time than the products; both parts would take more
-// shared memory.
+// Exact float products on tensor cores: a float is split into three bfloat16 numbers (Pieces), once, when it is written to shared memory. A
+// float product is 6 products of pieces. By mma these take as long as three of m16n8k8 in TF32 (backward.cuh), and are more accurate.
+// Splitting into two TF32 numbers in every warp that uses a number takes 6 to 8 instructions per product, more time than the products
+// themselves. Storing both TF32 numbers would take more shared memory.
 #pragma once
 #include "backward.cuh"
 #include "common/ptx/memory.cuh"
 #include "common/ptx/mma.cuh"
 
-// What a number is in shared memory: COUNT numbers of `type`. A float is x = a + b + c exactly, of 8 bits each, all of its sign; in Tf32 it
-// is a + b, which has 5 bits more than TF32's own.
+// An element of type T in shared memory: COUNT numbers of `type`. A float is x = a + b + c exactly, with 8 bits each, and all have its
+// sign. With Tf32 it is a + b, 5 bits more than TF32 has.
 template <typename T>
 struct Pieces {
     using type = T;
@@ -27,7 +27,7 @@ struct Pieces<Tf32> {
     static constexpr int COUNT = 2;
 };
 
-// All but the last are finite, and the last has the infinity or the NaN, so that none comes of their difference.
+// Split x. All pieces but the last are finite, and an infinity or NaN goes to the last, so that differences do not create a NaN.
 template <int COUNT>
 __device__ __forceinline__ void split(float x, float (&pieces)[COUNT]) {
     unsigned bits = __float_as_uint(limited(x, 3.40282347e38f));
@@ -37,7 +37,7 @@ __device__ __forceinline__ void split(float x, float (&pieces)[COUNT]) {
     pieces[COUNT - 1] = x - (COUNT == 3 ? both : high);
 }
 
-// Two neighbours' pieces.
+// Split two neighbours, into pairs of pieces.
 template <int COUNT>
 __device__ __forceinline__ void split_two(float low, float high, unsigned (&pieces)[COUNT]) {
     float a[COUNT], b[COUNT];
@@ -47,7 +47,7 @@ __device__ __forceinline__ void split_two(float low, float high, unsigned (&piec
     for (int i = 0; i < COUNT; ++i) pieces[i] = __byte_perm(__float_as_uint(a[i]), __float_as_uint(b[i]), 0x7632);
 }
 
-// Two numbers in two pieces each: the first cut, and what is left, rounded. Of what is not finite the second is NaN.
+// Split two floats into two pieces each: the first is truncated, the second is the rounded rest. For infinities and NaN the second is NaN.
 __device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, unsigned& small) {
     big = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
     float rest[2] = {low - __uint_as_float(big << 16), high - __uint_as_float(big & 0xffff0000)};
@@ -55,7 +55,7 @@ __device__ __forceinline__ void cut_pair(float low, float high, unsigned& big, u
     small = reinterpret_cast<unsigned&>(pair);
 }
 
-// The same of any type that tensor cores take: 16 bits are rounded.
+// The same for every type of the tensor cores: 16-bit types are rounded.
 template <typename T>
 __device__ __forceinline__ void pieces_of(float low, float high, unsigned (&pieces)[Pieces<T>::COUNT]) {
     if constexpr (Pieces<T>::COUNT == 1) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void pieces_of(float low, float high, unsigned (&piec
     }
 }
 
-// V neighbours to their places, of floats of each of COUNT pieces, which lie PLANE apart.
+// Store V neighbours. Floats are split into COUNT pieces, which are PLANE elements apart.
 template <int PLANE, int COUNT, typename T, int V>
 __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const Vec<T, V>& numbers) {
     if constexpr (sizeof(T) == 2) {
@@ -86,14 +86,14 @@ __device__ __forceinline__ void put_pieces(typename Pieces<T>::type* to, const V
     }
 }
 
-// The six products of two numbers' pieces, small ones first, since tensor cores cut what they add; those left out are below 2^-22. Of two
-// pieces it is the last three, of one the last.
+// The six products of the pieces of two numbers, small products first, because tensor cores truncate when they add. The omitted products
+// are below 2^-22. For two pieces they are the last three, for one piece the last one.
 constexpr int PRODUCTS = 6;
 __device__ constexpr int first_product(int pieces) { return pieces == 3 ? 0 : pieces == 2 ? 3 : 5; }
 __device__ constexpr int left_piece(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 __device__ constexpr int right_piece(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
-// A part of a matrix to the L2 cache, a line a thread.
+// Prefetch a part of a matrix into L2, one cache line per thread.
 template <int ROWS, int COLUMNS, int THREADS, typename T>
 struct Ahead {
     __device__ static __forceinline__ void ahead(const T* from, long long stride) {

@@ -1,36 +1,21 @@
-// The backward of one large factor of float in a launch by warpgroups (sm_90a): split.cuh, in whose words this is told.
+// The backward of one large float factor in one launch, by warpgroups (sm_90a). split.cuh defines the terms.
 //
-// Of lines n, which are columns if something is to the factor's right, else rows, a tile has N, and
-//     dx[p][n] = W[p][q] g[q][n],  dW[p][q] += x[p][n] g[q][n]
-// with what has 64 of the rows p in a warpgroup's registers as operand a: W, of which all lines need the same, and x, which each lane
-// brings itself. So only g is in shared memory, for both products. Registers hold all sums, those of a product of 64 columns q, and of W
-// the pieces that five (of q = 64, all) of the six products take.
+// A line n is a column if the factor has elements to its right, otherwise a row. A tile has N lines:
+//     dx[p][n] = W[p][q] g[q][n],  dW[p][q] += x[p][n] g[q][n].
+// The operands with rows p are operand a, in the registers of a warpgroup, 64 rows each: W, which all lines need, and x, which each lane
+// loads itself. Only g is in shared memory, for both products. Registers hold all accumulators of dW, those of a product of 64 columns q,
+// and the pieces of W for five of the six products (all six if Q is 64).
 //
-// On one H200, in us, without the partial sums' launch, from both operands in shared memory: 1024 x (128, 128), the right factor and the
-// left one, 104 and 107; the left one of 16 x 64^3, 22.2. Tensor cores need 56, 56 and 7.
-//     operands a in registers          104, 117, 24.7 (said: 78, 78, 18)
-//     seats, turns                      95, 103, 24.2
-//     what comes, by cp.async          100, 101, 23.0 (said: 72, 78), three teams of 64 x 64
-// The first missed since it is not wgmma's reading that the others waited for. wgmma of 32 columns takes its 16 cycles with a in registers
-// (24 with a in shared memory), but a warp waits while it begins them: of its time, 30 % there, 25 % for loads, 15 % at barriers, with the
-// other warpgroup, whose tensor cores then rest, 14 % for L1 to take a load or store, which was 64 to 69 % busy, tensor cores 51 to 56 %.
-// The last missed, too: the fence stood after the copies and the stores of a tile, and may have waited for them. Since it stands before both,
-// the whole backward of (128, 128) takes 198, with what comes in registers 201; that of 16 x 64^3 68 and 70.
-//
-// By clocks read in the kernel, 20000 of its 45000 cycles for 16 x 64^3 were until the first product: three tiles of each team, 20 MB, were
-// asked for before W, which each lane brought by numbers from eight rows, and two tiles put down. With W, in whole lines, and the first tile
-// first, and one tile put down before (its h no longer begins in the step before): 12700, the blocks' median end from 24.0 to 20.1 us (said:
-// 18). So, and as split.cuh tells of its launches, the whole backward of (128, 128) takes 178 for 198.
-//
-// ptxas: a wgmma that is still under way at a loop's end, or after a branch that began it, makes it wait for each one (C7514); that of
-// NVRTC 12.9 failed where W's next product began before the second half of x's.
+// ptxas waits for each wgmma (warning C7514) if one is in flight at the end of a loop or after a branch that issued it. ptxas of NVRTC 12.9
+// fails if the next product of W is issued before the second half of the product of x.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/launch.cuh"
 #include "warpgroups.cuh"
 
-// C: numbers to the factor's right. PLACES: tiles of g in shared memory. One is put down LEAD tiles ahead: where two warpgroups share it, one
-// sees only a turn later what the other has put down, and may still have its products of the tile before.
+// C: elements to the right of the factor. PLACES: tiles of g in shared memory, a ring buffer. A tile is written LEAD tiles ahead: if two
+// warpgroups share it, one sees what the other has written only one turn later, and may still multiply the previous tile.
 template <int TEAMS_, typename Kind_, long long C_, class Factor_>
 struct SplitOne4 {
     using Kind = Kind_;
@@ -43,13 +28,13 @@ struct SplitOne4 {
     using G = Tiles<LEFT ? Q : N, LEFT ? N : Q, Kind>;
     using W = Tiles<P, Q, Kind>;
     static constexpr long long X_STRIDE = LEFT ? C_ : P, G_STRIDE = LEFT ? C_ : Q;
-    static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the piece of W in shared memory
-    // Of a team: bytes of g's tiles, where W is staged before, and of what is on its way.
+    static constexpr int THIRD = HELD < COUNT ? W::PLANE : 0;  // the third piece of W, in shared memory
+    // Bytes per team: TEAM for the tiles of g, where W is staged first; ROOM for elements in flight.
     static constexpr int STAGED = Staged<W>::SPACE / TEAMS, TEAM = PLACES * G::BYTES > STAGED ? PLACES * G::BYTES : STAGED,
                          ROOM = (P + Q) * N * 4;
 };
 
-// 64 rows of W as operand a: HELD pieces in registers, the others in shared memory.
+// 64 rows of W as operand a: HELD pieces in registers, the rest in shared memory.
 template <int K, int HELD_>
 struct Partly {
     static constexpr int HELD = HELD_;
@@ -60,8 +45,9 @@ struct Partly {
     __device__ __forceinline__ unsigned long long operator()(int, int k) const { return third + k * 16; }
 };
 
-// As kron_linear_v4_group_bwd. Grid pieces, block TEAMS * THREADS; dynamic shared memory: W's third piece, each team's PLACES of g, each
-// team's room for what is on its way, where a thread takes what it brought itself; or the sums.
+// Arguments as for kron_linear_v4_group_bwd. Grid: the number of partial sums (pieces); block TEAMS * THREADS. Dynamic shared memory: the
+// third piece of W, PLACES tiles of g for each team, and each team's room for elements in flight, from which a thread reads only what it
+// copied; at the end the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     kron_linear_v4_split_one_bwd(float* partials, T* dx, const T* x, const T* g, const T* w, long long A, long long w_p, long long w_q,
@@ -77,7 +63,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
     extern __shared__ uint4 dynamic[];
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / (P / 16), group = warp / 4 % (P / 64);
     __nv_bfloat16 *third = reinterpret_cast<__nv_bfloat16*>(dynamic), *gs = third + Plan::THIRD + team * Plan::TEAM / 2;
-    // A lane's rows p are `own` and `own` + APART: neighbours in memory, if it is the rows that are.
+    // A lane's rows p are `own` and `own` + APART. They are neighbours in memory if rows p are contiguous.
     constexpr int APART = LEFT ? 8 : 1;
     int own = 64 * group + warp % 4 * 16 + threadIdx.x % 32 / 4 * (LEFT ? 1 : 2), lane = threadIdx.x % 4;
     Vec<T, 4>* room = reinterpret_cast<Vec<T, 4>*>(third + Plan::THIRD + Plan::TEAMS * Plan::TEAM / 2) + team * Plan::ROOM / 16;
@@ -141,8 +127,8 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
             fetch_g(a);
             fetch_x(a);
         }
-        if (a + step < tiles) ahead(a + step);                                         // after the first tile's, which all wait for
-        float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is g's columns
+        if (a + step < tiles) ahead(a + step);                                         // after the first tile, for which all wait
+        float *staged = reinterpret_cast<float*>(third + Plan::THIRD), all[Q / 8][4];  // [p][q]; q is seated if it is the column of g
         static_assert(Staged<W>::SPACE <= Plan::TEAMS * Plan::TEAM, "where g will be");
         Staged<W>::put(staged, whole);
         __syncthreads();
@@ -175,7 +161,7 @@ __global__ void __launch_bounds__(Plan::TEAMS* Plan::THREADS, 1)
             cp_async_wait<0>();
             next_g.put(place(n));
         }
-    // What a turn's end takes: x of the next tile, g of LEAD tiles on.
+    // Load what the end of a turn needs: x of the next tile, and g of the tile LEAD tiles ahead.
     auto fetch = [&](unsigned a) {
         if (a + step < tiles) fetch_x(a + step);
         if (a + LEAD * step < tiles) fetch_g(a + LEAD * step);

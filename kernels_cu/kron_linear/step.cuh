@@ -1,14 +1,15 @@
-// A step of kron_linear v4's plan, and what it does on the FMA units: see tile.cuh.
+// A step of a kron_linear v4 plan, and its computation on the FMA units. See tile.cuh.
 #pragma once
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/vec.cuh"
 
+// A swizzled layout of shared memory, see tile.cuh. V: elements in 16 bytes.
 template <int S, int M, int S2, int M2, int V>
 struct Layout {
     __device__ static constexpr int at(int e) { return e ^ (e >> S & M * V) ^ (e >> S2 & M2 * V); }
-    // The place of a + b, from that of a, and from that of b, a constant.
+    // The offset of element a + b, from the offsets of a and b. That of b is a constant.
     __device__ static __forceinline__ int join(int a, int b) {
         if (M == 0 && M2 == 0) return a + b;
         return (a ^ (b & (8 * V - 1))) + (b & ~(8 * V - 1));
@@ -22,17 +23,17 @@ struct Factor {
     static constexpr int P = P_, Q = Q_;
 };
 
-// One step. A thread has FIBERS x COLUMNS sums, a warp LANES x 32 / LANES threads; on tensor cores, LANES being 1,
-// a warp has FIBERS x COLUMNS.
-// PADDED is Q, of a slice for step 0, rounded up to whole warps. In: the layout of what it reads.
+// One step. On the FMA units a thread has FIBERS x COLUMNS accumulators, and a warp is LANES x (32 / LANES) threads. On tensor cores LANES
+// is 1, and a warp has FIBERS x COLUMNS accumulators. PADDED: Q (for step 0, of a slice) rounded up to whole warps. In: the layout of the
+// input.
 template <int FIBERS_, int COLUMNS_, int LANES_, int PADDED_, class In_, class... Factors>
 struct Step4 {
     static constexpr int FIBERS = FIBERS_, COLUMNS = COLUMNS_, LANES = LANES_, PADDED = PADDED_, COUNT = sizeof...(Factors);
     static constexpr int P = (Factors::P * ...), Q = (Factors::Q * ...), GROUPS = PADDED / (LANES == 1 ? COLUMNS : COLUMNS * 32 / LANES);
-    static constexpr int FETCHED = FIBERS * LANES * P;  // by a warp
+    static constexpr int FETCHED = FIBERS * LANES * P;  // elements that a warp reads
     using In = In_;
 
-    // Whether each warp writes what it alone has read.
+    // True if each warp writes only where it alone has read.
     __device__ static constexpr bool local(int numbers, int right) {
         return GROUPS == 1 && P == Q && PADDED == Q && FIBERS * LANES % right == 0 && numbers % FETCHED == 0;
     }
@@ -46,8 +47,8 @@ struct First {
     using type = S;
 };
 
-// BYTES: of a copy from memory. PRODUCTS: for each product that many on tensor cores: 1, in TF32 or of 16-bit numbers, or 3, of floats that
-// are split; or 0, on the FMA units. SPLIT: the matrices lie split in shared memory. ADDED: with a bias or a residual.
+// BYTES: size of a copy from global memory. PRODUCTS: products on tensor cores for each product: 1 (TF32 or 16-bit types) or 3 (split
+// floats); 0: FMA units. SPLIT: the matrices are split in shared memory. ADDED: with a bias or a residual.
 template <int THREADS_, int BLOCKS_, int L_, int R_, long long C_, int BYTES_, int AHEAD_, int SLICES_, int PRODUCTS_, bool SPLIT_,
           bool ADDED_, class... Steps>
 struct Plan4 {
@@ -59,37 +60,38 @@ struct Plan4 {
     static constexpr int P = (Steps::P * ...), Q = (Steps::Q * ...), COUNT = sizeof...(Steps);
     using List = Steps4<Steps...>;
     using Rightmost = typename First<Steps...>::type;
-    static constexpr int NUMBERS = L * P * R, COLUMNS = Rightmost::Q / SLICES;  // of a tile; of the rightmost step in a slice
+    static constexpr int NUMBERS = L * P * R, COLUMNS = Rightmost::Q / SLICES;  // of a tile; columns per slice in the rightmost step
     static constexpr bool LOCAL = SLICES == 1 && Rightmost::local(NUMBERS, R);  // the first step: each warp copies what it reads
     static constexpr bool REST = AHEAD < NUMBERS;
 };
 
-// Where the outputs of a tile go.
+// The outputs of a tile in global memory.
 template <typename T>
 struct Global4 {
     T* out;
     const T *bias, *residual;
     long long first, features;
     int rows;
-    // One: what is stored as a vector lies in consecutive registers, and sums that do would often be in the bank of an operand: an
-    // FMA that fetches two values from one of the two banks waits. The compiler does not know that the product is the sum itself.
+    // `one` is 1; the compiler does not know this. Results that are stored as a vector are in consecutive registers. If accumulators
+    // themselves were, they would often share a register bank with an operand, and an FMA with two operands in one bank stalls. Multiplying
+    // by `one` separates the two.
     compute_t<T> scale, one;
 };
 
-// Number j of fiber f of an array [left][N][RIGHT].
+// The index of element j of fiber f in an array [left][N][RIGHT].
 template <int N, int RIGHT>
 __device__ constexpr int spot(int f, int j) {
     return (f / RIGHT * N + j) * RIGHT + f % RIGHT;
 }
 
-// Where a step's sums go: number j of fiber f. `place` and `at` are those of the thread's first sum; the others are a constant away,
-// unless the fibers do not come in a step's whole pieces (see LINEAR below).
+// Where the results of a step go: element j of fiber f. `place` (shared memory) and `at` (global memory) belong to the thread's first
+// result. The others are at constant offsets from it if LINEAR (see below).
 template <class Plan, class S, int Q, int RIGHT, class Out, bool LAST>
 struct Sums4 {
     int l, place;
     long long at;
 
-    // In the outputs of the tile, in units of C, and along it.
+    // The row of the output in the tile, in units of C, and the offset in global memory.
     __device__ static constexpr int row(int f, int j) {
         int others = f % RIGHT / Plan::R;
         if (Plan::COUNT > 1) others = others / Plan::COLUMNS * (Plan::COLUMNS * Plan::SLICES) + others % Plan::COLUMNS;
@@ -104,7 +106,7 @@ struct Sums4 {
         else place = Out::at(spot<Q, RIGHT>(f, j));
     }
 
-    // Store N sums, neighbours along j where RIGHT is 1, else along f, from (f, j) after the thread's first on.
+    // Store N results from (f, j), relative to the thread's first, on. They are neighbours along j if RIGHT is 1, otherwise along f.
     template <int N, typename F, typename T>
     __device__ __forceinline__ void store(F* tile, const Global4<T>& global, int f, int j, const F (&sums)[N]) const {
         if constexpr (!LAST) {
@@ -134,7 +136,7 @@ struct Sums4 {
     }
 };
 
-// One step on the FMA units. AHEAD: how many numbers lie at `in`, the others at `rest`.
+// One step on the FMA units. AHEAD: the number of elements that are at `in`; the others are at `rest`.
 template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename F, typename M, typename T,
           class After>
 __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile, const M* w, const Global4<T>& global, const After& after) {
@@ -182,7 +184,7 @@ __device__ __forceinline__ void multiply4(const In* in, const In* rest, F* tile,
                     for (int e = 0; e < JV; ++e) c[j + e] = load_as(v.v[e]);
                 }
 #pragma unroll
-                for (int n = 0; n < S::FIBERS * S::COLUMNS; ++n) {  // to and fro, so that one operand always stays
+                for (int n = 0; n < S::FIBERS * S::COLUMNS; ++n) {  // back and forth, so that one operand is reused
                     int j = n / S::FIBERS, i = j % 2 ? S::FIBERS - 1 - n % S::FIBERS : n % S::FIBERS;
                     sums[i][j] += x[i][kk] * c[j];
                 }

@@ -1,23 +1,24 @@
-// A step of kron_linear v4's plan on tensor cores: see tile.cuh.
+// A step of a kron_linear v4 plan on tensor cores. See tile.cuh.
 //
-// Floats are multiplied in TF32, or, without loss, as split numbers: x = big + small, both in TF32, and three products. (Known as 3xTF32.)
-// On an H200 a mma_tf32 keeps its quarter of a multiprocessor from issuing anything else for 6 cycles, so every other instruction adds to
-// its time: each number's split, each addition of products to sums.
+// Floats are multiplied in TF32, or with float precision as split numbers: x = big + small, both in TF32, and three products (3xTF32). On
+// an H200 an mma_tf32 blocks the issue slot of its SM quadrant for 6 cycles. Every other instruction adds to this time: splitting, and
+// adding products to accumulators.
 //
-// Where a factor's rows are no multiple of what an mma takes, its matrix has rows of zeros beyond them, and so have the fibers in registers,
-// as what lies there in memory may be an infinity. On the FMA units an H200 took longer by far: bfloat16, forward, 2048 x (128, 148) 734 us,
-// now 164 (v2 180), (32, 172) 157 and 42 (56), 4096 x (64, 64) to (64, 172) 268 and 87 (137).
+// If the rows of a factor are not a multiple of the mma size, its matrix is padded with rows of zeros. The fibers in registers are padded
+// with zeros, too, because the memory behind them may contain infinities.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/mma.cuh"
 #include "step.cuh"
 
-// Whether a step multiplies 16-bit numbers as they are, with no conversion: the first one, if its matrix is a factor.
+// True if a step multiplies 16-bit types without conversion: the first step, if its matrix is a single factor.
 template <class S, typename In, typename M>
 __device__ constexpr bool in_pairs() {
     return sizeof(In) == 2 && sizeof(M) == 2 && S::P % 4 == 0 && S::P > 8;
 }
 
-// Rows of a step's matrix in shared memory, where tensor cores take 8 or, of pairs, 16 at once: beyond P they are zeros.
+// The rows of a step's matrix in shared memory: P rounded up to a multiple of 8, or of 16 with PAIRS, for tensor cores. Rows beyond P are
+// zeros.
 template <class S, bool PAIRS>
 __device__ constexpr int high() {
     constexpr int AT_ONCE = S::LANES > 1 ? 1 : PAIRS ? 16 : 8;
@@ -35,15 +36,15 @@ __device__ __forceinline__ void mma_16_bit(float (&d)[4], const unsigned (&a)[4]
 template <typename T>
 __device__ __forceinline__ void mma_16_bit(float (&)[4], const unsigned (&)[4], const unsigned (&)[2], T) {}  // never called
 
-// What a row of a step's matrix is turned by in shared memory, for lanes of tensor cores that fetch from 4 rows to meet different banks.
+// The swizzle of row k of a step's matrix in shared memory: lanes that load from 4 rows have no bank conflicts.
 template <class Plan, class S, int RIGHT>
 __device__ constexpr int turn(int k) {
     return Plan::TENSOR && S::PADDED % 32 == 0 && S::COLUMNS % 32 == 0 ? (RIGHT == 1 ? k / 2 : k) % 4 * 8 : 0;
 }
 
-// The place of number [k][j] of a step's matrix in shared memory: row by row, or (BY_LANES) as the lanes of mma_tf32, or of mma_f16
-// (PAIRS), fetch it as operand a, whose rows are the matrix's columns: a lane's are neighbours, WIDE of them, and so are its k where a
-// fiber's numbers are.
+// The offset of element [k][j] of a step's matrix in shared memory: row-major, or with BY_LANES in the order in which the lanes load
+// operand a of mma_tf32, or with PAIRS of mma_f16. The rows of operand a are the columns of the matrix. A lane has WIDE neighbouring
+// columns, and neighbouring k if fibers are contiguous.
 template <class Plan, class S, bool PAIRS, int RIGHT>
 __device__ __forceinline__ int place_of(int k, int j) {
     if constexpr (!Plan::BY_LANES) return k * S::PADDED + (j ^ turn<Plan, S, RIGHT>(k));
@@ -53,7 +54,8 @@ __device__ __forceinline__ int place_of(int k, int j) {
     return (((k / (8 * K) * (S::PADDED / 16) + m) * 32 + j / WIDE % 8 * 4 + t) * 4 + h * 2 + j % 2) * K + k % K;
 }
 
-// sums += c x, of 8 DEPTH numbers along k. Tensor cores cut what they add: few products begin at zero, and floats are added to the sums.
+// sums += c x, for 8 DEPTH values of k. Tensor cores truncate when they add. Therefore few products are accumulated from zero, and the
+// result is added to `sums` by ordinary additions.
 template <int MS, int NS, int DEPTH, class Fetch>
 __device__ __forceinline__ void multiply_split(float (&sums)[MS][NS][4], float (&x)[DEPTH][NS][2], const Fetch& fetch) {
     float small_x[DEPTH][NS][2];
@@ -81,9 +83,9 @@ __device__ __forceinline__ void multiply_split(float (&sums)[MS][NS][4], float (
     }
 }
 
-// Which numbers a lane (g = lane / 4, t = lane % 4) has of what a warp multiplies. Two fibers that mma_tf32 has side by side, 2 t and 2 t + 1,
-// are neighbours where RIGHT is 1. Else a lane has 4 neighbours, of 4 products, the two are PAIR apart, and four lanes' t are neighbours as
-// far as RIGHT goes, so that what they store together are whole sectors.
+// The elements of a lane (g = lane / 4, t = lane % 4). mma_tf32 has two adjacent fibers per lane, 2 t and 2 t + 1. If RIGHT is 1, they are
+// neighbours in the array. Otherwise a lane has 4 neighbours, from 4 products, the two fibers are PAIR apart, and the four lanes t are
+// neighbours as far as RIGHT allows, so that together they store whole sectors.
 template <class S, int RIGHT>
 struct Lanes4 {
     static constexpr bool ONE = RIGHT == 1;
@@ -93,7 +95,7 @@ struct Lanes4 {
     __device__ static constexpr int fiber(int t) { return ONE ? 2 * t : PAIR == 16 ? 4 * t : PAIR == 8 ? t % 2 * 4 + t / 2 * 16 : 8 * t; }
 };
 
-// sums += the products of `count` 16-bit numbers of each fiber, as they are, and of zeros beyond the last.
+// sums += the products of `count` 16-bit elements of each fiber, without conversion, with zeros beyond the last.
 template <class S, int RIGHT, int MS, int NS, int FROM, typename In>
 __device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const In* w,
                                                int count) {
@@ -136,7 +138,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sums)[MS][NS][4], const I
     }
 }
 
-// A lane's 8 numbers along k, from k on, of a warp's fibers, with zeros beyond the last; ROUND: to TF32.
+// Load a lane's elements of a warp's fibers for 8 values of k, from k on, with zeros beyond the last. ROUND: to TF32.
 template <class S, int RIGHT, bool ROUND, int NS, int FROM, typename In>
 __device__ __forceinline__ void fetch_fibers(float (&x)[NS][2], const In* source, const int (&from)[FROM], int k) {
     auto number = [](In v) { return ROUND ? to_tf32(load_as(v)) : load_as(v); };
@@ -161,7 +163,7 @@ __device__ __forceinline__ void fetch_fibers(float (&x)[NS][2], const In* source
     }
 }
 
-// sums += the products of `count` numbers of each fiber, in TF32.
+// sums += the products of `count` elements of each fiber, in TF32.
 template <class S, int RIGHT, bool ROUND, int MS, int NS, int FROM, typename In>
 __device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In* source, const int (&from)[FROM], const float* w,
                                               int count) {
@@ -179,7 +181,8 @@ __device__ __forceinline__ void multiply_tf32(float (&sums)[MS][NS][4], const In
     }
 }
 
-// The same of split numbers. The fewer numbers are added, the less SGEMM errs, and the fewer are added here before they are rounded.
+// The same with split numbers. Fewer products are accumulated on tensor cores if the sum is shorter, because the error of SGEMM is then
+// smaller, too.
 template <class S, int RIGHT, bool SPLIT, int UNROLL, int MS, int NS, int FROM>
 __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const float* source, const int (&from)[FROM], const float* w,
                                                int count) {
@@ -207,7 +210,7 @@ __device__ __forceinline__ void multiply_three(float (&sums)[MS][NS][4], const f
     }
 }
 
-// Store a warp's sums, of fibers from f0 and columns from j0 on.
+// Store a warp's accumulators, for fibers from f0 and columns from j0 on.
 template <class Plan, class S, int Q, int RIGHT, int ALL, class Out, bool LAST, int MS, int NS, typename T>
 __device__ __forceinline__ void store_tensor(const float (&sums)[MS][NS][4], float* tile, const Global4<T>& global, int f0, int j0) {
     using Lanes = Lanes4<S, RIGHT>;
@@ -237,8 +240,9 @@ __device__ __forceinline__ void store_tensor(const float (&sums)[MS][NS][4], flo
     }
 }
 
-// One step on tensor cores, in TF32, of split numbers or of 16-bit numbers: the transposed product, of the matrix's columns (M) and the
-// fibers (N). P is even where RIGHT is 1, COLUMNS a multiple of 16, FIBERS of 8, or of 32 where RIGHT is not 1 but a multiple of 4.
+// One step on tensor cores, in TF32, with split numbers or 16-bit types. It computes the transposed product: M are the columns of the
+// matrix, N the fibers. P is even if RIGHT is 1. COLUMNS is a multiple of 16. FIBERS is a multiple of 8, or of 32 if RIGHT is not 1 but a
+// multiple of 4.
 template <class Plan, class S, int Q, int LEFT, int RIGHT, class Out, bool LAST, int AHEAD, typename In, typename M, typename T,
           class After>
 __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, float* tile, const M* w, const Global4<T>& global,
@@ -260,7 +264,7 @@ __device__ __forceinline__ void multiply4_tensor(const In* in, const In* rest, f
     else w += row * S::PADDED + ((j0 + g * Lanes::WIDE) ^ turn<Plan, S, RIGHT>(row));
     float sums[Lanes::MS][Lanes::NS][4] = {};
     if constexpr (PAIRS) multiply_pairs<S, RIGHT>(sums, source, from, w, count);
-    else if constexpr (Plan::PRODUCTS == 3)  // a multiprocessor's only four warps have registers to fetch ahead
+    else if constexpr (Plan::PRODUCTS == 3)  // with only four warps per SM there are registers for prefetching
         multiply_three<S, RIGHT, Plan::SPLIT, Plan::THREADS * Plan::BLOCKS == 128 ? 2 : 1>(sums, source, from, w, count);
     else multiply_tf32 < S, RIGHT, sizeof(In) == 4 && AHEAD<(1 << 30)>(sums, source, from, w, count);
     after();

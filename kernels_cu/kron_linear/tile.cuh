@@ -1,21 +1,20 @@
-// What kron_linear v4 does with a tile of the array, from the loads of it and of the factors to the stores of its results.
+// kron_linear v4: a tile of the array, from loading it and the factors to storing the results.
 //
-// A group of neighbouring factors a launch, compiled for the factors' sizes and the tile's: every distance is a constant. Factor
-// 0 is the rightmost. For the group the array is [A][P][C], and a tile [L][P][R]: L of the A where R is C (WHOLE), else one of
-// the A and R of the C, where R divides C. A step sees the tile as [left][P][right] and multiplies it along one index by the
-// Kronecker product of one or more neighbouring factors: tiny ones, merged, cost little more and go over the tile once.
-//
-// A tile arrives in `stage`, as it is stored, by copies that run while the tile before is multiplied; where shared memory does
-// not hold two tiles, only the first AHEAD numbers do, and the others come late, to where the results go. Results go to
-// `tile`, in float. It has room for one: a step holds all its sums in registers until every thread has read. The rightmost
-// factor may be cut into SLICES of its columns, so that several blocks share the work of a tile and none does any twice.
-//
-// A step is LOCAL where each warp writes what it alone has read. Then warps wait for none but themselves, and while one fetches
-// another multiplies; a block's barriers would have all fetch at one time, and all multiply at another.
-//
-// Everything moves as 16 bytes. A Layout puts a unit of 16 bytes, u, at u ^ (u >> S & M) ^ (u >> S2 & M2), so that the lanes
-// which one access serves meet different banks; that is linear in the bits of u, so where all sizes are powers of two the
-// place of a sum is the "sum", by exclusive or, of places. (Where they are not, nothing is moved.)
+// Layout     One launch multiplies by a group of neighbouring factors. It is compiled for the sizes of the factors and the tile, so all
+//            strides are constants. Factor 0 is the rightmost. For the group the array is [A][P][C] and a tile is [L][P][R]: L of the A if
+//            R is C (WHOLE), otherwise one of the A and R of the C, where R divides C.
+// Steps      A step sees the tile as [left][P][right] and multiplies along the middle index by the Kronecker product of one or more
+//            neighbouring factors. Tiny factors are merged: this costs little more and reads the tile once. The rightmost factor may be
+//            divided into SLICES of its columns; then several blocks share a tile and no work is repeated.
+// Pipeline   A tile is copied to `stage` asynchronously, in its stored type, while the previous tile is multiplied. If shared memory has no
+//            room for two tiles, only the first AHEAD elements are, and the others are copied late, to the place of the results. Results go
+//            to `tile`, in the compute type. `tile` has room for one tile: a step keeps its accumulators in registers until every thread
+//            has read.
+// LOCAL      Each warp writes only where it alone has read. Warps then do not wait for each other, and one loads while another multiplies.
+//            With block barriers all would load at the same time, and all would multiply at the same time.
+// Swizzle    All accesses are 16 bytes. A Layout puts the 16-byte unit u at u ^ (u >> S & M) ^ (u >> S2 & M2) to avoid bank conflicts. This
+//            is linear in the bits of u: if all sizes are powers of two, the offset of a + b is the xor of the offsets of a and b.
+//            Otherwise there is no swizzle.
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/async_copy.cuh"
@@ -24,14 +23,14 @@
 
 constexpr int MOST = 8;  // factors in a launch
 
-// The group's factors, as views.
+// The factors of the group, with strides.
 template <typename T>
 struct Factors4 {
     const T* at[MOST];
-    long long p[MOST], q[MOST];  // distances between rows, between columns
+    long long p[MOST], q[MOST];  // strides of rows and of columns
 };
 
-// Number [k][j] of the Kronecker product of factors N, N + 1, .. of which the first is the rightmost.
+// Element [k][j] of the Kronecker product of factors N, N + 1, ..., of which the first is the rightmost.
 template <int N, class Factor, class... Others, typename T>
 __device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int k, int j) {
     compute_t<T> value = load_as(factors.at[N][k % Factor::P * factors.p[N] + j % Factor::Q * factors.q[N]]);
@@ -39,8 +38,8 @@ __device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int 
     return value;
 }
 
-// A step's matrix in shared memory: numbers as the factor has them, but products of merged ones as they are computed, and what tensor cores
-// take as floats converted once.
+// The type of a step's matrix in shared memory: that of the factor; for merged factors, and for what tensor cores take as floats, the
+// compute type, so that elements are converted once.
 template <class Plan, bool FIRST, typename T, class S>
 using matrix_t = conditional_t<S::COUNT == 1 && (!Plan::TENSOR || (FIRST && in_pairs<S, T, T>())), T, compute_t<T>>;
 
@@ -54,7 +53,7 @@ __device__ constexpr int matrices_bytes(Steps4<S, Others...>) {
     return matrix_bytes<Plan, true, T, S>() + (0 + ... + matrix_bytes<Plan, false, T, Others>());
 }
 
-// f(row, column) of ROWS x COLUMNS, by all threads of a block; the column stays, where it can.
+// Call f(row, column) for ROWS x COLUMNS, by all threads of a block. If possible, the column of a thread does not change.
 template <int ROWS, int COLUMNS, int THREADS, class F>
 __device__ __forceinline__ void share(const F& f) {
     if constexpr (THREADS % COLUMNS == 0) {
@@ -66,7 +65,7 @@ __device__ __forceinline__ void share(const F& f) {
     }
 }
 
-// Numbers of a step's matrix to their place; their small parts lie `apart`.
+// Store elements of a step's matrix. The small parts of split numbers are `apart` elements further.
 template <class Plan, typename M, int N>
 __device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
     if constexpr (Plan::SPLIT) {
@@ -81,8 +80,8 @@ __device__ __forceinline__ void put(M* to, Vec<M, N> numbers, int apart) {
     store_vec(to, numbers);
 }
 
-// Copy a step's matrix, COLUMNS from the first on, to shared memory, with zeros beyond: 16 bytes at once along whichever of its
-// dimensions is contiguous.
+// Copy COLUMNS columns of a step's matrix, from `first` on, to shared memory, padded with zeros: 16 bytes at a time along the dimension
+// that is contiguous.
 template <class Plan, int N, int RIGHT, int COLUMNS, typename T, int F, int C, int L, int PADDED, class In, class... Factors>
 __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& factors, int first, Step4<F, C, L, PADDED, In, Factors...>) {
     using S = Step4<F, C, L, PADDED, In, Factors...>;
@@ -90,7 +89,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     M* to = reinterpret_cast<M*>(matrix);
     constexpr bool PAIRS = N == 0 && in_pairs<S, T, M>();
     constexpr int P = S::P, HIGH = high<S, PAIRS>(), K = PAIRS ? 2 : 1, THREADS = Plan::THREADS;
-    constexpr int U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));  // neighbours of a row, of a column, that are read at once
+    constexpr int U = gcd(COLUMNS, 16 / sizeof(T)), V = gcd(P, 16 / sizeof(T));  // elements of a row, and of a column, per load
     constexpr bool BY_ROWS = S::COUNT == 1 && U > 1 && (Plan::TENSOR || PADDED % U == 0), BY_COLUMNS = S::COUNT == 1 && V > 1;
     auto place = [](int k, int j) { return place_of<Plan, S, PAIRS, RIGHT>(k, j); };
     auto put_one = [&](int k, int j, M value) { put<Plan>(to + place(k, j), Vec<M, 1>{value}, HIGH * PADDED); };
@@ -104,7 +103,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
                 if constexpr (U * sizeof(T) == 16) cp_async_16(at, from + k * p + i * U);
                 else cp_async<U * sizeof(T)>(at, from + k * p + i * U, true);
             });
-        } else if constexpr (BY_ROWS) {  // what neighbouring lanes store is contiguous: of all k that an mma takes
+        } else if constexpr (BY_ROWS) {  // neighbouring lanes store neighbours: all k of one mma
             share<HIGH / (8 * K), COLUMNS / U * 8, THREADS>([&](int block, int i) {
                 int k = i % 8 * K, j = i / 8 * U;
                 if (HIGH > P && block * (8 * K) + k >= P) return;
@@ -137,7 +136,7 @@ __device__ __forceinline__ void load_matrix(char* matrix, const Factors4<T>& fac
     if constexpr (PADDED > COLUMNS) share<P, PADDED - COLUMNS, THREADS>([&](int k, int j) { put_one(k, COLUMNS + j, M(0.0f)); });
 }
 
-// Fetch factors to L2, from number N on.
+// Prefetch factors N, N + 1, ... into L2.
 template <int N, typename T, class... Factors>
 __device__ __forceinline__ void prefetch_those(const Factors4<T>& factors) {
     int n = N;
@@ -151,17 +150,17 @@ __device__ __forceinline__ void prefetch_factors(const Factors4<T>& factors, Ste
     prefetch_factors<N + sizeof...(Factors)>(factors, Steps4<Others...>());
 }
 
-// The matrices of the steps from factor N on.
+// Copy the matrices of the steps to shared memory, from factor N on.
 template <class Plan, int N, int RIGHT, typename T, class S, class... Others>
 __device__ __forceinline__ void load_matrices(char* to, const Factors4<T>& factors, int slice, Steps4<S, Others...>) {
     constexpr int COLUMNS = N == 0 ? Plan::COLUMNS : S::Q;
     load_matrix<Plan, N, RIGHT, COLUMNS>(to, factors, N == 0 ? slice * COLUMNS : 0, S());
-    if constexpr (N == 0) cp_async_commit();  // step 0 waits for these, and for its tile, alone
+    if constexpr (N == 0) cp_async_commit();  // step 0 waits only for its matrix and its tile
     if constexpr (sizeof...(Others))
         load_matrices<Plan, N + S::COUNT, RIGHT * COLUMNS>(to + matrix_bytes<Plan, N == 0, T, S>(), factors, slice, Steps4<Others...>());
 }
 
-// Numbers BEGIN to END of a tile, in the background, and zeros to the end of a unit.
+// Copy elements BEGIN to END of a tile asynchronously, with zeros up to the end of a unit.
 template <class Plan, int BEGIN, int END, class In, typename T>
 __device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
     constexpr int W = Plan::BYTES / sizeof(T), UNIT = 16 / sizeof(T), OWN = Plan::LOCAL ? Plan::Rightmost::FETCHED : END - BEGIN;
@@ -177,8 +176,8 @@ __device__ __forceinline__ void load_tile4(T* to, const T* x, int rows) {
     }
 }
 
-// The steps from S on, of which `in` and `rest`, from number AHEAD on, are the input. LEFT and RIGHT are those of S. `after` and
-// `late`: what to do when the first and the last step's input has been read.
+// Run the steps from S on. The input is at `in`, and from element AHEAD on at `rest`. LEFT and RIGHT are those of S. `after` (`late`) is
+// called when the input of the first (last) step has been read.
 template <class Plan, bool FIRST, int LEFT, int RIGHT, typename In, typename F, typename T, class After, class Late, class S,
           class... Others>
 __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, const char* matrices, const Global4<T>& global,
@@ -199,7 +198,7 @@ __device__ __forceinline__ void run4(const In* in, const In* rest, F* tile, cons
     else multiply4<Plan, S, Q, LEFT, RIGHT, Out, LAST, AHEAD>(in, rest, tile, w, global, have_read);
     if constexpr (!LAST) {
         constexpr int NEXT = LEFT / Next::P;
-        if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the other steps' matrices
+        if constexpr (FIRST && !Plan::LOCAL) cp_async_wait<1>();  // for the matrices of the other steps
         if constexpr (LOCAL && Next::local(NEXT * Next::P * RIGHT * Q, RIGHT * Q) && Next::FETCHED == S::FETCHED) __syncwarp();
         else __syncthreads();
         run4<Plan, false, NEXT, RIGHT * Q>(tile, tile, tile, matrices + matrix_bytes<Plan, FIRST, T, S>(), global, after, late,

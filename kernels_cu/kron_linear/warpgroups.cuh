@@ -1,5 +1,8 @@
-// What the kernels by warpgroups have in common (split.cuh, split_one.cuh, quarter.cuh; sm_90a): numbers, in pieces, in shared
-// memory and in registers as wgmma takes them, a product of them, and whose turn it is.
+// Common parts of the warpgroup kernels (both.cuh, quarter.cuh, slice.cuh, split.cuh, split_one.cuh; sm_90a): split numbers in shared
+// memory and registers as wgmma takes them, their products, and ping-pong scheduling of warpgroups.
+//
+// SEATED: a dimension whose elements are permuted by seat() within each 16. A lane's two pairs of elements, of operand a or of
+// accumulators, are then four neighbours in global memory. One access of four takes half the time of two accesses of two.
 #pragma once
 #include "common/pdl.cuh"
 #include "common/ptx/async_copy.cuh"
@@ -7,7 +10,8 @@
 #include "common/ptx/wgmma.cuh"
 #include "split_float.cuh"
 
-// A matrix in shared memory, of each piece one: tiles of 8 x 8 numbers, whose rows of 16 bytes are neighbours, as wgmma takes them.
+// A matrix in shared memory, COUNT times, once for each piece: core matrices of 8 x 8 bfloat16 numbers, with contiguous rows of 16 bytes,
+// as wgmma takes them.
 template <int ROWS_, int COLUMNS_, typename Kind = float>
 struct Tiles {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, PLANE = ROWS * COLUMNS, COUNT = Pieces<Kind>::COUNT, BYTES = COUNT * PLANE * 2;
@@ -15,19 +19,18 @@ struct Tiles {
     __device__ static constexpr int place(int row, int column) { return tile(row, column) + row % 8 * 8 + column % 8; }
 };
 
-// Where of 16 neighbours number n sits along a dimension that is SEATED: a lane's two pairs of numbers of operand a, or of sums, are four
-// neighbours in memory, which takes half the time of two times two. All that meets along it must be seated, and where() is the way back.
+// The seat of element n along a SEATED dimension. All operands that share the dimension must be seated. where() is the inverse.
 __device__ constexpr int seat(int n) { return n / 16 * 16 + n % 4 / 2 * 8 + n % 16 / 4 * 2 + n % 2; }
 __device__ constexpr int where(int seat) { return seat / 16 * 16 + seat % 8 / 2 * 4 + seat % 16 / 8 * 2 + seat % 2; }
 
-// Such a matrix as an operand: its columns are k, or (DOWN) its rows.
+// The descriptor of such a matrix as an operand. Its columns are k, or with DOWN its rows.
 template <class M, bool DOWN_>
 struct Described {
     static constexpr int HELD = 0;  // pieces in registers
     static constexpr bool DOWN = DOWN_;
-    static constexpr int STEP = DOWN ? 2 * M::COLUMNS : 16;  // in 16 bytes, from 16 numbers of k to the next
+    static constexpr int STEP = DOWN ? 2 * M::COLUMNS : 16;  // distance of 16 k, in units of 16 bytes
     unsigned long long at;
-    // From this row, or column, on.
+    // `from`: the first row (with DOWN: column).
     template <typename U>
     __device__ __forceinline__ explicit Described(const U* matrix, int from = 0)
         : at(describe(shared_address(matrix + (DOWN ? M::tile(0, from) : M::tile(from, 0))), DOWN ? M::COLUMNS * 16 : 128,
@@ -35,14 +38,14 @@ struct Described {
     __device__ __forceinline__ unsigned long long operator()(int piece, int k) const { return at + piece * (M::PLANE / 8) + k * STEP; }
 };
 
-// One piece of a lane's pair e of a warpgroup's 64 rows: see Rows.
+// Store one piece of a lane's pair e of a warpgroup's 64 rows; see Rows.
 template <class M, typename U>
 __device__ __forceinline__ void put_word(U* to, int e, unsigned two) {
     reinterpret_cast<unsigned*>(to)[M::tile(threadIdx.x / 32 % 4 * 16 + e % 2 * 8, e / 2 * 8) / 2 + threadIdx.x % 32] = two;
 }
 
-// 64 x K numbers of a warpgroup as operand a in registers, in T's pieces. They are where its sums are: lane l of a warp, with g = l / 4 and
-// t = l % 4, has of 8 columns from 8 n on [g + 8 i][2 t + j] in numbers[n][2 i + j].
+// 64 x K elements of a warpgroup as operand a in registers, split into the pieces of T. They have the layout of accumulators: of the 8
+// columns from 8 n on, lane l of a warp, with g = l / 4 and t = l % 4, has [g + 8 i][2 t + j] in numbers[n][2 i + j].
 template <int K, typename T = float>
 struct Rows {
     static constexpr int HELD = Pieces<T>::COUNT;
@@ -57,7 +60,7 @@ struct Rows {
             for (int i = 0; i < HELD; ++i) pieces[i][e / 4][e % 4] = two[i];
         }
     }
-    // To shared memory, 64 rows.
+    // Store the 64 rows to shared memory.
     template <class M>
     __device__ __forceinline__ void put(typename Pieces<T>::type* to) const {
 #pragma unroll
@@ -67,14 +70,14 @@ struct Rows {
     }
 };
 
-// To the L2 cache, before the kernels before this one have ended: pdl.cuh says why that is not to read it.
+// Prefetch a factor into L2 before the previous kernels have completed. common/pdl.cuh says why this is allowed.
 template <class M, int THREADS>
 __device__ __forceinline__ void factor_ahead(const float* w, long long p, long long q) {
     if (q == 1) Ahead<M::ROWS, M::COLUMNS, THREADS, float>::ahead(w, p);
     else if (p == 1) Ahead<M::COLUMNS, M::ROWS, THREADS, float>::ahead(w, q);
 }
 
-// Of rows whose fours are aligned, and whose columns are seated; those from row `rows` on are 0.
+// Load 64 rows whose columns are seated, four aligned elements at a time. Rows from `rows` on are zeros.
 template <int N>
 __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float* from, long long stride, int rows = 64) {
     int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
@@ -87,7 +90,7 @@ __device__ __forceinline__ void fetch_seated(float (&numbers)[N][4], const float
     }
 }
 
-// To shared memory, where Rows put them, of numbers that are not split yet.
+// Split numbers and store them to shared memory, in the places of Rows::put.
 template <class M, int N>
 __device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&numbers)[N][4]) {
 #pragma unroll
@@ -99,7 +102,7 @@ __device__ __forceinline__ void put_rows(__nv_bfloat16* to, const float (&number
     }
 }
 
-// d = a b, of K numbers of k, in the background; of one piece only the last product is there.
+// Issue d = a b for K values of k, asynchronously. With one piece only the last of the products is computed.
 template <int K, typename T = float, class A, class B, int N>
 __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, const B& b) {
     using U = typename Pieces<T>::type;
@@ -116,7 +119,7 @@ __device__ __forceinline__ void start_product(float (&d)[N][4], const A& a, cons
     wgmma_commit();
 }
 
-// A warpgroup's sums, 64 rows: f(two neighbours, row, column).
+// Call f(two neighbours, row, column) for a warpgroup's accumulators of 64 rows.
 template <int N, class F>
 __device__ __forceinline__ void each_two(const float (&d)[N][4], const F& f) {
     int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
@@ -124,7 +127,7 @@ __device__ __forceinline__ void each_two(const float (&d)[N][4], const F& f) {
     for (int e = 0; e < 2 * N; ++e) f(Vec<float, 2>{d[e / 2][e % 2 * 2], d[e / 2][e % 2 * 2 + 1]}, row + e % 2 * 8, column + e / 2 * 8);
 }
 
-// The same of seated columns: f(four neighbours, row, column).
+// The same for seated columns: f(four neighbours, row, column).
 template <int N, class F>
 __device__ __forceinline__ void each_seated(const float (&d)[N][4], const F& f) {
     int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 4;
@@ -135,8 +138,8 @@ __device__ __forceinline__ void each_seated(const float (&d)[N][4], const F& f) 
     }
 }
 
-// Seated sums, times scale and with bias and residual (which may be null pointers) added, to out[place(row, column)] and the next three;
-// nowhere if that is below 0.
+// Store seated accumulators, times scale plus bias and residual (which may be null pointers), to out[place(row, column)] and the next three
+// elements. They are not stored if place is negative.
 template <int N, class F>
 __device__ __forceinline__ void store_seated(float* out, const float* bias, const float* residual, const float (&d)[N][4],
                                              long long features, float scale, const F& place) {
@@ -157,14 +160,15 @@ __device__ __forceinline__ void store_seated(float* out, const float* bias, cons
     else store(false);
 }
 
-// To the columns from 8 `from` on.
+// sums += d, in the columns from 8 * `from` on.
 template <int M, int N>
 __device__ __forceinline__ void add(float (&sums)[M][4], const float (&d)[N][4], int from = 0) {
 #pragma unroll
     for (int e = 0; e < 4 * N; ++e) sums[from + e / 4][e % 4] += d[e / 4][e % 4];
 }
 
-// The first team adds the others' sums to its own, each thread those of its like, kept(i) for i < EACH; whether this is the first team.
+// The first team adds the accumulators of the other teams to its own, kept(i) for i < EACH, each thread those of the threads with its
+// index. Returns true in the first team.
 template <int TEAMS, int THREADS, int EACH, class F>
 __device__ __forceinline__ bool add_teams(void* shared, int team, const F& kept) {
     float* others = static_cast<float*>(shared) + threadIdx.x % THREADS;
@@ -181,8 +185,8 @@ __device__ __forceinline__ bool add_teams(void* shared, int team, const F& kept)
     return true;
 }
 
-// f(i, row, column) of a lane's four neighbours number i, of a matrix that WARPS warps share out. A warp takes 8 rows of 16 columns at a
-// time: whole sectors to read, and two whole tiles to write.
+// Call f(i, row, column) for each vector i of four neighbours of a lane, of a matrix that WARPS warps share. A warp takes 8 rows of 16
+// columns at a time: it loads whole sectors and stores two whole core matrices.
 template <class M, int WARPS, class F>
 __device__ __forceinline__ void each_four(const F& f) {
     constexpr int BLOCKS = M::PLANE / 128, ACROSS = M::COLUMNS / 16;
@@ -194,7 +198,7 @@ __device__ __forceinline__ void each_four(const F& f) {
     }
 }
 
-// A lane's four neighbours to a matrix whose columns are seated.
+// Store a lane's four neighbours, split, to a matrix whose columns are seated.
 template <class M>
 __device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column, const Vec<float, 4>& four) {
     unsigned* words = reinterpret_cast<unsigned*>(to + M::place(row, seat(column)));
@@ -207,7 +211,7 @@ __device__ __forceinline__ void put_four(__nv_bfloat16* to, int row, int column,
     }
 }
 
-// A matrix on its way from memory to shared memory.
+// A matrix that is loaded to registers, and later split and stored to shared memory.
 template <class M, int THREADS, typename T = float>
 struct Underway {
     static constexpr int WARPS = THREADS / 32;
@@ -216,7 +220,7 @@ struct Underway {
     __device__ __forceinline__ void fetch(const T* from, long long stride) {
         each_four<M, WARPS>([&](int i, int row, int column) { part[i] = load_vec<T, 4>(from + row * stride + column); });
     }
-    // Of any strides.
+    // For any strides.
     __device__ __forceinline__ void fetch_any(const T* from, long long p, long long q) {
         if (q == 1 && p % 4 == 0 && reinterpret_cast<unsigned long long>(from) % (4 * sizeof(T)) == 0) return fetch(from, p);
         each_four<M, WARPS>([&](int i, int row, int column) {
@@ -224,7 +228,7 @@ struct Underway {
             for (int e = 0; e < 4; ++e) part[i].v[e] = from[row * p + (column + e) * q];
         });
     }
-    // Its columns are seated, and (ROWS) its rows.
+    // The columns are seated, and with ROWS the rows, too.
     template <bool ROWS = false>
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
         each_four<M, WARPS>([&](int i, int row, int column) { put_four<M>(to, ROWS ? seat(row) : row, column, part[i]); });
@@ -234,19 +238,19 @@ struct Underway {
     }
 };
 
-// A factor that all lanes need in registers, as it is, in shared memory: a lane's numbers come from eight rows, and eight lines of global
-// memory a load took longer. SPACE bytes; of any strides; a barrier must follow.
+// A factor that all lanes need in registers is first stored to shared memory as floats, SPACE bytes. A warp's loads touch eight rows, and
+// from global memory eight cache lines per load were slower. A barrier must follow.
 template <class W>
 struct Staged {
-    static constexpr int ROW = W::COLUMNS + 4, SPACE = W::ROWS * ROW * 4;  // of different banks
+    static constexpr int ROW = W::COLUMNS + 4, SPACE = W::ROWS * ROW * 4;  // padded against bank conflicts
     template <int THREADS>
     __device__ static __forceinline__ void put(float* to, const Underway<W, THREADS>& w) {
         each_four<W, THREADS / 32>([&](int i, int row, int column) { store_vec(to + row * ROW + column, w.part[i]); });
     }
 };
 
-// The same by way of shared memory, where a thread takes what it brought itself: no register is held while it comes. `room` is the thread's
-// first four numbers, the next ones THREADS fours on.
+// As Underway, but by cp.async to `room` in shared memory, from which a thread reads only what it copied. No registers are needed while the
+// copy is in flight. `room` points to the thread's first four elements; the next ones are THREADS vectors of four further.
 template <class M, int THREADS, typename T = float>
 struct Arriving {
     static constexpr int FOURS = (M::PLANE / 4 + THREADS - 1) / THREADS;
@@ -257,7 +261,8 @@ struct Arriving {
             [&](int i, int row, int column) { cp_async_16(shared_address(room + i * THREADS), from + row * stride + column); });
         cp_async_commit();
     }
-    // Once it has come: MOST are read before one is written, since for all that ptxas knows they might be the same memory.
+    // Split and store, after the copy has completed. MOST vectors are read before the first is written, because ptxas cannot know that the
+    // two regions do not overlap.
     template <int MOST = FOURS>
     __device__ __forceinline__ void put(__nv_bfloat16* to) const {
         Vec<T, 4> fours[MOST];
@@ -273,13 +278,14 @@ struct Arriving {
     }
 };
 
-// A warp that begins a product waits until tensor cores have taken nearly all of it, and what else it does costs their time unless another
-// warpgroup multiplies then: a team's two take turns. What one of them wrote before its turn's end the other sees in its own next turn, but
-// what it writes after, only in the one after that. Of a team of one, its warps wait for each other.
+// Ping-pong: the two warpgroups of a team alternate, because issuing wgmma stalls a warp until the tensor cores have taken nearly all of
+// the product. While one warpgroup issues, the other does everything else. What a warpgroup writes before the end of its turn, the other
+// sees in its own next turn. What it writes later, the other sees one turn later. In a team of one warpgroup, rest() is a barrier of its
+// warps.
 template <int GROUPS>
 struct Turns {
     int team, group;
-    __device__ __forceinline__ void first() const {  // once, before all turns
+    __device__ __forceinline__ void first() const {  // once, before the first turn
         if (GROUPS == 2 && group == 1) arrive_at(1, 256);
     }
     __device__ __forceinline__ void begin() const {
@@ -288,7 +294,7 @@ struct Turns {
     __device__ __forceinline__ void end(bool more) const {
         if (GROUPS == 2 && (group == 0 || more)) arrive_at(2 - group, 256);
     }
-    __device__ __forceinline__ void rest() const {  // when all of a tile is done
+    __device__ __forceinline__ void rest() const {  // at the end of a tile
         if (GROUPS == 1) barrier_of(1 + team, 128);
     }
 };

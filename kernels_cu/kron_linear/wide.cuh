@@ -1,6 +1,7 @@
-// kron_linear v4's step of two factors at once by warpgroups, with wgmma (sm_90a): pages, as in pages.cuh, of which each warpgroup has
-// its own, and waits for no other. The products run in the background, of 64 rows of y at a time, in two pieces of z's columns: while tensor
-// cores are at one, the warps split another, or store what is done.
+// kron_linear v4: two factors at once by warpgroups, with wgmma (sm_90a). Pages are as in pages.cuh. Each warpgroup has its own pages and
+// waits for no other. Products are asynchronous, for 64 rows of y at a time, and z is divided into two groups of columns: while the tensor
+// cores multiply one, the warps split the other or store results.
+// Experiments: docs/notes/kron_linear.md.
 #pragma once
 #include "common/ptx/async_copy.cuh"
 #include "common/ptx/barrier.cuh"
@@ -11,15 +12,10 @@
 
 __device__ constexpr int sixteens(int n) { return (n + 15) / 16 * 16; }
 
-// TEAMS: warpgroups of a block. STAGES: pages that each has room for. COLUMNS: of z's first piece; REST: of the other. HELD: parts of w1
-// that stay in registers, else each is fetched anew. Factors may have any sizes, but P2 is even: a page has HIGH rows of DEEP columns in
-// shared memory, of which those beyond P1 and P2 stay 0, as do w1's and w2's. BYTES: of a copy. UNIT: numbers that are stored at once, by
-// way of shared memory (PACKED), where y's rows begin anywhere.
-//
-// H200, bfloat16, 2048 rows, us by this kernel, and by v2: left and right factor (86, 128) 38, 83; (108, 128) 40, 109. By this kernel, by
-// what was planned before, and by v2: (128, 86) 45, 114, 86; (128, 108) 47, 100, 111; (148, 128) 74, 159, 183; (148, 96) 56, 149, 160;
-// (100, 100) 46, 100, 145; (144, 72) 42, 78, 82; (64, 86) 23, 98, 168. What did not help: odd right factors, of which each number is a
-// load and a store: (128, 85) 118.
+// TEAMS: warpgroups per block. STAGES: pages in shared memory per warpgroup. COLUMNS and REST: the two groups of columns of z. PARTS: parts
+// of 64 rows of w1^T. HELD: parts of w1 that stay in registers; if not all do, each is loaded anew. Factors have any sizes, but P2 is even:
+// a page has HIGH rows of DEEP columns in shared memory, with zeros beyond P1 and P2, as have w1 and w2. BYTES: size of a copy. PACKED:
+// rows of y are not aligned, and are stored through shared memory, UNIT elements at a time.
 template <int TEAMS_, int STAGES_, bool ADDED_, class Left, class Right>
 struct Wide4 {
     static constexpr int TEAMS = TEAMS_, STAGES = STAGES_, THREADS = 128 * TEAMS, MT = 1;
@@ -32,27 +28,29 @@ struct Wide4 {
     static constexpr bool PACKED = Q2 % 16 > 0;
 };
 
-// A matrix [ROWS][COLUMNS] of 16-bit numbers in shared memory as wgmma takes it for operand b: panels of 64 columns, of whose rows, of 128
-// bytes, each has its eight units of 16 bytes in an order of its own, so that those of eight rows meet different banks. (Cores in a row,
-// padded, are conflict-free to write too, but wgmma reads them slowly: 1024 x (128, 128) took 33 us, not 24.)
+// A matrix [ROWS][COLUMNS] of a 16-bit type in shared memory, as operand b of wgmma with the 128-byte swizzle: panels of 64 columns. A row
+// of a panel is 128 bytes, eight units of 16 bytes, and unit i of row r is at i ^ (r % 8), so that eight rows have no bank conflicts.
+// (Padded core matrices without swizzle have no conflicts on writes either, but wgmma reads them slowly: 1024 x (128, 128) took 33 us
+// instead of 24 us.)
 template <int ROWS, int COLUMNS>
 struct Panels {
-    static constexpr int PANEL = ROWS * 64, SIZE = (COLUMNS + 63) / 64 * PANEL;  // numbers
+    static constexpr int PANEL = ROWS * 64, SIZE = (COLUMNS + 63) / 64 * PANEL;  // elements
     __device__ static constexpr int at(int row, int column) {
         return column / 64 * PANEL + row * 64 + ((column / 8 ^ row) & 7) * 8 + column % 8;
     }
     __device__ static unsigned long long described(const void* from) {
         return describe(shared_address(from), PANEL * 2, 8 * 128) | SWIZZLED;
     }
-    // What to add to that for those from `row` on, a multiple of 8, and from `column` on, where a panel begins, or all are of one.
+    // The offset to add to the descriptor for the elements from [row][column] on. `row` is a multiple of 8. At `column` a panel begins, or
+    // all columns are in one panel.
     __device__ static constexpr int step(int row, int column) { return (column / 64 * PANEL + row * 64 + column % 64) * 2 / 16; }
 };
 
-// The same of floats, in TF32: cores of 8 columns of 4 numbers, which are neighbours along k. Lane t of four has columns 2 t and 2 t + 1 of
-// eight of z, and gives them to the product as numbers t and t + 4: that says which row of w2 lies where.
+// The same for TF32: core matrices of 8 columns with 4 floats, contiguous along k. Of eight columns of z, lane t of four has 2 t and 2 t +
+// 1, and passes them to wgmma as k = t and t + 4. The rows of w2 are permuted accordingly.
 template <int ROWS, int COLUMNS>
 struct Cores {
-    static constexpr int ACROSS = ROWS / 4 * 32, SIZE = COLUMNS / 8 * ACROSS;  // numbers
+    static constexpr int ACROSS = ROWS / 4 * 32, SIZE = COLUMNS / 8 * ACROSS;  // elements
     __device__ static constexpr int at(int row, int column) {
         return column / 8 * ACROSS + (row / 8 * 2 + row % 2) * 32 + column % 8 * 4 + row % 8 / 2;
     }
@@ -60,7 +58,8 @@ struct Cores {
     __device__ static constexpr int step(int row, int) { return row / 4 * 32 * 4 / 16; }
 };
 
-// x and w2, whose numbers are of type U: bfloat16 is multiplied as it is, by z in two pieces, and float16 in TF32.
+// The types of x and w2 in shared memory. U is the type of w2: bfloat16 is not converted and is multiplied by z in two pieces; float16 is
+// multiplied in TF32.
 template <typename T>
 using right_t = conditional_t<IS_BF16<T>, T, float>;
 template <class Plan>
@@ -80,11 +79,11 @@ struct PutWide {
     }
 };
 
-// A page, in the background, by a warpgroup. The next places of a thread are as many rows away as eight of them, or 16, are.
+// Copy a page asynchronously, by a warpgroup. 8 or 16 lanes copy a row, and a thread's next copy is 16 or 8 rows further.
 template <class Plan, typename T>
 __device__ __forceinline__ void load_wide(T* to, const T* from) {
     constexpr int U = Plan::BYTES / sizeof(T), UNITS = Plan::P2 / U, LANES = UNITS > 8 ? 16 : 8;
-    // Two rows of a warp, of 16 lanes, are those that meet different banks.
+    // With 16 lanes per row a warp copies rows that are 4 apart, which have no bank conflicts.
     int row = LANES == 8 ? threadIdx.x % 128 / 8 : threadIdx.x % 128 / 32 + threadIdx.x % 32 / 16 * 4;
 #pragma unroll
     for (int first = 0; first < UNITS; first += LANES) {
@@ -101,7 +100,7 @@ __device__ __forceinline__ void load_wide(T* to, const T* from) {
     }
 }
 
-// Zeros to ROWS x COLUMNS of a matrix M from [ROW][COLUMN] on, by THREADS threads.
+// Fill ROWS x COLUMNS of a matrix of layout M with zeros, from [ROW][COLUMN] on, by THREADS threads.
 template <class M, int ROW, int ROWS, int COLUMN, int COLUMNS, int THREADS, typename T>
 __device__ __forceinline__ void clear(T* matrix) {
     if constexpr (COLUMNS > 0)
@@ -109,7 +108,7 @@ __device__ __forceinline__ void clear(T* matrix) {
             matrix[M::at(ROW + e / COLUMNS, COLUMN + e % COLUMNS)] = T(0.0f);
 }
 
-// Zeros to what is beyond the sizes: of a warpgroup's pages, and of w1 and w2, by a block's threads.
+// Fill the padding with zeros: that of a warpgroup's pages by its threads, that of w1 and w2 by all threads of the block.
 template <class Plan, typename U, typename T>
 __device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
     using X = Page<Plan>;
@@ -126,7 +125,7 @@ __device__ __forceinline__ void clear_rest(T* pages, T* left, U* right) {
             if (e / Plan::LD1 >= Plan::P1 || e % Plan::LD1 >= Plan::Q1) left[e] = T(0.0f);
 }
 
-// A warp's 16 rows of w1^T, of a part of 64, as operand a. Rows beyond the last ones are these again.
+// Load a warp's 16 rows of w1^T, of a part of 64 rows, as operand a. Rows beyond the last one repeat the last ones.
 template <class Plan, typename T>
 __device__ __forceinline__ void fetch_left(unsigned (&held)[Plan::HIGH / 16][4], const T* w1, int part) {
     unsigned at = tile_address<true>(w1, Plan::LD1) + min(part * 4 + int(threadIdx.x / 32 % 4), (Plan::Q1 - 1) / 16) * 32;
@@ -134,7 +133,7 @@ __device__ __forceinline__ void fetch_left(unsigned (&held)[Plan::HIGH / 16][4],
     for (int k = 0; k < Plan::HIGH / 16; ++k) load_tiles<true>(held[k], at + k * 16 * Plan::LD1 * 2);
 }
 
-// z = w1^T x, of the columns that `page` describes.
+// Issue z = w1^T x for the columns that the descriptor `page` begins with.
 template <class Plan, typename T, int N>
 __device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1)[Plan::HIGH / 16][4], unsigned long long page) {
     wgmma_fence();
@@ -144,8 +143,8 @@ __device__ __forceinline__ void start_left(float (&z)[N][4], const unsigned (&w1
     wgmma_commit();
 }
 
-// y (+)= z w2, of the rows of w2 that `right` describes. z has columns from FROM on; those beyond P2 count for nothing, whatever w1 is. (To
-// write zeros to z itself would have ptxas wait for each product at once: 2048 x (128, 86) took 58 us.)
+// Issue y = z w2, or y += z w2 if FROM > 0, for the rows of w2 that the descriptor `right` begins with. z has the columns from FROM on.
+// Those beyond P2 are replaced by zeros. (With zeros written to z itself, ptxas waits for each product: 2048 x (128, 86) took 58 us.)
 template <class Plan, typename U, int FROM, int N>
 __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], const float (&z)[N][4], unsigned long long right) {
     constexpr bool ADD = FROM > 0;
@@ -153,7 +152,7 @@ __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], con
         int column = FROM + n * 8 + i % 2;
         return column + 6 >= Plan::P2 && column + int(threadIdx.x % 4) * 2 >= Plan::P2 ? 0.0f : z[n][i];
     };
-    unsigned a[N][4];  // of 16 columns big numbers, then small ones; or of 8 columns
+    unsigned a[N][4];  // for each 16 columns the big pieces, then the small ones; in TF32 for each 8 columns
 #pragma unroll
     for (int i = 0; i < 2 * N; ++i) {
         int n = i / 2, row = i % 2;
@@ -173,7 +172,7 @@ __device__ __forceinline__ void start_right(float (&y)[Plan::ACROSS / 8][4], con
     wgmma_commit();
 }
 
-// Store a warp's 16 rows of y, which are neighbours in memory, from row `first` on; `room` is shared memory for them.
+// Store a warp's 16 rows of y, which are contiguous in memory, from row `first` on, through `room` in shared memory.
 template <class Plan, typename T>
 __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, const T* residual, const float (&y)[Plan::ACROSS / 8][4],
                                              int first, float scale) {
@@ -201,7 +200,7 @@ __device__ __forceinline__ void store_packed(T* out, T* room, const T* bias, con
     __syncwarp();
 }
 
-// kron_linear_v4_pages by warpgroups, with wgmma. Grid any, block THREADS; dynamic shared memory: w2, the teams' pages, w1.
+// kron_linear_v4_pages by warpgroups, with wgmma. Any grid, block THREADS. Dynamic shared memory: w2, the pages of the teams, w1.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, 1)
@@ -253,7 +252,8 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
     if (!ONE) load(STAGES - 1);
     unsigned long long w2_at = Right::described(right), pages_at = Page<Plan>::described(pages);
     float z[Plan::COLUMNS / 8][4] = {}, rest[Plan::REST / 8][4] = {}, y[1][Plan::ACROSS / 8][4] = {};
-    // A turn ends with no product under way: else the compiler, which does not follow their registers into the next, waits for each at once.
+    // At the end of an iteration no product is in flight. Otherwise the compiler, which does not track their registers across iterations,
+    // waits for each product immediately.
     for (; page < A; page += step) {
         unsigned long long at = pages_at + stage * (PAGE * 2 / 16);
         if (!ALL_HELD) fetch_left<Plan>(w1_held[0], left, 0);
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
             start_right<Plan, U, 0>(y[0], z, w2_at);
             wgmma_wait<1>(rest);
             start_right<Plan, U, Plan::COLUMNS>(y[0], rest, w2_at + Right::step(Plan::COLUMNS, 0));
-            if (part == Plan::PARTS - 1) {  // the page is read, and, but for the only one, the next one has come
+            if (part == Plan::PARTS - 1) {  // the page has been read, and with several stages the next one has arrived
                 if (ONE) barrier_of(team + 1, 128);
                 else arrive();
                 load(stage);
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(Plan::THREADS, 1)
             const T* added = residual ? residual + row : nullptr;
             if constexpr (Plan::PACKED) store_packed<Plan>(out + row, room, bias, added, y[0], first, float(scale));
             else store_rows<Plan, Plan::Q2>(out + row, bias, added, y, first, 0, float(scale));
-            __syncwarp();  // else the compiler puts the stores off, and lacks registers for what they store
+            __syncwarp();  // otherwise the compiler delays the stores and runs out of registers
         }
         if (ONE) arrive();
     }

@@ -1,19 +1,21 @@
-// C = A . B (+ bias): a ladder from one thread an output to cuBLAS's speed, on the plain FMA units.
+// matmul: C = A . B (+ bias) on the FMA units. The versions are a ladder from one thread per output to the speed of cuBLAS.
 //
-// C is (M x N), row-major and contiguous; A is (M x K), B is (K x N), bias is (N) or a null pointer. A and B are
-// views: a_m is the distance in elements between A's rows, a_k between its columns, and so on, so that a transposed
-// matrix needs no copy. T is float or double; float means float: no TF32. K = 0 gives zeros (plus bias).
+// Layout     C is (M, N), row-major and contiguous. A is (M, K), B is (K, N), bias is (N) or a null pointer. A and B have any strides:
+//            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 and v5 require
+//            that one stride of each matrix is 1. lda and ldb are the other strides.
+// Types      T is float or double. float never uses TF32. K = 0 gives zeros (plus bias).
+// Algorithm  v5 is described above its kernel: tiles in a ring buffer of shared memory, stream-K, chains of additions.
+// Launch     Stated above each kernel. Grids are 1-D, because y and z are limited to 65535. Shared memory is static.
+//            Offsets are 64-bit: a matrix may have more than 2^31 elements.
 //
-//  version  idea                                                           TFLOP/s (float, 4096^3, one H200; cuBLAS 51)
-//  v1       one thread an output; neighbours in a warp compute different rows                                      0.5
-//  v2       neighbours in a warp are neighbours in a row of C, so loads coalesce                                   5.4
-//  v3       32x32 tiles of A and B go through shared memory: each is read 32 times less                            6.5
-//  v4       8x8 outputs a thread: a value read from shared memory serves 8 FMAs                                   32
-//  v5       8x16 outputs a thread; cp.async fills a ring of tiles in the background; registers placed for the
-//           two register banks; the last, partly filled wave of tiles is shared out evenly (stream-K); a long
-//           sum is cut into chains, for its error's sake. sm_80                                                    52
-//
-// Every grid is 1-D (y and z stop at 65535 blocks). Offsets are 64-bit: a matrix may have more than 2^31 elements.
+// version  idea                                                               float, 4096^3, H200 (cuBLAS 51 TFLOP/s)
+// v1       one thread per output; a warp computes a column of C               0.5 TFLOP/s
+// v2       a warp computes part of a row of C: coalesced loads                5.4 TFLOP/s
+// v3       32x32 tiles in shared memory: 32 times fewer global loads          6.5 TFLOP/s
+// v4       register tiles of 8x8: 8 FMAs per load from shared memory          32 TFLOP/s
+// v5       register tiles of 8x16, cp.async ring buffer, no register bank
+//          conflicts, stream-K, short chains of additions (sm_80)             52 TFLOP/s
+// Experiments and dead ends: docs/notes/matmul.md.
 
 #include "common/ptx/async_copy.cuh"
 #include "common/vec.cuh"
@@ -29,7 +31,7 @@ __global__ void matmul_v1(T* out, const T* a, const T* b, const T* bias, int M, 
                           long long b_n) {
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= (long long)M * N) return;
-    int m = i % M, n = i / M;  // a warp's 32 threads write 32 rows: 32 separate pieces of memory
+    int m = i % M, n = i / M;  // not coalesced: the 32 threads of a warp write to 32 rows
     T sum = 0;
     for (int k = 0; k < K; ++k) sum += a[m * a_m + k * a_k] * b[k * b_k + n * b_n];
     out[m * (long long)N + n] = sum + bias_or_zero(bias, n);
@@ -41,7 +43,7 @@ __global__ void matmul_v2(T* out, const T* a, const T* b, const T* bias, int M, 
                           long long b_n) {
     int tiles_n = (N + 15) / 16;
     int m = blockIdx.x / tiles_n * 16 + threadIdx.y;
-    int n = blockIdx.x % tiles_n * 16 + threadIdx.x;  // x is the fastest index in a warp, and n in a row of C
+    int n = blockIdx.x % tiles_n * 16 + threadIdx.x;  // coalesced: x is the fastest index in a warp, and n in a row of C
     if (m >= M || n >= N) return;
     T sum = 0;
     for (int k = 0; k < K; ++k) sum += a[m * a_m + k * a_k] * b[k * b_k + n * b_n];
@@ -52,11 +54,11 @@ __global__ void matmul_v2(T* out, const T* a, const T* b, const T* bias, int M, 
 template <typename T>
 __global__ void __launch_bounds__(1024) matmul_v3(T* out, const T* a, const T* b, const T* bias, int M, int N, int K, long long a_m,
                                                   long long a_k, long long b_k, long long b_n) {
-    __shared__ T as[32][33], bs[32][33];  // as[m][k], bs[k][n]; the 33rd column keeps a column's words in 32 banks
+    __shared__ T as[32][33], bs[32][33];  // as[m][k], bs[k][n]; padding to 33 columns avoids bank conflicts along a column
     int tiles_n = (N + 31) / 32;
     int m0 = blockIdx.x / tiles_n * 32, n0 = blockIdx.x % tiles_n * 32;
     int x = threadIdx.x, y = threadIdx.y;
-    // A warp is one y and 32 values of x: x must run along whichever dimension is contiguous in memory.
+    // A warp has one y and 32 values of x. x is the index of the dimension that is contiguous in memory, so that loads coalesce.
     int am = a_k == 1 ? y : x, ak = a_k == 1 ? x : y;
     int bk = b_n == 1 ? y : x, bn = b_n == 1 ? x : y;
     T sum = 0;
@@ -67,19 +69,19 @@ __global__ void __launch_bounds__(1024) matmul_v3(T* out, const T* a, const T* b
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < 32; ++k) sum += as[y][k] * bs[k][x];
-        __syncthreads();  // nobody may overwrite the tiles while somebody still reads them
+        __syncthreads();  // all threads have read the tiles before they are overwritten
     }
     int m = m0 + y, n = n0 + x;
     if (m < M && n < N) out[m * (long long)N + n] = sum + bias_or_zero(bias, n);
 }
 
-// 16 bytes: the widest load and store there is. 4 floats or 2 doubles.
+// Elements in 16 bytes, the widest load and store: 4 floats or 2 doubles.
 template <typename T>
 constexpr int WIDE = 16 / sizeof(T);
 template <typename T>
 using Vec16 = Vec<T, WIDE<T>>;
 
-// Read COUNT vectors, `stride` elements apart, into consecutive registers.
+// Load COUNT vectors of 16 bytes, `stride` elements apart, into consecutive registers.
 template <typename T, int COUNT>
 __device__ __forceinline__ void load_fragment(T* fragment, const T* shared, int stride) {
 #pragma unroll
@@ -90,29 +92,29 @@ __device__ __forceinline__ void load_fragment(T* fragment, const T* shared, int 
     }
 }
 
-// v4 copies 128 rows (of m or n) x 8 k of an operand into tile[k][row]. `ld` is the stride that is not 1.
-// `ALONG_K`: the operand is contiguous along k, so neighbouring threads read neighbouring k.
-template <typename T, bool ALONG_K>
+// v4: copy 128 rows (m or n) x 8 k of an operand to tile[k][row]. `ld` is the stride that is not 1.
+// K_CONTIGUOUS: the operand is contiguous along k, and neighbouring threads load neighbouring k.
+template <typename T, bool K_CONTIGUOUS>
 __device__ __forceinline__ void load_tile_v4(T (*tile)[132], const T* x, int row0, int rows, int k0, int K, long long ld) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         int e = threadIdx.x + i * 256;
-        int r = ALONG_K ? e / 8 : e % 128, k = ALONG_K ? e % 8 : e / 128;
+        int r = K_CONTIGUOUS ? e / 8 : e % 128, k = K_CONTIGUOUS ? e % 8 : e / 128;
         bool in = row0 + r < rows && k0 + k < K;
-        tile[k][r] = in ? (ALONG_K ? x[(row0 + r) * ld + k0 + k] : x[(k0 + k) * ld + row0 + r]) : T(0);
+        tile[k][r] = in ? (K_CONTIGUOUS ? x[(row0 + r) * ld + k0 + k] : x[(k0 + k) * ld + row0 + r]) : T(0);
     }
 }
 
-// v4: A_K: A is contiguous along k (else along m); B_N: B is contiguous along n (else along k). lda and ldb are the
-// other stride of each. Grid ceil(M / 128) * ceil(N / 128), block 256.
+// v4: grid ceil(M / 128) * ceil(N / 128), block 256. A_K: A is contiguous along k, otherwise along m. B_N: B is contiguous along n,
+// otherwise along k.
 template <typename T, bool A_K, bool B_N>
 __global__ void __launch_bounds__(256)
     matmul_v4(T* out, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb) {
-    __shared__ alignas(16) T as[8][132], bs[8][132];  // 132: the transposing stores then hit 32 different banks
+    __shared__ alignas(16) T as[8][132], bs[8][132];  // padded from 128 to 132: the transposing stores have no bank conflicts
     constexpr int V = WIDE<T>;
     int tiles_n = (N + 127) / 128;
     int m0 = blockIdx.x / tiles_n * 128, n0 = blockIdx.x % tiles_n * 128;
-    // The thread's rows are ty * V + {0..V-1} + 16 V * {0, 1, ..}: in pieces, so that a warp's loads stay contiguous.
+    // The thread's rows are ty * V + {0..V-1} + 16 V * {0, 1, ...}, and its columns likewise, so that the loads of a warp are contiguous.
     int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     T acc[8][8] = {}, column[8], row[8];
     for (int k0 = 0; k0 < K; k0 += 8) {
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int i = 0; i < 8; ++i)
 #pragma unroll
-                for (int j = 0; j < 8; ++j) acc[i][j] += column[i] * row[j];  // 64 FMAs for 16 values read
+                for (int j = 0; j < 8; ++j) acc[i][j] += column[i] * row[j];  // 64 FMAs for 16 loaded elements
         }
         __syncthreads();
     }
@@ -139,9 +141,9 @@ __global__ void __launch_bounds__(256)
         }
 }
 
-// Column sums of x (M x N): out[chunk][n] = the sum of x[m][n] over the chunk's rows. Launched twice for the bias
-// gradient: once over dY into a (chunks x N) workspace, once over that with a single chunk. Always the same order
-// of additions, so always the same bits. Grid ceil(N / 32) * ceil(M / rows_per_chunk), block (32, 8).
+// Column sums of x (M, N): out[chunk][n] = the sum of x[m][n] over the rows of the chunk. The gradient of the bias takes two launches: dY
+// to a (chunks, N) workspace, then the workspace, as one chunk, to the result. Deterministic: the order of additions is fixed. Grid ceil(N
+// / 32) * ceil(M / rows_per_chunk), block (32, 8).
 template <typename T>
 __global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
     __shared__ T sums[8][32];
@@ -163,8 +165,8 @@ __global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_
 
 // ------------------------------------------------------------------------------------------------------------ v5
 //
-// Which tile of C is best depends on the shape; ops/matmul_plan.py chooses. WARPS_M x WARPS_N warps compute a tile, a
-// warp is 8 x 4 threads, a thread computes TM x TN outputs. For double only Tile64x64 and the two narrow ones fit.
+// The best block tile depends on the shape; cukern/ops/matmul/plan.py chooses it. A thread block of WARPS_M x WARPS_N warps computes a
+// block tile of BM x BN. A warp is 8 x 4 threads. A thread has TM x TN accumulators. Tile128x128 is too large for double.
 template <int TM_, int TN_, int WARPS_M, int WARPS_N_, int BLOCKS_PER_SM>
 struct Tile {
     static constexpr int TM = TM_, TN = TN_, WARPS_N = WARPS_N_, BLOCKS = BLOCKS_PER_SM;
@@ -175,36 +177,38 @@ using Tile64x64 = Tile<4, 8, 2, 2, 4>;
 using Tile128x32 = Tile<4, 8, 4, 1, 4>;
 using Tile32x128 = Tile<4, 8, 1, 4, 4>;
 constexpr int THREADS = 128;
-constexpr int BK = 8;    // k's in a tile of shared memory. With 16 the unrolled loop outgrows the instruction cache
+constexpr int BK = 8;    // length of a k tile. With 16, the unrolled loop does not fit into the instruction cache
 constexpr int BAND = 8;  // see tile_origin
 
 // How an operand is copied to shared memory. "mn" is m for A and n for B.
-constexpr int ALONG_K = 0;       // contiguous along k: element by element, transposed on the way
-constexpr int ALONG_MN = 1;      // contiguous along mn: element by element
-constexpr int ALONG_MN_16B = 2;  // contiguous along mn: 16 bytes at a time. Base, ld and extent must be multiples of 16
+enum CopyMode {
+    ALONG_K,       // the operand is contiguous along k: copied by elements and transposed
+    ALONG_MN,      // contiguous along mn: copied by elements
+    ALONG_MN_16B,  // contiguous along mn: copied by 16 bytes. The address, ld and the extent along mn must be multiples of 16 bytes
+};
 
-// One thread's share of copying an operand's tiles to shared memory as [k][mn], tile after tile along k.
-template <typename T, int COPY, int EXTENT>
+// A thread's part of copying the tiles of one operand to shared memory as [k][mn], tile after tile along k.
+template <typename T, CopyMode COPY, int EXTENT>
 struct TileCopy {
     static constexpr int WIDTH = COPY == ALONG_MN_16B ? WIDE<T> : 1;
-    // ALONG_K, 8 neighbouring threads take 8 k's, a 32-byte sector of floats, and a warp takes 4 rows. In shared memory
-    // rows are 4 elements longer than needed: then bank(k, mn) = 4 k + mn, and the warp's 32 words hit 32 banks.
+    // ALONG_K: 8 neighbouring threads copy 8 neighbouring k (for float a sector of 32 bytes), and a warp copies 4 rows. In shared memory
+    // rows are padded by 4 elements, so that bank(k, mn) = 4 k + mn and the 32 stores of a warp have no bank conflicts.
     static constexpr int LD = EXTENT + (COPY == ALONG_K ? 4 : 0);
     static constexpr int LANES = COPY == ALONG_K ? 8 : EXTENT / WIDTH;
-    static constexpr int STEP = THREADS / LANES;  // a thread's copies are this far apart in the other dimension
+    static constexpr int STEP = THREADS / LANES;  // distance between a thread's copies in the other dimension
     static constexpr int COUNT = ((COPY == ALONG_K ? EXTENT : BK) + STEP - 1) / STEP;
     static constexpr int BYTES = BK * LD * sizeof(T);
-    static constexpr int OUTSIDE = 0x7ffffff0;  // a k that no matrix has
+    static constexpr int OUTSIDE = 0x7ffffff0;  // larger than any k
 
-    const char* source;      // this thread's first element of the next tile
-    unsigned offset[COUNT];  // from there to its others, in bytes
-    unsigned target;         // where the first goes in stage 0 of the ring
-    int k;                   // its k in the tile
+    const char* source;      // the thread's first element of the next tile
+    unsigned offset[COUNT];  // from `source` to each of its elements, in bytes
+    unsigned target;         // shared-memory address of its first element in stage 0 of the ring buffer
+    int k;                   // k of its first element in the tile
     long long advance;       // bytes from one tile to the next
 
     __device__ __forceinline__ TileCopy(const T* x, long long ld, int mn0, int extent, int k0, unsigned ring) {
         int fast = threadIdx.x % LANES, slow = threadIdx.x / LANES;
-        int last = extent - mn0 - WIDTH;  // the last place in the tile that is inside the matrix
+        int last = extent - mn0 - WIDTH;  // the last mn in the tile that is inside the matrix
         unsigned pitch = ld * sizeof(T);
         k = COPY == ALONG_K ? fast : slow;
         int mn = COPY == ALONG_K ? slow : fast * WIDTH;
@@ -213,15 +217,17 @@ struct TileCopy {
         const T* first = COPY == ALONG_K ? x + (mn0 + inside) * ld + k0 + k : x + (k0 + k) * ld + mn0 + inside;
         source = reinterpret_cast<const char*>(first);
         advance = BK * sizeof(T) * (COPY == ALONG_K ? 1 : ld);
-        // Past the matrix's edge copy its last row again, which takes no test in the loop: nobody stores the results.
+        // Beyond the edge of the matrix, copy its last row again. This needs no test in the loop, and the results are not stored.
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) offset[i] = (COPY == ALONG_K ? min(mn + i * STEP, last) - inside : i * STEP) * pitch;
-        if (mn > last) k = OUTSIDE;  // nothing inside at all: zeros. (Lanes that copy one address take turns: slow.)
+        // A thread whose first element is outside fills with zeros, because lanes that copy from the same address are slow: they are
+        // serialized.
+        if (mn > last) k = OUTSIDE;
     }
 
-    // Start copying the next tile into the ring at byte `stage`. From its k_left-th k on it is filled with zeros.
+    // Start to copy the next tile to byte `stage` of the ring buffer. The first k_left k are copied; the rest is filled with zeros.
     __device__ __forceinline__ void start(unsigned stage, int k_left) {
-        if (COPY != ALONG_K && LANES * BK < THREADS && threadIdx.x >= LANES * BK) return;  // a narrow tile
+        if (COPY != ALONG_K && LANES * BK < THREADS && threadIdx.x >= LANES * BK) return;  // narrow tile: more threads than copies
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             unsigned step = COPY == ALONG_K ? i * STEP : i * STEP * LD;
@@ -232,10 +238,10 @@ struct TileCopy {
     }
 };
 
-// Where a thread's outputs lie in the tile: rows m + row(i), columns n + column(j). 16 bytes go together and the next
-// 16 lie 8 or 4 threads further, so that a warp's loads from shared memory are contiguous. The hardware serves a
-// 16-byte load a half-warp at a time if lanes i and i ^ 1, or i and i ^ 2, want the same address: hence bit 0 of the
-// lane goes to m and bit 1 to n, and a load takes two steps, not four.
+// A thread's outputs in the block tile: rows m + row(i), columns n + column(j). They form vectors of 16 bytes, and the vectors of 8 (4)
+// threads are interleaved, so that the loads of a warp from shared memory are contiguous. A 16-byte load serves half a warp at a time if
+// lanes i and i ^ 1, or i and i ^ 2, have the same address. Therefore bit 0 of the lane belongs to m and bit 1 to n: a load takes two steps
+// instead of four.
 template <typename T, typename S>
 struct Place {
     static constexpr int V = WIDE<T>;
@@ -250,8 +256,8 @@ struct Place {
     __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
 };
 
-// The tile of C with number t: BAND tiles down, then one to the right, and so on, so that the tiles under way at one
-// time form a compact patch of C and find their rows of A and columns of B in the L2 cache.
+// The origin of tile t of C. Tiles are numbered down a band of BAND tile rows, column by column. The tiles of a wave then form a compact
+// rectangle of C, and their rows of A and columns of B stay in L2.
 template <typename S>
 __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n0) {
     int tiles_m = (M + S::BM - 1) / S::BM, tiles_n = (N + S::BN - 1) / S::BN;
@@ -261,8 +267,8 @@ __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n
     n0 = in_band / height * S::BN;
 }
 
-// acc += column . row, down one column of acc and up the next, so that one operand always stays and can be read from
-// the FMA unit's operand cache. See get_vector for the other half of the trick.
+// acc += column . row, down one column of acc and up the next. One operand of each FMA is the same as in the previous one and is read from
+// the operand reuse cache. See get_vector about register banks.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column, const T* row) {
 #pragma unroll
@@ -274,10 +280,10 @@ __device__ __forceinline__ void outer_product(T (&acc)[TM][TN], const T* column,
         }
 }
 
-// Vector number q of a thread's sums: 4 rows of one column, in the order 1 0 3 2, for the sake of the loop in
-// `multiply`: the compiler keeps in consecutive registers there what is stored as one vector. column[0..3] are
-// consecutive too, so acc[i][j] and column[i] then have one odd and one even number. The register file has two banks,
-// odd and even, which deliver one value each a cycle: an FMA that wants two from one bank waits. (8 % faster than 0 1 2 3.)
+// Vector q of a thread's accumulators: 4 rows of one column, in the order 1 0 3 2. The order avoids register bank conflicts in the main
+// loop: the compiler allocates consecutive registers for what is stored as one vector. column[0..3] are consecutive, too, so of acc[i][j]
+// and column[i] one has an odd and the other an even register. The register file has two banks, odd and even, and each delivers one operand
+// per cycle. An FMA with two operands in one bank stalls. This order is 8 % faster than 0 1 2 3.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ Vec16<T> get_vector(const T (&acc)[TM][TN], int q) {
     constexpr int V = WIDE<T>;
@@ -301,12 +307,12 @@ __device__ __forceinline__ Vec16<T> sum_of(Vec16<T> a, Vec16<T> b) {
     return a;
 }
 
-// Add a thread's sums to those in the workspace, or put them there first. They go through `scratch`, in shared memory:
-// an addition to `acc` itself would free the compiler from what get_vector says of registers (4 % slower).
+// sums += acc, or sums = acc if `first`. `sums` is the thread's part of the workspace. The accumulators go through `scratch` in shared
+// memory: with additions to `acc` itself the compiler does not allocate registers as described above get_vector, which is 4 % slower.
 template <typename T, int TM, int TN>
 __device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][TN], bool first) {
     constexpr int NEXT = WIDE<T> * THREADS, COUNT = TM * TN / WIDE<T>;
-    constexpr int AHEAD = COUNT / 4;  // loads under way at one time: all would not find registers
+    constexpr int AHEAD = COUNT / 4;  // loads in flight at a time; there are not enough registers for all
 #pragma unroll
     for (int q = 0; q < COUNT; q += AHEAD) {
         Vec16<T> earlier[AHEAD] = {};
@@ -318,18 +324,17 @@ __device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][T
         for (int i = 0; i < AHEAD; i += 2) {
             store_vec(scratch, get_vector(acc, q + i));
             store_vec(scratch + NEXT, get_vector(acc, q + i + 1));
-            asm volatile("" ::: "memory");  // or the compiler would take the values from acc
+            asm volatile("" ::: "memory");  // otherwise the compiler takes the values from acc instead of from scratch
             store_vec(sums + (q + i) * NEXT, sum_of<T>(earlier[i], load_vec<T, WIDE<T>>(scratch)));
             store_vec(sums + (q + i + 1) * NEXT, sum_of<T>(earlier[i + 1], load_vec<T, WIDE<T>>(scratch + NEXT)));
         }
     }
 }
 
-// acc = the product over `tiles` tiles of BK k's, where only k_left k's are left. `as`, `bs`: this thread's first
-// values in stage 0 of the ring. While the tile in one stage is used, those of the next STAGES - 1 are on their way,
-// and while the FMAs of one k run, the fragments of the next are read from shared memory. After `chain` tiles the sums
-// are added to `sums`, this thread's place in the workspace, and start again from zero: the error of one chain of
-// additions grows with its length, that of several short ones with its root.
+// Main loop: acc = the product over `tiles` k tiles, of which the first k_left k exist. `as` and `bs` are the thread's first elements in
+// stage 0 of the ring buffer. While one stage is used, the next STAGES - 1 tiles are in flight. While the FMAs of one k run, the fragments
+// of the next k are loaded from shared memory. After every `chain` tiles the accumulators are added to `sums`, the thread's part of the
+// workspace, and set to zero: the error of one chain of additions grows with its length, that of several short chains with its square root.
 template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
 __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs, T* ring,
                                          int tiles, int k_left, int chain) {
@@ -363,8 +368,8 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_
                 }
                 load_fragment<T, TM / V>(column[(k + 1) % 2], as + use * STAGE + (k + 1) % BK * CopyA::LD, 8 * V);
                 load_fragment<T, TN / V>(row[(k + 1) % 2], bs + use * STAGE + (k + 1) % BK * CopyB::LD, 4 * V);
-                // The stage that all threads left at the last barrier is free. Past the end it gets zeros, never used.
-                // The two copies are apart so as not to queue up.
+                // The stage that all threads left at the last barrier is free. Beyond the last tile it is filled with zeros that are not
+                // used. The copies of A and B are issued at different k, so that they do not queue up.
                 if (k == 1) copy_a.start(fill * STAGE_BYTES, k_left);
                 if (k == 4) {
                     copy_b.start(fill * STAGE_BYTES, k_left);
@@ -377,7 +382,7 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_
         }
         if (tiles > chain) {
             add_to(sums, ring + fill * STAGE + threadIdx.x * V, acc, t == 0);
-            __syncthreads();  // that stage is filled next
+            __syncthreads();  // `scratch` is the stage that is filled next
         }
     }
     if (tiles > chain) {
@@ -385,22 +390,22 @@ __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_
         for (int q = 0; q < TM * TN / V; ++q) set_vector(acc, q, load_vec<T, V>(sums + q * THREADS * V));
     }
     cp_async_wait<0>();
-    __syncthreads();  // the ring is free again
+    __syncthreads();  // the ring buffer is free again
 }
 
-// Whether rows of C, and bias, are whole vectors of 16 bytes.
+// True if the rows of C, and bias, consist of aligned vectors of 16 bytes.
 template <typename T>
 __device__ __forceinline__ bool rows_are_vectors(const T* out, const T* bias, int N) {
     unsigned long long addresses = reinterpret_cast<unsigned long long>(out) | reinterpret_cast<unsigned long long>(bias);
     return N % WIDE<T> == 0 && addresses % 16 == 0;
 }
 
-// A thread's outputs, plus bias, to C. (m0, n0): the tile's origin.
+// Epilogue: store the thread's outputs, plus bias, to C. (m0, n0) is the origin of the block tile.
 template <typename T, typename S>
 struct Store {
     using P = Place<T, S>;
     static constexpr int V = P::V, ROWS = S::BM / S::TM * V;
-    static constexpr int LD = S::BN + 32 / sizeof(T);  // 8 lanes that store together then meet 32 different banks
+    static constexpr int LD = S::BN + 32 / sizeof(T);  // padded: the 16-byte stores of 8 lanes have no bank conflicts
     static constexpr int BYTES = ROWS * LD * sizeof(T);
 
     __device__ __forceinline__ static Vec16<T> vector(const T (&acc)[S::TM][S::TN], int i, int j) {
@@ -410,7 +415,7 @@ struct Store {
         return x;
     }
 
-    // From the registers, where C's rows are vectors.
+    // From registers, if rows_are_vectors.
     __device__ __forceinline__ static void directly(T* out, const T* bias, const T (&acc)[S::TM][S::TN], const P& place, int m0, int n0,
                                                     int M, int N) {
 #pragma unroll
@@ -430,8 +435,7 @@ struct Store {
         }
     }
 
-    // Through shared memory, V rows of each thread at a time: from there a warp stores 32 neighbouring elements of a row,
-    // whatever the alignment of the rows.
+    // Through shared memory, V rows per thread at a time. A warp then stores 32 neighbouring elements of a row, whatever the alignment.
     __device__ __forceinline__ static void staged(T* out, const T* bias, const T (&acc)[S::TM][S::TN], T* stage, const P& place, int m0,
                                                   int n0, int M, int N) {
         int row = place.m / (8 * S::TM) * 8 * V + place.m % (8 * S::TM) / V, n = threadIdx.x % S::BN;
@@ -453,8 +457,8 @@ struct Store {
     }
 };
 
-// Where this thread's vector number q of the tile in place `p` of the workspace lies: vector by vector, so that a warp
-// writes and reads 512 bytes in a row.
+// The offset of the thread's vector q of tile p of the workspace. Vectors of neighbouring threads are adjacent: a warp accesses 512
+// contiguous bytes.
 template <typename T, typename S>
 __device__ __forceinline__ long long partial_offset(long long p, int q) {
     return ((p * (S::TM * S::TN / WIDE<T>)+q) * THREADS + threadIdx.x) * WIDE<T>;
@@ -466,14 +470,13 @@ __device__ __forceinline__ void store_partial(T* partials, long long p, const T 
     for (int q = 0; q < S::TM * S::TN / WIDE<T>; ++q) store_vec(partials + partial_offset<T, S>(p, q), get_vector(acc, q));
 }
 
-// v5. Blocks [0, shared_blocks) share equally the k tiles of the first `shared_tiles` tiles of C: block b takes numbers
-// [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
-// What is not a whole tile of C it writes to the workspace, place 2 b, or 2 b + 1 if it begins at k = 0, and
-// matmul_v5_fixup adds these up. The other tiles are dealt out to all blocks, whole.
-// Grid: as many blocks as run at one time, or fewer; block 128. The workspace has room for 2 * shared_blocks tiles, and
-// for one more a block where K is longer than `chain` tiles. lda and ldb: the stride that is not 1, below 2^32 bytes for
-// the BM or BN rows of a tile.
-template <typename T, int A_COPY, int B_COPY, typename S>
+// v5: a persistent kernel with stream-K. Thread blocks [0, shared_blocks) share the k tiles of the first `shared_tiles` tiles of C equally:
+// block b takes items [b * total / shared_blocks, (b + 1) * total / shared_blocks) of the list (tile 0, k tile 0), (tile 0, k tile 1), ...
+// A block stores the partial sums of an incomplete tile of C to the workspace, as tile 2 b, or 2 b + 1 if they begin at k = 0, and
+// matmul_v5_fixup adds them. The other tiles of C are not split; all blocks take them in turn. Grid: at most the number of blocks that run
+// at the same time; block 128. The workspace has room for 2 * shared_blocks tiles, and for one more per block if K is longer than `chain` k
+// tiles. The BM (BN) rows of a tile must span less than 2^32 bytes of A (B).
+template <typename T, CopyMode A_COPY, CopyMode B_COPY, typename S>
 __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     matmul_v5(T* out, T* workspace, const T* a, const T* b, const T* bias, int M, int N, int K, long long lda, long long ldb,
               int shared_blocks, int shared_tiles, int chain) {
@@ -487,7 +490,7 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
 
     int block = blockIdx.x, k_tiles = max(1, (K + BK - 1) / BK);
     int tiles = ((M + S::BM - 1) / S::BM) * ((N + S::BN - 1) / S::BN), next = shared_tiles + block;
-    int tile = 0, first = 0, left = 0;  // k tiles first, first + 1, .. of `tile` are next; `left` are left of the block's share
+    int tile = 0, first = 0, left = 0;  // the next k tile of `tile`, and how many k tiles are left of the block's part
     if (block < shared_blocks) {
         long long total = (long long)shared_tiles * k_tiles, begin = block * total / shared_blocks;
         left = int((block + 1) * total / shared_blocks - begin);
@@ -512,7 +515,7 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
         T acc[S::TM][S::TN];
         multiply<STAGES>(acc, workspace + partial_offset<T, S>(p, 0), copy_a, copy_b, as, bs, reinterpret_cast<T*>(ring), count,
                          min(K - k0, count * BK), chain);
-        asm volatile("" : "+r"(tile), "+r"(first));  // compute m0, n0 again: they need not hold registers in the loop
+        asm volatile("" : "+r"(tile), "+r"(first));  // the compiler computes m0 and n0 again instead of keeping them in registers
         tile_origin<S>(tile, M, N, m0, n0);
         if (!whole) store_partial<T, S>(workspace, 2 * block + (first == 0), acc);
         else if (vectors) Store<T, S>::directly(out, bias, acc, place, m0, n0, M, N);
@@ -523,9 +526,9 @@ __global__ void __launch_bounds__(THREADS, S::BLOCKS * 4 / sizeof(T))
     }
 }
 
-// Those tiles of C that several blocks of matmul_v5 shared: the partial sums are added in the order of k, always the
-// same, so that the bits are always the same. A thread takes V x V of its outputs in matmul_v5.
-// Grid shared_tiles * (TM / V) * (TN / V), where V elements make 16 bytes; block 128.
+// Add the partial sums of the tiles of C that several blocks of matmul_v5 shared. Deterministic: they are added in the order of k. A thread
+// computes V x V of its outputs in matmul_v5, where V is the number of elements in 16 bytes.
+// Grid shared_tiles * (TM / V) * (TN / V), block 128.
 template <typename T, typename S>
 __global__ void __launch_bounds__(THREADS)
     matmul_v5_fixup(T* out, const T* partials, const T* bias, int M, int N, int K, int shared_blocks, int shared_tiles) {
@@ -534,10 +537,10 @@ __global__ void __launch_bounds__(THREADS)
     int tile = blockIdx.x / PARTS, i = blockIdx.x % PARTS / ACROSS * V, j = blockIdx.x % ACROSS * V;
     int k_tiles = max(1, (K + BK - 1) / BK);
     long long total = (long long)shared_tiles * k_tiles, begin = (long long)tile * k_tiles;
-    // Block b begins at number b * total / shared_blocks: solved for the blocks with this tile's first and last number.
+    // Block b begins at item b * total / shared_blocks. Solved for the blocks that have the first and the last item of this tile.
     int first = int(((begin + 1) * shared_blocks - 1) / total);
     int last = int(((begin + k_tiles) * shared_blocks - 1) / total);
-    if (first == last) return;  // one block did it all, and stored it
+    if (first == last) return;  // one block computed the whole tile and stored it
     Vec16<T> sum[V] = {};
 #pragma unroll 4
     for (int b = first; b <= last; ++b)

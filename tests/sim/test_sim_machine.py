@@ -726,7 +726,7 @@ def test_matmul_v5(tile, shared_blocks, shared_tiles):
         return sim.load(name, ptx, signature.params(name, ptx.signature))
 
     a, b, bias = torch.randn(M, K), torch.randn(K, N), torch.randn(N)
-    product, fixup = kernel(f"matmul_v5<float, 0, 1, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")
+    product, fixup = kernel(f"matmul_v5<float, ALONG_K, ALONG_MN, {tile}>"), kernel(f"matmul_v5_fixup<float, {tile}>")
     with sim.memory.scope([a, b, bias]):
         out, partials = torch.empty(M, N), torch.empty((2 * shared_blocks + grid) * shape.rows * shape.columns)
         launch(product, out, partials, a, b, bias, *sizes, K, N, shared_blocks, shared_tiles, 2, grid=grid, block=128)

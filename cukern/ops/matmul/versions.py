@@ -18,6 +18,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | Non
 _V1, _V2, _V3, _V4, _V5 = (Template("matmul/matmul.cu", f"matmul_v{i}") for i in range(1, 6))
 _V5_FIXUP = Template("matmul/matmul.cu", "matmul_v5_fixup")
 BIAS_GRAD = Template("matmul/matmul.cu", "matmul_bias_grad")  # used by all versions
+COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
 
 
 def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Forward:
@@ -56,11 +57,11 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
         fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *_pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
 
 
-def _copy_mode(x: torch.Tensor, along_k: bool, ld: int) -> int:
-    """How v5 copies an operand (rows x K). 0: along K. 2: along the rows in 16-byte vectors, if all is aligned to 16 bytes; else 1."""
+def _copy_mode(x: torch.Tensor, along_k: bool, ld: int) -> str:
+    """How v5 copies an operand (rows x K): an enumerator of CopyMode in matmul.cu, which says what each requires."""
     if along_k:
-        return 0
-    return 1 if (x.data_ptr() | ld * x.itemsize | x.shape[0] * x.itemsize) % 16 else 2
+        return "ALONG_K"
+    return "ALONG_MN" if (x.data_ptr() | ld * x.itemsize | x.shape[0] * x.itemsize) % 16 else "ALONG_MN_16B"
 
 
 def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
@@ -87,7 +88,7 @@ def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
 
 def _v5_instances(dtype: torch.dtype) -> list[Kernel]:
     tiles = [t.name for t in plan.TILES[dtype.itemsize]]
-    modes = itertools.product(range(3), range(3), tiles)
+    modes = itertools.product(COPY_MODES, COPY_MODES, tiles)
     return [BIAS_GRAD[dtype], *(_V5_FIXUP[dtype, t] for t in tiles), *(_V5[dtype, a, b, t] for a, b, t in modes)]
 
 

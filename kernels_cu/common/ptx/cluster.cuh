@@ -1,5 +1,5 @@
-// Thread block clusters (sm_90 and newer). The blocks of a cluster run at the same time and access each other's shared memory.
-// A kernel's `__cluster_dims__` gives the cluster size; the grid must be a multiple of it. NVRTC rejects that attribute for older GPUs, even in a
+// Thread block clusters (sm_90 and newer). The blocks of a cluster run at the same time and access each other's shared memory. A kernel's
+// `__cluster_dims__` gives the cluster size; the grid must be a multiple of it. NVRTC rejects that attribute for older GPUs, even in a
 // template that is never instantiated, so guard the kernel with `#if __CUDA_ARCH__ >= 900`.
 #pragma once
 
@@ -19,8 +19,8 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 // run and that their shared memory may be written.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
-// A __syncthreads() for the cluster. One is needed before the first access to another block's shared memory, because that block may not have
-// started, and one after the last access, because it may have exited.
+// A __syncthreads() for the cluster. One is needed before the first access to another block's shared memory, because that block may not
+// have started, and one after the last access, because it may have exited.
 __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();

@@ -28,16 +28,16 @@ __device__ __forceinline__ float limited(float x, float most) {
 
 // x = big + small for tensor cores. With the small products added first, a b = small_a big_b + big_a small_b + big_a big_b has a relative
 // error of about 2^-22. big is a finite TF32 number, rounded to nearest with two integer instructions. An infinity or NaN goes into small,
-// so that x - big does not create a NaN. small has at most 12 fraction bits and sign; tensor cores use 11 of them. Rounding it first would not
-// be more accurate.
+// so that x - big does not create a NaN. small has at most 12 fraction bits and sign; tensor cores use 11 of them. Rounding it first would
+// not be more accurate.
 __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
     big = __uint_as_float((__float_as_uint(limited(x, LARGEST_TF32)) + 0x1000) &
-                          0xffffe000);  // to nearest: of a finite number in two instructions
+                          0xffffe000);  // two instructions round a finite number to nearest
     small = x - big;
 }
 
-// d += a b by one warp in TF32 with float accumulators; a is 16x8, b is 8x8. Lane l with g = l / 4 and t = l % 4 holds a[g + 8 i][t + 4 k] in
-// a[i + 2 k], b[t + 4 k][g] in b[k], and d[g + 8 i][2 t + j] in d[2 i + j].
+// d += a b by one warp in TF32 with float accumulators; a is 16x8, b is 8x8. Lane l with g = l / 4 and t = l % 4 holds a[g + 8 i][t + 4 k]
+// in a[i + 2 k], b[t + 4 k][g] in b[k], and d[g + 8 i][2 t + j] in d[2 i + j].
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -1,15 +1,15 @@
-// Inline PTX of Hopper's warpgroups.
+// Tensor cores by warpgroup: wgmma and setmaxnreg (sm_90a only).
 #pragma once
 
-// Products by four neighbouring warps, the first a multiple of 4 (sm_90a alone). They run in the background: registers of a and d may not
-// be touched before wgmma_wait, and what was written to them before only after wgmma_fence. What threads wrote to shared memory is seen by
-// them after fence_async, and a barrier.
+// A warpgroup is four neighbouring warps, the first a multiple of 4. wgmma is asynchronous: registers of a and d must not be accessed
+// between wgmma and wgmma_wait, and wgmma_fence must come between earlier writes to them and wgmma. Writes of threads to shared memory are
+// visible to wgmma after fence_async and a barrier.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// From here on a warpgroup has N registers a thread, a multiple of 8: others of its block may have what it gives back. Each warpgroup must be
-// in a branch of its own, of one if and else.
+// setmaxnreg: from here on a warpgroup has N registers per thread, a multiple of 8. Other warpgroups of its block may take the registers
+// that it releases. Each warpgroup must be in its own branch of one if and else.
 template <int N>
 __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
@@ -19,15 +19,15 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Wait until at most PENDING committed groups are under way; d is theirs.
+// Wait until at most PENDING committed groups are in flight. d is their accumulator.
 template <int PENDING, int N>
 __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #pragma unroll
-    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");  // not read before
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");  // the compiler must not move reads up
 }
 
-// The same of operands a, which may be written again.
+// The same for operands a: afterwards they may be written again.
 template <int PENDING, int N, int M>
 __device__ __forceinline__ void wgmma_wait(unsigned (&a)[N][M][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -35,10 +35,11 @@ __device__ __forceinline__ void wgmma_wait(unsigned (&a)[N][M][4]) {
     for (int i = 0; i < N * M * 4; ++i) asm volatile("" : "+r"(a[i / (M * 4)][i / 4 % M][i % 4])::"memory");
 }
 
-// What describes operand b (or a, whose rows are what columns are to b) in shared memory, of cores: eight rows of 16 bytes. Along k numbers
-// are neighbours, a core's rows, one after another, are columns, and `along_k` and `across` are bytes to the next cores. Or SWIZZLED: across
-// numbers are neighbours, of 64 columns, eight cores, each row is 128 bytes, whose units of 16 bytes lie at their number xor the row's, in
-// 1024 bytes; then `along_k` is the bytes to the next 64 columns, and `across` to the next eight rows.
+// The matrix descriptor of operand b in shared memory. (For operand a, read "row" for "column".) A core matrix is eight rows of 16 bytes.
+// Without swizzle: elements are contiguous along k, the rows of a core matrix are columns of b, and `along_k` and `across` are the
+// distances in bytes to the next core matrix along k and along the columns. SWIZZLED (128-byte swizzle): elements are contiguous along the
+// columns. A row of 64 columns is 128 bytes in eight units of 16 bytes, of which unit i of row r lies at i ^ r, and eight rows are 1024
+// bytes. Then `along_k` is the distance in bytes to the next 64 columns, and `across` that to the next eight rows.
 constexpr unsigned long long SWIZZLED = 1ull << 62;
 __device__ __forceinline__ unsigned long long describe(unsigned shared_address, int along_k, int across) {
     return (shared_address & 0x3ffff) >> 4 | (unsigned long long)(along_k >> 4) << 16 | (unsigned long long)(across >> 4) << 32;
@@ -49,8 +50,9 @@ constexpr bool IS_BF16 = false;
 template <>
 constexpr bool IS_BF16<__nv_bfloat16> = true;
 
-// d = a b, or (add) d += a b, of 8 N columns: a 64 x 16 and b 16 x 8 N of T, or of TF32 (float) 64 x 8 and 8 x 8 N. Each warp has 16 rows, and
-// registers are those of mma. ACROSS: in shared memory numbers across are neighbours, not those along k; so b may be SWIZZLED.
+// d = a b, or with `add` d += a b. d is 64 x 8 N. For 16-bit types a is 64 x 16 and b is 16 x 8 N; for TF32 (float) a is 64 x 8 and b is 8
+// x 8 N. a is in registers. Each warp has 16 rows, with the fragments of mma. ACROSS: b is contiguous along the columns instead of k, and
+// may be SWIZZLED.
 #define CUKERN_D1(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define CUKERN_D2(i) CUKERN_D1(i), CUKERN_D1(i + 1)
 #define CUKERN_D4(i) CUKERN_D2(i), CUKERN_D2(i + 2)
@@ -91,7 +93,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
     CUKERN_WGMMA(160, CUKERN_P160, 80, 81, 82, 83, 84, 85, 86, CUKERN_D8(0), CUKERN_D8(8), CUKERN_D4(16));
 }
 
-// The same of 16-bit numbers, of 64 columns, or 32 of bfloat16, with a described as b is, too.
+// The same for 16-bit types, with both operands in shared memory: 64 columns, or 32 for bfloat16.
 template <bool A_ACROSS, bool ACROSS, typename T = __nv_bfloat16, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, bool add) {
     static_assert(N == 8 || N == 4 && IS_BF16<T>, "64 columns, or 32 of bfloat16");
