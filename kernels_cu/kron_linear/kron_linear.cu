@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_result(T* out, const T* bias, const T* res
 
 // ------------------------------------------------------------------------------------------------------------ v3
 //
-// A block computes BN columns j of 4096 / BN fibers, a thread 4 x 4 of them. Neighbouring threads are neighbours in
-// memory: along c, or along k and j where C is 1.
+// A block computes BN columns j of 4096 / BN fibers, and a thread 4x4 of these. Adjacent threads access adjacent memory:
+// along c, or along k and j if C is 1.
 template <int BN>
 struct Tile3 {
     static constexpr int BM = 4096 / BN, BK = BN < 16 ? 8 : 16, TN = BN / 4, TM = BM / 4;
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // The gradient of a factor: partials[sample][piece][k][j] = sum over the piece's fibers of x[a][k][c] * g[a][j][c],
-// where g is [S][A][q][C]. The block of a piece computes BT x BT of them; (BT / 4)^2 threads, of 4 x 4 each, go over
-// every GROUPS-th fiber of a chunk, and the groups' sums are added at the end, always in the same order.
+// where g is [S][A][q][C]. The block of a piece computes BT x BT of them. (BT / 4)^2 threads with 4x4 accumulators each take
+// every GROUPS-th fiber of a chunk. The sums of the groups are added at the end, always in the same order.
 // Acc is compute_t<T>. Grid S * pieces * ceil(p / BT) * ceil(q / BT), block 256.
 template <typename T, typename Acc, int BT>
 __global__ void __launch_bounds__(THREADS, 1)
@@ -215,8 +215,8 @@ __global__ void kron_linear_v3_sum(T* out, const Acc* partials, int n, long long
 
 // --------------------------------------------------------------------------------------------------- v4, forward
 
-// wN: factor N, with the distances wN_p and wN_q between its rows and columns; null from the group's count on. Grid SLICES * (the
-// tiles, or fewer), block THREADS; dynamic shared memory: the matrices, the stage, the tile.
+// wN: factor N, with strides wN_p and wN_q; null if the group has fewer factors. Grid SLICES * min(tiles, resident blocks), block THREADS.
+// Dynamic shared memory: the matrices, the stage, the tile.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4(T* out, const T* x, const T* w0, const T* w1, const T* w2, const T* w3, const T* w4, const T* w5, const T* w6,
@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     int slice = blockIdx.x % Plan::SLICES;
     constexpr long long ACROSS = Plan::C / Plan::R;
     long long tiles = (A + Plan::L - 1) / Plan::L * ACROSS, step = gridDim.x / Plan::SLICES;
-    long long number = blockIdx.x / Plan::SLICES;  // of the tile that is loaded next
-    if (number >= tiles) return;                   // a launch is planned for the most rows that there may be
+    long long number = blockIdx.x / Plan::SLICES;  // index of the next tile to load
+    if (number >= tiles) return;                   // the grid is planned for the largest number of rows of the bucket
     auto load = [&](bool ahead) {
         if (number >= tiles) return;
         long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
         if (ahead) load_tile4<Plan, 0, Plan::AHEAD, In>(stage, from, rows);
         else if constexpr (Plan::REST) load_tile4<Plan, Plan::AHEAD, Plan::NUMBERS, In>(reinterpret_cast<T*>(tile), from, rows);
     };
-    if constexpr (!Plan::REST) {  // else 1024 x 32^3 in float takes 155 us for 153
+    if constexpr (!Plan::REST) {  // without this test, 1024 x 32^3 in float takes 155 us instead of 153
         prefetch_factors<0>(factors, typename Plan::List());
         long long a = number / ACROSS * Plan::L, c = number % ACROSS * Plan::R;
         prefetch_tile<Plan::P, Plan::R>(x + a * Plan::P * Plan::C + c, int(A - a < Plan::L ? A - a : Plan::L), Plan::C);
@@ -288,8 +288,9 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
 
 // -------------------------------------------------------------------------------------------------- v4, backward
 
-// The gradient of a factor: see common/kron_gradient.cuh.
-// Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of each, or the sums.
+// The gradient of a factor: see gradient.cuh.
+// Acc is compute_t<T>. Grid pieces * ceil(P / K) * ceil(Q / J), block THREADS; dynamic shared memory: two chunks of x and of g,
+// later the sums.
 template <typename T, typename Acc, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS : 1)
     kron_linear_v4_bwd(Acc* partials, const T* z, const T* h, long long A, long long C, long long pieces) {
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS
     constexpr int TEAM = Plan::ACROSS * Plan::DOWN, WORKER = Plan::TENSOR ? 32 : 1;
     int worker = threadIdx.x / WORKER, tj = worker % Plan::DOWN, tk = worker / Plan::DOWN % Plan::ACROSS, time = worker / TEAM;
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    constexpr bool IN_WARPS = !Plan::TENSOR && 32 % TEAM == 0;  // several teams in a warp, whose sums are added first
+    constexpr bool IN_WARPS = !Plan::TENSOR && 32 % TEAM == 0;  // a warp has several teams; their sums are added first
     if constexpr (IN_WARPS) {
 #pragma unroll
         for (int lanes = 16; lanes >= TEAM; lanes /= 2)
@@ -368,9 +369,9 @@ __global__ void __launch_bounds__(Plan::THREADS, sizeof(Acc) == 4 ? Plan::BLOCKS
         if (k0 + e / J < P && j0 + e % J < Q) partials[(k0 + e / J) * Q + j0 + e % J] = all[e];
 }
 
-// The backward of one or two neighbouring factors: see common/kron_backward.cuh. wN: factor N, the rightmost first. partials[block] is a
-// block's sums for the factors' gradients, one after another. dx may be x. Grid the tiles, or fewer, block THREADS; dynamic shared
-// memory: the matrices, the tiles of x and g, Z, H, or the sums.
+// The backward of one or two neighbouring factors: see backward.cuh. wN: factor N, the rightmost first. partials[block] has a block's sums
+// for the gradients of the factors, one after another. dx may be x. Grid min(tiles, resident blocks), block THREADS. Dynamic shared
+// memory: the matrices and the tiles of x, g, Z and H; later the sums.
 template <typename T, class Plan>
 __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     kron_linear_v4_group_bwd(float* partials, T* dx, const T* x, const T* g, const T* w0, const T* w1, const T* w2, const T* w3,
@@ -437,7 +438,7 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
             store_vec(at, pack<T, 2>(pair));
         };
         constexpr int N1 = ONE ? Q2 : R, K1 = ONE ? HQ2 : R,
-                      EACH = ONE ? 1 : Q2;          // G as matrices of Q1 rows: columns, and how many to a row of the array
+                      EACH = ONE ? 1 : Q2;          // G as matrices with Q1 rows: their columns, and their number per row of the array
         auto back_left = [&](T* to, float times) {  // W1 G
             multiply_all<Plan, Left, P1, N1, HQ1, Operand<1, LD1>, Operand<1, SG>, Batches<L * EACH, EACH, 0, 0, HQ1 * SG, S2>>(
                 left, gs, [&](int n, int m, int j, float one, float two) {
@@ -490,9 +491,9 @@ __global__ void __launch_bounds__(Plan::THREADS, Plan::BLOCKS)
     separate<Plan, FIRST>(partials + Right::OUTPUTS, all + Plan::SUMS2, factors, Left());
 }
 
-// outN = scale * the sum over the pieces of partialsN[piece * rowN], always in the same order: nN numbers, those of out0 first.
-// One launch adds up the partial sums of all of a backward's. Grid ceil(numbers / 32), block (32, WARPS). Of so many blocks that with 32 warps
-// not all are at work at one time, 8 are faster: 64 pieces of 32768 numbers 2.7 us for 7.9; 256 of 8192 are slower.
+// outN = scale * sum over the pieces of partialsN[piece * rowN], always in the same order; nN numbers, those of out0 first.
+// One launch adds all partial sums of a backward. Grid ceil(numbers / 32), block (32, WARPS). If the blocks do not all fit on the GPU
+// with 32 warps each, 8 warps are faster: 2.7 instead of 7.9 us for 64 pieces of 32768 numbers. For 256 pieces of 8192, 32 are faster.
 template <typename T, int WARPS = 32>
 __global__ void __launch_bounds__(32 * WARPS)
     kron_linear_v4_sum(T* out0, T* out1, T* out2, T* out3, T* out4, T* out5, T* out6, T* out7, const float* partials0,
