@@ -13,12 +13,14 @@ from cukern.bench.calls import Function, arguments, backward, draw_douts, leaves
 from cukern.bench.peers import names as peer_names
 from cukern.bench.peers import peers
 from cukern.bench.verify import candidates, errors
-from cukern.runtime.registry import Cost, Op, Tensors
+from cukern.runtime.registry import Op, Tensors
 
 MOST_SETS = 256  # of inputs and outputs; tiny shapes would need thousands to exceed the L2 cache
 HOST_PASSES = {"host fwd": False, "host fwd grad": True}  # True if the inputs require grad
 
 Key = tuple[str, str]  # provider, version
+Dims = Sequence[int]
+Only = Collection[str] | None  # the versions and peers to measure, "cukern" for all versions, "copy"; None: all
 _COPY: Key = ("copy", "")
 
 
@@ -58,7 +60,7 @@ class Table:
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def passes(op: Op, dims: Sequence[int], dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
+def passes(op: Op, dims: Dims, dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
     """The passes of `op` to time: all, or those wanted. Raises ValueError for an unknown pass."""
     known = list(op.cost(dims, dtype.itemsize))
     for name in wanted or ():
@@ -67,8 +69,8 @@ def passes(op: Op, dims: Sequence[int], dtype: torch.dtype, wanted: Collection[s
     return [p for p in known if not wanted or p in wanted]
 
 
-def providers(op: Op, device: torch.device, only: Collection[str] | None) -> tuple[dict[Key, Function], dict[str, str]]:
-    """Versions and peers that run on this device, and the reason for each of the others. `only`: versions, peers, "cukern" or "copy"."""
+def providers(op: Op, device: torch.device, only: Only) -> tuple[dict[Key, Function], dict[str, str]]:
+    """Versions and peers that run on this device, and the reason for each of the others."""
     known = ["cukern", *op.versions, *peer_names(op), "copy"]
     for name in only or ():
         if name not in known:
@@ -81,19 +83,13 @@ def providers(op: Op, device: torch.device, only: Collection[str] | None) -> tup
 
 
 def measure(
-    op: Op,
-    dims: Sequence[int],
-    dtype: torch.dtype,
-    pass_: str,
-    device: torch.device,
-    only: Collection[str] | None = None,
-    budget_s: float = 3.0,
-    tf32: bool = False,
+    op: Op, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, only: Only = None, budget_s: float = 3.0, tf32: bool = False
 ) -> Table:
     """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products use TF32."""
     functions, missing = providers(op, device, only)
     cost = op.cost(dims, dtype.itemsize)[pass_]
-    sets = _sets(cost, device)
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    sets = min(max(math.ceil(2 * l2_bytes / max(cost.bytes, 1)), 1), MOST_SETS)
     with environment.float32_products(tf32), timing.side_stream(device):
         wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
         calls = _calls(op, pass_, functions, [op.make(dims, dtype, device) for _ in range(sets)], missing)
@@ -126,7 +122,7 @@ def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> N
     missing[provider] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.device, only: Collection[str] | None = None) -> list[Table]:
+def measure_host(op: Op, dims: Dims, dtype: torch.dtype, device: torch.device, only: Only = None) -> list[Table]:
     """Host time of a call, without and with inputs that require grad."""
     tables = []
     for pass_, grad in HOST_PASSES.items():
@@ -150,11 +146,6 @@ def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _sets(cost: Cost, device: torch.device) -> int:
-    """The number of sets of inputs and outputs, which together exceed twice the L2 cache."""
-    return min(max(math.ceil(2 * environment.l2_bytes(device) / max(cost.bytes, 1)), 1), MOST_SETS)
 
 
 def _calls(

@@ -101,7 +101,7 @@ def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 6
         return run
 
     batches = {name: _Batch(repeated(call), count) for name, call in calls.items()}
-    wait = torch.cuda.synchronize if device.type == "cuda" else _no_wait
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -131,11 +131,7 @@ def summary(us: Sequence[float], note: str = "") -> Timing:
     return Timing(statistics.median(us), quarters[2] - quarters[0], note)
 
 
-def _no_wait() -> None:
-    pass
-
-
-def _host_round(batches: list[_Batch], wait: Callable[[], object] = _no_wait) -> list[float]:
+def _host_round(batches: list[_Batch], wait: Call = lambda: None) -> list[float]:
     """Host microseconds per call of each batch. `wait` is called before each batch, and is not timed."""
     times = []
     for batch in batches:

@@ -13,30 +13,17 @@ from cukern.bench.measure import Row, Table, measure, measure_host, passes
 from cukern.bench.plot import drawable
 from cukern.bench.plot import plot as draw
 from cukern.bench.record import append, default_file
-from cukern.cli.common import (
-    Dims,
-    Dtype,
-    OpName,
-    check_target,
-    console,
-    errors,
-    find_dims,
-    find_dtype,
-    find_op,
-    listed,
-    progress,
-    say,
-    table,
-)
+from cukern.cli import common
+from cukern.cli.common import console, errors, listed, say
 from cukern.runtime.device import restricted
 
 STARTUP = "startup"
 
 
 def bench(
-    op: OpName,
-    dims: Dims = None,
-    dtype: Dtype = "f",
+    op: common.OpName,
+    dims: common.Dims = None,
+    dtype: common.Dtype = "f",
     pass_: Annotated[str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes.")] = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="float32 matrix products in TF32.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Host time of a small call, instead of device time.")] = False,
@@ -70,7 +57,7 @@ def bench(
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
     """Checked arguments of `restricted`."""
-    known = () if op == STARTUP else find_op(op).candidates
+    known = () if op == STARTUP else common.find_op(op).candidates
     for name in filter(None, (kernel, *(without or ()))):
         if name not in known:
             raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
@@ -90,10 +77,10 @@ def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Pat
             raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
         record_to = default_file()
     if record_to:
-        check_target("--record-to", record_to)
+        common.check_target("--record-to", record_to)
     if plot:
         drawable(plot)
-        check_target("--plot", plot)
+        common.check_target("--plot", plot)
     return record_to
 
 
@@ -101,20 +88,20 @@ def _measure(
     name: str, dims: Sequence[int] | None, letter: str, wanted: list[str] | None, tf32: bool, host: bool, only: list[str] | None
 ) -> Iterator[Table]:
     """Yield each table as soon as it is measured."""
-    op, place = find_op(name), environment.device()
-    kind = find_dtype(op, letter)
+    op, place = common.find_op(name), environment.device()
+    kind = common.find_dtype(op, letter)
     if tf32 and (host or letter != "f"):
         raise ValueError(f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}")
     if host:
-        (shape,) = find_dims(op, dims, op.check_dims[:1])
+        (shape,) = common.find_dims(op, dims, op.check_dims[:1])
         yield from measure_host(op, shape, kind, place, only)
         return
-    shapes = find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims)
+    shapes = common.find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims)
     jobs = [(shape, p) for shape in shapes for p in passes(op, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):
         if op.note and shape not in [s for s, _ in jobs[:i]]:
             say(op.note(shape, kind.itemsize))
-        with progress() as bar:
+        with common.progress() as bar:
             bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
             one = measure(op, shape, kind, p, place, only, tf32=tf32)
         yield one
@@ -156,7 +143,7 @@ def _table(rows: Sequence[Row]) -> object:
     sizes, where = " x ".join(map(str, first.shape)), environment.gpu_name() or "cpu"
     title = " ".join(filter(None, (first.op, "" if startup else first.pass_, sizes, first.dtype, f"on {where}")))
     intensity = next((f", {r.flops / r.bytes:.3g} flop/byte" for r in rows if r.bytes and r.flops), "")
-    shown = table(title + intensity, "what" if startup else "provider", *used)
+    shown = common.table(title + intensity, "what" if startup else "provider", *used)
     for r in rows:
         name = r.pass_ if startup else f"{r.provider} {r.version}".strip()
         shown.add_row(name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Annotated
@@ -17,7 +17,7 @@ from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
 from cukern.runtime.device import KNOWN, Device, device_of, representative
 from cukern.runtime.kernel import Kernel
-from cukern.runtime.registry import OPS, Op
+from cukern.runtime.registry import OPS
 from cukern.runtime.warmup import kernels_for
 
 WITHOUT_GPU = "sm_80,sm_90a"
@@ -50,7 +50,9 @@ def compile(
         else:
             kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(one)).items()}
         failed += print_reports(compile_kernels(kernels.values(), one), one)
-        listed("not for " + one + ":", _too_new(ops, one))
+        versions = {f"{each.name} {name}": version.requires for each in ops for name, version in each.versions.items()}
+        too_new = {name: f"needs compute capability {least / 10}" for name, least in versions.items() if least > _number(one)}
+        listed(f"not for {one}:", too_new)
     say(f"cache: {target() or 'none can be written'}")
     if failed:
         raise typer.Exit(1)
@@ -117,12 +119,3 @@ def _targets(arch: str | None, gpu: str | None) -> list[tuple[str, Device]]:
 
 def _number(arch: str) -> int:
     return int(re.sub(r"\D", "", arch))
-
-
-def _too_new(ops: Sequence[Op], arch: str) -> dict[str, str]:
-    return {
-        f"{op.name} {name}": f"needs compute capability {version.requires / 10}"
-        for op in ops
-        for name, version in op.versions.items()
-        if version.requires > _number(arch)
-    }

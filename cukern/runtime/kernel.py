@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from cukern.runtime import backend, checks, extended_launch, interop, signature
-from cukern.runtime.compiler import Cubin, SetupError, arch_of, compile_kernel, compile_ptx
+from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
 from cukern.runtime.sources import Source, kernels_dir
 
@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: _Function) -> _Function:
-    """torch.compiler.disable without importing torch._dynamo: torch.compile breaks its graph at this function and traces nothing in it."""
+    """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph at this function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "a kernel of cukern.load runs outside of graphs"  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError, AttributeError):
@@ -63,11 +63,12 @@ class Kernel:
     def params_on(self, device: int) -> tuple[signature.Param, ...]:
         params = self._params.get(device)
         if params is None:
-            mangled = compile_ptx(self.source, self.name).signature if device == backend.SIMULATED else self._cubin(device).signature
-            params = self._params[device] = signature.params(self.name, mangled, self._text())
+            params = self._params[device] = signature.params(self.name, self._compiled(device).signature, self._text())
         return params
 
-    def _cubin(self, device: int) -> Cubin:
+    def _compiled(self, device: int) -> Cubin | Ptx:
+        if device == backend.SIMULATED:
+            return compile_ptx(self.source, self.name)
         return self.compile(arch_of(torch.cuda.get_device_capability(device)))
 
     def compile(self, arch: str) -> Cubin:
@@ -89,13 +90,13 @@ class Kernel:
         return loaded
 
     def _load(self, device: int) -> backend.Launch:
-        if device == backend.SIMULATED:
-            self._loaded[device] = backend.load_simulated(self.name, compile_ptx(self.source, self.name), self.params_on(device))
-            return self._loaded[device]
-        if torch.cuda.is_current_stream_capturing():
+        if device != backend.SIMULATED and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
-        cubin = self._cubin(device)
-        launch, self._raw[device] = backend.load(self.name, cubin, self.params_on(device), device, self._attribute)
+        code, params = self._compiled(device), self.params_on(device)
+        if isinstance(code, Ptx):
+            launch = backend.load_simulated(self.name, code, params)
+        else:
+            launch, self._raw[device] = backend.load(self.name, code, params, device, self._attribute)
         self._loaded[device] = launch
         return launch
 
@@ -138,7 +139,7 @@ class Kernel:
         if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
         launch = self.on(device)
-        values = [t.data_ptr() if t is not None else _scalar(p, a) for p, a, t in zip(params, args, tensors, strict=True)]
+        values = [_value(p, a) if t is None else t.data_ptr() for p, a, t in zip(params, args, tensors, strict=True)]
         with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
             try:
                 launch(*dims, shared, *values)
@@ -146,10 +147,11 @@ class Kernel:
                 raise signature.explain_misfit(self.name, params, tuple(values)) from None
 
     def _common_device(self, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], args: Iterable[Any]) -> int:
-        devices = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
-        if len(devices) > 1:
-            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(f'{n} on {_place(d)}' for d, n in devices.items())}")
-        return next(iter(devices)) if devices else _device(args)
+        names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
+        if len(names) > 1:
+            places = [f"{name} on {'the CPU' if d == backend.SIMULATED else f'cuda:{d}'}" for d, name in names.items()]
+            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(places)}")
+        return next(iter(names)) if names else _device(args)
 
 
 _collected: dict[str, Kernel] | None = None
@@ -167,13 +169,13 @@ def collecting() -> Iterator[dict[str, Kernel]]:
 
 
 def planning() -> bool:
-    """True inside `collecting`: results are not needed, and one plan may stand for several calls."""
+    """True inside `collecting`: results are not needed, so one plan may be used for several calls."""
     return _collected is not None
 
 
 def _not_launched(*_: Any) -> None:
     if _collected is None:
-        raise RuntimeError("this launch was only planned, by cukern.warmup or cukern compile")
+        raise RuntimeError("this launch was planned by cukern.warmup or cukern compile, and cannot run")
 
 
 @functools.cache
@@ -219,7 +221,7 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
 
 
 def compile(source: str, name: str | None = None) -> Kernel:
-    """The kernel `name` of CUDA C++ source text, such as that of a `torch.utils.cpp_extension.load_inline`; see `load`."""
+    """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of `torch.utils.cpp_extension.load_inline`; see `load`."""
     if not isinstance(source, str):
         raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
     return _kernel(Source.from_text(source), name)
@@ -238,7 +240,7 @@ def _kernel(source: Source, name: str | None) -> Kernel:
 
 
 def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
-    """The kernel's name with its namespace. A name that is only mentioned may be made by a macro: the compiler will say."""
+    """The kernel's name with its namespace. A name that only occurs somewhere in the text is accepted, because a macro may define it."""
     last = base.rpartition("::")[2]
     same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
     if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
@@ -249,7 +251,7 @@ def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
 
 
 def _device(args: Iterable[Any]) -> int:
-    """The device of the first tensor on a GPU, else the device of a launch without pointers."""
+    """The device of the first tensor on a GPU. Without one: the simulator if it is enabled or there is no GPU, else the current GPU."""
     for a in args:
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
@@ -277,14 +279,9 @@ def _tensor(param: signature.Param, value: Any, kernel: str) -> torch.Tensor:
     return tensor
 
 
-def _scalar(param: signature.Param, value: Any) -> Any:
-    if param.pointer:
-        return 0
-    return checks.flag(str(param), value) if param.ctype == "bool" else value
-
-
-def _place(device: int) -> str:
-    return "the CPU" if device == backend.SIMULATED else f"cuda:{device}"
+def _value(param: signature.Param, value: Any) -> Any:
+    """The value of a null pointer or a scalar."""
+    return 0 if param.pointer else checks.flag(str(param), value) if param.ctype == "bool" else value
 
 
 def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:
