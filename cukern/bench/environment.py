@@ -68,7 +68,8 @@ def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
     properties = torch.cuda.get_device_properties(place)
     capability = (properties.major, properties.minor)
     lanes = _FLOAT64_LANES.get(capability, 2) if dtype == torch.float64 else 64 if capability in _FEW_FLOAT32_LANES else 128
-    khz, mhz = getattr(properties, "clock_rate", 0), smi("clocks.max.sm") or ""
+    khz = getattr(properties, "clock_rate", 0)
+    mhz = "" if khz else smi("clocks.max.sm") or ""
     hz = khz * 1e3 if khz else float(mhz) * 1e6 if mhz.replace(".", "").isdigit() else None
     return None if hz is None else properties.multi_processor_count * lanes * 2 * hz
 
