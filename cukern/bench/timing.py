@@ -157,9 +157,6 @@ def _calls_in_batch(call_us: float, sets: int, aim_us: float) -> int:
     return min(max(math.ceil(aim_us / max(call_us, 0.1)), sets), max(MAX_BATCH, sets))
 
 
-# ---- the GPU
-
-
 def _gpu_round(batches: list[_Batch]) -> list[float]:
     """Microseconds per call of each batch. All batches are enqueued before the GPU starts, with events between them."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
@@ -186,25 +183,17 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
         return _Batch(lambda: run(few), few, call_us)
     count = _calls_in_batch(call_us, len(calls), BATCH_US)  # every replay starts at the first set, so all input sets must be in the graph
     try:
-        graph = _capture(run, count)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the backward pass launches its kernels from an autograd thread
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            run(count)
+        graph.replay()  # the first replay uploads the graph
+        torch.cuda.synchronize()
     except RuntimeError as error:
         torch.cuda.synchronize()
         reason = str(error).strip().partition("\n")[0]
         return _Batch(lambda: run(count), count, call_us, f"not captured in a CUDA graph, so the time may include host time ({reason})")
     return _Batch(graph.replay, count, call_us)
-
-
-def _capture(run: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: the backward pass launches its kernels from an autograd thread
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        run(count)
-    graph.replay()  # the first replay uploads the graph
-    torch.cuda.synchronize()
-    return graph
-
-
-# ---- the CPU
 
 
 def _prepare_cpu(calls: Sequence[Call]) -> _Batch:

@@ -2,14 +2,12 @@
 
 import contextlib
 import itertools
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 import typer
 
 from cukern.bench import environment
-from cukern.bench.calls import Function
 from cukern.bench.measure import name_of
 from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
 from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, listed, progress, say, table
@@ -41,7 +39,16 @@ def check(
         functions, skipped = candidates(found, place, version)
         if not functions:
             raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
-        verdicts = _verify(found, shapes, dtypes, functions, place)
+        verdicts = []
+        with progress() as bar:
+            task = bar.add_task(f"checking {found.name}", total=len(shapes) * len(dtypes))
+            for kind, shape in itertools.product(dtypes, shapes):
+                try:
+                    verdicts.append(verify(found, shape, kind, functions, place))
+                except Fault as fault:
+                    say(f"{found.name}: {type(fault).__name__}: {fault}", "red", errors)
+                    raise typer.Exit(1) from None
+                bar.advance(task)
     for verdict in verdicts:
         _print(found, verdict)
     listed("version", {name: found.versions[name].idea for name in functions})
@@ -52,22 +59,6 @@ def check(
     say(f"{op}: {total} comparisons on {where}, {wrong or 'nothing'} wrong", "red" if wrong else "green")
     if wrong:
         raise typer.Exit(1)
-
-
-def _verify(
-    op: Op, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], functions: dict[str, Function], place: torch.device
-) -> list[Verdict]:
-    verdicts: list[Verdict] = []
-    with progress() as bar:
-        task = bar.add_task(f"checking {op.name}", total=len(shapes) * len(dtypes))
-        for kind, shape in itertools.product(dtypes, shapes):
-            try:
-                verdicts.append(verify(op, shape, kind, functions, place))
-            except Fault as fault:
-                say(f"{op.name}: {type(fault).__name__}: {fault}", "red", errors)
-                raise typer.Exit(1) from None
-            bar.advance(task)
-    return verdicts
 
 
 def _print(op: Op, verdict: Verdict) -> None:

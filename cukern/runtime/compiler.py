@@ -62,13 +62,15 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     Raises CompileError with the compiler's log, and SetupError if NVRTC is not available.
     """
     key = hashlib.sha256("\0".join((arch, nvrtc_version(), *OPTIONS, name, source.digest())).encode()).hexdigest()
-    cached = cache.read(key)
-    if cached:
+    if cached := cache.read(key):
         return cached
     with no_fork(), _compile_locks.setdefault(key, threading.RLock()):
         cubin = cache.read(key)
         if cubin is None:
-            cubin = _compile(source, name, arch)
+            with compiled(source, (name, probe(name)), arch) as (program, (symbol, signature), log):
+                # CuPy drops the last byte of a cubin, a zero, which disassemblers need.
+                code = nvrtc().getPTX(program) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
+            cubin = Cubin(code, symbol, arch, parse_report(log, symbol), signature)
             cache.write(key, cubin)
     return cubin
 
@@ -111,19 +113,14 @@ def nvrtc() -> Any:
         binding.getVersion()
     except Exception:
         try:
-            _preload_nvrtc()
+            for folder in _wheel_folders():  # CuPy before 14 does not search them, but finds a library that is already loaded
+                for library in folder.glob("*/lib/libnvrtc.so.[0-9]*"):
+                    ctypes.CDLL(str(library))
             binding.getVersion()
         except Exception as error:
             wheels = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
             raise SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install {wheels}") from error
     return binding
-
-
-def _preload_nvrtc() -> None:
-    """Load NVRTC from pip's wheels. CuPy before 14 does not search them, but finds a library that is already loaded."""
-    for folder in _wheel_folders():
-        for library in folder.glob("*/lib/libnvrtc.so.[0-9]*"):
-            ctypes.CDLL(str(library))
 
 
 def _wheel_folders() -> list[Path]:
@@ -144,13 +141,6 @@ def cuda_include() -> Path:
             return folder
     wheel = "nvidia-cuda-runtime-cu12" if major == 12 else "nvidia-cuda-runtime"
     raise SetupError(f"no cuda_fp16.h in {', '.join(map(str, folders))}. Run: pip install {wheel}")
-
-
-def _compile(source: Source, name: str, arch: str) -> Cubin:
-    with compiled(source, (name, probe(name)), arch) as (program, (symbol, signature), log):
-        # CuPy drops the last byte of a cubin, a zero, which disassemblers need.
-        code = nvrtc().getPTX(program) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
-    return Cubin(code, symbol, arch, parse_report(log, symbol), signature)
 
 
 @contextlib.contextmanager

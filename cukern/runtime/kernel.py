@@ -56,7 +56,7 @@ class Kernel:
     def params(self) -> tuple[signature.Param, ...]:
         """The parameters as the compiler saw them for the current GPU or the simulator. Compiles the kernel if necessary.
 
-        Raises TypeError for a parameter type that cannot be passed, and as `compile` does.
+        Raises TypeError for a parameter type that cannot be passed, and CompileError.
         """
         return self.params_on(backend.current_device() if torch.cuda.is_available() else backend.SIMULATED)
 
@@ -102,13 +102,12 @@ class Kernel:
 
     @property
     def raw(self) -> Any:
-        """The kernel on the current GPU as a cupy.RawKernel: its attributes, such as `kernel.raw.num_regs`, and CuPy's own launches.
+        """The kernel as a cupy.RawKernel of the current GPU, for its attributes, such as `kernel.raw.num_regs`, and for launches by CuPy:
 
             with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
                 kernel.raw((grid,), (block,), (cupy.asarray(x), numpy.int32(n)))
 
-        CuPy checks no types and launches on its own current stream. Compiles and loads the kernel if necessary. The object is valid on this
-        GPU only. Raises SetupError without a GPU, because the simulator has no such object, and the errors of `on`.
+        CuPy checks no types and launches on its own current stream. Raises SetupError without a GPU, and the errors of `on`.
         """
         if not torch.cuda.is_available():
             raise SetupError(f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy")
@@ -121,21 +120,25 @@ class Kernel:
         """Launch the kernel.
 
         Args:
-            args: one per parameter of the kernel: for a pointer a CUDA tensor or DLPack array of the pointee's dtype, or None for a null
-                pointer; for a scalar a number. Nothing is copied; the pointer is that of the first element. In the simulator: CPU tensors,
+            args: one per parameter. For a pointer: a CUDA tensor or DLPack array of the pointee's dtype, or None for a null pointer.
+                Nothing is copied; the kernel gets the address of the first element. For a scalar: a number. In the simulator: CPU tensors,
                 and the kernel may access only them.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory.
 
-        Raises TypeError or ValueError for a wrong argument, LaunchError for a launch configuration that the GPU refuses, and in the
-        simulator cukern.sim.Fault for a bug in the kernel.
+        Raises TypeError or ValueError for a wrong argument, LaunchError for a launch that exceeds a limit of the GPU, and in the simulator
+        cukern.sim.Fault for a bug in the kernel.
         """
         dims, shared = (_dim("grid", grid), _dim("block", block)), checks.integer("shared", shared, 0)
         params = self.params_on(_device(args))
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
         tensors = [_tensor(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
-        device = self._common_device(params, tensors, args)
+        names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
+        if len(names) > 1:
+            places = [f"{name} on {'the CPU' if d == backend.SIMULATED else f'cuda:{d}'}" for d, name in names.items()]
+            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(places)}")
+        device = next(iter(names)) if names else _device(args)
         if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
         launch = self.on(device)
@@ -145,13 +148,6 @@ class Kernel:
                 launch(*dims, shared, *values)
             except OverflowError:  # for example 1e6 for a __half
                 raise signature.explain_misfit(self.name, params, tuple(values)) from None
-
-    def _common_device(self, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], args: Iterable[Any]) -> int:
-        names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
-        if len(names) > 1:
-            places = [f"{name} on {'the CPU' if d == backend.SIMULATED else f'cuda:{d}'}" for d, name in names.items()]
-            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(places)}")
-        return next(iter(names)) if names else _device(args)
 
 
 _collected: dict[str, Kernel] | None = None
@@ -212,10 +208,10 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
     Raises FileNotFoundError, and ValueError for a name that the file does not have. The first launch may raise CompileError, and TypeError
-    for a parameter type that cannot be passed: by-value types other than numbers, and pointers to types that no tensor has; void* accepts
-    any tensor. Headers are found through #include lines and literals in #define lines; <cstdint>, which NVRTC lacks, is provided.
+    for a parameter type that cannot be passed: a struct by value, or a pointer to a type that no tensor has. void* accepts any tensor.
 
-    Host code is skipped (functions that use torch:: or <<<...>>>, bindings), so the source of a torch extension loads unchanged.
+    Headers are found through #include lines and literals in #define lines. <cstdint>, which NVRTC lacks, is provided. Host code (functions
+    that use torch:: or <<<...>>>, bindings) is skipped, so the source of a torch extension loads unchanged.
     """
     return _kernel(Source.read(path), name)
 
