@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,12 +170,8 @@ def _calls(
 
 def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
     """Keep the result of each call until its next turn, so that outputs rotate through memory like inputs."""
-    held: dict[int, object] = {}
-
-    def hold(i: int, call: timing.Call) -> timing.Call:
-        return lambda: held.__setitem__(i, call())
-
-    return [hold(i, call) for i, call in enumerate(calls)]
+    held: deque[object] = deque(maxlen=len(calls))
+    return [lambda call=call: held.append(call()) for call in calls]  # type: ignore[misc]
 
 
 def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:

@@ -105,12 +105,11 @@ def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 6
     collecting = gc.isenabled()
     gc.disable()
     try:
-        times = _times(batches, lambda batches: _host_round(batches, wait), 1, rounds)
+        return _times(batches, lambda batches: _host_round(batches, wait), 1, rounds)
     finally:
         if collecting:
             gc.enable()
-    wait()
-    return times
+        wait()
 
 
 def _times(batches: dict[Name, _Batch], clock: Callable[[list[_Batch]], list[float]], warmup: int, rounds: int) -> dict[Name, Timing]:
@@ -176,9 +175,7 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     (call_us,) = _gpu_round([_Batch(lambda: run(1), 1)])
     if call_us < BATCH_US:
         (call_us,) = _gpu_round([_Batch(lambda: run(10), 10)])
-    (host_us,) = _host_round([_Batch(lambda: run(3), 3)], torch.cuda.synchronize)
-    torch.cuda.synchronize()
-    if call_us >= GRAPH_BELOW_US and host_us < HOST_SHARE * call_us:
+    if call_us >= GRAPH_BELOW_US and _host_round([_Batch(lambda: run(3), 3)], torch.cuda.synchronize)[0] < HOST_SHARE * call_us:
         few = math.ceil(BATCH_US / call_us)
         return _Batch(lambda: run(few), few, call_us)
     count = _calls_in_batch(call_us, len(calls), BATCH_US)  # every replay starts at the first set, so all input sets must be in the graph

@@ -1,6 +1,5 @@
 """`cukern bench`: times every version next to its peers and the hardware limit."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,11 +40,15 @@ def bench(
     tables, missing = [], dict[str, str]()
     found = _startup() if op == STARTUP else _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only))
     mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
-    with restricted(*_candidates(op, kernel, _split(without))) if mark else contextlib.nullcontext():
+    with restricted(*_candidates(op, kernel, _split(without))):
         for one in found:
-            tables.append(_marked(one, mark))
-            _print(tables[-1])
+            # The options that changed the plans become part of the version in tables and records.
+            rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
+            tables.append(replace(one, rows=rows))
             missing |= one.missing
+            if rows:
+                console.print(_table(rows))
+            listed("note:", one.notes)
     listed("missing:", missing)
     if record_to:
         append([row for one in tables for row in one.rows], record_to)
@@ -62,12 +65,6 @@ def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple
         if name not in known:
             raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
     return kernel or "", without or []
-
-
-def _marked(one: Table, mark: str) -> Table:
-    """The table with `mark` appended to the versions of cukern, so that a record shows the options that changed the plans."""
-    rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
-    return replace(one, rows=rows)
 
 
 def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Path | None:
@@ -116,12 +113,6 @@ def _startup() -> Iterator[Table]:
 
 def _split(text: str | None) -> list[str] | None:
     return [word.strip() for word in text.split(",")] if text is not None else None
-
-
-def _print(one: Table) -> None:
-    if one.rows:
-        console.print(_table(one.rows))
-    listed("note:", one.notes)
 
 
 def _table(rows: Sequence[Row]) -> object:

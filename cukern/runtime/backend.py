@@ -142,26 +142,22 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
     cupy = compiler.cupy()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
-        raw = _load_module(cupy, name, cubin, device)
+        try:
+            with tempfile.TemporaryDirectory(prefix="cukern-") as folder:  # CuPy caches modules by path, so each load uses a new one
+                file = Path(folder, "kernel.cubin")
+                file.write_bytes(cubin.code)
+                raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
+        except OSError as error:
+            raise SetupError(
+                f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written"
+            ) from error
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
         launch = _launcher(raw.kernel.ptr, name, cubin, params, device, attribute)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
-
-
-def _load_module(cupy: Any, name: str, cubin: Cubin, device: int) -> Any:
-    """The cupy.RawKernel of a cubin on the current GPU. CuPy caches modules by path, so each load uses a new one."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="cukern-") as folder:
-            file = Path(folder, "kernel.cubin")
-            file.write_bytes(cubin.code)
-            raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
-    except cupy.cuda.driver.CUDADriverError as error:
-        raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
-    except OSError as error:
-        raise SetupError(f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written") from error
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
-    return raw
 
 
 def bind(launch: Launch, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:

@@ -133,7 +133,7 @@ class Kernel:
         params = self.params_on(_device(args))
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
-        tensors = [_tensor(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
+        tensors = [interop.argument(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
         names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
         if len(names) > 1:
             places = [f"{name} on {'the CPU' if d == backend.SIMULATED else f'cuda:{d}'}" for d, name in names.items()]
@@ -174,9 +174,7 @@ def _not_launched(*_: Any) -> None:
         raise RuntimeError("this launch was planned by cukern.warmup or cukern compile, and cannot run")
 
 
-@functools.cache
-def _shipped(file: str) -> Source:
-    return Source.read(kernels_dir() / file)
+_shipped = functools.cache(Source.read)
 
 
 class Template:
@@ -194,8 +192,8 @@ class Template:
         kernel = self._instances.get(key)
         if kernel is None:
             arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
-            kernel = Kernel(_shipped(self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
-            kernel = self._instances.setdefault(key, kernel)
+            kernel = Kernel(_shipped(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
+            kernel = self._instances.setdefault(key, kernel)  # of two threads that create it, both get the same one
         return kernel
 
 
@@ -252,27 +250,6 @@ def _device(args: Iterable[Any]) -> int:
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
     return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
-
-
-def _tensor(param: signature.Param, value: Any, kernel: str) -> torch.Tensor:
-    tensor = interop.to_torch(param.name, value)
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # for example a FakeTensor, whose address is 0
-        raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
-    if not tensor.is_cuda and not backend.simulates(tensor):
-        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
-    if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
-    if param.dtypes and tensor.dtype not in param.dtypes:
-        raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
-    try:
-        tensor.data_ptr()
-    except RuntimeError as error:
-        raise TypeError(
-            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform has none"
-        ) from error
-    return tensor
 
 
 def _value(param: signature.Param, value: Any) -> Any:
