@@ -16,8 +16,8 @@ import torch
 from cukern.runtime.compiler import SetupError, nvrtc_version
 
 _TREE = Path(__file__).resolve().parents[2]  # the source tree, or site-packages
-_FEW_FLOAT32_LANES = ((7, 5), (8, 0))  # 64 per SM, 128 on other GPUs
-_FLOAT64_LANES = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 on other GPUs
+_FLOAT32_FMAS = {(7, 5): 64, (8, 0): 64}  # FMAs per cycle and SM, by compute capability; 128 on other GPUs
+_FLOAT64_FMAS = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 on other GPUs
 
 
 def device() -> torch.device:
@@ -67,11 +67,11 @@ def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
         return None
     properties = torch.cuda.get_device_properties(place)
     capability = (properties.major, properties.minor)
-    lanes = _FLOAT64_LANES.get(capability, 2) if dtype == torch.float64 else 64 if capability in _FEW_FLOAT32_LANES else 128
+    fmas = _FLOAT64_FMAS.get(capability, 2) if dtype == torch.float64 else _FLOAT32_FMAS.get(capability, 128)
     khz = getattr(properties, "clock_rate", 0)
     mhz = "" if khz else smi("clocks.max.sm") or ""
     hz = khz * 1e3 if khz else float(mhz) * 1e6 if mhz.replace(".", "").isdigit() else None
-    return None if hz is None else properties.multi_processor_count * lanes * 2 * hz
+    return None if hz is None else properties.multi_processor_count * fmas * 2 * hz
 
 
 @functools.cache

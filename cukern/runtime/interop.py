@@ -17,7 +17,7 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 class _Refused(Exception):
-    """Becomes a ValueError; a type of its own, because it is raised inside torch.from_dlpack."""
+    """Raised inside torch.from_dlpack; becomes a ValueError. Other errors become a TypeError."""
 
 
 class _Producer:
@@ -33,7 +33,7 @@ class _Producer:
         capsule = self.array.__dlpack__(**options)
         try:
             address = _pointer_of(capsule, b"dltensor_versioned")
-        except ValueError:  # DLPack before 1.0; torch refuses what is not a capsule
+        except ValueError:  # DLPack before 1.0, or not a capsule of DLPack, which raises again
             address = _pointer_of(capsule, b"dltensor")
         else:
             *_, flags = _VERSIONED.unpack(ctypes.string_at(address, _VERSIONED.size))

@@ -130,15 +130,12 @@ class Kernel:
         cukern.sim.Fault for a bug in the kernel.
         """
         dims, shared = (_dim("grid", grid), _dim("block", block)), checks.integer("shared", shared, 0)
-        params = self.params_on(_device(args))
+        first = _device(args)
+        params = self.params_on(first)
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
         tensors = [interop.argument(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
-        names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
-        if len(names) > 1:
-            places = [f"{name} on {'the CPU' if d == backend.SIMULATED else f'cuda:{d}'}" for d, name in names.items()]
-            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(places)}")
-        device = next(iter(names)) if names else _device(args)
+        device = _common_device(self.name, params, tensors, first)
         if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
         launch = self.on(device)
@@ -250,6 +247,14 @@ def _device(args: Iterable[Any]) -> int:
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
     return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
+
+
+def _common_device(kernel: str, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], default: int) -> int:
+    names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
+    if len(names) > 1:
+        places = [f"{name} on {'the CPU' if device == backend.SIMULATED else f'cuda:{device}'}" for device, name in names.items()]
+        raise ValueError(f"{kernel}: arguments on several devices: {', '.join(places)}")
+    return next(iter(names), default)
 
 
 def _value(param: signature.Param, value: Any) -> Any:

@@ -14,7 +14,7 @@ CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float3
 
 PROBE = '\n\n#line 1 "/cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
 
-# By the letter in a mangled name: the C++ type, its `struct` format if it can be passed by value, the tensor dtypes for a pointer to it.
+# By the letter in a mangled name: the C++ type, its `struct` format if it can be passed by value, and the dtypes of tensors for a pointer.
 _TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
     "v": ("void", "", ()),  # void* accepts any tensor
     "b": ("bool", "?", (torch.bool,)),
