@@ -107,13 +107,15 @@ def measure(
     for (provider, version), t in times.items():
         flops = 0 if provider == "copy" else cost.flops
         row = Row(op.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
-        if op.bound == "memory":
-            limit = copy_us / t.median_us if copy_us else None
-        else:
-            limit = row.tflops * 1e12 / peak if peak and row.tflops else None
-        rows.append(dataclasses.replace(row, of_limit=limit, error=wrong.get((provider, version))))
+        rows.append(dataclasses.replace(row, of_limit=_of_limit(row, op, copy_us, peak), error=wrong.get((provider, version))))
     notes = {"all": f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
+
+
+def _of_limit(row: Row, op: Op, copy_us: float | None, peak: float | None) -> float | None:
+    if op.bound == "memory":
+        return copy_us / row.median_us if copy_us else None
+    return row.tflops * 1e12 / peak if peak and row.tflops else None
 
 
 def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> None:

@@ -77,7 +77,7 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
         checks.unknown_version(op.name, version, op.versions)
     names = [version] if version else list(op.versions)
     if device.type == "cuda" or backend.simulating():
-        has = device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
+        has = _capability(device)
         least = {n: op.versions[n].requires for n in names}
         refused = {n: f"needs compute capability {needs / 10}, this GPU has {has / 10}" for n, needs in least.items() if needs > has}
         public = {}
@@ -85,6 +85,10 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
         refused = {n: "there is no GPU" for n in names if not op.versions[n].in_torch}
         public = {} if version and not refused else {REFERENCE: op.call}
     return {**{n: partial(op.call, version=n) for n in names if n not in refused}, **public}, refused
+
+
+def _capability(device: torch.device) -> int:
+    return device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
 
 
 def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:

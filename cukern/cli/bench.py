@@ -115,9 +115,10 @@ def _split(text: str | None) -> list[str] | None:
     return [word.strip() for word in text.split(",")] if text is not None else None
 
 
-def _table(rows: Sequence[Row]) -> object:
+def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """Only the columns that apply: no limit on a CPU, no bytes for host time."""
-    first, startup = rows[0], rows[0].op == STARTUP
+    if rows[0].op == STARTUP:
+        return {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "spread ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
     torch_us = next((r.median_us for r in rows if r.provider == "torch"), None)
     columns: dict[str, Callable[[Row], str]] = {
         "us": lambda r: f"{r.median_us:.2f}",
@@ -128,9 +129,11 @@ def _table(rows: Sequence[Row]) -> object:
         "x torch": lambda r: _number(torch_us / r.median_us if torch_us else None),
         "error": lambda r: "" if r.error is None else f"{r.error:.1e}",
     }
-    if startup:
-        columns = {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "spread ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
-    used = {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}
+    return {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}
+
+
+def _table(rows: Sequence[Row]) -> object:
+    first, startup, used = rows[0], rows[0].op == STARTUP, _columns(rows)
     sizes, where = " x ".join(map(str, first.shape)), environment.gpu_name() or "cpu"
     title = " ".join(filter(None, (first.op, "" if startup else first.pass_, sizes, first.dtype, f"on {where}")))
     intensity = next((f", {r.flops / r.bytes:.3g} flop/byte" for r in rows if r.bytes and r.flops), "")

@@ -8,6 +8,7 @@ import torch
 import typer
 
 from cukern.bench import environment
+from cukern.bench.calls import Function
 from cukern.bench.measure import name_of
 from cukern.bench.verify import Pair, Result, Verdict, candidates, verify
 from cukern.cli.common import Dims, Dtype, OpName, console, errors, find_dims, find_dtype, find_op, listed, progress, say, table
@@ -39,26 +40,35 @@ def check(
         functions, skipped = candidates(found, place, version)
         if not functions:
             raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
-        verdicts = []
-        with progress() as bar:
-            task = bar.add_task(f"checking {found.name}", total=len(shapes) * len(dtypes))
-            for kind, shape in itertools.product(dtypes, shapes):
-                try:
-                    verdicts.append(verify(found, shape, kind, functions, place))
-                except Fault as fault:
-                    say(f"{found.name}: {type(fault).__name__}: {fault}", "red", errors)
-                    raise typer.Exit(1) from None
-                bar.advance(task)
+        verdicts = _verify(found, list(itertools.product(dtypes, shapes)), functions, place)
     for verdict in verdicts:
         _print(found, verdict)
     listed("version", {name: found.versions[name].idea for name in functions})
     listed("not run:", skipped)
-    where = "the simulator" if simulated else environment.gpu_name()
+    _sum_up(op, verdicts, "the simulator" if simulated else environment.gpu_name())
+
+
+def _sum_up(op: str, verdicts: list[Verdict], where: str | None) -> None:
+    """Print how many comparisons failed. Exits with 1 if any did."""
     wrong = sum(v.wrong for v in verdicts)
     total = sum(len(v.results) + len(v.pairs) for v in verdicts)
     say(f"{op}: {total} comparisons on {where}, {wrong or 'nothing'} wrong", "red" if wrong else "green")
     if wrong:
         raise typer.Exit(1)
+
+
+def _verify(op: Op, cases: list[tuple[torch.dtype, tuple[int, ...]]], functions: dict[str, Function], place: torch.device) -> list[Verdict]:
+    verdicts = []
+    with progress() as bar:
+        task = bar.add_task(f"checking {op.name}", total=len(cases))
+        for kind, shape in cases:
+            try:
+                verdicts.append(verify(op, shape, kind, functions, place))
+            except Fault as fault:
+                say(f"{op.name}: {type(fault).__name__}: {fault}", "red", errors)
+                raise typer.Exit(1) from None
+            bar.advance(task)
+    return verdicts
 
 
 def _print(op: Op, verdict: Verdict) -> None:

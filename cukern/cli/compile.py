@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Annotated
@@ -17,7 +17,7 @@ from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
 from cukern.runtime.device import KNOWN, Device, device_of, representative
 from cukern.runtime.kernel import Kernel
-from cukern.runtime.registry import OPS
+from cukern.runtime.registry import OPS, Op
 from cukern.runtime.warmup import kernels_for
 
 WITHOUT_GPU = "sm_80,sm_90a"
@@ -50,9 +50,7 @@ def compile(
         else:
             kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(one)).items()}
         failed += print_reports(compile_kernels(kernels.values(), one), one)
-        versions = {f"{each.name} {name}": version.requires for each in ops for name, version in each.versions.items()}
-        too_new = {name: f"needs compute capability {least / 10}" for name, least in versions.items() if least > _number(one)}
-        listed(f"not for {one}:", too_new)
+        listed(f"not for {one}:", _too_new(ops, _number(one)))
     say(f"cache: {target() or 'none can be written'}")
     if failed:
         raise typer.Exit(1)
@@ -119,3 +117,9 @@ def _targets(arch: str | None, gpu: str | None) -> list[tuple[str, Device]]:
 
 def _number(arch: str) -> int:
     return int(re.sub(r"\D", "", arch))
+
+
+def _too_new(ops: Sequence[Op], capability: int) -> dict[str, str]:
+    """The versions that need a newer GPU, and why."""
+    versions = {f"{op.name} {name}": version.requires for op in ops for name, version in op.versions.items()}
+    return {name: f"needs compute capability {least / 10}" for name, least in versions.items() if least > capability}
