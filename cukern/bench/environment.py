@@ -10,15 +10,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cukern.runtime.compiler import SetupError, nvrtc_version
 
 _TREE = Path(__file__).resolve().parents[2]  # the source tree, or site-packages
-_FEW_FLOAT32_LANES = ((7, 5), (8, 0))  # 64 per SM, 128 on other GPUs
-_FLOAT64_LANES = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 on other GPUs
+_FLOAT32_FMAS = {(7, 5): 64, (8, 0): 64}  # FMAs per cycle and SM, by compute capability; 128 on other GPUs
+_FLOAT64_FMAS = {(8, 0): 32, (9, 0): 64, (10, 0): 64}  # 2 on other GPUs
 
 
 def device() -> torch.device:
@@ -61,10 +60,6 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def l2_bytes(place: torch.device) -> int:
-    return torch.cuda.get_device_properties(place).L2_cache_size if place.type == "cuda" else 0
-
-
 def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
     """Peak floating-point operations per second without tensor cores, at the highest clock; an FMA counts as two. None for 16-bit types,
     the CPU, or an unknown clock."""
@@ -72,17 +67,11 @@ def peak_flops(place: torch.device, dtype: torch.dtype) -> float | None:
         return None
     properties = torch.cuda.get_device_properties(place)
     capability = (properties.major, properties.minor)
-    lanes = _FLOAT64_LANES.get(capability, 2) if dtype == torch.float64 else 64 if capability in _FEW_FLOAT32_LANES else 128
-    clock = _max_clock_hz(properties)
-    return None if clock is None else properties.multi_processor_count * lanes * 2 * clock
-
-
-def _max_clock_hz(properties: Any) -> float | None:
+    fmas = _FLOAT64_FMAS.get(capability, 2) if dtype == torch.float64 else _FLOAT32_FMAS.get(capability, 128)
     khz = getattr(properties, "clock_rate", 0)
-    if khz:
-        return khz * 1e3
-    mhz = smi("clocks.max.sm")
-    return float(mhz) * 1e6 if mhz and mhz.replace(".", "").isdigit() else None
+    mhz = "" if khz else smi("clocks.max.sm") or ""
+    hz = khz * 1e3 if khz else float(mhz) * 1e6 if mhz.replace(".", "").isdigit() else None
+    return None if hz is None else properties.multi_processor_count * fmas * 2 * hz
 
 
 @functools.cache
@@ -103,25 +92,24 @@ def output(*command: str, cwd: Path | None = None) -> str | None:
 
 
 def cupy_wheels() -> dict[str, str]:
-    """The installed distributions with a `cupy` package, and their versions. Does not import CuPy."""
-    found = {}
-    for distribution in importlib.metadata.distributions():
-        name = (distribution.metadata["Name"] or "").lower()
-        if re.fullmatch(r"cupy(-cuda\d+x|-cuda\d+|-rocm-[\d-]+)?", name):
-            found[name] = distribution.version
-    return found
+    """The installed distributions that contain the package cupy, and their versions. Does not import CuPy."""
+    names = importlib.metadata.packages_distributions().get("cupy", ())
+    return {name.lower(): importlib.metadata.version(name) for name in names}
 
 
 def facts() -> dict[str, str | bool | None]:
-    """The last columns of a record: commit, dirty, gpu, driver, torch, cupy, nvrtc, date (UTC)."""
-    commit, dirty = _commit(_TREE)
+    """The last columns of a record. `dirty`: True if files other than results differ from the commit. The date is UTC."""
+    commit = status = None
+    if (_TREE / ".git").exists():  # not installed; a repository further up belongs to another project
+        commit = output("git", "rev-parse", "HEAD", cwd=_TREE)
+        status = output("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results", cwd=_TREE)
     try:
         nvrtc: str | None = nvrtc_version()
     except SetupError:
         nvrtc = None
     return {
         "commit": commit,
-        "dirty": dirty,
+        "dirty": None if status is None else bool(status),
         "gpu": gpu_name(),
         "driver": smi("driver_version"),
         "torch": torch.__version__,
@@ -129,12 +117,3 @@ def facts() -> dict[str, str | bool | None]:
         "nvrtc": nvrtc,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _commit(tree: Path) -> tuple[str | None, bool | None]:
-    """The commit of the source tree that cukern runs from, and True if files other than results differ from it."""
-    if not (tree / ".git").exists():
-        return None, None  # installed or copied; a repository further up belongs to another project
-    commit = output("git", "rev-parse", "HEAD", cwd=tree)
-    status = output("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results", cwd=tree)
-    return commit, None if status is None else bool(status)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ BOTH = "fwd+bwd"  # a forward that records, and the gradients of all inputs
 HOST_PASSES = {"host fwd": False, "host fwd grad": True}  # True if the inputs require grad
 
 Key = tuple[str, str]  # provider, version
+Dims = Sequence[int]
+Only = Collection[str] | None  # the versions and peers to measure, "cukern" for all versions, "copy"; None: all
 _COPY: Key = ("copy", "")
 
 
@@ -59,7 +62,7 @@ class Table:
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def passes(op: Op, dims: Sequence[int], dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
+def passes(op: Op, dims: Dims, dtype: torch.dtype, wanted: Collection[str] | None) -> list[str]:
     """The passes of `op` to time: those wanted, by default all but BOTH. Raises ValueError for an unknown pass."""
     usual = list(op.cost(dims, dtype.itemsize))
     known = [*usual, BOTH]
@@ -69,8 +72,8 @@ def passes(op: Op, dims: Sequence[int], dtype: torch.dtype, wanted: Collection[s
     return [p for p in known if p in (wanted or usual)]
 
 
-def providers(op: Op, device: torch.device, only: Collection[str] | None) -> tuple[dict[Key, Function], dict[str, str]]:
-    """Versions and peers that run on this device, and the reason for each of the others. `only`: versions, peers, "cukern" or "copy"."""
+def providers(op: Op, device: torch.device, only: Only) -> tuple[dict[Key, Function], dict[str, str]]:
+    """Versions and peers that run on this device, and the reason for each of the others."""
     known = ["cukern", *op.versions, *peer_names(op), "copy"]
     for name in only or ():
         if name not in known:
@@ -83,19 +86,13 @@ def providers(op: Op, device: torch.device, only: Collection[str] | None) -> tup
 
 
 def measure(
-    op: Op,
-    dims: Sequence[int],
-    dtype: torch.dtype,
-    pass_: str,
-    device: torch.device,
-    only: Collection[str] | None = None,
-    budget_s: float = 3.0,
-    tf32: bool = False,
+    op: Op, dims: Dims, dtype: torch.dtype, pass_: str, device: torch.device, only: Only = None, budget_s: float = 3.0, tf32: bool = False
 ) -> Table:
     """Time one pass of every provider, in alternation, for about `budget_s` seconds. `tf32`: float32 products use TF32."""
     functions, missing = providers(op, device, only)
     cost = _cost(op, dims, dtype, pass_)
-    sets = _sets(cost, device)
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    sets = min(max(math.ceil(2 * l2_bytes / max(cost.bytes, 1)), 1), MOST_SETS)
     with environment.float32_products(tf32), timing.side_stream(device):
         wrong = errors(op, op.make(dims, dtype, device), functions, pass_)
         calls = _calls(op, pass_, functions, [op.make(dims, dtype, device) for _ in range(sets)], missing)
@@ -112,20 +109,22 @@ def measure(
     for (provider, version), t in times.items():
         flops = 0 if provider == "copy" else cost.flops
         row = Row(op.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
-        if op.bound == "memory":
-            limit = copy_us / t.median_us if copy_us else None
-        else:
-            limit = row.tflops * 1e12 / peak if peak and row.tflops else None
-        rows.append(dataclasses.replace(row, of_limit=limit, error=wrong.get((provider, version))))
+        rows.append(dataclasses.replace(row, of_limit=_of_limit(row, op, copy_us, peak), error=wrong.get((provider, version))))
     notes = {"all": f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
 
 
-def _cost(op: Op, dims: Sequence[int], dtype: torch.dtype, pass_: str) -> Cost:
+def _cost(op: Op, dims: Dims, dtype: torch.dtype, pass_: str) -> Cost:
     costs = op.cost(dims, dtype.itemsize)
     if pass_ != BOTH:
         return costs[pass_]
     return Cost(costs["fwd"].bytes + costs["bwd"].bytes, costs["fwd"].flops + costs["bwd"].flops)
+
+
+def _of_limit(row: Row, op: Op, copy_us: float | None, peak: float | None) -> float | None:
+    if op.bound == "memory":
+        return copy_us / row.median_us if copy_us else None
+    return row.tflops * 1e12 / peak if peak and row.tflops else None
 
 
 def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> None:
@@ -135,7 +134,7 @@ def _note_failure(provider: str, error: Exception, missing: dict[str, str]) -> N
     missing[provider] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.device, only: Collection[str] | None = None) -> list[Table]:
+def measure_host(op: Op, dims: Dims, dtype: torch.dtype, device: torch.device, only: Only = None) -> list[Table]:
     """Host time of a call, without and with inputs that require grad."""
     tables = []
     for pass_, grad in HOST_PASSES.items():
@@ -159,11 +158,6 @@ def measure_host(op: Op, dims: Sequence[int], dtype: torch.dtype, device: torch.
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _sets(cost: Cost, device: torch.device) -> int:
-    """The number of sets of inputs and outputs, which together exceed twice the L2 cache."""
-    return min(max(math.ceil(2 * environment.l2_bytes(device) / max(cost.bytes, 1)), 1), MOST_SETS)
 
 
 def _calls(
@@ -193,12 +187,8 @@ def _calls(
 
 def _holding(calls: Sequence[timing.Call]) -> list[timing.Call]:
     """Keep the result of each call until its next turn, so that outputs rotate through memory like inputs."""
-    held: dict[int, object] = {}
-
-    def hold(i: int, call: timing.Call) -> timing.Call:
-        return lambda: held.__setitem__(i, call())
-
-    return [hold(i, call) for i, call in enumerate(calls)]
+    held: deque[object] = deque(maxlen=len(calls))
+    return [lambda call=call: held.append(call()) for call in calls]  # type: ignore[misc]
 
 
 def copies(total: int, sets: int, device: torch.device) -> list[Callable[[], object]]:

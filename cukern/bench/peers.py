@@ -5,11 +5,11 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Collection
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from cukern.bench import rope_peers
 from cukern.bench.calls import Function
 from cukern.runtime.registry import Op
 
@@ -19,15 +19,6 @@ _MOST_MATERIALISED = 4096  # rows of the full matrix
 
 Missing = str  # the reason why a peer cannot run here
 Maker = Callable[[Op, torch.device], "Function | Missing"]
-
-_EAGER: dict[str, dict[str, Function]] = {
-    "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
-    "matmul": {"torch": torch.matmul},
-    "linear": {"torch": torch.nn.functional.linear},
-    "rope": {"torch": rope_peers.eager},
-    "rope_interleaved": {"torch": partial(rope_peers.eager_qk, interleaved=True)},
-    **{name: {"torch": rope_peers.eager_qk} for name in ("rope_qk", "rope_in_place", "rope_strided")},
-}
 
 _LOAD_INLINE = r"""
 #include <torch/extension.h>
@@ -102,12 +93,6 @@ def _package(name: str, make: Callable[[Op], Function]) -> Maker:
     return maker
 
 
-def _triton_square(op: Op) -> Function:
-    from cukern.bench import triton_square
-
-    return triton_square.square
-
-
 def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
     if device.type != "cuda":
         return "there is no GPU"
@@ -124,12 +109,6 @@ def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
     return module.square
 
 
-def _liger_softmax(op: Op) -> Function:
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-    return LigerSoftmaxFunction.apply
-
-
 def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
     """A Kronecker-factored layer that builds the full matrix in each call, as LoKr implementations do."""
     if x.shape[-1] > _MOST_MATERIALISED:
@@ -137,13 +116,84 @@ def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
     return x @ functools.reduce(torch.kron, factors)
 
 
-_FLASH = {"flash_attn": _package("flash_attn", rope_peers.flash_attention)}
+# ---- rotary embeddings
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(table: torch.Tensor, dtype: torch.dtype, copies: int, interleaved: bool) -> torch.Tensor:
+    """cos or sin as a peer expects it: in x's dtype, each column `copies` times. Cached per tensor, so it is not timed."""
+    wide = table.repeat_interleave(copies, -1) if interleaved else table.repeat(1, copies)
+    return wide.to(dtype)
+
+
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """x cos + rotate_half(x) sin in x's dtype, as in Hugging Face's models. x is (batch, sequence, heads, head_dim)."""
+    c, s = (_table(t, x.dtype, 2, interleaved)[:, None] for t in (cos, sin))
+    if interleaved:
+        return x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s
+    a, b = x.chunk(2, -1)
+    return x * c + torch.cat((-b, a), -1) * s
+
+
+def _rope_qk(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _rope(q, cos, sin, interleaved), _rope(k, cos, sin, interleaved)
+
+
+def _flash_attention(op: Op) -> Function:
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    interleaved, in_place = op.name == "rope_interleaved", op.name in ("rope_in_place", "rope_quarter")
+
+    def one(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        c, s = _table(cos, x.dtype, 1, False), _table(sin, x.dtype, 1, False)
+        return apply_rotary_emb(x, c, s, interleaved, in_place)
+
+    def both(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return one(q, cos, sin), one(k, cos, sin)
+
+    return one if op.name in ("rope", "rope_quarter") else both
+
+
+def _liger_rope(op: Op) -> Function:
+    """Works in place. Its backward overwrites the incoming gradients, so it must be the last peer of its op."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    def both(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Any, ...]:
+        c, s = _table(cos, q.dtype, 2, False)[None], _table(sin, q.dtype, 2, False)[None]
+        return tuple(y.transpose(1, 2) for y in LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), c, s))
+
+    return both
+
+
+def _transformer_engine(op: Op) -> Function:
+    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+    return lambda t, freqs: apply_rotary_pos_emb(t, freqs, tensor_format="sbhd", fused=True)
+
+
+# ---- the peers of each op
+
+_EAGER: dict[str, dict[str, Function]] = {
+    "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
+    "matmul": {"torch": torch.matmul},
+    "linear": {"torch": torch.nn.functional.linear},
+    "rope": {"torch": _rope},
+    "rope_interleaved": {"torch": partial(_rope_qk, interleaved=True)},
+    **{name: {"torch": _rope_qk} for name in ("rope_qk", "rope_in_place", "rope_strided")},
+}
+
+_FLASH = {"flash_attn": _package("flash_attn", _flash_attention)}
 _MAKERS: dict[str, dict[str, Maker]] = {
-    "square": {"triton": _package("triton", _triton_square), "load_inline": _load_inline_square},
+    "square": {
+        "triton": _package("triton", lambda op: import_module("cukern.bench.triton_square").square),
+        "load_inline": _load_inline_square,
+    },
     **dict.fromkeys(("rope", "rope_qk", "rope_interleaved", "rope_strided", "rope_quarter"), _FLASH),
-    "rope_in_place": {**_FLASH, "liger": _package("liger_kernel", rope_peers.liger)},
-    "rope_te": {"transformer_engine": _package("transformer_engine", rope_peers.transformer_engine)},
-    "softmax": {"liger": _package("liger_kernel", _liger_softmax)},
+    "rope_in_place": {**_FLASH, "liger": _package("liger_kernel", _liger_rope)},
+    "rope_te": {"transformer_engine": _package("transformer_engine", _transformer_engine)},
+    "softmax": {"liger": _package("liger_kernel", lambda op: import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply)},
     "kron_linear": {"materialised": lambda op, device: _materialised},
 }
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from cukern.bench.measure import Row, Table
 from cukern.runtime.compiler import SetupError
 
+_COLORS = {"cukern": "tab:green", "copy": "tab:gray"}
+
 
 def drawable(file: Path) -> None:
     """Raises SetupError without matplotlib, and ValueError for an unknown picture format."""
@@ -16,9 +18,8 @@ def drawable(file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    kinds = FigureCanvasAgg.filetypes
-    if file.suffix[1:].lower() not in kinds:
-        raise ValueError(f"--plot must name a file that ends with .{', .'.join(sorted(kinds))}, got {str(file)!r}")
+    if file.suffix[1:].lower() not in FigureCanvasAgg.filetypes:
+        raise ValueError(f"--plot must name a file that ends with .{', .'.join(sorted(FigureCanvasAgg.filetypes))}, got {str(file)!r}")
 
 
 def plot(tables: Sequence[Table], file: Path) -> None:
@@ -31,7 +32,8 @@ def plot(tables: Sequence[Table], file: Path) -> None:
     figure, panels = pyplot.subplots(len(tables), 1, figsize=(8, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained")
     for table, panel in zip(tables, panels[:, 0], strict=True):
         values, unit = _values(table.rows)
-        bars = panel.barh([f"{r.provider} {r.version}" for r in table.rows], values, color=[_color(r) for r in table.rows])
+        colors = [_COLORS.get(r.provider, "tab:blue") for r in table.rows]
+        bars = panel.barh([f"{r.provider} {r.version}" for r in table.rows], values, color=colors)
         panel.bar_label(bars, fmt="%.3g", padding=3)
         panel.margins(x=0.12)
         panel.invert_yaxis()
@@ -49,7 +51,3 @@ def _values(rows: Sequence[Row]) -> tuple[list[float], str]:
     if all(r.tbps for r in rows):
         return [r.tbps or 0.0 for r in rows], "TB/s"
     return [r.median_us for r in rows], "us"
-
-
-def _color(row: Row) -> str:
-    return {"cukern": "tab:green", "copy": "tab:gray"}.get(row.provider, "tab:blue")

@@ -13,11 +13,9 @@ _DERIVED = ("bytes", "flops", "tbps", "tflops", "of_limit", "error")
 
 def default_file() -> Path:
     """benchmarks/results/<gpu>.jsonl of the source tree that contains the current folder, else ./<gpu>.jsonl."""
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (folder / "benchmarks" / "tables.py").is_file():
-            return folder / "benchmarks" / "results" / f"{environment.short_name()}.jsonl"
-    return here / f"{environment.short_name()}.jsonl"
+    here, name = Path.cwd(), f"{environment.short_name()}.jsonl"
+    trees = [folder for folder in (here, *here.parents) if (folder / "benchmarks" / "tables.py").is_file()]
+    return trees[0] / "benchmarks" / "results" / name if trees else here / name
 
 
 def append(rows: Iterable[Row], file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Start-up costs of fresh processes: the import, the first call with an empty and a full cache, and eight processes at once."""
+"""Start-up times of fresh processes: the import, the first call with an empty and a full cache, and eight processes at once."""
 
 import subprocess
 import sys

@@ -101,16 +101,15 @@ def host_times(calls: Mapping[Name, Call], device: torch.device, rounds: int = 6
         return run
 
     batches = {name: _Batch(repeated(call), count) for name, call in calls.items()}
-    wait = torch.cuda.synchronize if device.type == "cuda" else _no_wait
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     collecting = gc.isenabled()
     gc.disable()
     try:
-        times = _times(batches, lambda batches: _host_round(batches, wait), 1, rounds)
+        return _times(batches, lambda batches: _host_round(batches, wait), 1, rounds)
     finally:
         if collecting:
             gc.enable()
-    wait()
-    return times
+        wait()
 
 
 def _times(batches: dict[Name, _Batch], clock: Callable[[list[_Batch]], list[float]], warmup: int, rounds: int) -> dict[Name, Timing]:
@@ -131,11 +130,7 @@ def summary(us: Sequence[float], note: str = "") -> Timing:
     return Timing(statistics.median(us), quarters[2] - quarters[0], note)
 
 
-def _no_wait() -> None:
-    pass
-
-
-def _host_round(batches: list[_Batch], wait: Callable[[], object] = _no_wait) -> list[float]:
+def _host_round(batches: list[_Batch], wait: Call = lambda: None) -> list[float]:
     """Host microseconds per call of each batch. `wait` is called before each batch, and is not timed."""
     times = []
     for batch in batches:
@@ -161,9 +156,6 @@ def _calls_in_batch(call_us: float, sets: int, aim_us: float) -> int:
     return min(max(math.ceil(aim_us / max(call_us, 0.1)), sets), max(MAX_BATCH, sets))
 
 
-# ---- the GPU
-
-
 def _gpu_round(batches: list[_Batch]) -> list[float]:
     """Microseconds per call of each batch. All batches are enqueued before the GPU starts, with events between them."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
@@ -183,32 +175,22 @@ def _prepare_gpu(calls: Sequence[Call]) -> _Batch:
     (call_us,) = _gpu_round([_Batch(lambda: run(1), 1)])
     if call_us < BATCH_US:
         (call_us,) = _gpu_round([_Batch(lambda: run(10), 10)])
-    (host_us,) = _host_round([_Batch(lambda: run(3), 3)], torch.cuda.synchronize)
-    torch.cuda.synchronize()
-    if call_us >= GRAPH_BELOW_US and host_us < HOST_SHARE * call_us:
+    if call_us >= GRAPH_BELOW_US and _host_round([_Batch(lambda: run(3), 3)], torch.cuda.synchronize)[0] < HOST_SHARE * call_us:
         few = math.ceil(BATCH_US / call_us)
         return _Batch(lambda: run(few), few, call_us)
     count = _calls_in_batch(call_us, len(calls), BATCH_US)  # every replay starts at the first set, so all input sets must be in the graph
     try:
-        graph = _capture(run, count)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the backward pass launches its kernels from an autograd thread
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            run(count)
+        graph.replay()  # the first replay uploads the graph
+        torch.cuda.synchronize()
     except RuntimeError as error:
         torch.cuda.synchronize()
         reason = str(error).strip().partition("\n")[0]
         return _Batch(lambda: run(count), count, call_us, f"not captured in a CUDA graph, so the time may include host time ({reason})")
     return _Batch(graph.replay, count, call_us)
-
-
-def _capture(run: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: the backward pass launches its kernels from an autograd thread
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        run(count)
-    graph.replay()  # the first replay uploads the graph
-    torch.cuda.synchronize()
-    return graph
-
-
-# ---- the CPU
 
 
 def _prepare_cpu(calls: Sequence[Call]) -> _Batch:

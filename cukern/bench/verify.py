@@ -77,7 +77,7 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
         checks.unknown_version(op.name, version, op.versions)
     names = [version] if version else list(op.versions)
     if device.type == "cuda" or backend.simulating():
-        has = device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
+        has = _capability(device)
         least = {n: op.versions[n].requires for n in names}
         refused = {n: f"needs compute capability {needs / 10}, this GPU has {has / 10}" for n, needs in least.items() if needs > has}
         public = {}
@@ -87,11 +87,16 @@ def candidates(op: Op, device: torch.device, version: str | None = None) -> tupl
     return {**{n: partial(op.call, version=n) for n in names if n not in refused}, **public}, refused
 
 
+def _capability(device: torch.device) -> int:
+    return device_of(device.index if device.type == "cuda" else backend.SIMULATED).capability
+
+
 def verify(op: Op, dims: Sequence[int], dtype: torch.dtype, functions: dict[str, Function], device: torch.device) -> Verdict:
     """Run the functions, all of `op`'s inputs, forward and backward on the same fresh random inputs, and compare them."""
     inputs = op.make(dims, dtype, device)
     douts = draw_douts(op, inputs)
-    names = _names(op, inputs, douts)
+    outs = ["out"] if len(douts) == 1 else [f"out{i}" for i in range(len(douts))]
+    names = [*outs, *(f"d{op.names(inputs)[i]}" for i in wanted_inputs(op, "bwd", inputs))]
     truth, scale = _truth(op, inputs, douts)
     allowed = _allowed(op, inputs, douts, truth, scale)
     ours = {}
@@ -147,12 +152,6 @@ def poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filled
-
-
-def _names(op: Op, inputs: Tensors, douts: Tensors) -> list[str]:
-    """Names of the results: "out", or "out0", "out1", ... for several outputs; then "dx" for each input x that has a gradient."""
-    outs = ["out"] if len(douts) == 1 else [f"out{i}" for i in range(len(douts))]
-    return [*outs, *(f"d{op.names(inputs)[i]}" for i in wanted_inputs(op, "bwd", inputs))]
 
 
 def _truth(op: Op, inputs: Tensors, douts: Tensors) -> tuple[Tensors, Tensors]:

@@ -1,7 +1,6 @@
 """The command line; one file per command."""
 
 import contextlib
-import importlib.metadata
 import os
 import sys
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
+import cukern
 from cukern.cli import bench, check, compile, doctor, profile, tune
 from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.backend import simulating
@@ -23,7 +23,7 @@ _USERS_ERRORS = (*_OURS, ValueError, TypeError, OSError, MemoryError, torch.OutO
 
 
 class _Group(TyperGroup):
-    """Exits with status 2 and only the message for errors that a user can fix, and with 130 for Ctrl-C."""
+    """Exits with status 2 for errors that a user can fix, and prints only their message. Exits with 130 for Ctrl-C."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -62,11 +62,7 @@ app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            number = importlib.metadata.version("cukern")
-        except importlib.metadata.PackageNotFoundError:
-            number = "from a source tree that is not installed"
-        say(f"cukern {number}")
+        say(f"cukern {cukern.__version__}")
         raise typer.Exit
 
 
@@ -81,12 +77,8 @@ def _root(
         context.default_map = {command: {"dtype": dtype} for command in ("check", "bench", "profile")}
 
 
-app.command()(check.check)
-app.command()(bench.bench)
-app.command()(profile.profile)
-app.command()(compile.compile)
-app.command()(tune.tune)
-app.command()(doctor.doctor)
+for _command in (check.check, bench.bench, profile.profile, compile.compile, tune.tune, doctor.doctor):
+    app.command()(_command)
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """`cukern bench`: times every version next to its peers and the hardware limit."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,30 +12,17 @@ from cukern.bench.measure import Row, Table, measure, measure_host, passes
 from cukern.bench.plot import drawable
 from cukern.bench.plot import plot as draw
 from cukern.bench.record import append, default_file
-from cukern.cli.common import (
-    Dims,
-    Dtype,
-    OpName,
-    check_target,
-    console,
-    errors,
-    find_dims,
-    find_dtype,
-    find_op,
-    listed,
-    progress,
-    say,
-    table,
-)
+from cukern.cli import common
+from cukern.cli.common import console, errors, listed, say
 from cukern.runtime.device import restricted
 
 STARTUP = "startup"
 
 
 def bench(
-    op: OpName,
-    dims: Dims = None,
-    dtype: Dtype = "f",
+    op: common.OpName,
+    dims: common.Dims = None,
+    dtype: common.Dtype = "f",
     pass_: Annotated[
         str | None, typer.Option("--pass", metavar="fwd|bwd|bwd:x,...", help="Only these passes; fwd+bwd times both together.")
     ] = None,
@@ -60,11 +46,15 @@ def bench(
     else:
         found = _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds)
     mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
-    with restricted(*_candidates(op, kernel, _split(without))) if mark else contextlib.nullcontext():
+    with restricted(*_candidates(op, kernel, _split(without))):
         for one in found:
-            tables.append(_marked(one, mark))
-            _print(tables[-1])
+            # The options that changed the plans become part of the version in tables and records.
+            rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
+            tables.append(replace(one, rows=rows))
             missing |= one.missing
+            if rows:
+                console.print(_table(rows))
+            listed("note:", one.notes)
     listed("missing:", missing)
     if record_to:
         append([row for one in tables for row in one.rows], record_to)
@@ -76,17 +66,11 @@ def bench(
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
     """Checked arguments of `restricted`."""
-    known = () if op == STARTUP else find_op(op).candidates
+    known = () if op == STARTUP else common.find_op(op).candidates
     for name in filter(None, (kernel, *(without or ()))):
         if name not in known:
             raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
     return kernel or "", without or []
-
-
-def _marked(one: Table, mark: str) -> Table:
-    """The table with `mark` appended to the versions of cukern, so that a record shows the options that changed the plans."""
-    rows = [replace(r, version=r.version + mark) if r.provider == "cukern" else r for r in one.rows]
-    return replace(one, rows=rows)
 
 
 def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Path | None:
@@ -96,10 +80,10 @@ def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Pat
             raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
         record_to = default_file()
     if record_to:
-        check_target("--record-to", record_to)
+        common.check_target("--record-to", record_to)
     if plot:
         drawable(plot)
-        check_target("--plot", plot)
+        common.check_target("--plot", plot)
     return record_to
 
 
@@ -114,20 +98,20 @@ def _measure(
     seconds: float,
 ) -> Iterator[Table]:
     """Yield each table as soon as it is measured."""
-    op, place = find_op(name), environment.device()
-    kind = find_dtype(op, letter)
+    op, place = common.find_op(name), environment.device()
+    kind = common.find_dtype(op, letter)
     if tf32 and (host or letter != "f"):
         raise ValueError(f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}")
     if host:
-        (shape,) = find_dims(op, dims, op.check_dims[:1])
+        (shape,) = common.find_dims(op, dims, op.check_dims[:1])
         yield from measure_host(op, shape, kind, place, only)
         return
-    shapes = find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims)
+    shapes = common.find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims)
     jobs = [(shape, p) for shape in shapes for p in passes(op, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):
         if op.note and shape not in [s for s, _ in jobs[:i]]:
             say(op.note(shape, kind.itemsize))
-        with progress() as bar:
+        with common.progress() as bar:
             bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
             one = measure(op, shape, kind, p, place, only, seconds, tf32)
         yield one
@@ -144,15 +128,10 @@ def _split(text: str | None) -> list[str] | None:
     return [word.strip() for word in text.split(",")] if text is not None else None
 
 
-def _print(one: Table) -> None:
-    if one.rows:
-        console.print(_table(one.rows))
-    listed("note:", one.notes)
-
-
-def _table(rows: Sequence[Row]) -> object:
+def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """Only the columns that apply: no limit on a CPU, no bytes for host time."""
-    first, startup = rows[0], rows[0].op == STARTUP
+    if rows[0].op == STARTUP:
+        return {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "spread ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
     torch_us = next((r.median_us for r in rows if r.provider == "torch"), None)
     columns: dict[str, Callable[[Row], str]] = {
         "us": lambda r: f"{r.median_us:.2f}",
@@ -163,13 +142,15 @@ def _table(rows: Sequence[Row]) -> object:
         "x torch": lambda r: _number(torch_us / r.median_us if torch_us else None),
         "error": lambda r: "" if r.error is None else f"{r.error:.1e}",
     }
-    if startup:
-        columns = {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "spread ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
-    used = {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}
+    return {name: cell for name, cell in columns.items() if any(cell(r) for r in rows)}
+
+
+def _table(rows: Sequence[Row]) -> object:
+    first, startup, used = rows[0], rows[0].op == STARTUP, _columns(rows)
     sizes, where = " x ".join(map(str, first.shape)), environment.gpu_name() or "cpu"
     title = " ".join(filter(None, (first.op, "" if startup else first.pass_, sizes, first.dtype, f"on {where}")))
     intensity = next((f", {r.flops / r.bytes:.3g} flop/byte" for r in rows if r.bytes and r.flops), "")
-    shown = table(title + intensity, "what" if startup else "provider", *used)
+    shown = common.table(title + intensity, "what" if startup else "provider", *used)
     for r in rows:
         name = r.pass_ if startup else f"{r.provider} {r.version}".strip()
         shown.add_row(name, *[cell(r) for cell in used.values()], style="bold" if r.version else None)

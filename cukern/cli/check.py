@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -41,12 +40,16 @@ def check(
         functions, skipped = candidates(found, place, version)
         if not functions:
             raise ValueError(f"there is nothing to check: {'; '.join(f'{op} {name} {why}' for name, why in skipped.items())}")
-        verdicts = _verify(found, shapes, dtypes, functions, place)
+        verdicts = _verify(found, list(itertools.product(dtypes, shapes)), functions, place)
     for verdict in verdicts:
         _print(found, verdict)
     listed("version", {name: found.versions[name].idea for name in functions})
     listed("not run:", skipped)
-    where = "the simulator" if simulated else environment.gpu_name()
+    _sum_up(op, verdicts, "the simulator" if simulated else environment.gpu_name())
+
+
+def _sum_up(op: str, verdicts: list[Verdict], where: str | None) -> None:
+    """Print how many comparisons failed. Exits with 1 if any did."""
     wrong = sum(v.wrong for v in verdicts)
     total = sum(len(v.results) + len(v.pairs) for v in verdicts)
     say(f"{op}: {total} comparisons on {where}, {wrong or 'nothing'} wrong", "red" if wrong else "green")
@@ -54,13 +57,11 @@ def check(
         raise typer.Exit(1)
 
 
-def _verify(
-    op: Op, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], functions: dict[str, Function], place: torch.device
-) -> list[Verdict]:
-    verdicts: list[Verdict] = []
+def _verify(op: Op, cases: list[tuple[torch.dtype, tuple[int, ...]]], functions: dict[str, Function], place: torch.device) -> list[Verdict]:
+    verdicts = []
     with progress() as bar:
-        task = bar.add_task(f"checking {op.name}", total=len(shapes) * len(dtypes))
-        for kind, shape in itertools.product(dtypes, shapes):
+        task = bar.add_task(f"checking {op.name}", total=len(cases))
+        for kind, shape in cases:
             try:
                 verdicts.append(verify(op, shape, kind, functions, place))
             except Fault as fault:

@@ -50,7 +50,7 @@ def compile(
         else:
             kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(one)).items()}
         failed += print_reports(compile_kernels(kernels.values(), one), one)
-        listed("not for " + one + ":", _too_new(ops, one))
+        listed(f"not for {one}:", _too_new(ops, _number(one)))
     say(f"cache: {target() or 'none can be written'}")
     if failed:
         raise typer.Exit(1)
@@ -119,10 +119,7 @@ def _number(arch: str) -> int:
     return int(re.sub(r"\D", "", arch))
 
 
-def _too_new(ops: Sequence[Op], arch: str) -> dict[str, str]:
-    return {
-        f"{op.name} {name}": f"needs compute capability {version.requires / 10}"
-        for op in ops
-        for name, version in op.versions.items()
-        if version.requires > _number(arch)
-    }
+def _too_new(ops: Sequence[Op], capability: int) -> dict[str, str]:
+    """The versions that need a newer GPU, and why."""
+    versions = {f"{op.name} {name}": version.requires for op in ops for name, version in op.versions.items()}
+    return {name: f"needs compute capability {least / 10}" for name, least in versions.items() if least > capability}

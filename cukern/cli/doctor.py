@@ -20,10 +20,9 @@ from cukern.cli.common import console, say
 from cukern.runtime import cache, compiler
 from cukern.runtime.sources import Source, kernels_dir
 
-State = Literal["ok", "absent", "warning", "missing"]
 _MARKS = {"ok": "[green]ok[/green]", "absent": "[dim]--[/dim]", "warning": "[yellow]!![/yellow]", "missing": "[red]NO[/red]"}
 
-_WHEELS = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
+_WHEELS = "pip install --force-reinstall nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
 _OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody else but root (chmod go-w)"
 
 
@@ -31,7 +30,7 @@ _OWN_CACHE = "set CUKERN_CACHE_DIR to a folder that you can write, and nobody el
 class Finding:
     """One line of the report. `mend`: how to fix it. State "absent" is for optional things, "missing" for required ones."""
 
-    state: State
+    state: Literal["ok", "absent", "warning", "missing"]
     what: str
     found: str
     mend: str = ""
@@ -55,15 +54,15 @@ def examine() -> Iterator[Finding]:
     yield Finding("ok", "torch", f"{torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'built without CUDA'})")
     needed = [
         *_tried("CuPy", _cupy, "pip install --force-reinstall cupy-cuda12x"),
-        *_tried("NVRTC", _nvrtc, f"pip install --force-reinstall {_WHEELS}"),
-        *_tried("CUDA headers", lambda: str(compiler.cuda_include()), f"pip install --force-reinstall {_WHEELS}"),
+        *_tried("NVRTC", _nvrtc, _WHEELS),
+        *_tried("CUDA headers", lambda: str(compiler.cuda_include()), _WHEELS),
         *_tried("kernel sources", _sources, "make the files readable (chmod -R a+rX), or install cukern again"),
     ]
     yield from needed
     if not any(one.state == "missing" for one in needed):
-        yield from _tried("compiler", _compiles, f"pip install --force-reinstall {_WHEELS}")
-    yield from _tried("GPU", _gpus, "see https://pytorch.org and https://www.nvidia.com/drivers", "warning")
-    yield from _tried("cache", _caches, _OWN_CACHE, "warning")
+        yield from _tried("compiler", _compiles, _WHEELS)
+    yield from _tried("GPU", _gpus, "see https://pytorch.org and https://www.nvidia.com/drivers", required=False)
+    yield from _tried("cache", _caches, _OWN_CACHE, required=False)
     yield from _package("Triton", "triton", "a peer in cukern bench, and torch.compile on a GPU: pip install triton")
     yield from _package("matplotlib", "matplotlib", "cukern bench --plot: pip install matplotlib")
     yield _program("nvcc", "only the peer load_inline of cukern bench needs it: install the CUDA toolkit")
@@ -71,14 +70,15 @@ def examine() -> Iterator[Finding]:
     yield _program("compute-sanitizer", "to look for memory errors and races: install the CUDA toolkit")
 
 
-def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, state: State = "missing") -> list[Finding]:
+def _tried(what: str, find: Callable[[], str | Iterable[Finding]], mend: str, required: bool = True) -> list[Finding]:
     """The result of `find`, or its error as a finding. In a broken installation any call may raise any exception."""
     try:
         found = find()
         return [Finding("ok", what, found)] if isinstance(found, str) else list(found)
     except Exception as error:
         message, _, command = str(error).partition(" Run: ")
-        return [Finding(state, what, message if command else f"{type(error).__name__}: {error}", command or mend)]
+        text = message if command else f"{type(error).__name__}: {error}"
+        return [Finding("missing" if required else "warning", what, text, command or mend)]
 
 
 def _cupy() -> str | list[Finding]:
@@ -165,7 +165,7 @@ def _package(what: str, module: str, mend: str) -> list[Finding]:
             return [Finding("absent", what, "not installed", mend)]
         return str(getattr(importlib.import_module(module), "__version__", "installed"))
 
-    return _tried(what, find, f"pip install --force-reinstall {module}", "warning")
+    return _tried(what, find, f"pip install --force-reinstall {module}", required=False)
 
 
 def _program(name: str, mend: str) -> Finding:

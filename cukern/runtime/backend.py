@@ -1,7 +1,7 @@
-"""Loads and launches kernels: on the GPU, or in the simulator for CPU tensors where the user chose it.
+"""Loads and launches kernels: on the GPU, or in the simulator for CPU tensors if the user chose it.
 
-CuPy's RawModule loads the machine code. `cupy_backends.cuda.api.driver` launches it with arguments that are packed here: 3 us of host
-time, nearly all of it in the driver, half the time of a CuPy RawKernel call.
+CuPy's RawModule loads the machine code. `cupy_backends.cuda.api.driver` launches it with arguments that are packed here. A launch takes
+3 us of host time, nearly all of it in the driver; a call of a CuPy RawKernel takes twice as long.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from cukern.runtime.signature import Param, explain_misfit, offsets, packer
 
 Launch = Callable[..., None]
 
-SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronise after each launch, so that a fault names its kernel
-NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX range of the kernel's name
+SYNC = os.environ.get("CUKERN_SYNC", "0") != "0"  # synchronize after each launch, so that an error names its kernel
+NVTX = os.environ.get("CUKERN_NVTX", "0") != "0"  # put each launch in an NVTX range with the kernel's name
 
 _MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_THREADS_ATTRIBUTE = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _CLUSTER_ATTRIBUTES = (11, 12, 13)  # CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH, _HEIGHT, _DEPTH
 _LARGE_CLUSTER_ATTRIBUTE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-_PORTABLE_CLUSTER = 8  # blocks of a cluster that need no attribute
-_FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic, that need no attribute
+_PORTABLE_CLUSTER = 8  # thread blocks; larger clusters need the attribute
+_FREE_SHARED = 48 << 10  # bytes of shared memory, static and dynamic; more needs the attribute
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream)
@@ -47,10 +47,9 @@ _blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar(
 
 
 class _Traced(threading.local):
-    """The current backend of this thread, for torch.compile, which cannot trace a context variable."""
+    """The backend of this thread, for torch.compile, which cannot trace a context variable."""
 
-    def __init__(self) -> None:
-        self.name = _START[0]
+    name = _START[0]
 
 
 _traced = _Traced()
@@ -58,7 +57,7 @@ _traced = _Traced()
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Choose what happens to CPU tensors: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
+    """Choose how CPU tensors are processed: `with cukern.backend("sim"): cukern.square(torch.randn(1000))`.
 
     Args:
         name: "sim": the simulator runs the CUDA kernels. It raises cukern.sim.Fault for races, out-of-bounds accesses and similar bugs.
@@ -71,11 +70,11 @@ def backend(name: str) -> Iterator[None]:
     Raises TypeError for a name that is not a str and ValueError for an unknown name. A wrong CUKERN_BACKEND raises at the first CPU tensor.
     """
     _check("", name)
-    mine = [name]
+    mine = [name]  # a list has an identity: blocks in generators may end in any order
     _enter((*_blocks.get(), mine))
     try:
         yield
-    finally:  # blocks held open by generators may end in any order
+    finally:
         _enter(tuple(block for block in _blocks.get() if block is not mine))
 
 
@@ -105,15 +104,14 @@ def simulating() -> bool:
 
 
 def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
-    """The same as `load`, for the simulator."""
+    """The launch function of a kernel in the simulator; see `load`."""
     from cukern import sim
 
     return sim.load(name, ptx, params)
 
 
 def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManager:
-    """Inside the block, simulated kernels may access these tensors and those that torch allocates meanwhile. Items that are not tensors are
-    ignored."""
+    """Inside the block, simulated kernels may access these tensors and new ones. Items that are not tensors are ignored."""
     from cukern import sim
 
     return sim.memory.scope([t for t in tensors if isinstance(t, torch.Tensor)])
@@ -124,13 +122,13 @@ def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManage
 
 @cached(4096)
 def spread(shared: int, blocks: int, device: int) -> int:
-    """The dynamic shared memory in bytes to request so that the thread blocks of a launch spread evenly over the SMs; at least `shared`.
+    """The bytes of dynamic shared memory to request so that the thread blocks of a launch spread evenly over the SMs; at least `shared`.
 
     A launch that overlaps the previous one (PDL) would otherwise place too many blocks on the first SMs that become free."""
-    if device == SIMULATED or device_of(device).capability < extended_launch.CAPABILITY:
+    facts = device_of(device)
+    if device == SIMULATED or facts.capability < extended_launch.CAPABILITY:
         return shared
-    each = -(-blocks // device_of(device).sms)
-    return max(shared, (device_of(device).shared_bytes + 1024) // (each + 1) - 896)
+    return max(shared, (facts.shared_bytes + 1024) // (-(-blocks // facts.sms) + 1) - 896)
 
 
 def require_gpu() -> None:
@@ -144,26 +142,22 @@ def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attrib
     cupy = compiler.cupy()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
-        raw = _load_module(cupy, name, cubin, device)
+        try:
+            with tempfile.TemporaryDirectory(prefix="cukern-") as folder:  # CuPy caches modules by path, so each load uses a new one
+                file = Path(folder, "kernel.cubin")
+                file.write_bytes(cubin.code)
+                raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
+        except OSError as error:
+            raise SetupError(
+                f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written"
+            ) from error
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
         launch = _launcher(raw.kernel.ptr, name, cubin, params, device, attribute)
     if SYNC or NVTX:
         launch = _debugged(launch, name)
     return launch if torch.cuda.device_count() == 1 else _on_device(launch, device), raw
-
-
-def _load_module(cupy: Any, name: str, cubin: Cubin, device: int) -> Any:
-    """The cupy.RawKernel of a cubin on the current GPU. CuPy caches modules by path, so each load uses a new one."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="cukern-") as folder:
-            file = Path(folder, "kernel.cubin")
-            file.write_bytes(cubin.code)
-            raw = cupy.RawModule(path=str(file)).get_function(cubin.symbol)
-    except cupy.cuda.driver.CUDADriverError as error:
-        raise LaunchError(f"{name} compiled for {cubin.arch} does not load on {torch.cuda.get_device_name(device)}: {error}") from None
-    except OSError as error:
-        raise SetupError(f"{name} cannot be written to a temporary file ({error}): set TMPDIR to a folder that can be written") from error
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))  # never unloaded: a captured CUDA graph may use the function
-    return raw
 
 
 def bind(launch: Launch, grid: Dim, block: Dim, shared: int, *last: Any) -> Launch:
@@ -197,19 +191,19 @@ def _debugged(launch: Launch, name: str) -> Launch:
 
 
 class _Arguments(threading.local):
-    """A buffer for packed kernel arguments, one per thread, because forward and backward run on different threads.
+    """A buffer for packed kernel arguments. Each thread has its own, because forward and backward run on different threads.
 
-    The driver gets a description of the buffer. A cooperative launch that is captured in a CUDA graph accepts only an array of pointers to
-    the arguments."""
+    `parts`: the buffer, the array of pointers to the arguments or 0, and the description of the buffer or 0. The description is 0.15 us
+    faster, but a cooperative launch in a CUDA graph capture accepts only the pointers."""
 
     def __init__(self, packed: bytes, params: tuple[Param, ...], attribute: int):
         buffer = ctypes.create_string_buffer(packed, max(1, len(packed)))
         start, self._size = ctypes.addressof(buffer), ctypes.c_size_t(len(packed))
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END: 0.15 us faster than an array of pointers to the arguments
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END
         self._extra = (ctypes.c_void_p * 5)(1, start, 2, ctypes.addressof(self._size), 0)
         self._each = (ctypes.c_void_p * len(params))(*(start + offset for offset in offsets(params)))
-        together = attribute == extended_launch.TOGETHER
-        self.parts = (buffer, ctypes.addressof(self._each), 0) if together else (buffer, 0, ctypes.addressof(self._extra))
+        cooperative = attribute == extended_launch.TOGETHER
+        self.parts = (buffer, ctypes.addressof(self._each), 0) if cooperative else (buffer, 0, ctypes.addressof(self._extra))
 
 
 def _allow_cluster(function: int, device: int) -> Dim:

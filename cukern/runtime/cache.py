@@ -1,8 +1,8 @@
 """The cache of compiled kernels on disk. Each entry is one file, written atomically, with a SHA-256 over its key and content.
 
-Files that another user could have written are never read: folders and files must belong to this user or to root, and nobody else may have
-write permission. (Permissions of parent folders do not matter: somebody who replaces the folder leaves one with another owner.) A folder
-that cannot be written, such as one in a container image, is read, and new entries go to the next folder.
+Folders and files must belong to this user or to root, and nobody else may have write permission; others are not read. (Permissions of
+parent folders do not matter: another user who replaces the folder becomes its owner.) A folder that cannot be written, such as one in a
+container image, is read, and new entries go to the next folder.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 @dataclass(frozen=True)
 class Report:
-    """Resource usage of one kernel as ptxas reports it: registers, spill and stack bytes per thread, and bytes of static shared memory."""
+    """Resources of a kernel from ptxas: registers and bytes of spills and stack per thread, and bytes of static shared memory."""
 
     registers: int
     spill_stores: int
@@ -39,10 +39,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel: machine code for one architecture, the symbol of its entry, and its resource report.
-
-    `signature` is the mangled C++ type of the kernel's parameters, as the compiler saw them.
-    """
+    """A compiled kernel: its code (PTX if `arch` is virtual), the symbol of its entry, and the mangled types of its parameters."""
 
     code: bytes
     symbol: str
@@ -51,26 +48,21 @@ class Cubin:
     signature: str = ""
 
 
-def virtual(arch: str) -> bool:
-    """True if NVRTC generates PTX for this architecture instead of machine code."""
-    return arch.startswith("compute_")
-
-
 # ---- folders
 
 
 @functools.cache
 def cache_dir() -> Path:
-    """The first choice: $CUKERN_CACHE_DIR, else the user's cache folder, else one for temporary files."""
+    """The preferred folder."""
     return next(candidates())
 
 
 def candidates() -> Iterator[Path]:
-    """Folders for compiled kernels in order of preference. A container user may have no home."""
+    """Folders for compiled kernels in order of preference: $CUKERN_CACHE_DIR, the user's cache folder, one for temporary files."""
     if named := os.environ.get("CUKERN_CACHE_DIR"):
         yield Path(named).absolute()
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(home):
+    if os.path.isabs(home):  # a user in a container may have no home
         yield Path(home, "cukern")
     yield temporary_dir()
 
@@ -84,7 +76,7 @@ def temporary_dir() -> Path:
 
 
 def house_cupy() -> None:
-    """Give CuPy another cache folder if it could not create ~/.cupy, because its import would fail."""
+    """Give CuPy another cache folder if it cannot create ~/.cupy, because its import would fail."""
     if "CUPY_CACHE_DIR" not in os.environ:
         try:
             Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
@@ -99,7 +91,7 @@ def refusal(folder: Path) -> str | None:
         if not folder.exists():
             folder.mkdir(0o755 if folder == cache_dir() else 0o700, parents=True, exist_ok=True)
         status = folder.stat()
-        # The owner of a symbolic link matters too: anyone can create one in /tmp that points to our folder.
+        # The owner of a symbolic link matters too: anyone can create one in /tmp that points to the folder.
         return _foreign(status, folder.lstat().st_uid) if stat.S_ISDIR(status.st_mode) else "Not a directory"
     except OSError as error:
         return error.strerror or str(error)
@@ -123,7 +115,7 @@ def target() -> Path | None:
 
 
 def _foreign(status: os.stat_result, *owners: int) -> str | None:
-    """The reason why another user could have written it, or None."""
+    """The reason why another user could have written a file of this status, or None. `owners`: further ones to check."""
     if hasattr(os, "geteuid"):
         for owner in {status.st_uid, *owners} - {0, os.geteuid()}:
             return f"it belongs to user {owner}"
@@ -164,9 +156,9 @@ def corrupt(entry: Path) -> bool:
 
 
 def write(key: str, cubin: Cubin) -> None:
-    known = asdict(cubin)
-    code = known.pop("code")
-    body = json.dumps(known).encode() + b"\n" + code
+    facts = asdict(cubin)
+    code = facts.pop("code")
+    body = json.dumps(facts).encode() + b"\n" + code
     folder = target()
     if folder is None:
         return _warn_once("cukern has no cache that it can write: every process compiles its kernels anew; `cukern doctor` says more")
@@ -184,9 +176,9 @@ def _digest(key: str, body: bytes) -> bytes:
 def _decode(key: str, content: bytes) -> Cubin:
     digest, _, body = content.partition(b"\n")
     if digest != _digest(key, body):
-        raise ValueError("not what was written for this key")
-    known, _, code = body.partition(b"\n")
-    entry = json.loads(known)
+        raise ValueError("changed, or of another key")
+    facts, _, code = body.partition(b"\n")
+    entry = json.loads(facts)
     return Cubin(code=code, **{**entry, "report": Report(**entry["report"])})
 
 
@@ -195,7 +187,7 @@ def _content(path: Path) -> bytes:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-            raise ValueError("no file of an entry")
+            raise ValueError("not a regular file, or too large")
         if why := _foreign(status):
             raise PermissionError(1, why)
         return file.read(status.st_size)

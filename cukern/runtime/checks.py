@@ -10,8 +10,6 @@ import torch
 
 SIMULATOR = 'run it in the simulator: with cukern.backend("sim")'
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 

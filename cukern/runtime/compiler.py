@@ -16,11 +16,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cukern.runtime import cache
 from cukern.runtime.cache import Cubin as Cubin
 from cukern.runtime.cache import Report as Report
-from cukern.runtime.cache import virtual
 from cukern.runtime.forks import no_fork
 from cukern.runtime.signature import PROBE, probe
 from cukern.runtime.sources import NOWHERE, Source
@@ -45,8 +45,8 @@ class Ptx:
     signature: str = ""
 
 
-# One lock per kernel. dict.setdefault is atomic: two threads get the same lock. RLock: a signal handler may request the kernel that its
-# own thread is compiling.
+# By cache key. dict.setdefault is atomic: two threads get the same lock. RLock: a signal handler may request the kernel that its own thread
+# is compiling.
 _compile_locks: dict[str, contextlib.AbstractContextManager] = {}
 
 
@@ -62,13 +62,15 @@ def compile_kernel(source: Source, name: str, arch: str) -> Cubin:
     Raises CompileError with the compiler's log, and SetupError if NVRTC is not available.
     """
     key = hashlib.sha256("\0".join((arch, nvrtc_version(), *OPTIONS, name, source.digest())).encode()).hexdigest()
-    cached = cache.read(key)
-    if cached:
+    if cached := cache.read(key):
         return cached
     with no_fork(), _compile_locks.setdefault(key, threading.RLock()):
         cubin = cache.read(key)
         if cubin is None:
-            cubin = _compile(source, name, arch)
+            with compiled(source, (name, probe(name)), arch) as (program, (symbol, signature), log):
+                # CuPy drops the last byte of a cubin, a zero, which disassemblers need.
+                code = nvrtc().getPTX(program) if arch.startswith("compute_") else nvrtc().getCUBIN(program) + b"\0"
+            cubin = Cubin(code, symbol, arch, parse_report(log, symbol), signature)
             cache.write(key, cubin)
     return cubin
 
@@ -84,17 +86,15 @@ def compile_ptx(source: Source, name: str, arch: str = "compute_90a") -> Ptx:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Version of the NVRTC in use, from its wheel's metadata if possible, because loading NVRTC imports all of CuPy."""
+    """Version of the NVRTC in use, from its wheel's metadata if possible, because loading NVRTC imports CuPy."""
     found = []
     for wheel in ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(importlib.metadata.version(wheel))
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return "+".join(found) or ".".join(map(str, nvrtc().getVersion()))
 
 
-def cupy():
+def cupy() -> Any:
     """The package cupy. Raises SetupError with the command that installs it."""
     try:
         with no_fork():
@@ -106,26 +106,21 @@ def cupy():
 
 
 @functools.cache
-def nvrtc():
+def nvrtc() -> Any:
     """CuPy's binding of NVRTC. Raises SetupError with the command that installs NVRTC."""
     binding = cupy().cuda.nvrtc
     try:
         binding.getVersion()
     except Exception:
         try:
-            _preload_nvrtc()
+            for folder in _wheel_folders():  # CuPy before 14 does not search them, but finds a library that is already loaded
+                for library in folder.glob("*/lib/libnvrtc.so.[0-9]*"):
+                    ctypes.CDLL(str(library))
             binding.getVersion()
         except Exception as error:
             wheels = "nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12"
             raise SetupError(f"NVRTC cannot be loaded ({error}). Run: pip install {wheels}") from error
     return binding
-
-
-def _preload_nvrtc() -> None:
-    """Load NVRTC from pip's wheels. CuPy before 14 does not search them, but finds a library that is already loaded."""
-    for folder in _wheel_folders():
-        for library in folder.glob("*/lib/libnvrtc.so.[0-9]*"):
-            ctypes.CDLL(str(library))
 
 
 def _wheel_folders() -> list[Path]:
@@ -146,13 +141,6 @@ def cuda_include() -> Path:
             return folder
     wheel = "nvidia-cuda-runtime-cu12" if major == 12 else "nvidia-cuda-runtime"
     raise SetupError(f"no cuda_fp16.h in {', '.join(map(str, folders))}. Run: pip install {wheel}")
-
-
-def _compile(source: Source, name: str, arch: str) -> Cubin:
-    with compiled(source, (name, probe(name)), arch) as (program, (symbol, signature), log):
-        # CuPy drops the last byte, a zero, which disassemblers need.
-        code = nvrtc().getPTX(program) if virtual(arch) else nvrtc().getCUBIN(program) + b"\0"
-    return Cubin(code, symbol, arch, parse_report(log, symbol), signature)
 
 
 @contextlib.contextmanager
@@ -182,14 +170,13 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
 def _explained(log: str, source: Source) -> str:
     """NVRTC's log with real file names, and hints for two common mistakes."""
     log = log.replace(f"{NOWHERE}/<", "<").replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
-    log = re.sub(
-        r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+", "", log
-    )  # a consequence of the other errors
+    consequence = r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+"  # of the other errors
+    log = re.sub(consequence, "", log)
     missing = re.search(r'cannot open source file "([^"]+)"', log)
     if missing and (source.folder / missing[1]).is_file():
         log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"
     if re.search(r'identifier "u?int(8|16|32|64|ptr)_t" is undefined', log):
-        log += "\nNVRTC knows no int64_t and the like by itself: #include <cstdint>, which cukern provides"
+        log += "\nNVRTC does not define int64_t and similar types: #include <cstdint>, which cukern provides"
     return log
 
 

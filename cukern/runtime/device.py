@@ -16,6 +16,7 @@ import torch
 from cukern.runtime import cache
 
 SIMULATED = -1  # the number of the simulated GPU, which is torch's get_device() of a CPU tensor
+_CLOCKS_AND_BUS = (13, 36, 37)  # CU_DEVICE_ATTRIBUTE_CLOCK_RATE, _MEMORY_CLOCK_RATE, _GLOBAL_MEMORY_BUS_WIDTH
 _BANDWIDTH, _CLOCK = 0.85, 0.88  # of the nominal bandwidth and of the boost clock, the fractions that a copy and a long kernel reach
 
 
@@ -66,7 +67,13 @@ SIMULATED_DEVICE = KNOWN["h200"]._replace(name="simulated", sms=2)
 def _of_gpu(index: int) -> Device:
     facts = torch.cuda.get_device_properties(index)
     known = next((d for d in KNOWN.values() if d.name == facts.name), None)
-    rates = tuned().get(facts.name) or ((known.sm_bytes_us, known.cycles_us) if known else _rates_from_attributes(index))
+    rates = tuned().get(facts.name) or (known and (known.sm_bytes_us, known.cycles_us))
+    if not rates:
+        from cupy.cuda import runtime
+
+        clock_khz, memory_khz, bus_bits = (runtime.deviceGetAttribute(attribute, index) for attribute in _CLOCKS_AND_BUS)
+        sm_bytes_us = _BANDWIDTH * 2 * memory_khz * bus_bits / 8 / 1e3 / facts.multi_processor_count
+        rates = sm_bytes_us, _CLOCK * clock_khz / 1e3
     shared = facts.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return Device(facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count, shared, *rates)
 
@@ -74,15 +81,6 @@ def _of_gpu(index: int) -> Device:
 def device_of(index: int) -> Device:
     """The facts of a GPU by its number, or of the simulated one."""
     return _settings[-1].simulated if index == SIMULATED else _of_gpu(index)
-
-
-def _rates_from_attributes(index: int) -> tuple[float, float]:
-    """From the clocks and the bus width that the driver reports."""
-    from cupy.cuda import runtime
-
-    clock_khz, memory_khz, bits = (runtime.deviceGetAttribute(attribute, index) for attribute in (13, 36, 37))
-    sms = torch.cuda.get_device_properties(index).multi_processor_count
-    return _BANDWIDTH * 2 * memory_khz * bits / 8 / 1e3 / sms, _CLOCK * clock_khz / 1e3
 
 
 def tuned_file() -> Path | None:

@@ -1,8 +1,8 @@
-"""Launches with an attribute, through ctypes, because CuPy has no binding for them. They take 0.4 us more host time.
+"""Launches with an attribute (cuLaunchKernelEx), through ctypes, because CuPy has no binding. They take 0.4 us more host time.
 
-EARLY is programmatic dependent launch (PDL): a kernel may start on the SMs while the previous one ends; it waits before it accesses global
-memory (wait_for_previous in common/ptx/launch.cuh). TOGETHER is a cooperative launch: all thread blocks are resident at the same time, so
-they can wait for each other.
+EARLY is programmatic dependent launch (PDL): the kernel may start while the previous one ends. It waits before it accesses global memory
+(wait_for_previous in common/ptx/launch.cuh). TOGETHER is a cooperative launch: all thread blocks are resident at the same time, so they
+can wait for each other.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""DLPack import: any DLPack array becomes a torch tensor on the same memory. (Export needs no code: torch tensors support DLPack.)"""
+"""Arrays and tensors as arguments: imports any DLPack array as a torch tensor on the same memory, and checks tensors for kernels."""
 
 import ctypes
 import struct
@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from cukern.runtime import backend, checks
+from cukern.runtime.signature import Param
+
 _DLTENSOR = struct.Struct("@P2ii4BPPQ")  # DLTensor of dlpack.h: data, device, ndim, dtype, shape, strides, byte_offset
 _VERSIONED = struct.Struct("@2IPPQ")  # what precedes it in DLManagedTensorVersioned: version, manager_ctx, deleter, flags
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
@@ -14,7 +17,7 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 class _Refused(Exception):
-    """Becomes a ValueError; a type of its own, because it is raised inside torch.from_dlpack."""
+    """Raised inside torch.from_dlpack; becomes a ValueError. Other errors become a TypeError."""
 
 
 class _Producer:
@@ -30,7 +33,7 @@ class _Producer:
         capsule = self.array.__dlpack__(**options)
         try:
             address = _pointer_of(capsule, b"dltensor_versioned")
-        except ValueError:  # DLPack before 1.0; torch refuses what is not a capsule
+        except ValueError:  # DLPack before 1.0, or not a capsule of DLPack, which raises again
             address = _pointer_of(capsule, b"dltensor")
         else:
             *_, flags = _VERSIONED.unpack(ctypes.string_at(address, _VERSIONED.size))
@@ -71,6 +74,28 @@ def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
         raise ValueError(*error.args) from None
     except Exception as error:
         raise TypeError(f"{name} ({type(value).__name__}) cannot become a tensor: {error}") from error
+
+
+def argument(param: Param, value: Any, kernel: str) -> torch.Tensor:
+    """`value` as a tensor that `kernel` can take for a pointer parameter. Raises TypeError and ValueError."""
+    tensor = to_torch(param.name, value)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # for example a FakeTensor, whose address is 0
+        raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
+    if not tensor.is_cuda and not backend.simulates(tensor):
+        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
+    if param.dtypes and tensor.dtype not in param.dtypes:
+        raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
+    try:
+        tensor.data_ptr()
+    except RuntimeError as error:
+        raise TypeError(
+            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform has none"
+        ) from error
+    return tensor
 
 
 def _read_only(name: str, value: Any) -> _Refused:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from cukern.runtime import backend, checks, extended_launch, interop, signature
-from cukern.runtime.compiler import Cubin, SetupError, arch_of, compile_kernel, compile_ptx
+from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
 from cukern.runtime.sources import Source, kernels_dir
 
@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: _Function) -> _Function:
-    """torch.compiler.disable without importing torch._dynamo: torch.compile breaks its graph at this function and traces nothing in it."""
+    """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph at this function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "a kernel of cukern.load runs outside of graphs"  # type: ignore[attr-defined]
     with contextlib.suppress(ImportError, AttributeError):
@@ -56,18 +56,19 @@ class Kernel:
     def params(self) -> tuple[signature.Param, ...]:
         """The parameters as the compiler saw them for the current GPU or the simulator. Compiles the kernel if necessary.
 
-        Raises TypeError for a parameter type that cannot be passed, and as `compile` does.
+        Raises TypeError for a parameter type that cannot be passed, and CompileError.
         """
         return self.params_on(backend.current_device() if torch.cuda.is_available() else backend.SIMULATED)
 
     def params_on(self, device: int) -> tuple[signature.Param, ...]:
         params = self._params.get(device)
         if params is None:
-            mangled = compile_ptx(self.source, self.name).signature if device == backend.SIMULATED else self._cubin(device).signature
-            params = self._params[device] = signature.params(self.name, mangled, self._text())
+            params = self._params[device] = signature.params(self.name, self._compiled(device).signature, self._text())
         return params
 
-    def _cubin(self, device: int) -> Cubin:
+    def _compiled(self, device: int) -> Cubin | Ptx:
+        if device == backend.SIMULATED:
+            return compile_ptx(self.source, self.name)
         return self.compile(arch_of(torch.cuda.get_device_capability(device)))
 
     def compile(self, arch: str) -> Cubin:
@@ -89,25 +90,24 @@ class Kernel:
         return loaded
 
     def _load(self, device: int) -> backend.Launch:
-        if device == backend.SIMULATED:
-            self._loaded[device] = backend.load_simulated(self.name, compile_ptx(self.source, self.name), self.params_on(device))
-            return self._loaded[device]
-        if torch.cuda.is_current_stream_capturing():
+        if device != backend.SIMULATED and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
-        cubin = self._cubin(device)
-        launch, self._raw[device] = backend.load(self.name, cubin, self.params_on(device), device, self._attribute)
+        code, params = self._compiled(device), self.params_on(device)
+        if isinstance(code, Ptx):
+            launch = backend.load_simulated(self.name, code, params)
+        else:
+            launch, self._raw[device] = backend.load(self.name, code, params, device, self._attribute)
         self._loaded[device] = launch
         return launch
 
     @property
     def raw(self) -> Any:
-        """The kernel on the current GPU as a cupy.RawKernel: its attributes, such as `kernel.raw.num_regs`, and CuPy's own launches.
+        """The kernel as a cupy.RawKernel of the current GPU, for its attributes, such as `kernel.raw.num_regs`, and for launches by CuPy:
 
             with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
                 kernel.raw((grid,), (block,), (cupy.asarray(x), numpy.int32(n)))
 
-        CuPy checks no types and launches on its own current stream. Compiles and loads the kernel if necessary. The object is valid on this
-        GPU only. Raises SetupError without a GPU, because the simulator has no such object, and the errors of `on`.
+        CuPy checks no types and launches on its own current stream. Raises SetupError without a GPU, and the errors of `on`.
         """
         if not torch.cuda.is_available():
             raise SetupError(f"{self.name} has no cupy.RawKernel: there is no GPU, and the simulator runs PTX without CuPy")
@@ -120,36 +120,31 @@ class Kernel:
         """Launch the kernel.
 
         Args:
-            args: one per parameter of the kernel: for a pointer a CUDA tensor or DLPack array of the pointee's dtype, or None for a null
-                pointer; for a scalar a number. Nothing is copied; the pointer is that of the first element. In the simulator: CPU tensors,
+            args: one per parameter. For a pointer: a CUDA tensor or DLPack array of the pointee's dtype, or None for a null pointer.
+                Nothing is copied; the kernel gets the address of the first element. For a scalar: a number. In the simulator: CPU tensors,
                 and the kernel may access only them.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory.
 
-        Raises TypeError or ValueError for a wrong argument, LaunchError for a launch configuration that the GPU refuses, and in the
-        simulator cukern.sim.Fault for a bug in the kernel.
+        Raises TypeError or ValueError for a wrong argument, LaunchError for a launch that exceeds a limit of the GPU, and in the simulator
+        cukern.sim.Fault for a bug in the kernel.
         """
         dims, shared = (_dim("grid", grid), _dim("block", block)), checks.integer("shared", shared, 0)
-        params = self.params_on(_device(args))
+        first = _device(args)
+        params = self.params_on(first)
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
-        tensors = [_tensor(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
-        device = self._common_device(params, tensors, args)
+        tensors = [interop.argument(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
+        device = _common_device(self.name, params, tensors, first)
         if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
         launch = self.on(device)
-        values = [t.data_ptr() if t is not None else _scalar(p, a) for p, a, t in zip(params, args, tensors, strict=True)]
+        values = [_value(p, a) if t is None else t.data_ptr() for p, a, t in zip(params, args, tensors, strict=True)]
         with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
             try:
                 launch(*dims, shared, *values)
             except OverflowError:  # for example 1e6 for a __half
                 raise signature.explain_misfit(self.name, params, tuple(values)) from None
-
-    def _common_device(self, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], args: Iterable[Any]) -> int:
-        devices = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
-        if len(devices) > 1:
-            raise ValueError(f"{self.name}: arguments on several devices: {', '.join(f'{n} on {_place(d)}' for d, n in devices.items())}")
-        return next(iter(devices)) if devices else _device(args)
 
 
 _collected: dict[str, Kernel] | None = None
@@ -167,18 +162,16 @@ def collecting() -> Iterator[dict[str, Kernel]]:
 
 
 def planning() -> bool:
-    """True inside `collecting`: results are not needed, and one plan may stand for several calls."""
+    """True inside `collecting`: results are not needed, so one plan may be used for several calls."""
     return _collected is not None
 
 
 def _not_launched(*_: Any) -> None:
     if _collected is None:
-        raise RuntimeError("this launch was only planned, by cukern.warmup or cukern compile")
+        raise RuntimeError("this launch was planned by cukern.warmup or cukern compile, and cannot run")
 
 
-@functools.cache
-def _shipped(file: str) -> Source:
-    return Source.read(kernels_dir() / file)
+_shipped = functools.cache(Source.read)
 
 
 class Template:
@@ -196,8 +189,8 @@ class Template:
         kernel = self._instances.get(key)
         if kernel is None:
             arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
-            kernel = Kernel(_shipped(self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
-            kernel = self._instances.setdefault(key, kernel)
+            kernel = Kernel(_shipped(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
+            kernel = self._instances.setdefault(key, kernel)  # of two threads that create it, both get the same one
         return kernel
 
 
@@ -210,16 +203,16 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
     Raises FileNotFoundError, and ValueError for a name that the file does not have. The first launch may raise CompileError, and TypeError
-    for a parameter type that cannot be passed: by-value types other than numbers, and pointers to types that no tensor has; void* accepts
-    any tensor. Headers are found through #include lines and literals in #define lines; <cstdint>, which NVRTC lacks, is provided.
+    for a parameter type that cannot be passed: a struct by value, or a pointer to a type that no tensor has. void* accepts any tensor.
 
-    Host code is skipped (functions that use torch:: or <<<...>>>, bindings), so the source of a torch extension loads unchanged.
+    Headers are found through #include lines and literals in #define lines. <cstdint>, which NVRTC lacks, is provided. Host code (functions
+    that use torch:: or <<<...>>>, bindings) is skipped, so the source of a torch extension loads unchanged.
     """
     return _kernel(Source.read(path), name)
 
 
 def compile(source: str, name: str | None = None) -> Kernel:
-    """The kernel `name` of CUDA C++ source text, such as that of a `torch.utils.cpp_extension.load_inline`; see `load`."""
+    """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of `torch.utils.cpp_extension.load_inline`; see `load`."""
     if not isinstance(source, str):
         raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
     return _kernel(Source.from_text(source), name)
@@ -238,7 +231,7 @@ def _kernel(source: Source, name: str | None) -> Kernel:
 
 
 def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
-    """The kernel's name with its namespace. A name that is only mentioned may be made by a macro: the compiler will say."""
+    """The kernel's name with its namespace. A name that only occurs somewhere in the text is accepted, because a macro may define it."""
     last = base.rpartition("::")[2]
     same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
     if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
@@ -249,42 +242,24 @@ def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
 
 
 def _device(args: Iterable[Any]) -> int:
-    """The device of the first tensor on a GPU, else the device of a launch without pointers."""
+    """The device of the first tensor on a GPU. Without one: the simulator if it is enabled or there is no GPU, else the current GPU."""
     for a in args:
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
     return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
 
 
-def _tensor(param: signature.Param, value: Any, kernel: str) -> torch.Tensor:
-    tensor = interop.to_torch(param.name, value)
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # for example a FakeTensor, whose address is 0
-        raise TypeError(f"{kernel}: the argument for {param} must have memory of its own, a {type(tensor).__name__} has none")
-    if not tensor.is_cuda and not backend.simulates(tensor):
-        raise ValueError(f"{kernel}: the argument for {param} must be on a GPU, it is on {tensor.device}; {checks.SIMULATOR}")
-    if tensor.is_neg() or tensor.is_conj():
-        raise ValueError(f"{kernel}: the argument for {param} is a lazy negation or conjugation: pass .resolve_neg().resolve_conj()")
-    if param.dtypes and tensor.dtype not in param.dtypes:
-        raise TypeError(f"{kernel}: the argument for {param} must be {' or '.join(map(str, param.dtypes))}, it is {tensor.dtype}")
-    try:
-        tensor.data_ptr()
-    except RuntimeError as error:
-        raise TypeError(
-            f"{kernel}: the argument for {param} must have memory of its own, one of a torch.func transform has none"
-        ) from error
-    return tensor
+def _common_device(kernel: str, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], default: int) -> int:
+    names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
+    if len(names) > 1:
+        places = [f"{name} on {'the CPU' if device == backend.SIMULATED else f'cuda:{device}'}" for device, name in names.items()]
+        raise ValueError(f"{kernel}: arguments on several devices: {', '.join(places)}")
+    return next(iter(names), default)
 
 
-def _scalar(param: signature.Param, value: Any) -> Any:
-    if param.pointer:
-        return 0
-    return checks.flag(str(param), value) if param.ctype == "bool" else value
-
-
-def _place(device: int) -> str:
-    return "the CPU" if device == backend.SIMULATED else f"cuda:{device}"
+def _value(param: signature.Param, value: Any) -> Any:
+    """The value of a null pointer or a scalar."""
+    return 0 if param.pointer else checks.flag(str(param), value) if param.ctype == "bool" else value
 
 
 def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:

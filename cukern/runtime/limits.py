@@ -14,19 +14,12 @@ class LaunchError(RuntimeError):
 
 
 def exceeded(grid: Dim, block: Dim, shared: int, most_threads: int, most_shared: int, cluster: Dim, static_shared: int = 0) -> list[str]:
-    """The limits that a launch exceeds.
-
-    Args:
-        shared, static_shared: bytes of dynamic and of static shared memory of a block.
-        most_threads: threads per block that the kernel allows.
-        most_shared: bytes of shared memory per block that the GPU allows.
-        cluster: the shape of the kernel's clusters in blocks.
-    """
-    found = []
-    for what, dims, limits in (("grid", grid, MOST_BLOCKS), ("block", block, MOST_THREADS)):
-        for axis, n, limit in zip("xyz", dims, limits, strict=True):
-            if not 1 <= n <= limit:
-                found.append(f"{what} {axis} = {n} is not in 1..{limit}")
+    """The limits that a launch exceeds. `shared`, `static_shared`: bytes of dynamic and of static shared memory per thread block.
+    `most_threads`: the kernel's limit of threads per block. `most_shared`: the GPU's limit of bytes per block. `cluster`: its shape in
+    thread blocks."""
+    axes = [f"{what} {axis}" for what in ("grid", "block") for axis in "xyz"]
+    sizes = zip(axes, (*grid, *block), (*MOST_BLOCKS, *MOST_THREADS), strict=True)
+    found = [f"{axis} = {n} is not in 1..{limit}" for axis, n, limit in sizes if not 1 <= n <= limit]
     for axis, n, k in zip("xyz", grid, cluster, strict=True):
         if n % k:
             found.append(f"grid {axis} = {n} is not a multiple of the {k} that the kernel's cluster has along {axis}")

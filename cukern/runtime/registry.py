@@ -1,4 +1,4 @@
-"""The table of ops and versions that check, bench, profile, compile and the tests iterate over, and the raw ops registered with torch."""
+"""The table of ops and versions that the commands and tests iterate over, and the registration of raw ops with torch."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
     """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host time.
 
     Args:
-        schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor": tensors, then the version. A raw op is not
-            differentiable; the autograd Function outside it is.
-        tensors: how many tensors, and lists of tensors.
+        schema: torch's schema, such as "_square(Tensor x, str version) -> Tensor": first tensors, last the version. The raw op is not
+            differentiable; the autograd Function that calls it is.
+        tensors: the number of arguments that are tensors or lists of tensors.
         impl, fake: the launch, and its version for fake tensors.
 
-    The result skips torch's dispatcher (1.7 us) where nothing depends on it: without torch.compile and export, dispatch modes such as
-    FakeTensorMode, functorch transforms, tensor subclasses and the simulator.
+    The result skips torch's dispatcher (1.7 us) unless one of these needs it: torch.compile, torch.export, dispatch modes such as
+    FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -132,7 +132,7 @@ def apply_of(function: type[Differentiable]) -> Callable[..., Any]:
 
 
 def watched(*tensors: torch.Tensor | None) -> bool:
-    """True if a call must use its Function: autograd records it, tensors may carry tangents, or torch.func is active."""
+    """True if a call must use the autograd Function: a tensor requires grad, or `transformed()`."""
     for x in tensors:
         if x is not None and x.requires_grad:
             return torch.is_grad_enabled() or transformed()
@@ -140,7 +140,7 @@ def watched(*tensors: torch.Tensor | None) -> bool:
 
 
 def transformed() -> bool:
-    """True if tensors may carry tangents or torch.func is active."""
+    """True if tensors may carry forward-mode tangents or a torch.func transform is active."""
     return forward_ad._current_level >= 0 or _transforms()
 
 
@@ -150,7 +150,7 @@ def batched(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
-    """The general vmap rule: one call per element of the batch. Returns (outputs, out_dims)."""
+    """The vmap rule for any op: one call per element of the batch. Returns (outputs, out_dims)."""
     calls = [apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(size)]
     if isinstance(calls[0], torch.Tensor):
         with autocast.off(calls[0]):
@@ -160,8 +160,8 @@ def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], ar
     return outputs, tuple(None if out is None else 0 for out in outputs)
 
 
-def _made_of_forward(*_: Any) -> None:
-    raise NotImplementedError("the gradients of this op are made of its forward")
+def _no_backward(*_: Any) -> None:
+    raise NotImplementedError("the gradients of this op use its forward kernels")
 
 
 def _no_kernels(dtype: torch.dtype) -> Iterable[Kernel]:
@@ -172,13 +172,13 @@ def _no_kernels(dtype: torch.dtype) -> Iterable[Kernel]:
 class Version:
     """One version of an op's kernels.
 
-    The op's raw ops call `forward` and `backward` to launch it; an op whose gradients use its forward has no backward. `instances` returns
-    the kernels of a dtype for `cukern compile` and `warmup`. `requires` is the least compute capability, such as 80 for 8.0.
+    The op's raw ops call `forward` and `backward` to launch them. An op whose gradients use its forward has no backward. `instances`
+    returns the kernels of a dtype for `cukern compile` and `warmup`. `requires` is the minimum compute capability, 80 for 8.0.
     """
 
     idea: str
     forward: Callable[..., Any]
-    backward: Callable[..., Any] = _made_of_forward
+    backward: Callable[..., Any] = _no_backward
     instances: Callable[[torch.dtype], Iterable[Kernel]] = _no_kernels
     requires: int = 75
 
@@ -198,24 +198,23 @@ class Cost:
 
 @dataclass(frozen=True)
 class Op:
-    """What the tools and tests need to know about an op.
+    """What the tools and tests need to know about an op. `stem` is the name of its files.
 
-    `dims` describes the command line's DIMS. `check_dims`, `sim_dims` and `bench_dims` are the default sizes for checks on a GPU, in the
-    simulator and timing. `make` draws random inputs. `function(*inputs, version=)` is the public function, and `reference(*inputs)` the
-    same math in plain torch; each returns a tensor or a tuple. `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients) and
-    of "bwd:<input>" (one gradient) if there are several. `bound` is the limit that the bench reports, "memory" or "compute". The error of a
-    result may be twice that of torch's own op plus `roundings` times the dtype's epsilon, relative to its scale. `magnitude(inputs, douts)`
-    gives the scales of the outputs and gradients from float64 inputs; the default is the reference applied to absolute values.
+    `function(*inputs, version=)` is the public function, `reference(*inputs)` the same math in plain torch; each returns a tensor or a
+    tuple. If the public function takes its inputs differently, such as in a list, `spread(*inputs, version=)` calls it.
 
-    Where the number of inputs depends on the dims, the last name ends with "...", and stands for all others, which are numbered. Where the
-    public function takes them otherwise, such as in a list, `spread(*inputs, version=)` calls it. `as_checked` is what `cukern check` takes
-    in the op's place: its versions at work in a larger whole. `note(dims, itemsize)` is a line that `cukern bench` prints over its tables.
+    `dims` describes the command line's DIMS. `check_dims`, `sim_dims` and `bench_dims` are the default sizes for checks on a GPU, checks in
+    the simulator, and timing. `make` draws random inputs. `inputs` are their names. A last name that ends with "..." stands for any number
+    of inputs, which are numbered. `constants` are floating-point inputs without a gradient. `in_place` are inputs that the function writes
+    and returns; the reference does not write them.
 
-    `candidates` are the names for --kernel and --without: what plans of the newest version choose among. `variants(dims)` are dims whose
-    calls use all kernels that calls of `dims` with any number of rows use.
+    `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients) and, if there are several, of "bwd:<input>" (one gradient).
+    `bound` is the limit that the bench reports, "memory" or "compute". `roundings` and `magnitude(inputs, douts)`, the scales of outputs
+    and gradients, define the allowed error; see bench/verify.py. `as_checked` is the op that `cukern check` uses instead.
+    `note(dims, itemsize)` is a line that `cukern bench` prints above its tables.
 
-    Of the inputs, `constants` have no gradient though they are floating point (integers never have one), and `in_place` are those that the
-    function writes and returns; the reference writes none.
+    `candidates`: the names for --kernel and --without, which plans of the newest version choose among. `variants(dims)`: dims that together
+    use all kernels that `dims` uses with any number of rows.
     """
 
     name: str
@@ -259,13 +258,13 @@ class Op:
         return x.is_floating_point() and name not in self.constants
 
     def kernels(self, capability: int = 1 << 30, dtypes: Collection[torch.dtype] | None = None) -> dict[str, Kernel]:
-        """Every kernel instance, by name, of the dtypes (None: all) and of the versions that a GPU of this capability (90 for 9.0) runs."""
+        """Kernel instances by name: those of the dtypes (None: all) and of the versions that a GPU of this capability (90 for 9.0) runs."""
         versions = [v for v in self.versions.values() if v.requires <= capability]
         return {k.name: k for v in versions for d in self.dtypes if dtypes is None or d in dtypes for k in v.instances(d)}
 
 
 def row_counts(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """`variants` where the first size is the number of rows, and the choice of kernels has thresholds and asks what divides the rows."""
+    """`variants` of an op whose first size is the number of rows: dims around each threshold, with odd and even numbers of rows."""
     counts = {n + extra for k in range(12) for n in (1 << k, 3 << k) for extra in (0, 1)}
     return [dims, *((n, *dims[1:]) for n in sorted(counts))]
 
@@ -280,13 +279,12 @@ def register(op: Op) -> Op:
 
 @cached(4096)
 def choose(op: str, version: str, device: int) -> Version:
-    """The version that runs on a GPU: the one asked for, or for "" the last of the op's table that the GPU can run. Raises ValueError."""
-    versions = OPS[op].versions
-    number = device_of(device).capability
+    """The version that runs on a GPU: `version`, or for "" the last of the op's table that the GPU can run. Raises ValueError."""
+    versions, capability = OPS[op].versions, device_of(device).capability
     if not version:
-        version = ([name for name, v in versions.items() if v.requires <= number] or list(versions))[-1]
+        version = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
     if version not in versions:
         checks.unknown_version(op, version, versions)
-    if versions[version].requires > number:
-        checks.unsupported_version(op, version, versions[version].requires, number)
+    if versions[version].requires > capability:
+        checks.unsupported_version(op, version, versions[version].requires, capability)
     return versions[version]

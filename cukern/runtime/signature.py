@@ -1,7 +1,7 @@
-"""A kernel's parameters as the compiler saw them: checks arguments and packs them for a launch.
+"""A kernel's parameters as the compiler saw them; packs arguments for a launch.
 
 The parameter types come from the mangled name of `cukern_signature<decltype(&kernel)>`, a template in PROBE. An argument of the wrong type
-raises an error here; on the GPU it would be reinterpreted.
+raises an error; without the check, the GPU would reinterpret its bits.
 """
 
 import re
@@ -14,7 +14,7 @@ CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float3
 
 PROBE = '\n\n#line 1 "/cukern_signature"\ntemplate <class F> __global__ void cukern_signature(F) {}\n'
 
-# By the letter in a mangled name: the C++ type, its `struct` format if it can be passed by value, the tensor dtypes for a pointer to it.
+# By the letter in a mangled name: the C++ type, its `struct` format if it can be passed by value, and the dtypes of tensors for a pointer.
 _TYPES: dict[str, tuple[str, str, tuple[torch.dtype, ...]]] = {
     "v": ("void", "", ()),  # void* accepts any tensor
     "b": ("bool", "?", (torch.bool,)),
@@ -68,7 +68,7 @@ class Param:
 
 
 def probe(kernel: str) -> str:
-    """The name expression whose lowered name contains the kernel's parameter types, in a program that ends with PROBE."""
+    """An NVRTC name expression whose mangled name contains the kernel's parameter types. The program must end with PROBE."""
     return f"cukern_signature<decltype(&{kernel})>"
 
 
@@ -85,27 +85,26 @@ def params(kernel: str, mangled: str, text: str = "") -> tuple[Param, ...]:
 
 
 def _param(kernel: str, name: str, ctype: str) -> Param:
-    pointer, ctype_ = ctype.endswith("*"), re.sub(r"^(?:const |volatile |__restrict )+", "", ctype).removesuffix("*")
-    if pointer and ctype_ not in _POINTEES:
+    pointer, plain = ctype.endswith("*"), re.sub(r"^(?:const |volatile |__restrict )+", "", ctype).removesuffix("*")
+    if pointer and plain not in _POINTEES:
         raise TypeError(f"{kernel}: cukern does not know what a tensor for {ctype} {name} must hold; declare it void*, which takes any")
-    if not pointer and ctype_ not in _SCALARS:
+    if not pointer and plain not in _SCALARS:
         raise TypeError(f"{kernel}: {ctype} {name} cannot be passed by value; the types that can are {', '.join(_SCALARS)}, and pointers")
-    return Param(name, ctype_, pointer)
+    return Param(name, plain, pointer)
 
 
 def packer(params: tuple[Param, ...]) -> struct.Struct:
-    """Packs a call's arguments as the kernel reads them: each at the next multiple of its size, which is `struct`'s native order too."""
+    """Packs arguments in the layout of a kernel's parameters: each at the next multiple of its size, as in `struct`'s native mode."""
     return struct.Struct("@" + "".join(p.format for p in params))
 
 
 def offsets(params: tuple[Param, ...]) -> list[int]:
-    """Where in what `packer` packs each argument begins."""
-    formats = [p.format for p in params]
-    return [struct.calcsize("@" + "".join(formats[:i]) + "0" + formats[i]) for i in range(len(formats))]
+    """The offset in bytes of each argument in what `packer` packs."""
+    return [packer(params[: i + 1]).size - packer((p,)).size for i, p in enumerate(params)]
 
 
 def explain_misfit(kernel: str, params: tuple[Param, ...], args: tuple) -> Exception:
-    """The error for arguments that `packer` refused: a TypeError or ValueError that names the parameter, the value and the rule."""
+    """The error for arguments that `packer` refused. It names the parameter and the value."""
     if len(args) != len(params):
         return TypeError(f"{kernel} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
     for param, value in zip(params, args, strict=True):
@@ -157,7 +156,7 @@ def demangled(mangled: str) -> list[str]:
 
 
 class _Types:
-    """A parser of the types in a mangled name. `seen` are the candidates for substitutions such as S0_."""
+    """A recursive-descent parser of the types in a mangled name. `seen`: the types that substitutions such as S0_ refer to."""
 
     def __init__(self, mangled: str):
         self.mangled, self.at, self.seen = mangled, 0, ["cukern_signature"]

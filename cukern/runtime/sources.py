@@ -105,10 +105,10 @@ class Source:
 
 
 class Program:
-    """The texts for NVRTC: `text` of the source, `headers` by the name in their #include lines, and `files`, everything that was read.
+    """The texts for NVRTC: `text` of the source, and `headers` by their names in #include lines. `files`: all texts that were read.
 
-    NVRTC looks a header up by the exact name in the #include line. So each literal name is replaced by the path. A name in a #define or #if
-    line may reach an #include through a macro, or be tested by __has_include: a header of that name is added, which includes the file.
+    NVRTC finds a header by the exact name in the #include line, so each literal name is replaced by the path. A name in a #define or #if
+    line may reach an #include through a macro, or be tested by __has_include. For it, a header of that name is added, which includes it.
     """
 
     def __init__(self, source: Source):
@@ -155,7 +155,7 @@ class Program:
         return "".join((*pieces, text[at:])), reached
 
     def _find(self, name: str, includer: Path, quoted: bool, after: bool) -> Path | None:
-        """The file that an #include refers to. `after`: for include_next, which skips the including file."""
+        """The file that an #include refers to. `after`: skip the including file, for include_next."""
         folders = [includer.parent] * quoted + [self._source.folder, kernels_dir()]
         found = (Path(os.path.realpath(folder / name)) for folder in folders if os.path.isfile(folder / name))
         return next((path for path in found if not after or path != includer), None)
@@ -210,7 +210,7 @@ def _directives(text: str) -> str:
 
 
 def find_kernels(text: str) -> dict[str, str]:
-    """The parameter list of each __global__ function, as text, by its qualified name; of several declarations, the last."""
+    """The parameter list of each __global__ function, as text, by its qualified name. The last of several declarations counts."""
     found: dict[str, str] = {}
     if "__global__" not in text:
         return found
@@ -237,7 +237,7 @@ def find_kernels(text: str) -> dict[str, str]:
 
 
 def _closing(code: str, at: int) -> int:
-    """The position after the bracket that closes the one opened before `at`."""
+    """The position behind the bracket that closes the one opened before `at`."""
     depth = 1
     for match in re.compile(r"[()]").finditer(code, at):
         depth += 1 if match[0] == "(" else -1

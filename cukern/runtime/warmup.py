@@ -25,10 +25,10 @@ def warmup(
     Args:
         ops: names such as "square"; all ops if none is given.
         shapes: with one op: the dimensions of the calls to come, as `cukern bench OP` takes them (`cukern bench OP --help` names them).
-            Loads what forward and backward need for these shapes with any number of rows. Without shapes: the kernels that do not
-            depend on the shape, and for kron_linear some examples.
-        dtypes: only kernels of these dtypes; all that an op has if None.
-        device: the GPU; torch's current one if None.
+            Loads what forward and backward need for these shapes with any number of rows. Without shapes: all kernels that do not
+            depend on the shape, and for kron_linear only some examples.
+        dtypes: only kernels of these dtypes; None: all that an op has.
+        device: the GPU; None: torch's current one.
 
     Raises TypeError for an argument of the wrong type; ValueError for an unknown op, dtype or GPU and for a shape that does not fit the op;
     SetupError without a GPU.
@@ -36,7 +36,7 @@ def warmup(
     Example:
         >>> cukern.warmup("kron_linear", shapes=[(1024, 32, 32, 32)], dtypes=(torch.bfloat16,))  # doctest: +SKIP
     """
-    chosen, shapes = _ops(ops), _shapes(ops, shapes)
+    chosen, shapes = [OPS[checks.choice("op", name, OPS)] for name in ops or OPS], _shapes(ops, shapes)
     _check_dtypes(chosen, dtypes)
     index = _index(device)
     backend.require_gpu()
@@ -44,10 +44,9 @@ def warmup(
         index = torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise ValueError(f"device must be one of the {torch.cuda.device_count()} GPUs, got {device!r}")
-    kernels: dict[str, Kernel] = {}
+    facts, kernels = device_of(index), dict[str, Kernel]()
     for op in chosen:
-        found = kernels_for(op, shapes, dtypes, device_of(index)) if shapes else op.kernels(device_of(index).capability, dtypes)
-        kernels |= found
+        kernels |= kernels_for(op, shapes, dtypes, facts) if shapes else op.kernels(facts.capability, dtypes)
     with torch.cuda.device(index), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         list(pool.map(lambda kernel: kernel.on(index), kernels.values()))
 
@@ -63,32 +62,25 @@ def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, 
 
 
 class _Unwritten(TorchFunctionMode):
-    """Replaces random tensors by uninitialized ones: only shapes matter, and untouched memory costs nothing."""
+    """Replaces random tensors by uninitialized ones: only shapes matter, and memory that is not touched costs nothing."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (torch.empty if function in (torch.randn, torch.rand) else function)(*args, **(kwargs or {}))
 
 
 def _call(op: Op, dims: Sequence[int], dtype: torch.dtype) -> None:
-    """Forward and backward on tensors whose memory is never touched."""
+    """Plan the launches of forward and backward, without and with gradients."""
     inputs = op.make(dims, dtype, "cpu")
     names = op.names(inputs)
     for grad in (True, False):
         leaves = [x.detach().requires_grad_(grad and op.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
         with torch.set_grad_enabled(grad):
-            outputs = op.call(
-                *[x.clone() if grad and n in op.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]
-            )
-        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            arguments = [x.clone() if n in op.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]
+            result = op.call(*arguments)
+        outputs = (result,) if isinstance(result, torch.Tensor) else result
         if grad:
             wanted = [x for x in leaves if x.requires_grad]
             torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs], allow_unused=True)
-
-
-def _ops(names: Sequence[str]) -> list[Op]:
-    for name in names:
-        checks.choice("op", name, OPS)
-    return [OPS[name] for name in names or OPS]
 
 
 def _shapes(ops: Sequence[str], shapes: Shapes | None) -> list[tuple[int, ...]]:
