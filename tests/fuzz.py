@@ -31,11 +31,12 @@ import numpy as np
 import torch
 from helpers import same_bits
 from hypothesis import strategies as st
-from rope_oracle import te_positions
+from rope_oracle import rotate, te_positions
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import cukern
+from cukern.bench.calls import outputs
 from cukern.bench.verify import poisoned
 from cukern.runtime.registry import OPS
 
@@ -250,31 +251,22 @@ def rope(x, cos, sin=None, k=None, interleaved=False, rotary_dim=None, rotary_of
     """`sign`: for magnitudes, the tables' absolute values, and sin's times that."""
     cos, sin = (cos, sin) if sin is not None else (cos.double().cos(), cos.double().sin())
     cos, sin = (cos.abs(), sign * sin.abs()) if sign else (cos, sin)
-    axes, n = AXES[layout], x.shape[-1] if rotary_dim is None else rotary_dim
-    i = torch.arange(n // 2)
-    pair = first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + n // 2)
-    columns = pair if cos.shape[-1] == n else (i, i)
+    axes, half = AXES[layout], (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
     packed = layout == "thd"
     batch, sequence = (1, len(x)) if packed else [x.shape[a] for a in axes[:2]]
-    starts, bounds = (None if t is None else t.tolist() for t in (start_positions, cu_seqlens))
     if mrope_section:
         section = torch.arange(len(mrope_section)).repeat_interleave(torch.tensor(mrope_section))
-        row = position_ids.long()[section].movedim(0, -1)
+        rows = position_ids.long()[section].movedim(0, -1)
     elif position_ids is not None:
-        row = position_ids.long().expand(batch, sequence)[..., None].expand(-1, -1, n // 2)
+        rows = position_ids.long().expand(batch, sequence)[..., None].expand(-1, -1, half)
     else:
+        starts, bounds = (None if t is None else t.tolist() for t in (start_positions, cu_seqlens))
         row = te_positions("thd" if packed else "bshd", (sequence,) if packed else (batch, sequence), starts, bounds, cp_size, cp_rank)
-        row = torch.tensor(row, dtype=torch.int64).view(batch, sequence, 1).expand(-1, -1, n // 2)
-    which = (torch.arange(len(cos))[:, None, None], row) if cos.ndim == 3 else (row.clamp(min=0),)
-    c1, c2, s1, s2 = ((1.0 if scale is None else float(scale)) * t[(*which, c)][:, :, None] for t in (cos, sin) for c in columns)
-    s1, s2 = (-s2, -s1) if inverse else (s1, s2)
+        rows = torch.tensor(row, dtype=torch.int64).view(batch, sequence, 1).expand(-1, -1, half)
+    options = {"interleaved": interleaved, "offset": rotary_offset, "inverse": inverse, "scale": 1.0 if scale is None else float(scale)}
 
     def turned(x):
-        x = x[None] if packed else x.permute(axes)
-        before, middle, after = x.split((rotary_offset, n, x.shape[-1] - rotary_offset - n), -1)
-        x1, x2 = middle[..., first], middle[..., second]
-        middle = torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2), -1)[..., torch.cat(pair).argsort()]
-        y = torch.where((row < 0)[:, :, :1, None], x, torch.cat((before.to(middle.dtype), middle, after.to(middle.dtype)), -1))
+        y = rotate(x[None] if packed else x.permute(axes), cos, sin, rows, **options)
         return y[0] if packed else y.permute(axes)
 
     return turned(x) if k is None else (turned(x), turned(k))
@@ -403,10 +395,6 @@ def fill(args: dict, tensors: list) -> dict:
 
 def specs(args: dict) -> list[T]:
     return [v for v in pytree.tree_leaves(args) if isinstance(v, T)]
-
-
-def outputs(y: Any) -> list[torch.Tensor]:
-    return list(y) if isinstance(y, tuple) else [y]
 
 
 def results(function: Any, args: dict, tensors: list, douts: Any) -> list[torch.Tensor]:

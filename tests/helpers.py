@@ -1,17 +1,20 @@
 """What several tests share: the rule of "right", memory that shows a stray write, fresh processes, a count of compilations."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import cukern
 from cukern.ops.kron_linear.plan import Problem
-from cukern.runtime import cache, compiler
+from cukern.runtime import backend, cache, compiler
 from cukern.runtime.device import KNOWN, Device, device_of
 from cukern.runtime.registry import OPS, Op
 
@@ -73,6 +76,17 @@ def places(op: str) -> list:
 
 def dims_of(op: Op) -> tuple[tuple[int, ...], ...]:
     return op.check_dims if PLACE == "cuda" else op.sim_dims
+
+
+def simulated(*tensors: torch.Tensor | None) -> contextlib.AbstractContextManager:
+    """Where kernels run in the simulator: inside the block they may access these tensors and no other memory."""
+    return contextlib.nullcontext() if PLACE == "cuda" else backend.simulated_memory(tensors)
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of function(*args), or its error, in a new thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 def own_names() -> list[str]:

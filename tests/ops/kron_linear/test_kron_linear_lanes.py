@@ -87,11 +87,7 @@ def turn(turns, unit: int, e: int) -> int:
 def test_what_memory_holds_up_goes_in_one_launch(sizes):
     (group,) = groups.groups(square(sizes), 1024, TARGET)
     assert isinstance(group, Lanes)
-    for target in (
-        TARGET._replace(itemsize=4, tensor=False),
-        TARGET._replace(aligned=8),
-        SMALL,
-    ):
+    for target in (TARGET._replace(itemsize=4, tensor=False), TARGET._replace(aligned=8), SMALL):
         assert not isinstance(groups.groups(square(sizes), 1024, target)[0], Lanes)
 
 
