@@ -19,12 +19,14 @@ from cukern.runtime.device import KNOWN, Device, device_of
 from cukern.runtime.registry import OPS, Op
 
 gpu = pytest.mark.gpu
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 kernels = pytest.mark.kernels  # runs kernels: on the GPU where there is one, else in the simulator
 PLACE, DEVICE = ("cuda", "cuda") if torch.cuda.is_available() else ("sim", "cpu")  # where, and on which tensors
 ROOT = Path(cukern.__file__).resolve().parents[1]  # of the source tree, or site-packages
 TREE = Path(__file__).resolve().parents[1]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
 # The kernel of PyTorch's load_inline tutorial, https://docs.pytorch.org/docs/stable/cpp_extension.html, wrapped as users paste it.
 SQUARE_MATRIX = r"""
 __global__ void square_matrix_kernel(const float* matrix, float* result, int width, int height) {
@@ -137,6 +139,11 @@ class Guarded:
     def check(self, what: str) -> None:
         margins = torch.cat((self.memory[: self.MARGIN], self.memory[-self.MARGIN :]))
         assert bool((margins == 7).all()), f"{what}: wrote outside of its output"
+
+
+def write(folder: Path, text: str, name: str = "k.cu") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
 
 
 def forget_cache() -> None:

@@ -23,8 +23,8 @@ def rotate(x, cos, sin, rows, *, interleaved=False, offset=0, inverse=False, sca
 
 
 def rotated(x, cos, sin, positions, rotary_dim, **options):
-    """rotate() in float64. positions[b][s]: a row, COPY, or a list of one row for each pair."""
-    rows = torch.tensor(positions)
+    """rotate() in float64. positions[b][s]: a row, COPY, or a list of one row for each pair; of tokens that x lacks, too."""
+    rows = torch.tensor(positions)[: x.shape[0], : x.shape[1]]
     rows = rows if rows.ndim == 3 else rows[..., None].expand(-1, -1, rotary_dim // 2)
     return rotate(*(t.cpu().double() for t in (x, cos, sin)), rows, **options).to(x.device)
 

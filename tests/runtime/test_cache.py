@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import TREE, count_compilations, forget_cache, run, run_python
+from helpers import SCALE, TREE, count_compilations, forget_cache, run, run_python, write
 
 import cukern
 from cukern.runtime import cache
@@ -17,12 +17,6 @@ from cukern.runtime import cache
 ARCH = "sm_90a"
 OTHER = 12345  # a user who owns nothing here
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
-SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
-
-
-def write(folder: Path, text: str, name: str = "k.cu") -> Path:
-    (folder / name).write_text(text)
-    return folder / name
 
 
 def test_the_second_time_nothing_is_compiled(empty_cache, monkeypatch):

@@ -182,8 +182,8 @@ def test_derivatives_of_every_order(device):
     x = torch.randn(2, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
     sink = torch.randn(2, dtype=torch.float64, device=device, requires_grad=True)
     for options in ({}, {"window": 2, "scale": 0.7}):
-        for inputs, order in itertools.product(((x,), (x, sink)), (torch.autograd.gradcheck, torch.autograd.gradgradcheck)):
-            assert order(lambda t, s=None, o=options: cukern.causal_softmax(t, sink=s, **o), inputs, fast_mode=fast)
+        for inputs, numeric_check in itertools.product(((x,), (x, sink)), (torch.autograd.gradcheck, torch.autograd.gradgradcheck)):
+            assert numeric_check(lambda t, s=None, o=options: cukern.causal_softmax(t, sink=s, **o), inputs, fast_mode=fast)
     (alone,) = torch.autograd.grad(cukern.causal_softmax(x.detach(), sink=sink).square().sum(), sink)
     assert bool(alone.any()), "the sink's gradient where x has none"
 
