@@ -20,6 +20,7 @@ from cukern.runtime.registry import OPS
 PLACES = pytest.mark.parametrize("device, version", places("rope"))
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
 B, S, H, K = 2, 5, 3, 2
+PLAIN = [list(range(S))] * B  # positions
 
 
 def tables(rows, width, device, dtype=torch.float32):
@@ -33,10 +34,6 @@ def assert_right(actual, exact, what=""):
     allowed = torch.finfo(actual.dtype).eps * exact.abs() + finest * exact.abs().max()
     wrong = ~((actual.double() - exact).abs() <= allowed)  # negated, so that NaN is wrong
     assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
-
-
-def plain(device, positions=S):
-    return [list(range(positions))] * B
 
 
 def both(x, cos, sin, device, version, **options):
@@ -63,10 +60,8 @@ def test_pairings_slices_and_tables(device, version, dtype):
         options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "rotary_offset": offset, "inverse": inverse, "scale": 1.25}
         outs = both(q, cos, sin, device, version, k=k, **options)
         for x, y in zip((q, k), outs, strict=True):
-            exact = oracle.rotated(
-                x, cos, sin, plain(device), rotary_dim, interleaved=interleaved, offset=offset, inverse=inverse, scale=1.25
-            )
-            assert_right(y, exact, str(options))
+            angles = {"interleaved": interleaved, "offset": offset, "inverse": inverse, "scale": 1.25}
+            assert_right(y, oracle.rotated(x, cos, sin, PLAIN, rotary_dim, **angles), str(options))
             rest = [i for i in range(D) if not offset <= i < offset + rotary_dim]
             assert same_bits(y[..., rest], x[..., rest]), "the rest is copied"
 
@@ -137,7 +132,7 @@ def test_dtypes_of_tables(device, version):
     for dtype, table in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float64),
                          (torch.float64, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.float64)):  # fmt: skip
         x, (cos, sin) = torch.randn(B, S, H, 8, device=device).to(dtype), tables(S, 4, device, table)
-        exact = oracle.rotated(x, cos, sin, plain(device), 8)
+        exact = oracle.rotated(x, cos, sin, PLAIN, 8)
         assert_right(cukern.rope(x, cos, sin, version=version), exact)
         assert_right(cukern.rope(x, cos.t().contiguous().t(), torch.cat((sin, sin), 1)[:, :4], version=version), exact, "strided tables")
 
