@@ -5,8 +5,7 @@
     python tests/fuzz.py --case "Case('square', 'sim', 'valid', {'x': T((3, 0), 'float16')}, (0, 1))"
 
 Hypothesis draws the cases and shrinks those that fail. A printed case is Python, which --case runs again; random values come from seeds in
-it. The exit status is 1 after a failure. A hang of 5 minutes
-ends it; what ends the process, --verbose shows.
+it. The exit status is 1 after a failure. A hang of 5 minutes ends it. --verbose prints each case before it runs.
 """
 
 import argparse
@@ -342,6 +341,10 @@ def draw_lokr(d: Draw) -> dict:
     return {"x": x, "w1": w1, "w2": w2, **epilogue(d, dtype, (*rows, q1 * q2))}
 
 
+def lokr_linear(x, w1, w2, **rest):
+    return kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest)
+
+
 def rope_in_place(x, cos, sin, *, k=None, **rest):
     """rope_ of copies, which lie in memory as x and k do: autograd lets nobody write a leaf."""
     return cukern.rope_(copied(x), cos, sin, k=copied(k), **rest)
@@ -368,11 +371,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "matmul": (draw_matmul, lambda a, b: a @ b, 6),
     "linear": (draw_linear, lambda x, weight, bias=None: x @ weight.mT + (0 if bias is None else bias), 6),
     "kron_linear": (draw_kron, kron_linear, 6),
-    "lokr_linear": (
-        draw_lokr,
-        lambda x, w1, w2, **rest: kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest),
-        6,
-    ),
+    "lokr_linear": (draw_lokr, lokr_linear, 6),
 }
 
 
@@ -403,8 +402,9 @@ def results(function: Any, args: dict, tensors: list, douts: Any) -> list[torch.
     outs = outputs(function(**fill(args, leaves)))
     wanted, some = [x for x in leaves if x.requires_grad], [o.requires_grad for o in outs]
     grads = list(itertools.compress(douts(outs), some))
-    got = torch.autograd.grad(list(itertools.compress(outs, some)), wanted, grads, allow_unused=True) if grads else [None] * len(wanted)
-    return [*(o.detach() for o in outs), *(torch.zeros_like(x) if g is None else g for g, x in zip(got, wanted, strict=True))]
+    if not grads:
+        return [*outs, *map(torch.zeros_like, wanted)]
+    return [*(o.detach() for o in outs), *torch.autograd.grad(list(itertools.compress(outs, some)), wanted, grads, materialize_grads=True)]
 
 
 def cast(dtypes: dict, tensors: list) -> list:
@@ -447,17 +447,15 @@ def run_valid(case: Case) -> None:
 def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) -> list:
     """What the error of each result is relative to: the sum of the absolute values of its terms."""
     if "softmax" in case.op:
-        every = softmax_scales(case.op, getattr(torch, args["x"].dtype), fill(args, tensors), grads)
-        outs, wanted = every[:1], [g for g, t in zip(every[1:], [t for t in specs(args)], strict=True) if t.grad]
-        return [*outs, *wanted]
+        out, *every = softmax_scales(case.op, getattr(torch, args["x"].dtype), fill(args, tensors), grads)
+        return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
     absolute = {k: abs(v) if k == "scale" and v else v for k, v in args.items()}
     tensors, grads = ([x.abs() if x.is_floating_point() or x.is_complex() else x for x in xs] for xs in (tensors, grads))
     if "cos" not in args and "freqs" not in args:
         return results(rule, absolute, tensors, lambda _: grads)
     if args.get("sin") is None:  # angles, which have signs
-        tensors = [
-            t.build().double() if t in (args.get("cos"), args.get("freqs")) else x for t, x in zip(specs(args), tensors, strict=True)
-        ]
+        angles = args.get("cos"), args.get("freqs")
+        tensors = [t.build().double() if t in angles else x for t, x in zip(specs(args), tensors, strict=True)]
     plus, minus = (results(functools.partial(rule, sign=sign), absolute, tensors, lambda _: grads) for sign in (1, -1))
     return [torch.maximum(a.abs(), b.abs()) for a, b in zip(plus, minus, strict=True)]
 

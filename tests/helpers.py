@@ -153,20 +153,26 @@ def forget_cache() -> None:
             function.cache_clear()
 
 
-def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A list that grows by one with each program that NVRTC compiles."""
-    binding, calls = compiler.nvrtc(), []
+def before_compiling(monkeypatch: pytest.MonkeyPatch, action: Callable[[object], object]) -> None:
+    """action(options) runs just before NVRTC compiles a program."""
+    binding = compiler.nvrtc()
 
-    class Counting:
+    class Watched:
         def __getattr__(self, name: str) -> object:
             return getattr(binding, name)
 
         def compileProgram(self, program: object, options: object) -> None:
-            calls.append(options)
+            action(options)
             binding.compileProgram(program, options)
 
-    counting = Counting()
-    monkeypatch.setattr(compiler, "nvrtc", lambda: counting)
+    watched = Watched()
+    monkeypatch.setattr(compiler, "nvrtc", lambda: watched)
+
+
+def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A list that grows by one with each program that NVRTC compiles."""
+    calls: list[object] = []
+    before_compiling(monkeypatch, calls.append)
     return calls
 
 

@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 from helpers import kernels, problem
-from test_kron_linear_registers import check_launches, dense_of, spoiled, square
+from test_kron_linear_registers import check_launches, dense_of, spoiled, square, turn
 
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import groups, v4_backward
@@ -74,13 +74,6 @@ def test_lanes_meet_different_banks(sizes):
             places = [sum((lane >> i & 1) << b for i, b in enumerate(lanes)) for lane in range(at_once)]
             turned = [e ^ turn(turns, unit, e) << unit for e in places]
             assert len({e % (8 << unit) // vector for e in turned}) == at_once, (lanes, unit)
-
-
-def turn(turns, unit: int, e: int) -> int:
-    found = 0
-    for i, to in enumerate(turns, unit + 3):
-        found ^= (e >> i & 1) * to
-    return found
 
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (16,) * 3))

@@ -71,17 +71,18 @@ def test_lanes_meet_different_banks(sizes):
     for group in launches(sizes):
         for part in group.parts:
             lanes = [sum((lane >> i & 1) << b for i, b in enumerate(part.threads[:LANES])) for lane in range(32)]
-            turned = [e ^ sum_of_turns(group, e) << 2 for e in lanes]
+            turned = [e ^ turn(group.turns, 2, e) << 2 for e in lanes]
             for first in range(0, 32, 32 // part.vector):
                 banks = [(e + i) % 32 for e in turned[first : first + 32 // part.vector] for i in range(part.vector)]
                 assert len(set(banks)) == 32
 
 
-def sum_of_turns(group: Registers, e: int) -> int:
-    turn = 0
-    for i, to in enumerate(group.turns, 5):
-        turn ^= (e >> i & 1) * to
-    return turn
+def turn(turns, unit: int, e: int) -> int:
+    """The swizzle of element e, in units of 2^unit elements."""
+    found = 0
+    for i, to in enumerate(turns, unit + 3):
+        found ^= (e >> i & 1) * to
+    return found
 
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7))

@@ -18,6 +18,7 @@ from cukern.ops.rope.plan import compute_dtype
 from cukern.runtime.registry import OPS
 
 PLACES = pytest.mark.parametrize("device, version", places("rope"))
+VERSIONS = pytest.mark.parametrize("version", OPS["rope"].versions)
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
 B, S, H, K = 2, 5, 3, 2
 PLAIN = [list(range(S))] * B  # positions
@@ -167,7 +168,7 @@ def test_angles_up_to_2_to_20(device, version, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("version", OPS["rope"].versions)
+@VERSIONS
 def test_float32_errs_by_two_roundings_at_most(version):
     """Compared with the exact rotation by the table's numbers, even where the terms cancel. The rounding of one product alone would be
     hundreds of times larger."""
@@ -226,7 +227,7 @@ def test_launches_side_by_side(heads, head_dim, captured):
 
 
 @gpu
-@pytest.mark.parametrize("version", OPS["rope"].versions)
+@VERSIONS
 def test_more_than_2_to_31_elements(version):
     heads, head_dim = 32, 128
     sequence = 2**31 // (heads * head_dim) + 3

@@ -4,17 +4,13 @@ import itertools
 
 import pytest
 import torch
-from helpers import DEVICE, gpu, kernels, places, same_bits
-from test_rope import B, H, K, S, assert_right, tables
+from helpers import DEVICE, gpu, kernels, same_bits
+from test_rope import PLACES, VERSIONS, B, H, K, S, assert_right, tables
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cukern
 from cukern.ops.rope import autograd as rope_ops
 from cukern.ops.rope.plan import Options
-from cukern.runtime.registry import OPS
-
-PLACES = pytest.mark.parametrize("device, version", places("rope"))
-VERSIONS = pytest.mark.parametrize("version", OPS["rope"].versions)
 
 
 def inverse(y, cos, sin, **options):

@@ -5,15 +5,12 @@ import itertools
 import pytest
 import rope_oracle as oracle
 import torch
-from helpers import Guarded, kernels, places, same_bits
-from test_rope import AXES, PLAIN, B, H, K, S, assert_right, both, tables
+from helpers import Guarded, kernels, same_bits
+from test_rope import AXES, PLACES, PLAIN, VERSIONS, B, H, K, S, assert_right, both, tables
 
 import cukern
 from cukern.ops.rope import plan
 from cukern.ops.rope import versions as rope_versions
-from cukern.runtime.registry import OPS
-
-PLACES = pytest.mark.parametrize("device, version", places("rope"))
 
 
 def views(device, dtype):
@@ -116,7 +113,7 @@ def test_q_and_k_of_one_packed_tensor_in_place(device, version):
     assert same_bits(qkv[:, :, H + K :], before[:, :, H + K :])
 
 
-@pytest.mark.parametrize("version", OPS["rope"].versions)
+@VERSIONS
 @kernels
 def test_nothing_but_the_output_is_written(device, version):
     """In place only the rotated slice, out of place only the output, between guard regions."""

@@ -3,13 +3,12 @@
 import numpy
 import pytest
 import torch
-from helpers import FLOATS, places, same_bits
-from test_rope import B, H, K, S, tables
+from helpers import FLOATS, same_bits
+from test_rope import PLACES, B, H, K, S, tables
 
 import cukern
 from cukern.ops.rope.memory import _disjoint
 
-PLACES = pytest.mark.parametrize("device, version", places("rope"))
 COS, SIN = tables(S, 4, "cpu")
 X = torch.randn(B, S, H, 8)
 IDS = torch.zeros(B, S, dtype=torch.int64)
