@@ -308,7 +308,7 @@ def test_ncu_missing_says_how_to_install(monkeypatch):
 # ---- doctor
 
 
-def test_doctor_is_content():
+def test_doctor_reports_every_component():
     out = call("doctor").stdout
     for word in ("Python", "torch", "CuPy", "NVRTC", "CUDA headers", "GPU", "cache", "Triton", "nvcc", "ncu", "compute-sanitizer"):
         assert word in out

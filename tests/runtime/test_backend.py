@@ -103,7 +103,7 @@ def test_the_raw_kernel_of_cupy():
 
 @no_gpu
 @pytest.mark.parametrize("words, use", [(r"no cupy\.RawKernel", lambda: cukern.compile(NOTHING).raw), ("GPU", cukern.warmup)])
-def test_what_needs_a_gpu_says_so(words, use):
+def test_setup_error_without_a_gpu(words, use):
     with pytest.raises(cukern.SetupError, match=words):
         use()
 

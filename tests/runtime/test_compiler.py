@@ -112,7 +112,7 @@ def test_ptx_of_what_does_not_compile_raises_the_compilers_words(empty_cache):
     ],
     ids=["no CuPy", "no NVRTC"],
 )
-def test_what_is_missing_is_named_with_the_command_that_mends_it(tmp_path, breakage, words):
+def test_missing_packages_are_named_with_the_install_command(tmp_path, breakage, words):
     code = f"""
 import sys, cukern
 {breakage}
@@ -124,7 +124,7 @@ except cukern.SetupError as error:
     assert words in run_python(code, CUKERN_CACHE_DIR=str(tmp_path)).stdout
 
 
-def test_missing_cuda_headers_are_named_with_the_command_that_mends_it(monkeypatch):
+def test_missing_cuda_headers_are_named_with_the_install_command(monkeypatch):
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     compiler.cuda_include.cache_clear()
     with pytest.raises(SetupError, match="pip install nvidia-cuda-runtime"):

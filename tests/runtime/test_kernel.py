@@ -63,7 +63,7 @@ NO_STRINGS = ((FILL.encode(),), "source must be a str .*, got bytes"), ((FILL, 3
 
 
 @pytest.mark.parametrize("args, words", NO_STRINGS)
-def test_sources_and_names_that_are_no_strings_are_refused(args, words):
+def test_sources_and_names_must_be_strings(args, words):
     with pytest.raises(TypeError, match=words):
         cukern.compile(*args)
 
@@ -111,7 +111,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_kernels_of_every_look_are_found_and_run(look, tmp_path):
+def test_kernels_of_every_style_are_found_and_run(look, tmp_path):
     text = LOOKS[look].replace("@", "__global__ void k(float* x, int n) { x[0] = n; }")
     (tmp_path / "k.cu").write_bytes(text.encode("latin-1" if look == "Latin-1" else "utf-8"))
     x, rest = torch.zeros(1), (None, 0) if look == "unnamed argument" else ()
@@ -185,7 +185,7 @@ NO_ARRAY = "out must be a torch.Tensor or an array with __dlpack__, got "
         *(((value, 3, 1.0), TypeError, NO_ARRAY + type(value).__name__) for value in (3, 1.5, "x", [1.0])),
     ],
 )
-def test_too_few_arguments_cpu_tensors_and_what_is_no_array_are_refused(args, kind, words):
+def test_wrong_arguments_are_refused_before_a_launch(args, kind, words):
     with pytest.raises(kind, match=words):
         cukern.compile(FILL)(*args, grid=1, block=1)
 
@@ -316,7 +316,7 @@ def test_geometry_is_checked(device, changed, kind, words):
         cukern.compile(FILL)(torch.zeros(3, device=device), 3, 1.0, **{"grid": 1, "block": 32, **changed})
 
 
-def test_a_bool_is_no_string():
+def test_strings_are_refused_for_a_bool():
     with cukern.backend("sim"), pytest.raises(TypeError, match="bool b must be a bool, got str 'no'"):
         cukern.compile("__global__ void k(bool b) {}")("no", grid=1, block=1)
 

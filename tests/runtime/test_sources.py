@@ -49,7 +49,7 @@ def test_two_headers_of_one_name_both_count(tmp_path):
     assert len(digests) == 4
 
 
-def test_a_missing_header_is_the_compilers_business(tmp_path):
+def test_missing_header_is_left_to_the_compiler(tmp_path):
     assert Source.read(write(tmp_path, '#include "nowhere.cuh"\n')).digest()
 
 

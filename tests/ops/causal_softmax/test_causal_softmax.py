@@ -91,7 +91,7 @@ def test_every_size_and_window(device, version):
 
 @kernels
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_way_to_hold_a_row(device, dtype):
+def test_every_row_storage(device, dtype):
     """Lanes of a warp, a block, and rows that no block holds."""
     for queries, keys in ((3, 500), (3, 1500), (2, 9000), (2, 17_000)):
         check(torch.randn(1, queries, keys, dtype=dtype, device=device))
@@ -113,7 +113,7 @@ def test_rows_of_whole_vectors(device):
 
 @kernels
 @EVERY_VERSION
-def test_rows_that_begin_elsewhere_than_the_results(device, version):
+def test_rows_of_padded_inputs(device, version):
     """Slices of padded rows, which lanes and blocks hold, with NaN beside them."""
     for keys, dtype, before in itertools.product((90, 1030), (torch.bfloat16, torch.float32), (1, 2)):
         padded = torch.full((2, 5, keys + 3), nan, dtype=dtype, device=device)

@@ -120,7 +120,7 @@ def check_layer(x, ws):
 
 @kernels
 @pytest.mark.parametrize("dtype", (pytest.param(torch.float32, marks=pytest.mark.gpu), torch.bfloat16))
-def test_what_lies_between_two_launches_is_kept(device, dtype):
+def test_intermediate_between_two_launches_is_saved(device, dtype):
     """The same gradients as of what is multiplied anew, and again; where no factor has one nothing is kept."""
     x, ws = draw(1, ((64, 64),) * 3, device, dtype)
     bias, residual = torch.randn(2, 64**3, device=device).to(dtype)
@@ -165,7 +165,7 @@ def test_gradients_in_several_tiles(device, dtype):
         assert error(cublas.contraction(z, h, 0.5), exact) <= allowed
 
 
-def test_autocast_changes_no_gradient_of_torchs():
+def test_autocast_does_not_change_cublas_gradients():
     for right in (1, 24):
         z, h = torch.randn(50, 20, right), torch.randn(50, 12, right)
         exact = torch.einsum("akc,ajc->kj", z.double(), h.double())
@@ -175,7 +175,7 @@ def test_autocast_changes_no_gradient_of_torchs():
 
 
 @pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))
-def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
+def test_torch_computes_gradients_where_it_is_faster(itemsize, tensor):
     target = problem(itemsize, 132, 226 << 10, tensor)
     for (A, p, C), torchs in (
         ((1 << 18, 100, 1), False),

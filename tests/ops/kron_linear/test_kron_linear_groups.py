@@ -82,7 +82,7 @@ def test_tiny_factors_are_merged():
     assert len(group.parts) < len(group.steps) == 8
 
 
-def test_rows_go_in_parts_where_the_array_between_launches_is_large():
+def test_rows_are_chunked_when_the_intermediate_is_large():
     plan = kron_groups.groups(((16, 16),) * 5, 64, problem(4, 132, 226 << 10))
     taken = [g.steps for g in plan]
     part = kron_groups.rows_at_once(taken, 64, 4)
@@ -182,7 +182,7 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("sizes", (((17, 19), (2, 3)), ((2, 3), (19, 17), (4, 4)), ((2, 2), (19, 17))))
-def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatch):
+def test_factors_too_large_for_shared_memory_use_torch_matmul(device, dtype, sizes, monkeypatch):
     """The left one, the middle one, the right one; with all that is added, if it is the last; of any strides."""
     facts = device_of(backend.SIMULATED if device == "cpu" else 0)._replace(shared_bytes=800 + 1024)
     monkeypatch.setattr(kron_v4, "device_of", lambda _: facts)
@@ -200,13 +200,13 @@ def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatc
 
 
 @kernels
-def test_what_the_scale_brings_into_range_is_not_infinite(device):
+def test_scale_prevents_overflow(device):
     x, w = torch.full((2, 304), 20.0, device=device).half(), torch.full((304, 304), 20.0, device=device).half()
     assert not kron_groups.groups((w.shape,), 2, problem(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
     assert (cukern.kron_linear(x, [w], scale=0.01, version="v4") == 1216).all()
 
 
-def test_large_factors_of_16_bits_are_torchs():
+def test_large_16_bit_factors_use_torch_matmul():
     """And those that a kernel multiplies faster are not, nor those of strict float32."""
     for itemsize, tensor, sizes, theirs in (
         (2, True, ((168, 168), (176, 176)), True),
@@ -218,7 +218,7 @@ def test_large_factors_of_16_bits_are_torchs():
 
 
 @kernels
-def test_float32_is_tf32_where_torchs_switch_says_so(device, monkeypatch):
+def test_torchs_tf32_switch_is_respected(device, monkeypatch):
     monkeypatch.setattr(cublas, "faster", lambda *_: False)
     forget_plans()
     x, ws = draw(128, ((128, 128),), device, torch.float32)  # where TF32 pays on two multiprocessors, and on 132
@@ -252,7 +252,7 @@ def test_gradients_of_factors_of_many_sizes(device, dtype, tf32):
 
 
 @gpu
-def test_a_call_like_an_earlier_one_is_made_at_once():
+def test_repeated_calls_use_the_launch_cache():
     launch_cache._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     first = cukern.kron_linear(x, ws)
@@ -274,7 +274,7 @@ def test_a_call_like_an_earlier_one_is_made_at_once():
 
 @gpu
 @FORWARD_MODE
-def test_a_call_that_somebody_watches_is_like_no_earlier_one():
+def test_recorded_and_traced_calls_bypass_the_launch_cache():
     """What records a graph, carries a tangent, is negated lazily, or is traced must be seen."""
     launch_cache._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)

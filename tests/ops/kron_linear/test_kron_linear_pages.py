@@ -152,7 +152,7 @@ def test_infinities_keep_their_sign(device, sizes, dtype):
             assert torch.equal(y[y.isinf()].float(), expected[y.isinf()].float()) and torch.equal(y.isinf(), expected.isinf()), plan
 
 
-def test_when_there_is_such_a_launch():
+def test_when_these_launches_are_chosen():
     target = problem(2, 132, SHARED, True)
     for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):
         assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
@@ -175,7 +175,7 @@ def test_when_there_is_such_a_launch():
 
 
 @kernels
-def test_the_public_function_takes_it(device, monkeypatch):
+def test_the_public_function_uses_these_launches(device, monkeypatch):
     taken = []
     monkeypatch.setattr(kron_v4, "launch_group", lambda made, *args: taken.append(type(made.group)) or launch_group(made, *args))
     wide = kron_pages.Wide if hopper(device) else kron_pages.Pages

@@ -12,7 +12,7 @@ from cukern.ops.kron_linear.v4 import launch_group, prepare
 TARGET = problem(4, 132, 226 << 10, wgmma=True)
 
 
-def test_who_takes_the_gradients_of_few_rows():
+def test_when_the_backward_kernel_is_chosen():
     def kernel(sizes=((128, 128),) * 2, rows=32, **other):
         return backward.backwards(sizes, rows, problem(**{"itemsize": 4, "wgmma": True} | other))[-1].kernel
 
@@ -21,7 +21,7 @@ def test_who_takes_the_gradients_of_few_rows():
     assert all(kernel(**other) != "quarter" for other in others)
 
 
-def test_who_takes_few_rows():
+def test_when_the_forward_kernel_is_chosen():
     def kinds(sizes=((128, 128),) * 2, rows=32, **other):
         return [type(launch) for launch in groups(sizes, rows, problem(**{"itemsize": 4, "wgmma": True} | other))]
 

@@ -86,7 +86,7 @@ def turn(turns, unit: int, e: int) -> int:
 
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7))
-def test_what_memory_holds_up_goes_in_one_launch(sizes):
+def test_memory_bound_layers_use_one_launch(sizes):
     (group,) = groups.groups(square(sizes), 1024, TARGET)
     assert isinstance(group, Registers)
     small = groups.groups(square(sizes), 1024, SMALL)
@@ -134,7 +134,7 @@ def dense_of(x, ws, sizes):
 
 
 @kernels
-def test_what_is_not_finite_reaches_what_it_is_a_term_of(device):
+def test_nonfinite_inputs_reach_every_sum_that_contains_them(device):
     y, x, ws = spoiled(launches((8, 8, 8))[0], device, torch.float32)
     close(y[2:], dense(x[2:], ws))
 

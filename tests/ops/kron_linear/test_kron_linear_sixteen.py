@@ -35,7 +35,7 @@ def run(x, ws, epilogue=PLAIN, grid=2):
         return launch_group(made._replace(geometry=((grid, 1, 1), *made.geometry[1:])), x, ws, epilogue)
 
 
-def test_who_takes_it():
+def test_when_this_launch_is_chosen():
     for target in (TARGET, TARGET._replace(itemsize=2, tensor=True)):
         (group,) = groups.groups(SIZES, 1024, target)
         assert isinstance(group, Sixteen)
@@ -103,7 +103,7 @@ def test_numbers_beyond_the_limit(device):
 
 
 @kernels
-def test_what_is_too_large_has_its_sign(device):
+def test_overflow_keeps_the_sign(device):
     """Products of pieces are infinite before the sum is: they must not be of the other sign. One number anywhere, and all of them."""
     ws = [torch.eye(16, device=device) for _ in range(4)]
     for at, number, factor, value in (

@@ -65,7 +65,7 @@ def test_every_small_size(device, version):
 
 
 @pytest.mark.parametrize("itemsize", (4, 8))
-def test_the_plan_gives_every_tile_to_somebody(itemsize):
+def test_plan_assigns_every_tile(itemsize):
     sizes = (1, 31, 128, 129, 1000, 4096, 50257)
     for m, n, k in itertools.product(sizes, sizes, (0, *sizes)):
         tile, grid, shared_blocks, shared_tiles, chain, room = plan(m, n, k, 132, itemsize)

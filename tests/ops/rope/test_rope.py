@@ -206,7 +206,7 @@ def test_more_than_65535_sequences(device):
 @gpu
 @pytest.mark.parametrize("captured", (False, True), ids=("stream", "graph"))
 @pytest.mark.parametrize("heads, head_dim", ((8, 64), (32, 128), (31, 128)))
-def test_launches_side_by_side(heads, head_dim, captured):
+def test_overlapping_launches(heads, head_dim, captured):
     """Each launch reads in place what the launch before it writes. It must not read too early."""
     x = torch.randn(2, 2048, heads, head_dim, dtype=torch.bfloat16, device="cuda")
     mine, (cos, sin) = torch.empty_like(x), tables(2048, head_dim // 2, "cuda")

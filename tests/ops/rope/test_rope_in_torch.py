@@ -285,7 +285,7 @@ def test_the_raw_op_refuses_a_cpu_tensor():
 
 
 @gpu
-def test_no_byte_is_allocated_but_the_output():
+def test_only_the_output_is_allocated():
     """Strided views are not copied. In place, nothing is allocated."""
     qkv, (cos, sin) = torch.randn(4, 512, 48, 128, device="cuda", dtype=torch.bfloat16), tables(512, 64, "cuda")
     q, k = qkv[:, :, :32], qkv[:, :, 32:40]

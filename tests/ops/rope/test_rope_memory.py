@@ -31,7 +31,7 @@ def views(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @PLACES
-def test_views_are_read_and_written_where_they_lie(device, version, dtype):
+def test_views_are_not_copied(device, version, dtype):
     for interleaved, (name, x) in itertools.product((False, True), views(device, dtype).items()):
         cos, sin = tables(S, 4, device)
         exact = oracle.rotated(x, cos, sin, PLAIN, 8, interleaved=interleaved)
@@ -66,7 +66,7 @@ def test_what_models_have_takes_the_fast_path(device, monkeypatch):
 
 
 @PLACES
-def test_k_may_lie_otherwise_in_memory_than_q(device, version):
+def test_q_and_k_with_different_strides(device, version):
     cos, sin = tables(S, 4, device)
     every = list(views(device, torch.bfloat16).values())
     for q, k in zip(every, every[1:] + every[:1], strict=True):
@@ -75,7 +75,7 @@ def test_k_may_lie_otherwise_in_memory_than_q(device, version):
 
 
 @PLACES
-def test_an_odd_rest_of_heads_without_odd_strides(device, version):
+def test_odd_head_dim_with_even_strides(device, version):
     cos, sin = tables(S, 8, device)
     for x in (torch.randn(B, S, 3, 32, device=device)[..., :17], torch.randn(1, 1, 1, 17, device=device)):
         y = cukern.rope(x, cos, sin, rotary_dim=16, version=version)
@@ -115,7 +115,7 @@ def test_q_and_k_of_one_packed_tensor_in_place(device, version):
 
 @VERSIONS
 @kernels
-def test_nothing_but_the_output_is_written(device, version):
+def test_only_the_output_is_written(device, version):
     """In place only the rotated slice, out of place only the output, between guard regions."""
     for dtype, shape in itertools.product((torch.bfloat16, torch.float64), ((1, 1, 1, 2), (1, 3, 5, 24), (2, 7, 3, 40))):
         x = Guarded(shape, dtype, device)

@@ -128,7 +128,7 @@ def test_in_place_on_shared_memory(device, version, grad):
 
 
 @PLACES
-def test_in_place_where_other_inputs_lie(device, version):
+def test_in_place_overlapping_other_inputs(device, version):
     """Also inputs of another dtype, and inputs that are never read."""
     n, (cos, sin) = B * S * H * 8, tables(S, 4, device)
     memory = torch.cat((torch.randn(2 * n, device=device), cos.flatten()))

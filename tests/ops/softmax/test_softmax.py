@@ -155,7 +155,7 @@ def test_every_layout(device, name):
 
 
 @kernels
-def test_gradients_that_lie_anywhere(device):
+def test_gradients_of_any_strides(device):
     x, g = torch.randn(6, 40, device=device), torch.randn(40, 90, device=device)
     for grad in (g.t()[:6], g[:6, 1:41], g[:1, :40].expand(6, 40), g[0, :6, None].expand(6, 40), g[0, 0].expand(6, 40)):
         check("softmax", x, g=grad)
@@ -174,7 +174,7 @@ def test_every_kernel_on_rows_of_any_alignment(device):
 
 
 @kernels
-def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
+def test_rows_of_padded_inputs(device, monkeypatch):
     """Slices of padded rows as inputs and gradients, by each method. Blocks with few threads make many rounds over a short row; the last
     warp is full or partly full. NaN surrounds the slices."""
     small = [{size: (plan.Shape(vectors, 128, 2),) for size in (2, 4, 8)} for vectors in (4, 2)]
@@ -374,7 +374,7 @@ def test_derivatives_of_every_order(device, name):
 
 
 @kernels
-def test_forward_and_backward_are_chosen_apart(device):
+def test_forward_and_backward_versions_are_independent(device):
     x, g = torch.randn(3, 300, device=device), torch.randn(3, 300, device=device)
     found = {}
     for pair in itertools.product(("v1", "v5"), ("v3", "v6")):
@@ -395,7 +395,7 @@ def test_forward_and_backward_are_chosen_apart(device):
     ("rows", "columns", "dtype"),
     ((8, 1024, torch.float32), (8192, 1024, torch.bfloat16), (4096, 4096, torch.float32), (528, 50_304, torch.bfloat16)),
 )
-def test_launches_side_by_side(rows, columns, dtype, captured):
+def test_overlapping_launches(rows, columns, dtype, captured):
     """Each launch reads the output of the launch before it. If it read too early, it would see NaN."""
     steps = torch.empty(13, rows, columns, dtype=dtype, device="cuda")
     x, ladder = torch.randn_like(steps[0]), VERSIONS["v11"]

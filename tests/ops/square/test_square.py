@@ -78,7 +78,7 @@ def test_every_stride_and_alignment(device, version, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @PLACES
-def test_gradient_that_lies_otherwise_in_memory_than_the_input(device, version, dtype):
+def test_gradient_with_other_strides_than_the_input(device, version, dtype):
     x = torch.randn(6, 8, dtype=dtype, device=device, requires_grad=True)
     d = torch.randn(8, 8, dtype=dtype, device=device)
     douts = {"transposed": d[:, :6].t(), "row": d[:1].expand(6, 8), "column": d[:6, :1].expand(6, 8), "one number": d[0, 0].expand(6, 8)}
