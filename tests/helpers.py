@@ -1,4 +1,4 @@
-"""What several tests share: the rule of "right", memory that shows a stray write, fresh processes, a count of compilations."""
+"""Shared by several tests: comparisons, memory that shows stray writes, fresh processes and threads, a count of compilations."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The layout rules of DESIGN: layers without cycles, ops that meet only at their packages, headers shared only where two ops use them."""
+"""The layout rules of DESIGN: no import cycles, ops import each other only through their packages, a common header serves two ops."""
 
 import ast
 import re

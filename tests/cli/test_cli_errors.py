@@ -1,4 +1,4 @@
-"""The command line in bad hands: sizes that cannot be, files that cannot be written, a full stdout, Ctrl-C; a clear line, no traceback."""
+"""Errors of the command line are one clear line, without a traceback: impossible sizes, files that cannot be written, Ctrl-C."""
 
 import os
 import shlex

@@ -1,6 +1,6 @@
-"""The tests have teeth: each kernel in wrong/ has one planted bug, and what passes the mended and the shipped kernel catches it.
+"""Each kernel in wrong/ has one planted bug. The check that the mended and the shipped kernel pass must catch it.
 
-Some bugs show in the numbers, in the simulator and on a GPU. Of the others the simulator says what is wrong, and at which line.
+Some bugs show in the numbers, in the simulator and on a GPU. The simulator reports the others, with the line.
 """
 
 import re
@@ -458,7 +458,7 @@ CASES = [
          Reported(sim.Race, "sum += sums[y]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
 ]
 # fmt: on
-KINDS = {  # that a test suite must have teeth for; the table has more
+KINDS = {  # the kinds of bugs that must be in the table, which has more
     "a dropped barrier",
     "an off-by-one bound",
     "a missing mask",

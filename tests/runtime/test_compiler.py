@@ -1,4 +1,4 @@
-"""NVRTC's words, its report, and what is said where it is missing. Needs no GPU. The cache is in test_cache.py."""
+"""NVRTC's error messages and reports, and the errors where it is missing. Needs no GPU. The cache is tested in test_cache.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The table of ops is whole and true, a version is chosen by what the GPU can run, and a raw op is seen by those who listen."""
+"""The registry of ops is complete and consistent; a version is chosen by what the GPU can run; dispatch modes see the raw ops."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""causal_softmax: what test_ops.py does not try: llm.c's formulas, rectangles, windows, sinks, layouts, rows that see nothing, refusals."""
+"""causal_softmax beyond test_ops.py: llm.c's formulas, rectangles, windows, sinks, layouts, rows that see nothing, refusals."""
 
 import itertools
 import math

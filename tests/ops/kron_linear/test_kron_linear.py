@@ -1,4 +1,4 @@
-"""kron_linear: what test_ops.py does not try: torch.kron itself, layouts, samples, epilogue, higher derivatives, refusals, the layer."""
+"""kron_linear beyond test_ops.py: torch.kron itself, layouts, samples, epilogue, higher derivatives, refusals, the layer."""
 
 import itertools
 from functools import reduce
