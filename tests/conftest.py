@@ -1,5 +1,5 @@
-"""Set-up of all tests: kernels run on the GPU, or without one in the simulator; tests marked gpu are skipped without a GPU; outputs start as
-NaN; the run compiles into a cache of its own."""
+"""Set-up of all tests: kernels run on the GPU, or without one in the simulator; tests marked gpu are skipped without a GPU; outputs start
+as NaN; the run compiles into a cache of its own."""
 
 import gc
 import json
