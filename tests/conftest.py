@@ -1,5 +1,5 @@
-"""What every test stands on: kernels run on the GPU or in the simulator, tests of the GPU alone skip aloud, outputs start as NaN, and
-kernels are compiled into a cache of the run's own."""
+"""Set-up of all tests: kernels run on the GPU, or without one in the simulator; tests marked gpu are skipped without a GPU; outputs start
+as NaN; the run compiles into a cache of its own."""
 
 import gc
 import json

@@ -5,8 +5,7 @@
     python tests/fuzz.py --case "Case('square', 'sim', 'valid', {'x': T((3, 0), 'float16')}, (0, 1))"
 
 Hypothesis draws the cases and shrinks those that fail. A printed case is Python, which --case runs again; random values come from seeds in
-it. The exit status is 1 after a failure. A hang of 5 minutes
-ends it; what ends the process, --verbose shows.
+it. The exit status is 1 after a failure. A hang of 5 minutes ends it. --verbose prints each case before it runs.
 """
 
 import argparse
@@ -31,11 +30,12 @@ import numpy as np
 import torch
 from helpers import same_bits
 from hypothesis import strategies as st
-from rope_oracle import te_positions
+from rope_oracle import rotate, te_positions
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import cukern
+from cukern.bench.calls import outputs
 from cukern.bench.verify import poisoned
 from cukern.runtime.registry import OPS
 
@@ -250,31 +250,22 @@ def rope(x, cos, sin=None, k=None, interleaved=False, rotary_dim=None, rotary_of
     """`sign`: for magnitudes, the tables' absolute values, and sin's times that."""
     cos, sin = (cos, sin) if sin is not None else (cos.double().cos(), cos.double().sin())
     cos, sin = (cos.abs(), sign * sin.abs()) if sign else (cos, sin)
-    axes, n = AXES[layout], x.shape[-1] if rotary_dim is None else rotary_dim
-    i = torch.arange(n // 2)
-    pair = first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + n // 2)
-    columns = pair if cos.shape[-1] == n else (i, i)
+    axes, half = AXES[layout], (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
     packed = layout == "thd"
     batch, sequence = (1, len(x)) if packed else [x.shape[a] for a in axes[:2]]
-    starts, bounds = (None if t is None else t.tolist() for t in (start_positions, cu_seqlens))
     if mrope_section:
         section = torch.arange(len(mrope_section)).repeat_interleave(torch.tensor(mrope_section))
-        row = position_ids.long()[section].movedim(0, -1)
+        rows = position_ids.long()[section].movedim(0, -1)
     elif position_ids is not None:
-        row = position_ids.long().expand(batch, sequence)[..., None].expand(-1, -1, n // 2)
+        rows = position_ids.long().expand(batch, sequence)[..., None].expand(-1, -1, half)
     else:
+        starts, bounds = (None if t is None else t.tolist() for t in (start_positions, cu_seqlens))
         row = te_positions("thd" if packed else "bshd", (sequence,) if packed else (batch, sequence), starts, bounds, cp_size, cp_rank)
-        row = torch.tensor(row, dtype=torch.int64).view(batch, sequence, 1).expand(-1, -1, n // 2)
-    which = (torch.arange(len(cos))[:, None, None], row) if cos.ndim == 3 else (row.clamp(min=0),)
-    c1, c2, s1, s2 = ((1.0 if scale is None else float(scale)) * t[(*which, c)][:, :, None] for t in (cos, sin) for c in columns)
-    s1, s2 = (-s2, -s1) if inverse else (s1, s2)
+        rows = torch.tensor(row, dtype=torch.int64).view(batch, sequence, 1).expand(-1, -1, half)
+    options = {"interleaved": interleaved, "offset": rotary_offset, "inverse": inverse, "scale": 1.0 if scale is None else float(scale)}
 
     def turned(x):
-        x = x[None] if packed else x.permute(axes)
-        before, middle, after = x.split((rotary_offset, n, x.shape[-1] - rotary_offset - n), -1)
-        x1, x2 = middle[..., first], middle[..., second]
-        middle = torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2), -1)[..., torch.cat(pair).argsort()]
-        y = torch.where((row < 0)[:, :, :1, None], x, torch.cat((before.to(middle.dtype), middle, after.to(middle.dtype)), -1))
+        y = rotate(x[None] if packed else x.permute(axes), cos, sin, rows, **options)
         return y[0] if packed else y.permute(axes)
 
     return turned(x) if k is None else (turned(x), turned(k))
@@ -350,6 +341,10 @@ def draw_lokr(d: Draw) -> dict:
     return {"x": x, "w1": w1, "w2": w2, **epilogue(d, dtype, (*rows, q1 * q2))}
 
 
+def lokr_linear(x, w1, w2, **rest):
+    return kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest)
+
+
 def rope_in_place(x, cos, sin, *, k=None, **rest):
     """rope_ of copies, which lie in memory as x and k do: autograd lets nobody write a leaf."""
     return cukern.rope_(copied(x), cos, sin, k=copied(k), **rest)
@@ -376,11 +371,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "matmul": (draw_matmul, lambda a, b: a @ b, 6),
     "linear": (draw_linear, lambda x, weight, bias=None: x @ weight.mT + (0 if bias is None else bias), 6),
     "kron_linear": (draw_kron, kron_linear, 6),
-    "lokr_linear": (
-        draw_lokr,
-        lambda x, w1, w2, **rest: kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest),
-        6,
-    ),
+    "lokr_linear": (draw_lokr, lokr_linear, 6),
 }
 
 
@@ -405,18 +396,15 @@ def specs(args: dict) -> list[T]:
     return [v for v in pytree.tree_leaves(args) if isinstance(v, T)]
 
 
-def outputs(y: Any) -> list[torch.Tensor]:
-    return list(y) if isinstance(y, tuple) else [y]
-
-
 def results(function: Any, args: dict, tensors: list, douts: Any) -> list[torch.Tensor]:
     """The outputs, and the gradients of the tensors that have one, for the gradients `douts(outputs)`."""
     leaves = [x.detach().requires_grad_(t.grad) for x, t in zip(tensors, specs(args), strict=True)]
     outs = outputs(function(**fill(args, leaves)))
     wanted, some = [x for x in leaves if x.requires_grad], [o.requires_grad for o in outs]
     grads = list(itertools.compress(douts(outs), some))
-    got = torch.autograd.grad(list(itertools.compress(outs, some)), wanted, grads, allow_unused=True) if grads else [None] * len(wanted)
-    return [*(o.detach() for o in outs), *(torch.zeros_like(x) if g is None else g for g, x in zip(got, wanted, strict=True))]
+    if not grads:
+        return [*outs, *map(torch.zeros_like, wanted)]
+    return [*(o.detach() for o in outs), *torch.autograd.grad(list(itertools.compress(outs, some)), wanted, grads, materialize_grads=True)]
 
 
 def cast(dtypes: dict, tensors: list) -> list:
@@ -459,17 +447,15 @@ def run_valid(case: Case) -> None:
 def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) -> list:
     """What the error of each result is relative to: the sum of the absolute values of its terms."""
     if "softmax" in case.op:
-        every = softmax_scales(case.op, getattr(torch, args["x"].dtype), fill(args, tensors), grads)
-        outs, wanted = every[:1], [g for g, t in zip(every[1:], [t for t in specs(args)], strict=True) if t.grad]
-        return [*outs, *wanted]
+        out, *every = softmax_scales(case.op, getattr(torch, args["x"].dtype), fill(args, tensors), grads)
+        return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
     absolute = {k: abs(v) if k == "scale" and v else v for k, v in args.items()}
     tensors, grads = ([x.abs() if x.is_floating_point() or x.is_complex() else x for x in xs] for xs in (tensors, grads))
     if "cos" not in args and "freqs" not in args:
         return results(rule, absolute, tensors, lambda _: grads)
     if args.get("sin") is None:  # angles, which have signs
-        tensors = [
-            t.build().double() if t in (args.get("cos"), args.get("freqs")) else x for t, x in zip(specs(args), tensors, strict=True)
-        ]
+        angles = args.get("cos"), args.get("freqs")
+        tensors = [t.build().double() if t in angles else x for t, x in zip(specs(args), tensors, strict=True)]
     plus, minus = (results(functools.partial(rule, sign=sign), absolute, tensors, lambda _: grads) for sign in (1, -1))
     return [torch.maximum(a.abs(), b.abs()) for a, b in zip(plus, minus, strict=True)]
 

@@ -1,27 +1,32 @@
-"""What several tests share: the rule of "right", memory that shows a stray write, fresh processes, a count of compilations."""
+"""Shared by several tests: comparisons, memory that shows stray writes, fresh processes and threads, a count of compilations."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import cukern
 from cukern.ops.kron_linear.plan import Problem
-from cukern.runtime import cache, compiler
+from cukern.runtime import backend, cache, compiler
 from cukern.runtime.device import KNOWN, Device, device_of
 from cukern.runtime.registry import OPS, Op
 
 gpu = pytest.mark.gpu
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 kernels = pytest.mark.kernels  # runs kernels: on the GPU where there is one, else in the simulator
 PLACE, DEVICE = ("cuda", "cuda") if torch.cuda.is_available() else ("sim", "cpu")  # where, and on which tensors
 ROOT = Path(cukern.__file__).resolve().parents[1]  # of the source tree, or site-packages
 TREE = Path(__file__).resolve().parents[1]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
 # The kernel of PyTorch's load_inline tutorial, https://docs.pytorch.org/docs/stable/cpp_extension.html, wrapped as users paste it.
 SQUARE_MATRIX = r"""
 __global__ void square_matrix_kernel(const float* matrix, float* result, int width, int height) {
@@ -75,6 +80,17 @@ def dims_of(op: Op) -> tuple[tuple[int, ...], ...]:
     return op.check_dims if PLACE == "cuda" else op.sim_dims
 
 
+def simulated(*tensors: torch.Tensor | None) -> contextlib.AbstractContextManager:
+    """Where kernels run in the simulator: inside the block they may access these tensors and no other memory."""
+    return contextlib.nullcontext() if PLACE == "cuda" else backend.simulated_memory(tensors)
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of function(*args), or its error, in a new thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
 def own_names() -> list[str]:
     """The ops that have a public function of their name; "rope_packed" is a way to call rope."""
     return [name for name, op in OPS.items() if not name.startswith(f"{op.stem}_")]
@@ -125,6 +141,11 @@ class Guarded:
         assert bool((margins == 7).all()), f"{what}: wrote outside of its output"
 
 
+def write(folder: Path, text: str, name: str = "k.cu") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
 def forget_cache() -> None:
     """Make this process look at CUKERN_CACHE_DIR, and warn, as a fresh one would."""
     for function in vars(cache).values():
@@ -132,20 +153,26 @@ def forget_cache() -> None:
             function.cache_clear()
 
 
-def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A list that grows by one with each program that NVRTC compiles."""
-    binding, calls = compiler.nvrtc(), []
+def before_compiling(monkeypatch: pytest.MonkeyPatch, action: Callable[[object], object]) -> None:
+    """action(options) runs just before NVRTC compiles a program."""
+    binding = compiler.nvrtc()
 
-    class Counting:
+    class Watched:
         def __getattr__(self, name: str) -> object:
             return getattr(binding, name)
 
         def compileProgram(self, program: object, options: object) -> None:
-            calls.append(options)
+            action(options)
             binding.compileProgram(program, options)
 
-    counting = Counting()
-    monkeypatch.setattr(compiler, "nvrtc", lambda: counting)
+    watched = Watched()
+    monkeypatch.setattr(compiler, "nvrtc", lambda: watched)
+
+
+def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A list that grows by one with each program that NVRTC compiles."""
+    calls: list[object] = []
+    before_compiling(monkeypatch, calls.append)
     return calls
 
 

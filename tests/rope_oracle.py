@@ -7,25 +7,26 @@ import torch
 COPY = -1  # as a position: the token is not rotated
 
 
-def rotated(x, cos, sin, positions, rotary_dim, *, interleaved=False, offset=0, inverse=False, scale=1.0):
-    """Element by element. x (batch, sequence, heads, head_dim); cos, sin (rows, pairs), or (rows, 2 pairs): an angle for each element.
-    positions[b][s]: a row, COPY, or a list of one row for each pair."""
-    device, (x, cos, sin) = x.device, (t.double().cpu().numpy() for t in (x, cos, sin))
-    out, pairs = x.copy(), rotary_dim // 2
-    for b, s, i in itertools.product(range(x.shape[0]), range(x.shape[1]), range(pairs)):
-        row = positions[b][s]
-        if row == COPY:
-            continue
-        row = row[i] if isinstance(row, list) else row
-        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
-        a, c = (first, second) if cos.shape[1] == rotary_dim else (i, i)
-        x_1, x_2 = x[b, s, :, offset + first], x[b, s, :, offset + second]
-        if inverse:
-            y_1, y_2 = x_1 * cos[row, a] + x_2 * sin[row, c], x_2 * cos[row, c] - x_1 * sin[row, a]
-        else:
-            y_1, y_2 = x_1 * cos[row, a] - x_2 * sin[row, a], x_2 * cos[row, c] + x_1 * sin[row, c]
-        out[b, s, :, offset + first], out[b, s, :, offset + second] = scale * y_1, scale * y_2
-    return torch.from_numpy(out).to(device)
+def rotate(x, cos, sin, rows, *, interleaved=False, offset=0, inverse=False, scale=1.0):
+    """Differentiable, on the CPU. x (batch, sequence, heads, head_dim); cos, sin (rows, pairs), or (rows, 2 pairs): an angle for each
+    element; either may have the batch in front. rows (batch, sequence, pairs): a row of the tables, or COPY."""
+    i, pairs = torch.arange(rows.shape[-1]), rows.shape[-1]
+    pair = first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+    at = (torch.arange(len(cos))[:, None, None], rows) if cos.ndim == 3 else (rows.clamp(min=0),)
+    columns = pair if cos.shape[-1] == 2 * pairs else (i, i)
+    c1, c2, s1, s2 = (scale * t[(*at, c)][:, :, None] for t in (cos, sin) for c in columns)
+    s1, s2 = (-s2, -s1) if inverse else (s1, s2)
+    before, middle, after = x.split((offset, 2 * pairs, x.shape[-1] - offset - 2 * pairs), -1)
+    x1, x2 = middle[..., first], middle[..., second]
+    middle = torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2), -1)[..., torch.cat(pair).argsort()]
+    return torch.where((rows < 0)[:, :, :1, None], x, torch.cat((before.to(middle.dtype), middle, after.to(middle.dtype)), -1))
+
+
+def rotated(x, cos, sin, positions, rotary_dim, **options):
+    """rotate() in float64. positions[b][s]: a row, COPY, or a list of one row for each pair; of tokens that x lacks, too."""
+    rows = torch.tensor(positions)[: x.shape[0], : x.shape[1]]
+    rows = rows if rows.ndim == 3 else rows[..., None].expand(-1, -1, rotary_dim // 2)
+    return rotate(*(t.cpu().double() for t in (x, cos, sin)), rows, **options).to(x.device)
 
 
 def complex_rotated(x, angles):
@@ -70,17 +71,7 @@ def te_positions(form, shape, starts=None, cu_seqlens=None, cp_size=1, cp_rank=0
 
 
 def te(x, freqs, positions, interleaved, grad=False):
-    """TransformerEngine's fused form, element by element: each has its own angle. x (batch, sequence, heads, head_dim), freqs (rows,
-    rotary_dim); `grad`: x is the gradient of the result, and what is returned that of the input."""
-    device, freqs = x.device, freqs.double()
-    x, cos, sin = (t.cpu().numpy() for t in (x.double(), freqs.cos(), freqs.sin()))
-    out, width = x.copy(), freqs.shape[1]
-    for b, s, i in itertools.product(range(x.shape[0]), range(x.shape[1]), range(width)):
-        p = positions[b][s]
-        if p == COPY:
-            continue
-        first = i % 2 == 0 if interleaved else i < width // 2
-        j = (i + 1 if first else i - 1) if interleaved else (i + width // 2) % width
-        sign = (-1 if first else 1) * (-1 if grad else 1)
-        out[b, s, :, i] = x[b, s, :, i] * cos[p, i] + sign * x[b, s, :, j] * sin[p, j if grad else i]
-    return torch.from_numpy(out).to(device)
+    """TransformerEngine's fused form: each element has its own angle. x (batch, sequence, heads, head_dim), freqs (rows, rotary_dim);
+    `grad`: x is the gradient of the result, and what is returned that of the input."""
+    freqs = freqs.double()
+    return rotated(x, freqs.cos(), freqs.sin(), positions, freqs.shape[1], interleaved=interleaved, inverse=grad)

@@ -1,23 +1,19 @@
 """The wheel holds the kernels, fits every machine, and works from anywhere; the sdist holds all that its tests need."""
 
-import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 
 import pytest
-from helpers import TREE, run
+from helpers import TREE, run, run_python
 
 
 def can_build() -> str:
     """Why a wheel cannot be built here, or nothing."""
-    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+    if run([sys.executable, "-m", "pip", "--version"], ok=False).returncode:
         return "pip is not installed"
-    found = subprocess.run(
-        [sys.executable, "-c", "import setuptools; print(setuptools.__version__)"], capture_output=True, text=True
-    ).stdout
+    found = run_python("import setuptools; print(setuptools.__version__)", ok=False).stdout
     if not found or int(found.split(".")[0]) < 77:
         return f"building needs setuptools 77 or newer, found {found.strip() or 'none'}"
     return "" if (TREE / "pyproject.toml").is_file() else "the tests do not stand in a source tree"
@@ -76,7 +72,6 @@ def test_sdist_holds_every_file_that_is_not_ignored(tmp_path):
 
 def test_installed_package_works_from_another_folder(wheel, tmp_path):
     site = wheel.parent / "site"
-    env = {**os.environ, "PYTHONPATH": str(site), "CUKERN_CACHE_DIR": str(tmp_path / "cache")}
     code = f"""
 import torch, cukern
 from cukern.runtime.registry import OPS
@@ -88,13 +83,11 @@ if torch.cuda.is_available():
     x = x.cuda()
 print(cukern.square(x).tolist())
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0 and done.stdout.strip() == "[0.0, 1.0, 4.0, 9.0]", done.stderr
+    env = {"PYTHONPATH": str(site), "CUKERN_CACHE_DIR": str(tmp_path / "cache")}
+    assert run([sys.executable, "-c", code], cwd=tmp_path, env=env).stdout.strip() == "[0.0, 1.0, 4.0, 9.0]"
 
 
 def test_installed_command_line_answers_from_another_folder(wheel, tmp_path):
     site = wheel.parent / "site"
-    env = {**os.environ, "PYTHONPATH": str(site)}
     for command in ([sys.executable, "-m", "cukern"], [str(site / "bin" / "cukern")]):
-        done = subprocess.run([*command, "--version"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
-        assert done.returncode == 0 and wheel.name.split("-")[1] in done.stdout, done.stderr
+        assert wheel.name.split("-")[1] in run([*command, "--version"], cwd=tmp_path, env={"PYTHONPATH": str(site)}).stdout

@@ -6,15 +6,13 @@ cache gives is compared with a clean compilation. Ends with status 1 at the firs
 
 import argparse
 import contextlib
-import functools
+import multiprocessing
 import os
 import random
-import shutil
 import signal
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,7 @@ from cukern.runtime.sources import Source
 
 OTHER = 12345  # a user who owns nothing here
 HANG_S = 60
+FORK = multiprocessing.get_context("fork")
 NAMES = [f"k{i}" for i in range(12)]
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
@@ -42,55 +41,38 @@ def compile_one(name: str) -> Cubin:
     return compiler.compile_kernel(source, name, "sm_80")
 
 
-def fork(work: Callable[[], object]) -> int:
-    """A child that works, with a limit on its time."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(HANG_S)
-        work()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
 class Torture:
     def __init__(self, folder: Path, seed: int):
         self.private, self.random = folder / "private", random.Random(seed)
-        self.truth, self.keys = {}, {}
-        for name in NAMES:  # each alone in a folder tells its key
-            clean = use(folder / "clean" / name)
-            self.truth[name] = compile_one(name)
-            self.keys[name] = next(clean.iterdir()).stem
+        self.names, self.truth = {}, {}  # of each kernel, by its key in the cache
+        for name in NAMES:  # each alone in a folder, whose entry tells its key
+            clean, cubin = use(folder / "clean" / name), compile_one(name)
+            key = next(clean.iterdir()).stem
+            self.names[key], self.truth[key] = name, cubin
+        self.keys = list(self.truth)
         self.cache = use(folder / "cache")
         self.fill()
 
-    def entry(self, name: str) -> Path:
-        return self.cache / (self.keys[name] + cache.SUFFIX)
+    def entry(self, key: str) -> Path:
+        return self.cache / (key + cache.SUFFIX)
 
-    def name(self, entry: Path) -> str:
-        return next(name for name in NAMES if self.keys[name] == entry.stem)
-
-    def compile(self, name: str, anew: bool = False) -> None:
+    def compile(self, key: str, anew: bool = False) -> None:
         if anew:
             with contextlib.suppress(OSError):
-                os.unlink(self.entry(name))
-        assert compile_one(name) == self.truth[name], f"a wrong kernel for {name}"
+                os.unlink(self.entry(key))
+        assert compile_one(self.names[key]) == self.truth[key], f"a wrong kernel for {self.names[key]}"
 
     def fill(self) -> None:
-        for name in NAMES:
-            self.compile(name)
+        for key in self.keys:
+            self.compile(key)
 
     def read(self, folder: Path) -> None:
         for entry in folder.glob(f"*{cache.SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
-                assert cache._decode(entry.stem, entry.read_bytes()) == self.truth[self.name(entry)], f"{entry} is wrong"
+                assert cache._decode(entry.stem, entry.read_bytes()) == self.truth[entry.stem], f"{entry} is wrong"
 
-    def write_for_ever(self, seed: float, user: int | None) -> None:
-        """What a process to be killed does."""
+    def write_forever(self, seed: float, user: int | None) -> None:
+        """The work of a process that is killed."""
         choose = random.Random(seed)
         if user:
             self.private.mkdir(exist_ok=True)
@@ -98,46 +80,46 @@ class Torture:
             os.setgroups([]), os.setgid(user), os.setuid(user)
             os.environ["XDG_CACHE_HOME"] = str(self.private)
         while True:
-            name = choose.choice(NAMES)
+            key = choose.choice(self.keys)
             if choose.random() < 0.1:
-                self.compile(name, anew=True)
+                self.compile(key, anew=True)
             else:
-                cache.write(self.keys[name], self.truth[name])
+                cache.write(key, self.truth[key])
 
     def kill(self) -> None:
-        """Read while another process writes, which is killed then: an entry is whole, or it is not there."""
+        """Read while another process writes, and kill it: an entry is whole, or it is not there."""
         user = OTHER if ROOT and self.random.random() < 0.2 else None
-        child = fork(functools.partial(self.write_for_ever, self.random.random(), user))
+        child = FORK.Process(target=self.write_forever, args=(self.random.random(), user), daemon=True)
+        child.start()
         end = time.monotonic() + self.random.random() * 0.05
         try:
             while time.monotonic() < end:
                 self.read(self.cache)
         finally:
-            os.kill(child, signal.SIGKILL)
-            status = os.waitpid(child, 0)[1]
-        assert status == signal.SIGKILL, "the writer failed before it was killed"
+            child.kill()
+            child.join()
+        assert child.exitcode == -signal.SIGKILL, "the writer failed before it was killed"
         self.read(self.cache)
         self.read(self.private / "cukern")
 
     def sweep(self) -> int:
-        """What the kills left goes with a process's first write when it is a day old, and stays till then. Returns how many files."""
+        """A process's first write removes what the kills left, once it is a day old. Returns the number of files."""
         left = [p for p in self.cache.iterdir() if p.suffix != cache.SUFFIX]
         assert all(p.name.startswith(cache.TEMPORARY) for p in left), left
         for path in left[::2]:
             os.utime(path, (time.time() - 90_000,) * 2)
         cache._sweep.cache_clear()
-        self.compile(NAMES[0], anew=True)
+        self.compile(self.keys[0], anew=True)
         assert {p for p in self.cache.iterdir() if p.suffix != cache.SUFFIX} == set(left[1::2]), "a leftover"
         return len(left)
 
     def corrupt(self) -> None:
         """Damage one or two entries: the kernels are right all the same, and afterwards the entries are too."""
-        kind = self.random.choice([kind for kind in DAMAGE if ROOT or kind != "plant"])
-        one, two = self.random.sample(NAMES, 2)
-        DAMAGE[kind](self, self.entry(one), self.entry(two))
-        for mended in (False, True):
+        one, two = self.random.sample(self.keys, 2)
+        self.random.choice(DAMAGE)(self, self.entry(one), self.entry(two))
+        for action in ("ignore", "error"):  # of the warning that an entry is damaged: the second time there is none
             with warnings.catch_warnings():
-                warnings.simplefilter("error" if mended else "ignore")
+                warnings.simplefilter(action)
                 self.compile(one)
                 self.compile(two)
 
@@ -147,15 +129,17 @@ class Torture:
         def work(seed: int) -> None:
             choose = random.Random(seed)
             while not done.is_set():
-                self.compile(choose.choice(NAMES), anew=True)
+                self.compile(choose.choice(self.keys), anew=True)
 
         with ThreadPoolExecutor(3) as pool:
             working = [pool.submit(work, seed) for seed in range(3)]
             try:
                 for _ in range(count):
                     time.sleep(self.random.random() * 0.05)
-                    child = fork(functools.partial(self.compile, self.random.choice(NAMES), anew=True))
-                    assert os.waitpid(child, 0)[1] == 0, "a child hangs, or has a wrong kernel"
+                    child = FORK.Process(target=self.compile, args=(self.random.choice(self.keys), True), daemon=True)
+                    child.start()
+                    child.join(HANG_S)
+                    assert child.exitcode == 0, "a child hangs, or has a wrong kernel"
             finally:
                 done.set()
         for one in working:
@@ -182,7 +166,7 @@ class Torture:
 
     def plant(self, path: Path, _: Path) -> None:
         """A wrong kernel with the right digest, but of another user, or one that another may have written."""
-        cache.write(path.stem, replace(self.truth[self.name(path)], code=b"planted"))
+        cache.write(path.stem, replace(self.truth[path.stem], code=b"planted"))
         os.chown(path, OTHER, OTHER) if self.random.random() < 0.5 else path.chmod(0o666)
 
 
@@ -190,22 +174,18 @@ def instead(make: Callable[[Path, Path], object]) -> Callable[[Torture, Path, Pa
     return lambda _, one, two: (one.unlink(), make(one, two))[0]
 
 
-DAMAGE: dict[str, Callable[[Torture, Path, Path], object]] = {
-    "flip": Torture.flip,
-    "flip again": Torture.flip,
-    "truncate": Torture.truncate,
-    "swap": Torture.swap,
-    "splice": Torture.splice,
-    "plant": Torture.plant,
-    "copy": lambda t, one, two: one.write_bytes(two.read_bytes()),
-    "garbage": lambda t, one, two: one.write_bytes(t.random.randbytes(t.random.randrange(5000))),
-    "huge": lambda t, one, two: os.truncate(one, 1 << 36),
-    "fifo": instead(lambda one, two: os.mkfifo(one)),
-    "folder": instead(lambda one, two: (one / "in").mkdir(parents=True)),
-    "link": instead(lambda one, two: one.symlink_to(two)),
-    "hard link": instead(lambda one, two: os.link(two, one)),
-    "loop": instead(lambda one, two: one.symlink_to(one)),
-}
+DAMAGE: list[Callable[[Torture, Path, Path], object]] = [
+    *(Torture.flip, Torture.flip, Torture.truncate, Torture.swap, Torture.splice),
+    *([Torture.plant] if ROOT else []),
+    lambda _, one, two: one.write_bytes(two.read_bytes()),
+    lambda t, one, two: one.write_bytes(t.random.randbytes(t.random.randrange(5000))),
+    lambda _, one, two: os.truncate(one, 1 << 36),
+    instead(lambda one, two: os.mkfifo(one)),
+    instead(lambda one, two: (one / "in").mkdir(parents=True)),
+    instead(lambda one, two: one.symlink_to(two)),
+    instead(lambda one, two: os.link(two, one)),
+    instead(lambda one, two: one.symlink_to(one)),
+]
 
 
 def hang(*args: object) -> None:
@@ -219,10 +199,9 @@ def main() -> None:
     wanted = parser.parse_args()
     compiler.nvrtc()
     signal.signal(signal.SIGALRM, hang)
-    folder = Path(tempfile.mkdtemp(prefix="torture-"))
-    folder.chmod(0o755)
-    try:
-        torture = Torture(folder, wanted.seed)
+    with tempfile.TemporaryDirectory(prefix="torture-") as folder:
+        os.chmod(folder, 0o755)
+        torture = Torture(Path(folder), wanted.seed)
         for count, act in ((wanted.kills, torture.kill), (wanted.corruptions, torture.corrupt)):
             for _ in range(count):
                 signal.alarm(HANG_S)
@@ -231,8 +210,6 @@ def main() -> None:
         left = torture.sweep()
         signal.alarm(HANG_S + 10 * wanted.forks)
         torture.forks(wanted.forks)
-    finally:
-        shutil.rmtree(folder)
     print(f"{wanted.kills} kills left {left} temporary files, which went after a day; {wanted.corruptions} corruptions;", end=" ")
     print(f"{wanted.forks} forks; {1 + ROOT} users: no wrong kernel, no hang, no leftover")
 

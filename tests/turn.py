@@ -1,4 +1,4 @@
-"""A toy op with all that an op may have: two outputs, written in place, constants, integers, and scales of its own."""
+"""A toy op with every feature of the registry: two outputs, in place, constants, integer inputs, and magnitudes of its own."""
 
 import torch
 

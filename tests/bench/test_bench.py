@@ -134,7 +134,7 @@ def test_profile_steps_in_place():
     assert len(step()) == 4
 
 
-def test_only_names_what_there_is():
+def test_unknown_providers_are_refused():
     with pytest.raises(ValueError, match="no 'cublas' to measure"):
         providers(SQUARE, CPU, ["cublas"])
     assert list(providers(SQUARE, CPU, ["a*a"])[0]) == [("a*a", "")]

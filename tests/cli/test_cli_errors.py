@@ -1,4 +1,4 @@
-"""The command line in bad hands: sizes that cannot be, files that cannot be written, a full stdout, Ctrl-C; a clear line, no traceback."""
+"""Errors of the command line are one clear line, without a traceback: impossible sizes, files that cannot be written, Ctrl-C."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from helpers import run
-from test_cli import call, refused
+from test_cli import call, fails, refused
 
 from cukern.bench import environment
 from cukern.cli import check
@@ -50,14 +50,10 @@ def test_empty_and_odd_options(line):
 
 @pytest.fixture
 def unmeasured(tmp_path, monkeypatch):
-    """A folder to stand in, where measuring anything is an error of the test."""
-
-    def measure(*args, **options):
-        raise AssertionError
-
+    """The current folder, empty but for two entries. A measurement fails the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cukern.cli.bench.measure", measure)
-    monkeypatch.setattr("cukern.cli.profile.stepper", measure)
+    for function in ("cukern.cli.bench.measure", "cukern.cli.profile.stepper"):
+        monkeypatch.setattr(function, fails(AssertionError()))
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     return tmp_path
@@ -89,10 +85,7 @@ def test_a_trace_that_torch_did_not_write_is_not_reported(text, tmp_path, monkey
 
 
 def test_ctrl_c_ends_with_130(monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(check, "verify", interrupted)
+    monkeypatch.setattr(check, "verify", fails(KeyboardInterrupt()))
     assert "Traceback" not in call("check", "square", 3, status=130).output
 
 

@@ -1,4 +1,4 @@
-"""A hundred cases of the fuzzer an op, the same in every run; and planted bugs, which it finds."""
+"""The fuzzer: a hundred cases of each op, the same in every run, and planted bugs that it must find."""
 
 import fuzz
 import pytest

@@ -1,7 +1,7 @@
 """What holds for every op and every version in the registry, so that a new one is tested by its row in the table."""
 
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -133,29 +133,20 @@ def test_cuda_graph_replays_with_changed_inputs(name, version):
 @pytest.mark.parametrize("name, version", VERSIONS)
 def test_threads_may_call_at_once(name, version):
     op = OPS[name]
-    errors = []
 
     def work(number: int) -> None:
-        try:
-            torch.manual_seed(number)
-            with torch.cuda.stream(torch.cuda.Stream()):
-                inputs, douts = draw(op, dims_of(op)[-1], op.dtypes[-1], "cuda")
-                first = results(op, call(op, version), inputs, douts)
-                for _ in range(20):
-                    again = results(op, call(op, version), inputs, douts)
-                    assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
-                theirs = results(op, op.reference, inputs, douts)
-                assert all(torch.allclose(a, b) for a, b in zip(first, theirs, strict=True)), "another thread's arguments"
-        except BaseException as error:
-            errors.append(error)
+        torch.manual_seed(number)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            inputs, douts = draw(op, dims_of(op)[-1], op.dtypes[-1], "cuda")
+            first = results(op, call(op, version), inputs, douts)
+            for _ in range(20):
+                again = results(op, call(op, version), inputs, douts)
+                assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+            theirs = results(op, op.reference, inputs, douts)
+            assert all(torch.allclose(a, b) for a, b in zip(first, theirs, strict=True)), "another thread's arguments"
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
@@ -175,15 +166,9 @@ def test_torch_compile_without_a_graph_break(name, device, version, compiler):
         for dims in (first, tuple(d + 2 for d in first)):
             inputs, douts = draw(op, dims, dtype, device)
             for wanted in ((), None):  # without gradients, and with all
-                ours = results(op, compiled, inputs, douts, wanted)
-                for a, b in zip(ours, results(op, function, inputs, douts, wanted), strict=True):
-                    assert_same(a, b)
-
-
-def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
-    """The same within a rounding: a compiler may fuse the reference's operations."""
-    assert a.shape == b.shape and a.dtype == b.dtype
-    assert torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=4 * torch.finfo(a.dtype).eps)
+                ours, theirs = (results(op, f, inputs, douts, wanted) for f in (compiled, function))
+                rounding = 4 * torch.finfo(dtype).eps  # a compiler may fuse the reference's operations
+                torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.filterwarnings("default")

@@ -1,6 +1,6 @@
-"""The tests have teeth: each kernel in wrong/ has one planted bug, and what passes the mended and the shipped kernel catches it.
+"""Each kernel in wrong/ has one planted bug. The check that the mended and the shipped kernel pass must catch it.
 
-Some bugs show in the numbers, in the simulator and on a GPU. Of the others the simulator says what is wrong, and at which line.
+Some bugs show in the numbers, in the simulator and on a GPU. The simulator reports the others, with the line.
 """
 
 import re
@@ -47,6 +47,11 @@ def draw(device: str, *shape: int) -> torch.Tensor:
     return Guarded(shape, torch.float32, device).tensor.copy_(torch.randn(shape))
 
 
+def drawn(*cases: tuple[tuple[int, ...], ...]) -> Callable[[str], Iterable[Tensors]]:
+    """The inputs of each case have these shapes."""
+    return lambda device: (tuple(draw(device, *shape) for shape in shapes) for shapes in cases)
+
+
 def tiles(out: torch.Tensor, edge: int) -> int:
     return -(-out.shape[0] // edge) * -(-out.shape[1] // edge)
 
@@ -88,10 +93,6 @@ def linears(device: str) -> Iterable[Tensors]:
         yield draw(device, M, K), draw(device, N, K), None
 
 
-def dense(device: str) -> Iterable[Tensors]:
-    return ((draw(device, M, K), draw(device, K, N)) for M, N, K in PRODUCTS)
-
-
 def launch_factor(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
     """x (A, p, C) times w (p, q): a thread a fiber, or a block an A."""
     (A, p, C), q = x.shape, w.shape[1]
@@ -128,25 +129,21 @@ def contracted(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 def tile(edge: int, block: Block, shared: int = 0) -> Problem:
-    return Problem(torch.matmul, dense, partial(launch_tile, edge, block, shared), sums=True)
+    return Problem(torch.matmul, drawn(*(((M, K), (K, N)) for M, N, K in PRODUCTS)), partial(launch_tile, edge, block, shared), sums=True)
 
 
 def columns(grid: Callable[[int], int], block: Block) -> Problem:
-    return Problem(
-        lambda x: x.sum(0),
-        lambda device: ((draw(device, M, N),) for M, N in ((1, 1), (37, 70))),
-        lambda kernel, out, x: kernel(out, x, *x.shape, grid=grid(x.shape[1]), block=block),
-        sums=True,
-    )
+    def launch(kernel: Kernel, out: torch.Tensor, x: torch.Tensor) -> None:
+        kernel(out, x, *x.shape, grid=grid(x.shape[1]), block=block)
+
+    return Problem(lambda x: x.sum(0), drawn(((1, 1),), ((37, 70),)), launch, sums=True)
 
 
-SQUARE = Problem(lambda x: x * x, lambda device: ((draw(device, n),) for n in SIZES), launch_square, shipped="square.cu")
-SQUARE_GRADIENT = Problem(
-    lambda x, dout: 2 * x * dout, lambda device: ((draw(device, n), draw(device, n)) for n in SIZES), launch_square, shipped="square.cu"
-)
+SQUARE = Problem(lambda x: x * x, drawn(*(((n,),) for n in SIZES)), launch_square, shipped="square.cu")
+SQUARE_GRADIENT = Problem(lambda x, dout: 2 * x * dout, drawn(*(((n,), (n,)) for n in SIZES)), launch_square, shipped="square.cu")
 SQUARE_ROWS = Problem(
     lambda x: x * x,
-    lambda device: ((draw(device, 5, n),) for n in (64, 67)),
+    drawn(((5, 64),), ((5, 67),)),
     lambda kernel, out, x: kernel(out, x, x.shape[1], grid=x.shape[0], block=32),
 )
 SQUARE_ROWS_APART = Problem(
@@ -170,30 +167,20 @@ FACTOR = Problem(
 )
 PIECES = Problem(
     contracted,
-    lambda device: (
-        (draw(device, S, A, p, C), draw(device, S, A, q, C)) for S, A, p, q, C in ((1, 1, 1, 2, 1), (2, 3, 5, 9, 7), (2, 40, 66, 3, 1))
-    ),
+    drawn(*(((S, A, p, C), (S, A, q, C)) for S, A, p, q, C in ((1, 1, 1, 2, 1), (2, 3, 5, 9, 7), (2, 40, 66, 3, 1)))),
     launch_pieces,
     sums=True,
     shipped="kron_linear/kron_linear.cu",
 )
 PARTIALS = Problem(
-    lambda partials: partials.sum(1),
-    lambda device: ((draw(device, 1, 1, 1),), (draw(device, 2, 20, 40),)),
-    launch_sum,
-    sums=True,
-    shipped="kron_linear/kron_linear.cu",
+    lambda partials: partials.sum(1), drawn(((1, 1, 1),), ((2, 20, 40),)), launch_sum, sums=True, shipped="kron_linear/kron_linear.cu"
 )
 PARTS = Problem(
-    lambda partials: partials.sum(0),
-    lambda device: ((draw(device, 1, 6),), (draw(device, 20, 40),)),
-    launch_parts,
-    sums=True,
-    shipped="kron_linear/kron_linear.cu",
+    lambda partials: partials.sum(0), drawn(((1, 6),), ((20, 40),)), launch_parts, sums=True, shipped="kron_linear/kron_linear.cu"
 )
 BACK = Problem(
     fused_backward,
-    lambda device: ((draw(device, A, p), draw(device, A, q), draw(device, p, q)) for A, p, q in ((1, 1, 1), (20, 9, 40))),
+    drawn(*(((A, p), (A, q), (p, q)) for A, p, q in ((1, 1, 1), (20, 9, 40)))),
     lambda kernel, out, x, g, w: kernel(out, x, g, w, *x.shape, g.shape[1], grid=1, block=64),
     sums=True,
 )
@@ -321,9 +308,7 @@ def softmax_problem(function: Callable, inputs: Callable[[str], Iterable[Tensors
     return Problem(function, inputs, launch, sums=True, scale=scale, shipped=file)
 
 
-SOFTMAX = softmax_problem(
-    lambda x: x.softmax(-1), lambda device: ((draw(device, *n),) for n in ROWS_OF), launch_softmax, lambda x: x.softmax(-1)
-)
+SOFTMAX = softmax_problem(lambda x: x.softmax(-1), drawn(*((n,) for n in ROWS_OF)), launch_softmax, lambda x: x.softmax(-1))
 SOFTMAX_GRADIENT = softmax_problem(
     softmax_gradient,
     lambda device: ((draw(device, *n).softmax(-1), draw(device, *n)) for n in ROWS_OF),
@@ -337,7 +322,7 @@ LOG_SOFTMAX_GRADIENT = softmax_problem(
     launch_inner,
     lambda y, g: g.abs() + y.exp() * g.abs().sum(1, keepdim=True),
 )
-CAUSAL = softmax_problem(scores, lambda device: ((draw(device, 2, *n),) for n in SCORES_OF), launch_causal, scores)
+CAUSAL = softmax_problem(scores, drawn(*(((2, *n),) for n in SCORES_OF)), launch_causal, scores)
 CAUSAL_GRADIENT = softmax_problem(
     causal_gradient,
     lambda device: ((scores(draw(device, 2, *n)), draw(device, 2, *n)) for n in SCORES_OF),
@@ -473,7 +458,7 @@ CASES = [
          Reported(sim.Race, "sum += sums[y]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="[threadIdx.x] = sum")),
 ]
 # fmt: on
-KINDS = {  # that a test suite must have teeth for; the table has more
+KINDS = {  # the kinds of bugs that must be in the table, which has more
     "a dropped barrier",
     "an off-by-one bound",
     "a missing mask",
@@ -615,43 +600,26 @@ def right(out: torch.Tensor, x: torch.Tensor) -> None:
     out.copy_(x * x)
 
 
-def no_tail(out: torch.Tensor, x: torch.Tensor) -> None:
-    whole = len(x) // 4 * 4
-    out[:whole] = x[:whole] ** 2
-
-
-def one_too_far(out: torch.Tensor, x: torch.Tensor) -> None:
-    right(out, x)
-    out.as_strided((1,), (1,), out.storage_offset() + len(x)).fill_(1)
-
-
-def before_the_start(out: torch.Tensor, x: torch.Tensor) -> None:
-    right(out, x)
-    out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(1)
-
-
-def one_element_off(out: torch.Tensor, x: torch.Tensor) -> None:
-    right(out, x)
-    out[-1] *= 1 + 4 * torch.finfo(out.dtype).eps
-
-
-def half_precision(out: torch.Tensor, x: torch.Tensor) -> None:
-    out.copy_((x.half() * x.half()).float())
-
-
 def right_sums(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     out.zero_()
     for k in range(a.shape[1]):  # one after another, as a kernel adds
         out.addcmul_(a[:, k, None], b[k])
 
 
-def one_term_twice(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    right_sums(out, a, b)
-    out[-1, -1] += a[-1, -1] * b[-1, -1]
+def beside(out: torch.Tensor, at: int) -> torch.Tensor:
+    """The element of the memory around `out` that is number `at` of it."""
+    return out.as_strided((1,), (1,), out.storage_offset() + at)
 
 
-def half_precision_sums(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    right_sums(out, a.half().float(), b.half().float())
+BUGS = {  # what is done to a right result
+    "an unwritten tail": (SQUARE, lambda out, x: out[len(x) // 4 * 4 :].fill_(torch.nan)),
+    "one too far": (SQUARE, lambda out, x: beside(out, len(x)).fill_(1)),
+    "before the start": (SQUARE, lambda out, x: beside(out, -1).fill_(1)),
+    "one element off": (SQUARE, lambda out, x: out[-1].mul_(1 + 4 * torch.finfo(out.dtype).eps)),
+    "half precision": (SQUARE, lambda out, x: out.copy_(x.half() * x.half())),
+    "one term twice": (PRODUCT, lambda out, a, b: out[-1, -1].add_(a[-1, -1] * b[-1, -1])),
+    "half precision of sums": (PRODUCT, lambda out, a, b: right_sums(out, a.half().float(), b.half().float())),
+}
 
 
 @pytest.mark.parametrize("function, problem", [(right, SQUARE), (right_sums, PRODUCT)])
@@ -659,11 +627,13 @@ def test_check_passes_what_is_right(function, problem):
     check(function, problem, "cpu")
 
 
-BUGS = [(bug, SQUARE) for bug in (no_tail, one_too_far, before_the_start, one_element_off, half_precision)]
-BUGS += [(bug, PRODUCT) for bug in (one_term_twice, half_precision_sums)]
+@pytest.mark.parametrize("bug", BUGS)
+def test_check_catches(bug):
+    problem, spoil = BUGS[bug]
 
+    def launch(out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        (right if problem is SQUARE else right_sums)(out, *inputs)
+        spoil(out, *inputs)
 
-@pytest.mark.parametrize("bug, problem", BUGS, ids=[bug.__name__ for bug, _ in BUGS])
-def test_check_catches(bug, problem):
     with pytest.raises(AssertionError, match=r"are wrong|wrote outside"):
-        check(bug, problem, "cpu")
+        check(launch, problem, "cpu")

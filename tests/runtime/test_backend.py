@@ -1,7 +1,6 @@
 """Launches that the driver refuses, kernels that fail, processes that forked, captures, and what a GPU of each kind can do."""
 
 import asyncio
-import contextlib
 import contextvars
 import ctypes
 import struct
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import gpu, kernels, own_names, run_python
+from helpers import gpu, in_thread, kernels, no_gpu, own_names, run_python, simulated
 
 import cukern
 from cukern.bench.calls import arguments, backward, draw_douts, leaves_of, wanted_inputs
@@ -102,10 +101,11 @@ def test_the_raw_kernel_of_cupy():
     assert (x == 2.5).all()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_without_a_gpu_there_is_no_raw_kernel():
-    with pytest.raises(cukern.SetupError, match=r"no cupy\.RawKernel"):
-        print(cukern.compile('extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }').raw)
+@no_gpu
+@pytest.mark.parametrize("words, use", [(r"no cupy\.RawKernel", lambda: cukern.compile(NOTHING).raw), ("GPU", cukern.warmup)])
+def test_setup_error_without_a_gpu(words, use):
+    with pytest.raises(cukern.SetupError, match=words):
+        use()
 
 
 @pytest.mark.parametrize("attribute", [extended_launch.EARLY, extended_launch.TOGETHER])
@@ -125,7 +125,7 @@ def test_extended_launch_packs_what_the_driver_reads(monkeypatch, attribute):
     monkeypatch.setattr(driver, "CUDADriverError", KeyError)  # its own constructor asks the driver for words
     extended_launch.launcher.cache_clear()
     run = extended_launch.launcher(90, attribute)
-    for start in (run, lambda *args: threads_call(run, *args)):
+    for start in (run, lambda *args: in_thread(run, *args)):
         start(7, 1, 2, 3, 4, 5, 6, 99, 0xABC, 0, 0xDEF)
         assert calls.pop() == (1, 2, 3, 4, 5, 6, 99, 0xABC, attribute, 1, 1, 7, 0, 0xDEF)
     status[0] = 1
@@ -137,12 +137,6 @@ def test_extended_launch_packs_what_the_driver_reads(monkeypatch, attribute):
     extended_launch.launcher.cache_clear()
     assert (extended_launch.launcher(90, attribute) is None) == without
     extended_launch.launcher.cache_clear()
-
-
-def threads_call(function, *args):
-    thread = threading.Thread(target=function, args=args)
-    thread.start()
-    thread.join()
 
 
 NEXT = """
@@ -283,24 +277,15 @@ print(y.tolist(), dx.tolist())
         ((), {"device": torch.device("cpu")}, ValueError, "must be a GPU, got 'cpu'"),
         ((), {"device": -1}, ValueError, "device must be at least 0, got -1"),
         *(((), {"device": d}, TypeError, "device must be an int, got") for d in (True, 0.0, [0])),
+        *(
+            pytest.param(("square",), {"device": d}, ValueError, f"device must be one of the .* GPUs, got {d!r}", marks=gpu)
+            for d in (99, 1 << 40, "cuda:99")
+        ),
     ],
 )
-def test_warmup_refuses_what_there_is_not(ops, options, error, words):
+def test_warmup_refuses_unknown_ops_dtypes_and_devices(ops, options, error, words):
     with pytest.raises(error, match=words):
         cukern.warmup(*ops, **options)
-
-
-@gpu
-@pytest.mark.parametrize("device", [99, 1 << 40, "cuda:99"])
-def test_warmup_refuses_a_gpu_that_there_is_not(device):
-    with pytest.raises(ValueError, match=f"device must be one of the .* GPUs, got {device!r}"):
-        cukern.warmup("square", device=device)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_warmup_without_a_gpu_says_so():
-    with pytest.raises(cukern.SetupError, match="GPU"):
-        cukern.warmup("square")
 
 
 @gpu
@@ -378,20 +363,11 @@ def test_python_compiler_and_driver_agree_on_this_gpu():
 @gpu
 def test_a_thread_that_has_no_context_yet():
     """As autograd's own at its first backward, where torch finds the memory it needs in its cache."""
-    kernel, out, errors = cukern.compile("__global__ void one(float* out) { *out = 1; }"), torch.zeros(1, device="cuda"), []
+    kernel, out = cukern.compile("__global__ void one(float* out) { *out = 1; }"), torch.zeros(1, device="cuda")
     kernel(out, grid=1, block=1)
     out.zero_()
-
-    def work():
-        try:
-            kernel(out, grid=1, block=1)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not errors and out.item() == 1
+    in_thread(lambda: kernel(out, grid=1, block=1))
+    assert out.item() == 1
 
 
 @kernels
@@ -409,11 +385,11 @@ def test_a_bound_launch_packs_the_rest_once(device):
     one, other = (backend.bind(launch, (1, 1, 1), (32, 1, 1), shared, f, 1 << 20, shared // 4) for f in (0.5, -2.0))
 
     def call(bound, out):
-        with backend.simulated_memory([x, out]) if device == "cpu" else contextlib.nullcontext():
+        with simulated(x, out):
             bound(out.data_ptr(), x.data_ptr())
 
     for _ in range(2):
-        threads_call(call, one, outs[0])
+        in_thread(call, one, outs[0])
         call(other, outs[1])
     assert torch.equal(outs, torch.stack((x * 0.5, x * -2)).double() + (1 << 20) + 7)
 
@@ -465,11 +441,9 @@ def test_blocks_that_nest_raise_and_end_in_another_order():
 
 
 def test_a_thread_inherits_no_block_and_a_copied_context_does():
-    seen = []
     with cukern.backend("sim"):
-        threads_call(lambda: seen.append(backend.simulating()))
-        threads_call(contextvars.copy_context().run, lambda: seen.append(backend.simulating()))
-    assert seen == [False, True]
+        assert not in_thread(backend.simulating)
+        assert in_thread(contextvars.copy_context().run, backend.simulating)
 
 
 def test_blocks_of_asyncio_tasks():
@@ -500,8 +474,8 @@ def test_backward_of_what_was_simulated_is_simulated_anywhere(name):
         again = backward(op.call(*arguments(op, leaves)), [leaves[i] for i in wanted], douts)
         found.append(again())
     found.append(again())
-    threads_call(lambda: found.append(again()))
-    assert len(found) == 3 and all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+    found.append(in_thread(again))
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
 
 
 def test_a_compiled_function_follows_the_block_of_its_thread():
@@ -510,12 +484,15 @@ def test_a_compiled_function_follows_the_block_of_its_thread():
     ran.append(compiled(x))
     with cukern.backend("sim"):
         ran.append(compiled(x))
-        threads_call(lambda: ran.append(compiled(x)))
+        ran.append(in_thread(compiled, x))
     assert [int(y[0]) for y in (*ran, compiled(x))] == [3, 2, 3, 3]
 
 
-@pytest.mark.parametrize(("name", "error", "words"), [(5, TypeError, "must be a str, got int 5"), ("cpu", ValueError, "no backend 'cpu'")])
-def test_a_backend_that_there_is_not(name, error, words):
+UNKNOWN = (5, TypeError, "must be a str, got int 5"), ("cpu", ValueError, "no backend 'cpu'; there are gpu, sim")
+
+
+@pytest.mark.parametrize("name, error, words", UNKNOWN)
+def test_unknown_backends_are_refused(name, error, words):
     with pytest.raises(error, match=words), cukern.backend(name):
         pass
 

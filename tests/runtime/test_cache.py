@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers import TREE, count_compilations, forget_cache, run, run_python
+from helpers import SCALE, TREE, count_compilations, forget_cache, run, run_python, write
 
 import cukern
 from cukern.runtime import cache
@@ -17,15 +17,9 @@ from cukern.runtime import cache
 ARCH = "sm_90a"
 OTHER = 12345  # a user who owns nothing here
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
-SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
 
 
-def write(folder: Path, text: str, name: str = "k.cu") -> Path:
-    (folder / name).write_text(text)
-    return folder / name
-
-
-def test_the_second_time_nothing_is_compiled(empty_cache, monkeypatch):
+def test_second_call_compiles_nothing(empty_cache, monkeypatch):
     calls = count_compilations(monkeypatch)
     first = cukern.compile(SCALE).compile(ARCH)
     forget_cache()
@@ -45,7 +39,7 @@ print(cubin.symbol, len(cubin.code), "cupy" in sys.modules)
     assert first[:2] == second[:2] == ["scale", first[1]]
 
 
-def test_what_changes_the_machine_code_is_compiled_apart(empty_cache, monkeypatch):
+def test_each_instance_and_architecture_is_compiled(empty_cache, monkeypatch):
     calls = count_compilations(monkeypatch)
     text = "template <typename T> __global__ void k(T* x) { x[threadIdx.x] *= 2; }\n"
     cubins = [cukern.compile(text, name).compile(arch) for name in ("k<float>", "k<double>") for arch in ("sm_80", ARCH)]
@@ -53,7 +47,7 @@ def test_what_changes_the_machine_code_is_compiled_apart(empty_cache, monkeypatc
     assert len(calls) == 5 and len({c.code for c in cubins}) == 5
 
 
-def test_edit_of_an_included_header_is_compiled_anew(tmp_path, empty_cache, monkeypatch):
+def test_edited_header_is_recompiled(tmp_path, empty_cache, monkeypatch):
     calls = count_compilations(monkeypatch)
     write(tmp_path, "#define FACTOR 2\n", "factor.cuh")
     path = write(tmp_path, '#include "factor.cuh"\n__global__ void k(float* x) { x[0] *= FACTOR; }\n')
@@ -123,7 +117,7 @@ def test_an_interrupt_just_after_a_write_arrives(empty_cache, monkeypatch):
     assert [p.suffix for p in empty_cache.iterdir()] == [cache.SUFFIX], "the entry is whole, nothing else is left"
 
 
-def test_what_killed_writers_left_goes_after_a_day(empty_cache):
+def test_files_of_killed_writers_are_removed_after_a_day(empty_cache):
     empty_cache.mkdir()
     for name, age in (("old", 90_000), ("new", 80_000)):
         path = write(empty_cache, "", cache.TEMPORARY + name)

@@ -1,9 +1,9 @@
-"""NVRTC's words, its report, and what is said where it is missing. Needs no GPU. The cache is in test_cache.py."""
+"""NVRTC's error messages and reports, and the errors where it is missing. Needs no GPU. The cache is tested in test_cache.py."""
 
 from pathlib import Path
 
 import pytest
-from helpers import count_compilations, run_python
+from helpers import SCALE, count_compilations, run_python, write
 
 import cukern
 from cukern.runtime import compiler
@@ -11,12 +11,6 @@ from cukern.runtime.compiler import CompileError, SetupError, arch_of
 from cukern.runtime.sources import Source
 
 ARCH = "sm_90a"
-SCALE = 'extern "C" __global__ void scale(float* x, float s) { x[threadIdx.x] *= s; }\n'
-
-
-def write(folder: Path, text: str, name: str = "k.cu") -> Path:
-    (folder / name).write_text(text)
-    return folder / name
 
 
 @pytest.mark.parametrize(
@@ -46,11 +40,6 @@ def test_error_in_a_header_names_the_header(tmp_path, empty_cache):
         cukern.load(path).compile(ARCH)
 
 
-def test_error_of_a_text_names_its_line(empty_cache):
-    with pytest.raises(CompileError, match=r"cukern\.compile \w+>\(3\): error: expected a"):
-        cukern.compile("#include <torch/extension.h>\n__global__ void k(int* x) {\n  x[0] = ;\n}\n").compile(ARCH)
-
-
 def test_missing_header_is_named(tmp_path, empty_cache):
     with pytest.raises(CompileError, match=r'k\.cu\(1\): .*open source file "nowhere\.cuh"'):
         cukern.load(write(tmp_path, '#include "nowhere.cuh"\n__global__ void k() {}\n')).compile(ARCH)
@@ -63,9 +52,13 @@ def test_instance_that_does_not_compile_names_the_instance(tmp_path, empty_cache
         cukern.load(path, "k<4>").compile(ARCH)
 
 
-def test_unsupported_architecture_is_named(empty_cache):
-    with pytest.raises(CompileError, match="sm_10"):
-        cukern.compile(SCALE).compile("sm_10")
+ODD_LINE = "#include <torch/extension.h>\n__global__ void k(int* x) {\n  x[0] = ;\n}\n"
+
+
+@pytest.mark.parametrize("text, arch, words", [(SCALE, "sm_10", "sm_10"), (ODD_LINE, ARCH, r"compile \w+>\(3\): error: expected a")])
+def test_error_of_a_text_names_its_line_or_the_architecture(empty_cache, text, arch, words):
+    with pytest.raises(CompileError, match=words):
+        cukern.compile(text).compile(arch)
 
 
 # ---- the report
@@ -119,7 +112,7 @@ def test_ptx_of_what_does_not_compile_raises_the_compilers_words(empty_cache):
     ],
     ids=["no CuPy", "no NVRTC"],
 )
-def test_what_is_missing_is_named_with_the_command_that_mends_it(tmp_path, breakage, words):
+def test_missing_packages_are_named_with_the_install_command(tmp_path, breakage, words):
     code = f"""
 import sys, cukern
 {breakage}
@@ -131,7 +124,7 @@ except cukern.SetupError as error:
     assert words in run_python(code, CUKERN_CACHE_DIR=str(tmp_path)).stdout
 
 
-def test_missing_cuda_headers_are_named_with_the_command_that_mends_it(monkeypatch):
+def test_missing_cuda_headers_are_named_with_the_install_command(monkeypatch):
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     compiler.cuda_include.cache_clear()
     with pytest.raises(SetupError, match="pip install nvidia-cuda-runtime"):

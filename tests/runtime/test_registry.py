@@ -1,4 +1,4 @@
-"""The table of ops is whole and true, a version is chosen by what the GPU can run, and a raw op is seen by those who listen."""
+"""The registry of ops is complete and consistent; a version is chosen by what the GPU can run; dispatch modes see the raw ops."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from cukern.runtime.registry import OPS, Version, apply_of, choose
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_row_of_an_op_is_whole(name):
+def test_registry_entry_is_complete(name):
     op = OPS[name]
     assert op.name == name and op.bound in ("memory", "compute") and op.dims and op.bench_dims
     few, many = op.check_dims[:2], op.check_dims[2:]

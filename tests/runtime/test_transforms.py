@@ -65,11 +65,9 @@ def problem(name, device):
 
 
 def close(ours, theirs, what=""):
-    ours, theirs = torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs)
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype, what
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+    """Nested tensors of the same shapes and dtypes are close."""
+    leaves = torch.utils._pytree.tree_leaves
+    torch.testing.assert_close(leaves(ours), leaves(theirs), rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
 
 
 @pytest.mark.parametrize("device", PLACES)

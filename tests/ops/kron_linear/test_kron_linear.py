@@ -1,4 +1,4 @@
-"""kron_linear: what test_ops.py does not try: torch.kron itself, layouts, samples, epilogue, higher derivatives, refusals, the layer."""
+"""kron_linear beyond test_ops.py: torch.kron itself, layouts, samples, epilogue, higher derivatives, refusals, the layer."""
 
 import itertools
 from functools import reduce
@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from helpers import PLACE, kernels, places, same_bits
+from helpers import PLACE, kernels, places, same_bits, simulated
 from torch.autograd import forward_ad
 from typer.testing import CliRunner
 
@@ -14,6 +14,8 @@ import cukern
 from cukern.cli import app
 from cukern.ops.kron_linear import autograd
 from cukern.ops.kron_linear.plan import cost_order, multiply_adds, steps
+from cukern.ops.kron_linear.v3 import PLAIN
+from cukern.ops.kron_linear.v4 import launch_group, prepare
 
 EVERYWHERE = pytest.mark.parametrize("device, version", places("kron_linear"))
 FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first dual tensor
@@ -41,8 +43,30 @@ def dense(x, ws):
 
 
 def close(a, b):
+    """Of tensors, or of as many tensors on both sides."""
+    if not isinstance(b, torch.Tensor):
+        for pair in zip(a, b, strict=True):
+            close(*pair)
+        return
     eps = torch.finfo(b.dtype).eps
     assert a.shape == b.shape and torch.allclose(a, b, rtol=100 * eps, atol=100 * eps * float(b.detach().abs().max() if b.numel() else 1))
+
+
+def close_with_gradients(y, exact, inputs, dy=None):
+    """Two results are close, and so are their gradients."""
+    close(y, exact)
+    dy = torch.randn_like(exact) if dy is None else dy
+    close(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, inputs, dy))
+
+
+def error(y, exact) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+def launch(plan, x, ws, epilogue=PLAIN):
+    """The result of one launch of v4."""
+    with simulated(x, *ws, *epilogue[1:]):
+        return launch_group(prepare(plan, x.shape[0], x.dtype, x.get_device(), epilogue is not PLAIN), x, ws, epilogue)
 
 
 # ---- the maths
@@ -73,11 +97,7 @@ def test_factors_of_each_sample(device, version):
     for samples in ((0,), (1,), (0, 1)):
         x, ws = draw((2, 3), ((3, 2), (2, 4)), device, samples=samples)
         inputs = [t.requires_grad_() for t in (x, *ws)]
-        y, exact = cukern.kron_linear(x, ws, version=version), dense(x, ws)
-        close(y, exact)
-        dy = torch.randn_like(y)
-        for a, b in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, inputs, dy), strict=True):
-            close(a, b)
+        close_with_gradients(cukern.kron_linear(x, ws, version=version), dense(x, ws), inputs)
 
 
 @EVERYWHERE
@@ -88,10 +108,8 @@ def test_scale_bias_and_residual_and_their_gradients(device, version):
         inputs = [t.requires_grad_() for t in (x, bias, residual, *ws)]
         y = cukern.kron_linear(x, ws, bias=bias, residual=residual, scale=0.3, version=version)
         exact = 0.3 * dense(x, ws) + bias + residual
-        close(y, exact)
         dy = torch.randn_like(exact).movedim(0, -1).contiguous().movedim(-1, 0)  # of other strides
-        for a, b in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, inputs, dy), strict=True):
-            close(a, b)
+        close_with_gradients(y, exact, inputs, dy)
 
 
 @EVERYWHERE
@@ -126,10 +144,7 @@ def test_only_wanted_gradients_and_only_x_and_the_factors_saved(device, version)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.data_ptr()) or t, lambda t: t):
             y = cukern.kron_linear(inputs[0], inputs[1:], version=version)
         assert sorted(saved) == sorted(t.data_ptr() for t in inputs)
-        grads = torch.autograd.grad(y.sum(), [t for t, w in zip(inputs, wanted, strict=True) if w])
-        exact = torch.autograd.grad(dense(inputs[0], inputs[1:]).sum(), [t for t, w in zip(inputs, wanted, strict=True) if w])
-        for a, b in zip(grads, exact, strict=True):
-            close(a, b)
+        close_with_gradients(y.sum(), dense(inputs[0], inputs[1:]).sum(), list(itertools.compress(inputs, wanted)))
 
 
 def cubed(product):
@@ -180,8 +195,7 @@ def test_third_derivatives(device, version):
         for ds in directions:
             value = sum((g * d).sum() for g, d in zip(torch.autograd.grad(value, leaves, create_graph=True), ds, strict=True))
         found.append(torch.autograd.grad(value, leaves))
-    for a, b in zip(*found, strict=True):
-        close(a, b)
+    close(*found)
 
 
 @on_kernels
@@ -194,8 +208,7 @@ def test_tangents_of_gradients(device, version):
             leaves = [forward_ad.make_dual(t.clone().requires_grad_(), d) for t, d in zip((x, *ws), tangents, strict=True)]
             grads = torch.autograd.grad(cubed(product)(*leaves), leaves)
             found.append([forward_ad.unpack_dual(g).tangent for g in grads])
-    for a, b in zip(*found, strict=True):
-        close(a, b)
+    close(*found)
 
 
 @on_kernels
@@ -285,14 +298,8 @@ def test_lokr(device, version):
         return torch.randn(*shape, dtype=torch.float64, device=device, requires_grad=True)
 
     w1, a, b, base, x = new(4, 2), new(3, 2), new(2, 5), new(6, 12), new(6, 10)
-    y, exact = (
-        cukern.lokr_linear(x, w1, (a, b), scale=0.5, residual=base, version=version),
-        base + 0.5 * x @ torch.kron(w1, a @ b).t(),
-    )
-    close(y, exact)
-    dy, inputs = torch.randn_like(y), (x, w1, a, b, base)
-    for ours, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, inputs, dy), strict=True):
-        close(ours, theirs)
+    y = cukern.lokr_linear(x, w1, (a, b), scale=0.5, residual=base, version=version)
+    close_with_gradients(y, base + 0.5 * x @ torch.kron(w1, a @ b).t(), (x, w1, a, b, base))
     close(cukern.lokr_linear(x, w1, a @ b, version=version), x @ torch.kron(w1, a @ b).t())
 
 

@@ -24,7 +24,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("total", (228 << 10, 100 << 10))
-def test_no_multiprocessor_has_room_for_more_than_its_part(monkeypatch, total):
+def test_blocks_are_spread_evenly_over_sms(monkeypatch, total):
     """Of blocks that have no other shared memory; 1 KB of each is the driver's."""
     facts = KNOWN["h200"]._replace(shared_bytes=total - 1024)
     monkeypatch.setattr(backend, "device_of", lambda device: facts)
@@ -55,7 +55,7 @@ def chain(x, layers, pause):
 
 @gpu
 @pytest.mark.parametrize("dtype, rows, sizes", LAYERS, ids=lambda v: str(v).removeprefix("torch.").replace(", ", "x"))
-def test_launches_side_by_side_have_the_bits_of_launches_one_by_one(dtype, rows, sizes):
+def test_overlapping_launches_give_the_bits_of_separate_ones(dtype, rows, sizes):
     x = torch.empty(rows, prod(sizes), dtype=dtype, device="cuda")
     layers = [[torch.randn(n, n, device="cuda").div(n**0.5).to(dtype) for n in sizes] for _ in range(4)]
 

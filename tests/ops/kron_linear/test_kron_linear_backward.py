@@ -1,13 +1,12 @@
 """kron_linear v4's fused backward: its plans cover every factor and fit a block, and in every tiling the numbers hold."""
 
-import contextlib
 import itertools
 from math import prod
 
 import pytest
 import torch
-from helpers import kernels, problem, same_bits
-from test_kron_linear import draw
+from helpers import kernels, problem, same_bits, simulated
+from test_kron_linear import draw, error
 from test_kron_linear_groups import LAYERS
 
 import cukern
@@ -15,7 +14,6 @@ from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import cublas, groups, v4_backward
 from cukern.ops.kron_linear.gradients import gradient
 from cukern.ops.kron_linear.plan import Backward, steps
-from cukern.runtime import backend
 
 
 @pytest.mark.parametrize("limit", (226 << 10, 63 << 10))
@@ -53,10 +51,6 @@ def gradients(inputs, h, inside) -> list[torch.Tensor]:
     return list(torch.autograd.grad(y, [leaves[0], *[leaves[i + 1] for i in inside]], h))
 
 
-def error(y, exact) -> float:
-    return float((y.double() - exact).norm() / exact.norm())
-
-
 CASES = [
     (((16, 24), (24, 8)), 0, 2, 5, torch.float32),  # rows that do not fill the last tile; half of 16 rows
     (((16, 24), (24, 8)), 0, 2, 5, torch.bfloat16),
@@ -86,10 +80,8 @@ def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
     run, order = steps(sizes)[first : first + count], steps(sizes)
     before, inside = {s.factor for s in order[:first]}, [s.factor for s in run]
     now = [q if i in before else p for i, (p, q) in enumerate(sizes)]
-    ws = [
-        torch.randn(q, p, dtype=dtype, device=device).mT if p == 8 or p < q else torch.randn(p, q, dtype=dtype, device=device)
-        for p, q in sizes
-    ]
+    _, ws = draw(0, [(q, p) if p == 8 or p < q else (p, q) for p, q in sizes], device, dtype)
+    ws = [w.mT if p == 8 or p < q else w for w, (p, q) in zip(ws, sizes, strict=True)]
     every = [w if i in inside else torch.eye(n, dtype=dtype, device=device) for i, (w, n) in enumerate(zip(ws, now, strict=True))]
     z = torch.randn(rows, prod(now), dtype=dtype, device=device)
     h = torch.randn(rows, prod(w.shape[1] for w in every), dtype=dtype, device=device)
@@ -99,7 +91,7 @@ def check(found, device, sizes, first, count, rows, dtype, bound=0.0):
         results = []
         for _ in range(1 if device == "cpu" else 2):
             grads: list[torch.Tensor | None] = [None] * (len(sizes) + 1)
-            with backend.simulated_memory([z, h, *ws]) if device == "cpu" else contextlib.nullcontext():
+            with simulated(z, h, *ws):
                 back = v4_backward.fused(launch, z, h, None, ws, grads, 0.5, 0.5)
             results.append([back, *[grads[i + 1] for i in inside]])
         for a, again, right, other in zip(results[0], results[-1], exact, torchs, strict=True):
@@ -128,7 +120,7 @@ def check_layer(x, ws):
 
 @kernels
 @pytest.mark.parametrize("dtype", (pytest.param(torch.float32, marks=pytest.mark.gpu), torch.bfloat16))
-def test_what_lies_between_two_launches_is_kept(device, dtype):
+def test_intermediate_between_two_launches_is_saved(device, dtype):
     """The same gradients as of what is multiplied anew, and again; where no factor has one nothing is kept."""
     x, ws = draw(1, ((64, 64),) * 3, device, dtype)
     bias, residual = torch.randn(2, 64**3, device=device).to(dtype)
@@ -141,7 +133,7 @@ def test_what_lies_between_two_launches_is_kept(device, dtype):
     )
     g = torch.randn_like(y)
     first, again = (torch.autograd.grad(y, leaves, g, retain_graph=True) for _ in range(2))
-    with torch.no_grad(), backend.simulated_memory([*leaves, g]) if device == "cpu" else contextlib.nullcontext():
+    with torch.no_grad(), simulated(*leaves, g):
         anew = v4_backward.backward(x, g, ws, [True] * 4, 0.5)
     exact, torchs = (gradients([t.to(kind) for t in leaves], g.to(kind), (0, 1, 2)) for kind in (torch.float64, dtype))
     for a, b, c, right, other in zip(first, again, anew, exact, torchs, strict=True):
@@ -166,14 +158,14 @@ def test_gradients_in_several_tiles(device, dtype):
     z, h = torch.randn(5, 136, 24, dtype=dtype, device=device), torch.randn(5, 150, 24, dtype=dtype, device=device)
     exact, torchs = (0.5 * torch.einsum("akc,ajc->kj", z.to(kind), h.to(kind)) for kind in (torch.float64, dtype))
     allowed = 2 * error(torchs, exact) + torch.finfo(dtype).eps
-    with backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext():
+    with simulated(z, h):
         ours = v4_backward.contraction(z[None], h[None], 0.5)[0]
     assert error(ours, exact) <= allowed
     if dtype == torch.float32:
         assert error(cublas.contraction(z, h, 0.5), exact) <= allowed
 
 
-def test_autocast_changes_no_gradient_of_torchs():
+def test_autocast_does_not_change_cublas_gradients():
     for right in (1, 24):
         z, h = torch.randn(50, 20, right), torch.randn(50, 12, right)
         exact = torch.einsum("akc,ajc->kj", z.double(), h.double())
@@ -183,7 +175,7 @@ def test_autocast_changes_no_gradient_of_torchs():
 
 
 @pytest.mark.parametrize("itemsize, tensor", ((4, True), (4, False), (2, True)))
-def test_torch_makes_gradients_where_it_is_faster(itemsize, tensor):
+def test_torch_computes_gradients_where_it_is_faster(itemsize, tensor):
     target = problem(itemsize, 132, 226 << 10, tensor)
     for (A, p, C), torchs in (
         ((1 << 18, 100, 1), False),

@@ -1,13 +1,12 @@
 """kron_linear v4: its plans cover every factor and fit a block, and whatever tiling a plan may choose, the numbers are the same."""
 
-import contextlib
 import itertools
 from math import prod
 
 import pytest
 import torch
-from helpers import gpu, kernels, problem, same_bits
-from test_kron_linear import FORWARD_MODE, close, dense, draw
+from helpers import gpu, kernels, problem, same_bits, simulated
+from test_kron_linear import FORWARD_MODE, close, dense, draw, error, launch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -20,8 +19,6 @@ from cukern.ops.kron_linear.groups import FMA, MOST, SPLIT, TENSOR, Group
 from cukern.ops.kron_linear.lanes import Lanes
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.registers import Registers
-from cukern.ops.kron_linear.v3 import PLAIN
-from cukern.ops.kron_linear.v4 import launch_group, prepare
 from cukern.runtime import backend
 from cukern.runtime.device import device_of
 
@@ -85,7 +82,7 @@ def test_tiny_factors_are_merged():
     assert len(group.parts) < len(group.steps) == 8
 
 
-def test_rows_go_in_parts_where_the_array_between_launches_is_large():
+def test_rows_are_chunked_when_the_intermediate_is_large():
     plan = kron_groups.groups(((16, 16),) * 5, 64, problem(4, 132, 226 << 10))
     taken = [g.steps for g in plan]
     part = kron_groups.rows_at_once(taken, 64, 4)
@@ -111,22 +108,20 @@ def tilings(sizes, first, count, rows, target, kind) -> list[Group]:
     return list(kinds.values())
 
 
+def largest_error(y, exact) -> float:
+    return float((y.double() - exact).abs().max() / exact.abs().max())
+
+
 TENSORS = (torch.float32, SPLIT[0]), (torch.float32, SPLIT[1]), (torch.bfloat16, TENSOR)
 CASES = [  # sizes, first step, count, rows, dtype, kind
     (((3, 5), (16, 24)), 0, 2, 5, torch.float32, FMA),  # slices; rows that do not fill the last tile
     (((2, 2), (5, 4), (21, 40)), 0, 2, 3, torch.float32, FMA),  # an array [..][21], which no power of two divides
     (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, FMA),  # merged; steps that need no barrier of the block
-    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, SPLIT[0]),
-    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.float32, SPLIT[1]),
-    (((8, 8), (8, 8), (2, 2)), 0, 3, 9, torch.bfloat16, TENSOR),
+    *((((8, 8), (8, 8), (2, 2)), 0, 3, 9, dtype, kind) for dtype, kind in TENSORS),
     *((((12, 12), (36, 20)), 0, 2, 3, dtype, kind) for dtype, kind in TENSORS),  # matrices with zeros beyond their rows
     *((((12, 20), (24, 24)), 1, 1, 3, dtype, kind) for dtype, kind in TENSORS),
-    (((16, 16), (32, 32)), 0, 2, 3, torch.float32, SPLIT[0]),
-    (((16, 16), (32, 32)), 0, 2, 3, torch.float32, SPLIT[1]),
-    (((16, 16), (32, 32)), 0, 2, 3, torch.bfloat16, TENSOR),
-    (((16, 16), (32, 32)), 1, 1, 3, torch.float32, SPLIT[0]),  # a tile of some of the numbers to the right
-    (((16, 16), (32, 32)), 1, 1, 3, torch.float32, SPLIT[1]),
-    (((16, 16), (32, 32)), 1, 1, 3, torch.bfloat16, TENSOR),
+    *((((16, 16), (32, 32)), 0, 2, 3, dtype, kind) for dtype, kind in TENSORS),
+    *((((16, 16), (32, 32)), 1, 1, 3, dtype, kind) for dtype, kind in TENSORS),  # a tile of some of the numbers to the right
     (((3, 3), (33, 17), (5, 5)), 1, 1, 2, torch.float16, FMA),  # one factor in the middle
 ]
 
@@ -144,10 +139,8 @@ def test_every_tiling_gives_the_same(device, sizes, first, count, rows, dtype, k
     exact = dense(x.double(), wide)
     found = tilings(sizes, first, count, rows, problem(dtype.itemsize, 132, 226 << 10), kind)
     assert found
-    with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
-        results = [launch_group(prepare(group, rows, dtype, x.get_device()), x, ws, PLAIN) for group in found]
-    for y in results:
-        assert float((y.double() - exact).abs().max() / exact.abs().max()) < 4 * torch.finfo(dtype).eps
+    for y in [launch(group, x, ws) for group in found]:
+        assert largest_error(y, exact) < 4 * torch.finfo(dtype).eps
 
 
 @kernels
@@ -165,8 +158,7 @@ def test_split_numbers_that_are_not_finite_or_at_the_ends_of_the_range(device, s
         ws[1][3, 5] = special
     for count in (1, 2):
         run = [next(kron_groups.tilings(steps(sizes)[:count], 7, problem(4, 132, 226 << 10), kind)) for kind in (FMA, *SPLIT)]
-        with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
-            fma, *split = (launch_group(prepare(group, 7, x.dtype, x.get_device()), x, ws, PLAIN) for group in run)
+        fma, *split = (launch(group, x, ws) for group in run)
         for y in split:
             for a, b in zip(fma, y, strict=True):
                 most = float(a[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
@@ -190,7 +182,7 @@ def test_parts_of_the_rows_and_several_launches(device, dtype, monkeypatch):
 @kernels
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("sizes", (((17, 19), (2, 3)), ((2, 3), (19, 17), (4, 4)), ((2, 2), (19, 17))))
-def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatch):
+def test_factors_too_large_for_shared_memory_use_torch_matmul(device, dtype, sizes, monkeypatch):
     """The left one, the middle one, the right one; with all that is added, if it is the last; of any strides."""
     facts = device_of(backend.SIMULATED if device == "cpu" else 0)._replace(shared_bytes=800 + 1024)
     monkeypatch.setattr(kron_v4, "device_of", lambda _: facts)
@@ -208,13 +200,13 @@ def test_a_factor_that_no_block_holds_is_torchs(device, dtype, sizes, monkeypatc
 
 
 @kernels
-def test_what_the_scale_brings_into_range_is_not_infinite(device):
+def test_scale_prevents_overflow(device):
     x, w = torch.full((2, 304), 20.0, device=device).half(), torch.full((304, 304), 20.0, device=device).half()
     assert not kron_groups.groups((w.shape,), 2, problem(2, device_of(x.get_device()).sms, 226 << 10, True))[0].threads
     assert (cukern.kron_linear(x, [w], scale=0.01, version="v4") == 1216).all()
 
 
-def test_large_factors_of_16_bits_are_torchs():
+def test_large_16_bit_factors_use_torch_matmul():
     """And those that a kernel multiplies faster are not, nor those of strict float32."""
     for itemsize, tensor, sizes, theirs in (
         (2, True, ((168, 168), (176, 176)), True),
@@ -226,7 +218,7 @@ def test_large_factors_of_16_bits_are_torchs():
 
 
 @kernels
-def test_float32_is_tf32_where_torchs_switch_says_so(device, monkeypatch):
+def test_torchs_tf32_switch_is_respected(device, monkeypatch):
     monkeypatch.setattr(cublas, "faster", lambda *_: False)
     forget_plans()
     x, ws = draw(128, ((128, 128),), device, torch.float32)  # where TF32 pays on two multiprocessors, and on 132
@@ -235,7 +227,7 @@ def test_float32_is_tf32_where_torchs_switch_says_so(device, monkeypatch):
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
         y = cukern.kron_linear(x, ws, version="v4")
-        errors.append(float((y.double() - exact).norm() / exact.norm()))
+        errors.append(error(y, exact))
     torch.set_float32_matmul_precision(before)
     forget_plans()
     assert errors[0] < 1e-6 and 1e-5 < errors[1] < 1e-3, errors
@@ -253,15 +245,14 @@ def test_gradients_of_factors_of_many_sizes(device, dtype, tf32):
     for A, p, q, C in CHUNKS:
         z, h = (torch.randn(1, A, n, C, dtype=dtype, device=device) for n in (p, q))
         exact = torch.einsum("sakc,sajc->skj", z.double(), h.double())
-        simulated = backend.simulated_memory([z, h]) if device == "cpu" else contextlib.nullcontext()
-        with environment.float32_products(tf32), simulated:
+        with environment.float32_products(tf32), simulated(z, h):
             first, again = (v4_backward.contraction(z, h, 1.0) for _ in range(2))
         assert same_bits(first, again)
-        assert float((first.double() - exact).abs().max() / exact.abs().max()) < (1e-3 if tf32 else 4 * torch.finfo(dtype).eps)
+        assert largest_error(first, exact) < (1e-3 if tf32 else 4 * torch.finfo(dtype).eps)
 
 
 @gpu
-def test_a_call_like_an_earlier_one_is_made_at_once():
+def test_repeated_calls_use_the_launch_cache():
     launch_cache._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)
     first = cukern.kron_linear(x, ws)
@@ -269,14 +260,11 @@ def test_a_call_like_an_earlier_one_is_made_at_once():
     assert same_bits(cukern.kron_linear(x, ws), first) and len(launch_cache._known) == 1
     columns, wide = [w.t().contiguous().t() for w in ws], [w.double() for w in ws]
     whole, shifted = [torch.randn(512, 8, device="cuda")], torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)
-    calls = (x[:1], ws, 1.0), (x, columns, 1.0), (x, ws, 0.5), (x.double(), wide, 1.0), (shifted, ws, 1.0), (x, whole, 1.0)
+    z, tied = torch.randn(5, 1024, device="cuda"), [torch.randn(32, 32, device="cuda")] * 2
+    calls = (x[:1], ws, 1.0), (x, columns, 1.0), (x, ws, 0.5), (x.double(), wide, 1.0), (shifted, ws, 1.0), (x, whole, 1.0), (z, tied, 1.0)
     for x2, ws2, scale in calls:
         for _ in range(2):
             close(cukern.kron_linear(x2, ws2, scale=scale), scale * dense(x2, ws2))
-    tied = [torch.randn(32, 32, device="cuda")] * 2
-    z = torch.randn(5, 1024, device="cuda")
-    for _ in range(2):
-        close(cukern.kron_linear(z, tied), dense(z, tied))
     with pytest.raises(ValueError, match="the last dimension of x"):
         cukern.kron_linear(x[..., 1:], ws)
     for n in range(600):
@@ -286,7 +274,7 @@ def test_a_call_like_an_earlier_one_is_made_at_once():
 
 @gpu
 @FORWARD_MODE
-def test_a_call_that_somebody_watches_is_like_no_earlier_one():
+def test_recorded_and_traced_calls_bypass_the_launch_cache():
     """What records a graph, carries a tangent, is negated lazily, or is traced must be seen."""
     launch_cache._known.clear()
     x, ws = draw((2, 8), ((16, 16), (32, 32)), "cuda", torch.float32)

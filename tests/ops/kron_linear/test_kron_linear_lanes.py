@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 from helpers import kernels, problem
-from test_kron_linear_registers import check_launches, dense_of, spoiled, square
+from test_kron_linear_registers import check_launches, dense_of, spoiled, square, turn
 
 from cukern.ops.kron_linear import backward as kron_backward
 from cukern.ops.kron_linear import groups, v4_backward
@@ -76,27 +76,16 @@ def test_lanes_meet_different_banks(sizes):
             assert len({e % (8 << unit) // vector for e in turned}) == at_once, (lanes, unit)
 
 
-def turn(turns, unit: int, e: int) -> int:
-    found = 0
-    for i, to in enumerate(turns, unit + 3):
-        found ^= (e >> i & 1) * to
-    return found
-
-
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7, (16,) * 3))
-def test_what_memory_holds_up_goes_in_one_launch(sizes):
+def test_memory_bound_layers_use_one_launch(sizes):
     (group,) = groups.groups(square(sizes), 1024, TARGET)
     assert isinstance(group, Lanes)
-    for target in (
-        TARGET._replace(itemsize=4, tensor=False),
-        TARGET._replace(aligned=8),
-        SMALL,
-    ):
+    for target in (TARGET._replace(itemsize=4, tensor=False), TARGET._replace(aligned=8), SMALL):
         assert not isinstance(groups.groups(square(sizes), 1024, target)[0], Lanes)
 
 
 @pytest.mark.parametrize("sizes, first", (((8,) * 5, 3), ((16,) * 4, 2)))
-def test_before_a_backward_of_two_launches_the_forward_is_two(sizes, first):
+def test_forward_uses_two_launches_if_the_backward_does(sizes, first):
     """Where it would be one: else the backward would make the first of them again."""
     key = square(sizes), 256, torch.bfloat16, backend.SIMULATED, True, 16
     assert len(kron_v4.plan_of_layer(square(sizes), *key[1:], False)[1]) == 1
@@ -131,6 +120,6 @@ def near(y, exact, _=None):
 
 
 @kernels
-def test_what_is_not_finite_reaches_what_it_is_a_term_of(device):
+def test_nonfinite_inputs_reach_every_sum_that_contains_them(device):
     y, x, ws = spoiled(launches((8, 8, 8))[0], device, torch.bfloat16)
     near(y[2:], dense_of(x[2:].double(), [w.double() for w in ws], (8, 8, 8)))

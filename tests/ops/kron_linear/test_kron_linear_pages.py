@@ -1,24 +1,23 @@
 """kron_linear v4's launches of whole layers of two or three factors, on tensor cores: every kind of plan gives the same."""
 
-import contextlib
 from itertools import product
 from math import prod
 
 import pytest
 import torch
 from helpers import kernels, problem, same_bits
-from test_kron_linear import dense, draw
+from test_kron_linear import dense, draw, error, launch
 
 import cukern
 from cukern.ops.kron_linear import pages as kron_pages
 from cukern.ops.kron_linear import v4 as kron_v4
-from cukern.ops.kron_linear.v3 import PLAIN
-from cukern.ops.kron_linear.v4 import launch_group, prepare
+from cukern.ops.kron_linear.v4 import launch_group
 from cukern.runtime import backend
 from cukern.runtime.device import device_of
 
 SHARED = 226 << 10
 BF16, F16 = torch.bfloat16, torch.float16
+LIMIT = {BF16: 2.2e-3, F16: 4.5e-4}  # of the relative error of a result that is rounded once
 
 
 def hopper(device):
@@ -42,12 +41,6 @@ def plans(sizes, rows, dtype, device):
     ]
 
 
-def launched(plan, x, ws, epilogue=PLAIN):
-    added = [t for t in epilogue[1:] if t is not None]
-    with backend.simulated_memory([x, *ws, *added]) if x.device.type == "cpu" else contextlib.nullcontext():
-        return launch_group(prepare(plan, x.shape[0], x.dtype, x.get_device(), bool(added)), x, ws, epilogue)
-
-
 CASES = [  # sizes, rows, dtype
     (((32, 32), (32, 32)), 19, BF16),
     (((32, 80), (64, 64)), 3, BF16),  # warpgroups, with more rows than y
@@ -69,10 +62,9 @@ def test_every_kind_of_plan_gives_the_same(device, sizes, rows, dtype):
     ws[0] = ws[0].t().contiguous().t()
     exact = dense(x.double(), [w.double() for w in ws])
     for plan in plans(sizes, rows, dtype, device):
-        y = launched(plan, x, ws)
-        error = float((y.double() - exact).norm() / exact.norm())
-        assert error < (2.2e-3 if dtype is BF16 else 4.5e-4), plan
-        assert device == "cpu" or same_bits(y, launched(plan, x, ws))
+        y = launch(plan, x, ws)
+        assert error(y, exact) < LIMIT[dtype], plan
+        assert device == "cpu" or same_bits(y, launch(plan, x, ws))
 
 
 @kernels
@@ -99,9 +91,9 @@ def test_factors_of_any_size(device, sizes, dtype):
     plan = kron_pages.fastest(sizes, 7, problem(2, 132, SHARED, True, 16, True), dtype is BF16)
     assert isinstance(plan, kron_pages.Wide)
     for turned in (False, True):
-        y = launched(plan, x, [w.t().contiguous().t() if turned else w for w in ws])
+        y = launch(plan, x, [w.t().contiguous().t() if turned else w for w in ws])
         finite = [0, 1, 5, 6]
-        assert float((y[finite].double() - exact[finite]).norm() / exact[finite].norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
+        assert error(y[finite], exact[finite]) < LIMIT[dtype]
         assert torch.equal(y[2:4].double(), exact[2:4]) and y[4].isnan().all()
 
 
@@ -124,8 +116,7 @@ def test_epilogue_and_factors_of_any_strides(device, sizes, dtype):
     of_each_kind = {type(plan): plan for plan in plans(sizes, rows, dtype, device)}
     for plan, added in product(of_each_kind.values(), ((bias, None), (None, residual), (bias, residual))):
         expected = exact + sum(t.double() for t in added if t is not None)
-        y = launched(plan, x, apart, (0.5, *added))
-        assert float((y.double() - expected).norm() / expected.norm()) < (2.2e-3 if dtype is BF16 else 4.5e-4)
+        assert error(launch(plan, x, apart, (0.5, *added)), expected) < LIMIT[dtype]
 
 
 @kernels
@@ -138,7 +129,7 @@ def test_what_is_not_finite_stays_where_torch_has_it(device, sizes):
         x[row, 5 * row] = value
     expected = dense(x.float(), [w.float() for w in ws]).to(BF16)
     for plan in plans(sizes, 6, BF16, device)[::2]:
-        y = launched(plan, x, ws)
+        y = launch(plan, x, ws)
         assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
         finite = expected.isfinite()
         assert torch.allclose(y[finite].double(), expected[finite].double(), rtol=2**-6, atol=0.1)
@@ -156,12 +147,12 @@ def test_infinities_keep_their_sign(device, sizes, dtype):
     for factors, rows in ((ws, slice(0, 2)), (ones, slice(0, 4))):
         expected = dense(x.float(), [w.float() for w in factors])[rows]
         for plan in plans(sizes, 4, dtype, device)[::2]:
-            y = launched(plan, x, factors)[rows]
+            y = launch(plan, x, factors)[rows]
             assert torch.equal(y.isnan(), expected.isnan()), plan
             assert torch.equal(y[y.isinf()].float(), expected[y.isinf()].float()) and torch.equal(y.isinf(), expected.isinf()), plan
 
 
-def test_when_there_is_such_a_launch():
+def test_when_these_launches_are_chosen():
     target = problem(2, 132, SHARED, True)
     for sizes in (((64, 64),) * 2, ((112, 112), (128, 128)), ((32, 32),) * 3):
         assert kron_v4.of_layer(sizes, 1024, target, BF16) == (kron_pages.fastest(sizes, 1024, target, True),)
@@ -170,14 +161,8 @@ def test_when_there_is_such_a_launch():
     odd = ((128, 128), (86, 86)), ((148, 148), (128, 128)), ((100, 100), (100, 100)), ((66, 66), (130, 130))
     for sizes, dtype in product((((64, 64),) * 2, ((112, 112), (128, 128)), ((128, 128),) * 2, *odd), (BF16, F16)):
         assert kron_v4.of_layer(sizes, 1024, of_hopper, dtype) == (kron_pages.wide(sizes, 1024, of_hopper, dtype is BF16),)
-    for sizes in (
-        ((32, 32),) * 2,
-        ((64, 64), (16, 64)),
-        ((64, 64), (176, 64)),
-        ((64, 64), (85, 64)),
-        ((64, 64), (64, 256)),
-        ((512, 512), (32, 32)),
-    ):
+    right = (16, 64), (176, 64), (85, 64), (64, 256)
+    for sizes in (((32, 32),) * 2, *(((64, 64), size) for size in right), ((512, 512), (32, 32))):
         assert kron_pages.wide(sizes, 1024, of_hopper, True) is None
     for other in (target._replace(aligned=8), target._replace(tensor=False), target._replace(itemsize=4)):
         assert kron_pages.fastest(((64, 64),) * 2, 1024, other, True) is None
@@ -190,7 +175,7 @@ def test_when_there_is_such_a_launch():
 
 
 @kernels
-def test_the_public_function_takes_it(device, monkeypatch):
+def test_the_public_function_uses_these_launches(device, monkeypatch):
     taken = []
     monkeypatch.setattr(kron_v4, "launch_group", lambda made, *args: taken.append(type(made.group)) or launch_group(made, *args))
     wide = kron_pages.Wide if hopper(device) else kron_pages.Pages
@@ -199,6 +184,6 @@ def test_the_public_function_takes_it(device, monkeypatch):
         residual = torch.randn(x.shape[0], prod(q for _, q in sizes), dtype=BF16, device=device)
         y = cukern.kron_linear(x, ws, residual=residual, version="v4")
         exact = dense(x.double(), [w.double() for w in ws]) + residual.double()
-        assert float((y.double() - exact).norm() / exact.norm()) < 2.2e-3 * len(taken) ** 0.5, "each launch rounds once"
+        assert error(y, exact) < LIMIT[BF16] * len(taken) ** 0.5, "each launch rounds once"
         assert kind is None or taken == [kind]
         taken.clear()

@@ -1,21 +1,18 @@
 """Two factors of 128 x 128 on few rows."""
 
-import contextlib
-
 import pytest
 import torch
-from helpers import kernels, problem, same_bits
+from helpers import kernels, problem, same_bits, simulated
 
 from cukern.ops.kron_linear import backward, quarter, v4, v4_backward
 from cukern.ops.kron_linear.groups import groups
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.v4 import launch_group, prepare
-from cukern.runtime import backend
 
 TARGET = problem(4, 132, 226 << 10, wgmma=True)
 
 
-def test_who_takes_the_gradients_of_few_rows():
+def test_when_the_backward_kernel_is_chosen():
     def kernel(sizes=((128, 128),) * 2, rows=32, **other):
         return backward.backwards(sizes, rows, problem(**{"itemsize": 4, "wgmma": True} | other))[-1].kernel
 
@@ -24,7 +21,7 @@ def test_who_takes_the_gradients_of_few_rows():
     assert all(kernel(**other) != "quarter" for other in others)
 
 
-def test_who_takes_few_rows():
+def test_when_the_forward_kernel_is_chosen():
     def kinds(sizes=((128, 128),) * 2, rows=32, **other):
         return [type(launch) for launch in groups(sizes, rows, problem(**{"itemsize": 4, "wgmma": True} | other))]
 
@@ -42,12 +39,12 @@ def test_few_rows(device, views, tf32):
     bias, ws = torch.randn(1 << 14, device=device), [torch.randn(128, 128, device=device) for _ in range(2)]
     if views:
         ws = [ws[0].mT, torch.randn(256, 384, device=device)[1::2, ::3]]
-    results, memory = [], [x, residual, bias, *ws]
+    results = []
     for dtype in (torch.float64, torch.float32):
         left, right = (w.to(dtype) for w in ws)
         y = left.mT @ x.to(dtype).view(rows, 128, 128) @ right
         results.append(0.5 * y.view(rows, -1) + bias.to(dtype) + residual.to(dtype))
-    with backend.simulated_memory(memory) if device == "cpu" else contextlib.nullcontext():
+    with simulated(x, residual, bias, *ws):
         made = prepare(group, rows + 1, torch.float32, x.get_device(), True)  # as for rows in parts, of which the last has fewer
         found = [launch_group(made, x, ws, (0.5, bias, residual), torch.full_like(x, torch.nan)) for _ in range(2)]
     assert same_bits(*found)
@@ -69,7 +66,7 @@ def test_gradients_of_few_rows(device, dtype):
         sums = torch.einsum("bij,bqj->iq", z, G), torch.einsum("bmp,bmq->pq", X, h)
         return [0.5 * (h @ right.mT).reshape(rows, -1), *[0.5 * s for s in sums]]
 
-    with backend.simulated_memory([x, g, *ws]) if device == "cpu" else contextlib.nullcontext():
+    with simulated(x, g, *ws):
         found = v4_backward.backward(x, g, ws, [True] * 3, 0.5)
         again = found if device == "cpu" else v4_backward.backward(x, g, ws, [True] * 3, 0.5)  # 15 s a time
     for a, b, exact, other in zip(found, again, gradients(torch.float64), gradients(dtype), strict=True):
@@ -82,7 +79,7 @@ def test_infinities_and_nan_go_where_torch_lets_them(device):
     x, g, *ws = (torch.randn(1, 1 << 14, device=device) for _ in range(4))
     left, right = ws = [w.view(128, 128) for w in ws]
     x[0, 647], g[0, 9060], right[100, 3] = torch.inf, torch.nan, -torch.inf
-    with backend.simulated_memory([x, g, *ws]) if device == "cpu" else contextlib.nullcontext():
+    with simulated(x, g, *ws):
         found = v4_backward.backward(x, g, ws, [True] * 3, 1.0)
         y = v4.forward(x, ws, (1.0, None, None))
     X, G = x.view(128, 128), g.view(128, 128)

@@ -1,21 +1,17 @@
 """kron_linear v4 where a tile's numbers lie in registers: the plans, and every kind of launch against float64."""
 
-import contextlib
 from math import prod
 
 import pytest
 import torch
 from helpers import kernels, problem, same_bits
-from test_kron_linear import close, dense, draw
+from test_kron_linear import close, dense, draw, launch
 
 from cukern.ops.kron_linear import groups
 from cukern.ops.kron_linear import registers as kron_registers
 from cukern.ops.kron_linear import v4 as kron_v4
 from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.registers import HELD, LANES, Registers
-from cukern.ops.kron_linear.v3 import PLAIN
-from cukern.ops.kron_linear.v4 import launch_group, prepare
-from cukern.runtime import backend
 
 TARGET, SMALL = problem(4), problem(4, shared=163 << 10)
 CASES = [  # sizes, first step, count, rows
@@ -55,11 +51,8 @@ def test_plans_hold_each_number_once(sizes, first, count, rows):
     for group in found:
         run = list(group.steps)
         assert [s for part in group.parts for s in part.factors] == run == list(steps(square(sizes))[first:][:count])
-        assert (
-            group.shared <= TARGET.shared
-            and group.ahead > 0
-            and group.L * group.R * prod(s.p for s in run) == group.slices * group.threads << HELD
-        )
+        assert group.shared <= TARGET.shared and group.ahead > 0
+        assert group.L * group.R * prod(s.p for s in run) == group.slices * group.threads << HELD
         bits = group.R.bit_length() - 1
         for part, names in zip(group.parts, places(group), strict=True):
             assert sorted((*part.held, *part.threads)) == list(range(len(names))) and len(part.held) == HELD
@@ -78,21 +71,22 @@ def test_lanes_meet_different_banks(sizes):
     for group in launches(sizes):
         for part in group.parts:
             lanes = [sum((lane >> i & 1) << b for i, b in enumerate(part.threads[:LANES])) for lane in range(32)]
-            turned = [e ^ sum_of_turns(group, e) << 2 for e in lanes]
+            turned = [e ^ turn(group.turns, 2, e) << 2 for e in lanes]
             for first in range(0, 32, 32 // part.vector):
                 banks = [(e + i) % 32 for e in turned[first : first + 32 // part.vector] for i in range(part.vector)]
                 assert len(set(banks)) == 32
 
 
-def sum_of_turns(group: Registers, e: int) -> int:
-    turn = 0
-    for i, to in enumerate(group.turns, 5):
-        turn ^= (e >> i & 1) * to
-    return turn
+def turn(turns, unit: int, e: int) -> int:
+    """The swizzle of element e, in units of 2^unit elements."""
+    found = 0
+    for i, to in enumerate(turns, unit + 3):
+        found ^= (e >> i & 1) * to
+    return found
 
 
 @pytest.mark.parametrize("sizes", ((8,) * 5, (4,) * 7))
-def test_what_memory_holds_up_goes_in_one_launch(sizes):
+def test_memory_bound_layers_use_one_launch(sizes):
     (group,) = groups.groups(square(sizes), 1024, TARGET)
     assert isinstance(group, Registers)
     small = groups.groups(square(sizes), 1024, SMALL)
@@ -125,13 +119,10 @@ def check_launches(found, device, sizes, first, count, rows, dtype, near):
     exact = dense_of(x.double(), [w.double() if i in inside else None for i, w in enumerate(ws)], sizes)
     bias, residual = torch.randn(x.shape[1], device=device).to(dtype), torch.randn_like(x)
     for group in {found[0], found[-1]}:  # of the smallest tiles, and the largest
-        with backend.simulated_memory([x, *ws, bias, residual]) if device == "cpu" else contextlib.nullcontext():
-            made = prepare(group, rows, x.dtype, x.get_device())
-            y, *again = (launch_group(made, x, ws, PLAIN) for _ in range(1 if device == "cpu" else 2))
-            added = launch_group(prepare(group, rows, x.dtype, x.get_device(), True), x, ws, (0.5, bias, residual))
-        assert all(same_bits(y, other) for other in again)
+        y = launch(group, x, ws)
+        assert device == "cpu" or same_bits(y, launch(group, x, ws))
         near(y, exact, exact.abs().max())
-        near(added, 0.5 * exact + bias + residual, exact.abs().max())
+        near(launch(group, x, ws, (0.5, bias, residual)), 0.5 * exact + bias + residual, exact.abs().max())
 
 
 def dense_of(x, ws, sizes):
@@ -143,7 +134,7 @@ def dense_of(x, ws, sizes):
 
 
 @kernels
-def test_what_is_not_finite_reaches_what_it_is_a_term_of(device):
+def test_nonfinite_inputs_reach_every_sum_that_contains_them(device):
     y, x, ws = spoiled(launches((8, 8, 8))[0], device, torch.float32)
     close(y[2:], dense(x[2:], ws))
 
@@ -152,7 +143,6 @@ def spoiled(group, device, dtype):
     """The result, where the first two rows have an infinity and a NaN; x and the factors."""
     x, ws = draw(17, square((8, 8, 8)), device, dtype)
     x[0, 100], x[1, 7] = float("inf"), float("nan")
-    with backend.simulated_memory([x, *ws]) if device == "cpu" else contextlib.nullcontext():
-        y = launch_group(prepare(group, 17, x.dtype, x.get_device()), x, ws, PLAIN)
+    y = launch(group, x, ws)
     assert not y[:2].isfinite().any() and y[1].isnan().all()
     return y, x, ws

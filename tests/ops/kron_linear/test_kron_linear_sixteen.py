@@ -1,10 +1,8 @@
 """kron_linear v4's launch of four factors of 16 x 16 on tensor cores."""
 
-import contextlib
-
 import pytest
 import torch
-from helpers import kernels, problem, same_bits
+from helpers import kernels, problem, same_bits, simulated
 from test_kron_linear_lanes import near
 
 from cukern.ops.kron_linear import groups, sixteen
@@ -13,7 +11,6 @@ from cukern.ops.kron_linear.plan import steps
 from cukern.ops.kron_linear.sixteen import Sixteen
 from cukern.ops.kron_linear.v3 import PLAIN
 from cukern.ops.kron_linear.v4 import launch_group, prepare
-from cukern.runtime import backend
 
 TARGET, SMALL = problem(4), problem(4, shared=163 << 10)
 SIZES = ((16, 16),) * 4
@@ -34,21 +31,16 @@ def drawn(rows, device, dtype=torch.float32):
 def run(x, ws, epilogue=PLAIN, grid=2):
     """By one cluster, or more."""
     made = prepare(next(sixteen.launches(steps(SIZES), 1 << 16, TARGET)), 1, x.dtype, x.get_device(), epilogue is not PLAIN)
-    tensors = [x, *ws, *[t for t in epilogue[1:] if t is not None]]
-    with backend.simulated_memory(tensors) if x.device.type == "cpu" else contextlib.nullcontext():
+    with simulated(x, *ws, *epilogue[1:]):
         return launch_group(made._replace(geometry=((grid, 1, 1), *made.geometry[1:])), x, ws, epilogue)
 
 
-def test_who_takes_it():
+def test_when_this_launch_is_chosen():
     for target in (TARGET, TARGET._replace(itemsize=2, tensor=True)):
         (group,) = groups.groups(SIZES, 1024, target)
         assert isinstance(group, Sixteen)
     assert list(sixteen.launches(steps(((16, 16),) * 5)[:4], 64, TARGET)), "in a longer layer"
-    others = (
-        (SIZES, 8, TARGET),
-        (SIZES, 1024, TARGET._replace(aligned=8)),
-        (SIZES, 1024, SMALL),
-    )
+    others = (SIZES, 8, TARGET), (SIZES, 1024, TARGET._replace(aligned=8)), (SIZES, 1024, SMALL)
     for sizes, rows, target in (*others, (((16, 16),) * 3, 1024, TARGET), (((16, 16),) * 3 + ((16, 8),), 1024, TARGET)):
         assert not any(isinstance(g, Sixteen) for g in groups.groups(sizes, rows, target))
 
@@ -62,27 +54,20 @@ def test_registers_suffice(added, dtype):
 
 
 @kernels
-def test_four_factors_of_16(device):
-    x, ws = drawn(3, device)
-    exact, others = product(x.double(), [w.double() for w in ws]), product(x, ws)
-    bias, residual = torch.randn(x.shape[1], device=device), torch.randn_like(x)
-    y, again, added = run(x, ws), run(x, ws, grid=4), run(x, ws, (0.5, bias, residual))
-    assert same_bits(y, again)
-    for kind in (torch.amax, torch.mean):
-        assert kind((y - exact).abs(), ()) <= 2 * kind((others - exact).abs(), ())
-    assert float((added - 0.5 * exact - bias - residual).abs().max()) < 4 * torch.finfo(x.dtype).eps * float(exact.abs().max())
-
-
-@kernels
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_four_factors_of_16_bits(device, dtype):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_four_factors_of_16(device, dtype):
     x, ws = drawn(3, device, dtype)
-    exact = product(x.double(), [w.double() for w in ws])
+    exact, others = product(x.double(), [w.double() for w in ws]), product(x, ws)
     bias, residual = torch.randn(x.shape[1], device=device).to(dtype), torch.randn_like(x)
     y, again, added = run(x, ws), run(x, ws, grid=4), run(x, ws, (0.5, bias, residual))
     assert same_bits(y, again)
-    near(y, exact)
-    near(added, 0.5 * exact + bias + residual)
+    if dtype != torch.float32:
+        near(y, exact)
+        near(added, 0.5 * exact + bias + residual)
+        return
+    for kind in (torch.amax, torch.mean):
+        assert kind((y - exact).abs(), ()) <= 2 * kind((others - exact).abs(), ())
+    assert float((added - 0.5 * exact - bias - residual).abs().max()) < 4 * torch.finfo(x.dtype).eps * float(exact.abs().max())
 
 
 @kernels
@@ -118,7 +103,7 @@ def test_numbers_beyond_the_limit(device):
 
 
 @kernels
-def test_what_is_too_large_has_its_sign(device):
+def test_overflow_keeps_the_sign(device):
     """Products of pieces are infinite before the sum is: they must not be of the other sign. One number anywhere, and all of them."""
     ws = [torch.eye(16, device=device) for _ in range(4)]
     for at, number, factor, value in (

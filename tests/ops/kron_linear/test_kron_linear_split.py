@@ -1,16 +1,13 @@
 """kron_linear v4 by warpgroups: the plans, and every kind of launch against float64."""
 
-import contextlib
-
 import pytest
 import torch
 from helpers import kernels, problem, same_bits
-from test_kron_linear_backward import check, error
+from test_kron_linear import error, launch
+from test_kron_linear_backward import check
 
 from cukern.ops.kron_linear import split
 from cukern.ops.kron_linear.plan import steps
-from cukern.ops.kron_linear.v4 import launch_group, prepare
-from cukern.runtime import backend
 
 TARGET = problem(4, 4, 226 << 10, wgmma=True)
 TF32 = 2**-14  # error of floats in two pieces, at most: in TF32 itself it is 2**-11
@@ -48,15 +45,13 @@ def check_forward(device, run, sizes, rows, views, tf32):
     residual = torch.randn(rows, left, *[s.q for s in reversed(run)], right, device=device)
     bias = torch.randn(residual[0].numel(), device=device)
     ws = [torch.randn(2 * p, 3 * q, device=device)[1::2, ::3] if views else torch.randn(p, q, device=device) for p, q in sizes]
-    results, memory = [], [x, residual, bias, *ws]
+    results = []
     for dtype in (torch.float64, torch.float32):
         y = x.to(dtype)
         for dim, s in zip(range(len(run) + 1, 1, -1), run, strict=True):
             y = torch.tensordot(y, ws[s.factor].to(dtype), ([dim], [0])).movedim(-1, dim)
         results.append(y * 0.5 + bias.to(dtype).view(residual.shape[1:]) + residual.to(dtype))
-    with backend.simulated_memory(memory) if device == "cpu" else contextlib.nullcontext():
-        made = prepare(group, rows, torch.float32, x.get_device(), True)
-        found = [launch_group(made, x.view(rows, -1), ws, (0.5, bias, residual)) for _ in range(1 if device == "cpu" else 2)]
+    found = [launch(group, x.view(rows, -1), ws, (0.5, bias, residual)) for _ in range(1 if device == "cpu" else 2)]
     assert same_bits(found[0], found[-1])
     exact, plain = results
     assert error(found[0].view_as(exact), exact) <= 2 * error(plain, exact) + (TF32 if tf32 else 0.0)

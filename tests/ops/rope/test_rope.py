@@ -18,8 +18,10 @@ from cukern.ops.rope.plan import compute_dtype
 from cukern.runtime.registry import OPS
 
 PLACES = pytest.mark.parametrize("device, version", places("rope"))
+VERSIONS = pytest.mark.parametrize("version", OPS["rope"].versions)
 AXES = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
 B, S, H, K = 2, 5, 3, 2
+PLAIN = [list(range(S))] * B  # positions
 
 
 def tables(rows, width, device, dtype=torch.float32):
@@ -33,10 +35,6 @@ def assert_right(actual, exact, what=""):
     allowed = torch.finfo(actual.dtype).eps * exact.abs() + finest * exact.abs().max()
     wrong = ~((actual.double() - exact).abs() <= allowed)  # negated, so that NaN is wrong
     assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first at {wrong.nonzero()[0].tolist()}"
-
-
-def plain(device, positions=S):
-    return [list(range(positions))] * B
 
 
 def both(x, cos, sin, device, version, **options):
@@ -63,10 +61,8 @@ def test_pairings_slices_and_tables(device, version, dtype):
         options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "rotary_offset": offset, "inverse": inverse, "scale": 1.25}
         outs = both(q, cos, sin, device, version, k=k, **options)
         for x, y in zip((q, k), outs, strict=True):
-            exact = oracle.rotated(
-                x, cos, sin, plain(device), rotary_dim, interleaved=interleaved, offset=offset, inverse=inverse, scale=1.25
-            )
-            assert_right(y, exact, str(options))
+            angles = {"interleaved": interleaved, "offset": offset, "inverse": inverse, "scale": 1.25}
+            assert_right(y, oracle.rotated(x, cos, sin, PLAIN, rotary_dim, **angles), str(options))
             rest = [i for i in range(D) if not offset <= i < offset + rotary_dim]
             assert same_bits(y[..., rest], x[..., rest]), "the rest is copied"
 
@@ -137,7 +133,7 @@ def test_dtypes_of_tables(device, version):
     for dtype, table in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float64),
                          (torch.float64, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.float64)):  # fmt: skip
         x, (cos, sin) = torch.randn(B, S, H, 8, device=device).to(dtype), tables(S, 4, device, table)
-        exact = oracle.rotated(x, cos, sin, plain(device), 8)
+        exact = oracle.rotated(x, cos, sin, PLAIN, 8)
         assert_right(cukern.rope(x, cos, sin, version=version), exact)
         assert_right(cukern.rope(x, cos.t().contiguous().t(), torch.cat((sin, sin), 1)[:, :4], version=version), exact, "strided tables")
 
@@ -172,7 +168,7 @@ def test_angles_up_to_2_to_20(device, version, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("version", OPS["rope"].versions)
+@VERSIONS
 def test_float32_errs_by_two_roundings_at_most(version):
     """Compared with the exact rotation by the table's numbers, even where the terms cancel. The rounding of one product alone would be
     hundreds of times larger."""
@@ -210,7 +206,7 @@ def test_more_than_65535_sequences(device):
 @gpu
 @pytest.mark.parametrize("captured", (False, True), ids=("stream", "graph"))
 @pytest.mark.parametrize("heads, head_dim", ((8, 64), (32, 128), (31, 128)))
-def test_launches_side_by_side(heads, head_dim, captured):
+def test_overlapping_launches(heads, head_dim, captured):
     """Each launch reads in place what the launch before it writes. It must not read too early."""
     x = torch.randn(2, 2048, heads, head_dim, dtype=torch.bfloat16, device="cuda")
     mine, (cos, sin) = torch.empty_like(x), tables(2048, head_dim // 2, "cuda")
@@ -231,7 +227,7 @@ def test_launches_side_by_side(heads, head_dim, captured):
 
 
 @gpu
-@pytest.mark.parametrize("version", OPS["rope"].versions)
+@VERSIONS
 def test_more_than_2_to_31_elements(version):
     heads, head_dim = 32, 128
     sequence = 2**31 // (heads * head_dim) + 3

@@ -5,15 +5,12 @@ import itertools
 import pytest
 import rope_oracle as oracle
 import torch
-from helpers import Guarded, kernels, places, same_bits
-from test_rope import AXES, B, H, K, S, assert_right, both, plain, tables
+from helpers import Guarded, kernels, same_bits
+from test_rope import AXES, PLACES, PLAIN, VERSIONS, B, H, K, S, assert_right, both, tables
 
 import cukern
 from cukern.ops.rope import plan
 from cukern.ops.rope import versions as rope_versions
-from cukern.runtime.registry import OPS
-
-PLACES = pytest.mark.parametrize("device, version", places("rope"))
 
 
 def views(device, dtype):
@@ -34,10 +31,10 @@ def views(device, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @PLACES
-def test_views_are_read_and_written_where_they_lie(device, version, dtype):
+def test_views_are_not_copied(device, version, dtype):
     for interleaved, (name, x) in itertools.product((False, True), views(device, dtype).items()):
         cos, sin = tables(S, 4, device)
-        exact = oracle.rotated(x, cos, sin, plain(device), 8, interleaved=interleaved)
+        exact = oracle.rotated(x, cos, sin, PLAIN, 8, interleaved=interleaved)
         y = cukern.rope(x, cos, sin, interleaved=interleaved, version=version)
         assert_right(y, exact, name)
         base = x._base if x._base is not None else x
@@ -69,27 +66,27 @@ def test_what_models_have_takes_the_fast_path(device, monkeypatch):
 
 
 @PLACES
-def test_k_may_lie_otherwise_in_memory_than_q(device, version):
+def test_q_and_k_with_different_strides(device, version):
     cos, sin = tables(S, 4, device)
     every = list(views(device, torch.bfloat16).values())
     for q, k in zip(every, every[1:] + every[:1], strict=True):
         for x, y in zip((q, k), cukern.rope(q, cos, sin, k=k, version=version), strict=True):
-            assert_right(y, oracle.rotated(x, cos, sin, plain(device), 8))
+            assert_right(y, oracle.rotated(x, cos, sin, PLAIN, 8))
 
 
 @PLACES
-def test_an_odd_rest_of_heads_without_odd_strides(device, version):
+def test_odd_head_dim_with_even_strides(device, version):
     cos, sin = tables(S, 8, device)
     for x in (torch.randn(B, S, 3, 32, device=device)[..., :17], torch.randn(1, 1, 1, 17, device=device)):
         y = cukern.rope(x, cos, sin, rotary_dim=16, version=version)
-        assert_right(y, oracle.rotated(x, cos, sin, plain(device), 16))
+        assert_right(y, oracle.rotated(x, cos, sin, PLAIN, 16))
         assert same_bits(cukern.rope_(x, cos, sin, rotary_dim=16, version=version), y)
 
 
 @PLACES
 def test_an_expanded_view_is_read(device, version):
     x, (cos, sin) = torch.randn(1, 1, 3, 8, device=device).expand(2, 5, 3, 8), tables(S, 4, device)
-    assert_right(cukern.rope(x, cos, sin, version=version), oracle.rotated(x, cos, sin, plain(device), 8))
+    assert_right(cukern.rope(x, cos, sin, version=version), oracle.rotated(x, cos, sin, PLAIN, 8))
 
 
 @pytest.mark.parametrize("layout", AXES)
@@ -102,7 +99,7 @@ def test_layouts(device, version, layout):
         xs = [x.contiguous() if contiguous else x for x in there]
         outs = both(xs[0], cos, sin, device, version, k=xs[1], layout=layout)
         for x, y, z in zip((q, k), outs, xs, strict=True):
-            assert_right(y.permute(AXES[layout]), oracle.rotated(x, cos, sin, plain(device), 8))
+            assert_right(y.permute(AXES[layout]), oracle.rotated(x, cos, sin, PLAIN, 8))
             assert version is None or y.stride() == z.stride(), "dense strides are kept"
 
 
@@ -112,13 +109,13 @@ def test_q_and_k_of_one_packed_tensor_in_place(device, version):
     qkv, (cos, sin) = torch.randn(B, S, H + 2 * K, 8, device=device), tables(S, 4, device)
     before = qkv.clone()
     cukern.rope_(qkv[:, :, :H], cos, sin, k=qkv[:, :, H : H + K], version=version)
-    assert_right(qkv[:, :, : H + K], oracle.rotated(before[:, :, : H + K], cos, sin, plain(device), 8))
+    assert_right(qkv[:, :, : H + K], oracle.rotated(before[:, :, : H + K], cos, sin, PLAIN, 8))
     assert same_bits(qkv[:, :, H + K :], before[:, :, H + K :])
 
 
-@pytest.mark.parametrize("version", OPS["rope"].versions)
+@VERSIONS
 @kernels
-def test_nothing_but_the_output_is_written(device, version):
+def test_only_the_output_is_written(device, version):
     """In place only the rotated slice, out of place only the output, between guard regions."""
     for dtype, shape in itertools.product((torch.bfloat16, torch.float64), ((1, 1, 1, 2), (1, 3, 5, 24), (2, 7, 3, 40))):
         x = Guarded(shape, dtype, device)

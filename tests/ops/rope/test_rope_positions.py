@@ -5,15 +5,13 @@ import itertools
 import pytest
 import rope_oracle as oracle
 import torch
-from helpers import kernels, places, same_bits
-from test_rope import B, H, S, assert_right, both, tables
+from helpers import kernels, same_bits
+from test_rope import PLACES, VERSIONS, B, H, S, assert_right, both, tables
 
 import cukern
 from cukern.ops.rope import autograd, gather, reference
 from cukern.ops.rope.plan import Inputs, Options
-from cukern.runtime.registry import OPS
 
-PLACES = pytest.mark.parametrize("device, version", places("rope"))
 INTEGERS = pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
 nan = float("nan")
 
@@ -81,7 +79,7 @@ def test_sections(device, version, section):
         assert_right(y, oracle.rotated(x, cos, sin, positions, 8, interleaved=interleaved, offset=1))
 
 
-@pytest.mark.parametrize("version", OPS["rope"].versions)
+@VERSIONS
 @kernels
 def test_positions_beyond_the_table_give_nan(device, version):
     """On a GPU the values are not checked beforehand. The simulator checks that nothing is read out of bounds."""

@@ -3,13 +3,12 @@
 import numpy
 import pytest
 import torch
-from helpers import FLOATS, places, same_bits
-from test_rope import B, H, K, S, tables
+from helpers import FLOATS, same_bits
+from test_rope import PLACES, B, H, K, S, tables
 
 import cukern
 from cukern.ops.rope.memory import _disjoint
 
-PLACES = pytest.mark.parametrize("device, version", places("rope"))
 COS, SIN = tables(S, 4, "cpu")
 X = torch.randn(B, S, H, 8)
 IDS = torch.zeros(B, S, dtype=torch.int64)
@@ -59,6 +58,9 @@ WRONG_VALUES = {
         {"x": X[0], "layout": "thd", "cu_seqlens": ints(0, 2, 5), "start_positions": ints(-1, 0)}, r"position -1 is beyond the table"),
     "a start that overflows": ({"start_positions": torch.tensor([0, -(2**63)])}, r"position -9223372036854775808 is beyond the table"),
     "a version on the CPU": ({"version": "v2"}, r"version 'v2' of cukern\.rope is a CUDA kernel, the tensor is on cpu"),
+    "another device": ({"cos": COS.to("meta")}, r"cos is on meta, x is on cpu: they must be on one device"),
+    "x's negative bit": ({"x": torch._neg_view(X)}, r"x has the negative bit.*x\.resolve_neg\(\)"),
+    "cos' negative bit": ({"cos": torch._neg_view(COS)}, r"cos has the negative bit.*cos\.resolve_neg\(\)"),
 }  # fmt: skip
 WRONG_TYPES = {
     "x's dtype": ({"x": X.int()}, r"x must be torch.float16, .*, got torch.int32"),
@@ -88,24 +90,11 @@ def test_meta_tensors_have_shapes_and_no_values(function):
 
 
 @pytest.mark.parametrize("function", [cukern.rope, cukern.rope_])
-@pytest.mark.parametrize("case", WRONG_VALUES)
-def test_values(function, case):
-    wrong, message = WRONG_VALUES[case]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("case", [*WRONG_VALUES, *WRONG_TYPES])
+def test_wrong_arguments(function, case):
+    wrong, message = (WRONG_VALUES | WRONG_TYPES)[case]
+    with pytest.raises(ValueError if case in WRONG_VALUES else TypeError, match=message):
         function(**{"x": X, "cos": COS, "sin": SIN, **wrong})
-
-
-@pytest.mark.parametrize("function", [cukern.rope, cukern.rope_])
-@pytest.mark.parametrize("case", WRONG_TYPES)
-def test_types(function, case):
-    wrong, message = WRONG_TYPES[case]
-    with pytest.raises(TypeError, match=message):
-        function(**{"x": X, "cos": COS, "sin": SIN, **wrong})
-
-
-def test_another_device():
-    with pytest.raises(ValueError, match="cos is on meta, x is on cpu: they must be on one device"):
-        cukern.rope(X, COS.to("meta"), SIN)
 
 
 @PLACES
@@ -139,7 +128,7 @@ def test_in_place_on_shared_memory(device, version, grad):
 
 
 @PLACES
-def test_in_place_where_other_inputs_lie(device, version):
+def test_in_place_overlapping_other_inputs(device, version):
     """Also inputs of another dtype, and inputs that are never read."""
     n, (cos, sin) = B * S * H * 8, tables(S, 4, device)
     memory = torch.cat((torch.randn(2 * n, device=device), cos.flatten()))
@@ -175,12 +164,6 @@ def test_disjoint_tells_slices_that_lie_among_each_other():
         for k in slices:
             apart = not set(x.flatten().tolist()) & set(k.flatten().tolist())
             assert _disjoint(k.data_ptr() - x.data_ptr(), 8, x.shape, x.stride(), k.shape, k.stride()) == apart
-
-
-def test_negative_bit():
-    for name, (x, cos) in {"x": (torch._neg_view(X), COS), "cos": (X, torch._neg_view(COS))}.items():
-        with pytest.raises(ValueError, match=rf"{name} has the negative bit.*{name}\.resolve_neg\(\)"):
-            cukern.rope(x, cos, SIN)
 
 
 def test_numpy_arrays_come_in_by_dlpack():

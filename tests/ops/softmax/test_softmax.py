@@ -69,6 +69,13 @@ def check(name: str, x: torch.Tensor, version=None, dim: int = -1, scale: float 
     assert same_bits(x.detach(), before[0]) and same_bits(g, before[1]), "an input was changed"
 
 
+def hold_rows(monkeypatch, way: row_storage.Method) -> list[row_storage.Problem]:
+    """From here on every row is held in this way. Returns the list of the problems since."""
+    problems: list[row_storage.Problem] = []
+    monkeypatch.setattr(row_storage, "first", lambda _, problem: problems.append(problem) or way(problem))
+    return problems
+
+
 @EVERY_OP
 @kernels
 def test_every_length(device, name):
@@ -148,7 +155,7 @@ def test_every_layout(device, name):
 
 
 @kernels
-def test_gradients_that_lie_anywhere(device):
+def test_gradients_of_any_strides(device):
     x, g = torch.randn(6, 40, device=device), torch.randn(40, 90, device=device)
     for grad in (g.t()[:6], g[:6, 1:41], g[:1, :40].expand(6, 40), g[0, :6, None].expand(6, 40), g[0, 0].expand(6, 40)):
         check("softmax", x, g=grad)
@@ -167,7 +174,7 @@ def test_every_kernel_on_rows_of_any_alignment(device):
 
 
 @kernels
-def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
+def test_rows_of_padded_inputs(device, monkeypatch):
     """Slices of padded rows as inputs and gradients, by each method. Blocks with few threads make many rounds over a short row; the last
     warp is full or partly full. NaN surrounds the slices."""
     small = [{size: (plan.Shape(vectors, 128, 2),) for size in (2, 4, 8)} for vectors in (4, 2)]
@@ -181,9 +188,8 @@ def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
         "a cluster": (row_storage.in_a_cluster, (8 * 128 * 7 + 301,)),
         "many blocks": (row_storage.in_many_blocks, (8 * 128 * 7 + 75,)),
     }
-    runs = []
     for what, (way, lengths) in ways.items():
-        monkeypatch.setattr(row_storage, "first", lambda _, problem, way=way: runs.append(way(problem)) or runs[-1])
+        problems = hold_rows(monkeypatch, way)
         cases = list(itertools.product(lengths, (torch.bfloat16, torch.float32), ((0, 1), (3, 0), (1, 6))))
         for (columns, dtype, (before, after)), name in zip(cases[:: 1 if PLACE == "cuda" else 4], itertools.cycle(FUNCTIONS), strict=False):
             rows = 264 if what == "a cluster" and PLACE == "cuda" else 2
@@ -191,7 +197,7 @@ def test_rows_that_begin_elsewhere_than_the_results(device, monkeypatch):
             x, g = padded[:, :, before : before + columns].normal_()
             check(name, x, "v10", g=g)
             check(name, torch.randn(rows, columns, dtype=dtype, device=device), "v10", g=g)
-    assert None not in runs
+        assert None not in map(way, problems)
 
 
 @kernels
@@ -210,8 +216,7 @@ def test_long_rows(device):
 @kernels
 def test_rows_that_many_blocks_hold(device, monkeypatch):
     """More blocks than a cluster has, and more than a warp has lanes. The first block takes the edges of the row."""
-    launched = []
-    monkeypatch.setattr(row_storage, "first", lambda ways, problem: launched.append(problem) or row_storage.in_many_blocks(problem))
+    launched = hold_rows(monkeypatch, row_storage.in_many_blocks)
     monkeypatch.setattr(row_storage, "device_of", with_sms(132))
     monkeypatch.setattr(plan, "LEAST_PART", 1024 if PLACE == "cuda" else 64)
     for name, vectors, edges, dtype in (
@@ -233,10 +238,7 @@ def test_shapes_of_rows_that_fill_the_gpu(device, monkeypatch):
         (row_storage.in_a_cluster, plan.cluster_storage, 100_001, False),
         (row_storage.in_many_blocks, plan.many_blocks_storage, 40_003, True),
     ):
-        launched = []
-        monkeypatch.setattr(
-            row_storage, "first", lambda ways, problem, way=way, launched=launched: launched.append(problem) or way(problem)
-        )
+        launched = hold_rows(monkeypatch, way)
         check("softmax", torch.randn(4, columns, device=device), "v10")
         shapes = (plan.MANY_BLOCKS if backward else plan.CLUSTERS)[backward][4]
         assert len(shapes) > 1 and hold(*row_storage.numbers(launched[backward])).shape == shapes[0]
@@ -251,15 +253,17 @@ def test_rows_of_whole_vectors_that_several_blocks_hold(device, monkeypatch):
         (row_storage.in_many_blocks, plan.many_blocks_storage, 40_000, torch.float32),
         (row_storage.in_many_blocks, plan.many_blocks_storage, 72_000, torch.bfloat16),
     ):
-        launched = []
-        monkeypatch.setattr(
-            row_storage, "first", lambda ways, problem, way=way, launched=launched: launched.append(problem) or way(problem)
-        )
+        launched = hold_rows(monkeypatch, way)
         check("softmax", torch.randn(4, columns, dtype=dtype, device=device), "v10")
         for backward, problem in enumerate(launched):
             found = hold(*row_storage.numbers(problem))
             assert found.shape == plan.Shape(plan.EXACT_VECTORS[backward][dtype.itemsize], 512, 2)
             assert found.size > 1 and found.shared, "some vectors are in shared memory"
+
+
+def assert_near_torch(name: str, x: torch.Tensor, version, rtol: float = 1e-6, atol: float = 1e-38) -> None:
+    exact = FUNCTIONS.get(name, FUNCTIONS["softmax"])[1](x.double(), -1)
+    torch.testing.assert_close(getattr(cukern, name)(x, version=version).double(), exact, rtol=rtol, atol=atol)
 
 
 @kernels
@@ -269,8 +273,7 @@ def test_small_results_beside_a_peak(device, name, version):
     for columns, least in itertools.product((100, 1500, 5000), (-86, -70)):
         x = torch.empty(1, columns, device=device).uniform_(least, least + 10)
         x[:, columns // 3] = 0
-        result, exact = getattr(cukern, name)(x, version=version), torch.softmax(x.double(), -1)
-        torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=1e-38)
+        assert_near_torch(name, x, version)
 
 
 @kernels
@@ -281,8 +284,7 @@ def test_small_results_in_long_rows_that_rise(device):
     peak = torch.full((1, 33_000), -105.9, device=device)
     peak[:, 30_000], peak[:, 31_000] = -85.9, 0
     for x, version in ((step[:, :33_000], "v8"), (step, "v9"), (step, "v10"), (peak, "v8"), (peak + 200_000, "v8")):
-        result, exact = cukern.softmax(x, version=version), torch.softmax(x.double(), -1)
-        torch.testing.assert_close(result.double(), exact, rtol=1e-6, atol=1.2e-38)
+        assert_near_torch("softmax", x, version, atol=1.2e-38)
 
 
 @kernels
@@ -291,11 +293,8 @@ def test_long_rows_that_rise(device):
     for columns, dtype, version in ((20_001, torch.float32, "v8"), (33_000, torch.bfloat16, "v8"), (66_001, torch.float32, "v9")):
         x = torch.linspace(-300, 300, columns, device=device)
         for row in (x, x + 1e6, x.masked_fill(x < 0, -inf)):
-            row = row.to(dtype)[None]
             for name in FUNCTIONS:
-                result, exact = getattr(cukern, name)(row, version=version), getattr(torch, name)(row.double(), -1)
-                rtol = 1e-6 if dtype == torch.float32 else 2**-8
-                torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=1e-37)
+                assert_near_torch(name, row.to(dtype)[None], version, 1e-6 if dtype == torch.float32 else 2**-8, 1e-37)
 
 
 @kernels
@@ -375,7 +374,7 @@ def test_derivatives_of_every_order(device, name):
 
 
 @kernels
-def test_forward_and_backward_are_chosen_apart(device):
+def test_forward_and_backward_versions_are_independent(device):
     x, g = torch.randn(3, 300, device=device), torch.randn(3, 300, device=device)
     found = {}
     for pair in itertools.product(("v1", "v5"), ("v3", "v6")):
@@ -396,7 +395,7 @@ def test_forward_and_backward_are_chosen_apart(device):
     ("rows", "columns", "dtype"),
     ((8, 1024, torch.float32), (8192, 1024, torch.bfloat16), (4096, 4096, torch.float32), (528, 50_304, torch.bfloat16)),
 )
-def test_launches_side_by_side(rows, columns, dtype, captured):
+def test_overlapping_launches(rows, columns, dtype, captured):
     """Each launch reads the output of the launch before it. If it read too early, it would see NaN."""
     steps = torch.empty(13, rows, columns, dtype=dtype, device="cuda")
     x, ladder = torch.randn_like(steps[0]), VERSIONS["v11"]

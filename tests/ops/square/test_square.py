@@ -11,6 +11,7 @@ import cukern
 from cukern.runtime.registry import OPS
 
 SHAPES = [(), (0,), (3, 0, 5), (1,), (1, 1), (2,), (3,), (7,), (255,), (256,), (257,), (1023,), (2049,), (31, 33), (2, 3, 5, 7), (64, 1000)]
+PLACES = pytest.mark.parametrize("device, version", places("square"))
 inf, nan = float("inf"), float("nan")
 
 
@@ -37,7 +38,7 @@ def check(x: torch.Tensor, version: str | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_every_shape_and_dtype(device, version, dtype):
     for shape in SHAPES:
         check(torch.randn(shape, dtype=dtype, device=device), version)
@@ -65,7 +66,7 @@ def views(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_every_stride_and_alignment(device, version, dtype):
     for name, x in views(device, dtype).items():
         check(x, version)
@@ -76,8 +77,8 @@ def test_every_stride_and_alignment(device, version, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("device, version", places("square"))
-def test_gradient_that_lies_otherwise_in_memory_than_the_input(device, version, dtype):
+@PLACES
+def test_gradient_with_other_strides_than_the_input(device, version, dtype):
     x = torch.randn(6, 8, dtype=dtype, device=device, requires_grad=True)
     d = torch.randn(8, 8, dtype=dtype, device=device)
     douts = {"transposed": d[:, :6].t(), "row": d[:1].expand(6, 8), "column": d[:6, :1].expand(6, 8), "one number": d[0, 0].expand(6, 8)}
@@ -87,16 +88,15 @@ def test_gradient_that_lies_otherwise_in_memory_than_the_input(device, version, 
         assert_accurate(dx, peer, 2 * double(x) * double(dout), name)
 
 
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_gradcheck_and_gradgradcheck(device, version):
     for x in (torch.randn(3, 5, dtype=torch.float64, device=device), torch.randn(5, 4, dtype=torch.float64, device=device).t()[1:]):
-        x = x.detach().requires_grad_()
-        assert torch.autograd.gradcheck(lambda t: cukern.square(t, version=version), x)
-        assert torch.autograd.gradgradcheck(lambda t: cukern.square(t, version=version), x)
+        for numeric_check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert numeric_check(lambda t: cukern.square(t, version=version), x.detach().requires_grad_())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_extreme_values(device, version, dtype):
     info = torch.finfo(dtype)
     tiny = info.smallest_normal
@@ -132,16 +132,15 @@ def test_more_than_2_to_31_elements(version):
         pytest.skip(f"needs {9 * n / 2**30:.0f} GiB of free GPU memory, there are {free / 2**30:.0f}")
     x = torch.randn(n, dtype=torch.float16, device="cuda")
     y = cukern.square(x, version=version)
-    for start in range(0, n, 1 << 28):
-        part = slice(start, min(start + (1 << 28), n))
-        assert same_bits(y[part], torch.square(x[part])), f"elements from {start} on"
+    parts = [slice(start, min(start + (1 << 28), n)) for start in range(0, n, 1 << 28)]
+    for part in parts:
+        assert same_bits(y[part], torch.square(x[part])), part
     del y
     dout = torch.randn(n, dtype=torch.float16, device="cuda")
     dx = torch.ops.cukern._square_backward(x, dout, version)
-    for start in range(0, n, 1 << 28):
-        part = slice(start, min(start + (1 << 28), n))
+    for part in parts:
         exact = 2 * x[part].float() * dout[part].float()
-        assert same_bits(dx[part], exact.half()), f"gradient of the elements from {start} on"
+        assert same_bits(dx[part], exact.half()), f"gradient, {part}"
     del x, dout, dx, exact
     torch.cuda.empty_cache()
 
@@ -149,14 +148,17 @@ def test_more_than_2_to_31_elements(version):
 # ---- what it refuses
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+
+
+@DEVICES
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_another_dtype_is_refused(device, dtype):
     with pytest.raises(TypeError, match=rf"x must be .*torch.float16.*, got {dtype}"):
         cukern.square(torch.zeros(3, device=device).to(dtype))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@DEVICES
 def test_negative_bit_is_refused_with_the_way_out(device):
     x = torch._neg_view(torch.randn(4, device=device))
     with pytest.raises(ValueError, match=r"x has the negative bit.*x\.resolve_neg\(\)"):
@@ -164,13 +166,13 @@ def test_negative_bit_is_refused_with_the_way_out(device):
     assert torch.equal(cukern.square(x.resolve_neg()), torch.square(x))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@DEVICES
 def test_unknown_version_is_refused(device):
     with pytest.raises(ValueError, match=r"square has no version 'v99'; it has v1, v2"):
         cukern.square(torch.randn(3, device=device), version="v99")
 
 
-def test_explicit_version_on_a_cpu_tensor_is_refused():
+def test_a_kernel_is_refused_for_a_cpu_tensor():
     with pytest.raises(ValueError, match=r"version 'v2' of cukern\.square is a CUDA kernel, the tensor is on cpu"):
         cukern.square(torch.randn(3), version="v2")
 

@@ -9,11 +9,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import cukern
 from cukern.runtime.registry import OPS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+PLACES = pytest.mark.parametrize("device, version", places("square"))
 VERSIONS = list(OPS["square"].versions)
 
 
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_autograd_modes(device, version):
     x = torch.randn(5, device=device, requires_grad=True)
     with torch.no_grad():
@@ -26,7 +26,7 @@ def test_autograd_modes(device, version):
     assert not cukern.square(x.detach(), version=version).requires_grad
 
 
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_parameter_learns(device, version):
     p = torch.nn.Parameter(torch.randn(7, device=device))
     y = cukern.square(p, version=version)
@@ -37,7 +37,7 @@ def test_parameter_learns(device, version):
     assert torch.equal(p.grad, 4 * p.detach()), "gradients accumulate"
 
 
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_gradient_of_a_mixed_use(device, version):
     """Only one of the two inputs of the backward needs a gradient; third derivatives are zero."""
     x = torch.randn(9, device=device, dtype=torch.float64, requires_grad=True)
@@ -53,7 +53,7 @@ def test_gradient_of_a_mixed_use(device, version):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_an_input_changed_before_backward_is_noticed(device, version):
     x = torch.randn(5, device=device, requires_grad=True)
     z = x * 1
@@ -67,7 +67,7 @@ class Celsius(torch.Tensor):
     """A subclass with torch's default __torch_function__, which keeps the class."""
 
 
-@pytest.mark.parametrize("device, version", places("square"))
+@PLACES
 def test_subclass(device, version):
     x = torch.randn(5, device=device).as_subclass(Celsius)
     y = cukern.square(x, version=version)
