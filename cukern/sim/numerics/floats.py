@@ -51,14 +51,14 @@ def _tf32_of_f64(x: Array) -> Array:
     return (bits + np.uint32(0xFFF) + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)
 
 
-_MASKS32 = 1 << 31, 0xFF << 23, 0x7FFFFFFF, 127 << 23
+def _of_numpy(name: str, dtype: Any, masks: tuple[int, int, int, int]) -> Format:
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    return Format(name, masks, lambda x: x.view(dtype), lambda x: x.astype(dtype, copy=False).view(bits))
 
-F16 = Format(
-    "f16",
-    (0x8000, 0x7C00, 0x7FFF, 0x3C00),
-    lambda bits: bits.view(np.float16),
-    lambda x: x.astype(np.float16).view(np.uint16),
-)
+
+F16 = _of_numpy("f16", np.float16, (0x8000, 0x7C00, 0x7FFF, 0x3C00))
+F32 = _of_numpy("f32", np.float32, (1 << 31, 0xFF << 23, 0x7FFFFFFF, 127 << 23))
+F64 = _of_numpy("f64", np.float64, (1 << 63, 0x7FF << 52, 0x7FF8 << 48, 1023 << 52))
 BF16 = Format(
     "bf16",
     (0x8000, 0x7F80, 0x7FFF, 0x3F80),
@@ -66,14 +66,7 @@ BF16 = Format(
     lambda x: bf16_of_f32(to_odd32(x)),
     native=False,
 )
-F32 = Format("f32", _MASKS32, lambda bits: bits.view(np.float32), lambda x: x.astype(np.float32).view(np.uint32))
 TF32 = Format("tf32", (1 << 31, 0xFF << 23, 0x7FFFE000, 127 << 23), F32.values, _tf32_of_f64, native=False, unused=13)
-F64 = Format(
-    "f64",
-    (1 << 63, 0x7FF << 52, 0x7FF8 << 48, 1023 << 52),
-    lambda bits: bits.view(np.float64),
-    lambda x: x.view(np.uint64),
-)
 FORMATS = {f.name: f for f in (F16, BF16, F32, TF32, F64)}
 
 
@@ -126,9 +119,7 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 
     Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x.
     """
-    total = a + b
-    of_b = total - a
-    error = (a - (total - of_b)) + (b - of_b)
+    total, error = _two_sum(a, b)
     bits = total.view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)
     wrong = (error < 0) | (error > 0)
@@ -142,14 +133,15 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 @functools.cache
 def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat: bool = False, relu_: bool = False) -> Function:
     """The function of raw bits for `kind`: add, sub, mul, fma, div, rcp or sqrt."""
+    exact = _in_float64(fmt, kind, mode)
     if kind == "fma" and mode == "rn" and fmt in (F32, F64):
         core = _fma32 if fmt is F32 else _fma64
     elif kind != "fma" and mode == "rn" and fmt.native:
         core = _native(fmt, _UFUNCS[kind])
     else:
-        core = _directed64(kind, mode) if fmt is F64 else _through_float64(fmt, kind, mode)
+        core = _directed64(kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
     if ftz:
-        core = _flushed(fmt, core, _in_float64(fmt, kind, mode), mode)
+        core = _flushed(fmt, core, exact, mode)
     for wanted, finish in ((sat, saturate), (relu_, relu)):
         if wanted:
             core = _finished(fmt, core, finish)
@@ -191,11 +183,6 @@ def _native(fmt: Format, ufunc: Function) -> Function:
         return canonical(fmt, result.view(fmt.bits), result)
 
     return run
-
-
-def _through_float64(fmt: Format, kind: str, mode: str) -> Function:
-    exact = _in_float64(fmt, kind, mode)
-    return lambda *args: round_to(fmt, exact(*args), mode)
 
 
 def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
