@@ -11,7 +11,7 @@ from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import STRONG
 from cukern.sim.memory.spaces import Space
 from cukern.sim.numerics import alu
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.numerics.integers import UNSIGNED, where
 from cukern.sim.ptx.module import WIDTHS
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
@@ -41,8 +41,8 @@ def atomic(c: Context) -> Step:
         addresses = np.broadcast_to(offset_by(m.get(group, base), offset), (n,))
         values = [np.broadcast_to(m.get(group, s), (n,)).astype(UNSIGNED[width]) for s in sources]
 
-        def access(where: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
-            return _serially(m, where, lanes, at, width // 8, changes.get(where.name, changes["shared"]), values)
+        def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
+            return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values)
 
         old = through(m, space, group.lanes, addresses, access, *values)
         assert old is not None
@@ -56,14 +56,12 @@ def _change(c: Context, operation: str, space: str) -> Change:
     if operation == "add" and type_ in _FLOATS:
         flush = ".ftz" if type_ == "f32" and space == "global" else ""  # PTX ISA, atom: only global memory flushes subnormals
         return alu.find(f"add.rn{flush}.{type_}")
-    if operation in ("add", "min", "max"):
-        return alu.find(f"{operation}.{type_}")
-    if operation in ("and", "or", "xor"):
+    if operation in ("add", "min", "max", "and", "or", "xor"):
         return alu.find(f"{operation}.{type_}")
     one = UNSIGNED[WIDTHS[type_]](1)
     others: dict[str, Change] = {
-        "exch": _second,
-        "cas": _compare_and_swap,
+        "exch": lambda old, new: new,
+        "cas": lambda old, expected, new: where(old == expected, new, old),
         "inc": lambda old, last: np.where(old >= last, 0 * old, old + one),
         "dec": lambda old, last: np.where((old == 0) | (old > last), last, old - one),
     }
@@ -72,26 +70,17 @@ def _change(c: Context, operation: str, space: str) -> Change:
     return others[operation]
 
 
-def _compare_and_swap(old: np.ndarray, expected: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return np.where(np.equal(old, expected), new, old)
-
-
-def _second(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return new
-
-
 def _serially(
-    m: Machine, where: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
+    m: Machine, space: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
 ) -> np.ndarray:
     """Returns the old values. Lanes with the same address execute in the order of their numbers."""
-    at, parts = where.place(m, lanes, addresses, size, "changes")
-    for region, shadow, rows in parts:
-        some = slice(None) if rows is None else rows
-        where.check_written(m, region, shadow, at[some], lanes[some], size)
-        where.note_write(m, region, shadow, at[some], lanes[some], size, None, STRONG)
-    if where.name == "global":
+    at, parts = space.place(m, lanes, addresses, size, "changes")
+    for part in parts:
+        space.check_written(m, part, size)
+        space.note_write(m, part, size, None, STRONG)
+    if space.name == "global":
         m.order.meet(lanes)
-    array, index = where.array(at, size)
+    array, index = space.array(at, size)
     old = np.empty(len(lanes), array.dtype)
     order = np.argsort(index, kind="stable")
     first = np.flatnonzero(np.diff(index[order], prepend=-1))

@@ -10,7 +10,7 @@ import numpy as np
 from cukern.sim.faults import BarrierFault, Fault, OutOfBounds, Race
 from cukern.sim.machine.batch import Batch, Group
 from cukern.sim.memory.regions import Region
-from cukern.sim.memory.spaces import RANK, Accessor, Place, Space
+from cukern.sim.memory.spaces import RANK, Accessor, Part, Space, each, first_row
 
 _NOT_STARTED = "which may not have started yet: no cluster barrier is before the access"
 _HALF = 1 << RANK - 1  # offsets from -_HALF on: an address below the start still belongs to the block it was computed from
@@ -116,7 +116,7 @@ class Clusters:
         early, late = remote & ~self.met[order.block_of[lanes]], remote & self.exited[owners]
         for bad, why in ((late, "which has exited: no cluster barrier after the access keeps it"), (early, _NOT_STARTED)):
             if bad.any():
-                row = int(np.flatnonzero(bad)[0])
+                row = first_row(bad)
                 block = m.block_index(int(owners[row]) + m.first_block)
                 raise m.fault(Race, lanes[row], f"{verb} {where} of the shared memory of block {block}, {why}")
 
@@ -140,7 +140,7 @@ class Clusters:
             for warp in warps:
                 known |= order.ordered(stamps, np.full(len(stamps), warp * 32))
             if not known.all():
-                i = int(np.flatnonzero(~known)[0])
+                i = first_row(~known)
                 lane, pc = order.unpack(stamps[i])
                 where = shared.describe(shared.region, start + (int(granules[i]) << shared.shadow.bits))
                 what = f"{did} {where} of block {m.block_index(block + m.first_block)}, which has exited, or may have, by then"
@@ -156,26 +156,26 @@ class Distributed(Space):
         super().__init__(m.shared.arrays)
         self.m, self.own, self.clusters = m, m.shared, clusters
 
-    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
+    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
         ranks, offsets = split_address(addresses)
         if not ranks.any():
             return self.own.place(m, lanes, offsets, size, verb)
         self.check_aligned(m, lanes, offsets, size, verb)
-        ranks, offsets = np.broadcast_to(ranks, lanes.shape), np.broadcast_to(offsets, lanes.shape)
+        ranks, offsets = each(ranks, lanes), each(offsets, lanes)
         own, blocks = m.order.block_of[lanes], m.order.blocks_a_cluster
         if (ranks > blocks).any():
-            row = int(np.flatnonzero(ranks > blocks)[0])
             what = f"{verb} {size} bytes of the shared memory of a block rank that is not in 0..{blocks - 1}, the cluster's"
-            raise m.fault(OutOfBounds, lanes[row], what)
+            raise m.fault(OutOfBounds, lanes[first_row(ranks > blocks)], what)
         owners = np.where(ranks > 0, own // blocks * blocks + ranks - 1, own)
         outside = (offsets < 0) | (offsets > self.own.size - size)
         if outside.any():
-            row = int(np.flatnonzero(outside)[0])
+            row = first_row(outside)
             whose = f"of the shared memory of block {self.m.block_index(int(owners[row]) + m.first_block)}"
             what = f"{verb} {size} bytes at offset {offsets[row]} {whose}, which has {self.own.size} bytes of it"
             raise m.fault(OutOfBounds, lanes[row], what)
         self.clusters.check_running(lanes, owners, f"{size} bytes", verb)
-        return Place(owners * self.own.stride + offsets, [(self.own.region, self.own.shadow, None)])
+        at = owners * self.own.stride + offsets
+        return at, [Part(self.own.region, self.own.shadow, at, lanes)]
 
     def describe(self, region: Region, position: int) -> str:
         block = self.m.block_index(position // self.own.stride + self.m.first_block)

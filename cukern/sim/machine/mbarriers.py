@@ -47,7 +47,7 @@ class Mbarriers:
         """The positions of these lanes' mbarriers. Checks that their mbarrier.init happened before."""
         m, where = self.m, self.m.spaces[space]
         where.load(m, group.lanes, addresses, 8, strong=True)
-        positions = np.broadcast_to(where.place(m, group.lanes, addresses, 8, "uses").at, group.lanes.shape)
+        positions = where.place(m, group.lanes, addresses, 8, "uses")[0]
         for row, position in enumerate(positions.tolist()):
             if position not in self.at:
                 raise m.fault(BarrierFault, group.lanes[row], f"uses {where.describe(m.shared.region, position)}, which is no mbarrier")

@@ -32,7 +32,7 @@ class Shadow:
             self.before = np.pad(written, (0, -size % 16))
         self.bits = 4  # log2 of a granule's bytes
         self.writers: np.ndarray | None = None
-        self.readers: list[np.ndarray] | None = None  # the last one, the last by another lane, and in clusters the last by another block
+        self.readers: list[np.ndarray] = []  # the last one, the last by another lane, and in clusters the last by another block
         self.heard: np.ndarray | None = None  # in shared memory: time of the last strong read
         self.log: list[tuple[np.ndarray, int, np.ndarray]] = []
         self.logged = 0
@@ -55,7 +55,7 @@ class Shadow:
         if self.before is None:
             return None
         if self.writers is None:
-            missing = ~_spread(self.before, positions, size)
+            missing = ~self.before[positions[:, None] + _COUNT[:size]].all(axis=1)
         else:
             granules = self._granules(positions, size)
             missing = self.writers[granules] == 0
@@ -76,9 +76,8 @@ class Shadow:
         over_writes = self._unordered(order, self.writers[granules], lanes, strong)
         over_reads = None
         self._sort_log(order)
-        if self.readers is not None:
-            for stamps in self.readers:
-                over_reads = over_reads or self._unordered(order, stamps[granules], lanes, False)
+        for stamps in self.readers:
+            over_reads = over_reads or self._unordered(order, stamps[granules], lanes, False)
         stamps = order.stamps(lanes, flags)
         stamps = stamps if granules.ndim == 1 else stamps[:, None]
         self.writers[granules] = stamps
@@ -98,7 +97,7 @@ class Shadow:
         """The stamps of the last writes and reads, by granule, from byte `start` to `end`; each array with its verb. Without strong
         writes that a strong read has seen."""
         self._sort_log(order)
-        found = [("reads", stamps) for stamps in self.readers or ()]
+        found = [("reads", stamps) for stamps in self.readers]
         if self.writers is not None:
             heard = self.writers & STRONG != 0
             heard &= self.heard > self.writers if self.heard is not None else False
@@ -114,15 +113,10 @@ class Shadow:
     def _granules(self, positions: np.ndarray, size: int) -> np.ndarray:
         """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
-            finer = 1 << self.bits
+            finer = (1 << self.bits) // size
             self.bits = size.bit_length() - 1
-            finer >>= self.bits
-            if self.writers is not None:
-                self.writers = np.repeat(self.writers, finer)
-            if self.heard is not None:
-                self.heard = np.repeat(self.heard, finer)
-            if self.readers is not None:
-                self.readers = [np.repeat(stamps, finer) for stamps in self.readers]
+            self.writers, self.heard = (None if x is None else np.repeat(x, finer) for x in (self.writers, self.heard))
+            self.readers = [np.repeat(stamps, finer) for stamps in self.readers]
         first = positions >> self.bits
         count = size >> self.bits
         return first if count == 1 else first[:, None] + _COUNT[:count]
@@ -163,10 +157,9 @@ class Shadow:
         apart = [order.by_lane] if order.blocks_a_cluster == 1 else [order.by_lane, order.by_block]
         for _, size, _ in self.log:
             self._granules(np.zeros(1, np.int64), size)
-        if self.log and self.readers is None:
+        if self.log and not self.readers:
             self.readers = [np.zeros(self.size >> self.bits, np.int64) for _ in range(len(apart) + 1)]
         for positions, size, stamps in self.log:
-            assert self.readers is not None
             last, *others = self.readers
             granules = self._granules(positions, size)
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
@@ -178,8 +171,3 @@ class Shadow:
                     differs = (who(candidates) != newest) & (candidates != 0)
                     other[granules[differs]] = candidates[differs]
         self.forget_reads()
-
-
-def _spread(flags: np.ndarray, positions: np.ndarray, size: int) -> np.ndarray:
-    """Whether all `size` flags from each position on are set."""
-    return np.all(flags[positions[:, None] + np.arange(size)], axis=1)

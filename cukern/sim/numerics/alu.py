@@ -188,7 +188,7 @@ _ANY: dict[str, _Row] = {
     "dp2a": (_dot, "lo hi"),
     "setp": (compare.setp, compare.MODIFIERS),
     "set": (compare.set_, compare.MODIFIERS),
-    "selp": _same(lambda a, b, p: np.where(p, a, b)),
+    "selp": _same(lambda a, b, p: integers.where(p, a, b)),
     "slct": (compare.slct, "ftz"),
     "mov": _same(np.copy),
     "and": _same(np.bitwise_and, *_LOGIC),

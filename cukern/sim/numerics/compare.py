@@ -75,7 +75,7 @@ def slct(op: Opcode) -> Function:
     """a where c >= 0, else b; also where c is NaN."""
     fmt = FORMATS.get(op.types[1])
     read = op.flushed(fmt, fmt.values) if fmt else integers.as_type(op.types[1])
-    return lambda a, b, c: np.where(read(c) >= 0, a, b)
+    return lambda a, b, c: integers.where(read(c) >= 0, a, b)
 
 
 _CLASSES: dict[str, Function] = {

@@ -33,6 +33,10 @@ def as_type(type_: str) -> Function:
     return signed if type_[0] == "s" else unsigned
 
 
+def where(condition: Array, a: Array, b: Array) -> Array:
+    return np.where(condition, a, b)
+
+
 def typed(ufunc: Function, type_: str) -> Function:
     """`ufunc` of numpy on operands read as `type_`."""
     if type_[0] != "s":
