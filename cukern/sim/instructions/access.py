@@ -69,10 +69,8 @@ def load(c: Context) -> Step:
     return run
 
 
-def put(m: Machine, group: Group, target: Register | None, values: np.ndarray, signed: bool) -> None:
+def put(m: Machine, group: Group, target: Register, values: np.ndarray, signed: bool) -> None:
     """Write loaded bits to a register, which may be wider."""
-    if target is None:
-        return
     bits = values.dtype.itemsize * 8
     if bits < target.width:
         values = (values.view(SIGNED[bits]) if signed else values).astype(UNSIGNED[target.width])
@@ -109,7 +107,7 @@ def through(
     return result
 
 
-def _load_param(c: Context, targets: list[Register | None], type_: str) -> Step:
+def _load_param(c: Context, targets: list[Register], type_: str) -> Step:
     """Kernel parameters are the same for all lanes."""
     address = c.operands[1]
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in c.program.params:

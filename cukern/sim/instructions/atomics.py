@@ -27,7 +27,7 @@ def atomic(c: Context) -> Step:
     spaces = {"global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster"}
     space = next((spaces[p] for p in c.parts if p in spaces), "generic")
     returns = c.parts[0] == "atom"
-    target = c.target(c.operands[0]) if returns else None
+    target = c.target(c.operands[0]) if returns else c.program.sink
     address, *operands = c.operands[1:] if returns else c.operands
     base, offset = c.address(address)
     sources = [c.source(x, c.types[0]) for x in operands]

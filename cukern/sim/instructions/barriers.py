@@ -1,5 +1,6 @@
 """Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to one."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +13,7 @@ from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import IN_FLIGHT
 from cukern.sim.numerics.integers import UNSIGNED
-from cukern.sim.ptx.module import WIDTHS, Operand, Register
+from cukern.sim.ptx.module import WIDTHS, Register
 
 _SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"}
 
@@ -33,36 +34,33 @@ def barrier(c: Context) -> Step:
     count = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
     holds = c.source(predicate, "pred") if predicate is not None else None
     negated = isinstance(predicate, Register) and predicate.negated
-    outcome = _outcome(c, parts[1], target) if kind == "red" else None
+    outcome = _outcome(c, parts[1], c.target(target)) if target is not None else None
 
     def run(m: Machine, group: Group) -> None:
         if outcome is not None:
-            m.barriers.outcomes[c.pc] = lambda lanes, counts: outcome(m, lanes, counts)
-        numbers, counts = m.spread(group, number), m.spread(group, count)
-        for n, threads in (
-            set(zip(numbers.tolist(), counts.tolist(), strict=True)) if len(m.regs[number]) > 1 else {(numbers[0], counts[0])}
-        ):
+            m.barriers.outcomes[c.pc] = functools.partial(outcome, m)
+        numbers, counts = np.broadcast_arrays(m.get(group, number), m.get(group, count))
+        for n, threads in set(zip(numbers.tolist(), counts.tolist(), strict=True)):
             chosen = (numbers == n) & (counts == threads)
             some = group if chosen.all() else m.group(group.lanes[chosen])
             if kind == "arrive":
-                m.barriers.arrive(some, int(n), int(threads))
+                m.barriers.arrive(some, n, threads)
             else:
-                m.barriers.sync(some, int(n), int(threads), None if holds is None else m.spread(some, holds) ^ negated)
+                m.barriers.sync(some, n, threads, None if holds is None else m.spread(some, holds) ^ negated)
 
     return run
 
 
-def _outcome(c: Context, operation: str, target: Operand | None) -> Callable[[Machine, Group, np.ndarray], None]:
+def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machine, Group, np.ndarray, np.ndarray], None]:
     """Writes the result of a bar.red, given how many lanes arrived (`came`) and how many of them had a true predicate (`held`)."""
     results: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
         "and": lambda held, came: held == came,
         "or": lambda held, came: held > 0,
         "popc": lambda held, came: held.astype(np.uint32),
     }
-    register = c.target(target) if target is not None else None
-    if operation not in results or register is None:
+    if operation not in results:
         raise c.unknown()
-    return lambda m, group, counts: m.put(group, register.number, results[operation](counts[0], counts[1]))
+    return lambda m, group, held, came: m.put(group, register.number, results[operation](held, came))
 
 
 def _cluster_barrier(c: Context) -> Step:
@@ -86,9 +84,9 @@ def mbarrier(c: Context) -> Step:
     kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
     space = "cluster" if "shared::cluster" in c.parts else "shared"
     pc, operands = c.pc, list(c.operands)
-    target = None if kind == "init" else c.target(operands.pop(0))
+    target = c.program.sink if kind == "init" else c.target(operands.pop(0))
     known = {"init": set(), "arrive": {"expect_tx"} & rest, "try_wait": {"parity"}}
-    if rest != known.get(kind) or (target is None) != (kind != "try_wait"):
+    if rest != known.get(kind) or (target == c.program.sink) != (kind != "try_wait"):
         raise c.unknown()
     base, offset = c.address(operands[0])
     number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
@@ -108,7 +106,6 @@ def mbarrier(c: Context) -> Step:
             m.go(pc + 1, group)
             m.mbarriers.arrive(group, positions, numbers)
         else:
-            assert target is not None
             m.mbarriers.wait(group, positions, numbers.astype(np.int64), target.number)
 
     return run

@@ -43,13 +43,18 @@ class Context:
                 return program.special(operand.name)
         raise self.unknown()
 
-    def target(self, operand: Operand) -> Register | None:
-        """The register that an operand names; None for the sink `_`."""
+    def target(self, operand: Operand) -> Register:
+        """The register that an operand names, which may be the sink `_`."""
         if isinstance(operand, Register):
             return operand
-        if isinstance(operand, Symbol) and operand.name == "_":
-            return None
+        if operand == Symbol("_"):
+            return self.program.sink
         raise self.unknown()
+
+    def targets(self, operand: Operand) -> tuple[Register, Register]:
+        """The registers d and p of `d|p`; p is the sink if the operand is only d."""
+        d, *p = self.items(operand)
+        return self.target(d), self.target(p[0]) if p else self.program.sink
 
     def address(self, operand: Operand) -> tuple[int, int]:
         """The register and the offset of an address in brackets."""

@@ -42,9 +42,8 @@ def branch_indexed(c: Context) -> Step:
     targets = np.array([c.program.kernel.labels[t] for t in c.program.kernel.tables[table.name]])
 
     def run(m: Machine, group: Group) -> None:
-        goals = targets[m.spread(group, index.number)]
-        for goal in np.unique(goals):
-            m.go(int(goal), m.group(group.lanes[goals == goal]))
+        for goal, some in m.groups(group.lanes, targets[m.spread(group, index.number)]):
+            m.go(goal, some)
 
     return run
 

@@ -8,20 +8,23 @@ from cukern.sim.instructions.decode import Context
 from cukern.sim.instructions.warp import together
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.machine.warps import bits_of
 from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.numerics import tensor_core
-from cukern.sim.ptx.module import Immediate, Vector
+from cukern.sim.ptx.module import Immediate, Register, Vector
 
 _EVERY_LANE = Immediate("0xFFFFFFFF")
 
 
 def _check_whole_warps(m: Machine, lanes: np.ndarray, pc: int) -> None:
     m.pc = pc
-    here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
-    if (here != 0xFFFFFFFF).any():
-        lane = lanes[here != 0xFFFFFFFF][0]
-        raise m.fault(BarrierFault, lane, "wants all 32 lanes of its warp, and some are not there")
+    apart = m.warp_wide.ballot(lanes) != 0xFFFFFFFF
+    if apart.any():
+        raise m.fault(BarrierFault, lanes[apart][0], "wants all 32 lanes of its warp, and some are not there")
+
+
+def _put(m: Machine, group: Group, targets: list[Register], values: list[np.ndarray]) -> None:
+    for target, fragment in zip(targets, values, strict=True):
+        m.put(group, target.number, fragment.reshape(-1))
 
 
 def mma(c: Context) -> Step:
@@ -33,9 +36,7 @@ def mma(c: Context) -> Step:
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes, pc)
         fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
-        for target, values in zip(targets, function(*fragments), strict=True):
-            if target is not None:
-                m.put(group, target.number, values.reshape(-1))
+        _put(m, group, targets, function(*fragments))
 
     return together(c, _EVERY_LANE, act)
 
@@ -46,7 +47,7 @@ def load_matrix(c: Context) -> Step:
     known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
     if not count or set(c.parts) - known:
         raise c.unknown()
-    targets = [c.target(x) for x in (c.operands[0].items if isinstance(c.operands[0], Vector) else c.operands[:1])]
+    targets = [c.target(x) for x in c.items(c.operands[0])]
     (base, offset), pc, transposed = c.address(c.operands[1]), c.pc, "trans" in c.parts
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
 
@@ -58,9 +59,7 @@ def load_matrix(c: Context) -> Step:
         rows = through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at: where.load(m, lanes, at, 16))
         assert rows is not None and rows.dtype == CARRIERS[16]
         tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
-        for target, values in zip(targets, tensor_core.ldmatrix(tiles, transposed), strict=True):
-            if target is not None:
-                m.put(group, target.number, values.reshape(-1))
+        _put(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
 
     return together(c, _EVERY_LANE, act)
 
@@ -103,8 +102,6 @@ def warpgroup(c: Context) -> Step:
             first = group.lanes // 32 % 4 * 32
             fragments = tensor_core.rows_of_a(fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0]))
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
-        for target, values in zip(targets, function(fragments, b, before, kept), strict=True):
-            if target is not None:
-                m.put(group, target.number, values.reshape(-1))
+        _put(m, group, targets, function(fragments, b, before, kept))
 
     return together(c, _EVERY_LANE, act)

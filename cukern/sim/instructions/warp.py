@@ -50,20 +50,15 @@ def sync(c: Context) -> Step:
         if ready is before:
             m.go(m.pc + 1, ready)
             return
-        for pc in np.unique(m.warp_wide.at[lanes]):
-            m.go(int(pc) + 1, m.group(lanes[m.warp_wide.at[lanes] == pc]))
+        for pc, here in m.groups(lanes, m.warp_wide.at[lanes]):
+            m.go(pc + 1, here)
 
     return run
 
 
 def active_mask(c: Context) -> Step:
     register = c.target(c.operands[0])
-    assert register is not None
-
-    def run(m: Machine, group: Group) -> None:
-        m.put(group, register.number, bits_of(group.lanes, m.lanes)[m.order.warp_of[group.lanes]])
-
-    return run
+    return lambda m, group: m.put(group, register.number, m.warp_wide.ballot(group.lanes))
 
 
 def shuffle(c: Context) -> Step:
@@ -71,8 +66,7 @@ def shuffle(c: Context) -> Step:
     if c.parts[1] != "sync" or len(c.parts) != 4 or c.parts[3] != "b32":
         raise c.unknown()
     mode, pc = c.parts[2], c.pc
-    first, *rest = c.items(c.operands[0])
-    target, holds = c.target(first), c.target(rest[0]) if rest else None
+    target, holds = c.targets(c.operands[0])
     value, distance, clamp = (c.source(x, "b32") for x in c.operands[1:4])
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
@@ -90,19 +84,16 @@ def shuffle(c: Context) -> Step:
         valid = source >= largest if mode == "up" else source <= largest
         source = np.where(valid, source, lane)
         _check_sources(m, lanes, masks, source)
-        if holds is not None:
-            m.put(group, holds.number, valid)
-        if target is not None:
-            values = m.regs[value]
-            m.put(group, target.number, values if len(values) == 1 else values[lanes - lane + source])
+        values = m.regs[value]
+        m.put(group, holds.number, valid)
+        m.put(group, target.number, values if len(values) == 1 else values[lanes - lane + source])
 
     return together(c, c.operands[4], act)
 
 
 def _check_sources(m: Machine, lanes: np.ndarray, masks: np.ndarray, source: np.ndarray) -> None:
     """A lane may read registers only of lanes that its mask names and that take part."""
-    here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
-    bad = (here & masks) >> source.astype(np.uint32) & 1 == 0
+    bad = (m.warp_wide.ballot(lanes) & masks) >> source.astype(np.uint32) & 1 == 0
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         named = masks[row] >> np.uint32(source[row]) & 1
@@ -117,25 +108,23 @@ def vote(c: Context) -> Step:
     predicate, negated = c.source(operand, "pred"), isinstance(operand, Register) and operand.negated
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        warps = m.order.warp_of[group.lanes]
-        here = bits_of(group.lanes, m.lanes)[warps] & masks
-        hold = bits_of(group.lanes[m.spread(group, predicate) ^ negated], m.lanes)[warps] & masks
+        here = m.warp_wide.ballot(group.lanes) & masks
+        hold = m.warp_wide.ballot(group.lanes, group.lanes[m.spread(group, predicate) ^ negated]) & masks
         result = {
             "all": lambda: hold == here,
             "any": lambda: hold != 0,
             "uni": lambda: (hold == 0) | (hold == here),
             "ballot": lambda: hold,
         }
-        if register is not None:
-            m.put(group, register.number, result[mode]())
+        m.put(group, register.number, result[mode]())
 
     return together(c, c.operands[2], act)
 
 
 def _members(m: Machine, lanes: np.ndarray, masks: np.ndarray) -> np.ndarray:
     """members[i, j]: lane j of the warp takes part, and lane i's mask names it."""
-    here = (bits_of(lanes, m.lanes)[m.order.warp_of[lanes]] & masks)[:, None]
-    return (here >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
+    here = m.warp_wide.ballot(lanes) & masks
+    return (here[:, None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
 
 
 def _of_warp(m: Machine, lanes: np.ndarray, register: int) -> np.ndarray:
@@ -150,8 +139,7 @@ def _to_bits(flags: np.ndarray) -> np.ndarray:
 
 def match(c: Context) -> Step:
     mode, type_ = c.parts[1], c.types[0]
-    first, *rest = c.items(c.operands[0])
-    target, holds = c.target(first), c.target(rest[0]) if rest else None
+    target, holds = c.targets(c.operands[0])
     value = c.source(c.operands[1], type_)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
@@ -161,10 +149,8 @@ def match(c: Context) -> Step:
         if mode == "all":
             same = (equal == members).all(axis=1)
             result = np.where(same, result, np.uint32(0))
-            if holds is not None:
-                m.put(group, holds.number, same)
-        if target is not None:
-            m.put(group, target.number, result)
+            m.put(group, holds.number, same)
+        m.put(group, target.number, result)
 
     return together(c, c.operands[2], act)
 
@@ -190,21 +176,18 @@ def reduce_(c: Context) -> Step:
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         values = _of_warp(m, group.lanes, value).view(dtype)
         result = function.reduce(np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype)
-        if target is not None:
-            m.put(group, target.number, result.view(np.uint32))
+        m.put(group, target.number, result.view(np.uint32))
 
     return together(c, c.operands[2], act)
 
 
 def elect(c: Context) -> Step:
     """elect.sync d|p, mask: the first lane of the mask leads."""
-    first, holds = (c.target(x) for x in c.items(c.operands[0]))
+    first, holds = c.targets(c.operands[0])
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         leader = _members(m, group.lanes, masks).argmax(axis=1)
-        if first is not None:
-            m.put(group, first.number, leader.astype(np.uint32))
-        if holds is not None:
-            m.put(group, holds.number, leader == group.lanes % 32)
+        m.put(group, first.number, leader.astype(np.uint32))
+        m.put(group, holds.number, leader == group.lanes % 32)
 
     return together(c, c.operands[1], act)

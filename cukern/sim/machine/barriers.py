@@ -9,13 +9,14 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault
 from cukern.sim.machine.batch import Batch, Group
+from cukern.sim.memory.spaces import first_row
 
 
 class _Meeting:
     """One barrier number: who waits there, in all blocks of the batch."""
 
     def __init__(self, m: Batch):
-        self.pcs = np.full(m.lanes, -1)  # where a lane waits
+        self.here = np.zeros(m.lanes, bool)  # lanes that wait
         self.count = np.zeros(m.blocks, np.int64)  # threads that the barrier waits for; 0: all of the block
         self.holds = np.zeros(m.lanes, bool)  # the predicate of a bar.red
         self.signals: dict[int, np.ndarray] = {}  # by warp that has arrived and does not wait: what it knew
@@ -25,7 +26,7 @@ class Barriers:
     def __init__(self, m: Batch):
         self.m = m
         self.meetings: dict[int, _Meeting] = {}
-        self.outcomes: dict[int, Callable[[Group, np.ndarray], None]] = {}  # by instruction: what a bar.red does with the counts
+        self.outcomes: dict[int, Callable[[Group, np.ndarray, np.ndarray], None]] = {}  # by instruction: writes the result of a bar.red
 
     def sync(self, group: Group, barrier: int, count: int, holds: np.ndarray | None = None) -> None:
         """These lanes wait."""
@@ -36,7 +37,7 @@ class Barriers:
             m.go(m.pc + 1, group)
             return
         meeting = self.meetings.setdefault(barrier, _Meeting(m))
-        meeting.pcs[group.lanes] = m.pc
+        m.waits_at[group.lanes], meeting.here[group.lanes] = m.pc, True
         meeting.count[np.unique(m.order.block_of[group.lanes])] = count
         meeting.holds[group.lanes] = False if holds is None else holds
         self._complete(barrier, meeting)
@@ -63,8 +64,7 @@ class Barriers:
     def _complete(self, barrier: int, meeting: _Meeting) -> None:
         """Release the blocks in which all threads have arrived."""
         m = self.m
-        here = meeting.pcs >= 0
-        by_warp = here.reshape(-1, 32).sum(axis=1)
+        by_warp = meeting.here.reshape(-1, 32).sum(axis=1)
         whole_warps = (by_warp > 0) & (by_warp == m.alive.reshape(-1, 32).sum(axis=1))
         whole_warps[list(meeting.signals)] = True
         counted = whole_warps.reshape(m.blocks, -1).sum(axis=1) * 32
@@ -72,16 +72,16 @@ class Barriers:
         done = np.where(meeting.count == 0, arrived == m.launched.threads, (meeting.count > 0) & (counted >= meeting.count)) & (arrived > 0)
         if not done.any():
             return
-        released = np.flatnonzero(here & done[m.order.block_of])
-        self._check_alignment(released, meeting)
-        self._order(np.flatnonzero(done), meeting, here)
+        released = np.flatnonzero(meeting.here & done[m.order.block_of])
+        self._check_alignment(released)
+        self._order(np.flatnonzero(done), meeting)
         self._go(released, meeting)
-        meeting.pcs[released] = -1
+        meeting.here[released] = False
         meeting.signals = {w: told for w, told in meeting.signals.items() if not done[w // m.warps]}
-        if not (meeting.pcs >= 0).any() and not meeting.signals:
+        if not meeting.here.any() and not meeting.signals:
             del self.meetings[barrier]
 
-    def _order(self, blocks: np.ndarray, meeting: _Meeting, here: np.ndarray) -> None:
+    def _order(self, blocks: np.ndarray, meeting: _Meeting) -> None:
         m = self.m
         if len(blocks) == m.blocks and not meeting.count.any():
             self._everybody_met()
@@ -91,7 +91,7 @@ class Barriers:
             if not meeting.count[block]:
                 m.order.barrier(np.array([block]))
                 continue
-            waiting = warps[here.reshape(-1, 32)[warps].any(axis=1)]
+            waiting = warps[meeting.here.reshape(-1, 32)[warps].any(axis=1)]
             told = [m.order.knowledge(int(w)) for w in waiting] + [meeting.signals[int(w)] for w in warps if int(w) in meeting.signals]
             m.order.learn(waiting, np.max(told, axis=0))
 
@@ -100,46 +100,35 @@ class Barriers:
         blocks = m.order.block_of[released]
         held = np.bincount(blocks[meeting.holds[released]], minlength=m.blocks)
         came = np.bincount(blocks, minlength=m.blocks)
-        pcs = meeting.pcs[released]
-        for pc in np.unique(pcs):
-            group = m.group(released[pcs == pc])
-            outcome = self.outcomes.get(int(pc))
-            if outcome is not None:
+        for pc, group in m.resume(released):
+            if pc in self.outcomes:
                 own = m.order.block_of[group.lanes]
-                outcome(group, np.stack((held[own], came[own])))
-            m.go(int(pc) + 1, group)
+                self.outcomes[pc](group, held[own], came[own])
 
-    def _check_alignment(self, lanes: np.ndarray, meeting: _Meeting) -> None:
+    def _check_alignment(self, lanes: np.ndarray) -> None:
         """All lanes of a warp must wait at the same instruction."""
         m = self.m
-        pcs = meeting.pcs[lanes]
+        pcs = m.waits_at[lanes]
         first = np.full(m.lanes // 32, np.iinfo(np.int64).max)
         np.minimum.at(first, m.order.warp_of[lanes], pcs)
         apart = pcs != first[m.order.warp_of[lanes]]
         if apart.any():
-            lane, pc = lanes[apart][0], int(pcs[apart][0])
-            other = next(x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and meeting.pcs[x] != pc)
-            raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {self._waits(other, int(meeting.pcs[other]))}", pc)
-
-    def _waits(self, lane: int, pc: int) -> str:
-        m = self.m
-        return f"thread {m.block_and_thread(lane)[1]} waits at another, at {m.program.location(pc)}"
-
-    def waits_at(self, lane: int) -> int | None:
-        """The instruction at which a lane waits, if it does."""
-        return next((int(x.pcs[lane]) for x in self.meetings.values() if x.pcs[lane] >= 0), None)
+            lane, pc = lanes[apart][0], pcs[apart][0]
+            other = next(x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and m.waits_at[x] != pc)
+            another = f"thread {m.block_and_thread(other)[1]} waits at another, at {m.program.location(m.waits_at[other])}"
+            raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {another}", pc)
 
     def stuck(self) -> Fault | None:
         """The fault if lanes wait for others that never come."""
         m = self.m
-        barrier, meeting = next(((b, x) for b, x in self.meetings.items() if (x.pcs >= 0).any()), (0, None))
+        barrier, meeting = next(((b, x) for b, x in self.meetings.items() if x.here.any()), (0, None))
         if meeting is None:
             return None
-        lane = int(np.flatnonzero(meeting.pcs >= 0)[0])
+        lane = first_row(meeting.here)
         block = m.order.block_of[lane]
         mine = (m.order.block_of == block) & (m.thread_of < m.launched.threads)
-        missing = int(np.flatnonzero(mine & (meeting.pcs < 0))[0]) if (mine & (meeting.pcs < 0)).any() else None
+        missing = np.flatnonzero(mine & ~meeting.here)
         for_whom = f"{meeting.count[block]} threads" if meeting.count[block] else "all threads of the block"
         what = f"waits at barrier {barrier} for {for_whom}"
-        what += f", but {m.whereabouts(missing)}" if missing is not None else ", and the block has no more"
-        return m.fault(BarrierFault, lane, what, int(meeting.pcs[lane]))
+        what += f", but {m.whereabouts(missing[0])}" if len(missing) else ", and the block has no more"
+        return m.fault(BarrierFault, lane, what, m.waits_at[lane])

@@ -5,7 +5,6 @@ one element. What threads do together (barriers, warp-wide instructions) is in t
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ class Launched:
 
 
 class Batch:
-    """The state of the lanes: groups that wait for their turn, registers, memory, and what they know of each other's accesses."""
+    """The state of the lanes: groups that wait for their turn, registers, memory, and the order of accesses."""
 
     regs: list[np.ndarray]
 
@@ -59,7 +58,7 @@ class Batch:
         self.ended = np.zeros(self.lanes, np.int64)  # the instruction with which a lane exited
         self.pc = 0
         self.waiting: dict[int, Group] = {}  # program counter -> the lanes that go on there
-        self.waits: list[Callable[[int], int | None]] = []  # each returns the instruction at which a lane waits for other lanes, if any
+        self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
         names = self.program.shared_names
         self.spaces["shared"] = self.shared = Private("shared", blocks, launched.shared, self.order.block_of, names)
@@ -77,13 +76,24 @@ class Batch:
     def group(self, lanes: np.ndarray) -> Group:
         return Group(lanes, self.lanes, self.live)
 
+    def groups(self, lanes: np.ndarray, pcs: np.ndarray) -> list[tuple[int, Group]]:
+        """These lanes, by their instruction."""
+        return [(pc, self.group(lanes[pcs == pc])) for pc in np.unique(pcs).tolist()]
+
+    def resume(self, lanes: np.ndarray) -> list[tuple[int, Group]]:
+        """These lanes stop waiting and continue. Returns them by the instruction at which they waited."""
+        groups = self.groups(lanes, self.waits_at[lanes])
+        self.waits_at[lanes] = -1
+        for pc, group in groups:
+            self.go(pc + 1, group)
+        return groups
+
     def whereabouts(self, lane: int) -> str:
         """Where a lane is for which others wait forever."""
         thread = self.block_and_thread(lane)[1]
         if not self.alive[lane]:
             return f"thread {thread} has ended at {self.program.location(int(self.ended[lane]))}"
-        pc = next((pc for pc in (waits_at(lane) for waits_at in self.waits) if pc is not None), 0)
-        return f"thread {thread} waits at {self.program.location(pc)}"
+        return f"thread {thread} waits at {self.program.location(max(0, int(self.waits_at[lane])))}"
 
     # ---- registers
 
@@ -123,10 +133,7 @@ class Batch:
 
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]:
         """blockIdx and threadIdx of a lane of the batch."""
-        return self._indices(int(lane) + self.order.base)
-
-    def _indices(self, lane: int) -> tuple[Dim, Dim]:
-        block, thread = divmod(lane, self.lanes_a_block)
+        block, thread = divmod(int(lane) + self.order.base, self.lanes_a_block)
         return self.block_index(block), xyz(thread, self.launched.block)
 
     def block_index(self, block: int) -> Dim:
@@ -136,7 +143,7 @@ class Batch:
     def who(self, stamp: int) -> tuple[Dim, Dim, str]:
         """Block, thread and line of an access."""
         lane, pc = self.order.unpack(stamp)
-        return *self._indices(lane), self.program.location(pc)
+        return *self.block_and_thread(lane - self.order.base), self.program.location(pc)
 
     def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault:
         block, thread = self.block_and_thread(lane)

@@ -29,7 +29,7 @@ class Clusters:
         self.owes = np.zeros(m.lanes, bool)  # has arrived, and not waited since
         self.since = np.zeros(m.lanes, np.int64)  # the others learn what this lane did before this time
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
-        self.pcs = np.full(m.lanes, -1)  # where a lane waits
+        self.waits = np.zeros(m.lanes, bool)
         self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of other warps
         self.learned = self.told.copy()  # what those who wait learn: `told` when the barrier last opened
         self.met = np.zeros(m.blocks, bool)  # blocks that have waited: they know that their neighbours have started
@@ -52,7 +52,7 @@ class Clusters:
         m, lanes = self.m, group.lanes
         if not self.owes[lanes].all():
             raise m.fault(BarrierFault, lanes[~self.owes[lanes]][0], "waits at the cluster barrier, at which it has not arrived")
-        self.pcs[lanes] = m.pc
+        m.waits_at[lanes], self.waits[lanes] = m.pc, True
         self._pass(lanes[~self.arrived[lanes]])
 
     def _open(self) -> None:
@@ -66,7 +66,7 @@ class Clusters:
         since = np.where(exists, self.since, np.iinfo(np.int64).max).reshape(-1, 32).min(axis=1)
         self.learned[full] = np.maximum(self.told, since.reshape(self.told.shape))[full]
         self.arrived.reshape(self.count, -1)[full] = False
-        self._pass(np.flatnonzero((self.pcs >= 0) & full[order.cluster_of]))
+        self._pass(np.flatnonzero(self.waits & full[order.cluster_of]))
 
     def _pass(self, lanes: np.ndarray) -> None:
         """These lanes, which wait at an open barrier, continue."""
@@ -76,10 +76,8 @@ class Clusters:
         warps = np.unique(order.warp_of[lanes])
         order.learn(warps, self.learned[warps // order.warps_a_cluster])
         self.met[order.block_of[lanes]] = True
-        pcs = self.pcs[lanes]
-        self.owes[lanes], self.pcs[lanes] = False, -1
-        for pc in np.unique(pcs):
-            m.go(int(pc) + 1, m.group(lanes[pcs == pc]))
+        self.owes[lanes] = self.waits[lanes] = False
+        m.resume(lanes)
 
     def _check_alignment(self, lanes: np.ndarray) -> None:
         """An .aligned arrive must be the same instruction for all lanes of a warp."""
@@ -93,19 +91,15 @@ class Clusters:
             what = f"arrives at an .aligned cluster barrier, while of its warp {other}"
             raise m.fault(BarrierFault, lane, what, int(self.arrived_at[lane]))
 
-    def waits_at(self, lane: int) -> int | None:
-        """The instruction at which a lane waits, if it does."""
-        return int(self.pcs[lane]) if self.pcs[lane] >= 0 else None
-
     def stuck(self) -> Fault:
         """The fault of lanes that wait for others that never come."""
         m, order = self.m, self.m.order
-        lane = int(np.flatnonzero(self.pcs >= 0)[0])
+        lane = first_row(self.waits)
         mine = (order.cluster_of == order.cluster_of[lane]) & (m.thread_of < m.launched.threads)
-        missing = int(np.flatnonzero(mine & ~self.arrived)[0])
+        missing = first_row(mine & ~self.arrived)
         where = f"block {m.block_and_thread(missing)[0]}, " if order.block_of[missing] != order.block_of[lane] else ""
         what = f"waits at the cluster barrier for all threads of the cluster, but {where}{m.whereabouts(missing)}"
-        return m.fault(BarrierFault, lane, what, int(self.pcs[lane]))
+        return m.fault(BarrierFault, lane, what, m.waits_at[lane])
 
     # ---- blocks that start and exit
 

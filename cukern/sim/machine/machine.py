@@ -45,7 +45,6 @@ class Machine(Batch):
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
         self.spaces["cluster"] = Distributed(self, self.clusters)
-        self.waits += [self.warp_wide.waits_at, self.barriers.waits_at, self.mbarriers.waits_at, self.clusters.waits_at]
         self.regs = special.registers(self)
 
     def run(self) -> None:

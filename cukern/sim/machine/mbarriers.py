@@ -32,8 +32,8 @@ class Mbarriers:
     def __init__(self, m: Batch):
         self.m = m
         self.at: dict[int, _Mbarrier] = {}
-        self.pcs = np.full(m.lanes, -1)  # where a lane waits
-        self.positions, self.parities = np.zeros(m.lanes, np.int64), np.zeros(m.lanes, np.int64)
+        self.positions = np.full(m.lanes, -1)  # of the mbarrier at which a lane waits, or -1
+        self.parities = np.zeros(m.lanes, np.int64)
         self.results: dict[int, int] = {}  # instruction -> register of its predicate
 
     def init(self, group: Group, addresses: np.ndarray, counts: np.ndarray) -> None:
@@ -76,7 +76,7 @@ class Mbarriers:
 
     def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int) -> None:
         lanes = group.lanes
-        self.pcs[lanes], self.positions[lanes], self.parities[lanes] = self.m.pc, positions, parities
+        self.m.waits_at[lanes], self.positions[lanes], self.parities[lanes] = self.m.pc, positions, parities
         self.results[self.m.pc] = result
         for position in np.unique(positions).tolist():
             self._let_go(position)
@@ -98,27 +98,20 @@ class Mbarriers:
     def _let_go(self, position: int) -> None:
         """Release those who wait for a phase that has ended."""
         m, barrier = self.m, self.at[position]
-        lanes = np.flatnonzero((self.pcs >= 0) & (self.positions == position) & (self.parities != barrier.phase % 2))
+        lanes = np.flatnonzero((self.positions == position) & (self.parities != barrier.phase % 2))
         if not len(lanes):
             return
         m.order.learn(np.unique(m.order.warp_of[lanes]), barrier.learned)
-        pcs = self.pcs[lanes]
-        self.pcs[lanes] = -1
-        for pc in np.unique(pcs).tolist():
-            group = m.group(lanes[pcs == pc])
+        self.positions[lanes] = -1
+        for pc, group in m.resume(lanes):
             m.put(group, self.results[pc], np.ones(1, bool))
-            m.go(pc + 1, group)
-
-    def waits_at(self, lane: int) -> int | None:
-        """The instruction at which a lane waits, if it does."""
-        return int(self.pcs[lane]) if self.pcs[lane] >= 0 else None
 
     def stuck(self) -> Fault | None:
         """The fault if lanes wait for arrivals or bytes that never come."""
-        waiting = np.flatnonzero(self.pcs >= 0)
+        waiting = np.flatnonzero(self.positions >= 0)
         if not len(waiting):
             return None
         lane = int(waiting[0])
         barrier = self.at[int(self.positions[lane])]
         what = f"waits at an mbarrier for {barrier.missing} arrivals and {barrier.bytes} bytes"
-        return self.m.fault(BarrierFault, lane, what, int(self.pcs[lane]))
+        return self.m.fault(BarrierFault, lane, what, self.m.waits_at[lane])

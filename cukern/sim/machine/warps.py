@@ -30,13 +30,16 @@ class Warps:
         self._check_members(lanes)
         if key in self.parked:
             lanes = np.sort(np.concatenate((lanes, self.parked.pop(key))))
-        warps = m.order.warp_of[lanes]
-        missing = self.masks[lanes] & bits(m.alive)[warps] & ~bits_of(lanes, m.lanes)[warps]
+        missing = self.masks[lanes] & bits(m.alive)[m.order.warp_of[lanes]] & ~self.ballot(lanes)
+        m.waits_at[lanes] = np.where(missing, self.at[lanes], -1)
         if not missing.any():
             return group if len(lanes) == len(group.lanes) else m.group(lanes)
-        ready = lanes[missing == 0]
-        self.parked[key] = lanes[missing != 0]
+        ready, self.parked[key] = lanes[missing == 0], lanes[missing != 0]
         return m.group(ready) if len(ready) else None
+
+    def ballot(self, lanes: np.ndarray, voters: np.ndarray | None = None) -> np.ndarray:
+        """For each lane, 32 bits: those of its warp that are among the voters, by default among `lanes`."""
+        return bits_of(lanes if voters is None else voters, self.m.lanes)[self.m.order.warp_of[lanes]]
 
     def _check_members(self, lanes: np.ndarray) -> None:
         outside = (self.masks[lanes] >> (lanes % 32).astype(np.uint32) & 1) == 0
@@ -49,11 +52,8 @@ class Warps:
         """Some lanes have exited: those that wait for them try again."""
         parked, self.parked = self.parked, {}
         for lanes in parked.values():
-            for pc in np.unique(self.at[lanes]):
-                self.m.go(int(pc), self.m.group(lanes[self.at[lanes] == pc]))
-
-    def waits_at(self, lane: int) -> int | None:
-        return int(self.at[lane]) if any(lane in lanes for lanes in self.parked.values()) else None
+            for pc, group in self.m.groups(lanes, self.at[lanes]):
+                self.m.go(pc, group)
 
     def stuck(self) -> Fault | None:
         m = self.m
