@@ -4,6 +4,7 @@ An instruction that is not simulated becomes a step that raises NotSimulated whe
 it does not execute. Which maker decodes which instruction is in tables.py, and passed in.
 """
 
+import bisect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -81,19 +82,15 @@ class Table(NamedTuple):
 
 def stretches(program: Program, table: Table) -> Stretches:
     """The whole program, decoded and divided into stretches without a jump."""
-    kernel = program.kernel
-    decoded = [instruction(program, pc, table) for pc in range(len(kernel.code))]
-    leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
-    retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # lanes may have to execute these again
-    found: Stretches = {}
-    for start in leaders | retried:
-        steps, pc = [], start
-        while pc < len(decoded) and not decoded[pc][1] and (pc == start or pc not in leaders):
-            steps.append(decoded[pc][0])
-            pc += 1
-        jumps = pc < len(decoded) and decoded[pc][1] and (pc == start or pc not in leaders)
-        found[start] = steps, pc, decoded[pc][0] if jumps else None
-    found[len(decoded)] = [], len(decoded), Machine.leave
+    last = len(program.kernel.code)
+    decoded = [instruction(program, pc, table) for pc in range(last)]
+    jumps = {pc for pc, (_, jump) in enumerate(decoded) if jump}
+    leaders = sorted({0, last, *program.kernel.labels.values(), *(pc + 1 for pc in jumps)})
+    found: Stretches = {last: ([], last, Machine.leave)}
+    for start in {*leaders, *jumps} - {last}:  # lanes may have to execute a jump again
+        end = leaders[bisect.bisect(leaders, start)]
+        steps = [step for step, _ in decoded[start:end]]
+        found[start] = (steps[:-1], end - 1, steps[-1]) if end - 1 in jumps else (steps, end, None)
     return found
 
 
@@ -110,16 +107,14 @@ def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
     except (IndexError, KeyError, ValueError, StopIteration):  # operands that the instruction does not have
         return _not_simulated(pc, c.opcode), True
     guard = c.instruction.guard
-    if guard is not None and base != "bra":
+    if guard is not None:
         step = _split(step, guard, pc) if jumps else _guarded(step, guard)
     return step, jumps
 
 
 def _guarded(step: Step, guard: Register) -> Step:
-    register, negated = guard.number, guard.negated
-
     def run(m: Machine, group: Group) -> None:
-        chosen = m.select(group, register, negated)
+        chosen = m.select(group, guard)
         if chosen is not None:
             step(m, chosen)
 
@@ -130,8 +125,8 @@ def _split(step: Step, guard: Register, pc: int) -> Step:
     """A guarded jump: lanes whose guard is false continue at the next instruction."""
 
     def run(m: Machine, group: Group) -> None:
-        rest = m.select(group, guard.number, not guard.negated)
-        chosen = m.select(group, guard.number, guard.negated)
+        chosen = m.select(group, guard)
+        rest = None if chosen is group else m.select(group, guard._replace(negated=not guard.negated))
         if rest is not None:
             m.go(pc + 1, rest)
         if chosen is not None:

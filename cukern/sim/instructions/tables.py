@@ -1,4 +1,4 @@
-"""Which maker decodes which instruction."""
+"""The maker that decodes each instruction."""
 
 from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, copies, jumps, matrix, warp
 from cukern.sim.instructions.decode import Maker, Table
@@ -19,12 +19,7 @@ _STEPS: dict[str, Maker] = {
     "fence": access.fence,
     "membar": access.fence,
     "activemask": warp.active_mask,
-    "prefetch": access.nothing,
-    "prefetchu": access.nothing,
-    "nanosleep": access.nothing,
-    "griddepcontrol": access.nothing,
-    "pmevent": access.nothing,
-    "setmaxnreg": access.nothing,
+    **dict.fromkeys(("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg"), access.nothing),
 }
 _JUMPS: dict[str, Maker] = {
     "bra": jumps.branch,

@@ -11,10 +11,31 @@ import numpy as np
 
 from cukern.runtime.limits import Dim
 from cukern.sim.faults import Fault, Where
-from cukern.sim.machine.geometry import block_index, xyz
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import Clock, Order
 from cukern.sim.memory.spaces import Global, Private, Space
+from cukern.sim.ptx.module import Register
+
+# Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
+# Without clusters, each cluster is one block, and blocks are numbered in the order of blockIdx.
+
+
+def xyz(i: Any, dims: Dim) -> tuple[Any, Any, Any]:
+    """The x, y and z of linear index i, x varying fastest. i is a number or an array."""
+    return i % dims[0], i // dims[0] % dims[1], i // (dims[0] * dims[1])
+
+
+def block_index(number: Any, grid: Dim, cluster: Dim) -> tuple[Any, Any, Any]:
+    """blockIdx of the block with that number."""
+    outer, inner = divmod(number, cluster[0] * cluster[1] * cluster[2])
+    of_cluster, in_cluster = xyz(outer, clusters(grid, cluster)), xyz(inner, cluster)
+    x, y, z = (c * n + i for c, n, i in zip(of_cluster, cluster, in_cluster, strict=True))
+    return x, y, z
+
+
+def clusters(grid: Dim, cluster: Dim) -> Dim:
+    """How many clusters the grid has along each axis."""
+    return grid[0] // cluster[0], grid[1] // cluster[1], grid[2] // cluster[2]
 
 
 class Group:
@@ -116,13 +137,13 @@ class Batch:
         new[group.index] = values
         self.regs[register] = new
 
-    def select(self, group: Group, register: int, negated: bool) -> Group | None:
+    def select(self, group: Group, guard: Register) -> Group | None:
         """The lanes whose predicate holds; None if it holds for none."""
-        values = self.regs[register]
+        values = self.regs[guard.number]
         if len(values) == 1:
-            return group if bool(values[0]) != negated else None
+            return group if bool(values[0]) != guard.negated else None
         chosen = values[group.index]
-        if negated:
+        if guard.negated:
             chosen = ~chosen
         count = np.count_nonzero(chosen)
         if count == len(chosen):

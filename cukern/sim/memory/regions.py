@@ -77,6 +77,11 @@ class _Storage:
         return found
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of nested lists, tuples and dicts."""
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first element and of the end of its last."""
     start = tensor.data_ptr()
@@ -129,15 +134,14 @@ class Scope(TorchDispatchMode):
         schema = func._schema
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                for tensor in tree_leaves(value):
-                    if isinstance(tensor, torch.Tensor):
-                        self.mark_written(tensor)
-        fresh = all(r.alias_info is None for r in schema.returns)
+                for tensor in _tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
+                    self.mark_written(tensor)
         empty = "empty" in schema.name.removeprefix("aten::").split("_")
-        given = [] if fresh else [t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for tensor in tree_leaves(result):  # results that may be views (contiguous() in inference mode) only if they are not
-            if isinstance(tensor, torch.Tensor) and (fresh or tensor.untyped_storage().data_ptr() not in given):
+        # A result that may be a view of an argument (contiguous() in inference mode) is added only if it is none.
+        fresh = all(r.alias_info is None for r in schema.returns)
+        given = () if fresh else {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if fresh or tensor.untyped_storage().data_ptr() not in given:
                 self.add(tensor, written=not empty)
         return result
 

@@ -24,11 +24,8 @@ Place = tuple[slice, Array, Array]
 _EVERY_WARP = slice(None)
 _LANE = np.arange(32)
 _GROUP, _QUAD = _LANE // 4, _LANE % 4
-_SHAPES = {
-    "m16n8k16": ("f16", "bf16"),
-    "m16n8k8": ("f16", "bf16", "tf32"),
-    "m16n8k4": ("tf32",),
-}
+_PLACES_C = _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
+_SHAPES = {"m16n8k16": ("f16", "bf16"), "m16n8k8": ("f16", "bf16", "tf32"), "m16n8k4": ("tf32",)}
 
 
 @functools.cache
@@ -51,9 +48,9 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
     tile_a, tile_b, tile_c = np.zeros((warps, 16, k)), np.zeros((warps, k, 8)), np.zeros((warps, 16, 8))
     tile_a[_places_a(factors, k)] = _elements(factors, a)
     tile_b[_places_b(factors, k)] = _elements(factors, b)
-    tile_c[_places_c()] = _elements(sums, c)
+    tile_c[_PLACES_C] = _elements(sums, c)
     total = tile_a @ tile_b + tile_c
-    return _registers(floats.round_to(sums, total[_places_c()]))
+    return _registers(floats.round_to(sums, total[_PLACES_C]))
 
 
 def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
@@ -150,11 +147,6 @@ def _places_a(fmt: Format, k: int) -> Place:
 def _places_b(fmt: Format, k: int) -> Place:
     rows = np.stack(_along_k(fmt, k))
     return _EVERY_WARP, rows, np.broadcast_to(_GROUP, rows.shape)
-
-
-@functools.cache
-def _places_c() -> Place:
-    return _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
 
 
 def ldmatrix(rows: np.ndarray[Any, Any], transposed: bool = False) -> list[Array]:
