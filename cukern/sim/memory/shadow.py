@@ -1,7 +1,7 @@
 """Shadow memory: for each granule of a memory region the last writer, the last readers, and whether it is initialized.
 
-A granule is as long as the shortest access so far, so a tile of vectors costs one entry per vector. Reads are only logged; the log is
-processed at the next write, and dropped at a barrier of the whole batch. A tensor that is only read costs almost nothing.
+A granule has the size of the shortest access so far, so a tile of vectors costs one entry per vector. Reads are only logged; the log is
+processed at the next write, and dropped at a barrier of the whole batch. So a tensor that is only read costs almost nothing.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Shadow:
     """`positions` are byte offsets from the start, `lanes` are lanes of the batch; both have one row per lane."""
 
     def __init__(self, size: int, written: np.ndarray | None = None, reach: str = "grid"):
-        """written: for each byte, whether it was initialized before the launch; None: all were. reach: which lanes can access the same
+        """written: True for each byte that was initialized before the launch; None: all were. reach: the lanes that can access the same
         position: those of the "grid", of one "cluster" (shared memory), or a single "lane" (local memory)."""
         self.size, self.before, self.reach = size + -size % 16, written, reach
         if written is not None:
@@ -68,7 +68,7 @@ class Shadow:
     def write(
         self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0
     ) -> tuple[Conflict | None, Conflict | None, np.ndarray | None]:
-        """Record a write. Returns the writes and the reads that race with it, and the rows that other rows of this write overwrite."""
+        """Record a write. Returns the writes and the reads that race with it, and the rows that other rows overwrite."""
         granules = self._granules(positions, size)
         if self.writers is None:
             self.writers = np.zeros(self.size >> self.bits, np.int64)
@@ -87,25 +87,24 @@ class Shadow:
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
     def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        """Copies have landed: they count as written by their lanes now."""
+        """Asynchronous copies have completed: record them as writes of their lanes now."""
         assert self.writers is not None
         granules = self._granules(positions, size)
         stamps = order.stamps(lanes)
         self.writers[granules] = stamps if granules.ndim == 1 else stamps[:, None]
 
     def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray]]:
-        """The stamps of the last writes and reads, by granule, from byte `start` to `end`; each array with its verb. Without strong
-        writes that a strong read has seen."""
+        """The stamps of the last reads and writes of each granule from byte `start` to `end`, each array with its verb. Strong writes that
+        a strong read has seen are left out."""
         self._sort_log(order)
         found = [("reads", stamps) for stamps in self.readers]
         if self.writers is not None:
-            heard = self.writers & STRONG != 0
-            heard &= self.heard > self.writers if self.heard is not None else False
-            found.append(("writes", np.where(heard, 0, self.writers)))
+            seen = (self.writers & STRONG != 0) & (self.heard > self.writers) if self.heard is not None else False
+            found.append(("writes", np.where(seen, 0, self.writers)))
         return [(did, stamps[start >> self.bits : end >> self.bits]) for did, stamps in found]
 
     def written(self) -> np.ndarray | None:
-        """For each byte, whether it is initialized now."""
+        """True for each byte that is initialized now; None: all are."""
         if self.before is None or self.writers is None:
             return self.before
         return self.before | np.repeat(self.writers != 0, 1 << self.bits)

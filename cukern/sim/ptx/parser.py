@@ -5,24 +5,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from cukern.sim.ptx.module import (
-    WIDTHS,
-    Address,
-    Immediate,
-    Instruction,
-    Kernel,
-    Line,
-    Module,
-    Opaque,
-    Operand,
-    PtxError,
-    Register,
-    Symbol,
-    Variable,
-    Vector,
-    immediate_bits,
-    immediate_value,
-)
+from cukern.sim.ptx import module as ptx
 
 # One token, after white space, comments and debug sections, which are skipped.
 _TOKEN = re.compile(
@@ -40,16 +23,16 @@ _FILE = re.compile(r'\.file\s+(\d+)\s+"(.*?)"')
 _T = TypeVar("_T")
 
 
-def parse(text: str) -> Module:
-    """Read a whole module. Raises PtxError."""
+def parse(text: str) -> ptx.Module:
+    """Read a whole module. Raises ptx.PtxError."""
     return _Parser(text).module()
 
 
 class _Parser:
-    kernel: Kernel  # being read, like the three below
-    registers: dict[str, Register]  # by name, in the current scope
-    line: Line | None
-    callers: dict[tuple[int, int, int], Line]
+    kernel: ptx.Kernel  # being read, like the three below
+    registers: dict[str, ptx.Register]  # by name, in the current scope
+    line: ptx.Line | None
+    callers: dict[tuple[int, int, int], ptx.Line]
 
     def __init__(self, text: str):
         self.text = text
@@ -82,12 +65,12 @@ class _Parser:
             found.append(item())
         return found
 
-    def error(self, what: str, back: int = 0) -> PtxError:
+    def error(self, what: str, back: int = 0) -> ptx.PtxError:
         """The error at the current token, or `back` tokens before it."""
         self.at -= back
         places = [match.start(1) for match in _TOKEN.finditer(self.text)]
         place = places[self.at] if self.at < len(places) else len(self.text)
-        return PtxError(f"PTX line {self.text.count(chr(10), 0, place) + 1}: {what}, found {self.tokens[self.at]!r}")
+        return ptx.PtxError(f"PTX line {self.text.count(chr(10), 0, place) + 1}: {what}, found {self.tokens[self.at]!r}")
 
     def skip(self) -> None:
         """Skip the rest of a statement, or a function with its body."""
@@ -98,8 +81,8 @@ class _Parser:
 
     # ---- a module
 
-    def module(self) -> Module:
-        module = Module()
+    def module(self) -> ptx.Module:
+        module = ptx.Module()
         while self.tokens[self.at]:
             token = self.next()
             if match := _FILE.match(token):
@@ -117,7 +100,7 @@ class _Parser:
                 raise self.error("a directive expected", back=1)
         return module
 
-    def variables(self, space: str) -> list[Variable]:
+    def variables(self, space: str) -> list[ptx.Variable]:
         """The declarations up to the semicolon, after the state space."""
         type_ = self.variable_type()
         found = self.list_of(lambda: self.variable(space, *type_))
@@ -133,15 +116,15 @@ class _Parser:
                 align = int(self.next())
             elif word in ("v2", "v4"):
                 lanes = int(word[1])
-            elif word in WIDTHS:
+            elif word in ptx.WIDTHS:
                 element = word
             elif word not in ("ptr", "global", "const", "shared", "local"):
                 raise self.error("a type of a variable expected", back=1)
-        size = WIDTHS[element] // 8 * lanes
+        size = ptx.WIDTHS[element] // 8 * lanes
         return element, size, align or size
 
-    def variable(self, space: str, element: str, size: int, align: int) -> Variable:
-        variable = Variable(self.next(), space, size, align)
+    def variable(self, space: str, element: str, size: int, align: int) -> ptx.Variable:
+        variable = ptx.Variable(self.next(), space, size, align)
         while self.accept("["):
             variable.size *= 0 if self.tokens[self.at] == "]" else int(self.next())
             self.expect("]")
@@ -149,15 +132,15 @@ class _Parser:
             self.initial_value(variable, element)
         return variable
 
-    def initial_value(self, variable: Variable, element: str) -> None:
-        data, size, depth = bytearray(), WIDTHS[element] // 8, 0
+    def initial_value(self, variable: ptx.Variable, element: str) -> None:
+        data, size, depth = bytearray(), ptx.WIDTHS[element] // 8, 0
         while True:
             token = self.tokens[self.at]
             depth += (token == "{") - (token == "}")
             if token in "{},":
                 self.at += 1
             elif token[0].isdigit() or token == "-":
-                data += immediate_bits(self.immediate(), element).to_bytes(size, "little")
+                data += ptx.immediate_bits(self.immediate(), element).to_bytes(size, "little")
             else:
                 variable.pointers.append((len(data), self.pointer()))
                 data += bytes(size)
@@ -165,18 +148,18 @@ class _Parser:
                 break
         variable.data = bytes(data)
 
-    def pointer(self) -> Symbol:
+    def pointer(self) -> ptx.Symbol:
         name = self.next()
         if name == "generic":
             self.expect("(")
             name = self.next()
             self.expect(")")
-        return Symbol(name, self.offset())
+        return ptx.Symbol(name, self.offset())
 
     # ---- a kernel
 
     def read_kernel(self) -> None:
-        self.kernel = kernel = Kernel(self.next())
+        self.kernel = kernel = ptx.Kernel(self.next())
         self.registers, self.line, self.callers = {}, None, {}
         if self.accept("("):
             while not self.accept(")"):
@@ -232,8 +215,8 @@ class _Parser:
         for i in range(first, len(code)):
             if code[i].opcode.startswith("bra"):
                 (label,) = code[i].operands
-                if isinstance(label, Symbol) and label.name in names:
-                    code[i] = code[i]._replace(operands=(Symbol(names[label.name]),))
+                if isinstance(label, ptx.Symbol) and label.name in names:
+                    code[i] = code[i]._replace(operands=(ptx.Symbol(names[label.name]),))
 
     def loc(self, match: re.Match) -> None:
         file, line, column = (int(match[i]) for i in (1, 2, 3))
@@ -242,19 +225,19 @@ class _Parser:
         caller = None
         if match[4]:
             place = int(match[4]), int(match[5]), int(match[6])
-            caller = self.callers.get(place) or Line(*place)
-        self.line = Line(file, line, column, caller)
+            caller = self.callers.get(place) or ptx.Line(*place)
+        self.line = ptx.Line(file, line, column, caller)
         self.callers[file, line, column] = self.line
         self.kernel.start = self.kernel.start or self.line
 
     def declare(self) -> None:
         """.reg: the registers of one type."""
-        width = WIDTHS.get(self.next()[1:], 0)
+        width = ptx.WIDTHS.get(self.next()[1:], 0)
         if not width:
             raise self.error("a type of registers expected", back=1)
         for names in self.list_of(self.register_names):
             for name in names:
-                self.registers[name] = Register(len(self.kernel.widths), max(width, 16) if width > 1 else 1)
+                self.registers[name] = ptx.Register(len(self.kernel.widths), max(width, 16) if width > 1 else 1)
                 self.kernel.widths.append(self.registers[name].width)
         self.expect(";")
 
@@ -287,36 +270,36 @@ class _Parser:
                 raise self.error(f"{name} is no register")
             guard = self.registers[name]._replace(negated=negated)
             token = self.next()
-        operands: list[Operand] = []
+        operands: list[ptx.Operand] = []
         if not self.accept(";"):
             operands = self.list_of(self.operand)
             self.expect(";")
-        self.kernel.code.append(Instruction(token, tuple(operands), guard, self.line))
+        self.kernel.code.append(ptx.Instruction(token, tuple(operands), guard, self.line))
 
     # ---- operands
 
     def number(self) -> int:
         return int(self.next())
 
-    def immediate(self) -> Immediate:
+    def immediate(self) -> ptx.Immediate:
         sign = "-" if self.accept("-") else ""
         if not self.tokens[self.at][:1].isdigit():
             raise self.error("a number expected")
-        return Immediate(sign + self.next())
+        return ptx.Immediate(sign + self.next())
 
     def offset(self) -> int:
         """The sum of all `+ number` that follow; 0 if there are none."""
         total = 0
         while self.tokens[self.at] in ("+", "-"):
             self.accept("+")
-            total += int(immediate_value(self.immediate()))
+            total += int(ptx.immediate_value(self.immediate()))
         return total
 
-    def operand(self) -> Operand:
+    def operand(self) -> ptx.Operand:
         first = self.single()
-        return Vector((first, self.single())) if self.accept("|") else first
+        return ptx.Vector((first, self.single())) if self.accept("|") else first
 
-    def single(self) -> Operand:
+    def single(self) -> ptx.Operand:
         token = self.tokens[self.at]
         register = self.registers.get(token)
         if register is None and (token == "-" or token[:1].isdigit()):
@@ -332,25 +315,25 @@ class _Parser:
             return self.registers[self.next()]._replace(negated=True)
         if not re.match(r"[%$_A-Za-z]", token):
             raise self.error("an operand expected", back=1)
-        return Symbol(token, self.offset())
+        return ptx.Symbol(token, self.offset())
 
-    def vector(self, end: str) -> Vector:
-        items: list[Operand] = []
+    def vector(self, end: str) -> ptx.Vector:
+        items: list[ptx.Operand] = []
         while not self.accept(end):
             items.append(self.operand())
             self.accept(",")
-        return Vector(tuple(items))
+        return ptx.Vector(tuple(items))
 
-    def address(self) -> Operand:
+    def address(self) -> ptx.Operand:
         token, base = self.tokens[self.at], None
         if token[:1].isdigit() or token == "-":
-            offset = int(immediate_value(self.immediate()))
+            offset = int(ptx.immediate_value(self.immediate()))
         else:
             self.at += 1
-            base = self.registers.get(token) or Symbol(token)
+            base = self.registers.get(token) or ptx.Symbol(token)
             offset = self.offset()
         if self.accept("]"):
-            return Address(base, offset)
+            return ptx.Address(base, offset)
         while (token := self.next()) != "]":
             pass
-        return Opaque(f"[{base}, ...]")
+        return ptx.Symbol(f"[{base}, ...]")  # a form that no simulated instruction has
