@@ -1,4 +1,4 @@
-"""Loads, stores and fences."""
+"""Loads, stores, fences and asynchronous copies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 from cukern.sim.instructions.decode import Context, compute
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import STRONG
+from cukern.sim.memory.order import IN_FLIGHT, STRONG
 from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW
+from cukern.sim.memory.spaces import WINDOW, each
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
-from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
+from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Operand, Register, Symbol, immediate_value
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
 _IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
@@ -185,3 +185,73 @@ def fence(c: Context) -> Step:
 
 def nothing(c: Context) -> Step:
     return lambda m, group: None
+
+
+# ---- cp.async: copies from global to shared memory that are in flight until their thread waits for them
+
+_HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
+
+
+def copy(c: Context) -> Step:
+    if c.parts[:2] != ["cp", "async"]:
+        raise c.unknown()
+    if c.opcode == "cp.async.bulk.prefetch.L2.global":
+        return nothing(c)
+    if c.opcode == "cp.async.commit_group":
+        return _commit
+    if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
+        return _wait(c)
+    if not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts:
+        raise c.unknown()
+    return _start(c)
+
+
+def _commit(m: Machine, group: Group) -> None:
+    m.copies.committed[group.lanes] += 1
+
+
+def _wait(c: Context) -> Step:
+    newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
+    return lambda m, group: m.copies.wait(group.lanes, newest)
+
+
+def _start(c: Context) -> Step:
+    """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source}."""
+    to, from_, bytes_, *rest = c.operands
+    (target, target_offset), (source, source_offset) = c.address(to), c.address(from_)
+    if not isinstance(bytes_, Immediate):
+        raise c.unknown()
+    size, pc = int(immediate_value(bytes_)), c.pc
+    ignored = isinstance(rest[0], Register) and rest[0].width == 1 if rest else False
+    read = c.source(rest[0], "pred" if ignored else "u32") if rest else None
+    negated = bool(rest) and isinstance(rest[0], Register) and rest[0].negated
+
+    def run(m: Machine, group: Group) -> None:
+        m.pc = pc
+        m.order.clock.tick(pc)
+        lanes, n = group.lanes, len(group.lanes)
+        addresses = each(offset_by(m.get(group, source), source_offset), lanes)
+        count = np.full(n, size)
+        if read is not None:
+            values = m.spread(group, read)
+            count = np.where(values ^ negated, 0, size) if ignored else values.astype(np.int64)
+        values = _fetch(m, lanes, addresses, size, count)
+        m.order.clock.tick(pc)
+        positions = m.shared.store(m, lanes, offset_by(m.get(group, target), target_offset), size, values, IN_FLIGHT)
+        m.copies.start(pc, lanes, positions, size)
+
+    return run
+
+
+def _fetch(m: Machine, lanes: np.ndarray, addresses: np.ndarray, size: int, count: np.ndarray) -> np.ndarray:
+    """The first `count` bytes at each address, then zeros."""
+    memory, values = m.launched.memory, np.zeros(len(lanes), CARRIERS[size])
+    whole = np.flatnonzero(count >= size)
+    if len(whole):
+        values[whole] = memory.load(m, lanes[whole], addresses[whole], size)
+    part = np.flatnonzero((count > 0) & (count < size))
+    bytes_ = values.view(np.uint8).reshape(-1, size)
+    for i in range(int(count[part].max()) if len(part) else 0):
+        some = part[count[part] > i]
+        bytes_[some, i] = memory.load(m, lanes[some], addresses[some] + np.uint64(i), 1)
+    return values

@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, copies, jumps, matrix, warp
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, jumps, matrix, warp
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -15,7 +15,7 @@ _STEPS: dict[str, Maker] = {
     "st": access.store,
     "atom": atomics.atomic,
     "red": atomics.atomic,
-    "cp": copies.copy,
+    "cp": access.copy,
     "fence": access.fence,
     "membar": access.fence,
     "activemask": warp.active_mask,

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,23 +19,16 @@ GRAIN = 16  # a region's shadow memory begins at a multiple of this address
 FIRST_ADDRESS = 4096  # numpy refuses a null pointer; no process has memory below this address
 _ADDRESS_BITS = 48
 
-
-class _AllMemory:
-    """The whole address space of this process as an array of one dtype."""
-
-    def __init__(self, dtype: Any):
-        dtype = np.dtype(dtype)
-        shape = (((1 << _ADDRESS_BITS) - FIRST_ADDRESS) // dtype.itemsize,)
-        self.__array_interface__ = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": dtype.str, "version": 3}
-
-
 # Bytes per element -> dtype. numpy has no 16-byte integer; complex128 copies bits unchanged.
 CARRIERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def all_memory() -> dict[int, np.ndarray]:
-    """The address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is at address 4096 + 16 i."""
-    return {size: np.asarray(_AllMemory(carrier)) for size, carrier in CARRIERS.items()}
+    """This process's address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is at address 4096 + 16 i."""
+    shape = ((1 << _ADDRESS_BITS) - FIRST_ADDRESS,)
+    interface = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": "|u1", "version": 3}
+    whole: np.ndarray = np.asarray(SimpleNamespace(__array_interface__=interface))
+    return {size: whole.view(carrier) for size, carrier in CARRIERS.items()}
 
 
 @dataclass
@@ -91,7 +85,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 class _Scopes(threading.local):
     def __init__(self) -> None:
-        self.open: list[Scope] = []
+        self.open: list[Scope] = []  # innermost last
 
 
 _scopes = _Scopes()

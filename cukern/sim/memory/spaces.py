@@ -224,14 +224,12 @@ class Global(Space):
         return at, parts
 
     def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
-        if len(addresses) == 1 and len(lanes) > 1 and self._is_only_read(int(addresses[0])):
-            return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]  # two lanes represent all
+        if len(addresses) == 1 and len(lanes) > 1:
+            i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
+            shadow = self.shadows[i] if i >= 0 else None
+            if shadow is None or shadow.writers is None:  # only read so far: two lanes represent all
+                return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]
         return super().load(m, lanes, addresses, size, strong)
-
-    def _is_only_read(self, address: int) -> bool:
-        i = bisect.bisect_right(self.starts, address) - 1
-        shadow = self.shadows[i] if i >= 0 else None
-        return shadow is None or shadow.writers is None
 
     def text(self, address: int) -> str:
         """A string in the module's memory, for a message."""

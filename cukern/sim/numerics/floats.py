@@ -1,8 +1,8 @@
-"""Floating-point arithmetic with a GPU's results: each is rounded once, in the given mode, and NaN results are the canonical NaN.
+"""Floating-point arithmetic with a GPU's results: one rounding, in the given mode; a NaN result is the canonical NaN.
 
-Registers hold raw bits; a `Format` converts them to numpy values and back. Formats of at most 32 bits are exact in float64, and so are
-their products. A sum may need more than the 53 bits of float64: `sum_to_odd` returns a float64 that rounds to any narrower format as the
-exact sum would. For float64, fma uses error-free sums and products, and the directed roundings use exact fractions.
+Registers hold raw bits; a `Format` converts them to numpy values and back. Values of at most 32 bits and their products are exact in
+float64. A sum may need more than the 53 bits of float64: `sum_to_odd` returns a float64 that rounds to any narrower format as the exact
+sum would. For float64, fma uses error-free sums and products, and the directed roundings use exact fractions.
 
 Sources: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008); Figueroa,
 "When is double rounding innocuous?" (1995); NVIDIA's PTX ISA; where the ISA leaves the result open, measurements on an H200. The
@@ -88,7 +88,7 @@ def _toward_zero(fmt: Format, bits: Array, x: Array) -> Array:
 
 
 def _steps(fmt: Format, flags: Array) -> Array:
-    """The difference in bits to the neighbour away from zero, where the flag is set; else 0."""
+    """Where the flag is set, the difference in bits to the neighbour away from zero; else 0."""
     return flags.astype(fmt.bits) << fmt.unused
 
 
@@ -149,7 +149,7 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
 
 
 def _flushed(fmt: Format, core: Function, exact: Function, mode: str) -> Function:
-    """Flush operands and result; also a result that would round to less than the least normal number with an unlimited exponent range."""
+    """Flush operands and result. A result is also flushed if it would be subnormal when rounded with an unlimited exponent range."""
     least = fmt.sign - fmt.exponent
 
     def run(*args: Array) -> Array:
@@ -186,8 +186,8 @@ def _native(fmt: Format, ufunc: Function) -> Function:
 
 
 def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
-    """A float64 that rounds to `fmt` as the exact result would. Quotients and square roots do so without further care
-    (Figueroa): double rounding is innocuous, as float64 has more than twice the digits."""
+    """A float64 that rounds to `fmt` as the exact result would. For quotients and square roots, the float64 result does: double rounding
+    is innocuous, because float64 has more than twice the digits (Figueroa)."""
 
     def run(*args: Array) -> Array:
         a, *rest = (fmt.values(x).astype(np.float64) for x in args)
@@ -201,7 +201,7 @@ def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """The product is exact in float64. Rounding the float64 sum again is correct unless it looks like a tie between two float32."""
+    """The product is exact in float64. Rounding the float64 sum again is correct, unless that sum is a tie between two float32."""
     product = np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64)
     addend = c.view(np.float32)
     total = product + addend
@@ -263,7 +263,7 @@ def _fma_of_fractions(a: float, b: float, c: float) -> float:
     return size if exact > 0 else -size
 
 
-# ---- float64 in the modes other than rn: rare, so element by element
+# ---- float64 in the modes other than rn: element by element, because it is rare
 
 
 def step64(nearest: Array, error: Array, mode: str) -> Array:
@@ -282,17 +282,12 @@ def _directed64(kind: str, mode: str) -> Function:
         error = np.array([_error_sign(kind, *each) for each in zip(near.tolist(), *values, strict=True)])
         result = step64(near, error, mode)
         if mode == "rm" and kind in ("add", "sub", "fma"):
-            result = np.where((result == 0) & (error == 0) & ~_zero_of_zeros(kind, values), -0.0, result)
+            # The sum of the negated terms, negated: an exact zero is +0 only if both terms are +0.
+            negated = nearest(args[0] ^ F64.sign, *args[1:-1], args[-1] ^ F64.sign) ^ F64.sign
+            result = np.where((result == 0) & (error == 0), negated.view(np.float64), result)
         return canonical(F64, result.view(np.uint64), result)
 
     return run
-
-
-def _zero_of_zeros(kind: str, values: list[list[float]]) -> Array:
-    """Where both terms of a sum are +0: the only sum of zeros that is +0 when rounded down."""
-    a, b, *c = (np.array(x) for x in values)
-    one, two = {"add": lambda: (a, b), "sub": lambda: (a, -b), "fma": lambda: (a * b, c[0])}[kind]()
-    return (one == 0) & (two == 0) & ~np.signbit(one) & ~np.signbit(two)
 
 
 def _error_sign(kind: str, near: float, a: float, b: float = 1.0, c: float = 0.0) -> int:
