@@ -56,7 +56,6 @@ def load(c: Context) -> Step:
             m.order.clock.tick(pc)
         addresses = offset_by(m.get(group, base), offset)
         values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
-        assert values is not None
         if strong and space != "shared":
             m.order.observe(group.lanes, acquires)
         if count == 1:
@@ -85,8 +84,8 @@ def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
 
 
 def through(
-    m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray | None], *values: np.ndarray
-) -> np.ndarray | None:
+    m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray], *values: np.ndarray
+) -> np.ndarray:
     """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space that they belong to."""
     if space != "generic":
         return access(m.spaces[space], lanes, addresses, *values)
@@ -101,9 +100,9 @@ def through(
             return access(m.spaces[name], lanes, offsets, *values)
         rows = np.flatnonzero(windows == window)
         part = access(m.spaces[name], lanes[rows], offsets[rows], *(np.broadcast_to(v, lanes.shape)[rows] for v in values))
-        if part is not None:
-            result = np.zeros(len(lanes), part.dtype) if result is None else result
-            result[rows] = part
+        result = np.resize(part, len(lanes)) if result is None else result
+        result[rows] = part
+    assert result is not None
     return result
 
 

@@ -85,11 +85,7 @@ def _extended(function: Callable, register: Register, types: list[str]) -> Calla
 def constant(c: Context, register: Register, value: Callable[[Machine], Any]) -> Step:
     """register = value(m), the same for all lanes."""
     dtype = UNSIGNED[register.width]
-
-    def run(m: Machine, group: Group) -> None:
-        m.put(group, register.number, np.array([value(m)], dtype))
-
-    return run
+    return lambda m, group: m.put(group, register.number, np.array([value(m)], dtype))
 
 
 def create_policy(c: Context) -> Step:

@@ -45,7 +45,6 @@ def atomic(c: Context) -> Step:
             return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values)
 
         old = through(m, space, group.lanes, addresses, access, *values)
-        assert old is not None
         put(m, group, target, old, signed)
 
     return run

@@ -107,32 +107,25 @@ def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
     except (IndexError, KeyError, ValueError, StopIteration):  # operands that the instruction does not have
         return _not_simulated(pc, c.opcode), True
     guard = c.instruction.guard
-    if guard is not None:
-        step = _split(step, guard, pc) if jumps else _guarded(step, guard)
-    return step, jumps
+    if guard is None:
+        return step, jumps
+    return (lambda m, group: _split(step, guard, pc, m, group)) if jumps else (lambda m, group: _guarded(step, guard, m, group)), jumps
 
 
-def _guarded(step: Step, guard: Register) -> Step:
-    def run(m: Machine, group: Group) -> None:
-        chosen = m.select(group, guard)
-        if chosen is not None:
-            step(m, chosen)
-
-    return run
+def _guarded(step: Step, guard: Register, m: Machine, group: Group) -> None:
+    chosen = m.select(group, guard)
+    if chosen is not None:
+        step(m, chosen)
 
 
-def _split(step: Step, guard: Register, pc: int) -> Step:
+def _split(step: Step, guard: Register, pc: int, m: Machine, group: Group) -> None:
     """A guarded jump: lanes whose guard is false continue at the next instruction."""
-
-    def run(m: Machine, group: Group) -> None:
-        chosen = m.select(group, guard)
-        rest = None if chosen is group else m.select(group, guard._replace(negated=not guard.negated))
-        if rest is not None:
-            m.go(pc + 1, rest)
-        if chosen is not None:
-            step(m, chosen)
-
-    return run
+    chosen = m.select(group, guard)
+    rest = None if chosen is group else m.select(group, guard._replace(negated=not guard.negated))
+    if rest is not None:
+        m.go(pc + 1, rest)
+    if chosen is not None:
+        step(m, chosen)
 
 
 def _not_simulated(pc: int, what: str) -> Step:

@@ -8,7 +8,6 @@ from cukern.sim.instructions.decode import Context
 from cukern.sim.instructions.warp import together
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.numerics import tensor_core
 from cukern.sim.ptx.module import Immediate, Register, Vector
 
@@ -57,7 +56,6 @@ def load_matrix(c: Context) -> Step:
         addresses = np.broadcast_to(offset_by(m.get(group, base), offset), group.lanes.shape)
         some = group.lanes % 32 < 8 * count
         rows = through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at: where.load(m, lanes, at, 16))
-        assert rows is not None and rows.dtype == CARRIERS[16]
         tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
         _put(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from cukern.sim.faults import Uninitialized
 from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.barriers import SYNC, bits, bits_of
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.machine.warps import SYNC, bits, bits_of
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import Operand, Register
 

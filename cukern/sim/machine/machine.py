@@ -10,12 +10,10 @@ import numpy as np
 
 from cukern.sim.faults import Fault, StepLimit
 from cukern.sim.machine import special
-from cukern.sim.machine.barriers import Barriers
+from cukern.sim.machine.asynchronous import Copies, Mbarriers
+from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.clusters import Clusters, Distributed
-from cukern.sim.machine.copies import Copies
-from cukern.sim.machine.mbarriers import Mbarriers
-from cukern.sim.machine.warps import Warps
 
 LANES_A_BATCH = 1 << 15
 MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute

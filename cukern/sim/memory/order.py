@@ -4,11 +4,12 @@ Time counts the memory instructions of the launch. A stamp records an access: it
 whether it is an asynchronous copy still in flight. A lane knows its own accesses, those of its block before the last barrier, and those of
 its warp before the last `__syncwarp()`; a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
-A cluster barrier and mbarriers (machine/mbarriers.py) order the blocks of a cluster. Only strong accesses (atomics, volatile and the like)
-with fences order other blocks: a block accesses memory, executes a fence, then a strong store; every block that later executes a strong
-load and then a fence knows of the access. An atomic is both a strong load and a strong store, and needs no fence after it; st.release and
-ld.acquire include the fence. Neither the addresses of the strong accesses nor the fencing threads are compared. So some races between
-blocks are missed, but correct kernels, such as a split-K reduction by the last block, are not accused.
+A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a cluster. Other blocks are ordered only by strong accesses
+(atomics, volatile and the like) with fences: a block accesses memory, executes a fence, then a strong store; every block that later
+executes a strong load and then a fence knows of the access. An atomic is both a strong load and a strong store, and needs no fence after
+it; st.release and ld.acquire include the fence. Neither the addresses of the strong accesses nor the fencing threads are compared. So some
+races between blocks are missed, but correct kernels are not accused: the last block adds up the results of the others, or a block waits
+for the flag of an earlier one.
 """
 
 from typing import Any

@@ -108,7 +108,7 @@ def _carrying(op: Opcode, flag: bool = False) -> Function:
     if flag and not op.writes_carry:
         raise KeyError(op.name)
     part = _product(op) if op.base.startswith("mad") else None
-    return integers.carrying(part, op.base.startswith("sub"), op.reads_carry, flag)
+    return functools.partial(integers.carrying, part, op.base.startswith("sub"), op.reads_carry, flag)
 
 
 def _sad(op: Opcode) -> Function:
@@ -143,7 +143,7 @@ def _convert(op: Opcode) -> Function:
 def _funnel(op: Opcode) -> Function:
     (side,) = {"l", "r"} & set(op.modifiers)
     (bound,) = {"wrap", "clamp"} & set(op.modifiers)
-    return integers.funnel(side == "l", bound == "wrap")
+    return functools.partial(integers.funnel, side == "l", bound == "wrap")
 
 
 def _dot(op: Opcode) -> Function:
@@ -175,8 +175,8 @@ _INTEGER: dict[str, _Row] = {
     "mul": (_product, "lo hi wide"),
     "mad": (_multiply_add, "lo hi wide cc"),
     "madc": (_multiply_add, "lo hi cc"),
-    "div": (lambda op: integers.divided(np.floor_divide, op.type), ""),
-    "rem": (lambda op: integers.divided(np.remainder, op.type), ""),
+    "div": (lambda op: functools.partial(integers.divided, np.floor_divide, op.type), ""),
+    "rem": (lambda op: functools.partial(integers.divided, np.remainder, op.type), ""),
     "neg": _typed(np.negative),
     "abs": _typed(np.abs),
     "min": _typed(np.minimum),
@@ -202,11 +202,11 @@ _ANY: dict[str, _Row] = {
     "shf": (_funnel, "l r wrap clamp"),
     "bfe": (lambda op: integers.extract(op.type), ""),
     "bfi": (lambda op: integers.insert(op.type), ""),
-    "bfind": (lambda op: integers.bfind(op.type, op.has("shiftamt")), "shiftamt"),
+    "bfind": (lambda op: functools.partial(integers.bfind, op.type, op.has("shiftamt")), "shiftamt"),
     "popc": _same(integers.popc),
     "clz": _same(integers.clz),
     "brev": _same(integers.brev),
-    "prmt": (lambda op: integers.permute(*op.modifiers[:1]), "f4e b4e rc8 ecl ecr rc16"),
+    "prmt": (lambda op: functools.partial(integers.permute, "".join(op.modifiers[:1])), "f4e b4e rc8 ecl ecr rc16"),
     "cvt": (_convert, " ".join(convert.MODIFIERS)),
 }
 _SECOND: dict[str, _Row] = {

@@ -133,38 +133,34 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 @functools.cache
 def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat: bool = False, relu_: bool = False) -> Function:
     """The function of raw bits for `kind`: add, sub, mul, fma, div, rcp or sqrt."""
-    exact = _in_float64(fmt, kind, mode)
+    exact = functools.partial(_in_float64, fmt, kind, mode)
     if kind == "fma" and mode == "rn" and fmt in (F32, F64):
         core = _fma32 if fmt is F32 else _fma64
     elif kind != "fma" and mode == "rn" and fmt.native:
-        core = _native(fmt, _UFUNCS[kind])
+        core = functools.partial(_native, fmt, _UFUNCS[kind])
     else:
-        core = _directed64(kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
+        core = functools.partial(_directed64, kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
     if ftz:
-        core = _flushed(fmt, core, exact, mode)
+        core = functools.partial(_flushed, fmt, core, exact, mode)
     for wanted, finish in ((sat, saturate), (relu_, relu)):
         if wanted:
-            core = _finished(fmt, core, finish)
+            core = functools.partial(_finished, fmt, core, finish)
     return core
 
 
-def _flushed(fmt: Format, core: Function, exact: Function, mode: str) -> Function:
+def _flushed(fmt: Format, core: Function, exact: Function, mode: str, *args: Array) -> Array:
     """Flush operands and result. A result is also flushed if it would be subnormal when rounded with an unlimited exponent range."""
     least = fmt.sign - fmt.exponent
-
-    def run(*args: Array) -> Array:
-        args = tuple(flush(fmt, x) for x in args)
-        bits = flush(fmt, core(*args))
-        if np.count_nonzero(bits & ~fmt.sign == least):
-            twice = round_to(fmt, 2 * exact(*args), mode)
-            bits = np.where(twice & ~fmt.sign < 2 * least, bits & fmt.sign, bits)
-        return bits
-
-    return run
+    args = tuple(flush(fmt, x) for x in args)
+    bits = flush(fmt, core(*args))
+    if np.count_nonzero(bits & ~fmt.sign == least):
+        twice = round_to(fmt, 2 * exact(*args), mode)
+        bits = np.where(twice & ~fmt.sign < 2 * least, bits & fmt.sign, bits)
+    return bits
 
 
-def _finished(fmt: Format, core: Function, finish: Function) -> Function:
-    return lambda *args: finish(fmt, core(*args))
+def _finished(fmt: Format, core: Function, finish: Function, *args: Array) -> Array:
+    return finish(fmt, core(*args))
 
 
 _UFUNCS: dict[str, Function] = {
@@ -177,27 +173,20 @@ _UFUNCS: dict[str, Function] = {
 }
 
 
-def _native(fmt: Format, ufunc: Function) -> Function:
-    def run(*args: Array) -> Array:
-        result = ufunc(*map(fmt.values, args))
-        return canonical(fmt, result.view(fmt.bits), result)
-
-    return run
+def _native(fmt: Format, ufunc: Function, *args: Array) -> Array:
+    result = ufunc(*map(fmt.values, args))
+    return canonical(fmt, result.view(fmt.bits), result)
 
 
-def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
+def _in_float64(fmt: Format, kind: str, mode: str, *args: Array) -> Array:
     """A float64 that rounds to `fmt` as the exact result would. For quotients and square roots, the float64 result does: double rounding
     is innocuous, because float64 has more than twice the digits (Figueroa)."""
-
-    def run(*args: Array) -> Array:
-        a, *rest = (fmt.values(x).astype(np.float64) for x in args)
-        if kind in ("add", "sub"):
-            return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
-        if kind == "fma":
-            return sum_to_odd(a * rest[0], rest[1], mode)
-        return _UFUNCS[kind](a, *rest)
-
-    return run
+    a, *rest = (fmt.values(x).astype(np.float64) for x in args)
+    if kind in ("add", "sub"):
+        return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
+    if kind == "fma":
+        return sum_to_odd(a * rest[0], rest[1], mode)
+    return _UFUNCS[kind](a, *rest)
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
@@ -273,21 +262,17 @@ def step64(nearest: Array, error: Array, mode: str) -> Array:
     return np.where(up, np.nextafter(nearest, np.inf), np.where(down, np.nextafter(nearest, -np.inf), nearest))
 
 
-def _directed64(kind: str, mode: str) -> Function:
+def _directed64(kind: str, mode: str, *args: Array) -> Array:
     nearest = arithmetic(kind, F64)
-
-    def run(*args: Array) -> Array:
-        near = nearest(*args).view(np.float64)
-        values = [np.broadcast_to(x, near.shape).view(np.float64).tolist() for x in args]
-        error = np.array([_error_sign(kind, *each) for each in zip(near.tolist(), *values, strict=True)])
-        result = step64(near, error, mode)
-        if mode == "rm" and kind in ("add", "sub", "fma"):
-            # The sum of the negated terms, negated: an exact zero is +0 only if both terms are +0.
-            negated = nearest(args[0] ^ F64.sign, *args[1:-1], args[-1] ^ F64.sign) ^ F64.sign
-            result = np.where((result == 0) & (error == 0), negated.view(np.float64), result)
-        return canonical(F64, result.view(np.uint64), result)
-
-    return run
+    near = nearest(*args).view(np.float64)
+    values = [np.broadcast_to(x, near.shape).view(np.float64).tolist() for x in args]
+    error = np.array([_error_sign(kind, *each) for each in zip(near.tolist(), *values, strict=True)])
+    result = step64(near, error, mode)
+    if mode == "rm" and kind in ("add", "sub", "fma"):
+        # The sum of the negated terms, negated: an exact zero is +0 only if both terms are +0.
+        negated = nearest(args[0] ^ F64.sign, *args[1:-1], args[-1] ^ F64.sign) ^ F64.sign
+        result = np.where((result == 0) & (error == 0), negated.view(np.float64), result)
+    return canonical(F64, result.view(np.uint64), result)
 
 
 def _error_sign(kind: str, near: float, a: float, b: float = 1.0, c: float = 0.0) -> int:

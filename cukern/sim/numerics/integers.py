@@ -82,37 +82,29 @@ def saturating(ufunc: Function) -> Function:
 # ---- sums with a carry: the flag is one more operand at the end, and one more result
 
 
-def carrying(part: Function | None, subtract: bool, reads: bool, carry_out: bool) -> Function:
+def carrying(part: Function | None, subtract: bool, reads: bool, carry_out: bool, *args: Array) -> Array:
     """add, sub (and mad with `part`, its half of the product) with .cc; for sub, the flag is a borrow."""
-
-    def run(*args: Array) -> Array:
-        flag = args[-1] if reads else np.zeros(1, bool)
-        a, b = (part(args[0], args[1]), args[2]) if part else args[:2]
-        first = a - b if subtract else a + b
-        last = first - flag if subtract else first + flag
-        if carry_out:
-            return (a < b) | (first < flag) if subtract else (first < a) | (last < first)
-        return last
-
-    return run
+    flag = args[-1] if reads else np.zeros(1, bool)
+    a, b = (part(args[0], args[1]), args[2]) if part else args[:2]
+    first = a - b if subtract else a + b
+    last = first - flag if subtract else first + flag
+    if carry_out:
+        return (a < b) | (first < flag) if subtract else (first < a) | (last < first)
+    return last
 
 
 # ---- quotients
 
 
-def divided(ufunc: Function, type_: str) -> Function:
+def divided(ufunc: Function, type_: str, a: Array, b: Array) -> Array:
     """div (np.floor_divide) and rem (np.remainder), toward zero. PTX leaves division by zero undefined: GPUs return all ones."""
-
-    def run(a: Array, b: Array) -> Array:
-        ones = ~a.dtype.type(0)
-        if type_[0] != "s":
-            return np.where(b == 0, ones, ufunc(a, b))
-        negative_a, negative_b = signed(a) < 0, signed(b) < 0
-        size = ufunc(np.where(negative_a, -a, a), np.where(negative_b, -b, b))
-        flip = negative_a ^ negative_b if ufunc is np.floor_divide else negative_a
-        return np.where(b == 0, ones, np.where(flip, -size, size))
-
-    return run
+    ones = ~a.dtype.type(0)
+    if type_[0] != "s":
+        return np.where(b == 0, ones, ufunc(a, b))
+    negative_a, negative_b = signed(a) < 0, signed(b) < 0
+    size = ufunc(np.where(negative_a, -a, a), np.where(negative_b, -b, b))
+    flip = negative_a ^ negative_b if ufunc is np.floor_divide else negative_a
+    return np.where(b == 0, ones, np.where(flip, -size, size))
 
 
 # ---- shifts and fields
@@ -126,15 +118,11 @@ def shift(ufunc: Function, type_: str) -> Function:
     return lambda a, count: unsigned(ufunc(read(a), np.minimum(count, count.dtype.type(width)).astype(read(a).dtype)))
 
 
-def funnel(left: bool, wrap: bool) -> Function:
+def funnel(left: bool, wrap: bool, a: Array, b: Array, count: Array) -> Array:
     """shf: shift the 64 bits b:a and take the upper half (left) or the lower one (right)."""
-
-    def run(a: Array, b: Array, count: Array) -> Array:
-        both = (b.astype(np.uint64) << 32) | a
-        by = (count & 31 if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
-        return ((both << by) >> 32 if left else both >> by).astype(np.uint32)
-
-    return run
+    both = (b.astype(np.uint64) << 32) | a
+    by = (count & 31 if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
+    return ((both << by) >> 32 if left else both >> by).astype(np.uint32)
 
 
 # bfe and bfi: `length` bits from `position` on. Types of 32 bits read the low 8 bits of both operands, types of 64 bits read all.
@@ -199,15 +187,11 @@ def clz(x: Array) -> Array:
     return np.where(x == 0, bits.shape[1], bits.argmax(axis=1)).astype(np.uint32)
 
 
-def bfind(type_: str, from_top: bool) -> Function:
+def bfind(type_: str, from_top: bool, x: Array) -> Array:
     """The position of the highest bit that is not a sign bit; with .shiftamt, its distance from the top. All ones if there is none."""
-
-    def run(x: Array) -> Array:
-        x = np.where(signed(x) < 0, ~x, x) if type_[0] == "s" else x
-        zeros = clz(x)
-        return np.where(x == 0, np.uint32(0xFFFFFFFF), zeros if from_top else np.uint32(x.itemsize * 8 - 1) - zeros)
-
-    return run
+    x = np.where(signed(x) < 0, ~x, x) if type_[0] == "s" else x
+    zeros = clz(x)
+    return np.where(x == 0, np.uint32(0xFFFFFFFF), zeros if from_top else np.uint32(x.itemsize * 8 - 1) - zeros)
 
 
 # ---- bytes and tables
@@ -222,20 +206,16 @@ _SELECTORS = {
 }
 
 
-def permute(mode: str = "") -> Function:
+def permute(mode: str, a: Array, b: Array, c: Array) -> Array:
     """prmt: four of the eight bytes b:a. In the default mode, bit 3 of a selector replicates the byte's sign."""
     table = np.array(_SELECTORS[mode]) if mode else None
-
-    def run(a: Array, b: Array, c: Array) -> Array:
-        both = ((b.astype(np.uint64) << 32) | a).view(np.uint8).reshape(-1, 8)
-        select = (c[:, None] >> np.array([0, 4, 8, 12], np.uint32)).astype(np.intp) & 15 if table is None else table[c & 3]
-        rows = max(len(both), len(select))
-        both, select = np.broadcast_to(both, (rows, 8)), np.broadcast_to(select, (rows, 4))
-        picked = np.take_along_axis(both, select & 7, axis=1)
-        picked = np.where(select & 8, (picked.view(np.int8) >> 7).view(np.uint8), picked)
-        return picked.view(np.uint32).reshape(-1)
-
-    return run
+    both = ((b.astype(np.uint64) << 32) | a).view(np.uint8).reshape(-1, 8)
+    select = (c[:, None] >> np.array([0, 4, 8, 12], np.uint32)).astype(np.intp) & 15 if table is None else table[c & 3]
+    rows = max(len(both), len(select))
+    both, select = np.broadcast_to(both, (rows, 8)), np.broadcast_to(select, (rows, 4))
+    picked = np.take_along_axis(both, select & 7, axis=1)
+    picked = np.where(select & 8, (picked.view(np.int8) >> 7).view(np.uint8), picked)
+    return picked.view(np.uint32).reshape(-1)
 
 
 def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
@@ -247,14 +227,10 @@ def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return result
 
 
-def packed(function: Function) -> Function:
+def packed(function: Function, *args: Array) -> Array:
     """`function` of a 16-bit type, on both halves of a register."""
-
-    def run(*args: Array) -> Array:
-        parts = function(*(x.view(np.uint16).reshape(len(x), -1) for x in args))
-        return np.ascontiguousarray(parts).view(UNSIGNED[8 * parts.itemsize * parts.shape[1]]).reshape(-1)
-
-    return run
+    parts = function(*(x.view(np.uint16).reshape(len(x), -1) for x in args))
+    return np.ascontiguousarray(parts).view(UNSIGNED[8 * parts.itemsize * parts.shape[1]]).reshape(-1)
 
 
 def dot(types: Sequence[str], high_half: bool | None) -> Function:

@@ -1,5 +1,6 @@
 """The parsed name of an ALU instruction."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Opcode:
 
     def each(self, make: Callable[[str], Function]) -> Function:
         """make(type); for a packed type, make(type of a half), applied to both halves."""
-        return integers.packed(make(PACKED[self.type])) if self.type in PACKED else make(self.type)
+        return functools.partial(integers.packed, make(PACKED[self.type])) if self.type in PACKED else make(self.type)
 
     def flushed(self, fmt: Format, function: Function) -> Function:
         """`function`, on operands flushed to zero if the instruction says .ftz."""

@@ -1,18 +1,52 @@
-"""mbarrier: a barrier in shared memory. Its phase ends when all expected arrivals (also from other blocks of the cluster) and all expected
-bytes of st.async have come.
+"""Writes in flight: cp.async, and st.async with the mbarrier that it reports to. PTX ISA, cp.async, mbarrier and st.async.
 
-What st.async writes is in flight until its mbarrier's phase ends, and visible to those who wait for that. Some races are missed: an arrival
-or an st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block
-that may have exited is reported only if it has. One rule is stricter than PTX: all arrivals of one instruction belong to one phase.
-try_wait waits until it is true. PTX ISA, mbarrier and st.async.
+The data is in shared memory at once; the shadow memory knows that nobody may read it yet. A cp.async completes when its thread waits for
+it. The phase of an mbarrier ends when all expected arrivals (also from other blocks of the cluster) and all expected bytes have come; then
+the writes of its st.async become visible to those who wait for it. Some races are missed: an arrival or an st.async publishes all that its
+warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block that may have exited is reported
+only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction belong to one phase.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault
 from cukern.sim.machine.batch import Batch, Group
+
+
+class _Flight(NamedTuple):
+    numbers: np.ndarray  # of the commit group, by lane
+    lanes: np.ndarray
+    positions: np.ndarray
+    size: int
+    pc: int
+
+
+class Copies:
+    def __init__(self, m: Batch):
+        self.m = m
+        self.flights: list[_Flight] = []
+        self.committed = np.zeros(m.lanes, np.int64)
+
+    def start(self, pc: int, lanes: np.ndarray, positions: np.ndarray, size: int) -> None:
+        self.flights.append(_Flight(self.committed[lanes], lanes, positions, size, pc))
+
+    def wait(self, lanes: np.ndarray, newest: int | None) -> None:
+        """These lanes wait until at most their `newest` last groups are in flight; None: until none is."""
+        limit = np.full(self.m.lanes, -1)
+        limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
+        left = []
+        for flight in self.flights:
+            landed = flight.numbers < limit[flight.lanes]
+            if landed.any():
+                self.m.order.clock.tick(flight.pc)
+                self.m.shared.shadow.arrived(self.m.order, flight.positions[landed], flight.size, flight.lanes[landed])
+            if not landed.all():
+                up = ~landed
+                left.append(flight._replace(numbers=flight.numbers[up], lanes=flight.lanes[up], positions=flight.positions[up]))
+        self.flights = left
 
 
 @dataclass
