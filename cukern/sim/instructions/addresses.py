@@ -23,24 +23,19 @@ def convert_address(c: Context) -> Step:
 
 
 def is_space(c: Context) -> Step:
-    register = c.target(c.operands[0])
-    space = c.parts[1]
-    if space in ("shared", "shared::cta", "shared::cluster"):
-        return _is_shared(c)
-    if space not in ("global", "local"):
+    """isspacep.space p, address."""
+    space, register, address = c.parts[1], c.target(c.operands[0]), c.source(c.operands[1], "b64")
+    if space in ("global", "local", "shared::cluster"):
+        window = WINDOWS[space.split("::")[0]]
+        return compute(lambda x: x >> np.uint64(WINDOW) == window, register, [address])
+    if space not in ("shared", "shared::cta"):
         raise c.unknown()
-    return compute(lambda x: x >> np.uint64(WINDOW) == WINDOWS[space], register, [c.source(c.operands[1], "b64")])
-
-
-def _is_shared(c: Context) -> Step:
-    """isspacep.shared::cta and .shared::cluster p, address."""
-    register, anyones = c.target(c.operands[0]), c.parts[1] == "shared::cluster"
 
     def function(address: np.ndarray, own: np.ndarray) -> np.ndarray:
         rank = split_address(address)[0]
-        return (address >> np.uint64(WINDOW) == 1) & (anyones | (rank == 0) | (rank - 1 == own))
+        return (address >> np.uint64(WINDOW) == 1) & ((rank == 0) | (rank - 1 == own))
 
-    return compute(function, register, [c.source(c.operands[1], "b64"), c.program.special("%cluster_ctarank")])
+    return compute(function, register, [address, c.program.special("%cluster_ctarank")])
 
 
 def map_address(c: Context) -> Step:

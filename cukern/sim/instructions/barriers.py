@@ -65,25 +65,19 @@ def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machin
 
 def _cluster_barrier(c: Context) -> Step:
     """barrier.cluster.arrive and .wait."""
-    kind, pc, rest = c.parts[2], c.pc, set(c.parts[3:])
+    kind, rest = c.parts[2], set(c.parts[3:])
     if kind not in ("arrive", "wait") or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"}):
         raise c.unknown()
-
-    def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        if kind == "arrive":
-            m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
-        else:
-            m.clusters.wait(group)
-
-    return run
+    if kind == "wait":
+        return lambda m, group: m.clusters.wait(group)
+    return lambda m, group: m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
 
 
 def mbarrier(c: Context) -> Step:
     """mbarrier.init, .arrive and .arrive.expect_tx without a result, and .try_wait.parity, which waits until it is true."""
     kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
     space = "cluster" if "shared::cluster" in c.parts else "shared"
-    pc, operands = c.pc, list(c.operands)
+    operands = list(c.operands)
     target = c.program.sink if kind == "init" else c.target(operands.pop(0))
     known = {"init": set(), "arrive": {"expect_tx"} & rest, "try_wait": {"parity"}}
     if rest != known.get(kind) or (target == c.program.sink) != (kind != "try_wait"):
@@ -94,16 +88,15 @@ def mbarrier(c: Context) -> Step:
         raise c.unknown()
 
     def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        m.order.clock.tick(pc)
+        m.order.clock.tick(m.pc)
         addresses, numbers = offset_by(m.get(group, base), offset), m.spread(group, number)
         if kind == "init":
             m.mbarriers.init(group, addresses, numbers)
-            m.go(pc + 1, group)
+            m.go(m.pc + 1, group)
             return
         positions = m.mbarriers.find(group, space, addresses)
         if kind == "arrive":
-            m.go(pc + 1, group)
+            m.go(m.pc + 1, group)
             m.mbarriers.arrive(group, positions, numbers)
         else:
             m.mbarriers.wait(group, positions, numbers.astype(np.int64), target.number)
@@ -113,7 +106,7 @@ def mbarrier(c: Context) -> Step:
 
 def store_async(c: Context) -> Step:
     """st.async [to], values, [mbarrier]."""
-    type_, pc = c.types[-1], c.pc
+    type_ = c.types[-1]
     (to, to_offset), (barrier, barrier_offset) = c.address(c.operands[0]), c.address(c.operands[2])
     sources = [c.source(x, type_) for x in c.items(c.operands[1])]
     width, count = WIDTHS[type_], len(sources)
@@ -123,16 +116,15 @@ def store_async(c: Context) -> Step:
     size = width // 8 * count
 
     def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        m.order.clock.tick(pc)
+        m.order.clock.tick(m.pc)
         values = vectors(m, group, sources, UNSIGNED[width])
         positions = m.mbarriers.find(group, "cluster", offset_by(m.get(group, barrier), barrier_offset))
         addresses = offset_by(m.get(group, to), to_offset)
-        m.order.clock.tick(pc)
+        m.order.clock.tick(m.pc)
         at = m.spaces["cluster"].store(m, group.lanes, addresses, size, values, IN_FLIGHT)
         if (at // m.shared.stride != positions // m.shared.stride).any():
             raise m.fault(BarrierFault, group.lanes[0], "writes to one block by st.async, and tells the mbarrier of another")
-        m.go(pc + 1, group)
+        m.go(m.pc + 1, group)
         m.mbarriers.bring(group, positions, at, size)
 
     return run

@@ -18,13 +18,13 @@ Act = Callable[[Machine, Group, np.ndarray], None]
 
 def together(c: Context, mask: Operand, act: Act) -> Step:
     """A step that calls act(m, group, masks) when all lanes of `mask` have come."""
-    register, pc = c.source(mask, "u32"), c.pc
+    register = c.source(mask, "u32")
 
     def run(m: Machine, group: Group) -> None:
-        ready = m.warp_wide.meet(group, m.get(group, register), pc)
+        ready = m.warp_wide.meet(group, m.get(group, register), m.pc)
         if ready is not None:
             act(m, ready, m.spread(ready, register))
-            m.go(pc + 1, ready)
+            m.go(m.pc + 1, ready)
 
     return run
 
@@ -33,13 +33,12 @@ def sync(c: Context) -> Step:
     register = c.source(c.operands[0], "u32")
 
     def run(m: Machine, group: Group) -> None:
-        before = group
         ready = m.warp_wide.meet(group, m.get(group, register), SYNC)
         if ready is None:
             return
         lanes, order = ready.lanes, m.order
         whole = bits_of(lanes, m.lanes) == bits(m.alive)
-        masks = m.spread(ready, register) if ready is before else m.warp_wide.masks[lanes]
+        masks = m.spread(ready, register) if ready is group else m.warp_wide.masks[lanes]
         alive = bits(m.alive)[order.warp_of[lanes]]
         full = whole[order.warp_of[lanes]] & (masks & alive == alive)
         order.sync_warps(np.unique(order.warp_of[lanes[full]]))
@@ -47,10 +46,7 @@ def sync(c: Context) -> Step:
         pairs = np.unique(np.stack((order.warp_of[rest], masks[~full].astype(np.int64))), axis=1)
         for warp, mask in pairs.T:
             order.sync_lanes(rest[(order.warp_of[rest] == warp) & (masks[~full] == mask)])
-        if ready is before:
-            m.go(m.pc + 1, ready)
-            return
-        for pc, here in m.groups(lanes, m.warp_wide.at[lanes]):
+        for pc, here in [(m.pc, group)] if ready is group else m.groups(lanes, m.warp_wide.at[lanes]):
             m.go(pc + 1, here)
 
     return run
@@ -65,12 +61,11 @@ def shuffle(c: Context) -> Step:
     """shfl.sync.mode.b32 d|p, a, b, c, mask. PTX ISA, shfl.sync."""
     if c.parts[1] != "sync" or len(c.parts) != 4 or c.parts[3] != "b32":
         raise c.unknown()
-    mode, pc = c.parts[2], c.pc
+    mode = c.parts[2]
     target, holds = c.targets(c.operands[0])
     value, distance, clamp = (c.source(x, "b32") for x in c.operands[1:4])
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        m.pc = pc
         lanes = group.lanes
         lane, step, ends = lanes % 32, m.get(group, distance).astype(np.int64) & 31, m.get(group, clamp).astype(np.int64)
         segment, bound = ends >> 8 & 31, ends & 31

@@ -33,7 +33,7 @@ def approximate(kind: str, fmt: Format, ftz: bool) -> Function:
         raise KeyError(kind)
     function = _FUNCTIONS[kind]
     if fmt is F64:
-        return functools.partial(_coarse64 if ftz else _fine64, function)
+        return functools.partial(_coarse64, function) if ftz else functools.partial(floats.native, F64, function)
 
     def run(*args: Array) -> Array:
         args = tuple(floats.flush(fmt, x) for x in args) if ftz else args
@@ -43,12 +43,7 @@ def approximate(kind: str, fmt: Format, ftz: bool) -> Function:
     return run
 
 
-def _fine64(function: Function, x: Array) -> Array:
-    result = function(F64.values(x))
-    return floats.canonical(F64, result.view(np.uint64), result)
-
-
 def _coarse64(function: Function, x: Array) -> Array:
     """rcp and rsqrt .approx.ftz.f64, the start of a Newton iteration: they read and return only the upper 32 bits."""
     upper = np.uint64(0xFFFFFFFF00000000)
-    return floats.flush(F64, _fine64(function, floats.flush(F64, x) & upper) & upper)
+    return floats.flush(F64, floats.native(F64, function, floats.flush(F64, x) & upper) & upper)

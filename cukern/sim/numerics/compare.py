@@ -30,12 +30,10 @@ def _comparison(op: Opcode, type_: str) -> Function:
     if type_ not in FORMATS:
         read, compare = integers.as_type(type_), _ORDERED[_INTEGER.get(name, name)]
         return lambda a, b: compare(read(a), read(b))
-    values = FORMATS[type_].values
+    values, ordered = FORMATS[type_].values, _ORDERED[_OPPOSITE.get(name, name)]
     if name in _OPPOSITE:
-        opposite = _ORDERED[_OPPOSITE[name]]
-        return op.flushed(FORMATS[type_], lambda a, b: ~opposite(values(a), values(b)))
-    compare = _ORDERED[name]
-    return op.flushed(FORMATS[type_], lambda a, b: compare(values(a), values(b)))
+        return op.flushed(FORMATS[type_], lambda a, b: ~ordered(values(a), values(b)))
+    return op.flushed(FORMATS[type_], lambda a, b: ordered(values(a), values(b)))
 
 
 def setp(op: Opcode, second: bool = False) -> Function:

@@ -19,7 +19,8 @@ MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", *_IN
 def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
     """The function of cvt.<modifiers>.<target>.<source>. Raises KeyError for an unsupported type or modifier."""
     if target.endswith("x2"):
-        return _to_pair(_to_float(FORMATS[target[:-2]], FORMATS[source], modifiers))
+        one = _to_float(FORMATS[target[:-2]], FORMATS[source], modifiers)
+        return lambda high, low: (one(high).astype(np.uint32) << 16) | one(low)  # the first operand goes to the upper half
     if "relu" in modifiers and not (target in FORMATS and source in FORMATS):
         raise KeyError("relu")
     if target in FORMATS:
@@ -29,11 +30,6 @@ def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
     if source in FORMATS:
         return _float_to_int(target, FORMATS[source], modifiers)
     return _int_to_int(target, source, "sat" in modifiers)
-
-
-def _to_pair(one: Function) -> Function:
-    """The first operand goes to the upper half."""
-    return lambda high, low: (one(high).astype(np.uint32) << 16) | one(low)
 
 
 def _mode(modifiers: frozenset[str]) -> str:

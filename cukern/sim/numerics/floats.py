@@ -137,7 +137,7 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
     if kind == "fma" and mode == "rn" and fmt in (F32, F64):
         core = _fma32 if fmt is F32 else _fma64
     elif kind != "fma" and mode == "rn" and fmt.native:
-        core = functools.partial(_native, fmt, _UFUNCS[kind])
+        core = functools.partial(native, fmt, _UFUNCS[kind])
     else:
         core = functools.partial(_directed64, kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
     if ftz:
@@ -173,7 +173,8 @@ _UFUNCS: dict[str, Function] = {
 }
 
 
-def _native(fmt: Format, ufunc: Function, *args: Array) -> Array:
+def native(fmt: Format, ufunc: Function, *args: Array) -> Array:
+    """A numpy function of raw bits. Its results are rounded as numpy does, and a NaN is canonical."""
     result = ufunc(*map(fmt.values, args))
     return canonical(fmt, result.view(fmt.bits), result)
 
