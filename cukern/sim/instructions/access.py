@@ -33,7 +33,7 @@ def space_of(c: Context) -> str:
 
 
 def _is_strong(c: Context, space: str) -> bool:
-    """True if the access does not race with other strong accesses. In shared memory only accesses with .cluster are strong."""
+    """True if the access does not race with other strong accesses. In shared memory, only accesses with .cluster are strong."""
     return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
 
 
@@ -58,9 +58,6 @@ def load(c: Context) -> Step:
         values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
         if strong and space != "shared":
             m.order.observe(group.lanes, acquires)
-        if count == 1:
-            put(m, group, targets[0], values, signed)
-            return
         parts = values.view(UNSIGNED[width]).reshape(-1, count)
         for i, target in enumerate(targets):
             put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
@@ -86,7 +83,7 @@ def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
 def through(
     m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray], *values: np.ndarray
 ) -> np.ndarray:
-    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space that they belong to."""
+    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space in which some of them lie."""
     if space != "generic":
         return access(m.spaces[space], lanes, addresses, *values)
     windows = addresses >> np.uint64(WINDOW)
@@ -160,7 +157,7 @@ def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndar
 
 
 def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> Step:
-    """st.param: an argument of a call, kept in a register of its own."""
+    """st.param: an argument of a call, stored in a register of its own."""
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
         raise c.unknown()
     register = Register(c.program.hidden(max(16, WIDTHS[type_])), WIDTHS[type_])
@@ -186,7 +183,7 @@ def nothing(c: Context) -> Step:
     return lambda m, group: None
 
 
-# ---- cp.async: copies from global to shared memory that are in flight until their thread waits for them
+# ---- cp.async: copies from global to shared memory, in flight until their thread waits for them
 
 _HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
 
@@ -197,24 +194,16 @@ def copy(c: Context) -> Step:
     if c.opcode == "cp.async.bulk.prefetch.L2.global":
         return nothing(c)
     if c.opcode == "cp.async.commit_group":
-        return _commit
+        return lambda m, group: m.copies.commit(group.lanes)
     if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
-        return _wait(c)
+        newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
+        return lambda m, group: m.copies.wait(group.lanes, newest)
     if not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts:
         raise c.unknown()
-    return _start(c)
+    return _start_copy(c)
 
 
-def _commit(m: Machine, group: Group) -> None:
-    m.copies.committed[group.lanes] += 1
-
-
-def _wait(c: Context) -> Step:
-    newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
-    return lambda m, group: m.copies.wait(group.lanes, newest)
-
-
-def _start(c: Context) -> Step:
+def _start_copy(c: Context) -> Step:
     """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source}."""
     to, from_, bytes_, *rest = c.operands
     (target, target_offset), (source, source_offset) = c.address(to), c.address(from_)

@@ -82,7 +82,7 @@ def _extended(function: Callable, register: Register, types: list[str]) -> Calla
     return run
 
 
-def constant(c: Context, register: Register, value: Callable[[Machine], Any]) -> Step:
+def constant(register: Register, value: Callable[[Machine], Any]) -> Step:
     """register = value(m), the same for all lanes."""
     dtype = UNSIGNED[register.width]
     return lambda m, group: m.put(group, register.number, np.array([value(m)], dtype))
@@ -93,7 +93,7 @@ def create_policy(c: Context) -> Step:
     register = c.target(c.operands[0])
     if c.parts[1] != "fractional":
         raise c.unknown()
-    return constant(c, register, lambda m: 0)
+    return constant(register, lambda m: 0)
 
 
 def move(c: Context) -> Step:
@@ -101,7 +101,7 @@ def move(c: Context) -> Step:
     if isinstance(source, Symbol) and source.name in CLOCKS:
         register = c.target(target)
         mask, high = (1 << register.width) - 1, source.name.endswith("_hi")
-        return constant(c, register, lambda m: (m.launched.steps >> (32 if high else 0)) & mask)
+        return constant(register, lambda m: (m.launched.steps >> (32 if high else 0)) & mask)
     if isinstance(source, Vector):
         return _pack(c, target, source.items)
     if isinstance(target, Vector):

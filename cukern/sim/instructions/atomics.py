@@ -9,7 +9,7 @@ from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import STRONG
-from cukern.sim.memory.spaces import Space
+from cukern.sim.memory.spaces import Space, each
 from cukern.sim.numerics import alu
 from cukern.sim.numerics.integers import UNSIGNED, where
 from cukern.sim.ptx.module import WIDTHS
@@ -37,9 +37,8 @@ def atomic(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
-        n = len(group.lanes)
-        addresses = np.broadcast_to(offset_by(m.get(group, base), offset), (n,))
-        values = [np.broadcast_to(m.get(group, s), (n,)).astype(UNSIGNED[width]) for s in sources]
+        addresses = each(offset_by(m.get(group, base), offset), group.lanes)
+        values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources]
 
         def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
             return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values)
@@ -78,7 +77,8 @@ def _serially(
         space.check_written(m, part, size)
         space.note_write(m, part, size, None, STRONG)
     if space.name == "global":
-        m.order.meet(lanes)
+        m.order.publish(lanes)
+        m.order.observe(lanes, acquires=True)
     array, index = space.array(at, size)
     old = np.empty(len(lanes), array.dtype)
     order = np.argsort(index, kind="stable")

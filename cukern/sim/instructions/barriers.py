@@ -1,4 +1,4 @@
-"""Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to one."""
+"""Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to an mbarrier."""
 
 import functools
 from collections.abc import Callable
@@ -27,14 +27,12 @@ def barrier(c: Context) -> Step:
     kind = parts[0]
     if kind not in ("sync", "arrive", "red") or (kind != "red" and len(parts) > 1):
         raise c.unknown()
-    operands = list(c.operands)
-    target = operands.pop(0) if kind == "red" else None
-    predicate = operands.pop() if kind == "red" else None
+    operands, predicate = (c.operands[1:-1], c.operands[-1]) if kind == "red" else (c.operands, None)
     number = c.source(operands[0], "u32")
     count = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
     holds = c.source(predicate, "pred") if predicate is not None else None
     negated = isinstance(predicate, Register) and predicate.negated
-    outcome = _outcome(c, parts[1], c.target(target)) if target is not None else None
+    outcome = _outcome(c, parts[1], c.target(c.operands[0])) if kind == "red" else None
 
     def run(m: Machine, group: Group) -> None:
         if outcome is not None:
@@ -52,7 +50,7 @@ def barrier(c: Context) -> Step:
 
 
 def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machine, Group, np.ndarray, np.ndarray], None]:
-    """Writes the result of a bar.red, given how many lanes arrived (`came`) and how many of them had a true predicate (`held`)."""
+    """Writes the result of a bar.red, from the number of lanes that arrived (`came`) and of those with a true predicate (`held`)."""
     results: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
         "and": lambda held, came: held == came,
         "or": lambda held, came: held > 0,
@@ -80,12 +78,11 @@ def mbarrier(c: Context) -> Step:
     operands = list(c.operands)
     target = c.program.sink if kind == "init" else c.target(operands.pop(0))
     known = {"init": set(), "arrive": {"expect_tx"} & rest, "try_wait": {"parity"}}
-    if rest != known.get(kind) or (target == c.program.sink) != (kind != "try_wait"):
+    wrong_count = kind == "arrive" and (len(operands) > 1) != bool(rest)
+    if rest != known.get(kind) or (target == c.program.sink) != (kind != "try_wait") or wrong_count:
         raise c.unknown()
     base, offset = c.address(operands[0])
     number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
-    if kind == "arrive" and (len(operands) > 1) != bool(rest):
-        raise c.unknown()
 
     def run(m: Machine, group: Group) -> None:
         m.order.clock.tick(m.pc)

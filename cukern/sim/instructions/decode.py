@@ -1,7 +1,7 @@
 """From an instruction to a step, the function that executes it for a group of lanes.
 
 An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel may contain instructions that
-it does not execute. Which maker decodes which instruction is in tables.py, and passed in.
+it does not execute. The table of makers (tables.py) is passed in.
 """
 
 import bisect
@@ -73,7 +73,7 @@ Maker = Callable[[Context], Step]
 
 
 class Table(NamedTuple):
-    """The maker for each opcode or its first part. The steps of `jumps` send their lanes on by themselves; `other`: all other opcodes."""
+    """The maker for each opcode or its first part. The steps of `jumps` set where their lanes continue; `other`: all other opcodes."""
 
     steps: dict[str, Maker]
     jumps: dict[str, Maker]
@@ -95,7 +95,7 @@ def stretches(program: Program, table: Table) -> Stretches:
 
 
 def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
-    """The step of an instruction, and whether it sends its lanes on by itself."""
+    """The step of an instruction, and True if the step sets where its lanes continue."""
     c = Context(program, pc)
     names = ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
     base = next((name for name in names if name in table.steps or name in table.jumps), "")

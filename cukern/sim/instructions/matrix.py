@@ -62,8 +62,8 @@ def load_matrix(c: Context) -> Step:
 
 
 def warpgroup(c: Context) -> Step:
-    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is executed at once: wgmma.fence, .commit_group
-    and .wait_group do nothing, and a result that is read too early is not reported."""
+    """wgmma: operand a is in registers or in shared memory, b in shared memory. It is executed at once: wgmma.fence, .commit_group and
+    .wait_group do nothing, and a result that is read too early is not reported."""
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes))
     columns, pairs, function = tensor_core.wgmma(c.opcode)

@@ -1,4 +1,4 @@
-"""Instructions in which the lanes of a warp exchange data: __syncwarp, shuffles, votes, matches and reductions."""
+"""Warp-wide instructions: __syncwarp, shuffles, votes, matches and reductions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ def shuffle(c: Context) -> Step:
 
 
 def _check_sources(m: Machine, lanes: np.ndarray, masks: np.ndarray, source: np.ndarray) -> None:
-    """A lane may read registers only of lanes that its mask names and that take part."""
+    """A lane may read the registers of lanes that its mask names and that take part, and of no others."""
     bad = (m.warp_wide.ballot(lanes) & masks) >> source.astype(np.uint32) & 1 == 0
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
@@ -117,7 +117,7 @@ def vote(c: Context) -> Step:
 
 
 def _members(m: Machine, lanes: np.ndarray, masks: np.ndarray) -> np.ndarray:
-    """members[i, j]: lane j of the warp takes part, and lane i's mask names it."""
+    """members[i, j]: True if lane j of the warp takes part, and lane i's mask names it."""
     here = m.warp_wide.ballot(lanes) & masks
     return (here[:, None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
 
@@ -128,10 +128,6 @@ def _of_warp(m: Machine, lanes: np.ndarray, register: int) -> np.ndarray:
     return values[m.order.warp_of[lanes]]
 
 
-def _to_bits(flags: np.ndarray) -> np.ndarray:
-    return np.packbits(flags, axis=1, bitorder="little").view(np.uint32)[:, 0]
-
-
 def match(c: Context) -> Step:
     mode, type_ = c.parts[1], c.types[0]
     target, holds = c.targets(c.operands[0])
@@ -140,7 +136,7 @@ def match(c: Context) -> Step:
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         members = _members(m, group.lanes, masks)
         equal = members & (_of_warp(m, group.lanes, value) == m.spread(group, value)[:, None])
-        result = _to_bits(equal)
+        result = bits(equal)
         if mode == "all":
             same = (equal == members).all(axis=1)
             result = np.where(same, result, np.uint32(0))

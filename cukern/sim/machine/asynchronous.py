@@ -30,6 +30,9 @@ class Copies:
         self.flights: list[_Flight] = []
         self.committed = np.zeros(m.lanes, np.int64)
 
+    def commit(self, lanes: np.ndarray) -> None:
+        self.committed[lanes] += 1
+
     def start(self, pc: int, lanes: np.ndarray, positions: np.ndarray, size: int) -> None:
         self.flights.append(_Flight(self.committed[lanes], lanes, positions, size, pc))
 
@@ -53,15 +56,15 @@ class Copies:
 class _Mbarrier:
     count: int  # arrivals per phase
     missing: int
-    told: np.ndarray  # what those who arrived knew, in all phases
-    learned: np.ndarray  # what those who wait learn, from the phases that have ended
+    told: np.ndarray  # what the arrived warps knew, in all phases
+    learned: np.ndarray  # what waiting warps learn, from the phases that have ended
     bytes: int = 0  # expected, and not yet written
     phase: int = 0
     flights: list[tuple[int, np.ndarray, np.ndarray, int]] = field(default_factory=list)  # instruction, positions, lanes, size
 
 
 class Mbarriers:
-    """The mbarriers of a batch by their position in shared memory, and who waits at them."""
+    """The mbarriers of a batch by their position in shared memory, and the lanes that wait at them."""
 
     def __init__(self, m: Batch):
         self.m = m
@@ -130,7 +133,7 @@ class Mbarriers:
         self._let_go(position)
 
     def _let_go(self, position: int) -> None:
-        """Release those who wait for a phase that has ended."""
+        """Release the lanes that wait for a phase that has ended."""
         m, barrier = self.m, self.at[position]
         lanes = np.flatnonzero((self.positions == position) & (self.parities != barrier.phase % 2))
         if not len(lanes):
@@ -141,7 +144,7 @@ class Mbarriers:
             m.put(group, self.results[pc], np.ones(1, bool))
 
     def stuck(self) -> Fault | None:
-        """The fault if lanes wait for arrivals or bytes that never come."""
+        """The fault if lanes wait for arrivals or bytes that never arrive."""
         waiting = np.flatnonzero(self.positions >= 0)
         if not len(waiting):
             return None

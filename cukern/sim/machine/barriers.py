@@ -1,4 +1,4 @@
-"""The barriers of a block, and warp-wide instructions: who waits at each of them.
+"""The barriers of a block, and warp-wide instructions: the lanes that wait at each of them.
 
 Lanes wait until all others have come: those of the block, or those of the warp that their mask names. Lanes that have exited are not
 waited for at a warp-wide instruction. If no lane of a batch can continue, those that wait would wait forever: a fault.
@@ -16,13 +16,13 @@ SYNC = -1  # stands for all bar.warp.sync: lanes may meet at different ones
 
 
 class _Meeting:
-    """One barrier number: who waits there, in all blocks of the batch."""
+    """The lanes that wait at one barrier number, in all blocks of the batch."""
 
     def __init__(self, m: Batch):
         self.here = np.zeros(m.lanes, bool)  # lanes that wait
         self.count = np.zeros(m.blocks, np.int64)  # threads that the barrier waits for; 0: all of the block
         self.holds = np.zeros(m.lanes, bool)  # the predicate of a bar.red
-        self.signals: dict[int, np.ndarray] = {}  # by warp that has arrived and does not wait: what it knew
+        self.signals: dict[int, np.ndarray] = {}  # what each warp knew that has arrived and does not wait
 
 
 class Barriers:
@@ -122,7 +122,7 @@ class Barriers:
             raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {another}", pc)
 
     def stuck(self) -> Fault | None:
-        """The fault if lanes wait for others that never come."""
+        """The fault if lanes wait for others that never arrive."""
         m = self.m
         barrier, meeting = next(((b, x) for b, x in self.meetings.items() if x.here.any()), (0, None))
         if meeting is None:
@@ -147,7 +147,7 @@ class Warps:
         self.masks = np.zeros(m.lanes, np.uint32)
 
     def meet(self, group: Group, masks: np.ndarray, key: int) -> Group | None:
-        """The lanes whose partners are all here; the others park."""
+        """The lanes whose partners have all arrived; the others park."""
         m = self.m
         if key not in self.parked and len(masks) == 1 and masks[0] == 0xFFFFFFFF and group.whole:
             return group

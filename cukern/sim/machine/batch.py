@@ -1,7 +1,7 @@
 """One batch of blocks that run at once: a lane is a thread, a register is an array with one element per lane.
 
 Lanes at the same instruction form a group. A register with one value for all lanes, such as a loop counter or an argument, is an array of
-one element. What threads do together (barriers, warp-wide instructions) is in the files beside this one; machine.py assembles it.
+one element. Barriers and warp-wide instructions are in the files beside this one; machine.py assembles them.
 """
 
 import math
@@ -50,7 +50,7 @@ class Group:
 
 
 class Launched:
-    """What all batches of a launch have in common."""
+    """The data that all batches of a launch share."""
 
     def __init__(self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: bytes, memory: Global):
         self.name, self.program, self.grid, self.block = name, program, grid, block
@@ -76,9 +76,9 @@ class Batch:
         self.thread_of = np.arange(self.lanes) % self.lanes_a_block
         self.alive = self.thread_of < launched.threads
         self.live = int(self.alive.sum())
-        self.ended = np.zeros(self.lanes, np.int64)  # the instruction with which a lane exited
+        self.ended = np.zeros(self.lanes, np.int64)  # the instruction at which a lane exited
         self.pc = 0
-        self.waiting: dict[int, Group] = {}  # program counter -> the lanes that go on there
+        self.waiting: dict[int, Group] = {}  # program counter -> the lanes that continue there
         self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
         names = self.program.shared_names
@@ -110,7 +110,7 @@ class Batch:
         return groups
 
     def whereabouts(self, lane: int) -> str:
-        """Where a lane is for which others wait forever."""
+        """The state of a lane for which others wait forever."""
         thread = self.block_and_thread(lane)[1]
         if not self.alive[lane]:
             return f"thread {thread} has ended at {self.program.location(int(self.ended[lane]))}"

@@ -1,8 +1,8 @@
 """Thread block clusters: the barrier of a cluster, and the distributed shared memory that its blocks access.
 
-A block may access its neighbours' memory only after a cluster barrier shows that they have started, and they must not exit before they know
-of the access: by barrier.cluster, or because a strong read of theirs saw the strong write. Strong accesses with .cluster do not race, but
-neither they nor atomics on shared memory order anything else: barrier.cluster and mbarriers do. PTX ISA, barrier.cluster and mapa.
+A block may access the memory of another block of its cluster only after a cluster barrier shows that the other has started. The other must
+not exit before it knows of the access: through barrier.cluster, or because its strong read saw the strong write. Strong accesses with
+.cluster do not race. Only barrier.cluster and mbarriers order other accesses. PTX ISA, barrier.cluster and mapa.
 """
 
 import numpy as np
@@ -13,25 +13,23 @@ from cukern.sim.memory.regions import Region
 from cukern.sim.memory.spaces import RANK, Accessor, Part, Space, each, first_row
 
 _NOT_STARTED = "which may not have started yet: no cluster barrier is before the access"
-_HALF = 1 << RANK - 1  # offsets from -_HALF on: an address below the start still belongs to the block it was computed from
+_HALF = 1 << RANK - 1  # offsets start at -_HALF: an address below the start still belongs to the block it was computed from
 
 
 class Clusters:
-    """Which lanes have arrived at the cluster barrier and which wait there, in all clusters of the batch.
-
-    A thread that exits without having arrived is waited for, as at a block's barrier; a GPU would not wait for it.
-    """
+    """The lanes that have arrived at the cluster barrier and those that wait there, in all clusters of the batch. Unlike a GPU, the
+    simulator waits for threads that exit without having arrived, as it does at a block's barrier."""
 
     def __init__(self, m: Batch):
         self.m = m
         self.count = m.blocks // m.order.blocks_a_cluster
         self.arrived = np.zeros(m.lanes, bool)  # since the barrier last opened
-        self.owes = np.zeros(m.lanes, bool)  # has arrived, and not waited since
+        self.owes = np.zeros(m.lanes, bool)  # has arrived and must wait next
         self.since = np.zeros(m.lanes, np.int64)  # the others learn what this lane did before this time
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
         self.waits = np.zeros(m.lanes, bool)
-        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of other warps
-        self.learned = self.told.copy()  # what those who wait learn: `told` when the barrier last opened
+        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what the arrived warps knew of other warps
+        self.learned = self.told.copy()  # what waiting warps learn: `told` when the barrier last opened
         self.met = np.zeros(m.blocks, bool)  # blocks that have waited: they know that their neighbours have started
         self.exited = np.zeros(m.blocks, bool)
 
@@ -92,7 +90,7 @@ class Clusters:
             raise m.fault(BarrierFault, lane, what, int(self.arrived_at[lane]))
 
     def stuck(self) -> Fault:
-        """The fault of lanes that wait for others that never come."""
+        """The fault if lanes wait for others that never arrive."""
         m, order = self.m, self.m.order
         lane = first_row(self.waits)
         mine = (order.cluster_of == order.cluster_of[lane]) & (m.thread_of < m.launched.threads)
@@ -115,7 +113,7 @@ class Clusters:
                 raise m.fault(Race, lanes[row], f"{verb} {where} of the shared memory of block {block}, {why}")
 
     def lanes_left(self, group: Group) -> None:
-        """When the last thread of a block exits, the block must know of all accesses of its neighbours to its memory."""
+        """When the last thread of a block exits, the block must know of all accesses of other blocks to its memory."""
         m = self.m
         if m.order.blocks_a_cluster > 1:
             blocks = np.unique(m.order.block_of[group.lanes])
@@ -125,13 +123,12 @@ class Clusters:
 
     def _check_exit(self, block: int) -> None:
         m, order, shared = self.m, self.m.order, self.m.shared
-        warps = np.arange(block * m.warps, (block + 1) * m.warps)
         start = block * shared.stride
         for did, stamps in shared.shadow.accesses(order, start, start + shared.stride):
             granules = np.flatnonzero((stamps != 0) & (order.by_block(stamps) != block + m.first_block))
             stamps = stamps[granules]
             known = np.zeros(len(stamps), bool)
-            for warp in warps:
+            for warp in range(block * m.warps, (block + 1) * m.warps):
                 known |= order.ordered(stamps, np.full(len(stamps), warp * 32))
             if not known.all():
                 i = first_row(~known)
@@ -177,6 +174,6 @@ class Distributed(Space):
 
 
 def split_address(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses of shared::cluster as ranks, plus 1, and offsets."""
+    """The ranks plus 1, and the offsets, of shared::cluster addresses."""
     shifted = (addresses.astype(np.uint64) + np.uint64(_HALF)).view(np.int64)
     return shifted >> RANK & 0xFF, (shifted & (1 << RANK) - 1) - _HALF

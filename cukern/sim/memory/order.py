@@ -8,8 +8,7 @@ A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a 
 (atomics, volatile and the like) with fences: a block accesses memory, executes a fence, then a strong store; every block that later
 executes a strong load and then a fence knows of the access. An atomic is both a strong load and a strong store, and needs no fence after
 it; st.release and ld.acquire include the fence. Neither the addresses of the strong accesses nor the fencing threads are compared. So some
-races between blocks are missed, but correct kernels are not accused: the last block adds up the results of the others, or a block waits
-for the flag of an earlier one.
+races between blocks are missed, but correct kernels are not accused, such as those in which a block waits for the flag of another.
 """
 
 from typing import Any
@@ -143,11 +142,6 @@ class Order:
         self.fenced[blocks] = self.clock.now + 1
         there = blocks + self.first_block
         self.clock.acquired[there] = np.maximum(self.clock.acquired[there], self.seen[blocks])
-
-    def meet(self, lanes: np.ndarray) -> None:
-        """These lanes execute an atomic on global memory."""
-        self.publish(lanes)
-        self.observe(lanes, acquires=True)
 
     def publish(self, lanes: np.ndarray, releases: bool = False) -> None:
         """These lanes execute a strong store to global memory."""

@@ -33,7 +33,7 @@ def all_memory() -> dict[int, np.ndarray]:
 
 @dataclass
 class Region:
-    """Addresses from `start` up to `end`. `written`: for each byte from `origin` on, whether it is initialized; None: all are."""
+    """Addresses from `start` up to `end`. `written`: True for each byte from `origin` on that is initialized; None: all are."""
 
     start: int
     end: int
@@ -62,12 +62,10 @@ class _Storage:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
-        found = []
-        for start, end in merged:
-            region = Region(start, end)
-            if self.written is not None:
-                region.written = self.written[region.origin - self.start : end - self.start]
-            found.append(region)
+        found = [Region(start, end) for start, end in merged]
+        if self.written is not None:
+            for region in found:
+                region.written = self.written[region.origin - self.start : region.end - self.start]
         return found
 
 

@@ -123,12 +123,10 @@ class Shadow:
     def _unordered(self, order: Order, stamps: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
         if self.reach == "lane":
             return None
+        suspect = stamps != 0
         if self.reach == "cluster":
             floor = order.floor[lanes]
-            suspect = stamps >= (floor if stamps.ndim == 1 else floor[:, None])
-            suspect &= stamps != 0
-        else:
-            suspect = stamps != 0
+            suspect &= stamps >= (floor if stamps.ndim == 1 else floor[:, None])
         if strong:
             suspect &= ((stamps & STRONG) == 0) | ((stamps & IN_FLIGHT) != 0)
         if not suspect.any():

@@ -81,7 +81,7 @@ def _copysign(op: Opcode) -> Function:
 
 
 def _sum(op: Opcode) -> Function:
-    if op.writes_carry or op.reads_carry:
+    if op.has("cc"):
         return _carrying(op)
     ufunc = {"add": np.add, "sub": np.subtract}[op.base]
     if op.has("sat"):
@@ -96,7 +96,7 @@ def _product(op: Opcode) -> Function:
 
 
 def _multiply_add(op: Opcode) -> Function:
-    if op.writes_carry or op.reads_carry:
+    if op.has("cc"):
         return _carrying(op)
     product = _product(op)
     return lambda a, b, c: product(a, b) + c
@@ -105,10 +105,10 @@ def _multiply_add(op: Opcode) -> Function:
 def _carrying(op: Opcode, flag: bool = False) -> Function:
     """The sum, or the carry flag."""
     op.only("cc", "lo", "hi")
-    if flag and not op.writes_carry:
+    if flag and not op.has("cc"):
         raise KeyError(op.name)
     part = _product(op) if op.base.startswith("mad") else None
-    return functools.partial(integers.carrying, part, op.base.startswith("sub"), op.reads_carry, flag)
+    return functools.partial(integers.carrying, part, op.base.startswith("sub"), op.base in ("addc", "subc", "madc"), flag)
 
 
 def _sad(op: Opcode) -> Function:
@@ -169,12 +169,12 @@ _FLOAT: dict[str, _Row] = {
 }
 _INTEGER: dict[str, _Row] = {
     "add": (_sum, "sat cc"),
-    "addc": (_sum, "cc"),
+    "addc": (_carrying, "cc"),
     "sub": (_sum, "sat cc"),
-    "subc": (_sum, "cc"),
+    "subc": (_carrying, "cc"),
     "mul": (_product, "lo hi wide"),
     "mad": (_multiply_add, "lo hi wide cc"),
-    "madc": (_multiply_add, "lo hi cc"),
+    "madc": (_carrying, "lo hi cc"),
     "div": (lambda op: functools.partial(integers.divided, np.floor_divide, op.type), ""),
     "rem": (lambda op: functools.partial(integers.divided, np.remainder, op.type), ""),
     "neg": _typed(np.negative),

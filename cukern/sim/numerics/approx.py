@@ -1,8 +1,8 @@
 """The approximate functions: computed in float64 and rounded once, so they are at least as accurate as a GPU's.
 
-A GPU's result may differ in its last bits. The PTX ISA allows float32 an error of 1 ulp in rcp, 2 ulp in div and ex2, 2^-22.9 relative in
-rsqrt and 2^-23 in sqrt, 2^-22 in lg2 (absolute between 0.5 and 2, else relative), 2^-11 relative in tanh, and 2^-20.5 absolute in sin and
-cos between -pi and pi, growing with larger arguments.
+A GPU's result may differ in its last bits. The PTX ISA allows these errors in float32: 1 ulp in rcp, 2 ulp in div and ex2, 2^-22.9
+relative in rsqrt, 2^-23 in sqrt, 2^-22 in lg2 (absolute between 0.5 and 2, else relative), 2^-11 relative in tanh, and 2^-20.5 absolute in
+sin and cos between -pi and pi, more for larger arguments.
 """
 
 import functools
@@ -28,7 +28,7 @@ _TYPES = {"ex2": ("f16", "bf16", "f32"), "tanh": ("f16", "bf16", "f32"), "rcp": 
 
 
 def approximate(kind: str, fmt: Format, ftz: bool) -> Function:
-    """`kind` is a base, or "div.full", which unlike "div" does not return 0 for a divisor above 2^126. KeyError for other types."""
+    """`kind` is a base or "div.full". Only "div" returns 0 for a divisor above 2^126. Raises KeyError for unsupported types."""
     if fmt.name not in _TYPES.get(kind, ("f32",)):
         raise KeyError(kind)
     function = _FUNCTIONS[kind]

@@ -29,14 +29,6 @@ class Opcode:
     def is_float(self) -> bool:
         return PACKED.get(self.type, self.type) in FORMATS
 
-    @property
-    def writes_carry(self) -> bool:
-        return "cc" in self.modifiers
-
-    @property
-    def reads_carry(self) -> bool:
-        return self.base in ("addc", "subc", "madc")
-
     def has(self, modifier: str) -> bool:
         return modifier in self.modifiers
 

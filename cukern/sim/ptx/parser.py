@@ -94,9 +94,7 @@ class _Parser:
                 self.skip()
             elif token in (".global", ".const", ".shared", ".local"):
                 module.variables += self.variables(token[1:])
-            elif token not in (".visible", ".weak", ".extern", ".common", ";") and not token.startswith(
-                (".version", ".target", ".address")
-            ):
+            elif not token.startswith((".visible", ".weak", ".extern", ".common", ";", ".version", ".target", ".address")):
                 raise self.error("a directive expected", back=1)
         return module
 
