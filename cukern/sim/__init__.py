@@ -12,17 +12,11 @@ import struct
 from collections.abc import Callable
 
 from cukern.runtime.compiler import Ptx
+from cukern.runtime.device import SIMULATED_DEVICE
 from cukern.runtime.limits import Dim, exceeded, launch_error
 from cukern.runtime.signature import Param, explain_misfit, packer
-from cukern.sim import memory as memory
-from cukern.sim.faults import BarrierFault as BarrierFault
-from cukern.sim.faults import Fault as Fault
-from cukern.sim.faults import Misaligned as Misaligned
-from cukern.sim.faults import NotSimulated as NotSimulated
-from cukern.sim.faults import OutOfBounds as OutOfBounds
-from cukern.sim.faults import Race as Race
-from cukern.sim.faults import StepLimit as StepLimit
-from cukern.sim.faults import Uninitialized as Uninitialized
+from cukern.sim import memory
+from cukern.sim.faults import BarrierFault, Fault, Misaligned, NotSimulated, OutOfBounds, Race, StepLimit, Uninitialized
 from cukern.sim.instructions.decode import stretches
 from cukern.sim.instructions.tables import INSTRUCTIONS
 from cukern.sim.machine.batch import Launched
@@ -32,10 +26,13 @@ from cukern.sim.memory.regions import Region, regions
 from cukern.sim.memory.spaces import Global
 from cukern.sim.ptx.parser import parse
 
+__all__ = ["BarrierFault", "Fault", "Launch", "Misaligned", "NotSimulated", "OutOfBounds", "Race", "StepLimit", "Uninitialized"]
+__all__ += ["load", "memory"]
+
 Launch = Callable[..., None]
 
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
-MOST_SHARED = 227 << 10  # bytes of static and dynamic shared memory per block, on sm_90
+MOST_SHARED = SIMULATED_DEVICE.shared_bytes  # static and dynamic, per block
 
 
 def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
@@ -76,7 +73,6 @@ def _check_launch(name: str, grid: Dim, block: Dim, shared: int, static: int, pr
     if broken:
         raise launch_error(name, grid, block, shared, broken)
     if math.prod(grid) * math.prod(block) > MOST_THREADS:
-        raise ValueError(
-            f"{name} <<<grid {grid}, block {block}>>> has {math.prod(grid) * math.prod(block)} threads, and the simulator takes at most "
-            f"{MOST_THREADS}: simulate a smaller problem"
-        )
+        threads = math.prod(grid) * math.prod(block)
+        what = f"{name} <<<grid {grid}, block {block}>>> has {threads} threads, and the simulator takes at most {MOST_THREADS}"
+        raise ValueError(f"{what}: simulate a smaller problem")

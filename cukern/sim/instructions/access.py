@@ -1,4 +1,4 @@
-"""Loads, stores and fences."""
+"""Loads, stores, fences and asynchronous copies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 from cukern.sim.instructions.decode import Context, compute
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import STRONG
+from cukern.sim.memory.order import IN_FLIGHT, STRONG
 from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW
+from cukern.sim.memory.spaces import WINDOW, each
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
-from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
+from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Operand, Register, Symbol, immediate_value
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
 _IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
@@ -33,7 +33,7 @@ def space_of(c: Context) -> str:
 
 
 def _is_strong(c: Context, space: str) -> bool:
-    """True if the access does not race with other strong accesses. In shared memory only accesses with .cluster are strong."""
+    """True if the access does not race with other strong accesses. In shared memory, only accesses with .cluster are strong."""
     return bool(_STRONG & set(c.parts)) and ("cluster" in c.parts or space not in ("shared", "cluster"))
 
 
@@ -56,12 +56,8 @@ def load(c: Context) -> Step:
             m.order.clock.tick(pc)
         addresses = offset_by(m.get(group, base), offset)
         values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
-        assert values is not None
         if strong and space != "shared":
             m.order.observe(group.lanes, acquires)
-        if count == 1:
-            put(m, group, targets[0], values, signed)
-            return
         parts = values.view(UNSIGNED[width]).reshape(-1, count)
         for i, target in enumerate(targets):
             put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
@@ -69,10 +65,8 @@ def load(c: Context) -> Step:
     return run
 
 
-def put(m: Machine, group: Group, target: Register | None, values: np.ndarray, signed: bool) -> None:
+def put(m: Machine, group: Group, target: Register, values: np.ndarray, signed: bool) -> None:
     """Write loaded bits to a register, which may be wider."""
-    if target is None:
-        return
     bits = values.dtype.itemsize * 8
     if bits < target.width:
         values = (values.view(SIGNED[bits]) if signed else values).astype(UNSIGNED[target.width])
@@ -87,9 +81,9 @@ def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
 
 
 def through(
-    m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray | None], *values: np.ndarray
-) -> np.ndarray | None:
-    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space that they belong to."""
+    m: Machine, space: str, lanes: np.ndarray, addresses: np.ndarray, access: Callable[..., np.ndarray], *values: np.ndarray
+) -> np.ndarray:
+    """Call `access(space, lanes, addresses, *values)`; for generic addresses, once for each space in which some of them lie."""
     if space != "generic":
         return access(m.spaces[space], lanes, addresses, *values)
     windows = addresses >> np.uint64(WINDOW)
@@ -103,13 +97,13 @@ def through(
             return access(m.spaces[name], lanes, offsets, *values)
         rows = np.flatnonzero(windows == window)
         part = access(m.spaces[name], lanes[rows], offsets[rows], *(np.broadcast_to(v, lanes.shape)[rows] for v in values))
-        if part is not None:
-            result = np.zeros(len(lanes), part.dtype) if result is None else result
-            result[rows] = part
+        result = np.resize(part, len(lanes)) if result is None else result
+        result[rows] = part
+    assert result is not None
     return result
 
 
-def _load_param(c: Context, targets: list[Register | None], type_: str) -> Step:
+def _load_param(c: Context, targets: list[Register], type_: str) -> Step:
     """Kernel parameters are the same for all lanes."""
     address = c.operands[1]
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in c.program.params:
@@ -163,7 +157,7 @@ def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndar
 
 
 def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> Step:
-    """st.param: an argument of a call, kept in a register of its own."""
+    """st.param: an argument of a call, stored in a register of its own."""
     if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
         raise c.unknown()
     register = Register(c.program.hidden(max(16, WIDTHS[type_])), WIDTHS[type_])
@@ -187,3 +181,65 @@ def fence(c: Context) -> Step:
 
 def nothing(c: Context) -> Step:
     return lambda m, group: None
+
+
+# ---- cp.async: copies from global to shared memory, in flight until their thread waits for them
+
+_HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
+
+
+def copy(c: Context) -> Step:
+    if c.parts[:2] != ["cp", "async"]:
+        raise c.unknown()
+    if c.opcode == "cp.async.bulk.prefetch.L2.global":
+        return nothing(c)
+    if c.opcode == "cp.async.commit_group":
+        return lambda m, group: m.copies.commit(group.lanes)
+    if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
+        newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
+        return lambda m, group: m.copies.wait(group.lanes, newest)
+    if not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts:
+        raise c.unknown()
+    return _start_copy(c)
+
+
+def _start_copy(c: Context) -> Step:
+    """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source}."""
+    to, from_, bytes_, *rest = c.operands
+    (target, target_offset), (source, source_offset) = c.address(to), c.address(from_)
+    if not isinstance(bytes_, Immediate):
+        raise c.unknown()
+    size, pc = int(immediate_value(bytes_)), c.pc
+    ignored = isinstance(rest[0], Register) and rest[0].width == 1 if rest else False
+    read = c.source(rest[0], "pred" if ignored else "u32") if rest else None
+    negated = bool(rest) and isinstance(rest[0], Register) and rest[0].negated
+
+    def run(m: Machine, group: Group) -> None:
+        m.pc = pc
+        m.order.clock.tick(pc)
+        lanes, n = group.lanes, len(group.lanes)
+        addresses = each(offset_by(m.get(group, source), source_offset), lanes)
+        count = np.full(n, size)
+        if read is not None:
+            values = m.spread(group, read)
+            count = np.where(values ^ negated, 0, size) if ignored else values.astype(np.int64)
+        values = _fetch(m, lanes, addresses, size, count)
+        m.order.clock.tick(pc)
+        positions = m.shared.store(m, lanes, offset_by(m.get(group, target), target_offset), size, values, IN_FLIGHT)
+        m.copies.start(pc, lanes, positions, size)
+
+    return run
+
+
+def _fetch(m: Machine, lanes: np.ndarray, addresses: np.ndarray, size: int, count: np.ndarray) -> np.ndarray:
+    """The first `count` bytes at each address, then zeros."""
+    memory, values = m.launched.memory, np.zeros(len(lanes), CARRIERS[size])
+    whole = np.flatnonzero(count >= size)
+    if len(whole):
+        values[whole] = memory.load(m, lanes[whole], addresses[whole], size)
+    part = np.flatnonzero((count > 0) & (count < size))
+    bytes_ = values.view(np.uint8).reshape(-1, size)
+    for i in range(int(count[part].max()) if len(part) else 0):
+        some = part[count[part] > i]
+        bytes_[some, i] = memory.load(m, lanes[some], addresses[some] + np.uint64(i), 1)
+    return values

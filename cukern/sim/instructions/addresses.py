@@ -17,38 +17,31 @@ def convert_address(c: Context) -> Step:
     if space not in WINDOWS:
         raise c.unknown()
     register = c.target(c.operands[0])
-    assert register is not None
     window = np.array([WINDOWS[space] << WINDOW if register.width == 64 else 0], UNSIGNED[register.width])
     function = (lambda x: x - window) if "to" in c.parts else (lambda x: x + window)
     return compute(function, register, [c.source(c.operands[1], c.types[0])])
 
 
 def is_space(c: Context) -> Step:
-    register = c.target(c.operands[0])
-    space = c.parts[1]
-    if space in ("shared", "shared::cta", "shared::cluster"):
-        return _is_shared(c)
-    if space not in ("global", "local") or register is None:
+    """isspacep.space p, address."""
+    space, register, address = c.parts[1], c.target(c.operands[0]), c.source(c.operands[1], "b64")
+    if space in ("global", "local", "shared::cluster"):
+        window = WINDOWS[space.split("::")[0]]
+        return compute(lambda x: x >> np.uint64(WINDOW) == window, register, [address])
+    if space not in ("shared", "shared::cta"):
         raise c.unknown()
-    return compute(lambda x: x >> np.uint64(WINDOW) == WINDOWS[space], register, [c.source(c.operands[1], "b64")])
-
-
-def _is_shared(c: Context) -> Step:
-    """isspacep.shared::cta and .shared::cluster p, address."""
-    register, anyones = c.target(c.operands[0]), c.parts[1] == "shared::cluster"
-    assert register is not None
 
     def function(address: np.ndarray, own: np.ndarray) -> np.ndarray:
         rank = split_address(address)[0]
-        return (address >> np.uint64(WINDOW) == 1) & (anyones | (rank == 0) | (rank - 1 == own))
+        return (address >> np.uint64(WINDOW) == 1) & ((rank == 0) | (rank - 1 == own))
 
-    return compute(function, register, [c.source(c.operands[1], "b64"), c.program.special("%cluster_ctarank")])
+    return compute(function, register, [address, c.program.special("%cluster_ctarank")])
 
 
 def map_address(c: Context) -> Step:
     """mapa d, address, rank."""
     register, width = c.target(c.operands[0]), 64 if c.types[-1] == "u64" else 32
-    if register is None or c.parts[1:-1] not in ([], ["shared::cluster"]) or c.types[-1] not in ("u32", "u64"):
+    if c.parts[1:-1] not in ([], ["shared::cluster"]) or c.types[-1] not in ("u32", "u64"):
         raise c.unknown()
     dtype = UNSIGNED[width]
     low = dtype(~(0xFF << RANK) & (1 << width) - 1)
@@ -63,7 +56,7 @@ def map_address(c: Context) -> Step:
 def rank_of_address(c: Context) -> Step:
     """getctarank d, address."""
     register = c.target(c.operands[0])
-    if register is None or c.parts[1:-1] not in ([], ["shared::cluster"]):
+    if c.parts[1:-1] not in ([], ["shared::cluster"]):
         raise c.unknown()
 
     def function(address: np.ndarray, own: np.ndarray) -> np.ndarray:

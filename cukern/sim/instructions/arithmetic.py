@@ -21,37 +21,28 @@ def arithmetic(c: Context) -> Step:
     sources = [c.source(x, t) for x, t in zip(c.operands[1:], types, strict=False)]
     negated = [isinstance(x, Register) and x.negated for x in c.operands[1:]]
     if c.parts[0] in ("addc", "subc", "madc"):
-        sources.append(c.program.carry())
+        sources.append(c.program.carry)
         negated.append(False)
     results = []
     for i, target in enumerate(targets):
-        function, register = alu.find(c.opcode, second=True) if i else alu.find(c.opcode), c.target(target)
+        function, register = alu.find(c.opcode, second=i > 0), c.target(target)
         if any(negated):
             function = _with_negated(function, negated)
-        if register is not None:
-            results.append((_extended(function, register, c.types), register))
+        results.append((_extended(function, register, c.types), register))
     if "cc" in c.parts:
-        results.append((alu.find(c.opcode, second=True), Register(c.program.carry(), 1)))
-    if len(results) == 1:
-        return compute(*results[0], sources)
+        results.append((alu.find(c.opcode, second=True), Register(c.program.carry, 1)))
     return _compute_all(results, sources)
 
 
 def _compute_all(results: list[tuple[Callable[..., np.ndarray], Register]], sources: list[int]) -> Step:
-    """Several results of the same operands. A destination may also be an operand."""
+    """One or more results of the same operands. A destination may also be an operand."""
+    if len(results) == 1:
+        return compute(*results[0], sources)
 
     def run(m: Machine, group: Group) -> None:
         operands = [m.get(group, s) for s in sources]
         for (_, register), values in zip(results, [function(*operands) for function, _ in results], strict=True):
             m.put(group, register.number, values)
-
-    return run
-
-
-def _in_turn(steps: list[Step]) -> Step:
-    def run(m: Machine, group: Group) -> None:
-        for step in steps:
-            step(m, group)
 
     return run
 
@@ -64,18 +55,11 @@ def source_types(c: Context) -> list[str]:
         return [t, "u32"]
     if base == "mad" and "wide" in c.parts:
         return [t, t, {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}.get(t, t)]
-    special_cases = {
-        "selp": [t, t, "pred"],
-        "setp": [t, t, "pred"],
-        "set": [t, t, "pred"],
-        "slct": [t, t, types[-1]],
-        "bfe": [t, "u32", "u32"],
-        "bfi": [t, t, "u32", "u32"],
-        "dp4a": [t, types[-1], "b32"],
-        "dp2a": [t, types[-1], "b32"],
-    }
+    if base in ("selp", "setp", "set"):
+        return [t, t, "pred"]
     if base in ("dp4a", "dp2a"):
         return ["b32"] * 3
+    special_cases = {"slct": [t, t, types[-1]], "bfe": [t, "u32", "u32"], "bfi": [t, t, "u32", "u32"]}
     return special_cases.get(base, [t] * 4)
 
 
@@ -98,47 +82,38 @@ def _extended(function: Callable, register: Register, types: list[str]) -> Calla
     return run
 
 
-def constant(c: Context, register: Register, value: Callable[[Machine], Any]) -> Step:
+def constant(register: Register, value: Callable[[Machine], Any]) -> Step:
     """register = value(m), the same for all lanes."""
     dtype = UNSIGNED[register.width]
-
-    def run(m: Machine, group: Group) -> None:
-        m.put(group, register.number, np.array([value(m)], dtype))
-
-    return run
+    return lambda m, group: m.put(group, register.number, np.array([value(m)], dtype))
 
 
 def create_policy(c: Context) -> Step:
     """createpolicy: the simulator ignores cache policies."""
     register = c.target(c.operands[0])
-    if register is None or c.parts[1] != "fractional":
+    if c.parts[1] != "fractional":
         raise c.unknown()
-    return constant(c, register, lambda m: 0)
+    return constant(register, lambda m: 0)
 
 
 def move(c: Context) -> Step:
     target, source = c.operands
     if isinstance(source, Symbol) and source.name in CLOCKS:
         register = c.target(target)
-        assert register is not None
         mask, high = (1 << register.width) - 1, source.name.endswith("_hi")
-        return constant(c, register, lambda m: (m.launched.steps >> (32 if high else 0)) & mask)
+        return constant(register, lambda m: (m.launched.steps >> (32 if high else 0)) & mask)
     if isinstance(source, Vector):
         return _pack(c, target, source.items)
     if isinstance(target, Vector):
         return _unpack(target.items, c)
     register = c.target(target)
-    if register is None:
-        raise c.unknown()
     return compute(_extended(np.copy, register, []), register, [c.source(source, c.types[0])])
 
 
 def _pack(c: Context, target: Operand, items: tuple[Operand, ...]) -> Step:
     register = c.target(target)
-    if register is None or register.width > 64:
-        raise c.unknown()
     width = register.width // len(items)
-    if width < 16:
+    if register.width > 64 or width < 16:
         raise c.unknown()
     wide = UNSIGNED[register.width]
 
@@ -155,13 +130,8 @@ def _unpack(items: tuple[Operand, ...], c: Context) -> Step:
     width = WIDTHS[c.types[0]] // len(items)
     if width < 16 or width * len(items) > 64:
         raise c.unknown()
-    source = c.source(c.operands[1], c.types[0])
-    steps = []
-    for i, item in enumerate(items):
-        register = c.target(item)
-        if register is not None:
-            steps.append(compute(_part(width * i, UNSIGNED[width]), register, [source]))
-    return _in_turn(steps)
+    results = [(_part(width * i, UNSIGNED[width]), c.target(item)) for i, item in enumerate(items)]
+    return _compute_all(results, [c.source(c.operands[1], c.types[0])])
 
 
 def _part(shift: int, dtype: Any) -> Callable[[np.ndarray], np.ndarray]:

@@ -9,9 +9,9 @@ from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import STRONG
-from cukern.sim.memory.spaces import Space
+from cukern.sim.memory.spaces import Space, each
 from cukern.sim.numerics import alu
-from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.numerics.integers import UNSIGNED, where
 from cukern.sim.ptx.module import WIDTHS
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
@@ -27,7 +27,7 @@ def atomic(c: Context) -> Step:
     spaces = {"global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster"}
     space = next((spaces[p] for p in c.parts if p in spaces), "generic")
     returns = c.parts[0] == "atom"
-    target = c.target(c.operands[0]) if returns else None
+    target = c.target(c.operands[0]) if returns else c.program.sink
     address, *operands = c.operands[1:] if returns else c.operands
     base, offset = c.address(address)
     sources = [c.source(x, c.types[0]) for x in operands]
@@ -37,15 +37,13 @@ def atomic(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
-        n = len(group.lanes)
-        addresses = np.broadcast_to(offset_by(m.get(group, base), offset), (n,))
-        values = [np.broadcast_to(m.get(group, s), (n,)).astype(UNSIGNED[width]) for s in sources]
+        addresses = each(offset_by(m.get(group, base), offset), group.lanes)
+        values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources]
 
-        def access(where: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
-            return _serially(m, where, lanes, at, width // 8, changes.get(where.name, changes["shared"]), values)
+        def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
+            return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values)
 
         old = through(m, space, group.lanes, addresses, access, *values)
-        assert old is not None
         put(m, group, target, old, signed)
 
     return run
@@ -56,14 +54,12 @@ def _change(c: Context, operation: str, space: str) -> Change:
     if operation == "add" and type_ in _FLOATS:
         flush = ".ftz" if type_ == "f32" and space == "global" else ""  # PTX ISA, atom: only global memory flushes subnormals
         return alu.find(f"add.rn{flush}.{type_}")
-    if operation in ("add", "min", "max"):
-        return alu.find(f"{operation}.{type_}")
-    if operation in ("and", "or", "xor"):
+    if operation in ("add", "min", "max", "and", "or", "xor"):
         return alu.find(f"{operation}.{type_}")
     one = UNSIGNED[WIDTHS[type_]](1)
     others: dict[str, Change] = {
-        "exch": _second,
-        "cas": _compare_and_swap,
+        "exch": lambda old, new: new,
+        "cas": lambda old, expected, new: where(old == expected, new, old),
         "inc": lambda old, last: np.where(old >= last, 0 * old, old + one),
         "dec": lambda old, last: np.where((old == 0) | (old > last), last, old - one),
     }
@@ -72,26 +68,18 @@ def _change(c: Context, operation: str, space: str) -> Change:
     return others[operation]
 
 
-def _compare_and_swap(old: np.ndarray, expected: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return np.where(np.equal(old, expected), new, old)
-
-
-def _second(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return new
-
-
 def _serially(
-    m: Machine, where: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
+    m: Machine, space: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
 ) -> np.ndarray:
     """Returns the old values. Lanes with the same address execute in the order of their numbers."""
-    at, parts = where.place(m, lanes, addresses, size, "changes")
-    for region, shadow, rows in parts:
-        some = slice(None) if rows is None else rows
-        where.check_written(m, region, shadow, at[some], lanes[some], size)
-        where.note_write(m, region, shadow, at[some], lanes[some], size, None, STRONG)
-    if where.name == "global":
-        m.order.meet(lanes)
-    array, index = where.array(at, size)
+    at, parts = space.place(m, lanes, addresses, size, "changes")
+    for part in parts:
+        space.check_written(m, part, size)
+        space.note_write(m, part, size, None, STRONG)
+    if space.name == "global":
+        m.order.publish(lanes)
+        m.order.observe(lanes, acquires=True)
+    array, index = space.array(at, size)
     old = np.empty(len(lanes), array.dtype)
     order = np.argsort(index, kind="stable")
     first = np.flatnonzero(np.diff(index[order], prepend=-1))

@@ -1,5 +1,6 @@
-"""Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to one."""
+"""Barriers: bar.sync, bar.arrive, bar.red, barrier.cluster, mbarrier, and st.async, which reports to an mbarrier."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +13,7 @@ from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import IN_FLIGHT
 from cukern.sim.numerics.integers import UNSIGNED
-from cukern.sim.ptx.module import WIDTHS, Operand, Register
+from cukern.sim.ptx.module import WIDTHS, Register
 
 _SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"}
 
@@ -26,89 +27,75 @@ def barrier(c: Context) -> Step:
     kind = parts[0]
     if kind not in ("sync", "arrive", "red") or (kind != "red" and len(parts) > 1):
         raise c.unknown()
-    operands = list(c.operands)
-    target = operands.pop(0) if kind == "red" else None
-    predicate = operands.pop() if kind == "red" else None
+    operands, predicate = (c.operands[1:-1], c.operands[-1]) if kind == "red" else (c.operands, None)
     number = c.source(operands[0], "u32")
     count = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
     holds = c.source(predicate, "pred") if predicate is not None else None
     negated = isinstance(predicate, Register) and predicate.negated
-    outcome = _outcome(c, parts[1], target) if kind == "red" else None
+    outcome = _outcome(c, parts[1], c.target(c.operands[0])) if kind == "red" else None
 
     def run(m: Machine, group: Group) -> None:
         if outcome is not None:
-            m.barriers.outcomes[c.pc] = lambda lanes, counts: outcome(m, lanes, counts)
-        numbers, counts = m.spread(group, number), m.spread(group, count)
-        for n, threads in (
-            set(zip(numbers.tolist(), counts.tolist(), strict=True)) if len(m.regs[number]) > 1 else {(numbers[0], counts[0])}
-        ):
+            m.barriers.outcomes[c.pc] = functools.partial(outcome, m)
+        numbers, counts = np.broadcast_arrays(m.get(group, number), m.get(group, count))
+        for n, threads in set(zip(numbers.tolist(), counts.tolist(), strict=True)):
             chosen = (numbers == n) & (counts == threads)
             some = group if chosen.all() else m.group(group.lanes[chosen])
             if kind == "arrive":
-                m.barriers.arrive(some, int(n), int(threads))
+                m.barriers.arrive(some, n, threads)
             else:
-                m.barriers.sync(some, int(n), int(threads), None if holds is None else m.spread(some, holds) ^ negated)
+                m.barriers.sync(some, n, threads, None if holds is None else m.spread(some, holds) ^ negated)
 
     return run
 
 
-def _outcome(c: Context, operation: str, target: Operand | None) -> Callable[[Machine, Group, np.ndarray], None]:
-    """Writes the result of a bar.red, given how many lanes arrived (`came`) and how many of them had a true predicate (`held`)."""
+def _outcome(c: Context, operation: str, register: Register) -> Callable[[Machine, Group, np.ndarray, np.ndarray], None]:
+    """Writes the result of a bar.red, from the number of lanes that arrived (`came`) and of those with a true predicate (`held`)."""
     results: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
         "and": lambda held, came: held == came,
         "or": lambda held, came: held > 0,
         "popc": lambda held, came: held.astype(np.uint32),
     }
-    register = c.target(target) if target is not None else None
-    if operation not in results or register is None:
+    if operation not in results:
         raise c.unknown()
-    return lambda m, group, counts: m.put(group, register.number, results[operation](counts[0], counts[1]))
+    return lambda m, group, held, came: m.put(group, register.number, results[operation](held, came))
 
 
 def _cluster_barrier(c: Context) -> Step:
     """barrier.cluster.arrive and .wait."""
-    kind, pc, rest = c.parts[2], c.pc, set(c.parts[3:])
+    kind, rest = c.parts[2], set(c.parts[3:])
     if kind not in ("arrive", "wait") or rest - {"aligned"} - ({"release", "relaxed"} if kind == "arrive" else {"acquire"}):
         raise c.unknown()
-
-    def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        if kind == "arrive":
-            m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
-        else:
-            m.clusters.wait(group)
-
-    return run
+    if kind == "wait":
+        return lambda m, group: m.clusters.wait(group)
+    return lambda m, group: m.clusters.arrive(group, "relaxed" not in rest, "aligned" in rest)
 
 
 def mbarrier(c: Context) -> Step:
     """mbarrier.init, .arrive and .arrive.expect_tx without a result, and .try_wait.parity, which waits until it is true."""
     kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
     space = "cluster" if "shared::cluster" in c.parts else "shared"
-    pc, operands = c.pc, list(c.operands)
-    target = None if kind == "init" else c.target(operands.pop(0))
+    operands = list(c.operands)
+    target = c.program.sink if kind == "init" else c.target(operands.pop(0))
     known = {"init": set(), "arrive": {"expect_tx"} & rest, "try_wait": {"parity"}}
-    if rest != known.get(kind) or (target is None) != (kind != "try_wait"):
+    wrong_count = kind == "arrive" and (len(operands) > 1) != bool(rest)
+    if rest != known.get(kind) or (target == c.program.sink) != (kind != "try_wait") or wrong_count:
         raise c.unknown()
     base, offset = c.address(operands[0])
     number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
-    if kind == "arrive" and (len(operands) > 1) != bool(rest):
-        raise c.unknown()
 
     def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        m.order.clock.tick(pc)
+        m.order.clock.tick(m.pc)
         addresses, numbers = offset_by(m.get(group, base), offset), m.spread(group, number)
         if kind == "init":
             m.mbarriers.init(group, addresses, numbers)
-            m.go(pc + 1, group)
+            m.go(m.pc + 1, group)
             return
         positions = m.mbarriers.find(group, space, addresses)
         if kind == "arrive":
-            m.go(pc + 1, group)
+            m.go(m.pc + 1, group)
             m.mbarriers.arrive(group, positions, numbers)
         else:
-            assert target is not None
             m.mbarriers.wait(group, positions, numbers.astype(np.int64), target.number)
 
     return run
@@ -116,7 +103,7 @@ def mbarrier(c: Context) -> Step:
 
 def store_async(c: Context) -> Step:
     """st.async [to], values, [mbarrier]."""
-    type_, pc = c.types[-1], c.pc
+    type_ = c.types[-1]
     (to, to_offset), (barrier, barrier_offset) = c.address(c.operands[0]), c.address(c.operands[2])
     sources = [c.source(x, type_) for x in c.items(c.operands[1])]
     width, count = WIDTHS[type_], len(sources)
@@ -126,16 +113,15 @@ def store_async(c: Context) -> Step:
     size = width // 8 * count
 
     def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        m.order.clock.tick(pc)
+        m.order.clock.tick(m.pc)
         values = vectors(m, group, sources, UNSIGNED[width])
         positions = m.mbarriers.find(group, "cluster", offset_by(m.get(group, barrier), barrier_offset))
         addresses = offset_by(m.get(group, to), to_offset)
-        m.order.clock.tick(pc)
+        m.order.clock.tick(m.pc)
         at = m.spaces["cluster"].store(m, group.lanes, addresses, size, values, IN_FLIGHT)
         if (at // m.shared.stride != positions // m.shared.stride).any():
             raise m.fault(BarrierFault, group.lanes[0], "writes to one block by st.async, and tells the mbarrier of another")
-        m.go(pc + 1, group)
+        m.go(m.pc + 1, group)
         m.mbarriers.bring(group, positions, at, size)
 
     return run

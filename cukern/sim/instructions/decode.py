@@ -1,9 +1,10 @@
 """From an instruction to a step, the function that executes it for a group of lanes.
 
 An instruction that is not simulated becomes a step that raises NotSimulated when a lane reaches it: a kernel may contain instructions that
-it does not execute. Which maker decodes which instruction is in tables.py, and passed in.
+it does not execute. The table of makers (tables.py) is passed in.
 """
 
+import bisect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,13 +44,18 @@ class Context:
                 return program.special(operand.name)
         raise self.unknown()
 
-    def target(self, operand: Operand) -> Register | None:
-        """The register that an operand names; None for the sink `_`."""
+    def target(self, operand: Operand) -> Register:
+        """The register that an operand names, which may be the sink `_`."""
         if isinstance(operand, Register):
             return operand
-        if isinstance(operand, Symbol) and operand.name == "_":
-            return None
+        if operand == Symbol("_"):
+            return self.program.sink
         raise self.unknown()
+
+    def targets(self, operand: Operand) -> tuple[Register, Register]:
+        """The registers d and p of `d|p`; p is the sink if the operand is only d."""
+        d, *p = self.items(operand)
+        return self.target(d), self.target(p[0]) if p else self.program.sink
 
     def address(self, operand: Operand) -> tuple[int, int]:
         """The register and the offset of an address in brackets."""
@@ -67,7 +73,7 @@ Maker = Callable[[Context], Step]
 
 
 class Table(NamedTuple):
-    """The maker for each opcode or its first part. The steps of `jumps` send their lanes on by themselves; `other`: all other opcodes."""
+    """The maker for each opcode or its first part. The steps of `jumps` set where their lanes continue; `other`: all other opcodes."""
 
     steps: dict[str, Maker]
     jumps: dict[str, Maker]
@@ -76,24 +82,20 @@ class Table(NamedTuple):
 
 def stretches(program: Program, table: Table) -> Stretches:
     """The whole program, decoded and divided into stretches without a jump."""
-    kernel = program.kernel
-    decoded = [instruction(program, pc, table) for pc in range(len(kernel.code))]
-    leaders = {0, *kernel.labels.values()} | {pc + 1 for pc, (_, jumps) in enumerate(decoded) if jumps}
-    retried = {pc for pc, (_, jumps) in enumerate(decoded) if jumps}  # lanes may have to execute these again
-    found: Stretches = {}
-    for start in leaders | retried:
-        steps, pc = [], start
-        while pc < len(decoded) and not decoded[pc][1] and (pc == start or pc not in leaders):
-            steps.append(decoded[pc][0])
-            pc += 1
-        jumps = pc < len(decoded) and decoded[pc][1] and (pc == start or pc not in leaders)
-        found[start] = steps, pc, decoded[pc][0] if jumps else None
-    found[len(decoded)] = [], len(decoded), Machine.leave
+    last = len(program.kernel.code)
+    decoded = [instruction(program, pc, table) for pc in range(last)]
+    jumps = {pc for pc, (_, jump) in enumerate(decoded) if jump}
+    leaders = sorted({0, last, *program.kernel.labels.values(), *(pc + 1 for pc in jumps)})
+    found: Stretches = {last: ([], last, Machine.leave)}
+    for start in {*leaders, *jumps} - {last}:  # lanes may have to execute a jump again
+        end = leaders[bisect.bisect(leaders, start)]
+        steps = [step for step, _ in decoded[start:end]]
+        found[start] = (steps[:-1], end - 1, steps[-1]) if end - 1 in jumps else (steps, end, None)
     return found
 
 
 def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
-    """The step of an instruction, and whether it sends its lanes on by itself."""
+    """The step of an instruction, and True if the step sets where its lanes continue."""
     c = Context(program, pc)
     names = ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
     base = next((name for name in names if name in table.steps or name in table.jumps), "")
@@ -105,34 +107,25 @@ def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
     except (IndexError, KeyError, ValueError, StopIteration):  # operands that the instruction does not have
         return _not_simulated(pc, c.opcode), True
     guard = c.instruction.guard
-    if guard is not None and base != "bra":
-        step = _split(step, guard, pc) if jumps else _guarded(step, guard)
-    return step, jumps
+    if guard is None:
+        return step, jumps
+    return (lambda m, group: _split(step, guard, pc, m, group)) if jumps else (lambda m, group: _guarded(step, guard, m, group)), jumps
 
 
-def _guarded(step: Step, guard: Register) -> Step:
-    register, negated = guard.number, guard.negated
-
-    def run(m: Machine, group: Group) -> None:
-        chosen = m.select(group, register, negated)
-        if chosen is not None:
-            step(m, chosen)
-
-    return run
+def _guarded(step: Step, guard: Register, m: Machine, group: Group) -> None:
+    chosen = m.select(group, guard)
+    if chosen is not None:
+        step(m, chosen)
 
 
-def _split(step: Step, guard: Register, pc: int) -> Step:
+def _split(step: Step, guard: Register, pc: int, m: Machine, group: Group) -> None:
     """A guarded jump: lanes whose guard is false continue at the next instruction."""
-
-    def run(m: Machine, group: Group) -> None:
-        rest = m.select(group, guard.number, not guard.negated)
-        chosen = m.select(group, guard.number, guard.negated)
-        if rest is not None:
-            m.go(pc + 1, rest)
-        if chosen is not None:
-            step(m, chosen)
-
-    return run
+    chosen = m.select(group, guard)
+    rest = None if chosen is group else m.select(group, guard._replace(negated=not guard.negated))
+    if rest is not None:
+        m.go(pc + 1, rest)
+    if chosen is not None:
+        step(m, chosen)
 
 
 def _not_simulated(pc: int, what: str) -> Step:

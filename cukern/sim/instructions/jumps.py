@@ -12,27 +12,8 @@ from cukern.sim.ptx.module import Register, Symbol, Vector
 def branch(c: Context) -> Step:
     (label,) = c.operands
     assert isinstance(label, Symbol)
-    target, guard, pc = c.program.kernel.labels[label.name], c.instruction.guard, c.pc
-    if guard is None:
-        return lambda m, group: m.go(target, group)
-    register, negated = guard.number, guard.negated
-
-    def run(m: Machine, group: Group) -> None:
-        values = m.regs[register]
-        if len(values) == 1:
-            m.go(target if bool(values[0]) != negated else pc + 1, group)
-            return
-        chosen = values[group.index] != negated
-        count = np.count_nonzero(chosen)
-        if count == len(chosen):
-            m.go(target, group)
-        elif count == 0:
-            m.go(pc + 1, group)
-        else:
-            m.go(target, m.group(group.lanes[chosen]))
-            m.go(pc + 1, m.group(group.lanes[~chosen]))
-
-    return run
+    target = c.program.kernel.labels[label.name]
+    return lambda m, group: m.go(target, group)
 
 
 def branch_indexed(c: Context) -> Step:
@@ -42,9 +23,8 @@ def branch_indexed(c: Context) -> Step:
     targets = np.array([c.program.kernel.labels[t] for t in c.program.kernel.tables[table.name]])
 
     def run(m: Machine, group: Group) -> None:
-        goals = targets[m.spread(group, index.number)]
-        for goal in np.unique(goals):
-            m.go(int(goal), m.group(group.lanes[goals == goal]))
+        for goal, some in m.groups(group.lanes, targets[m.spread(group, index.number)]):
+            m.go(goal, some)
 
     return run
 

@@ -8,34 +8,33 @@ from cukern.sim.instructions.decode import Context
 from cukern.sim.instructions.warp import together
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.machine.warps import bits_of
-from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.numerics import tensor_core
-from cukern.sim.ptx.module import Immediate, Vector
+from cukern.sim.ptx.module import Immediate, Register, Vector
 
 _EVERY_LANE = Immediate("0xFFFFFFFF")
 
 
-def _check_whole_warps(m: Machine, lanes: np.ndarray, pc: int) -> None:
-    m.pc = pc
-    here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
-    if (here != 0xFFFFFFFF).any():
-        lane = lanes[here != 0xFFFFFFFF][0]
-        raise m.fault(BarrierFault, lane, "wants all 32 lanes of its warp, and some are not there")
+def _check_whole_warps(m: Machine, lanes: np.ndarray) -> None:
+    apart = m.warp_wide.ballot(lanes) != 0xFFFFFFFF
+    if apart.any():
+        raise m.fault(BarrierFault, lanes[apart][0], "wants all 32 lanes of its warp, and some are not there")
+
+
+def _put(m: Machine, group: Group, targets: list[Register], values: list[np.ndarray]) -> None:
+    for target, fragment in zip(targets, values, strict=True):
+        m.put(group, target.number, fragment.reshape(-1))
 
 
 def mma(c: Context) -> Step:
-    function, pc = tensor_core.mma(c.opcode), c.pc
+    function = tensor_core.mma(c.opcode)
     to, *from_ = c.operands
     targets = [c.target(x) for x in c.items(to)]
     sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in from_]
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes, pc)
+        _check_whole_warps(m, group.lanes)
         fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
-        for target, values in zip(targets, function(*fragments), strict=True):
-            if target is not None:
-                m.put(group, target.number, values.reshape(-1))
+        _put(m, group, targets, function(*fragments))
 
     return together(c, _EVERY_LANE, act)
 
@@ -46,31 +45,27 @@ def load_matrix(c: Context) -> Step:
     known = {"ldmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
     if not count or set(c.parts) - known:
         raise c.unknown()
-    targets = [c.target(x) for x in (c.operands[0].items if isinstance(c.operands[0], Vector) else c.operands[:1])]
-    (base, offset), pc, transposed = c.address(c.operands[1]), c.pc, "trans" in c.parts
+    targets = [c.target(x) for x in c.items(c.operands[0])]
+    (base, offset), transposed = c.address(c.operands[1]), "trans" in c.parts
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes, pc)
-        m.order.clock.tick(pc)
+        _check_whole_warps(m, group.lanes)
+        m.order.clock.tick(m.pc)
         addresses = np.broadcast_to(offset_by(m.get(group, base), offset), group.lanes.shape)
         some = group.lanes % 32 < 8 * count
         rows = through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at: where.load(m, lanes, at, 16))
-        assert rows is not None and rows.dtype == CARRIERS[16]
         tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
-        for target, values in zip(targets, tensor_core.ldmatrix(tiles, transposed), strict=True):
-            if target is not None:
-                m.put(group, target.number, values.reshape(-1))
+        _put(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
 
     return together(c, _EVERY_LANE, act)
 
 
 def warpgroup(c: Context) -> Step:
-    """wgmma, with operand a in registers or in shared memory, and b in shared memory. It is executed at once: wgmma.fence, .commit_group
-    and .wait_group do nothing, and a result that is read too early is not reported."""
-    pc = c.pc
+    """wgmma: operand a is in registers or in shared memory, b in shared memory. It is executed at once: wgmma.fence, .commit_group and
+    .wait_group do nothing, and a result that is read too early is not reported."""
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
-        return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes, pc))
+        return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes))
     columns, pairs, function = tensor_core.wgmma(c.opcode)
     d, a, descriptor, keep, *flags = c.operands
     held = isinstance(a, Vector)
@@ -95,16 +90,14 @@ def warpgroup(c: Context) -> Step:
         return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 32 * times, 8), down)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes, pc)
-        m.order.clock.tick(pc)
+        _check_whole_warps(m, group.lanes)
+        m.order.clock.tick(m.pc)
         b = fetch(m, group.lanes, m.get(group, described_b), np.zeros_like(group.lanes), columns, down[-1])
         before, fragments = ([m.spread(group, r).reshape(-1, 32) for r in rs] for rs in (old, registers))
         if described_a is not None:  # each of the four warps has 16 rows
             first = group.lanes // 32 % 4 * 32
             fragments = tensor_core.rows_of_a(fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0]))
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
-        for target, values in zip(targets, function(fragments, b, before, kept), strict=True):
-            if target is not None:
-                m.put(group, target.number, values.reshape(-1))
+        _put(m, group, targets, function(fragments, b, before, kept))
 
     return together(c, _EVERY_LANE, act)

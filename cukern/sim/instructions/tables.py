@@ -1,6 +1,6 @@
-"""Which maker decodes which instruction."""
+"""The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, copies, jumps, matrix, warp
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, jumps, matrix, warp
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -15,16 +15,11 @@ _STEPS: dict[str, Maker] = {
     "st": access.store,
     "atom": atomics.atomic,
     "red": atomics.atomic,
-    "cp": copies.copy,
+    "cp": access.copy,
     "fence": access.fence,
     "membar": access.fence,
     "activemask": warp.active_mask,
-    "prefetch": access.nothing,
-    "prefetchu": access.nothing,
-    "nanosleep": access.nothing,
-    "griddepcontrol": access.nothing,
-    "pmevent": access.nothing,
-    "setmaxnreg": access.nothing,
+    **dict.fromkeys(("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg"), access.nothing),
 }
 _JUMPS: dict[str, Maker] = {
     "bra": jumps.branch,

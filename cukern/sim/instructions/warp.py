@@ -1,4 +1,4 @@
-"""Instructions in which the lanes of a warp exchange data: __syncwarp, shuffles, votes, matches and reductions."""
+"""Warp-wide instructions: __syncwarp, shuffles, votes, matches and reductions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 
 from cukern.sim.faults import Uninitialized
 from cukern.sim.instructions.decode import Context
+from cukern.sim.machine.barriers import SYNC, bits, bits_of
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.machine.warps import SYNC, bits, bits_of
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import Operand, Register
 
@@ -18,13 +18,13 @@ Act = Callable[[Machine, Group, np.ndarray], None]
 
 def together(c: Context, mask: Operand, act: Act) -> Step:
     """A step that calls act(m, group, masks) when all lanes of `mask` have come."""
-    register, pc = c.source(mask, "u32"), c.pc
+    register = c.source(mask, "u32")
 
     def run(m: Machine, group: Group) -> None:
-        ready = m.warp_wide.meet(group, m.get(group, register), pc)
+        ready = m.warp_wide.meet(group, m.get(group, register), m.pc)
         if ready is not None:
             act(m, ready, m.spread(ready, register))
-            m.go(pc + 1, ready)
+            m.go(m.pc + 1, ready)
 
     return run
 
@@ -33,13 +33,12 @@ def sync(c: Context) -> Step:
     register = c.source(c.operands[0], "u32")
 
     def run(m: Machine, group: Group) -> None:
-        before = group
         ready = m.warp_wide.meet(group, m.get(group, register), SYNC)
         if ready is None:
             return
         lanes, order = ready.lanes, m.order
         whole = bits_of(lanes, m.lanes) == bits(m.alive)
-        masks = m.spread(ready, register) if ready is before else m.warp_wide.masks[lanes]
+        masks = m.spread(ready, register) if ready is group else m.warp_wide.masks[lanes]
         alive = bits(m.alive)[order.warp_of[lanes]]
         full = whole[order.warp_of[lanes]] & (masks & alive == alive)
         order.sync_warps(np.unique(order.warp_of[lanes[full]]))
@@ -47,36 +46,26 @@ def sync(c: Context) -> Step:
         pairs = np.unique(np.stack((order.warp_of[rest], masks[~full].astype(np.int64))), axis=1)
         for warp, mask in pairs.T:
             order.sync_lanes(rest[(order.warp_of[rest] == warp) & (masks[~full] == mask)])
-        if ready is before:
-            m.go(m.pc + 1, ready)
-            return
-        for pc in np.unique(m.warp_wide.at[lanes]):
-            m.go(int(pc) + 1, m.group(lanes[m.warp_wide.at[lanes] == pc]))
+        for pc, here in [(m.pc, group)] if ready is group else m.groups(lanes, m.warp_wide.at[lanes]):
+            m.go(pc + 1, here)
 
     return run
 
 
 def active_mask(c: Context) -> Step:
     register = c.target(c.operands[0])
-    assert register is not None
-
-    def run(m: Machine, group: Group) -> None:
-        m.put(group, register.number, bits_of(group.lanes, m.lanes)[m.order.warp_of[group.lanes]])
-
-    return run
+    return lambda m, group: m.put(group, register.number, m.warp_wide.ballot(group.lanes))
 
 
 def shuffle(c: Context) -> Step:
     """shfl.sync.mode.b32 d|p, a, b, c, mask. PTX ISA, shfl.sync."""
     if c.parts[1] != "sync" or len(c.parts) != 4 or c.parts[3] != "b32":
         raise c.unknown()
-    mode, pc = c.parts[2], c.pc
-    first, *rest = c.items(c.operands[0])
-    target, holds = c.target(first), c.target(rest[0]) if rest else None
+    mode = c.parts[2]
+    target, holds = c.targets(c.operands[0])
     value, distance, clamp = (c.source(x, "b32") for x in c.operands[1:4])
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        m.pc = pc
         lanes = group.lanes
         lane, step, ends = lanes % 32, m.get(group, distance).astype(np.int64) & 31, m.get(group, clamp).astype(np.int64)
         segment, bound = ends >> 8 & 31, ends & 31
@@ -90,19 +79,16 @@ def shuffle(c: Context) -> Step:
         valid = source >= largest if mode == "up" else source <= largest
         source = np.where(valid, source, lane)
         _check_sources(m, lanes, masks, source)
-        if holds is not None:
-            m.put(group, holds.number, valid)
-        if target is not None:
-            values = m.regs[value]
-            m.put(group, target.number, values if len(values) == 1 else values[lanes - lane + source])
+        values = m.regs[value]
+        m.put(group, holds.number, valid)
+        m.put(group, target.number, values if len(values) == 1 else values[lanes - lane + source])
 
     return together(c, c.operands[4], act)
 
 
 def _check_sources(m: Machine, lanes: np.ndarray, masks: np.ndarray, source: np.ndarray) -> None:
-    """A lane may read registers only of lanes that its mask names and that take part."""
-    here = bits_of(lanes, m.lanes)[m.order.warp_of[lanes]]
-    bad = (here & masks) >> source.astype(np.uint32) & 1 == 0
+    """A lane may read the registers of lanes that its mask names and that take part, and of no others."""
+    bad = (m.warp_wide.ballot(lanes) & masks) >> source.astype(np.uint32) & 1 == 0
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         named = masks[row] >> np.uint32(source[row]) & 1
@@ -117,25 +103,23 @@ def vote(c: Context) -> Step:
     predicate, negated = c.source(operand, "pred"), isinstance(operand, Register) and operand.negated
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        warps = m.order.warp_of[group.lanes]
-        here = bits_of(group.lanes, m.lanes)[warps] & masks
-        hold = bits_of(group.lanes[m.spread(group, predicate) ^ negated], m.lanes)[warps] & masks
+        here = m.warp_wide.ballot(group.lanes) & masks
+        hold = m.warp_wide.ballot(group.lanes, group.lanes[m.spread(group, predicate) ^ negated]) & masks
         result = {
             "all": lambda: hold == here,
             "any": lambda: hold != 0,
             "uni": lambda: (hold == 0) | (hold == here),
             "ballot": lambda: hold,
         }
-        if register is not None:
-            m.put(group, register.number, result[mode]())
+        m.put(group, register.number, result[mode]())
 
     return together(c, c.operands[2], act)
 
 
 def _members(m: Machine, lanes: np.ndarray, masks: np.ndarray) -> np.ndarray:
-    """members[i, j]: lane j of the warp takes part, and lane i's mask names it."""
-    here = (bits_of(lanes, m.lanes)[m.order.warp_of[lanes]] & masks)[:, None]
-    return (here >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
+    """members[i, j]: True if lane j of the warp takes part, and lane i's mask names it."""
+    here = m.warp_wide.ballot(lanes) & masks
+    return (here[:, None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
 
 
 def _of_warp(m: Machine, lanes: np.ndarray, register: int) -> np.ndarray:
@@ -144,27 +128,20 @@ def _of_warp(m: Machine, lanes: np.ndarray, register: int) -> np.ndarray:
     return values[m.order.warp_of[lanes]]
 
 
-def _to_bits(flags: np.ndarray) -> np.ndarray:
-    return np.packbits(flags, axis=1, bitorder="little").view(np.uint32)[:, 0]
-
-
 def match(c: Context) -> Step:
     mode, type_ = c.parts[1], c.types[0]
-    first, *rest = c.items(c.operands[0])
-    target, holds = c.target(first), c.target(rest[0]) if rest else None
+    target, holds = c.targets(c.operands[0])
     value = c.source(c.operands[1], type_)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         members = _members(m, group.lanes, masks)
         equal = members & (_of_warp(m, group.lanes, value) == m.spread(group, value)[:, None])
-        result = _to_bits(equal)
+        result = bits(equal)
         if mode == "all":
             same = (equal == members).all(axis=1)
             result = np.where(same, result, np.uint32(0))
-            if holds is not None:
-                m.put(group, holds.number, same)
-        if target is not None:
-            m.put(group, target.number, result)
+            m.put(group, holds.number, same)
+        m.put(group, target.number, result)
 
     return together(c, c.operands[2], act)
 
@@ -190,21 +167,18 @@ def reduce_(c: Context) -> Step:
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         values = _of_warp(m, group.lanes, value).view(dtype)
         result = function.reduce(np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype)
-        if target is not None:
-            m.put(group, target.number, result.view(np.uint32))
+        m.put(group, target.number, result.view(np.uint32))
 
     return together(c, c.operands[2], act)
 
 
 def elect(c: Context) -> Step:
     """elect.sync d|p, mask: the first lane of the mask leads."""
-    first, holds = (c.target(x) for x in c.items(c.operands[0]))
+    first, holds = c.targets(c.operands[0])
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         leader = _members(m, group.lanes, masks).argmax(axis=1)
-        if first is not None:
-            m.put(group, first.number, leader.astype(np.uint32))
-        if holds is not None:
-            m.put(group, holds.number, leader == group.lanes % 32)
+        m.put(group, first.number, leader.astype(np.uint32))
+        m.put(group, holds.number, leader == group.lanes % 32)
 
     return together(c, c.operands[1], act)

@@ -1,6 +1,7 @@
-"""The barriers of a block: who waits at each of them.
+"""The barriers of a block, and warp-wide instructions: the lanes that wait at each of them.
 
-Lanes that come first wait. If no lane of a batch can continue, those that wait would wait forever: a fault.
+Lanes wait until all others have come: those of the block, or those of the warp that their mask names. Lanes that have exited are not
+waited for at a warp-wide instruction. If no lane of a batch can continue, those that wait would wait forever: a fault.
 """
 
 from collections.abc import Callable
@@ -9,23 +10,26 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault, Fault
 from cukern.sim.machine.batch import Batch, Group
+from cukern.sim.memory.spaces import first_row
+
+SYNC = -1  # stands for all bar.warp.sync: lanes may meet at different ones
 
 
 class _Meeting:
-    """One barrier number: who waits there, in all blocks of the batch."""
+    """The lanes that wait at one barrier number, in all blocks of the batch."""
 
     def __init__(self, m: Batch):
-        self.pcs = np.full(m.lanes, -1)  # where a lane waits
+        self.here = np.zeros(m.lanes, bool)  # lanes that wait
         self.count = np.zeros(m.blocks, np.int64)  # threads that the barrier waits for; 0: all of the block
         self.holds = np.zeros(m.lanes, bool)  # the predicate of a bar.red
-        self.signals: dict[int, np.ndarray] = {}  # by warp that has arrived and does not wait: what it knew
+        self.signals: dict[int, np.ndarray] = {}  # what each warp knew that has arrived and does not wait
 
 
 class Barriers:
     def __init__(self, m: Batch):
         self.m = m
         self.meetings: dict[int, _Meeting] = {}
-        self.outcomes: dict[int, Callable[[Group, np.ndarray], None]] = {}  # by instruction: what a bar.red does with the counts
+        self.outcomes: dict[int, Callable[[Group, np.ndarray, np.ndarray], None]] = {}  # by instruction: writes the result of a bar.red
 
     def sync(self, group: Group, barrier: int, count: int, holds: np.ndarray | None = None) -> None:
         """These lanes wait."""
@@ -36,7 +40,7 @@ class Barriers:
             m.go(m.pc + 1, group)
             return
         meeting = self.meetings.setdefault(barrier, _Meeting(m))
-        meeting.pcs[group.lanes] = m.pc
+        m.waits_at[group.lanes], meeting.here[group.lanes] = m.pc, True
         meeting.count[np.unique(m.order.block_of[group.lanes])] = count
         meeting.holds[group.lanes] = False if holds is None else holds
         self._complete(barrier, meeting)
@@ -63,8 +67,7 @@ class Barriers:
     def _complete(self, barrier: int, meeting: _Meeting) -> None:
         """Release the blocks in which all threads have arrived."""
         m = self.m
-        here = meeting.pcs >= 0
-        by_warp = here.reshape(-1, 32).sum(axis=1)
+        by_warp = meeting.here.reshape(-1, 32).sum(axis=1)
         whole_warps = (by_warp > 0) & (by_warp == m.alive.reshape(-1, 32).sum(axis=1))
         whole_warps[list(meeting.signals)] = True
         counted = whole_warps.reshape(m.blocks, -1).sum(axis=1) * 32
@@ -72,16 +75,16 @@ class Barriers:
         done = np.where(meeting.count == 0, arrived == m.launched.threads, (meeting.count > 0) & (counted >= meeting.count)) & (arrived > 0)
         if not done.any():
             return
-        released = np.flatnonzero(here & done[m.order.block_of])
-        self._check_alignment(released, meeting)
-        self._order(np.flatnonzero(done), meeting, here)
+        released = np.flatnonzero(meeting.here & done[m.order.block_of])
+        self._check_alignment(released)
+        self._order(np.flatnonzero(done), meeting)
         self._go(released, meeting)
-        meeting.pcs[released] = -1
+        meeting.here[released] = False
         meeting.signals = {w: told for w, told in meeting.signals.items() if not done[w // m.warps]}
-        if not (meeting.pcs >= 0).any() and not meeting.signals:
+        if not meeting.here.any() and not meeting.signals:
             del self.meetings[barrier]
 
-    def _order(self, blocks: np.ndarray, meeting: _Meeting, here: np.ndarray) -> None:
+    def _order(self, blocks: np.ndarray, meeting: _Meeting) -> None:
         m = self.m
         if len(blocks) == m.blocks and not meeting.count.any():
             self._everybody_met()
@@ -91,7 +94,7 @@ class Barriers:
             if not meeting.count[block]:
                 m.order.barrier(np.array([block]))
                 continue
-            waiting = warps[here.reshape(-1, 32)[warps].any(axis=1)]
+            waiting = warps[meeting.here.reshape(-1, 32)[warps].any(axis=1)]
             told = [m.order.knowledge(int(w)) for w in waiting] + [meeting.signals[int(w)] for w in warps if int(w) in meeting.signals]
             m.order.learn(waiting, np.max(told, axis=0))
 
@@ -100,46 +103,102 @@ class Barriers:
         blocks = m.order.block_of[released]
         held = np.bincount(blocks[meeting.holds[released]], minlength=m.blocks)
         came = np.bincount(blocks, minlength=m.blocks)
-        pcs = meeting.pcs[released]
-        for pc in np.unique(pcs):
-            group = m.group(released[pcs == pc])
-            outcome = self.outcomes.get(int(pc))
-            if outcome is not None:
+        for pc, group in m.resume(released):
+            if pc in self.outcomes:
                 own = m.order.block_of[group.lanes]
-                outcome(group, np.stack((held[own], came[own])))
-            m.go(int(pc) + 1, group)
+                self.outcomes[pc](group, held[own], came[own])
 
-    def _check_alignment(self, lanes: np.ndarray, meeting: _Meeting) -> None:
+    def _check_alignment(self, lanes: np.ndarray) -> None:
         """All lanes of a warp must wait at the same instruction."""
         m = self.m
-        pcs = meeting.pcs[lanes]
+        pcs = m.waits_at[lanes]
         first = np.full(m.lanes // 32, np.iinfo(np.int64).max)
         np.minimum.at(first, m.order.warp_of[lanes], pcs)
         apart = pcs != first[m.order.warp_of[lanes]]
         if apart.any():
-            lane, pc = lanes[apart][0], int(pcs[apart][0])
-            other = next(x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and meeting.pcs[x] != pc)
-            raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {self._waits(other, int(meeting.pcs[other]))}", pc)
-
-    def _waits(self, lane: int, pc: int) -> str:
-        m = self.m
-        return f"thread {m.block_and_thread(lane)[1]} waits at another, at {m.program.location(pc)}"
-
-    def waits_at(self, lane: int) -> int | None:
-        """The instruction at which a lane waits, if it does."""
-        return next((int(x.pcs[lane]) for x in self.meetings.values() if x.pcs[lane] >= 0), None)
+            lane, pc = lanes[apart][0], pcs[apart][0]
+            other = next(x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and m.waits_at[x] != pc)
+            another = f"thread {m.block_and_thread(other)[1]} waits at another, at {m.program.location(m.waits_at[other])}"
+            raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {another}", pc)
 
     def stuck(self) -> Fault | None:
-        """The fault if lanes wait for others that never come."""
+        """The fault if lanes wait for others that never arrive."""
         m = self.m
-        barrier, meeting = next(((b, x) for b, x in self.meetings.items() if (x.pcs >= 0).any()), (0, None))
+        barrier, meeting = next(((b, x) for b, x in self.meetings.items() if x.here.any()), (0, None))
         if meeting is None:
             return None
-        lane = int(np.flatnonzero(meeting.pcs >= 0)[0])
+        lane = first_row(meeting.here)
         block = m.order.block_of[lane]
         mine = (m.order.block_of == block) & (m.thread_of < m.launched.threads)
-        missing = int(np.flatnonzero(mine & (meeting.pcs < 0))[0]) if (mine & (meeting.pcs < 0)).any() else None
+        missing = np.flatnonzero(mine & ~meeting.here)
         for_whom = f"{meeting.count[block]} threads" if meeting.count[block] else "all threads of the block"
         what = f"waits at barrier {barrier} for {for_whom}"
-        what += f", but {m.whereabouts(missing)}" if missing is not None else ", and the block has no more"
-        return m.fault(BarrierFault, lane, what, int(meeting.pcs[lane]))
+        what += f", but {m.whereabouts(missing[0])}" if len(missing) else ", and the block has no more"
+        return m.fault(BarrierFault, lane, what, m.waits_at[lane])
+
+
+class Warps:
+    """Lanes that wait for others of their warp."""
+
+    def __init__(self, m: Batch):
+        self.m = m
+        self.parked: dict[int, np.ndarray] = {}  # by instruction, or SYNC
+        self.at = np.zeros(m.lanes, np.int64)
+        self.masks = np.zeros(m.lanes, np.uint32)
+
+    def meet(self, group: Group, masks: np.ndarray, key: int) -> Group | None:
+        """The lanes whose partners have all arrived; the others park."""
+        m = self.m
+        if key not in self.parked and len(masks) == 1 and masks[0] == 0xFFFFFFFF and group.whole:
+            return group
+        lanes = group.lanes
+        self.masks[lanes], self.at[lanes] = masks, m.pc
+        self._check_members(lanes)
+        if key in self.parked:
+            lanes = np.sort(np.concatenate((lanes, self.parked.pop(key))))
+        missing = self.masks[lanes] & bits(m.alive)[m.order.warp_of[lanes]] & ~self.ballot(lanes)
+        m.waits_at[lanes] = np.where(missing, self.at[lanes], -1)
+        if not missing.any():
+            return group if len(lanes) == len(group.lanes) else m.group(lanes)
+        ready, self.parked[key] = lanes[missing == 0], lanes[missing != 0]
+        return m.group(ready) if len(ready) else None
+
+    def ballot(self, lanes: np.ndarray, voters: np.ndarray | None = None) -> np.ndarray:
+        """For each lane, 32 bits: those of its warp that are among the voters, by default among `lanes`."""
+        return bits_of(lanes if voters is None else voters, self.m.lanes)[self.m.order.warp_of[lanes]]
+
+    def _check_members(self, lanes: np.ndarray) -> None:
+        outside = (self.masks[lanes] >> (lanes % 32).astype(np.uint32) & 1) == 0
+        if outside.any():
+            lane = lanes[outside][0]
+            what = f"names the lanes {self.masks[lane]:#010x} of its warp, but it is lane {lane % 32} itself"
+            raise self.m.fault(BarrierFault, lane, what)
+
+    def lanes_left(self) -> None:
+        """Some lanes have exited: those that wait for them try again."""
+        parked, self.parked = self.parked, {}
+        for lanes in parked.values():
+            for pc, group in self.m.groups(lanes, self.at[lanes]):
+                self.m.go(pc, group)
+
+    def stuck(self) -> Fault | None:
+        m = self.m
+        for lanes in self.parked.values():
+            lane = int(lanes[0])
+            warp = m.order.warp_of[lane]
+            wanted = np.flatnonzero(self.masks[lane] >> np.arange(32, dtype=np.uint32) & 1) + warp * 32
+            missing = next(int(x) for x in wanted if m.alive[x] and x not in lanes)
+            what = f"waits for the lanes {self.masks[lane]:#010x} of its warp, but {m.whereabouts(missing)}"
+            return m.fault(BarrierFault, lane, what, int(self.at[lane]))
+        return None
+
+
+def bits(flags: np.ndarray) -> np.ndarray:
+    """One bool per lane, packed into 32 bits per warp."""
+    return np.packbits(flags, bitorder="little").view(np.uint32)
+
+
+def bits_of(lanes: np.ndarray, count: int) -> np.ndarray:
+    flags = np.zeros(count, bool)
+    flags[lanes] = True
+    return bits(flags)

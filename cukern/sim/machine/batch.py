@@ -1,21 +1,41 @@
 """One batch of blocks that run at once: a lane is a thread, a register is an array with one element per lane.
 
 Lanes at the same instruction form a group. A register with one value for all lanes, such as a loop counter or an argument, is an array of
-one element. What threads do together (barriers, warp-wide instructions) is in the files beside this one; machine.py assembles it.
+one element. Barriers and warp-wide instructions are in the files beside this one; machine.py assembles them.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cukern.runtime.limits import Dim
 from cukern.sim.faults import Fault, Where
-from cukern.sim.machine.geometry import block_index, xyz
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import Clock, Order
 from cukern.sim.memory.spaces import Global, Private, Space
+from cukern.sim.ptx.module import Register
+
+# Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
+# Without clusters, each cluster is one block, and blocks are numbered in the order of blockIdx.
+
+
+def xyz(i: Any, dims: Dim) -> tuple[Any, Any, Any]:
+    """The x, y and z of linear index i, x varying fastest. i is a number or an array."""
+    return i % dims[0], i // dims[0] % dims[1], i // (dims[0] * dims[1])
+
+
+def block_index(number: Any, grid: Dim, cluster: Dim) -> tuple[Any, Any, Any]:
+    """blockIdx of the block with that number."""
+    outer, inner = divmod(number, cluster[0] * cluster[1] * cluster[2])
+    of_cluster, in_cluster = xyz(outer, clusters(grid, cluster)), xyz(inner, cluster)
+    x, y, z = (c * n + i for c, n, i in zip(of_cluster, cluster, in_cluster, strict=True))
+    return x, y, z
+
+
+def clusters(grid: Dim, cluster: Dim) -> Dim:
+    """How many clusters the grid has along each axis."""
+    return grid[0] // cluster[0], grid[1] // cluster[1], grid[2] // cluster[2]
 
 
 class Group:
@@ -30,7 +50,7 @@ class Group:
 
 
 class Launched:
-    """What all batches of a launch have in common."""
+    """The data that all batches of a launch share."""
 
     def __init__(self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: bytes, memory: Global):
         self.name, self.program, self.grid, self.block = name, program, grid, block
@@ -43,7 +63,7 @@ class Launched:
 
 
 class Batch:
-    """The state of the lanes: groups that wait for their turn, registers, memory, and what they know of each other's accesses."""
+    """The state of the lanes: groups that wait for their turn, registers, memory, and the order of accesses."""
 
     regs: list[np.ndarray]
 
@@ -56,10 +76,10 @@ class Batch:
         self.thread_of = np.arange(self.lanes) % self.lanes_a_block
         self.alive = self.thread_of < launched.threads
         self.live = int(self.alive.sum())
-        self.ended = np.zeros(self.lanes, np.int64)  # the instruction with which a lane exited
+        self.ended = np.zeros(self.lanes, np.int64)  # the instruction at which a lane exited
         self.pc = 0
-        self.waiting: dict[int, Group] = {}  # program counter -> the lanes that go on there
-        self.waits: list[Callable[[int], int | None]] = []  # each returns the instruction at which a lane waits for other lanes, if any
+        self.waiting: dict[int, Group] = {}  # program counter -> the lanes that continue there
+        self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
         names = self.program.shared_names
         self.spaces["shared"] = self.shared = Private("shared", blocks, launched.shared, self.order.block_of, names)
@@ -77,13 +97,24 @@ class Batch:
     def group(self, lanes: np.ndarray) -> Group:
         return Group(lanes, self.lanes, self.live)
 
+    def groups(self, lanes: np.ndarray, pcs: np.ndarray) -> list[tuple[int, Group]]:
+        """These lanes, by their instruction."""
+        return [(pc, self.group(lanes[pcs == pc])) for pc in np.unique(pcs).tolist()]
+
+    def resume(self, lanes: np.ndarray) -> list[tuple[int, Group]]:
+        """These lanes stop waiting and continue. Returns them by the instruction at which they waited."""
+        groups = self.groups(lanes, self.waits_at[lanes])
+        self.waits_at[lanes] = -1
+        for pc, group in groups:
+            self.go(pc + 1, group)
+        return groups
+
     def whereabouts(self, lane: int) -> str:
-        """Where a lane is for which others wait forever."""
+        """The state of a lane for which others wait forever."""
         thread = self.block_and_thread(lane)[1]
         if not self.alive[lane]:
             return f"thread {thread} has ended at {self.program.location(int(self.ended[lane]))}"
-        pc = next((pc for pc in (waits_at(lane) for waits_at in self.waits) if pc is not None), 0)
-        return f"thread {thread} waits at {self.program.location(pc)}"
+        return f"thread {thread} waits at {self.program.location(max(0, int(self.waits_at[lane])))}"
 
     # ---- registers
 
@@ -106,13 +137,13 @@ class Batch:
         new[group.index] = values
         self.regs[register] = new
 
-    def select(self, group: Group, register: int, negated: bool) -> Group | None:
+    def select(self, group: Group, guard: Register) -> Group | None:
         """The lanes whose predicate holds; None if it holds for none."""
-        values = self.regs[register]
+        values = self.regs[guard.number]
         if len(values) == 1:
-            return group if bool(values[0]) != negated else None
+            return group if bool(values[0]) != guard.negated else None
         chosen = values[group.index]
-        if negated:
+        if guard.negated:
             chosen = ~chosen
         count = np.count_nonzero(chosen)
         if count == len(chosen):
@@ -123,10 +154,7 @@ class Batch:
 
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]:
         """blockIdx and threadIdx of a lane of the batch."""
-        return self._indices(int(lane) + self.order.base)
-
-    def _indices(self, lane: int) -> tuple[Dim, Dim]:
-        block, thread = divmod(lane, self.lanes_a_block)
+        block, thread = divmod(int(lane) + self.order.base, self.lanes_a_block)
         return self.block_index(block), xyz(thread, self.launched.block)
 
     def block_index(self, block: int) -> Dim:
@@ -136,7 +164,7 @@ class Batch:
     def who(self, stamp: int) -> tuple[Dim, Dim, str]:
         """Block, thread and line of an access."""
         lane, pc = self.order.unpack(stamp)
-        return *self._indices(lane), self.program.location(pc)
+        return *self.block_and_thread(lane - self.order.base), self.program.location(pc)
 
     def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault:
         block, thread = self.block_and_thread(lane)

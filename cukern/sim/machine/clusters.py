@@ -1,8 +1,8 @@
 """Thread block clusters: the barrier of a cluster, and the distributed shared memory that its blocks access.
 
-A block may access its neighbours' memory only after a cluster barrier shows that they have started, and they must not exit before they know
-of the access: by barrier.cluster, or because a strong read of theirs saw the strong write. Strong accesses with .cluster do not race, but
-neither they nor atomics on shared memory order anything else: barrier.cluster and mbarriers do. PTX ISA, barrier.cluster and mapa.
+A block may access the memory of another block of its cluster only after a cluster barrier shows that the other has started. The other must
+not exit before it knows of the access: through barrier.cluster, or because its strong read saw the strong write. Strong accesses with
+.cluster do not race. Only barrier.cluster and mbarriers order other accesses. PTX ISA, barrier.cluster and mapa.
 """
 
 import numpy as np
@@ -10,28 +10,26 @@ import numpy as np
 from cukern.sim.faults import BarrierFault, Fault, OutOfBounds, Race
 from cukern.sim.machine.batch import Batch, Group
 from cukern.sim.memory.regions import Region
-from cukern.sim.memory.spaces import RANK, Accessor, Place, Space
+from cukern.sim.memory.spaces import RANK, Accessor, Part, Space, each, first_row
 
 _NOT_STARTED = "which may not have started yet: no cluster barrier is before the access"
-_HALF = 1 << RANK - 1  # offsets from -_HALF on: an address below the start still belongs to the block it was computed from
+_HALF = 1 << RANK - 1  # offsets start at -_HALF: an address below the start still belongs to the block it was computed from
 
 
 class Clusters:
-    """Which lanes have arrived at the cluster barrier and which wait there, in all clusters of the batch.
-
-    A thread that exits without having arrived is waited for, as at a block's barrier; a GPU would not wait for it.
-    """
+    """The lanes that have arrived at the cluster barrier and those that wait there, in all clusters of the batch. Unlike a GPU, the
+    simulator waits for threads that exit without having arrived, as it does at a block's barrier."""
 
     def __init__(self, m: Batch):
         self.m = m
         self.count = m.blocks // m.order.blocks_a_cluster
         self.arrived = np.zeros(m.lanes, bool)  # since the barrier last opened
-        self.owes = np.zeros(m.lanes, bool)  # has arrived, and not waited since
+        self.owes = np.zeros(m.lanes, bool)  # has arrived and must wait next
         self.since = np.zeros(m.lanes, np.int64)  # the others learn what this lane did before this time
         self.arrived_at = np.full(m.lanes, -1)  # the instruction, if it is .aligned
-        self.pcs = np.full(m.lanes, -1)  # where a lane waits
-        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what those who arrived knew of other warps
-        self.learned = self.told.copy()  # what those who wait learn: `told` when the barrier last opened
+        self.waits = np.zeros(m.lanes, bool)
+        self.told = np.zeros((self.count, m.order.warps_a_cluster), np.int64)  # what the arrived warps knew of other warps
+        self.learned = self.told.copy()  # what waiting warps learn: `told` when the barrier last opened
         self.met = np.zeros(m.blocks, bool)  # blocks that have waited: they know that their neighbours have started
         self.exited = np.zeros(m.blocks, bool)
 
@@ -52,7 +50,7 @@ class Clusters:
         m, lanes = self.m, group.lanes
         if not self.owes[lanes].all():
             raise m.fault(BarrierFault, lanes[~self.owes[lanes]][0], "waits at the cluster barrier, at which it has not arrived")
-        self.pcs[lanes] = m.pc
+        m.waits_at[lanes], self.waits[lanes] = m.pc, True
         self._pass(lanes[~self.arrived[lanes]])
 
     def _open(self) -> None:
@@ -66,7 +64,7 @@ class Clusters:
         since = np.where(exists, self.since, np.iinfo(np.int64).max).reshape(-1, 32).min(axis=1)
         self.learned[full] = np.maximum(self.told, since.reshape(self.told.shape))[full]
         self.arrived.reshape(self.count, -1)[full] = False
-        self._pass(np.flatnonzero((self.pcs >= 0) & full[order.cluster_of]))
+        self._pass(np.flatnonzero(self.waits & full[order.cluster_of]))
 
     def _pass(self, lanes: np.ndarray) -> None:
         """These lanes, which wait at an open barrier, continue."""
@@ -76,10 +74,8 @@ class Clusters:
         warps = np.unique(order.warp_of[lanes])
         order.learn(warps, self.learned[warps // order.warps_a_cluster])
         self.met[order.block_of[lanes]] = True
-        pcs = self.pcs[lanes]
-        self.owes[lanes], self.pcs[lanes] = False, -1
-        for pc in np.unique(pcs):
-            m.go(int(pc) + 1, m.group(lanes[pcs == pc]))
+        self.owes[lanes] = self.waits[lanes] = False
+        m.resume(lanes)
 
     def _check_alignment(self, lanes: np.ndarray) -> None:
         """An .aligned arrive must be the same instruction for all lanes of a warp."""
@@ -93,19 +89,15 @@ class Clusters:
             what = f"arrives at an .aligned cluster barrier, while of its warp {other}"
             raise m.fault(BarrierFault, lane, what, int(self.arrived_at[lane]))
 
-    def waits_at(self, lane: int) -> int | None:
-        """The instruction at which a lane waits, if it does."""
-        return int(self.pcs[lane]) if self.pcs[lane] >= 0 else None
-
     def stuck(self) -> Fault:
-        """The fault of lanes that wait for others that never come."""
+        """The fault if lanes wait for others that never arrive."""
         m, order = self.m, self.m.order
-        lane = int(np.flatnonzero(self.pcs >= 0)[0])
+        lane = first_row(self.waits)
         mine = (order.cluster_of == order.cluster_of[lane]) & (m.thread_of < m.launched.threads)
-        missing = int(np.flatnonzero(mine & ~self.arrived)[0])
+        missing = first_row(mine & ~self.arrived)
         where = f"block {m.block_and_thread(missing)[0]}, " if order.block_of[missing] != order.block_of[lane] else ""
         what = f"waits at the cluster barrier for all threads of the cluster, but {where}{m.whereabouts(missing)}"
-        return m.fault(BarrierFault, lane, what, int(self.pcs[lane]))
+        return m.fault(BarrierFault, lane, what, m.waits_at[lane])
 
     # ---- blocks that start and exit
 
@@ -116,12 +108,12 @@ class Clusters:
         early, late = remote & ~self.met[order.block_of[lanes]], remote & self.exited[owners]
         for bad, why in ((late, "which has exited: no cluster barrier after the access keeps it"), (early, _NOT_STARTED)):
             if bad.any():
-                row = int(np.flatnonzero(bad)[0])
+                row = first_row(bad)
                 block = m.block_index(int(owners[row]) + m.first_block)
                 raise m.fault(Race, lanes[row], f"{verb} {where} of the shared memory of block {block}, {why}")
 
     def lanes_left(self, group: Group) -> None:
-        """When the last thread of a block exits, the block must know of all accesses of its neighbours to its memory."""
+        """When the last thread of a block exits, the block must know of all accesses of other blocks to its memory."""
         m = self.m
         if m.order.blocks_a_cluster > 1:
             blocks = np.unique(m.order.block_of[group.lanes])
@@ -131,16 +123,15 @@ class Clusters:
 
     def _check_exit(self, block: int) -> None:
         m, order, shared = self.m, self.m.order, self.m.shared
-        warps = np.arange(block * m.warps, (block + 1) * m.warps)
         start = block * shared.stride
         for did, stamps in shared.shadow.accesses(order, start, start + shared.stride):
             granules = np.flatnonzero((stamps != 0) & (order.by_block(stamps) != block + m.first_block))
             stamps = stamps[granules]
             known = np.zeros(len(stamps), bool)
-            for warp in warps:
+            for warp in range(block * m.warps, (block + 1) * m.warps):
                 known |= order.ordered(stamps, np.full(len(stamps), warp * 32))
             if not known.all():
-                i = int(np.flatnonzero(~known)[0])
+                i = first_row(~known)
                 lane, pc = order.unpack(stamps[i])
                 where = shared.describe(shared.region, start + (int(granules[i]) << shared.shadow.bits))
                 what = f"{did} {where} of block {m.block_index(block + m.first_block)}, which has exited, or may have, by then"
@@ -156,26 +147,26 @@ class Distributed(Space):
         super().__init__(m.shared.arrays)
         self.m, self.own, self.clusters = m, m.shared, clusters
 
-    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> Place:
+    def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
         ranks, offsets = split_address(addresses)
         if not ranks.any():
             return self.own.place(m, lanes, offsets, size, verb)
         self.check_aligned(m, lanes, offsets, size, verb)
-        ranks, offsets = np.broadcast_to(ranks, lanes.shape), np.broadcast_to(offsets, lanes.shape)
+        ranks, offsets = each(ranks, lanes), each(offsets, lanes)
         own, blocks = m.order.block_of[lanes], m.order.blocks_a_cluster
         if (ranks > blocks).any():
-            row = int(np.flatnonzero(ranks > blocks)[0])
             what = f"{verb} {size} bytes of the shared memory of a block rank that is not in 0..{blocks - 1}, the cluster's"
-            raise m.fault(OutOfBounds, lanes[row], what)
+            raise m.fault(OutOfBounds, lanes[first_row(ranks > blocks)], what)
         owners = np.where(ranks > 0, own // blocks * blocks + ranks - 1, own)
         outside = (offsets < 0) | (offsets > self.own.size - size)
         if outside.any():
-            row = int(np.flatnonzero(outside)[0])
+            row = first_row(outside)
             whose = f"of the shared memory of block {self.m.block_index(int(owners[row]) + m.first_block)}"
             what = f"{verb} {size} bytes at offset {offsets[row]} {whose}, which has {self.own.size} bytes of it"
             raise m.fault(OutOfBounds, lanes[row], what)
         self.clusters.check_running(lanes, owners, f"{size} bytes", verb)
-        return Place(owners * self.own.stride + offsets, [(self.own.region, self.own.shadow, None)])
+        at = owners * self.own.stride + offsets
+        return at, [Part(self.own.region, self.own.shadow, at, lanes)]
 
     def describe(self, region: Region, position: int) -> str:
         block = self.m.block_index(position // self.own.stride + self.m.first_block)
@@ -183,6 +174,6 @@ class Distributed(Space):
 
 
 def split_address(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses of shared::cluster as ranks, plus 1, and offsets."""
+    """The ranks plus 1, and the offsets, of shared::cluster addresses."""
     shifted = (addresses.astype(np.uint64) + np.uint64(_HALF)).view(np.int64)
     return shifted >> RANK & 0xFF, (shifted & (1 << RANK) - 1) - _HALF

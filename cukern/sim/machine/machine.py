@@ -10,19 +10,17 @@ import numpy as np
 
 from cukern.sim.faults import Fault, StepLimit
 from cukern.sim.machine import special
-from cukern.sim.machine.barriers import Barriers
+from cukern.sim.machine.asynchronous import Copies, Mbarriers
+from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.clusters import Clusters, Distributed
-from cukern.sim.machine.copies import Copies
-from cukern.sim.machine.mbarriers import Mbarriers
-from cukern.sim.machine.warps import Warps
 
 LANES_A_BATCH = 1 << 15
 MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute
-_TURNS = 256  # every 256 turns another group has a turn, or 256 of them if lanes poll for the stores of others, which may be in it
+_TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
-# Start of a straight-line stretch -> its steps, its end, and the step there if that one sends the lanes on by itself (a jump, a barrier).
+# Start of a straight-line stretch -> its steps, its end, and the step at the end if that step itself sets where lanes continue (a jump).
 Stretches = dict[int, tuple[list[Step], int, Step | None]]
 
 
@@ -45,7 +43,6 @@ class Machine(Batch):
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
         self.spaces["cluster"] = Distributed(self, self.clusters)
-        self.waits += [self.warp_wide.waits_at, self.barriers.waits_at, self.mbarriers.waits_at, self.clusters.waits_at]
         self.regs = special.registers(self)
 
     def run(self) -> None:
@@ -73,7 +70,7 @@ class Machine(Batch):
                 raise self.stuck()
 
     def _next(self, turns: int) -> int:
-        """The instruction whose group runs now: the one furthest behind, except that from time to time another one has a turn."""
+        """The instruction whose group runs now: the one furthest behind, or every _TURNS turns another one."""
         if turns % _TURNS == 0:
             clock = self.launched.clock
             self.spinning, clock.looked = clock.looked, False

@@ -1,12 +1,13 @@
 """A kernel laid out for execution: the addresses of its variables, and the numbers of its registers."""
 
+import functools
 import re
 
 import numpy as np
 
 from cukern.sim.memory.regions import Region
 from cukern.sim.numerics.integers import UNSIGNED
-from cukern.sim.ptx.module import Module, Variable
+from cukern.sim.ptx.module import Module, Register, Variable
 
 MODULE_SPACES = ("global", "const")
 SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}  # the others have 32 bits
@@ -20,7 +21,6 @@ class Program:
         self.widths = list(self.kernel.widths)
         self.constants: dict[int, np.ndarray] = {}  # register number -> value
         self.specials: dict[str, int] = {}  # special register's name -> register number
-        self._carry: int | None = None
         self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
         self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
         self._lay_out_variables()
@@ -72,22 +72,26 @@ class Program:
 
     # ---- registers
 
-    def constant(self, value: int, width: int) -> int:
-        """The number of a register that always holds `value`."""
-        self.widths.append(width)
-        self.constants[len(self.widths) - 1] = np.array([value], UNSIGNED[width])
-        return len(self.widths) - 1
-
     def hidden(self, width: int) -> int:
         """The number of a new register."""
         self.widths.append(width)
         return len(self.widths) - 1
 
+    def constant(self, value: int, width: int) -> int:
+        """The number of a register that always holds `value`."""
+        number = self.hidden(width)
+        self.constants[number] = np.array([value], UNSIGNED[width])
+        return number
+
+    @functools.cached_property
     def carry(self) -> int:
         """The number of the register that holds the carry flag."""
-        if self._carry is None:
-            self._carry = self.hidden(1)
-        return self._carry
+        return self.hidden(1)
+
+    @functools.cached_property
+    def sink(self) -> Register:
+        """The register `_`, which nothing reads."""
+        return Register(self.hidden(16), 16)
 
     def special(self, name: str) -> int:
         """The number of the register that holds a special register such as %tid.x."""

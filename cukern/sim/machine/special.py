@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from cukern.runtime.device import KNOWN
 from cukern.sim.faults import NotSimulated
-from cukern.sim.machine.batch import Batch
-from cukern.sim.machine.geometry import block_index, clusters, xyz
+from cukern.sim.machine.batch import Batch, block_index, clusters, xyz
 from cukern.sim.machine.program import SPECIAL_WIDTHS
 from cukern.sim.numerics.integers import UNSIGNED
 
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
-_SMS = 132  # multiprocessors of the simulated GPU
+_SMS = KNOWN["h200"].sms  # not SIMULATED_DEVICE.sms, which is 2 so that plans for small problems have several waves
 
 
 def registers(m: Batch) -> list[np.ndarray]:
@@ -39,20 +39,20 @@ def _value(m: Batch, name: str) -> np.ndarray:
         values = indices[register]()[axis_number]
         return (values[:1] if (values == values[0]).all() else values).astype(np.uint32)
     lane = np.arange(m.lanes) % 32
-    one = np.uint32(1)
+    bit = 1 << lane
     per_lane = {
-        "%laneid": lambda: lane,
-        "%warpid": lambda: m.thread_of // 32,
-        "%smid": lambda: blocks % _SMS,
-        "%cluster_ctarank": lambda: rank,
-        "%lanemask_eq": lambda: one << lane.astype(np.uint32),
-        "%lanemask_lt": lambda: (one << lane.astype(np.uint32)) - one,
-        "%lanemask_le": lambda: (np.uint32(2) << lane.astype(np.uint32)) - one,
-        "%lanemask_gt": lambda: ~((np.uint32(2) << lane.astype(np.uint32)) - one),
-        "%lanemask_ge": lambda: ~((one << lane.astype(np.uint32)) - one),
+        "%laneid": lane,
+        "%warpid": m.thread_of // 32,
+        "%smid": blocks % _SMS,
+        "%cluster_ctarank": rank,
+        "%lanemask_eq": bit,
+        "%lanemask_lt": bit - 1,
+        "%lanemask_le": 2 * bit - 1,
+        "%lanemask_gt": -2 * bit,
+        "%lanemask_ge": -bit,
     }
     if register in per_lane:
-        return per_lane[register]().astype(np.uint32)
+        return per_lane[register].astype(np.uint32)
     uniform = {
         "%ntid": launched.block[axis_number],
         "%nctaid": launched.grid[axis_number],

@@ -1,15 +1,14 @@
 """The happens-before relation between the memory accesses of a launch. Two accesses that it does not order may race.
 
-Time counts the memory instructions of the launch. An access is recorded as a stamp: its time, its lane, whether it is strong (an atomic),
-and whether it is an asynchronous copy still in flight. A lane knows its own accesses; those of its block before the last barrier; those of
-its warp before the last `__syncwarp()`; and after a named barrier all that the participating warps knew. Shuffles and votes order nothing.
+Time counts the memory instructions of the launch. A stamp records an access: its time, its lane, whether it is strong (an atomic), and
+whether it is an asynchronous copy still in flight. A lane knows its own accesses, those of its block before the last barrier, and those of
+its warp before the last `__syncwarp()`; a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
-Blocks of one cluster are ordered by its barrier and by mbarriers (machine/mbarriers.py). Other blocks are ordered only by strong accesses
-(atomics, volatile and the like) with fences: if a block accesses memory, executes a fence and then a strong store, the access is known to
-every block that after the access executes a strong load and then a fence. An atomic is both a strong load and a strong store, and needs no
-fence after it; st.release and ld.acquire include the fence. Neither the addresses of store and load nor the fencing threads are compared:
-some races between blocks are missed, but correct kernels are not accused, such as those in which the last block adds up the results of the
-others, or a block waits for the flag of an earlier one.
+A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a cluster. Other blocks are ordered only by strong accesses
+(atomics, volatile and the like) with fences: a block accesses memory, executes a fence, then a strong store; every block that later
+executes a strong load and then a fence knows of the access. An atomic is both a strong load and a strong store, and needs no fence after
+it; st.release and ld.acquire include the fence. Neither the addresses of the strong accesses nor the fencing threads are compared. So some
+races between blocks are missed, but correct kernels are not accused, such as those in which a block waits for the flag of another.
 """
 
 from typing import Any
@@ -28,8 +27,8 @@ class Clock:
     def __init__(self, blocks: int):
         self.blocks = blocks
         self.pcs: list[int] = [0]  # time -> the instruction that accessed memory
-        self.looked = False  # a strong load since the scheduler last asked
-        self.ordering = False  # any strong store so far
+        self.looked = False  # True after a strong load, until the scheduler resets it
+        self.ordering = False  # True after the first strong store
         self.released = np.zeros(blocks, np.int64)  # by block: time of the last fence that a strong store followed
         self.acquired = np.zeros(blocks, np.int64)  # by block: time of the last strong load that a fence followed
 
@@ -66,7 +65,7 @@ class Order:
         return (lanes + self.base) * 2 + (self.clock.now << TIME_BITS | flags)
 
     def unpack(self, stamp: int) -> tuple[int, int]:
-        """The lane of the launch and the instruction of a stamp."""
+        """The lane (numbered through the launch) and the instruction of a stamp."""
         stamp = int(stamp) & ~IN_FLIGHT
         return (stamp >> 1) & _LANES, self.clock.pcs[stamp >> TIME_BITS]
 
@@ -77,7 +76,7 @@ class Order:
         return self.by_lane(stamps) // self.lanes_a_block
 
     def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """For each stamp: whether that access happened before the current access of the lane in `lanes`."""
+        """For each stamp: True if that access happened before the current access of the lane in `lanes`."""
         flying = (stamps & IN_FLIGHT) != 0
         times = stamps >> TIME_BITS
         lane = self.by_lane(stamps) - self.base
@@ -102,14 +101,14 @@ class Order:
             self.known.reshape(self.blocks, -1)[blocks] = now
             self.floor.reshape(self.blocks, -1)[blocks] = now << TIME_BITS
             return
-        for block in blocks:  # what one warp of the block knew about the cluster, all know now
+        for block in blocks:  # all warps of the block learn what one of them knew about the cluster
             mine, own = np.arange(block * warps, (block + 1) * warps), block % self.blocks_a_cluster * warps
             told = self.known[mine].max(axis=0)
             told[own : own + warps] = now
             self.learn(mine, told)
 
     def knowledge(self, warp: int) -> np.ndarray:
-        """All that a warp knows now, its own accesses included."""
+        """What a warp knows now, including its own accesses."""
         told = self.known[warp].copy()
         told[warp % self.warps_a_cluster] = self.clock.now + 1
         return told
@@ -143,11 +142,6 @@ class Order:
         self.fenced[blocks] = self.clock.now + 1
         there = blocks + self.first_block
         self.clock.acquired[there] = np.maximum(self.clock.acquired[there], self.seen[blocks])
-
-    def meet(self, lanes: np.ndarray) -> None:
-        """These lanes execute an atomic on global memory."""
-        self.publish(lanes)
-        self.observe(lanes, acquires=True)
 
     def publish(self, lanes: np.ndarray, releases: bool = False) -> None:
         """These lanes execute a strong store to global memory."""

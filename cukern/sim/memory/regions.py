@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,28 +19,21 @@ GRAIN = 16  # a region's shadow memory begins at a multiple of this address
 FIRST_ADDRESS = 4096  # numpy refuses a null pointer; no process has memory below this address
 _ADDRESS_BITS = 48
 
-
-class _AllMemory:
-    """The whole address space of this process as an array of one dtype."""
-
-    def __init__(self, dtype: Any):
-        dtype = np.dtype(dtype)
-        shape = (((1 << _ADDRESS_BITS) - FIRST_ADDRESS) // dtype.itemsize,)
-        self.__array_interface__ = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": dtype.str, "version": 3}
-
-
 # Bytes per element -> dtype. numpy has no 16-byte integer; complex128 copies bits unchanged.
 CARRIERS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 def all_memory() -> dict[int, np.ndarray]:
-    """The address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is at address 4096 + 16 i."""
-    return {size: np.asarray(_AllMemory(carrier)) for size, carrier in CARRIERS.items()}
+    """This process's address space as arrays of elements of 1, 2, 4, 8 and 16 bytes; element i of the last is at address 4096 + 16 i."""
+    shape = ((1 << _ADDRESS_BITS) - FIRST_ADDRESS,)
+    interface = {"data": (FIRST_ADDRESS, False), "shape": shape, "typestr": "|u1", "version": 3}
+    whole: np.ndarray = np.asarray(SimpleNamespace(__array_interface__=interface))
+    return {size: whole.view(carrier) for size, carrier in CARRIERS.items()}
 
 
 @dataclass
 class Region:
-    """Addresses from `start` up to `end`. `written`: for each byte from `origin` on, whether it is initialized; None: all are."""
+    """Addresses from `start` up to `end`. `written`: True for each byte from `origin` on that is initialized; None: all are."""
 
     start: int
     end: int
@@ -68,13 +62,16 @@ class _Storage:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
-        found = []
-        for start, end in merged:
-            region = Region(start, end)
-            if self.written is not None:
-                region.written = self.written[region.origin - self.start : end - self.start]
-            found.append(region)
+        found = [Region(start, end) for start, end in merged]
+        if self.written is not None:
+            for region in found:
+                region.written = self.written[region.origin - self.start : region.end - self.start]
         return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of nested lists, tuples and dicts."""
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -86,7 +83,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 class _Scopes(threading.local):
     def __init__(self) -> None:
-        self.open: list[Scope] = []
+        self.open: list[Scope] = []  # innermost last
 
 
 _scopes = _Scopes()
@@ -129,15 +126,14 @@ class Scope(TorchDispatchMode):
         schema = func._schema
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                for tensor in tree_leaves(value):
-                    if isinstance(tensor, torch.Tensor):
-                        self.mark_written(tensor)
-        fresh = all(r.alias_info is None for r in schema.returns)
+                for tensor in _tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
+                    self.mark_written(tensor)
         empty = "empty" in schema.name.removeprefix("aten::").split("_")
-        given = [] if fresh else [t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for tensor in tree_leaves(result):  # results that may be views (contiguous() in inference mode) only if they are not
-            if isinstance(tensor, torch.Tensor) and (fresh or tensor.untyped_storage().data_ptr() not in given):
+        # A result that may be a view of an argument (contiguous() in inference mode) is added only if it is none.
+        fresh = all(r.alias_info is None for r in schema.returns)
+        given = () if fresh else {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if fresh or tensor.untyped_storage().data_ptr() not in given:
                 self.add(tensor, written=not empty)
         return result
 

@@ -1,9 +1,11 @@
 """The approximate functions: computed in float64 and rounded once, so they are at least as accurate as a GPU's.
 
-A GPU's result may differ in its last bits. The PTX ISA allows float32 an error of 1 ulp in rcp, 2 ulp in div and ex2, 2^-22.9 relative in
-rsqrt and 2^-23 in sqrt, 2^-22 in lg2 (absolute between 0.5 and 2, else relative), 2^-11 relative in tanh, and 2^-20.5 absolute in sin and
-cos between -pi and pi, growing with larger arguments.
+A GPU's result may differ in its last bits. The PTX ISA allows these errors in float32: 1 ulp in rcp, 2 ulp in div and ex2, 2^-22.9
+relative in rsqrt, 2^-23 in sqrt, 2^-22 in lg2 (absolute between 0.5 and 2, else relative), 2^-11 relative in tanh, and 2^-20.5 absolute in
+sin and cos between -pi and pi, more for larger arguments.
 """
+
+import functools
 
 import numpy as np
 
@@ -26,12 +28,12 @@ _TYPES = {"ex2": ("f16", "bf16", "f32"), "tanh": ("f16", "bf16", "f32"), "rcp": 
 
 
 def approximate(kind: str, fmt: Format, ftz: bool) -> Function:
-    """`kind` is a base, or "div.full", which unlike "div" does not return 0 for a divisor above 2^126. KeyError for other types."""
+    """`kind` is a base or "div.full". Only "div" returns 0 for a divisor above 2^126. Raises KeyError for unsupported types."""
     if fmt.name not in _TYPES.get(kind, ("f32",)):
         raise KeyError(kind)
     function = _FUNCTIONS[kind]
     if fmt is F64:
-        return _coarse64(function) if ftz else _fine64(function)
+        return functools.partial(_coarse64, function) if ftz else functools.partial(floats.native, F64, function)
 
     def run(*args: Array) -> Array:
         args = tuple(floats.flush(fmt, x) for x in args) if ftz else args
@@ -41,16 +43,7 @@ def approximate(kind: str, fmt: Format, ftz: bool) -> Function:
     return run
 
 
-def _fine64(function: Function) -> Function:
-    def run(x: Array) -> Array:
-        result = function(F64.values(x))
-        return floats.canonical(F64, result.view(np.uint64), result)
-
-    return run
-
-
-def _coarse64(function: Function) -> Function:
+def _coarse64(function: Function, x: Array) -> Array:
     """rcp and rsqrt .approx.ftz.f64, the start of a Newton iteration: they read and return only the upper 32 bits."""
     upper = np.uint64(0xFFFFFFFF00000000)
-    fine = _fine64(function)
-    return lambda x: floats.flush(F64, fine(floats.flush(F64, x) & upper) & upper)
+    return floats.flush(F64, floats.native(F64, function, floats.flush(F64, x) & upper) & upper)

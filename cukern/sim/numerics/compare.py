@@ -25,29 +25,19 @@ MODIFIERS = " ".join((*_ORDERED, *_OPPOSITE, *_INTEGER, *_BOOL, "ftz"))
 
 
 def _comparison(op: Opcode, type_: str) -> Function:
-    """A function of the bits of two values. For floats, a comparison with NaN is false, unless its name ends in u: then it is true."""
+    """A function of the bits of two values. A comparison with NaN is false, or true if its name ends in u."""
     name = op.modifiers[0]
     if type_ not in FORMATS:
         read, compare = integers.as_type(type_), _ORDERED[_INTEGER.get(name, name)]
         return lambda a, b: compare(read(a), read(b))
-    values = FORMATS[type_].values
+    values, ordered = FORMATS[type_].values, _ORDERED[_OPPOSITE.get(name, name)]
     if name in _OPPOSITE:
-        ordered = _ORDERED[_OPPOSITE[name]]
         return op.flushed(FORMATS[type_], lambda a, b: ~ordered(values(a), values(b)))
-    compare = _ORDERED[name]
-    return op.flushed(FORMATS[type_], lambda a, b: compare(values(a), values(b)))
+    return op.flushed(FORMATS[type_], lambda a, b: ordered(values(a), values(b)))
 
 
-def setp(op: Opcode) -> Function:
-    return _predicate(op, False)
-
-
-def setp_second(op: Opcode) -> Function:
-    """q: the opposite of p; for packed types, p compares the lower halves and q the upper halves."""
-    return _predicate(op, True)
-
-
-def _predicate(op: Opcode, second: bool) -> Function:
+def setp(op: Opcode, second: bool = False) -> Function:
+    """p, or with `second` q: the opposite of p; for packed types, p compares the lower halves and q the upper halves."""
     compare = _comparison(op, PACKED.get(op.type, op.type))
     half = int(second) if op.type in PACKED else None
     combine = _BOOL[op.modifiers[1]] if op.one_of(*_BOOL) else None
@@ -79,23 +69,11 @@ def set_(op: Opcode) -> Function:
     return op.each(make)
 
 
-def selp(op: Opcode) -> Function:
-    def run(a: Array, b: Array, p: Array) -> Array:
-        return np.where(p, a, b)
-
-    return run
-
-
 def slct(op: Opcode) -> Function:
     """a where c >= 0, else b; also where c is NaN."""
-    c_type = op.types[1]
-    fmt = FORMATS.get(c_type)
-    read = op.flushed(fmt, fmt.values) if fmt else integers.as_type(c_type)
-
-    def run(a: Array, b: Array, c: Array) -> Array:
-        return np.where(read(c) >= 0, a, b)
-
-    return run
+    fmt = FORMATS.get(op.types[1])
+    read = op.flushed(fmt, fmt.values) if fmt else integers.as_type(op.types[1])
+    return lambda a, b, c: integers.where(read(c) >= 0, a, b)
 
 
 _CLASSES: dict[str, Function] = {
@@ -115,19 +93,12 @@ def testp(op: Opcode) -> Function:
 
 
 def extreme(op: Opcode) -> Function:
-    """min and max."""
-
-    def make(type_: str) -> Function:
-        if type_ not in FORMATS:
-            op.only()
-            return integers.typed({"min": np.minimum, "max": np.maximum}[op.base], type_)
-        return op.flushed(FORMATS[type_], _float_extreme(FORMATS[type_], op))
-
-    return op.each(make)
+    """min and max of floats."""
+    return op.each(lambda type_: op.flushed(FORMATS[type_], _extreme(FORMATS[type_], op)))
 
 
-def _float_extreme(fmt: Format, op: Opcode) -> Function:
-    """The result is the operand that is not NaN, but with .NaN it is NaN. -0 is less than +0."""
+def _extreme(fmt: Format, op: Opcode) -> Function:
+    """If one operand is NaN, the result is the other one; with .NaN, it is NaN. -0 is less than +0."""
     before, zero_before = (operator.lt, operator.gt) if op.base == "min" else (operator.gt, operator.lt)
     keeps_nan, xorsign = op.has("NaN"), op.has("xorsign")
     if xorsign != op.has("abs"):
@@ -138,7 +109,7 @@ def _float_extreme(fmt: Format, op: Opcode) -> Function:
         if xorsign:
             a, b = a & ~fmt.sign, b & ~fmt.sign
         x, y = fmt.values(a), fmt.values(b)
-        zeros = (x == y) & zero_before(a, b)  # equal values with different bits: zeros, of which -0 has the larger bits
+        zeros = (x == y) & zero_before(a, b)  # equal values with different bits are zeros; -0 has the larger bits
         bits = np.where(before(x, y) | zeros | (y != y), a, b)
         bits = bits | sign if xorsign else bits
         if keeps_nan:

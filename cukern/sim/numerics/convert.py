@@ -10,7 +10,7 @@ import numpy as np
 
 from cukern.sim.numerics import floats
 from cukern.sim.numerics.floats import BF16, F32, F64, FORMATS, Array, Format, Function
-from cukern.sim.numerics.integers import SIGNED, UNSIGNED, unsigned
+from cukern.sim.numerics.integers import UNSIGNED, dtype_of, unsigned
 
 _INTEGRAL: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", *_INTEGRAL})
@@ -19,7 +19,8 @@ MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", *_IN
 def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
     """The function of cvt.<modifiers>.<target>.<source>. Raises KeyError for an unsupported type or modifier."""
     if target.endswith("x2"):
-        return _to_pair(_to_float(FORMATS[target[:-2]], FORMATS[source], modifiers))
+        one = _to_float(FORMATS[target[:-2]], FORMATS[source], modifiers)
+        return lambda high, low: (one(high).astype(np.uint32) << 16) | one(low)  # the first operand goes to the upper half
     if "relu" in modifiers and not (target in FORMATS and source in FORMATS):
         raise KeyError("relu")
     if target in FORMATS:
@@ -29,11 +30,6 @@ def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
     if source in FORMATS:
         return _float_to_int(target, FORMATS[source], modifiers)
     return _int_to_int(target, source, "sat" in modifiers)
-
-
-def _to_pair(one: Function) -> Function:
-    """The first operand goes to the upper half."""
-    return lambda high, low: (one(high).astype(np.uint32) << 16) | one(low)
 
 
 def _mode(modifiers: frozenset[str]) -> str:
@@ -79,16 +75,11 @@ def _rna_tf32(x: Array) -> Array:
     return np.where(values != values, x, x + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
 
 
-def _cut(x: Array, type_: str) -> Array:
-    """The low bits of a register, as a numpy integer of that type."""
-    return x.astype((SIGNED if type_[0] == "s" else UNSIGNED)[int(type_[1:])])
-
-
 def _int_to_float(target: Format, source: str, modifiers: frozenset[str]) -> Function:
-    mode = _mode(modifiers)
+    mode, kind = _mode(modifiers), dtype_of(source)
 
     def run(x: Array) -> Array:
-        integers = _cut(x, source)
+        integers = x.astype(kind)
         if target is F64:
             return _int_to_f64(integers, mode).view(np.uint64)
         bits = floats.round_to(target, _odd_float64(integers), mode)
@@ -117,8 +108,7 @@ def _int_to_f64(x: Array, mode: str) -> Array:
 def _float_to_int(target: str, source: Format, modifiers: frozenset[str]) -> Function:
     """Clamps to the target's range. NaN becomes 0, or only the top bit set if the source or the target has 64 bits."""
     integral = next(_INTEGRAL[m] for m in ("rni", "rzi", "rmi", "rpi") if m in modifiers)
-    width = int(target[1:])
-    kind = (SIGNED if target[0] == "s" else UNSIGNED)[width]
+    width, kind = int(target[1:]), dtype_of(target)
     least, most = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
     of_nan = np.uint64(1 << (width - 1) if source is F64 or width == 64 else 0).astype(UNSIGNED[width]).view(kind)
 
@@ -134,13 +124,12 @@ def _float_to_int(target: str, source: Format, modifiers: frozenset[str]) -> Fun
 
 
 def _int_to_int(target: str, source: str, saturate: bool) -> Function:
+    kind, goal = dtype_of(source), dtype_of(target)
+    least, most = max(np.iinfo(kind).min, np.iinfo(goal).min), min(np.iinfo(kind).max, np.iinfo(goal).max)
+
     def run(x: Array) -> Array:
-        integers = _cut(x, source)
-        if saturate:
-            kind = np.iinfo((SIGNED if target[0] == "s" else UNSIGNED)[int(target[1:])])
-            least, most = (np.iinfo(integers.dtype).min, np.iinfo(integers.dtype).max)
-            integers = np.clip(integers, max(int(kind.min), int(least)), min(int(kind.max), int(most)))
-        return _register(_cut(integers, target))
+        integers = x.astype(kind)
+        return _register((np.clip(integers, least, most) if saturate else integers).astype(goal))
 
     return run
 

@@ -1,8 +1,8 @@
-"""Floating-point arithmetic with a GPU's results: each is rounded once, in the given mode, and NaN results are the canonical NaN.
+"""Floating-point arithmetic with a GPU's results: one rounding, in the given mode; a NaN result is the canonical NaN.
 
-Registers hold raw bits; a `Format` converts them to numpy values and back. Formats of at most 32 bits are exact in float64, and so are
-their products. A sum may need more than the 53 bits of float64: `sum_to_odd` returns a float64 that rounds to any narrower format as the
-exact sum would. For float64, fma uses error-free sums and products, and the directed roundings use exact fractions.
+Registers hold raw bits; a `Format` converts them to numpy values and back. Values of at most 32 bits and their products are exact in
+float64. A sum may need more than the 53 bits of float64: `sum_to_odd` returns a float64 that rounds to any narrower format as the exact
+sum would. For float64, fma uses error-free sums and products, and the directed roundings use exact fractions.
 
 Sources: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008); Figueroa,
 "When is double rounding innocuous?" (1995); NVIDIA's PTX ISA; where the ISA leaves the result open, measurements on an H200. The
@@ -51,14 +51,14 @@ def _tf32_of_f64(x: Array) -> Array:
     return (bits + np.uint32(0xFFF) + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)
 
 
-_MASKS32 = 1 << 31, 0xFF << 23, 0x7FFFFFFF, 127 << 23
+def _of_numpy(name: str, dtype: Any, masks: tuple[int, int, int, int]) -> Format:
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    return Format(name, masks, lambda x: x.view(dtype), lambda x: x.astype(dtype, copy=False).view(bits))
 
-F16 = Format(
-    "f16",
-    (0x8000, 0x7C00, 0x7FFF, 0x3C00),
-    lambda bits: bits.view(np.float16),
-    lambda x: x.astype(np.float16).view(np.uint16),
-)
+
+F16 = _of_numpy("f16", np.float16, (0x8000, 0x7C00, 0x7FFF, 0x3C00))
+F32 = _of_numpy("f32", np.float32, (1 << 31, 0xFF << 23, 0x7FFFFFFF, 127 << 23))
+F64 = _of_numpy("f64", np.float64, (1 << 63, 0x7FF << 52, 0x7FF8 << 48, 1023 << 52))
 BF16 = Format(
     "bf16",
     (0x8000, 0x7F80, 0x7FFF, 0x3F80),
@@ -66,14 +66,7 @@ BF16 = Format(
     lambda x: bf16_of_f32(to_odd32(x)),
     native=False,
 )
-F32 = Format("f32", _MASKS32, lambda bits: bits.view(np.float32), lambda x: x.astype(np.float32).view(np.uint32))
 TF32 = Format("tf32", (1 << 31, 0xFF << 23, 0x7FFFE000, 127 << 23), F32.values, _tf32_of_f64, native=False, unused=13)
-F64 = Format(
-    "f64",
-    (1 << 63, 0x7FF << 52, 0x7FF8 << 48, 1023 << 52),
-    lambda bits: bits.view(np.float64),
-    lambda x: x.view(np.uint64),
-)
 FORMATS = {f.name: f for f in (F16, BF16, F32, TF32, F64)}
 
 
@@ -95,7 +88,7 @@ def _toward_zero(fmt: Format, bits: Array, x: Array) -> Array:
 
 
 def _steps(fmt: Format, flags: Array) -> Array:
-    """The difference in bits to the neighbour away from zero, where the flag is set; else 0."""
+    """Where the flag is set, the difference in bits to the neighbour away from zero; else 0."""
     return flags.astype(fmt.bits) << fmt.unused
 
 
@@ -126,9 +119,7 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 
     Rounding it again to at most 51 bits, in any mode, gives what rounding the exact sum would. `mode` only affects the sign of x - x.
     """
-    total = a + b
-    of_b = total - a
-    error = (a - (total - of_b)) + (b - of_b)
+    total, error = _two_sum(a, b)
     bits = total.view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)
     wrong = (error < 0) | (error > 0)
@@ -142,37 +133,34 @@ def sum_to_odd(a: Array, b: Array, mode: str = "rn") -> Array:
 @functools.cache
 def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat: bool = False, relu_: bool = False) -> Function:
     """The function of raw bits for `kind`: add, sub, mul, fma, div, rcp or sqrt."""
+    exact = functools.partial(_in_float64, fmt, kind, mode)
     if kind == "fma" and mode == "rn" and fmt in (F32, F64):
         core = _fma32 if fmt is F32 else _fma64
     elif kind != "fma" and mode == "rn" and fmt.native:
-        core = _native(fmt, _UFUNCS[kind])
+        core = functools.partial(native, fmt, _UFUNCS[kind])
     else:
-        core = _directed64(kind, mode) if fmt is F64 else _through_float64(fmt, kind, mode)
+        core = functools.partial(_directed64, kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
     if ftz:
-        core = _flushed(fmt, core, _in_float64(fmt, kind, mode), mode)
+        core = functools.partial(_flushed, fmt, core, exact, mode)
     for wanted, finish in ((sat, saturate), (relu_, relu)):
         if wanted:
-            core = _finished(fmt, core, finish)
+            core = functools.partial(_finished, fmt, core, finish)
     return core
 
 
-def _flushed(fmt: Format, core: Function, exact: Function, mode: str) -> Function:
-    """Flush operands and result; also a result that would round to less than the least normal number with an unlimited exponent range."""
+def _flushed(fmt: Format, core: Function, exact: Function, mode: str, *args: Array) -> Array:
+    """Flush operands and result. A result is also flushed if it would be subnormal when rounded with an unlimited exponent range."""
     least = fmt.sign - fmt.exponent
-
-    def run(*args: Array) -> Array:
-        args = tuple(flush(fmt, x) for x in args)
-        bits = flush(fmt, core(*args))
-        if np.count_nonzero(bits & ~fmt.sign == least):
-            twice = round_to(fmt, 2 * exact(*args), mode)
-            bits = np.where(twice & ~fmt.sign < 2 * least, bits & fmt.sign, bits)
-        return bits
-
-    return run
+    args = tuple(flush(fmt, x) for x in args)
+    bits = flush(fmt, core(*args))
+    if np.count_nonzero(bits & ~fmt.sign == least):
+        twice = round_to(fmt, 2 * exact(*args), mode)
+        bits = np.where(twice & ~fmt.sign < 2 * least, bits & fmt.sign, bits)
+    return bits
 
 
-def _finished(fmt: Format, core: Function, finish: Function) -> Function:
-    return lambda *args: finish(fmt, core(*args))
+def _finished(fmt: Format, core: Function, finish: Function, *args: Array) -> Array:
+    return finish(fmt, core(*args))
 
 
 _UFUNCS: dict[str, Function] = {
@@ -185,36 +173,25 @@ _UFUNCS: dict[str, Function] = {
 }
 
 
-def _native(fmt: Format, ufunc: Function) -> Function:
-    def run(*args: Array) -> Array:
-        result = ufunc(*map(fmt.values, args))
-        return canonical(fmt, result.view(fmt.bits), result)
-
-    return run
+def native(fmt: Format, ufunc: Function, *args: Array) -> Array:
+    """A numpy function of raw bits. Its results are rounded as numpy does, and a NaN is canonical."""
+    result = ufunc(*map(fmt.values, args))
+    return canonical(fmt, result.view(fmt.bits), result)
 
 
-def _through_float64(fmt: Format, kind: str, mode: str) -> Function:
-    exact = _in_float64(fmt, kind, mode)
-    return lambda *args: round_to(fmt, exact(*args), mode)
-
-
-def _in_float64(fmt: Format, kind: str, mode: str) -> Function:
-    """A float64 that rounds to `fmt` as the exact result would. Quotients and square roots do so without further care
-    (Figueroa): double rounding is innocuous, as float64 has more than twice the digits."""
-
-    def run(*args: Array) -> Array:
-        a, *rest = (fmt.values(x).astype(np.float64) for x in args)
-        if kind in ("add", "sub"):
-            return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
-        if kind == "fma":
-            return sum_to_odd(a * rest[0], rest[1], mode)
-        return _UFUNCS[kind](a, *rest)
-
-    return run
+def _in_float64(fmt: Format, kind: str, mode: str, *args: Array) -> Array:
+    """A float64 that rounds to `fmt` as the exact result would. For quotients and square roots, the float64 result does: double rounding
+    is innocuous, because float64 has more than twice the digits (Figueroa)."""
+    a, *rest = (fmt.values(x).astype(np.float64) for x in args)
+    if kind in ("add", "sub"):
+        return sum_to_odd(a, rest[0] if kind == "add" else -rest[0], mode)
+    if kind == "fma":
+        return sum_to_odd(a * rest[0], rest[1], mode)
+    return _UFUNCS[kind](a, *rest)
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """The product is exact in float64. Rounding the float64 sum again is correct unless it looks like a tie between two float32."""
+    """The product is exact in float64. Rounding the float64 sum again is correct, unless that sum is a tie between two float32."""
     product = np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64)
     addend = c.view(np.float32)
     total = product + addend
@@ -276,7 +253,7 @@ def _fma_of_fractions(a: float, b: float, c: float) -> float:
     return size if exact > 0 else -size
 
 
-# ---- float64 in the modes other than rn: rare, so element by element
+# ---- float64 in the modes other than rn: element by element, because it is rare
 
 
 def step64(nearest: Array, error: Array, mode: str) -> Array:
@@ -286,26 +263,17 @@ def step64(nearest: Array, error: Array, mode: str) -> Array:
     return np.where(up, np.nextafter(nearest, np.inf), np.where(down, np.nextafter(nearest, -np.inf), nearest))
 
 
-def _directed64(kind: str, mode: str) -> Function:
+def _directed64(kind: str, mode: str, *args: Array) -> Array:
     nearest = arithmetic(kind, F64)
-
-    def run(*args: Array) -> Array:
-        near = nearest(*args).view(np.float64)
-        values = [np.broadcast_to(x, near.shape).view(np.float64).tolist() for x in args]
-        error = np.array([_error_sign(kind, *each) for each in zip(near.tolist(), *values, strict=True)])
-        result = step64(near, error, mode)
-        if mode == "rm" and kind in ("add", "sub", "fma"):
-            result = np.where((result == 0) & (error == 0) & ~_zero_of_zeros(kind, values), -0.0, result)
-        return canonical(F64, result.view(np.uint64), result)
-
-    return run
-
-
-def _zero_of_zeros(kind: str, values: list[list[float]]) -> Array:
-    """Where both terms of a sum are +0: the only sum of zeros that is +0 when rounded down."""
-    a, b, *c = (np.array(x) for x in values)
-    one, two = {"add": lambda: (a, b), "sub": lambda: (a, -b), "fma": lambda: (a * b, c[0])}[kind]()
-    return (one == 0) & (two == 0) & ~np.signbit(one) & ~np.signbit(two)
+    near = nearest(*args).view(np.float64)
+    values = [np.broadcast_to(x, near.shape).view(np.float64).tolist() for x in args]
+    error = np.array([_error_sign(kind, *each) for each in zip(near.tolist(), *values, strict=True)])
+    result = step64(near, error, mode)
+    if mode == "rm" and kind in ("add", "sub", "fma"):
+        # The sum of the negated terms, negated: an exact zero is +0 only if both terms are +0.
+        negated = nearest(args[0] ^ F64.sign, *args[1:-1], args[-1] ^ F64.sign) ^ F64.sign
+        result = np.where((result == 0) & (error == 0), negated.view(np.float64), result)
+    return canonical(F64, result.view(np.uint64), result)
 
 
 def _error_sign(kind: str, near: float, a: float, b: float = 1.0, c: float = 0.0) -> int:

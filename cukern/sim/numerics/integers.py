@@ -3,7 +3,6 @@
 `signed(x)` reads the same bits as two's complement. Operands have the width of their type: the caller has truncated wider ones.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,9 +23,18 @@ def unsigned(x: Array) -> Array:
     return x.view(UNSIGNED[x.itemsize * 8])
 
 
+def dtype_of(type_: str) -> Any:
+    """The numpy type of an integer type such as "s32" or "u64"."""
+    return (SIGNED if type_[0] == "s" else UNSIGNED)[int(type_[1:])]
+
+
 def as_type(type_: str) -> Function:
     """Reads raw bits as `type_`, such as "s32" or "u64": signed only for s."""
     return signed if type_[0] == "s" else unsigned
+
+
+def where(condition: Array, a: Array, b: Array) -> Array:
+    return np.where(condition, a, b)
 
 
 def typed(ufunc: Function, type_: str) -> Function:
@@ -41,7 +49,7 @@ def typed(ufunc: Function, type_: str) -> Function:
 
 def wide(type_: str) -> Function:
     """mul.wide: the whole product, twice as wide."""
-    read, double = as_type(type_), (SIGNED if type_[0] == "s" else UNSIGNED)[2 * int(type_[1:])]
+    read, double = as_type(type_), dtype_of(f"{type_[0]}{2 * int(type_[1:])}")
     return lambda a, b: unsigned(np.multiply(read(a), read(b), dtype=double))
 
 
@@ -74,38 +82,29 @@ def saturating(ufunc: Function) -> Function:
 # ---- sums with a carry: the flag is one more operand at the end, and one more result
 
 
-def carrying(part: Function | None, subtract: bool, reads: bool, carry_out: bool) -> Function:
+def carrying(part: Function | None, subtract: bool, reads: bool, carry_out: bool, *args: Array) -> Array:
     """add, sub (and mad with `part`, its half of the product) with .cc; for sub, the flag is a borrow."""
-
-    def run(*args: Array) -> Array:
-        flag = args[-1] if reads else np.zeros(1, bool)
-        a, b = (part(args[0], args[1]), args[2]) if part else args[:2]
-        first = a - b if subtract else a + b
-        last = first - flag if subtract else first + flag
-        if carry_out:
-            return (a < b) | (first < flag) if subtract else (first < a) | (last < first)
-        return last
-
-    return run
+    flag = args[-1] if reads else np.zeros(1, bool)
+    a, b = (part(args[0], args[1]), args[2]) if part else args[:2]
+    first = a - b if subtract else a + b
+    last = first - flag if subtract else first + flag
+    if carry_out:
+        return (a < b) | (first < flag) if subtract else (first < a) | (last < first)
+    return last
 
 
 # ---- quotients
 
 
-def divided(kind: str, type_: str) -> Function:
-    """div and rem, toward zero. Division by zero, which PTX leaves undefined, returns all ones, as GPUs do."""
-    ufunc = {"div": np.floor_divide, "rem": np.remainder}[kind]
-
-    def run(a: Array, b: Array) -> Array:
-        ones = ~a.dtype.type(0)
-        if type_[0] != "s":
-            return np.where(b == 0, ones, ufunc(a, b))
-        negative_a, negative_b = signed(a) < 0, signed(b) < 0
-        size = ufunc(np.where(negative_a, -a, a), np.where(negative_b, -b, b))
-        flip = negative_a ^ negative_b if kind == "div" else negative_a
-        return np.where(b == 0, ones, np.where(flip, -size, size))
-
-    return run
+def divided(ufunc: Function, type_: str, a: Array, b: Array) -> Array:
+    """div (np.floor_divide) and rem (np.remainder), toward zero. PTX leaves division by zero undefined: GPUs return all ones."""
+    ones = ~a.dtype.type(0)
+    if type_[0] != "s":
+        return np.where(b == 0, ones, ufunc(a, b))
+    negative_a, negative_b = signed(a) < 0, signed(b) < 0
+    size = ufunc(np.where(negative_a, -a, a), np.where(negative_b, -b, b))
+    flip = negative_a ^ negative_b if ufunc is np.floor_divide else negative_a
+    return np.where(b == 0, ones, np.where(flip, -size, size))
 
 
 # ---- shifts and fields
@@ -119,15 +118,18 @@ def shift(ufunc: Function, type_: str) -> Function:
     return lambda a, count: unsigned(ufunc(read(a), np.minimum(count, count.dtype.type(width)).astype(read(a).dtype)))
 
 
-def funnel(left: bool, wrap: bool) -> Function:
+def funnel(left: bool, wrap: bool, a: Array, b: Array, count: Array) -> Array:
     """shf: shift the 64 bits b:a and take the upper half (left) or the lower one (right)."""
+    both = (b.astype(np.uint64) << 32) | a
+    by = (count & 31 if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
+    return ((both << by) >> 32 if left else both >> by).astype(np.uint32)
 
-    def run(a: Array, b: Array, count: Array) -> Array:
-        both = (b.astype(np.uint64) << 32) | a
-        by = (count & 31 if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
-        return ((both << by) >> 32 if left else both >> by).astype(np.uint32)
 
-    return run
+# bfe and bfi: `length` bits from `position` on. Types of 32 bits read the low 8 bits of both operands, types of 64 bits read all.
+
+
+def _clamped(x: Array, width: int) -> Array:
+    return np.minimum(x & np.uint32(255) if width == 32 else x, np.uint32(256))
 
 
 def _mask(length: Array, kind: Any) -> Array:
@@ -135,14 +137,12 @@ def _mask(length: Array, kind: Any) -> Array:
 
 
 def extract(type_: str) -> Function:
-    """bfe: `length` bits of a from `position` on; for a signed type the field's top bit, or that of a, fills the rest. 32-bit types read
-    8 bits of position and length, 64-bit types all."""
+    """bfe: the field of a, extended to the width. A signed type extends it with the field's top bit, or with that of a."""
     width, kind = int(type_[1:]), UNSIGNED[int(type_[1:])]
-    limit = np.uint32(255 if width == 32 else 0xFFFFFFFF)
     right = shift(np.right_shift, f"u{width}")
 
     def run(a: Array, position: Array, length: Array) -> Array:
-        position, length = (np.minimum(x & limit, np.uint32(256)) for x in (position, length))
+        position, length = _clamped(position, width), _clamped(length, width)
         field = right(a, position) & _mask(length, kind)
         if type_[0] == "u":
             return field
@@ -154,14 +154,13 @@ def extract(type_: str) -> Function:
 
 
 def insert(type_: str) -> Function:
-    """bfi: `length` bits of a, put into b at `position`, read as in bfe."""
-    limit = np.uint32(255 if type_ == "b32" else 0xFFFFFFFF)
-    kind = UNSIGNED[int(type_[1:])]
-    left = shift(np.left_shift, f"u{type_[1:]}")
+    """bfi: the low bits of a replace the field of b."""
+    width, kind = int(type_[1:]), UNSIGNED[int(type_[1:])]
+    left = shift(np.left_shift, f"u{width}")
 
     def run(a: Array, b: Array, position: Array, length: Array) -> Array:
-        position, length = (np.minimum(x & limit, np.uint32(256)) for x in (position, length))
-        mask = left(_mask(length, kind), position)
+        position = _clamped(position, width)
+        mask = left(_mask(_clamped(length, width), kind), position)
         return (b & ~mask) | (left(a, position) & mask)
 
     return run
@@ -188,15 +187,11 @@ def clz(x: Array) -> Array:
     return np.where(x == 0, bits.shape[1], bits.argmax(axis=1)).astype(np.uint32)
 
 
-def bfind(type_: str, from_top: bool) -> Function:
+def bfind(type_: str, from_top: bool, x: Array) -> Array:
     """The position of the highest bit that is not a sign bit; with .shiftamt, its distance from the top. All ones if there is none."""
-
-    def run(x: Array) -> Array:
-        x = np.where(signed(x) < 0, ~x, x) if type_[0] == "s" else x
-        zeros = clz(x)
-        return np.where(x == 0, np.uint32(0xFFFFFFFF), zeros if from_top else np.uint32(x.itemsize * 8 - 1) - zeros)
-
-    return run
+    x = np.where(signed(x) < 0, ~x, x) if type_[0] == "s" else x
+    zeros = clz(x)
+    return np.where(x == 0, np.uint32(0xFFFFFFFF), zeros if from_top else np.uint32(x.itemsize * 8 - 1) - zeros)
 
 
 # ---- bytes and tables
@@ -211,49 +206,36 @@ _SELECTORS = {
 }
 
 
-def permute(mode: str | None) -> Function:
-    """prmt: four of the eight bytes b:a; in the default mode, bit 3 of a selector replicates the byte's sign."""
-
+def permute(mode: str, a: Array, b: Array, c: Array) -> Array:
+    """prmt: four of the eight bytes b:a. In the default mode, bit 3 of a selector replicates the byte's sign."""
     table = np.array(_SELECTORS[mode]) if mode else None
-
-    def run(a: Array, b: Array, c: Array) -> Array:
-        both = ((b.astype(np.uint64) << 32) | a).view(np.uint8).reshape(-1, 8)
-        select = (c[:, None] >> np.array([0, 4, 8, 12], np.uint32)).astype(np.intp) & 15 if table is None else table[c & 3]
-        rows = max(len(both), len(select))
-        both, select = np.broadcast_to(both, (rows, 8)), np.broadcast_to(select, (rows, 4))
-        picked = np.take_along_axis(both, select & 7, axis=1)
-        picked = np.where(select & 8, (picked.view(np.int8) >> 7).view(np.uint8), picked)
-        return picked.view(np.uint32).reshape(-1)
-
-    return run
+    both = ((b.astype(np.uint64) << 32) | a).view(np.uint8).reshape(-1, 8)
+    select = (c[:, None] >> np.array([0, 4, 8, 12], np.uint32)).astype(np.intp) & 15 if table is None else table[c & 3]
+    rows = max(len(both), len(select))
+    both, select = np.broadcast_to(both, (rows, 8)), np.broadcast_to(select, (rows, 4))
+    picked = np.take_along_axis(both, select & 7, axis=1)
+    picked = np.where(select & 8, (picked.view(np.int8) >> 7).view(np.uint8), picked)
+    return picked.view(np.uint32).reshape(-1)
 
 
 def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
-    """lop3: bit i of the table is the result where the bits of a, b and c form the number i."""
-    number = int(table[0])
-    rows = [_logic_row(a, b, c, i) for i in range(8) if number >> i & 1]
-    return functools.reduce(np.bitwise_or, rows, np.zeros_like(a | b | c))
+    """lop3: where the bits of a, b and c form the number i, the result is bit i of the table."""
+    result = np.zeros_like(a | b | c)
+    for i in range(8):
+        if table[0] >> i & 1:
+            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result
 
 
-def _logic_row(a: Array, b: Array, c: Array, i: int) -> Array:
-    return (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-
-
-def packed(function: Function, width: int = 16) -> Function:
-    """`function` of one `width`-bit type, on each part of a register."""
-    kind = UNSIGNED[width]
-
-    def run(*args: Array) -> Array:
-        parts = function(*(x.view(kind).reshape(len(x), -1) for x in args))
-        return np.ascontiguousarray(parts).view(UNSIGNED[8 * parts.itemsize * parts.shape[1]]).reshape(-1)
-
-    return run
+def packed(function: Function, *args: Array) -> Array:
+    """`function` of a 16-bit type, on both halves of a register."""
+    parts = function(*(x.view(np.uint16).reshape(len(x), -1) for x in args))
+    return np.ascontiguousarray(parts).view(UNSIGNED[8 * parts.itemsize * parts.shape[1]]).reshape(-1)
 
 
 def dot(types: Sequence[str], high_half: bool | None) -> Function:
-    """dp4a, or dp2a with `high_half`: c plus the products of a's parts with b's bytes, of four or of two."""
-    kind_a = (SIGNED if types[0][0] == "s" else UNSIGNED)[8 if high_half is None else 16]
-    kind_b = SIGNED[8] if types[1][0] == "s" else UNSIGNED[8]
+    """c plus a dot product. dp4a: of the four bytes of a and of b. dp2a: of the two halves of a and of two bytes of b."""
+    kind_a, kind_b = dtype_of(types[0][0] + ("8" if high_half is None else "16")), dtype_of(types[1][0] + "8")
     columns = slice(2, 4) if high_half else slice(0, 4 if high_half is None else 2)
 
     def run(a: Array, b: Array, c: Array) -> Array:

@@ -1,5 +1,6 @@
 """The parsed name of an ALU instruction."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,14 +29,6 @@ class Opcode:
     def is_float(self) -> bool:
         return PACKED.get(self.type, self.type) in FORMATS
 
-    @property
-    def writes_carry(self) -> bool:
-        return "cc" in self.modifiers
-
-    @property
-    def reads_carry(self) -> bool:
-        return self.base in ("addc", "subc", "madc")
-
     def has(self, modifier: str) -> bool:
         return modifier in self.modifiers
 
@@ -49,7 +42,7 @@ class Opcode:
 
     def each(self, make: Callable[[str], Function]) -> Function:
         """make(type); for a packed type, make(type of a half), applied to both halves."""
-        return integers.packed(make(PACKED[self.type])) if self.type in PACKED else make(self.type)
+        return functools.partial(integers.packed, make(PACKED[self.type])) if self.type in PACKED else make(self.type)
 
     def flushed(self, fmt: Format, function: Function) -> Function:
         """`function`, on operands flushed to zero if the instruction says .ftz."""

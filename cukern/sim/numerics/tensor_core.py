@@ -1,12 +1,12 @@
 """mma.sync, wgmma and ldmatrix: which lane of a warp holds which element of a tile, and the product of tiles.
 
-The layouts are those of the PTX ISA. Let group = lane // 4 and quad = lane % 4. A register holds two 16-bit elements that are
-neighbours along k: columns 2*quad and 2*quad + 1 of an eight-wide part of the tile; or one tf32, column quad of a four-wide part. The
-registers of A go down the rows first (group, group + 8), then along k; those of B go along k, in column `group` of C.
+The layouts are those of the PTX ISA. Let group = lane // 4 and quad = lane % 4. A register holds two 16-bit elements that are neighbours
+along k (columns 2*quad and 2*quad + 1 of an eight-wide part of the tile) or one tf32 (column quad of a four-wide part). The registers of A
+go down the rows first (group, group + 8), then along k; those of B go along k, in column `group` of C.
 
 The products are exact; they and c are added in float64, and the total is rounded once, to nearest. A GPU aligns all terms to the largest
-and truncates, so its float32 results differ from these by at most (k + 2) * 2^-23 times the largest term (of the k products and c), its
-float16 results by one more rounding.
+and truncates. So its float32 results differ from these by at most (k + 2) * 2^-23 times the largest term (of the k products and c), and
+its float16 results by one more rounding.
 """
 
 import functools
@@ -24,11 +24,8 @@ Place = tuple[slice, Array, Array]
 _EVERY_WARP = slice(None)
 _LANE = np.arange(32)
 _GROUP, _QUAD = _LANE // 4, _LANE % 4
-_SHAPES = {
-    "m16n8k16": ("f16", "bf16"),
-    "m16n8k8": ("f16", "bf16", "tf32"),
-    "m16n8k4": ("tf32",),
-}
+_PLACES_C = _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
+_SHAPES = {"m16n8k16": ("f16", "bf16"), "m16n8k8": ("f16", "bf16", "tf32"), "m16n8k4": ("tf32",)}
 
 
 @functools.cache
@@ -51,15 +48,16 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
     tile_a, tile_b, tile_c = np.zeros((warps, 16, k)), np.zeros((warps, k, 8)), np.zeros((warps, 16, 8))
     tile_a[_places_a(factors, k)] = _elements(factors, a)
     tile_b[_places_b(factors, k)] = _elements(factors, b)
-    tile_c[_places_c()] = _elements(sums, c)
+    tile_c[_PLACES_C] = _elements(sums, c)
     total = tile_a @ tile_b + tile_c
-    return _registers(floats.round_to(sums, total[_places_c()]))
+    d = floats.round_to(sums, total[_PLACES_C])
+    return _apart(d if d.dtype == np.uint32 else d[:, ::2].astype(np.uint32) | d[:, 1::2].astype(np.uint32) << 16)
 
 
 def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """A wgmma: its columns; whether its elements have 16 bits (else they are tf32); and its function. This takes the registers of a, b as
-    (warps, columns, 32 bytes along k), the registers of c, and whether c is added; it returns the registers of d. Each warp computes the
-    mma.sync of its 16 rows. Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
+    """A wgmma: the number of columns, True for 16-bit elements (False for tf32), and a function. Its arguments are the registers of a, b
+    as (warps, columns, 32 bytes along k), the registers of c, and a flag per warp: c is added. It returns the registers of d. Each warp
+    computes the mma.sync of its 16 rows. Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
     """
     start, _, rest = opcode.partition(".m64n")
     columns, _, types = rest.partition("k")
@@ -87,9 +85,9 @@ def rows_of_a(rows: Array) -> list[Array]:
 
 
 def described(words: Array, number: Array, down: bool) -> Array:
-    """The address of 16 bytes of a wgmma operand, from its matrix descriptor. K-major: half `number` % 2, along k, of row (in b: column)
-    `number` // 2. If neighbours lie `down` (MN-major): eight rows from `number` // 16 * 8 on, at index `number` % 16 along k; these may
-    have the 128-byte swizzle. Raises NotSimulated for other swizzles."""
+    """The address of 16 bytes of a wgmma operand, from its matrix descriptor. K-major: half `number` % 2 along k of row (of b: column)
+    `number` // 2. MN-major (`down`): eight rows from `number` // 16 * 8 on, at index `number` % 16 along k; only these may have the
+    128-byte swizzle. Raises NotSimulated for other swizzles."""
     kinds = set((words >> np.uint64(62)).tolist())
     if kinds not in ({0}, {1}) or (kinds == {1} and not down):
         raise NotSimulated("wgmma with such a swizzle")
@@ -119,12 +117,6 @@ def _elements(fmt: Format, registers: Registers) -> Array:
     return fmt.values(raw).astype(np.float64)
 
 
-def _registers(elements: Array) -> list[Array]:
-    if elements.dtype == np.uint16:
-        elements = elements[:, ::2].astype(np.uint32) | elements[:, 1::2].astype(np.uint32) << 16
-    return _apart(elements)
-
-
 def _apart(registers: Array) -> list[Array]:
     """(warps, registers, 32) as one array per register."""
     return [np.ascontiguousarray(r) for r in np.moveaxis(registers, 1, 0)]
@@ -150,11 +142,6 @@ def _places_a(fmt: Format, k: int) -> Place:
 def _places_b(fmt: Format, k: int) -> Place:
     rows = np.stack(_along_k(fmt, k))
     return _EVERY_WARP, rows, np.broadcast_to(_GROUP, rows.shape)
-
-
-@functools.cache
-def _places_c() -> Place:
-    return _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
 
 
 def ldmatrix(rows: np.ndarray[Any, Any], transposed: bool = False) -> list[Array]:

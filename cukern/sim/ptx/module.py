@@ -1,6 +1,6 @@
 """PTX as data: the variables of a module, and a kernel's parameters, registers, labels and instructions. parser.py creates it.
 
-What instructions do is not described here. PTX ISA, "State Spaces, Types, and Variables".
+See "State Spaces, Types, and Variables" in the PTX ISA.
 """
 
 import struct
@@ -44,13 +44,7 @@ class Vector(NamedTuple):
     items: tuple
 
 
-class Opaque(NamedTuple):
-    """An operand form that no simulated instruction has."""
-
-    text: str
-
-
-Operand = Register | Immediate | Symbol | Address | Vector | Opaque
+Operand = Register | Immediate | Symbol | Address | Vector
 
 
 class Line(NamedTuple):

@@ -2,27 +2,12 @@
 
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
-from cukern.sim.ptx.module import (
-    WIDTHS,
-    Address,
-    Immediate,
-    Instruction,
-    Kernel,
-    Line,
-    Module,
-    Opaque,
-    Operand,
-    PtxError,
-    Register,
-    Symbol,
-    Variable,
-    Vector,
-    immediate_bits,
-    immediate_value,
-)
+from cukern.sim.ptx import module as ptx
 
-# A token, after what is skipped: white space, comments and debug sections.
+# One token, after white space, comments and debug sections, which are skipped.
 _TOKEN = re.compile(
     r"""(?:\s+|//[^\n]*|/\*.*?\*/|\.section\s+[^{\s]+\s*\{[^{}]*\})*
     (\.(?:loc|file|version|target|address_size)\b[^\n]*
@@ -34,16 +19,21 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
-_OUTERMOST: dict[str, Register] = {}  # the scope outside a kernel's body
 _FILE = re.compile(r'\.file\s+(\d+)\s+"(.*?)"')
+_T = TypeVar("_T")
 
 
-def parse(text: str) -> Module:
-    """Read a whole module. Raises PtxError."""
+def parse(text: str) -> ptx.Module:
+    """Read a whole module. Raises ptx.PtxError."""
     return _Parser(text).module()
 
 
 class _Parser:
+    kernel: ptx.Kernel  # being read, like the three below
+    registers: dict[str, ptx.Register]  # by name, in the current scope
+    line: ptx.Line | None
+    callers: dict[tuple[int, int, int], ptx.Line]
+
     def __init__(self, text: str):
         self.text = text
         self.tokens = _TOKEN.findall(text)  # the last is empty
@@ -68,55 +58,55 @@ class _Parser:
         if not self.accept(token):
             raise self.error(f"{token!r} expected")
 
-    def error(self, what: str) -> PtxError:
+    def list_of(self, item: Callable[[], _T]) -> list[_T]:
+        """One or more items, separated by commas."""
+        found = [item()]
+        while self.accept(","):
+            found.append(item())
+        return found
+
+    def error(self, what: str, back: int = 0) -> ptx.PtxError:
+        """The error at the current token, or `back` tokens before it."""
+        self.at -= back
         places = [match.start(1) for match in _TOKEN.finditer(self.text)]
         place = places[self.at] if self.at < len(places) else len(self.text)
-        return PtxError(f"PTX line {self.text.count(chr(10), 0, place) + 1}: {what}, found {self.tokens[self.at]!r}")
+        return ptx.PtxError(f"PTX line {self.text.count(chr(10), 0, place) + 1}: {what}, found {self.tokens[self.at]!r}")
 
-    def skip_block(self) -> None:
-        depth = 1
-        while depth:
+    def skip(self) -> None:
+        """Skip the rest of a statement, or a function with its body."""
+        depth, token = 0, ""
+        while depth or token not in (";", "}"):
             token = self.next()
             depth += (token == "{") - (token == "}")
 
     # ---- a module
 
-    def module(self) -> Module:
-        module = Module()
+    def module(self) -> ptx.Module:
+        module = ptx.Module()
         while self.tokens[self.at]:
             token = self.next()
             if match := _FILE.match(token):
                 module.files[int(match[1])] = match[2]
             elif token == ".entry":
-                kernel = self.kernel(module)
-                module.kernels[kernel.name] = kernel
-            elif token in (".func", ".alias"):
-                self.skip_function()
+                self.read_kernel()
+                module.kernels[self.kernel.name] = self.kernel
+            elif token in (".func", ".alias", ".pragma"):
+                self.skip()
             elif token in (".global", ".const", ".shared", ".local"):
                 module.variables += self.variables(token[1:])
-            elif token == ".pragma":
-                self.next()
-                self.expect(";")
-            elif token not in (".visible", ".weak", ".extern", ".common", ";") and not token.startswith(
-                (".version", ".target", ".address")
-            ):
-                self.at -= 1
-                raise self.error("a directive expected")
+            elif not token.startswith((".visible", ".weak", ".extern", ".common", ";", ".version", ".target", ".address")):
+                raise self.error("a directive expected", back=1)
         return module
 
-    def skip_function(self) -> None:
-        while (token := self.next()) not in (";", "{"):
-            pass
-        if token == "{":
-            self.skip_block()
-
-    def variables(self, space: str) -> list[Variable]:
+    def variables(self, space: str) -> list[ptx.Variable]:
         """The declarations up to the semicolon, after the state space."""
-        found = self.declarations(space)
+        type_ = self.variable_type()
+        found = self.list_of(lambda: self.variable(space, *type_))
         self.expect(";")
         return found
 
-    def declarations(self, space: str, only_one: bool = False) -> list[Variable]:
+    def variable_type(self) -> tuple[str, int, int]:
+        """The type of an element, the bytes of an element or vector, and the alignment."""
         align, element, lanes = 0, "", 1
         while self.tokens[self.at].startswith("."):
             word = self.next()[1:]
@@ -124,34 +114,31 @@ class _Parser:
                 align = int(self.next())
             elif word in ("v2", "v4"):
                 lanes = int(word[1])
-            elif word in WIDTHS:
+            elif word in ptx.WIDTHS:
                 element = word
             elif word not in ("ptr", "global", "const", "shared", "local"):
-                self.at -= 1
-                raise self.error("a type of a variable expected")
-        size = WIDTHS[element] // 8 * lanes
-        found = []
-        while True:
-            variable = Variable(self.next(), space, size, align or size)
-            while self.accept("["):
-                variable.size *= 0 if self.tokens[self.at] == "]" else int(self.next())
-                self.expect("]")
-            if self.accept("="):
-                self.initial_value(variable, element)
-            found.append(variable)
-            if only_one or not self.accept(","):
-                return found
+                raise self.error("a type of a variable expected", back=1)
+        size = ptx.WIDTHS[element] // 8 * lanes
+        return element, size, align or size
 
-    def initial_value(self, variable: Variable, element: str) -> None:
-        data, size, depth = bytearray(), WIDTHS[element] // 8, 0
+    def variable(self, space: str, element: str, size: int, align: int) -> ptx.Variable:
+        variable = ptx.Variable(self.next(), space, size, align)
+        while self.accept("["):
+            variable.size *= 0 if self.tokens[self.at] == "]" else int(self.next())
+            self.expect("]")
+        if self.accept("="):
+            self.initial_value(variable, element)
+        return variable
+
+    def initial_value(self, variable: ptx.Variable, element: str) -> None:
+        data, size, depth = bytearray(), ptx.WIDTHS[element] // 8, 0
         while True:
             token = self.tokens[self.at]
             depth += (token == "{") - (token == "}")
             if token in "{},":
                 self.at += 1
             elif token[0].isdigit() or token == "-":
-                value = self.immediate()
-                data += immediate_bits(value, element).to_bytes(size, "little")
+                data += ptx.immediate_bits(self.immediate(), element).to_bytes(size, "little")
             else:
                 variable.pointers.append((len(data), self.pointer()))
                 data += bytes(size)
@@ -159,103 +146,75 @@ class _Parser:
                 break
         variable.data = bytes(data)
 
-    def pointer(self) -> Symbol:
+    def pointer(self) -> ptx.Symbol:
         name = self.next()
         if name == "generic":
             self.expect("(")
             name = self.next()
             self.expect(")")
-        return Symbol(name, self.offset())
+        return ptx.Symbol(name, self.offset())
 
     # ---- a kernel
 
-    def kernel(self, module: Module) -> Kernel:
-        kernel = Kernel(self.next())
+    def read_kernel(self) -> None:
+        self.kernel = kernel = ptx.Kernel(self.next())
+        self.registers, self.line, self.callers = {}, None, {}
         if self.accept("("):
             while not self.accept(")"):
                 self.expect(".param")
-                kernel.params += self.declarations("param", only_one=True)
+                kernel.params.append(self.variable("param", *self.variable_type()))
                 self.accept(",")
         while (token := self.next()) != "{":
             if token == ".maxntid":
-                kernel.max_threads = math.prod(self.numbers())
+                kernel.max_threads = math.prod(self.list_of(self.number))
             elif token == ".reqnctapercluster":
-                x, y, z = (*self.numbers(), 1, 1)[:3]
+                x, y, z = (*self.list_of(self.number), 1, 1)[:3]
                 kernel.cluster = x, y, z
             elif token == ".explicitcluster":
                 kernel.explicit_cluster = True
             elif token == ";":
                 raise self.error("a kernel's body expected")
-        _Body(self, kernel).block(_OUTERMOST)
-        return kernel
+        self.statements()
 
-    def numbers(self) -> list[int]:
-        found = [int(self.next())]
-        while self.accept(","):
-            found.append(int(self.next()))
-        return found
+    def block(self) -> None:
+        """The statements between inner braces: a scope of register names and labels."""
+        outer, first, labels = self.registers, len(self.kernel.code), set(self.kernel.labels)
+        self.registers = dict(outer)
+        self.statements()
+        self.registers = outer
+        self.hide_labels(first, set(self.kernel.labels) - labels)
 
-    # ---- operands
-
-    def immediate(self) -> Immediate:
-        sign = "-" if self.accept("-") else ""
-        if not self.tokens[self.at][:1].isdigit():
-            raise self.error("a number expected")
-        return Immediate(sign + self.next())
-
-    def offset(self) -> int:
-        """The sum of all `+ number` that follow; 0 if there are none."""
-        total = 0
-        while self.tokens[self.at] in ("+", "-"):
-            self.accept("+")
-            total += int(immediate_value(self.immediate()))
-        return total
-
-
-class _Body:
-    """Reads the statements between a kernel's braces. Each pair of braces is a scope of register names."""
-
-    def __init__(self, parser: _Parser, kernel: Kernel):
-        self.parser, self.kernel = parser, kernel
-        self.line: Line | None = None
-        self.callers: dict[tuple[int, int, int], Line] = {}
-
-    def block(self, outer: dict[str, Register]) -> None:
-        parser, registers, first, labels = self.parser, dict(outer), len(self.kernel.code), set(self.kernel.labels)
-        while not parser.accept("}"):
-            token = parser.next()
+    def statements(self) -> None:
+        """The statements up to the closing brace."""
+        while not self.accept("}"):
+            token = self.next()
             if token.startswith(".loc") and (match := _LOC.match(token)):
                 self.loc(match)
             elif token == "{":
-                self.block(registers)
+                self.block()
             elif token == ".reg":
-                self.declare(registers)
+                self.declare()
             elif token in (".shared", ".local", ".param", ".global", ".const"):
-                self.kernel.variables += parser.variables(token[1:])
+                self.kernel.variables += self.variables(token[1:])
             elif token == ".pragma":
-                parser.next()
-                parser.expect(";")
-            elif parser.tokens[parser.at] == ":":
-                parser.at += 1
+                self.skip()
+            elif self.accept(":"):
                 self.label(token)
             elif token == "@" or token[:1].isalpha():
-                self.instruction(token, registers)
+                self.instruction(token)
             else:
-                parser.at -= 1
-                raise parser.error("an instruction expected")
-        if outer is not _OUTERMOST:
-            self.hide_labels(first, set(self.kernel.labels) - labels)
+                raise self.error("an instruction expected", back=1)
 
     def hide_labels(self, first: int, labels: set[str]) -> None:
-        """Rename labels inside inner braces, which are local: inline assembly may use one name many times."""
+        """Rename the labels of a block, which are local: inline assembly may use one name many times."""
         code, names = self.kernel.code, {name: f"{name}@{first}" for name in labels if "@" not in name}
         for name, hidden in names.items():
             self.kernel.labels[hidden] = self.kernel.labels.pop(name)
         for i in range(first, len(code)):
             if code[i].opcode.startswith("bra"):
                 (label,) = code[i].operands
-                if isinstance(label, Symbol) and label.name in names:
-                    code[i] = code[i]._replace(operands=(Symbol(names[label.name]),))
+                if isinstance(label, ptx.Symbol) and label.name in names:
+                    code[i] = code[i]._replace(operands=(ptx.Symbol(names[label.name]),))
 
     def loc(self, match: re.Match) -> None:
         file, line, column = (int(match[i]) for i in (1, 2, 3))
@@ -264,107 +223,115 @@ class _Body:
         caller = None
         if match[4]:
             place = int(match[4]), int(match[5]), int(match[6])
-            caller = self.callers.get(place) or Line(*place)
-        self.line = Line(file, line, column, caller)
+            caller = self.callers.get(place) or ptx.Line(*place)
+        self.line = ptx.Line(file, line, column, caller)
         self.callers[file, line, column] = self.line
         self.kernel.start = self.kernel.start or self.line
 
-    def declare(self, registers: dict[str, Register]) -> None:
-        parser = self.parser
-        width = WIDTHS.get(parser.next()[1:], 0)
+    def declare(self) -> None:
+        """.reg: the registers of one type."""
+        width = ptx.WIDTHS.get(self.next()[1:], 0)
         if not width:
-            parser.at -= 1
-            raise parser.error("a type of registers expected")
-        while True:
-            name = parser.next()
-            names = [name]
-            if parser.accept("<"):
-                names = [f"{name}{i}" for i in range(int(parser.next()))]
-                parser.expect(">")
-            for n in names:
-                registers[n] = Register(len(self.kernel.widths), max(width, 16) if width > 1 else 1)
-                self.kernel.widths.append(registers[n].width)
-            if not parser.accept(","):
-                break
-        parser.expect(";")
+            raise self.error("a type of registers expected", back=1)
+        for names in self.list_of(self.register_names):
+            for name in names:
+                self.registers[name] = ptx.Register(len(self.kernel.widths), max(width, 16) if width > 1 else 1)
+                self.kernel.widths.append(self.registers[name].width)
+        self.expect(";")
+
+    def register_names(self) -> list[str]:
+        """A name, or `name<count>` for `count` numbered names."""
+        name = self.next()
+        if not self.accept("<"):
+            return [name]
+        names = [f"{name}{i}" for i in range(self.number())]
+        self.expect(">")
+        return names
 
     def label(self, name: str) -> None:
-        parser = self.parser
-        if parser.accept(".branchtargets"):
-            targets = [parser.next()]
-            while parser.accept(","):
-                targets.append(parser.next())
-            parser.expect(";")
-            self.kernel.tables[name] = tuple(targets)
-        elif parser.accept(".callprototype"):
-            parser.skip_function()
+        if self.accept(".branchtargets"):
+            self.kernel.tables[name] = tuple(self.list_of(self.next))
+            self.expect(";")
+        elif self.accept(".callprototype"):
+            self.skip()
         elif name in self.kernel.labels:
-            raise parser.error(f"the label {name} is there already")
+            raise self.error(f"the label {name} is there already")
         else:
             self.kernel.labels[name] = len(self.kernel.code)
 
-    def instruction(self, token: str, registers: dict[str, Register]) -> None:
-        parser, guard = self.parser, None
+    def instruction(self, token: str) -> None:
+        guard = None
         if token == "@":
-            negated = parser.accept("!")
-            name = parser.next()
-            if name not in registers:
-                raise parser.error(f"{name} is no register")
-            guard = registers[name]._replace(negated=negated)
-            token = parser.next()
-        operands = []
-        if not parser.accept(";"):
-            operands.append(self.operand(registers))
-            while parser.accept(","):
-                operands.append(self.operand(registers))
-            parser.expect(";")
-        self.kernel.code.append(Instruction(token, tuple(operands), guard, self.line))
+            negated = self.accept("!")
+            name = self.next()
+            if name not in self.registers:
+                raise self.error(f"{name} is no register")
+            guard = self.registers[name]._replace(negated=negated)
+            token = self.next()
+        operands: list[ptx.Operand] = []
+        if not self.accept(";"):
+            operands = self.list_of(self.operand)
+            self.expect(";")
+        self.kernel.code.append(ptx.Instruction(token, tuple(operands), guard, self.line))
 
-    def operand(self, registers: dict[str, Register]) -> Operand:
-        first = self.single(registers)
-        return Vector((first, self.single(registers))) if self.parser.accept("|") else first
+    # ---- operands
 
-    def single(self, registers: dict[str, Register]) -> Operand:
-        parser = self.parser
-        token = parser.tokens[parser.at]
-        register = registers.get(token)
+    def number(self) -> int:
+        return int(self.next())
+
+    def immediate(self) -> ptx.Immediate:
+        sign = "-" if self.accept("-") else ""
+        if not self.tokens[self.at][:1].isdigit():
+            raise self.error("a number expected")
+        return ptx.Immediate(sign + self.next())
+
+    def offset(self) -> int:
+        """The sum of all `+ number` that follow; 0 if there are none."""
+        total = 0
+        while self.tokens[self.at] in ("+", "-"):
+            self.accept("+")
+            total += int(ptx.immediate_value(self.immediate()))
+        return total
+
+    def operand(self) -> ptx.Operand:
+        first = self.single()
+        return ptx.Vector((first, self.single())) if self.accept("|") else first
+
+    def single(self) -> ptx.Operand:
+        token = self.tokens[self.at]
+        register = self.registers.get(token)
+        if register is None and (token == "-" or token[:1].isdigit()):
+            return self.immediate()
+        self.at += 1
         if register is not None:
-            parser.at += 1
             return register
         if token in ("{", "("):
-            return self.vector(registers, "}" if token == "{" else ")")
+            return self.vector("}" if token == "{" else ")")
         if token == "[":
-            return self.address(registers)
-        if token == "-" or token[:1].isdigit():
-            return parser.immediate()
-        parser.at += 1
+            return self.address()
         if token == "!":
-            return registers[parser.next()]._replace(negated=True)
+            return self.registers[self.next()]._replace(negated=True)
         if not re.match(r"[%$_A-Za-z]", token):
-            parser.at -= 1
-            raise parser.error("an operand expected")
-        return Symbol(token, parser.offset())
+            raise self.error("an operand expected", back=1)
+        return ptx.Symbol(token, self.offset())
 
-    def vector(self, registers: dict[str, Register], end: str) -> Vector:
-        self.parser.at += 1
-        items: list[Operand] = []
-        while not self.parser.accept(end):
-            items.append(self.operand(registers))
-            self.parser.accept(",")
-        return Vector(tuple(items))
+    def vector(self, end: str) -> ptx.Vector:
+        items: list[ptx.Operand] = []
+        while not self.accept(end):
+            items.append(self.operand())
+            self.accept(",")
+        return ptx.Vector(tuple(items))
 
-    def address(self, registers: dict[str, Register]) -> Operand:
-        parser = self.parser
-        parser.at += 1
-        token, base = parser.tokens[parser.at], None
+    def address(self) -> ptx.Operand:
+        token, base = self.tokens[self.at], None
         if token[:1].isdigit() or token == "-":
-            offset = int(immediate_value(parser.immediate()))
+            offset = int(ptx.immediate_value(self.immediate()))
         else:
-            parser.at += 1
-            base = registers.get(token) or Symbol(token)
-            offset = parser.offset()
-        if parser.accept("]"):
-            return Address(base, offset)
-        while (token := parser.next()) != "]":
+            self.at += 1
+            base = self.registers.get(token) or ptx.Symbol(token)
+            offset = self.offset()
+        if self.accept("]"):
+            return ptx.Address(base, offset)
+        while (token := self.next()) != "]":
             pass
-        return Opaque(f"[{base}, ...]")
+        return ptx.Symbol(f"[{base}, ...]")  # a form that no simulated instruction has

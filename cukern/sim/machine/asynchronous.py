@@ -1,13 +1,14 @@
-"""mbarrier: a barrier in shared memory. Its phase ends when all expected arrivals (also from other blocks of the cluster) and all expected
-bytes of st.async have come.
+"""Writes in flight: cp.async, and st.async with the mbarrier that it reports to. PTX ISA, cp.async, mbarrier and st.async.
 
-What st.async writes is in flight until its mbarrier's phase ends, and visible to those who wait for that. Some races are missed: an arrival
-or an st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block
-that may have exited is reported only if it has. One rule is stricter than PTX: all arrivals of one instruction belong to one phase.
-try_wait waits until it is true. PTX ISA, mbarrier and st.async.
+The data is in shared memory at once; the shadow memory knows that nobody may read it yet. A cp.async completes when its thread waits for
+it. The phase of an mbarrier ends when all expected arrivals (also from other blocks of the cluster) and all expected bytes have come; then
+the writes of its st.async become visible to those who wait for it. Some races are missed: an arrival or an st.async publishes all that its
+warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block that may have exited is reported
+only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction belong to one phase.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,25 +16,61 @@ from cukern.sim.faults import BarrierFault, Fault
 from cukern.sim.machine.batch import Batch, Group
 
 
+class _Flight(NamedTuple):
+    numbers: np.ndarray  # of the commit group, by lane
+    lanes: np.ndarray
+    positions: np.ndarray
+    size: int
+    pc: int
+
+
+class Copies:
+    def __init__(self, m: Batch):
+        self.m = m
+        self.flights: list[_Flight] = []
+        self.committed = np.zeros(m.lanes, np.int64)
+
+    def commit(self, lanes: np.ndarray) -> None:
+        self.committed[lanes] += 1
+
+    def start(self, pc: int, lanes: np.ndarray, positions: np.ndarray, size: int) -> None:
+        self.flights.append(_Flight(self.committed[lanes], lanes, positions, size, pc))
+
+    def wait(self, lanes: np.ndarray, newest: int | None) -> None:
+        """These lanes wait until at most their `newest` last groups are in flight; None: until none is."""
+        limit = np.full(self.m.lanes, -1)
+        limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
+        left = []
+        for flight in self.flights:
+            landed = flight.numbers < limit[flight.lanes]
+            if landed.any():
+                self.m.order.clock.tick(flight.pc)
+                self.m.shared.shadow.arrived(self.m.order, flight.positions[landed], flight.size, flight.lanes[landed])
+            if not landed.all():
+                up = ~landed
+                left.append(flight._replace(numbers=flight.numbers[up], lanes=flight.lanes[up], positions=flight.positions[up]))
+        self.flights = left
+
+
 @dataclass
 class _Mbarrier:
     count: int  # arrivals per phase
     missing: int
-    told: np.ndarray  # what those who arrived knew, in all phases
-    learned: np.ndarray  # what those who wait learn, from the phases that have ended
+    told: np.ndarray  # what the arrived warps knew, in all phases
+    learned: np.ndarray  # what waiting warps learn, from the phases that have ended
     bytes: int = 0  # expected, and not yet written
     phase: int = 0
     flights: list[tuple[int, np.ndarray, np.ndarray, int]] = field(default_factory=list)  # instruction, positions, lanes, size
 
 
 class Mbarriers:
-    """The mbarriers of a batch by their position in shared memory, and who waits at them."""
+    """The mbarriers of a batch by their position in shared memory, and the lanes that wait at them."""
 
     def __init__(self, m: Batch):
         self.m = m
         self.at: dict[int, _Mbarrier] = {}
-        self.pcs = np.full(m.lanes, -1)  # where a lane waits
-        self.positions, self.parities = np.zeros(m.lanes, np.int64), np.zeros(m.lanes, np.int64)
+        self.positions = np.full(m.lanes, -1)  # of the mbarrier at which a lane waits, or -1
+        self.parities = np.zeros(m.lanes, np.int64)
         self.results: dict[int, int] = {}  # instruction -> register of its predicate
 
     def init(self, group: Group, addresses: np.ndarray, counts: np.ndarray) -> None:
@@ -47,7 +84,7 @@ class Mbarriers:
         """The positions of these lanes' mbarriers. Checks that their mbarrier.init happened before."""
         m, where = self.m, self.m.spaces[space]
         where.load(m, group.lanes, addresses, 8, strong=True)
-        positions = np.broadcast_to(where.place(m, group.lanes, addresses, 8, "uses").at, group.lanes.shape)
+        positions = where.place(m, group.lanes, addresses, 8, "uses")[0]
         for row, position in enumerate(positions.tolist()):
             if position not in self.at:
                 raise m.fault(BarrierFault, group.lanes[row], f"uses {where.describe(m.shared.region, position)}, which is no mbarrier")
@@ -76,7 +113,7 @@ class Mbarriers:
 
     def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int) -> None:
         lanes = group.lanes
-        self.pcs[lanes], self.positions[lanes], self.parities[lanes] = self.m.pc, positions, parities
+        self.m.waits_at[lanes], self.positions[lanes], self.parities[lanes] = self.m.pc, positions, parities
         self.results[self.m.pc] = result
         for position in np.unique(positions).tolist():
             self._let_go(position)
@@ -96,29 +133,22 @@ class Mbarriers:
         self._let_go(position)
 
     def _let_go(self, position: int) -> None:
-        """Release those who wait for a phase that has ended."""
+        """Release the lanes that wait for a phase that has ended."""
         m, barrier = self.m, self.at[position]
-        lanes = np.flatnonzero((self.pcs >= 0) & (self.positions == position) & (self.parities != barrier.phase % 2))
+        lanes = np.flatnonzero((self.positions == position) & (self.parities != barrier.phase % 2))
         if not len(lanes):
             return
         m.order.learn(np.unique(m.order.warp_of[lanes]), barrier.learned)
-        pcs = self.pcs[lanes]
-        self.pcs[lanes] = -1
-        for pc in np.unique(pcs).tolist():
-            group = m.group(lanes[pcs == pc])
+        self.positions[lanes] = -1
+        for pc, group in m.resume(lanes):
             m.put(group, self.results[pc], np.ones(1, bool))
-            m.go(pc + 1, group)
-
-    def waits_at(self, lane: int) -> int | None:
-        """The instruction at which a lane waits, if it does."""
-        return int(self.pcs[lane]) if self.pcs[lane] >= 0 else None
 
     def stuck(self) -> Fault | None:
-        """The fault if lanes wait for arrivals or bytes that never come."""
-        waiting = np.flatnonzero(self.pcs >= 0)
+        """The fault if lanes wait for arrivals or bytes that never arrive."""
+        waiting = np.flatnonzero(self.positions >= 0)
         if not len(waiting):
             return None
         lane = int(waiting[0])
         barrier = self.at[int(self.positions[lane])]
         what = f"waits at an mbarrier for {barrier.missing} arrivals and {barrier.bytes} bytes"
-        return self.m.fault(BarrierFault, lane, what, int(self.pcs[lane]))
+        return self.m.fault(BarrierFault, lane, what, self.m.waits_at[lane])
