@@ -110,7 +110,7 @@ def measure(
         flops = 0 if provider == "copy" else cost.flops
         row = Row(op.name, version, pass_, tuple(dims), kind, provider, t.median_us, t.iqr_us, cost.bytes, flops)
         rows.append(dataclasses.replace(row, of_limit=_of_limit(row, op, copy_us, peak), error=wrong.get((provider, version))))
-    notes = {"all": f"{sets} sets of inputs fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
+    notes = {"all": f"{sets} input sets fit in the L2 cache: a call may find its data there"} if sets == MOST_SETS else {}
     return Table(rows, missing, notes | {" ".join(key).strip(): t.note for key, t in times.items() if t.note})
 
 

@@ -49,7 +49,8 @@ _blocks: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar(
 class _Traced(threading.local):
     """The backend of this thread, for torch.compile, which cannot trace a context variable."""
 
-    name = _START[0]
+    def __init__(self) -> None:  # not a class attribute: torch.compile guards attributes of the instance only
+        self.name = _START[0]
 
 
 _traced = _Traced()

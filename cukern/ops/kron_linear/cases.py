@@ -91,7 +91,7 @@ CANDIDATES = "group", "lanes", "registers", "sixteen", "slice", "split", "both",
 
 def _buckets(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Rows for each plan of these factors: few, because with many rows the backward keeps less; and some that 32 does not divide."""
-    return [(rows, *dims[1:]) for rows in (32, 33, 96, 65, 1024, 1025)]
+    return [(rows, *dims[1:]) for rows in (16, 31, 32, 33, 64, 96, 65, 1024, 1025)]
 
 
 def _case(sizes_of: Callable[[Sequence[int]], Sizes], **rest: Any) -> Op:

@@ -134,6 +134,8 @@ def fastest(run: Sequence[Step], rows: int, target: Problem) -> Launch | None:
     """The fastest launch of a run of steps, if there is one; for a single step there is always torch's."""
     kinds = FMA, *((TENSOR,) if target.tensor else SPLIT if target.itemsize == 4 else ())
     made = [g for kind in kinds for g in tilings(run, rows, target, kind)]
+    # Prefer factors that are split once to an equal plan that splits them at each use, so that fewer kernels serve all numbers of rows.
+    made = [g._replace(us=1.01 * g.us) if g.products == 3 and not g.split else g for g in made]
     exact: list[Launch] = [g for g in made if g.products < 3 or all(prod(s.p for s in part.factors) >= LEAST_SPLIT for part in g.parts)]
     exact += kron_registers.launches(run, rows, target)
     exact += kron_lanes.launches(run, rows, target)

@@ -73,9 +73,17 @@ class Backward(NamedTuple):
 
 
 def planned_rows(rows: int) -> int:
-    """The number of rows that a plan is made for. Plans for other numbers would be up to 10 % faster (docs/notes/kron_linear.md), but each
-    would need kernels of its own: a new batch size would compile them in the middle of a training."""
+    """The number of rows that a plan is made for.
+
+    A plan for the exact number would be a few percent faster (docs/notes/kron_linear.md), but each would need kernels of its own: a new
+    batch size would compile them in the middle of a training.
+    """
     return 32 if rows <= 64 else 256 if rows < 1024 else 4096
+
+
+def planned_rows_forward(rows: int) -> int:
+    """As planned_rows, for the forward, which has fewer launches: with few rows, the tile decides how many SMs have work."""
+    return 16 if rows <= 16 else 64 if 32 < rows <= 64 else planned_rows(rows)
 
 
 def least_us(run: Sequence[Step], rows: int, target: Problem) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cukern.ops.kron_linear import cublas, groups, pages, registers, v3
 from cukern.ops.kron_linear.lanes import Lanes
-from cukern.ops.kron_linear.plan import Problem, Sizes, Step, planned_rows
+from cukern.ops.kron_linear.plan import Problem, Sizes, Step, planned_rows, planned_rows_forward
 from cukern.ops.kron_linear.quarter import Slice
 from cukern.ops.kron_linear.registers import Registers
 from cukern.ops.kron_linear.sixteen import Sixteen
@@ -57,7 +57,7 @@ def plan_of_layer(
     sizes: Sizes, rows: int, dtype: torch.dtype, device: int, tensor: bool, aligned: int, added: bool, count: int | None = None
 ) -> tuple[int, tuple[Prepared, ...]]:
     """How many rows go through all launches at once, and the launches, of all factors or of the first `count` steps."""
-    target, planned = target_of(dtype, device, tensor, aligned), planned_rows(rows)
+    target, planned = target_of(dtype, device, tensor, aligned), planned_rows(rows) if count else planned_rows_forward(rows)
     plan: tuple[pages.Launch, ...] = groups.groups(sizes, planned, target, count) if count else of_layer(sizes, planned, target, dtype)
     part = groups.rows_at_once([group.steps for group in plan], rows, dtype.itemsize)
     return part, tuple(prepare(group, part, dtype, device, added and group is plan[-1]) for group in plan)
