@@ -43,12 +43,13 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def read(folder: Path = HERE / "results") -> dict[str, Tables]:
-    """The rows of each GPU and op: {"h200": {"square": [...]}}."""
+    """The rows of each GPU and op: {"h200": {"square": [...], "kron_linear_candidates": [...]}}."""
     gpus: dict[str, Tables] = {}
     for file in sorted(folder.glob("*.jsonl")):
         tables = gpus.setdefault(file.stem, {})
         for row in newest(json.loads(line) for line in file.read_text().splitlines() if line.strip()):
-            tables.setdefault(row["op"], []).append(row)
+            restricted = " --" in row["version"]  # plans with a candidate forced or excluded
+            tables.setdefault(row["op"] + "_candidates" * restricted, []).append(row)
     return gpus
 
 

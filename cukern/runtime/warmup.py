@@ -49,6 +49,9 @@ def warmup(
         kernels |= kernels_for(op, shapes, dtypes, facts) if shapes else op.kernels(facts.capability, dtypes)
     with torch.cuda.device(index), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         list(pool.map(lambda kernel: kernel.on(index), kernels.values()))
+    with torch.inference_mode(False), torch.enable_grad():
+        one = torch.ones(1, 1, device=f"cuda:{index}", requires_grad=True)
+        (one @ one).backward()  # some plans use cuBLAS, which cannot start inside a capture: start it in this thread and in autograd's
 
 
 def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
