@@ -2,7 +2,7 @@
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
 lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
-Your own kernels: load, compile. Before a CUDA graph: warmup. The simulator: backend("sim").
+Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
 from cukern.ops.causal_softmax import causal_softmax
@@ -15,6 +15,7 @@ from cukern.runtime.backend import backend
 from cukern.runtime.compiler import CompileError, SetupError
 from cukern.runtime.kernel import compile, load
 from cukern.runtime.limits import LaunchError
+from cukern.runtime.registry import use
 from cukern.runtime.warmup import warmup
 
 __version__ = "0.1.0"
@@ -38,5 +39,6 @@ __all__ = [
     "rope_tables",
     "softmax",
     "square",
+    "use",
     "warmup",
 ]

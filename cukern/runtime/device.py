@@ -143,15 +143,15 @@ def when_plans_change(forget: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def _set(**changes: Any) -> Iterator[None]:
     _settings.append(_settings[-1]._replace(**changes))
-    _forget()
+    forget_plans()
     try:
         yield
     finally:
         _settings.pop()
-        _forget()
+        forget_plans()
 
 
-def _forget() -> None:
+def forget_plans() -> None:
     for forget in _forgetters:
         forget()
 

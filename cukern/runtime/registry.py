@@ -1,7 +1,9 @@
 """The table of ops and versions that the commands and tests iterate over, and the registration of raw ops with torch."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch.autograd import forward_ad
 
 from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
-from cukern.runtime.device import cached, device_of
+from cukern.runtime.device import cached, device_of, forget_plans
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
@@ -277,14 +279,60 @@ def register(op: Op) -> Op:
     return op
 
 
+_used: dict[str, tuple[str, str]] = {}  # by op: the versions of forward and backward that `use` chose
+
+
+def use(op: str, version: str, *, backward: str | None = None) -> contextlib.AbstractContextManager[None]:
+    """Choose the version of an op's kernels inside a block, in all threads, for calls that name no version.
+
+    Args:
+        op: a name such as "softmax". Ops that share a table of versions, such as matmul and linear, change together.
+        version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`.
+
+    CPU tensors keep the reference. The environment variable CUKERN_SOFTMAX=v5 does the same for a whole process, for any op.
+    Raises TypeError or ValueError for an unknown op or version; a call raises ValueError if its GPU cannot run the version.
+
+    Example:
+        >>> with cukern.use("softmax", "v5"):
+        ...     y = cukern.softmax(torch.randn(2, 8))
+    """
+    checks.choice("op", op, OPS)
+    names = version, version if backward is None else backward
+    for name in names:
+        checks.choice(f"version of cukern.{op}", name, OPS[op].versions)
+    return _using({o.name: names for o in OPS.values() if o.versions is OPS[op].versions})
+
+
+@contextlib.contextmanager
+def _using(chosen: dict[str, tuple[str, str]]) -> Iterator[None]:
+    before = dict(_used)
+    _used.update(chosen)
+    forget_plans()
+    try:
+        yield
+    finally:
+        _used.clear()
+        _used.update(before)
+        forget_plans()
+
+
 @cached(4096)
 def choose(op: str, version: str, device: int) -> Version:
-    """The version that runs on a GPU: `version`, or for "" the last of the op's table that the GPU can run. Raises ValueError."""
+    """The version that runs on a GPU: `version`, or for "" that of `use`, else the last of the op's table that the GPU can run.
+
+    Raises ValueError for a version that is unknown or that the GPU cannot run.
+    """
     versions, capability = OPS[op].versions, device_of(device).capability
-    if not version:
-        version = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
-    if version not in versions:
-        checks.unknown_version(op, version, versions)
-    if versions[version].requires > capability:
-        checks.unsupported_version(op, version, versions[version].requires, capability)
-    return versions[version]
+    named = os.environ.get(f"CUKERN_{op.upper()}", "")
+    if named and named not in versions:
+        raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(versions)}")
+    names = (version, version) if version else _used.get(op, (named, named))
+    if not names[0]:
+        names = (([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1],) * 2
+    for name in names:
+        if name not in versions:
+            checks.unknown_version(op, name, versions)
+        if versions[name].requires > capability:
+            checks.unsupported_version(op, name, versions[name].requires, capability)
+    forward, backward = (versions[name] for name in names)
+    return forward if forward is backward else replace(forward, backward=backward.backward)
