@@ -24,7 +24,7 @@ CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses 
     "kron_linear piles": ((1024, 32, 32, 32), B),
     "kron_linear split_one": ((16, 64, 64, 64), F),
     "kron_linear quarter": ((32, 128, 128), F),
-    "kron_linear cublas": ((16, 64, 64, 64), B),
+    "kron_linear cublas": ((2048, 160, 160), B),
     "matmul Tile128x128": ((4096, 4096, 4096), F),
     "matmul Tile64x64": ((256, 256, 256), F),
     "matmul Tile128x32": ((4096, 16, 4096), F),
