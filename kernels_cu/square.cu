@@ -20,7 +20,7 @@ __device__ __forceinline__ T square(T x) {
 
 template <typename T>
 __device__ __forceinline__ T square_grad(T x, T dout) {
-    return T(2 * load_as(x) * load_as(dout));
+    return T(2 * (load_as(x) * load_as(dout)));  // 2 * x could overflow where the product does not
 }
 
 template <typename T>

@@ -184,7 +184,7 @@ def with_sink(z, sink):
 
 def causal_softmax(x, scale=1.0, window=None, sink=None):
     hidden = hidden_of(x, window)
-    z = with_sink((x.masked_fill(hidden, 0.0) * scale).masked_fill(hidden, -math.inf), sink)
+    z = with_sink((x.masked_fill(hidden, 0.0) * float(scale)).masked_fill(hidden, -math.inf), sink)
     most = z.detach().amax(-1, keepdim=True)
     e = (z - most.masked_fill(most == -math.inf, 0.0)).exp()
     total = e.sum(-1, keepdim=True)
@@ -362,8 +362,8 @@ def copied(t):
 
 FUZZED = {  # name: what draws its arguments, what is right, and how many roundings an element may err more than torch
     "square": (draw_square, lambda x: x * x, 2),
-    "softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * scale).softmax(dim), 4),
-    "log_softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * scale).log_softmax(dim), 4),
+    "softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).softmax(dim), 4),
+    "log_softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).log_softmax(dim), 4),
     "causal_softmax": (draw_causal, causal_softmax, 4),
     "rope": (draw_rope, rope, 2),
     "rope_": (draw_rope, rope, 2),

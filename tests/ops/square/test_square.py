@@ -112,6 +112,9 @@ def test_extreme_values(device, version, dtype):
     (dx,) = torch.autograd.grad(cukern.square(ours, version=version), ours, dout)
     (peer,) = torch.autograd.grad(torch.square(theirs), theirs, dout)
     assert_accurate(dx, peer, double(x) * (2 * double(dout)), "dx")
+    large = torch.full((9,), info.max, dtype=dtype, device=device, requires_grad=True)
+    (dx,) = torch.autograd.grad(cukern.square(large, version=version), large, torch.full_like(large, 0.25))
+    assert torch.equal(dx, large.detach() / 2), "2 * x overflows, 2 * x * dout does not"
 
 
 @gpu
