@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gpt2_files import CONFIG, SHAPES, C, Killed, L, T, V, full_disk, header, kill_before_rename, raw, raws, tensors
-from helpers import TREE
+from helpers import ROOT, TREE
 
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import (
@@ -108,9 +108,8 @@ def test_the_bytes_of_a_model(tmp_path, dtype, version):
 def test_strided_tensors_and_parameters(tmp_path):
     parameters = tensors()
     write_model(tmp_path / "a", CONFIG, parameters)
-    strided = {
-        name: torch.nn.Parameter(t.mT.contiguous().mT if t.ndim > 1 else torch.stack([t, t], 1)[:, 0]) for name, t in parameters.items()
-    }
+    strided = {name: t.mT.contiguous().mT if t.ndim > 1 else torch.stack([t, t], 1)[:, 0] for name, t in parameters.items()}
+    strided = {name: torch.nn.Parameter(tensor) for name, tensor in strided.items()}
     write_model(tmp_path / "b", CONFIG, strided)
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
 
@@ -424,8 +423,8 @@ while True:
 
 
 def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
-    path, folders = tmp_path / "model", [str(TREE), str(TREE / "tests/gpt2")]
-    with subprocess.Popen([sys.executable, "-c", REWRITE, str(path), *folders], stdout=subprocess.PIPE) as process:
+    path, folders = tmp_path / "model", (ROOT, TREE / "tests/gpt2")
+    with subprocess.Popen([sys.executable, "-c", REWRITE, str(path), *map(str, folders)], stdout=subprocess.PIPE) as process:
         for _ in range(20):
             process.stdout.readline()
         process.kill()
