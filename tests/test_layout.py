@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "ops": {"ops", "runtime"},
     "bench": {"bench", "ops", "runtime"},
     "sim": {"sim", "runtime"},
-    "cli": {"cli", "bench", "ops", "runtime", "sim"},
+    "gpt2": {"gpt2", "ops"},
+    "cli": {"cli", "bench", "gpt2", "ops", "runtime", "sim"},
 }
 LAYERS_OF_SIM = ("ptx", "numerics", "memory", "machine", "instructions")
 OP_MAY_IMPORT = {"causal_softmax": {"softmax"}, "kron_linear": {"matmul"}}  # the declared dependencies between ops
@@ -98,6 +99,38 @@ def test_layers_import_only_lower_ones(layer):
         if path.name == "backend.py":
             wrong -= {"sim"}  # the only module that may load the simulator
         assert not wrong, f"{path.relative_to(TREE)} imports {', '.join(sorted(wrong))}"
+
+
+def private_names(path: Path) -> set[str]:
+    """What a file uses of cukern, imported or as cukern.NAME, that is neither public nor in cukern.gpt2."""
+    names = {name.removeprefix("cukern.") for name in names_of_imports(path) if name.startswith("cukern.")}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cukern":
+            names.add(node.attr)
+    return {name for name in names if name not in cukern.__all__ and name.split(".")[0] != "gpt2"}
+
+
+def test_gpt2_uses_only_public_names():
+    files = list((TREE / "cukern/gpt2").rglob("*.py"))
+    assert files
+    assert {path.name: private for path in files if (private := private_names(path))} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import cukern.ops.softmax",
+        "from cukern import ops",
+        "from cukern.ops import softmax",
+        "from cukern.runtime.registry import OPS",
+        "def f():\n    import cukern\n    cukern.runtime.registry.OPS",
+    ],
+)
+def test_each_use_of_a_private_name_is_seen(tmp_path, text):
+    (tmp_path / "file.py").write_text(
+        f"import cukern\nfrom cukern import softmax\nfrom cukern.gpt2.data import DataLoader\ncukern.rope\n{text}\n"
+    )
+    assert len(private_names(tmp_path / "file.py")) == 1
 
 
 def test_sim_packages_import_only_lower_ones():

@@ -1,0 +1,329 @@
+"""GPT-2's weights, optimizer state and debug state in llm.c's files, byte for byte, and Hugging Face's weights through safetensors.
+
+Parameters, gradients and moments are dicts from llm.c's names to tensors stacked over the layers, in the order of PARAMETERS. Matrices are
+(out, in), as in torch.nn.Linear; qkvw and qkvb hold all rows of q, then k, then v; the head is wte. Readers check a file before they use
+it and raise ValueError with the expected and the found value. Writers replace a file in one step.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cukern.gpt2.data import LoaderState, Mt19937
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, read_header, read_tensor, replace, write_header, write_tensor
+
+MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
+DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of a model file -> dtype of all its tensors
+PARAMETERS = {  # in the order of the files: shape, name at Hugging Face ({} is the layer). V: padded vocabulary, T: positions
+    "wte": ("V C", "wte.weight"),
+    "wpe": ("T C", "wpe.weight"),
+    "ln1w": ("L C", "h.{}.ln_1.weight"),
+    "ln1b": ("L C", "h.{}.ln_1.bias"),
+    "qkvw": ("L 3C C", "h.{}.attn.c_attn.weight"),
+    "qkvb": ("L 3C", "h.{}.attn.c_attn.bias"),
+    "attprojw": ("L C C", "h.{}.attn.c_proj.weight"),
+    "attprojb": ("L C", "h.{}.attn.c_proj.bias"),
+    "ln2w": ("L C", "h.{}.ln_2.weight"),
+    "ln2b": ("L C", "h.{}.ln_2.bias"),
+    "fcw": ("L 4C C", "h.{}.mlp.c_fc.weight"),
+    "fcb": ("L 4C", "h.{}.mlp.c_fc.bias"),
+    "fcprojw": ("L C 4C", "h.{}.mlp.c_proj.weight"),
+    "fcprojb": ("L C", "h.{}.mlp.c_proj.bias"),
+    "lnfw": ("C", "ln_f.weight"),
+    "lnfb": ("C", "ln_f.bias"),
+}
+Parameters = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a GPT-2. `padded_vocab_size` is the number of rows of wte; 0 means vocab_size rounded up to a multiple of 128."""
+
+    max_seq_len: int = 1024
+    vocab_size: int = 50257
+    num_layers: int = 12
+    num_heads: int = 12
+    channels: int = 768
+    padded_vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.padded_vocab_size == 0:
+            object.__setattr__(self, "padded_vocab_size", -(-self.vocab_size // 128) * 128)
+        expect(min(self.sizes) > 0, "sizes of at least 1", self)
+        expect(self.channels % self.num_heads == 0, "channels that are a multiple of num_heads", self)
+        expect(self.padded_vocab_size >= self.vocab_size, "a padded_vocab_size of at least vocab_size", self)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each parameter, in the order of the files."""
+        C = self.channels
+        sizes = {"V": self.padded_vocab_size, "T": self.max_seq_len, "L": self.num_layers, "C": C, "3C": 3 * C, "4C": 4 * C}
+        return {name: tuple(sizes[size] for size in shape.split()) for name, (shape, _) in PARAMETERS.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, the padding of wte included."""
+        return sum(map(math.prod, self.shapes.values()))
+
+
+def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+    """The common dtype of tensors that have the names and shapes of `config` and zeros in the padding of wte."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in {**shapes, **config.shapes}:
+        expect(shapes.get(name) == config.shapes.get(name), f"{what} {name} of shape {config.shapes.get(name)}", shapes.get(name))
+    for name, tensor in tensors.items():
+        expect(tensor.dtype in dtypes, f"{what} {name} of {' or '.join(map(str, dtypes))}", tensor.dtype, error=TypeError)
+        dtypes = (tensor.dtype,)
+    expect(not tensors["wte"][config.vocab_size :].count_nonzero(), f"zeros in wte from row {config.vocab_size} on", "other values")
+    return dtypes[0]
+
+
+def _write_parameters(file: BinaryIO, parameters: Parameters) -> None:
+    for name in PARAMETERS:
+        write_tensor(file, parameters[name])
+
+
+def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: read_tensor(file, shape, dtype) for name, shape in config.shapes.items()}
+
+
+# ---- weights
+
+
+def write_model(path: PathLike, config: Config, parameters: Parameters) -> None:
+    """Write weights: all float32 (version 3) or all bfloat16 (version 5). The rows of wte beyond the vocabulary must be 0."""
+    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
+    with replace(path) as file:
+        write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == dtype), *config.sizes)
+        _write_parameters(file, parameters)
+
+
+def read_model(path: PathLike, expected: Config | None = None) -> tuple[Config, dict[str, Tensor]]:
+    """The sizes and the weights, float32 or bfloat16 as in the file. With `expected`, a file of other sizes is refused."""
+    with open(path, "rb") as file:
+        header = read_header(file, MODEL, tuple(DTYPES), "a model")
+        expect(min(header[2:8]) > 0, "sizes of at least 1 in slots 2 to 7", header[2:8], path)
+        try:
+            config, dtype = Config(*header[2:8]), DTYPES[header[1]]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        expect(expected in (None, config), expected, config, path)
+        check_size(file, HEADER_BYTES + config.num_parameters * dtype.itemsize, f"{config.num_parameters} parameters of {dtype}")
+        return config, _read_parameters(file, config, dtype)
+
+
+# ---- debug state: a batch, and what a correct model computes from it
+
+
+@dataclass(frozen=True)
+class DebugState:
+    x: Tensor  # (B, T), int64
+    y: Tensor  # (B, T), int64
+    logits: Tensor  # (B, T, vocab_size), float32
+    loss: float  # mean over B * T
+    gradients: Parameters  # float32
+
+
+def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None:
+    _check(config, state.gradients, "gradient", (torch.float32,))
+    (B, T), V = state.x.shape, config.vocab_size
+    expect(state.logits.dtype == torch.float32, "logits of torch.float32", state.logits.dtype, error=TypeError)
+    shapes = tuple(state.y.shape), tuple(state.logits.shape)
+    expect(shapes == ((B, T), (B, T, V)), f"y and logits of shapes {(B, T)} and {(B, T, V)}", f"{shapes[0]} and {shapes[1]}")
+    with replace(path) as file:
+        write_header(file, DEBUG, 2, B, T)
+        for tensor in (state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32)):
+            write_tensor(file, tensor)
+        _write_parameters(file, state.gradients)
+
+
+def read_debug_state(path: PathLike, config: Config) -> DebugState:
+    """The file holds B and T; the other sizes are those of `config`."""
+    with open(path, "rb") as file:
+        B, T = read_header(file, DEBUG, (2,), "a debug state")[2:4]
+        expect(B > 0 and T > 0, "B and T of at least 1", f"{B=}, {T=}", path)
+        numbers = 2 * B * T + B * T * config.vocab_size + 1 + config.num_parameters
+        check_size(file, HEADER_BYTES + 4 * numbers, f"{B=}, {T=} and {config}")
+        x, y = (read_tensor(file, (B, T), torch.int32).long() for _ in range(2))
+        logits = read_tensor(file, (B, T, config.vocab_size), torch.float32)
+        loss = read_tensor(file, (), torch.float32).item()
+        return DebugState(x, y, logits, loss, _read_parameters(file, config, torch.float32))
+
+
+# ---- optimizer state
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank needs besides the weights to go on. m, v and master (the weights before rounding) are float32."""
+
+    step: int  # completed updates
+    m: Parameters
+    v: Parameters
+    loader: LoaderState
+    master: Parameters | None = None
+    rng_state: int = 0  # of stochastic rounding: now, and at the start of the last update
+    rng_state_last_update: int = 0
+    rank: int = 0
+    num_processes: int = 1
+
+
+# int32 at 0: magic, version, num_processes, rank, has master, shuffles; 40: step. uint64 at 80: the two rng states; 120: shard, sample
+_STATE_HEADER = struct.Struct("<6i16xi36x2Q24x2Q")
+
+
+def write_state(path: PathLike, config: Config, state: State) -> None:
+    arrays = [("m", state.m), ("v", state.v)] + ([("master", state.master)] if state.master else [])
+    for name, array in arrays:
+        _check(config, array, name, (torch.float32,))
+    loader = state.loader
+    integers = (STATE, 1, state.num_processes, state.rank, len(arrays) == 3, loader.shuffle is not None, state.step)
+    header = _STATE_HEADER.pack(*integers, state.rng_state, state.rng_state_last_update, loader.shard, loader.sample)
+    with replace(path) as file:
+        file.write(header.ljust(HEADER_BYTES, b"\0"))
+        for _, array in arrays:
+            _write_parameters(file, array)
+        if loader.shuffle:
+            *orders, rng = loader.shuffle
+            for order in orders:
+                file.write(struct.pack("<Q", len(order)) + order.astype("<i4").tobytes())
+            file.write(rng)
+
+
+def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1) -> State:
+    """The state of one rank. The file does not hold the sizes of the model. States that ZeRO divides among the ranks are refused."""
+    with open(path, "rb") as file:
+        header = read_header(file, STATE, (1,), "an optimizer state")
+        _, _, processes, found, has_master, shuffles, step, *counters = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
+        expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}", path)
+        count = 3 if has_master else 2
+        if not shuffles:
+            check_size(file, HEADER_BYTES + 4 * count * config.num_parameters, f"{count} arrays of {config}")
+        arrays = [_read_parameters(file, config, torch.float32) for _ in range(count)]
+        loader = _read_shuffle(file, *counters[2:]) if shuffles else LoaderState(*counters[2:])
+        master = arrays[2] if has_master else None
+        return State(step, arrays[0], arrays[1], loader, master, counters[0], counters[1], rank, num_processes)
+
+
+def _read_shuffle(file: BinaryIO, shard: int, sample: int) -> LoaderState:
+    """The end of the file of a loader that shuffles."""
+    orders = []
+    for what in ("shards", "samples"):
+        length = int(read_tensor(file, (), torch.int64))
+        expect(length > 0, f"a number of {what} before byte {file.tell()}", length, file.name)
+        order = read_tensor(file, (length,), torch.int32).numpy()
+        is_permutation = np.array_equal(np.sort(order), np.arange(length))
+        expect(is_permutation, f"a permutation of {length} {what} before byte {file.tell()}", "other numbers", file.name)
+        orders.append(order)
+    check_size(file, file.tell() + Mt19937.STRUCT.itemsize, f"{len(orders[0])} shards and {len(orders[1])} samples")
+    try:
+        rng = Mt19937.from_bytes(file.read())
+    except ValueError as error:
+        raise ValueError(f"{file.name}: {error}") from None
+    return LoaderState(shard, sample, (orders[0], orders[1], rng.to_bytes()))
+
+
+# ---- the checkpoints of a run with one process
+
+
+def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]:
+    """The files of a checkpoint: the weights, the state of a rank, and the empty file that marks the checkpoint as complete."""
+    return Path(folder, f"model_{step:08}.bin"), Path(folder, f"state_{step:08}_{rank:05}.bin"), Path(folder, f"DONE_{step:08}")
+
+
+def save(folder: PathLike, config: Config, parameters: Parameters, state: State) -> None:
+    """Write the checkpoint after `state.step` updates. Until all of it is on disk, an older one is the latest."""
+    model, optimizer, done = paths(folder, state.step)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
+    write_model(model, config, parameters)
+    write_state(optimizer, config, state)
+    done.touch()
+
+
+def latest_step(folder: PathLike) -> int | None:
+    """The step of the newest complete checkpoint, or None."""
+    found = (re.fullmatch(r"DONE_(\d{8,})", path.name) for path in Path(folder).glob("DONE_*"))
+    return max((int(match[1]) for match in found if match), default=None)
+
+
+def delete(folder: PathLike, step: int) -> None:
+    """Delete a checkpoint, the mark of completeness first."""
+    for path in reversed(paths(folder, step)):
+        path.unlink(missing_ok=True)
+
+
+# ---- Hugging Face: a folder with model.safetensors and config.json
+
+HF_SIZES = {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "num_layers", "n_head": "num_heads", "n_embd": "channels"}
+HF_FIXED = dict(  # what else changes the result
+    activation_function="gelu_new", layer_norm_epsilon=1e-5, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True
+)
+
+
+def _hf_views(config: Config, parameters: Parameters) -> dict[str, Tensor]:
+    """Views of parameters with Hugging Face's names and shapes: one per layer, without padding; weights of Conv1D are (in, out)."""
+    views: dict[str, Tensor] = {}
+    for name, (_, hf_name) in PARAMETERS.items():
+        tensor = parameters[name][: config.vocab_size] if name == "wte" else parameters[name]
+        tensor = tensor.mT if tensor.ndim == 3 else tensor
+        views |= {hf_name.format(i): layer for i, layer in enumerate(tensor if "{}" in hf_name else [tensor])}
+    return views
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("Hugging Face's weights need the package safetensors: pip install safetensors") from None
+    return safetensors.torch
+
+
+def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters) -> None:
+    """Write model.safetensors and config.json, which transformers.GPT2LMHeadModel.from_pretrained reads."""
+    library = _safetensors()
+    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
+    tensors = {f"transformer.{name}": view.detach().cpu().contiguous() for name, view in _hf_views(config, parameters).items()}
+    sizes = {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
+    names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": str(dtype).removeprefix("torch.")}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with replace(Path(folder, "model.safetensors")) as file:
+        file.write(library.save(tensors, metadata={"format": "pt"}))
+    with replace(Path(folder, "config.json")) as file:
+        file.write(json.dumps({**names, **HF_FIXED, **sizes}, indent=2).encode())
+
+
+def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
+    """Read a GPT-2 of any size in its own dtype, e.g. a clone of huggingface.co/openai-community/gpt2. wte is padded with zeros."""
+    library = _safetensors()
+    entries = json.loads((path := Path(folder, "config.json")).read_text())
+    for key, value in HF_FIXED.items():
+        expect(entries.get(key, value) == value, f"{key} = {value!r}", repr(entries.get(key)), path)
+    expect(entries.keys() >= HF_SIZES.keys(), f"entries {', '.join(HF_SIZES)}", ", ".join(entries), path)
+    config = Config(**{ours: entries[theirs] for theirs, ours in HF_SIZES.items()})
+    path = Path(folder, "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in library.load_file(path).items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # causal masks
+    head = tensors.pop("lm_head.weight", None)
+    dtype = tensors["wte.weight"].dtype if "wte.weight" in tensors else torch.float32
+    parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in config.shapes.items()}
+    views = _hf_views(config, parameters)
+    for name in {**views, **tensors}:
+        expected, found = ((tuple(x[name].shape), x[name].dtype) if name in x else None for x in (views, tensors))
+        expect(expected == found, f"{name}: {expected}", found, path)
+        views[name].copy_(tensors[name])
+    expect(head is None or torch.equal(head, views["wte.weight"]), "lm_head.weight equal to wte.weight", "other values", path)
+    return config, parameters

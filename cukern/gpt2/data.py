@@ -1,0 +1,254 @@
+"""From text to token shards in llm.c's format, and llm.c's data loader: the same batches in the same order."""
+
+import glob
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, read_header, replace, write_header
+from cukern.gpt2.tokenizer import GPT2_EOT, Tokenizer, byte_tokenizer
+
+MAGIC, VERSION = 20240520, 1
+MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
+
+# ---- token shards
+
+
+def write_shard(path: PathLike, tokens: np.ndarray) -> None:
+    """Write tokens, integers from 0 to 65535, as one shard: header, then uint16."""
+    tokens = np.asarray(tokens)
+    expect(tokens.dtype.kind in "iu", "tokens of an integer dtype", tokens.dtype, path, TypeError)
+    expect(0 < tokens.size <= MAX_TOKENS, f"1 to {MAX_TOKENS} tokens (llm.c reads shards below 2 GiB)", tokens.size, path)
+    expect(tokens.min() >= 0 and tokens.max() < 65536, "tokens from 0 to 65535", f"{tokens.min()} to {tokens.max()}", path)
+    with replace(path) as file:
+        write_header(file, MAGIC, VERSION, tokens.size)
+        file.write(tokens.astype("<u2").tobytes())
+
+
+def shard_length(path: PathLike) -> int:
+    """The number of tokens in a shard, after checks of the header and of the size of the file."""
+    with open(path, "rb") as file:
+        count = read_header(file, MAGIC, (VERSION,), "a token shard")[2]
+        check_size(file, HEADER_BYTES + 2 * count, f"{count} tokens")
+    return count
+
+
+def read_shard(path: PathLike) -> np.ndarray:
+    """All tokens of a shard, uint16."""
+    return np.fromfile(path, "<u2", shard_length(path), offset=HEADER_BYTES)
+
+
+# ---- text to tokens
+
+
+def builtin_text() -> str:
+    """About 460 KB of English that is on every machine: the topics of Python's own help()."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def tiktoken_at_hand() -> bool:
+    """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
+    if importlib.util.find_spec("tiktoken") is None:
+        return False
+    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
+    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
+    return all(os.path.isfile(os.path.join(folder, name)) for name in names)
+
+
+def tokenize(texts: Iterable[str], encoding: str = "auto") -> tuple[np.ndarray, Tokenizer]:
+    """The tokens of documents as uint16, EOT before each document, and the tokenizer that decodes them.
+
+    `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once), "bytes" (the bytes of UTF-8; EOT is 0), or "auto":
+    "gpt2" if that needs no download, else "bytes". "<|endoftext|>" in a text is ordinary text.
+    """
+    expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
+    if encoding == "bytes" or (encoding == "auto" and not tiktoken_at_hand()):
+        return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(np.uint16), byte_tokenizer()
+    try:
+        import tiktoken
+    except ImportError:
+        raise ImportError("the encoding 'gpt2' needs the package tiktoken: pip install tiktoken") from None
+    gpt2 = tiktoken.get_encoding("gpt2")
+    parts = [np.array([GPT2_EOT, *gpt2.encode_ordinary(text)], np.uint16) for text in texts]
+    tokenizer = Tokenizer(tuple(gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)), GPT2_EOT)
+    return np.concatenate([np.empty(0, np.uint16), *parts]), tokenizer
+
+
+def sections(text: str) -> list[str]:
+    """The parts of a text between blank lines, as llm.c cuts tiny_shakespeare: all but the last keep the blank line."""
+    *parts, last = text.split("\n\n")
+    return [part + "\n\n" for part in parts] + [last]
+
+
+def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: int | None = None, shard_tokens: int = 10**8) -> list[Path]:
+    """Write NAME_val_000000.bin and NAME_train_000001.bin, NAME_train_000002.bin, ... and return their paths, validation first.
+
+    The last 10 % of the tokens are for validation; with `val_first` the first `val_first` tokens, as in llm.c's tiny_shakespeare (32768).
+    A training shard has `shard_tokens` tokens, the last one the remainder.
+    """
+    expect(val_first is None or 0 < val_first < len(tokens), f"val_first from 1 to {len(tokens) - 1}", val_first)
+    expect(len(tokens) >= 10 or val_first, "at least 10 tokens", len(tokens))
+    expect(shard_tokens > 0, "at least 1 token in a shard", f"{shard_tokens=}")
+    train, val = np.split(tokens, [len(tokens) - len(tokens) // 10]) if val_first is None else (tokens[val_first:], tokens[:val_first])
+    starts = range(0, len(train), shard_tokens)
+    shards = {f"{name}_train_{i:06}.bin": train[start : start + shard_tokens] for i, start in enumerate(starts, 1)}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for file, part in (shards := {f"{name}_val_000000.bin": val} | shards).items():
+        write_shard(Path(folder, file), part)
+    return [Path(folder, file) for file in shards]
+
+
+# ---- the loader
+
+
+class Mt19937:
+    """llm.c's random numbers: the standard MT19937, as numpy's RandomState(seed) and torch's CPU generator draw them."""
+
+    # left = 1 means that the state is renewed before the next draw; after the first draw left + next = 625
+    STRUCT = np.dtype([("seed", "<u8"), ("left", "<i4"), ("next", "<u4"), ("state", "<u4", 624), ("matrix", "<u4", 2)])
+    MATRIX = (0, 0x9908B0DF)
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.MT19937()
+        state: Any = np.random.RandomState(seed).get_state(legacy=False)
+        self._bits.state = state
+        self._unused = True
+
+    def permute(self, array: np.ndarray) -> None:
+        """Shuffle in place: for i = n-1 down to 1, swap elements i and draw % (i + 1)."""
+        i = np.arange(len(array) - 1, 0, -1)
+        self._unused = self._unused and len(i) == 0
+        for a, b in zip(i, self._bits.random_raw(len(i)).astype(np.int64) % (i + 1), strict=True):
+            array[a], array[b] = array[b], array[a]
+
+    def to_bytes(self) -> bytes:
+        """llm.c's struct of 2520 bytes. Its field `seed` is never set in llm.c; here it is 0."""
+        state = self._bits.state["state"]
+        position = 0 if self._unused else state["pos"]
+        return np.array((0, 1 if self._unused else 625 - position, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Mt19937":
+        _, left, position, key, matrix = np.frombuffer(data, cls.STRUCT, 1)[0].tolist()
+        unused = (left, position) == (1, 0)
+        expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
+        expect(unused or (left + position == 625 and position), "left + next = 625 in the state of MT19937", f"{left} + {position}")
+        rng = cls(0)
+        state = rng._bits.state
+        state["state"]["key"], state["state"]["pos"] = np.array(key, np.uint32), 624 if unused else position
+        rng._bits.state, rng._unused = state, unused
+        return rng
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """Where a loader is, and with shuffling the order of the shards, that of the samples (both int32), and Mt19937.to_bytes()."""
+
+    shard: int  # index into the order of the shards
+    sample: int  # the next one, an index into the order of the samples
+    shuffle: tuple[np.ndarray, np.ndarray, bytes] | None = None
+
+
+class DataLoader:
+    """Batches of token shards in llm.c's order.
+
+        loader = DataLoader("data/tiny_shakespeare_train.bin", 4, 1024, shuffle=True, vocab_size=50257)
+        x, y = loader.next_batch()  # int64 CPU tensors (4, 1024); y is x shifted by one token
+
+    Args:
+        pattern: the shards, a glob pattern; they are sorted by name.
+        B, T: rows per batch, tokens per row.
+        rank, num_processes: which process of how many reads. Sample i of rank r starts at token (i * num_processes + r) * B * T.
+        shuffle: permute the shards and the samples of each shard with MT19937, seeded by 42 + rank: each rank has its own order. llm.c
+            shuffles for training only.
+        vocab_size: `next_batch` refuses tokens that are not below it.
+
+    After the last shard the loader starts again, also for validation: with 7 samples in the file, the eighth batch is the first one.
+    Raises FileNotFoundError if nothing matches the pattern; ValueError for a bad shard, or one shorter than num_processes * B * T + 1.
+    """
+
+    def __init__(
+        self, pattern: PathLike, B: int, T: int, *, rank: int = 0, num_processes: int = 1, shuffle: bool = False, vocab_size: int = 65536
+    ) -> None:
+        expect(B > 0 and T > 0, "B and T of at least 1", f"{B=}, {T=}")
+        expect(0 <= rank < num_processes, "0 <= rank < num_processes", f"{rank=}, {num_processes=}")
+        self.paths = sorted(glob.glob(os.fspath(pattern)))
+        expect(self.paths, f"files that match {os.fspath(pattern)!r}", "none", error=FileNotFoundError)
+        self.B, self.T, self.rank, self.num_processes = B, T, rank, num_processes
+        self.shuffle, self.vocab_size = shuffle, vocab_size
+        self._lengths = [shard_length(path) for path in self.paths]
+        self.num_tokens = sum(self._lengths)  # of all shards
+        least = num_processes * B * T + 1
+        for path, length in zip(self.paths, self._lengths, strict=True):
+            expect(length >= least, f"at least num_processes * B * T + 1 = {least} tokens", length, path)
+        self._rng = Mt19937(42 + rank)
+        self._shard_order = np.arange(len(self.paths), dtype=np.int32)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start an epoch. The shards are permuted from their order in the last epoch, not from the sorted order."""
+        if self.shuffle:
+            self._rng.permute(self._shard_order)
+        self._start_shard(0)
+
+    def _start_shard(self, shard: int) -> None:
+        self._shard, self._sample = shard, 0
+        self._sample_order = np.arange(self.num_samples, dtype=np.int32)
+        if self.shuffle:
+            self._rng.permute(self._sample_order)
+
+    @property
+    def num_samples(self) -> int:  # of the current shard
+        return self._samples_of(self._shard_order[self._shard])
+
+    def _samples_of(self, file: int) -> int:
+        return (self._lengths[file] - 1) // (self.num_processes * self.B * self.T)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """x and y, int64 CPU tensors of shape (B, T). A new shard or epoch begins with the call after the last sample."""
+        if self._sample >= self.num_samples:
+            if self._shard == len(self.paths) - 1:
+                self.reset()
+            else:
+                self._start_shard(self._shard + 1)
+        count = self.B * self.T
+        start = (int(self._sample_order[self._sample]) * self.num_processes + self.rank) * count
+        path = self.paths[self._shard_order[self._shard]]
+        tokens = torch.from_numpy(np.fromfile(path, "<u2", count + 1, offset=HEADER_BYTES + 2 * start).astype(np.int64))
+        expect(len(tokens) == count + 1, f"{count + 1} tokens from token {start} on", f"{len(tokens)}: the file was cut", path)
+        top, where = int(tokens.max()), start + int(tokens.argmax())
+        expect(top < self.vocab_size, f"tokens below the vocabulary size {self.vocab_size}", f"{top} at token {where}", path)
+        self._sample += 1
+        return tokens[:-1].view(self.B, self.T), tokens[1:].view(self.B, self.T)
+
+    def state(self) -> LoaderState:
+        shuffle = (self._shard_order.copy(), self._sample_order.copy(), self._rng.to_bytes()) if self.shuffle else None
+        return LoaderState(self._shard, self._sample, shuffle)
+
+    def resume(self, state: LoaderState) -> None:
+        """Go to a saved state, of a loader with the same shards, sizes and choice of shuffling."""
+        shuffles = state.shuffle is not None
+        expect(shuffles == self.shuffle, f"a loader state with shuffle={self.shuffle}", f"shuffle={shuffles}")
+        order = state.shuffle[0] if state.shuffle else self._shard_order
+        expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
+        expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
+        samples = self._samples_of(order[state.shard])
+        sample_order = state.shuffle[1] if state.shuffle else np.arange(samples, dtype=np.int32)
+        expect(len(sample_order) == samples, f"a loader state of {samples} samples", len(sample_order))
+        expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)
+        if state.shuffle:
+            self._rng = Mt19937.from_bytes(state.shuffle[2])
+        self._shard, self._sample, self._shard_order, self._sample_order = state.shard, state.sample, order.copy(), sample_order.copy()

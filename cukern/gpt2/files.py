@@ -1,0 +1,74 @@
+"""What llm.c's binary files have in common: a header of 256 int32, an exact size, little-endian arrays. Files are replaced whole."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 1024
+PathLike = str | os.PathLike
+
+
+def expect(true: object, expected: object, found: object, path: object = None, error: type[Exception] = ValueError) -> None:
+    """Raise an error that says what was expected and what was found, and in which file, unless `true`."""
+    if not true:
+        raise error(f"{'' if path is None else f'{path}: '}expected {expected}; found {found}")
+
+
+@contextlib.contextmanager
+def replace(path: PathLike) -> Iterator[BinaryIO]:
+    """Open PATH.tmp for writing. At the end of the block it is flushed to disk and renamed to `path` in one step.
+
+    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it.
+    """
+    temporary = f"{os.fspath(path)}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # some file systems report a full disk only here
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+
+
+def write_header(file: BinaryIO, *slots: int) -> None:
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[: len(slots)] = slots  # OverflowError if one does not fit into int32
+    file.write(header.tobytes())
+
+
+def read_header(file: BinaryIO, magic: int, versions: Sequence[int], what: str) -> list[int]:
+    """The 256 int32 of the header, after checks of its length, magic number and version."""
+    data = file.read(HEADER_BYTES)
+    expect(len(data) == HEADER_BYTES, f"a header of {HEADER_BYTES} bytes", f"a file of {len(data)} bytes", file.name)
+    header = np.frombuffer(data, "<i4").tolist()
+    expect(header[0] == magic, f"magic number {magic}, of {what}", header[0], file.name)
+    expect(header[1] in versions, f"version {' or '.join(map(str, versions))} of {what}", f"version {header[1]}", file.name)
+    return header
+
+
+def check_size(file: BinaryIO, expected: int, what: str) -> None:
+    found = os.fstat(file.fileno()).st_size
+    expect(found == expected, f"{expected} bytes, for {what}", f"{found} bytes", file.name)
+
+
+def read_tensor(file: BinaryIO, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The next tensor. The size of the file is checked before memory is allocated."""
+    offset, nbytes = file.tell(), math.prod(shape) * dtype.itemsize
+    left = os.fstat(file.fileno()).st_size - offset
+    expect(nbytes <= left, f"{nbytes} more bytes at byte {offset}, for a tensor of shape {tuple(shape)}", f"{left} bytes", file.name)
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
+    return tensor
+
+
+def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+    file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

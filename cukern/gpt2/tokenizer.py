@@ -1,0 +1,67 @@
+"""llm.c's tokenizer file: the bytes of each token. It decodes tokens; it does not encode text."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cukern.gpt2.files import HEADER_BYTES, PathLike, expect, read_header, replace, write_header
+
+MAGIC = 20240328
+GPT2_VOCAB, GPT2_EOT = 50257, 50256
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The bytes of each token (1 to 255 bytes), and the token that separates texts (EOT)."""
+
+    tokens: tuple[bytes, ...]
+    eot: int
+
+    def __post_init__(self) -> None:
+        expect(0 <= self.eot < len(self.tokens), f"an EOT token from 0 to {len(self.tokens) - 1}", self.eot)
+        for i, token in enumerate(self.tokens):
+            expect(0 < len(token) < 256, f"1 to 255 bytes for token {i}", len(token))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text. Bytes that are not UTF-8, such as a part of a character, become U+FFFD."""
+        return b"".join(map(self._bytes, tokens)).decode(errors="replace")
+
+    def printed(self, token: int) -> bytes:
+        """What llm.c prints for a token: nothing from a NUL on, and no single byte that is neither printable nor white space."""
+        text = self._bytes(token).partition(b"\0")[0]
+        return b"" if len(text) == 1 and not (32 <= text[0] < 127 or text.isspace()) else text
+
+    def _bytes(self, token: int) -> bytes:
+        expect(0 <= token < len(self.tokens), f"a token from 0 to {len(self.tokens) - 1}", token)
+        return self.tokens[int(token)]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte. EOT is the byte 0, which text does not contain."""
+    return Tokenizer(tuple(bytes([i]) for i in range(256)), eot=0)
+
+
+def read_tokenizer(path: PathLike) -> Tokenizer:
+    """Read gpt2_tokenizer.bin. Version 1 has no slot for EOT; it is GPT-2's, 50256."""
+    with open(path, "rb") as file:
+        _, version, count, eot = read_header(file, MAGIC, (1, 2), "a tokenizer")[:4]
+        data = file.read()
+    if version == 1:
+        expect(count == GPT2_VOCAB, f"{GPT2_VOCAB} tokens in version 1", count, path)
+        eot = GPT2_EOT
+    expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot, path)
+    tokens, offset = [], 0
+    for i in range(count):
+        expect(offset < len(data), f"{count} tokens", f"the end of the file after {i} tokens", path)
+        length, offset = data[offset], offset + 1
+        tokens.append(data[offset : offset + length])
+        expect(0 < length == len(tokens[i]), f"1 to 255 bytes for token {i}", f"{len(tokens[i])} bytes of {length}", path)
+        offset += length
+    expect(offset == len(data), f"{HEADER_BYTES + offset} bytes, for {count} tokens", f"{HEADER_BYTES + len(data)} bytes", path)
+    return Tokenizer(tuple(tokens), eot)
+
+
+def write_tokenizer(path: PathLike, tokenizer: Tokenizer) -> None:
+    """Write version 2 of the file."""
+    with replace(path) as file:
+        write_header(file, MAGIC, 2, len(tokenizer.tokens), tokenizer.eot)
+        file.write(b"".join(bytes([len(token)]) + token for token in tokenizer.tokens))
