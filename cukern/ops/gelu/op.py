@@ -70,7 +70,7 @@ def _call(op: str, function: str, version: str | None, inputs: dict[str, Any], b
     for name, t in tensors.items():
         checks.dtype(name, t, checks.FLOATS)
     checks.same(**tensors)
-    x, up = (*tensors.values(), None)[:2]
+    x, up = next(iter(tensors.values())), tensors.get("up")
     if up is not None:
         checks.shape("up", up, tuple(x.shape), "the shape of gate")
     bias = None if bias is None else _checked_bias(x, interop.to_torch("bias", bias))
