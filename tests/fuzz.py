@@ -398,9 +398,9 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "apply_rotary_pos_emb": (draw_te, te, 2),
     "matmul": (draw_matmul, lambda a, b: a @ b, 6),
     "linear": (draw_linear, lambda x, weight, bias=None: x @ weight.mT + (0 if bias is None else bias), 6),
-    "gelu": (draw_gelu, lambda x, bias=None, approximate="none": gated(x, 1.0, bias, approximate), 4),
+    "gelu": (draw_gelu, lambda x, bias=None, approximate="none": gated(x, 1.0, bias, approximate), 16),  # torch's own, with tanh
     "swiglu": (draw_swiglu, gated, 4),
-    "geglu": (draw_swiglu, lambda gate, up, approximate="none": gated(gate, up, None, approximate), 4),
+    "geglu": (draw_swiglu, lambda gate, up, approximate="none": gated(gate, up, None, approximate), 16),
     "kron_linear": (draw_kron, kron_linear, 6),
     "lokr_linear": (draw_lokr, lokr_linear, 6),
 }
