@@ -14,8 +14,6 @@ from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, each, raw_op, register, save, watched
 
-_tracing = torch.compiler.is_dynamo_compiling
-
 
 def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | None = None) -> Tensor:
     """torch.nn.functional.gelu(x + bias) in one kernel. Differentiable any number of times.
@@ -28,15 +26,14 @@ def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | 
             dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed in
             float32 and rounded once. CPU tensors use torch's operations, or the simulator.
         bias: (C,) or None, of x's dtype or float32, on x's device.
-        approximate: "none" for x Phi(x), Phi being the normal distribution function, or "tanh" for GPT-2's
-            x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+        approximate: "none" for x Phi(x), or "tanh" for GPT-2's x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         version: "v1" or "v2"; default: the fastest.
 
-    Returns a new contiguous tensor of x's shape and dtype. Autocast does not change the dtype or the computation. Gradients are computed
-    by a kernel, but by torch's operations in torch.func transforms and with create_graph=True.
+    Returns a new contiguous tensor of x's shape and dtype. Autocast changes nothing. A kernel computes the gradients, or torch's
+    operations in torch.func transforms and with create_graph=True.
 
     Raises TypeError for another dtype or an option that is not a str; ValueError for a bias that does not fit or is on another device, and
-    for an unknown option. Source: Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415.
+    for an unknown option. Source: Hendrycks and Gimpel, arXiv 1606.08415.
     """
     return _call("gelu", checks.choice("approximate", approximate, ("none", "tanh")), version, {"x": x}, bias)
 
@@ -47,20 +44,19 @@ def swiglu(gate: Any, up: Any, *, version: str | None = None) -> Tensor:
         gate, up = torch.randn(8, 2 * 3072, device="cuda", requires_grad=True).chunk(2, -1)
         cukern.swiglu(gate, up).sum().backward()
 
-    Args:
-        gate, up: (..., C), of one shape, dtype and device. The halves of one tensor, as above, are read in place.
-
-    Returns a new contiguous tensor. Dtypes, copies, `version` and errors are those of `gelu`; ValueError also for two shapes.
-    Source: Shazeer, https://arxiv.org/abs/2002.05202.
+    gate and up are (..., C), of one shape, dtype and device. The halves of one tensor, as above, are read in place. Returns a new
+    contiguous tensor. Dtypes, copies, `version` and errors as in `gelu`. Source: Shazeer, arXiv 2002.05202.
     """
     return _call("swiglu", "silu", version, {"gate": gate, "up": up})
 
 
 def geglu(gate: Any, up: Any, *, approximate: str = "none", version: str | None = None) -> Tensor:
-    """gelu(gate) * up in one kernel. Differentiable any number of times. Arguments and results as in `swiglu`, `approximate` as in `gelu`.
+    """gelu(gate) * up in one kernel. Differentiable any number of times.
 
-    gate, up = torch.randn(8, 2 * 3072, device="cuda", requires_grad=True).chunk(2, -1)
-    cukern.geglu(gate, up, approximate="tanh").sum().backward()
+        gate, up = torch.randn(8, 2 * 3072, device="cuda", requires_grad=True).chunk(2, -1)
+        cukern.geglu(gate, up, approximate="tanh").sum().backward()
+
+    Arguments and results as in `swiglu`, `approximate` as in `gelu`.
     """
     return _call("geglu", checks.choice("approximate", approximate, ("none", "tanh")), version, {"gate": gate, "up": up})
 
@@ -78,8 +74,8 @@ def _call(op: str, function: str, version: str | None, inputs: dict[str, Any], b
     if not x.is_cuda and not backend.simulates(x):
         if version is not None:
             checks.needs_gpu(op, version, x.device)
-        return _reference(function, x, up, bias)
-    rows = _rows(x), None if up is None else _rows(up), bias, function, version or ""
+        return _reference(function, up is not None, x, bias if up is None else up)
+    rows = _rows(x), None if up is None else _rows(up), bias if bias is None or bias.ndim else bias.view(1), function, version or ""
     return (_apply(*rows) if watched(x, up, bias) else _gelu(*rows)).view(x.shape)
 
 
@@ -87,9 +83,7 @@ def _checked_bias(x: Tensor, bias: Tensor) -> Tensor:
     checks.dtype("bias", bias, {x.dtype, torch.float32})
     if bias.device != x.device:
         raise ValueError(f"bias is on {bias.device}, x is on {x.device}: they must be on one device")
-    if x.ndim == 0:
-        raise ValueError("x has no dimension, it must be (..., C) for a bias (C,)")
-    checks.shape("bias", bias, (x.shape[-1],), "one value for each column of x")
+    checks.shape("bias", bias, tuple(x.shape[-1:]), "one value for each column of x")
     return bias.double() if x.dtype == torch.float64 else bias
 
 
@@ -98,11 +92,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x.view(1, 1)
 
 
-def _reference(function: str, x: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
+    """`other` is `up` if `gated`, else the bias."""
     with off(x):
-        v = x if bias is None else x + bias
+        v = x if gated or other is None else x + other
         y = (functional.silu(v) if function == "silu" else functional.gelu(v, approximate=function)).to(x.dtype)
-        return y if up is None else y * up
+        return y * other if gated and other is not None else y
 
 
 # ---- the raw ops: x, up and dout are matrices
@@ -126,10 +121,8 @@ def _launch_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str,
 
 def _readable(x: Any) -> Any:
     """x as the kernels read it, copied if necessary: columns with stride 1, and no negative bit."""
-    if x is None:
-        return None
-    x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    x = None if x is None else x.resolve_neg()
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -142,21 +135,14 @@ def _fake_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, b
 
 
 _gelu = raw_op("_gelu(Tensor x, Tensor? up, Tensor? bias, str function, str version) -> Tensor", 3, _launch, _fake)
-_gelu_backward = raw_op(
-    "_gelu_backward(Tensor x, Tensor? up, Tensor? bias, Tensor dout, str function, bool bias_grad, str version) "
-    "-> (Tensor, Tensor, Tensor)",
-    4,
-    _launch_backward,
-    _fake_backward,
-)
+_SCHEMA = "_gelu_backward(Tensor x, Tensor? up, Tensor? bias, Tensor dout, str function, bool bias_grad, str version)"
+_gelu_backward = raw_op(f"{_SCHEMA} -> (Tensor, Tensor, Tensor)", 4, _launch_backward, _fake_backward)
 
 # ---- autograd
 
 
 class _Gelu(Differentiable):
-    @staticmethod
-    def forward(x, up, bias, function, version):
-        return _gelu(x, up, bias, function, version)
+    forward = staticmethod(_gelu)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -167,7 +153,7 @@ class _Gelu(Differentiable):
     def backward(ctx, dout):
         x, up, bias = ctx.saved_tensors
         bias_grad = bias is not None and ctx.needs_input_grad[2]
-        if watched(x, up, bias, dout) and not _tracing():
+        if watched(x, up, bias, dout) and not torch.compiler.is_dynamo_compiling():
             return *_gradients(x, up, bias, dout, ctx.function), None, None
         dx, dup, dbias = _gelu_backward(x, up, bias, dout, ctx.function, bias_grad, ctx.version)
         return dx, None if up is None else dup, dbias if bias_grad else None, None, None
@@ -185,12 +171,6 @@ class _Gelu(Differentiable):
             return each(_apply, info.batch_size, in_dims, (x, up, bias, *options))
         x, up = (t if t is None else batched(t, dim, info.batch_size) for t, dim in zip((x, up), in_dims, strict=False))
         return _apply(x.flatten(0, 1), up if up is None else up.flatten(0, 1), bias, *options).view(x.shape), 0
-
-    @staticmethod
-    def recorded(ctx, x, up, bias, function, version):
-        ctx.save_for_backward(x, up, bias)
-        ctx.function, ctx.version = function, version
-        return _gelu(x, up, bias, function, version)
 
 
 _apply = apply_of(_Gelu)
@@ -224,37 +204,31 @@ def _derivatives(x: Tensor, up: Any, bias: Any, function: str, *others: Any) -> 
 
 def _make(kind: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
     """x, x and bias, two tensors, or the halves of one tensor."""
-    rows, cols = dims
-    shapes = {"x": (dims,), "bias": (dims, (cols,)), "pair": (dims, dims), "halves": ((rows, 2 * cols),)}[kind]
+    shapes = {"x": (dims,), "bias": (dims, dims[1:]), "pair": (dims, dims), "halves": ((dims[0], 2 * dims[1]),)}[kind]
     tensors = tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
     return tensors[0].chunk(2, -1) if kind == "halves" else tensors
 
 
-def _cost(kind: str, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-    n, inputs, extra = math.prod(dims), 1 if kind in ("x", "bias") else 2, dims[1] if kind == "bias" else 0
+def _cost(inputs: int, bias: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    n, extra = math.prod(dims), bias * dims[1]
     forward = Cost(((inputs + 1) * n + extra) * itemsize, 20 * n)
     return {"fwd": forward, "bwd": Cost(((2 * inputs + 1) * n + 2 * extra) * itemsize, 30 * n)}
 
 
-for _name, _public, _kind, _of in (
+for _name, _public, _kind, _function in (
     ("gelu", gelu, "x", "none"),
     ("gelu_tanh", partial(gelu, approximate="tanh"), "x", "tanh"),
     ("gelu_bias", partial(gelu, approximate="tanh"), "bias", "tanh"),
     ("swiglu", swiglu, "halves", "silu"),
     ("geglu", geglu, "pair", "none"),
 ):
-
-    def _plain(x: Tensor, y: Tensor | None = None, bias: bool = _kind == "bias", function: str = _of) -> Tensor:
-        return _reference(function, x, None if bias else y, y if bias else None)
-
+    _gated, _bias = _kind in ("pair", "halves"), _kind == "bias"
     register(
         Op(
-            name=_name, stem="gelu", function=_public, reference=_plain, versions=VERSIONS, dtypes=checks.FLOATS, dims="ROWS COLUMNS",
-            make=partial(_make, _kind), cost=partial(_cost, _kind), bound="memory",
-            inputs={"x": ("x",), "bias": ("x", "bias")}.get(_kind, ("gate", "up")),
-            check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)),
-            sim_dims=((1, 1), (5, 67), (35, 24)),
-            bench_dims=((32768, 3072), (8192, 14336)),
-            roundings=4 if _kind == "bias" else 2,  # gate and slope take a few operations each; the bias's gradient is a sum
+            name=_name, stem="gelu", function=_public, reference=partial(_reference, _function, _gated), versions=VERSIONS,
+            dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, _kind), cost=partial(_cost, 1 + _gated, _bias), bound="memory",
+            inputs=("gate", "up") if _gated else ("x", "bias") if _bias else ("x",),
+            check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)), sim_dims=((1, 1), (5, 67), (35, 24)),
+            bench_dims=((32768, 3072), (8192, 14336)), roundings=4 if _bias else 2,  # the gradient of the bias is a sum
         )
     )  # fmt: skip

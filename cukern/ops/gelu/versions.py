@@ -1,10 +1,9 @@
 """The versions of gelu: how each launches its kernels. Tensors are (rows, cols) with column stride 1; the written ones are contiguous.
 
-`forward(out, x, up, bias, function)`; `backward(dx, dup, x, up, bias, dout, function, bias_grad)` returns dbias if bias_grad. up, with dup,
-and bias may be None.
+`forward(out, x, up, bias, function)`; `backward(dx, dup, x, up, bias, dout, function, bias_grad)` returns dbias. up, bias may be None.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,13 +29,8 @@ def _sizes(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int,
 
 def _aligned(itemsize: int, sizes: tuple[int, ...], *tensors: Tensor | None) -> bool:
     """True if the tensors can be accessed in whole vectors."""
-    bits = 0
-    for t in tensors:
-        if t is not None:
-            bits |= t.data_ptr() * itemsize // t.itemsize  # as many elements of a float32 bias are a longer vector
-    for size in sizes[1:]:
-        bits |= size * itemsize
-    return bits % VECTOR_BYTES == 0
+    starts = (t.data_ptr() * itemsize // t.itemsize for t in tensors if t is not None)  # a vector of a float32 bias may be longer
+    return all(n % VECTOR_BYTES == 0 for n in (*starts, *(size * itemsize for size in sizes[1:])))
 
 
 def _pointers(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -52,7 +46,10 @@ def _launch(scalar: Template, vector: Template | None, sizes: tuple[int, ...], x
     kernel.on(x.get_device())((-(-x.numel() // elements), 1, 1), (THREADS, 1, 1), 0, *_pointers(*tensors), *sizes)
 
 
-def _version(idea: str, forward_vector: Template | None, backward_vector: Template | None, instances: Callable) -> Version:
+def _version(idea: str, *vectors: Template) -> Version:
+    """`vectors`: the kernels that access vectors, for forward, backward, and backward with the gradient of the bias."""
+    forward_vector, backward_vector, _ = vectors or (None, None, None)
+
     def forward(out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
         _launch(_V1, forward_vector, _sizes(bias, x, up), x, bias, function, out, x, up, bias)
 
@@ -64,13 +61,12 @@ def _version(idea: str, forward_vector: Template | None, backward_vector: Templa
             terms = dx
         return terms.sum(0, dtype=torch.promote_types(dx.dtype, torch.float32)).to(bias.dtype) if bias_grad else None
 
-    return Version(idea, forward, backward, instances)
+    return Version(idea, forward, backward, lambda dtype: _instances(dtype, *vectors))
 
 
 def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: str) -> Tensor:
     """Write dx, and return partial sums of its columns. The grid depends only on the shape, so the sums are the same on every GPU."""
-    rows, cols = x.shape
-    tiles = -(-cols * x.itemsize // (32 * VECTOR_BYTES))
+    (rows, cols), tiles = x.shape, -(-x.shape[1] * x.itemsize // (32 * VECTOR_BYTES))
     height = max(-(-rows * tiles // BLOCKS), 4 * WARPS)  # rows of a block
     chunks = -(-rows // height)
     partials = torch.empty((chunks, cols), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -90,8 +86,6 @@ def _instances(dtype: torch.dtype, *templates: Template) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    "v1": _version("one thread per element; the bias gradient by torch's sum", None, None, _instances),
-    "v2": _version(
-        "16-byte vectors; the bias gradient from partial sums", _V2, _V2_BWD, lambda dtype: _instances(dtype, _V2, _V2_BWD, _BIAS_BWD)
-    ),
+    "v1": _version("one thread per element; the bias gradient by torch's sum"),
+    "v2": _version("16-byte vectors; the bias gradient from partial sums", _V2, _V2_BWD, _BIAS_BWD),
 }
