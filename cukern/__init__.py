@@ -1,11 +1,12 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, and the module KronLinear; gelu, swiglu, geglu. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
 from cukern.ops.causal_softmax import causal_softmax
+from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
 from cukern.ops.matmul import linear, matmul
 from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
@@ -28,6 +29,8 @@ __all__ = [
     "backend",
     "causal_softmax",
     "compile",
+    "geglu",
+    "gelu",
     "kron_linear",
     "linear",
     "load",
@@ -39,6 +42,7 @@ __all__ = [
     "rope_tables",
     "softmax",
     "square",
+    "swiglu",
     "use",
     "warmup",
 ]

@@ -345,6 +345,34 @@ def lokr_linear(x, w1, w2, **rest):
     return kron_linear(x, (w1.mT, (w2[0] @ w2[1] if isinstance(w2, tuple) else w2).mT), **rest)
 
 
+def draw_gelu(d: Draw) -> dict:
+    approximate, dtype, shape = d.pick("none", "tanh"), d.dtype(), d.shape(1, 3)
+    shape = (*shape[:-1], d.pick(*d.sizes, *([] if d.kind == "transforms" else [16, 24, 40])))
+    bias = d.tensor(shape[-1:], d.pick(dtype, dtype if d.kind == "transforms" else "float32"), "zeros") if d.pick(True, False) else None
+    return {"x": d.tensor(shape, dtype, *wild(d, approximate)), "bias": bias, "approximate": approximate, "version": d.version()}
+
+
+def draw_swiglu(d: Draw) -> dict:
+    """Without an infinite `up`, for which the rule's derivative is the difference of two infinities."""
+    approximate, dtype, shape = "none" if d.op == "swiglu" else d.pick("none", "tanh"), d.dtype(), d.shape(0, 3)
+    pair = {"gate": d.tensor(shape, dtype, *wild(d, approximate)), "up": d.tensor(shape, dtype, "zeros", "wild")}
+    return {**pair, **({} if d.op == "swiglu" else {"approximate": approximate}), "version": d.version()}
+
+
+def wild(d: Draw, approximate: str) -> tuple[str, ...]:
+    """Kinds of values. torch's gradient of the approximation is NaN where the square of x overflows."""
+    return ("zeros",) if d.place == "reference" and approximate == "tanh" else ("special", "wild")
+
+
+def gated(gate, up=1.0, bias=None, approximate=None):
+    """silu without `approximate`."""
+    v = gate if bias is None else gate + bias
+    if approximate == "none":
+        return v * torch.special.ndtr(v) * up
+    square = (v * v).clamp(max=1e4)
+    return v * torch.sigmoid(v if approximate is None else (8 / math.pi) ** 0.5 * v * (1 + 0.044715 * square)) * up
+
+
 def rope_in_place(x, cos, sin, *, k=None, **rest):
     """rope_ of copies, which lie in memory as x and k do: autograd lets nobody write a leaf."""
     return cukern.rope_(copied(x), cos, sin, k=copied(k), **rest)
@@ -370,6 +398,9 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "apply_rotary_pos_emb": (draw_te, te, 2),
     "matmul": (draw_matmul, lambda a, b: a @ b, 6),
     "linear": (draw_linear, lambda x, weight, bias=None: x @ weight.mT + (0 if bias is None else bias), 6),
+    "gelu": (draw_gelu, lambda x, bias=None, approximate="none": gated(x, 1.0, bias, approximate), 16),  # torch's own, with tanh
+    "swiglu": (draw_swiglu, gated, 4),
+    "geglu": (draw_swiglu, lambda gate, up, approximate="none": gated(gate, up, None, approximate), 16),
     "kron_linear": (draw_kron, kron_linear, 6),
     "lokr_linear": (draw_lokr, lokr_linear, 6),
 }
@@ -521,7 +552,8 @@ def may_succeed(case: Case, name: str, what: str) -> bool:
     if what == "True":
         return name in ("interleaved", "inverse", "fused")
     if what in SHAPES or what.startswith("torch.tensor"):
-        return name in ("x", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2") or "v" in what
+        names = "x", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
+        return name in names or "v" in what
     whole = what in ("2", "-7", "10**400", "-(10**30)") and name in NUMBERS
     return whole or (what in ("1.5", "nan", "inf") and name in ("scale", "sink"))
 
@@ -641,7 +673,7 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
     if d.kind == "valid":
         return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
     if d.kind == "transforms":
-        first = next(k for k in ("x", "a", "t") if k in args)  # has a gradient, if nothing else has
+        first = next(k for k in ("x", "a", "t", "gate") if k in args)  # has a gradient, if nothing else has
         args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
         return Case(op, d.place, d.kind, args, (d.pick(*TRANSFORMS), d.integer(0, 99)))
     args = pytree.tree_map(lambda v: dataclasses.replace(v, grad=False) if isinstance(v, T) else v, args)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -330,6 +331,48 @@ CAUSAL_GRADIENT = softmax_problem(
     gradient_scale,
 )
 
+# ---- gelu: its kernels with silu, FUNCTION 2
+
+
+def launch_gelu(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, bias: Any, up: torch.Tensor | None = None) -> None:
+    kernel(out, x, up, bias, *x.shape, x.stride(0), 0 if up is None else up.stride(0), grid=-(-x.numel() // 256), block=256)
+
+
+def launch_gelu_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, dout: torch.Tensor, up: torch.Tensor | None = None) -> None:
+    outs, up_row = (out, None) if up is None else (out[0], out[1]), 0 if up is None else up.stride(0)
+    kernel(*outs, x, up, None, dout, *x.shape, x.stride(0), up_row, dout.stride(0), grid=-(-x.numel() // 256), block=256)
+
+
+def launch_bias_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, dout: torch.Tensor) -> None:
+    (rows, cols), grid = x.shape, -(-x.shape[1] // 128) * out.shape[0]
+    kernel(torch.empty_like(x), out, x, bias, dout, rows, cols, x.stride(0), dout.stride(0), ROWS, grid=grid, block=(32, 8))
+
+
+def silu_gradient(x: torch.Tensor, dout: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    p = x.sigmoid()
+    dx = dout * (p + x * p * (1 - p))
+    return dx if up is None else torch.stack((dx * up, dout * x * p))
+
+
+def gelu_problem(function: Callable, inputs: Callable[[str], Iterable[Tensors]], launch: Callable) -> Problem:
+    return Problem(function, inputs, launch, sums=True, shipped="gelu.cu")
+
+
+SILU_OF = ((1, 1), (3, 67), (5, 300))
+SILU_BIAS = gelu_problem(lambda x, b: torch.nn.functional.silu(x + b), drawn(*((n, n[1:]) for n in SILU_OF)), launch_gelu)
+SILU_GRADIENT = gelu_problem(silu_gradient, drawn(*((n, n) for n in SILU_OF)), launch_gelu_gradient)
+SILU_BIAS_GRADIENT = gelu_problem(
+    lambda x, b, g: torch.stack([rows.sum(0) for rows in silu_gradient(x + b, g).split(ROWS)]),
+    drawn(*(((M, N), (N,), (M, N)) for M, N in ((1, 4), (37, 300)))),
+    launch_bias_gradient,
+)
+SWIGLU = gelu_problem(
+    lambda x, up: torch.nn.functional.silu(x) * up,
+    lambda device: ((draw(device, *n), draw(device, n[0], 2 * n[1])[:, n[1] :]) for n in SILU_OF),
+    lambda kernel, out, x, up: launch_gelu(kernel, out, x, None, up),
+)
+SWIGLU_GRADIENT = gelu_problem(silu_gradient, drawn(*((n, n, n) for n in SILU_OF)), launch_gelu_gradient)
+
 # ---- the table of bugs
 
 
@@ -442,6 +485,17 @@ CASES = [
     Case("causal_softmax/loop.cu", "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT, "shared memory used again too early",
          "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
+    Case("gelu/bias.cu", "gelu_v1<float, float, 2>", SILU_BIAS, "a wrong index", "bias[row]", "bias[col]"),
+    Case("gelu/gradient.cu", "gelu_v1_bwd<float, float, 2>", SILU_GRADIENT, "a missing term",
+         "* gate;", "* (gate + v * gate * (1 - gate));"),
+    Case("gelu/barrier.cu", "gelu_v2_bias_bwd<float, float, 2>", SILU_BIAS_GRADIENT, "a dropped barrier",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "total += sums[", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="sums[threadIdx.y][c] = sum")),
+    Case("gelu/gated_stride.cu", "gelu_v1<float, float, 2>", SWIGLU, "a wrong stride", "up[row * x_row", "up[row * up_row"),
+    Case("gelu/gated_bound.cu", "gelu_v1<float, float, 2>", SWIGLU, "an off-by-one bound", "row > rows", "row >= rows",
+         Reported(sim.OutOfBounds, "float v = x[", f"{AFTER} 'x', which has 4 bytes")),
+    Case("gelu/gated_gradient.cu", "gelu_v1_bwd<float, float, 2>", SWIGLU_GRADIENT, "a mistaken input", "d * p;", "d * v * p;"),
+
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
@@ -533,7 +587,8 @@ def test_every_wrong_kernel_has_its_case():
 
 @pytest.mark.parametrize("op", own_names())
 def test_every_op_has_three(op):
-    folder = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_"}.get(op, f"{op}/")
+    folders = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", **dict.fromkeys(("swiglu", "geglu"), "gelu/gated_")}
+    folder = folders.get(op, f"{op}/")
     assert sum(case.file.startswith(folder) for case in CASES) >= 3
 
 

@@ -1,0 +1,91 @@
+"""The versions of gelu: how each launches its kernels. Tensors are (rows, cols) with column stride 1; the written ones are contiguous.
+
+`forward(out, x, up, bias, function)`; `backward(dx, dup, x, up, bias, dout, function, bias_grad)` returns dbias. up, bias may be None.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Version
+
+FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
+THREADS, WARPS, VECTOR_BYTES = 256, 8, 16  # WARPS: of a block of gelu_v2_bias_bwd, as in gelu.cu
+BLOCKS = 2048  # at most, of gelu_v2_bias_bwd: enough for any GPU, with few partial sums
+_V1, _V1_BWD, _V2, _V2_BWD, _BIAS_BWD = (
+    Template("gelu.cu", f"gelu_{name}", pdl=True) for name in ("v1", "v1_bwd", "v2", "v2_bwd", "v2_bias_bwd")
+)
+
+
+def _sizes(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int, ...]:
+    """Rows, columns and row strides. Contiguous tensors without a bias are one row."""
+    if bias is None and all(t is None or t.is_contiguous() for t in (x, *others)):
+        return 1, x.numel(), 0, *(0 for _ in others)
+    return *x.shape, x.stride(0), *(0 if t is None else t.stride(0) for t in others)
+
+
+def _aligned(itemsize: int, sizes: tuple[int, ...], *tensors: Tensor | None) -> bool:
+    """True if the tensors can be accessed in whole vectors."""
+    starts = (t.data_ptr() * itemsize // t.itemsize for t in tensors if t is not None)  # a vector of a float32 bias may be longer
+    return all(n % VECTOR_BYTES == 0 for n in (*starts, *(size * itemsize for size in sizes[1:])))
+
+
+def _pointers(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+
+def _launch(scalar: Template, vector: Template | None, sizes: tuple[int, ...], x: Tensor, bias: Any, function: str, *tensors: Any) -> None:
+    """Launch `vector` if it is given and the tensors allow it, else `scalar`. `tensors`: the arguments of the kernel."""
+    template, elements = scalar, THREADS
+    if vector and _aligned(x.itemsize, sizes, *tensors):
+        template, elements = vector, THREADS * VECTOR_BYTES // x.itemsize
+    kernel = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function]]
+    kernel.on(x.get_device())((-(-x.numel() // elements), 1, 1), (THREADS, 1, 1), 0, *_pointers(*tensors), *sizes)
+
+
+def _version(idea: str, *vectors: Template) -> Version:
+    """`vectors`: the kernels that access vectors, for forward, backward, and backward with the gradient of the bias."""
+    forward_vector, backward_vector, _ = vectors or (None, None, None)
+
+    def forward(out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
+        _launch(_V1, forward_vector, _sizes(bias, x, up), x, bias, function, out, x, up, bias)
+
+    def backward(dx: Tensor, dup: Any, x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool) -> Tensor | None:
+        if backward_vector and bias_grad and _aligned(x.itemsize, _sizes(bias, x, dout), dx, x, bias, dout):
+            terms = _bias_backward(dx, x, bias, dout, function)
+        else:
+            _launch(_V1_BWD, backward_vector, _sizes(bias, x, up, dout), x, bias, function, dx, dup, x, up, bias, dout)
+            terms = dx
+        return terms.sum(0, dtype=torch.promote_types(dx.dtype, torch.float32)).to(bias.dtype) if bias_grad else None
+
+    return Version(idea, forward, backward, lambda dtype: _instances(dtype, *vectors))
+
+
+def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: str) -> Tensor:
+    """Write dx, and return partial sums of its columns. The grid depends only on the shape, so the sums are the same on every GPU."""
+    (rows, cols), tiles = x.shape, -(-x.shape[1] * x.itemsize // (32 * VECTOR_BYTES))
+    height = max(-(-rows * tiles // BLOCKS), 4 * WARPS)  # rows of a block
+    chunks = -(-rows // height)
+    partials = torch.empty((chunks, cols), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    kernel = _BIAS_BWD[x.dtype, bias.dtype, FUNCTIONS[function]]
+    sizes = rows, cols, x.stride(0), dout.stride(0), height
+    kernel.on(x.get_device())((chunks * tiles, 1, 1), (32, WARPS, 1), 0, *_pointers(dx, partials, x, bias, dout), *sizes)
+    return partials
+
+
+def _instances(dtype: torch.dtype, *templates: Template) -> Iterable[Kernel]:
+    """The kernels of v1, and those of `templates`. There is no silu with a bias."""
+    for bias in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
+        for name, function in FUNCTIONS.items():
+            for template in (_V1, _V1_BWD, *templates):
+                if name != "silu" or (bias == dtype and template is not _BIAS_BWD):
+                    yield template[dtype, bias, function]
+
+
+VERSIONS = {
+    "v1": _version("one thread per element; the bias gradient by torch's sum"),
+    "v2": _version("16-byte vectors; the bias gradient from partial sums", _V2, _V2_BWD, _BIAS_BWD),
+}

@@ -1,0 +1,180 @@
+// gelu: out = f(x + bias) * up, where f(v) = v * gate(v), and its gradients. bias (one per column) and up may be null.
+//     dx = dout * up * f'(x + bias)      dup = dout * f(x + bias)      dbias = column sums of dx      f'(v) = gate(v) + v * gate'(v)
+//
+// FUNCTION   GELU: gate(v) = Phi(v) = (1 + erf(v / sqrt(2))) / 2.  SILU: gate(v) = sigmoid(v).
+//            GELU_TANH: gate(v) = sigmoid(2 u) = (1 + tanh(u)) / 2, where u = sqrt(2 / pi) * (v + 0.044715 v^3).
+// Math       With e = exp(-|v|), which does not overflow, sigmoid is p = 1 / (1 + e) or q = e * p = 1 - p; its slope is p * q.
+//            float and double use erf, exp and division of CUDA's library. 16-bit types are computed in float with approximate
+//            instructions and Phi(-|v|) = exp(-v^2 / 2) * polynomial(1 / (1 + c |v|)) (Abramowitz and Stegun, 26.2.17; error below 3e-7).
+// Layout     out, dx and dup are (rows, cols), contiguous. x, up and dout have column stride 1 and any row stride: the two halves of a
+//            tensor are read in place. The launcher passes contiguous tensors without a bias as one row.
+// Launch     gelu_v1, gelu_v2 and their _bwd: 1-D grid and block, one thread per element (v1) or 16-byte vector (v2). v2 needs aligned
+//            pointers, and cols and row strides that are multiples of the vector; else the launcher uses v1.
+//            gelu_v2_bias_bwd: a block (32, 8) has rows_per_block rows of 32 vectors of columns; 1-D grid, column tiles first. A warp adds
+//            every eighth row in registers, then the block adds its warps in order and writes a row of `partials`.
+//
+// version  idea                                                                                  speed: not measured yet (docs/notes/gelu.md)
+// v1       one thread per element; dbias is torch's sum of dx
+// v2       one thread per 16-byte vector; dbias from partial sums, without reading dx again
+#include "common/pack.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/math.cuh"
+
+constexpr int GELU = 0, GELU_TANH = 1, SILU = 2, WARPS = 8;  // WARPS: of a block of gelu_v2_bias_bwd
+template <typename T>
+constexpr int VECTOR = 16 / sizeof(T);
+
+template <typename C>
+struct Gate {
+    C value, slope;
+};
+
+template <typename T>
+__device__ __forceinline__ compute_t<T> exponential(compute_t<T> x) {
+    if constexpr (sizeof(T) == 2) return exp2_approx(x * 1.4426950408889634f);
+    else return exp(x);
+}
+
+template <typename T>
+__device__ __forceinline__ Gate<compute_t<T>> sigmoid(compute_t<T> x) {
+    compute_t<T> e = exponential<T>(-fabs(x)), p = sizeof(T) == 2 ? reciprocal_approx(1 + e) : 1 / (1 + e), q = e * p;
+    return {x < 0 ? q : p, p * q};
+}
+
+// Phi and its derivative, the density of the normal distribution.
+template <typename T>
+__device__ __forceinline__ Gate<compute_t<T>> normal(compute_t<T> x) {
+    using C = compute_t<T>;
+    C value, e = exponential<T>(x * x * C(-0.5));
+    if constexpr (sizeof(T) == 2) {
+        C t = reciprocal_approx(fmaf(fabs(x), 0.23164190f, 1.0f));
+        C below = fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f);
+        below = fmaf(t, below, 0.127414796f) * t * e;
+        value = x < 0 ? below : 1 - below;
+    } else {
+        value = C(0.5) + C(0.5) * erf(x * C(0.7071067811865476));
+    }
+    return {value, e * C(0.3989422804014327)};
+}
+
+template <typename T, int FUNCTION>
+__device__ __forceinline__ Gate<compute_t<T>> gate(compute_t<T> x) {
+    using C = compute_t<T>;
+    if constexpr (FUNCTION == GELU) return normal<T>(x);
+    if constexpr (FUNCTION == SILU) return sigmoid<T>(x);
+    constexpr C A = C(1.5957691216057308), B = C(0.07135481627260025);  // 2 sqrt(2 / pi), and times 0.044715
+    C square = min(x * x, C(1600));                                     // beyond, the gate is 0 or 1; its slope must not be 0 * infinity
+    Gate<C> g = sigmoid<T>(x * (A + B * square));
+    return {g.value, g.slope * (A + 3 * B * square)};
+}
+
+template <typename T, typename B, int N>
+__device__ __forceinline__ void load_sum(compute_t<T> (&v)[N], const T* x, const B* bias) {
+    unpack(v, load_vec<T, N>(x));
+    if (!bias) return;
+    compute_t<B> b[N];
+    unpack(b, load_vec<B, N>(bias));
+#pragma unroll
+    for (int j = 0; j < N; j++) v[j] += b[j];
+}
+
+template <typename T>
+__device__ __forceinline__ T* at(T* p, long long i) {
+    return p ? p + i : p;
+}
+
+// N elements of one row. The pointers point to the first; absent inputs are null.
+template <int FUNCTION, int N, typename T, typename B>
+__device__ __forceinline__ void forward(T* out, const T* x, const T* up, const B* bias) {
+    compute_t<T> v[N], u[N];
+    load_sum(v, x, bias);
+    if (up) unpack(u, load_vec<T, N>(up));
+#pragma unroll
+    for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value * (up ? u[j] : 1);
+    store_vec(out, pack<T, N>(v));
+}
+
+// Adds dx, before it is rounded, to the array `sum`.
+template <int FUNCTION, int N, typename T, typename B>
+__device__ __forceinline__ void backward(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout,
+                                         compute_t<T>* sum = nullptr) {
+    compute_t<T> v[N], u[N], d[N];
+    load_sum(v, x, bias);
+    unpack(d, load_vec<T, N>(dout));
+    if (up) unpack(u, load_vec<T, N>(up));
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        Gate<compute_t<T>> g = gate<T, FUNCTION>(v[j]);
+        compute_t<T> slope = g.value + v[j] * g.slope, value = d[j] * (v[j] * g.value);
+        d[j] *= up ? u[j] * slope : slope;
+        u[j] = value;
+        if (sum) sum[j] += d[j];
+    }
+    store_vec(dx, pack<T, N>(d));
+    if (up) store_vec(dup, pack<T, N>(u));
+}
+
+// The row and column of this thread's N elements. The division has 32 bits where these suffice.
+template <int N>
+__device__ __forceinline__ bool locate(long long rows, long long cols, long long& row, long long& col) {
+    wait_for_previous();
+    long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
+    row = rows == 1 ? 0 : (i | cols) >> 32 ? i / cols : (unsigned)i / (unsigned)cols, col = i - row * cols;
+    return row < rows && col < cols;
+}
+
+template <typename T, typename B, int FUNCTION>
+__global__ void gelu_v1(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
+    long long row, col;
+    if (!locate<1>(rows, cols, row, col)) return;
+    forward<FUNCTION, 1>(out + row * cols + col, x + row * x_row + col, at(up, row * up_row + col), at(bias, col));
+}
+
+template <typename T, typename B, int FUNCTION>
+__global__ void gelu_v1_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
+                            long long x_row, long long up_row, long long dout_row) {
+    long long row, col;
+    if (!locate<1>(rows, cols, row, col)) return;
+    backward<FUNCTION, 1>(dx + row * cols + col, dup + row * cols + col, x + row * x_row + col, at(up, row * up_row + col), at(bias, col),
+                          dout + row * dout_row + col);
+}
+
+template <typename T, typename B, int FUNCTION>
+__global__ void gelu_v2(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
+    long long row, col;
+    if (!locate<VECTOR<T>>(rows, cols, row, col)) return;
+    forward<FUNCTION, VECTOR<T>>(out + row * cols + col, x + row * x_row + col, at(up, row * up_row + col), at(bias, col));
+}
+
+template <typename T, typename B, int FUNCTION>
+__global__ void gelu_v2_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
+                            long long x_row, long long up_row, long long dout_row) {
+    long long row, col;
+    if (!locate<VECTOR<T>>(rows, cols, row, col)) return;
+    backward<FUNCTION, VECTOR<T>>(dx + row * cols + col, dup + row * cols + col, x + row * x_row + col, at(up, row * up_row + col),
+                                  at(bias, col), dout + row * dout_row + col);
+}
+
+template <typename T, typename B, int FUNCTION>
+__global__ void __launch_bounds__(32 * WARPS)
+    gelu_v2_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B* bias, const T* dout, long long rows, long long cols,
+                     long long x_row, long long dout_row, long long rows_per_block) {
+    constexpr int N = VECTOR<T>, TILE = 32 * N;
+    __shared__ compute_t<T> sums[WARPS][TILE];
+    unsigned tiles = (cols + TILE - 1) / TILE, chunk = blockIdx.x / tiles;
+    long long tile = (long long)(blockIdx.x % tiles) * TILE, col = tile + threadIdx.x * N;
+    long long row = chunk * rows_per_block, end = min(row + rows_per_block, rows);
+    compute_t<T> sum[N] = {};
+    wait_for_previous();
+    for (row += threadIdx.y; row < end && col < cols; row += WARPS)
+        backward<FUNCTION, N>(dx + row * cols + col, (T*)nullptr, x + row * x_row + col, (const T*)nullptr, bias + col,
+                              dout + row * dout_row + col, sum);
+#pragma unroll
+    for (int j = 0; j < N; j++) sums[threadIdx.y][threadIdx.x * N + j] = sum[j];
+    __syncthreads();
+    for (int i = threadIdx.y * 32 + threadIdx.x; i < TILE && tile + i < cols; i += 32 * WARPS) {
+        compute_t<T> total = sums[0][i];
+        for (int warp = 1; warp < WARPS; warp++) total += sums[warp][i];
+        partials[chunk * cols + tile + i] = total;
+    }
+}
