@@ -7,7 +7,7 @@
 // Order      Every sum has a fixed order, and there are no atomics: two runs give the same bits.
 //
 // version  idea
-// v1       one thread per element; in dweight it scans all tokens
+// v1       one thread per element; in dweight it scans all tokens; dpositions is that of v2
 // v2       16-byte vectors, ROWS rows per thread; dweight from sorted tokens
 //
 // dweight of v2: the launcher zeroes dweight and sorts the tokens (stable); order[i] is the row of sorted[i]. Equal tokens are a run. A block
@@ -15,7 +15,8 @@
 // A run inside of one chunk is written to dweight. A run that crosses chunks leaves a partial sum per chunk: in slot 1 of the chunk where it
 // starts, in slot 0 of the others. embedding_v2_bwd_runs adds these in the order of the chunks.
 //
-// Launch     v1: one thread per element, 1-D. v2: blockDim.x threads share a row, or a slice of it; blockIdx.x = group of rows * slices + slice.
+// Launch     v1 and embedding_bwd_positions: 1-D, one thread per element or vector. v2: blockDim.x threads share a row, or a slice of it;
+//            grid.x = groups of ROWS * blockDim.y rows, or chunks; grid.y = slices.
 // Predictions and experiments: docs/notes/embedding.md.
 #include "common/math.cuh"
 #include "common/pack.cuh"
@@ -63,18 +64,6 @@ __global__ void embedding_v1_bwd(T* dweight, const T* dout, const void* tokens, 
     dweight[i] = T(sum);
 }
 
-template <typename T>
-__global__ void embedding_v1_bwd_positions(T* dpositions, const T* dout, long long rows, long long time, long long table,
-                                           long long features) {
-    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (i >= table * features) return;
-    compute_t<T> sum = 0;
-    if (i < time * features) {
-        for (long long j = i; j < rows * features; j += time * features) sum += load_as(dout[j]);
-    }
-    dpositions[i] = T(sum);
-}
-
 // ---- v2: vectors of N elements
 
 template <typename T, int N>
@@ -85,19 +74,17 @@ __device__ __forceinline__ void add_to(compute_t<T> (&sum)[N], const Vec<T, N>& 
     for (int j = 0; j < N; j++) sum[j] += x[j];
 }
 
-// Which group of rows, and which column, this thread has of rows of `features` elements.
+// The first column of this thread's vector.
 template <int N>
-__device__ __forceinline__ long long group_of_rows(long long features, long long& column) {
-    unsigned slices = (features / N + blockDim.x - 1) / blockDim.x;
-    column = (blockIdx.x % slices * (long long)blockDim.x + threadIdx.x) * N;
-    return blockIdx.x / slices;
+__device__ __forceinline__ long long column_of_thread() {
+    return (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
 }
 
 template <typename T, int N>
 __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
                              long long vocabulary, long long features, bool wide) {
     wait_for_previous();
-    long long column, first = group_of_rows<N>(features, column) * (ROWS * blockDim.y) + threadIdx.y;
+    long long column = column_of_thread<N>(), first = blockIdx.x * (long long)(ROWS * blockDim.y) + threadIdx.y;
     if (column >= features) return;
     long long token[ROWS];
     Vec<T, N> w[ROWS], p[ROWS];
@@ -132,7 +119,7 @@ template <typename T, int N>
 __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order,
                                  long long rows, long long vocabulary, long long features, bool wide) {
     wait_for_previous();
-    long long column, chunk = group_of_rows<N>(features, column), first = chunk * CHUNK, end = min(first + CHUNK, rows);
+    long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
     if (column >= features) return;
     compute_t<T> sum[N] = {};
     long long token = token_at(sorted, wide, first);
@@ -165,12 +152,12 @@ __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* do
     }
 }
 
-// One block, or slice, per chunk: the run that starts in it and crosses its end, if there is one.
+// One block per chunk: the run that starts in it and crosses its end, if there is one.
 template <typename T>
 __global__ void embedding_v2_bwd_runs(T* dweight, const compute_t<T>* partials, const void* sorted, long long rows, long long vocabulary,
                                       long long features, bool wide) {
     wait_for_previous();
-    long long column, chunk = group_of_rows<1>(features, column), first = chunk * CHUNK, next = first + CHUNK;
+    long long column = column_of_thread<1>(), chunk = blockIdx.x, first = chunk * CHUNK, next = first + CHUNK;
     if (column >= features || next >= rows) return;
     long long token = token_at(sorted, wide, next);
     if (!is_inside(token, vocabulary) || token_at(sorted, wide, next - 1) != token) return;
@@ -187,8 +174,7 @@ __global__ void embedding_v2_bwd_runs(T* dweight, const compute_t<T>* partials, 
 }
 
 template <typename T, int N>
-__global__ void embedding_v2_bwd_positions(T* dpositions, const T* dout, long long rows, long long time, long long table,
-                                           long long features) {
+__global__ void embedding_bwd_positions(T* dpositions, const T* dout, long long rows, long long time, long long table, long long features) {
     wait_for_previous();
     long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
     if (i >= table * features) return;

@@ -347,8 +347,8 @@ def lokr_linear(x, w1, w2, **rest):
 
 def draw_embedding(d: Draw) -> dict:
     dtype, vocabulary, features, shape = d.dtype(), d.pick(3, 4, 9), d.size(), d.shape(0, 3)
-    many = () if d.kind == "transforms" or not shape else (67, 130, 200)  # more than one chunk of sorted tokens
-    shape = shape[:-1] + (d.pick(*shape[-1:], *many),) if len(shape) == 1 else shape
+    if d.kind == "valid" and d.pick(False, True):
+        shape = (d.pick(67, 130, 200),)  # more than one chunk of sorted tokens
     tokens, table = d.ids(shape, vocabulary - 1), None
     if shape and d.pick(True, False):
         table = d.tensor((shape[-1] + d.pick(0, 2), features), dtype, "wild", "special", "zeros")
@@ -515,20 +515,8 @@ TWINS = {  # the same in another type
     T: ("torch.nn.Parameter(v, requires_grad=False)", "v.numpy()"),
     tuple: ("list(v)",),
 }
-OPTIONAL = (
-    "version",
-    "window",
-    "sink",
-    "k",
-    "sin",
-    "position_ids",
-    "mrope_section",
-    "cu_seqlens",
-    "start_positions",
-    "bias",
-    "residual",
-    "positions",
-)
+OPTIONAL = ("version", "window", "sink", "k", "sin", "positions", "position_ids", "mrope_section", "cu_seqlens", "start_positions",
+            "bias", "residual")  # fmt: skip
 NUMBERS = {"sink", "scale", "dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank"}
 
 
