@@ -78,8 +78,7 @@ def _check(tokens: Tensor, weight: Tensor, positions: Tensor | None) -> None:
         )
 
 
-def reference(weight: Tensor, *rest: Tensor) -> Tensor:
-    """Takes (weight, tokens) or (weight, positions, tokens)."""
+def reference(weight: Tensor, *rest: Tensor) -> Tensor:  # rest: positions, if any, and tokens
     *positions, tokens = rest
     out = torch.nn.functional.embedding(tokens, weight)
     return out + positions[0][: tokens.shape[-1]] if positions else out
@@ -168,8 +167,7 @@ class _EmbeddingBackward(Differentiable):
     @staticmethod
     def backward(ctx, d):
         (tokens,) = ctx.saved_tensors
-        ddout = d[: ctx.shape[-2]].expand(ctx.shape) if tokens is None else _apply(tokens, d, None, ctx.version)
-        return ddout, None, None, None
+        return d[: ctx.shape[-2]].expand(ctx.shape) if tokens is None else _apply(tokens, d, None, ctx.version), None, None, None
 
     @staticmethod
     def tangent(ctx, ddout, *_):
@@ -178,7 +176,8 @@ class _EmbeddingBackward(Differentiable):
     batch = staticmethod(lambda info, in_dims, *args: each(_apply_backward, info.batch_size, in_dims, args))
 
 
-_apply, _apply_backward = apply_of(_Embedding), apply_of(_EmbeddingBackward)
+_apply: Any = apply_of(_Embedding)
+_apply_backward: Any = apply_of(_EmbeddingBackward)
 
 # ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
 
@@ -212,10 +211,9 @@ def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
 
 def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
     (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), _width(dweight, dout)
-    tokens = tokens.view(-1)
     if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
         tokens = tokens.clamp(-1, size).int()
-    ordered, order = torch.sort(tokens, stable=True)
+    ordered, order = torch.sort(tokens.view(-1), stable=True)
     partials = dout.new_empty((2 * chunks, features), dtype=torch.promote_types(dout.dtype, torch.float32))
     numbers = rows, size, features, tokens.dtype == torch.int64
     _run(_V2_BWD[dout.dtype, width], chunks, features // width, (dweight.zero_(), partials, dout, ordered, order), *numbers)

@@ -9,7 +9,7 @@ __device__ __forceinline__ bool is_inside(long long token, long long vocabulary)
 
 template <typename T>
 __device__ __forceinline__ compute_t<T> not_a_number() {
-    return static_cast<compute_t<T>>(__int_as_float(0x7fffffff));
+    return static_cast<compute_t<T>>(__int_as_float(0x7fc00000));
 }
 
 template <typename T>
