@@ -1,11 +1,13 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, and the module KronLinear; gelu, swiglu, geglu. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, gelu, swiglu, geglu, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an
+example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
 from cukern.ops.causal_softmax import causal_softmax
+from cukern.ops.embedding import embedding
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
 from cukern.ops.matmul import linear, matmul
@@ -29,6 +31,7 @@ __all__ = [
     "backend",
     "causal_softmax",
     "compile",
+    "embedding",
     "geglu",
     "gelu",
     "kron_linear",

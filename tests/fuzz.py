@@ -373,6 +373,22 @@ def gated(gate, up=1.0, bias=None, approximate=None):
     return v * torch.sigmoid(v if approximate is None else (8 / math.pi) ** 0.5 * v * (1 + 0.044715 * square)) * up
 
 
+def draw_embedding(d: Draw) -> dict:
+    dtype, vocabulary, features, shape = d.dtype(), d.pick(3, 4, 9), d.size(), d.shape(0, 3)
+    if d.kind == "valid" and d.pick(False, True):
+        shape = (d.pick(67, 130, 200),)  # more than one chunk of sorted tokens
+    tokens, table = d.ids(shape, vocabulary - 1), None
+    if shape and d.pick(True, False):
+        table = d.tensor((shape[-1] + d.pick(0, 2), features), dtype, "wild", "special", "zeros")
+    weight = d.tensor((vocabulary, features), dtype, "wild", "special", "zeros")
+    return {"weight": weight, "tokens": tokens, "positions": table, "version": d.version()}
+
+
+def embedding(tokens, weight, positions=None):
+    out = weight[tokens.long()]
+    return out if positions is None else out + positions[: tokens.shape[-1]]
+
+
 def rope_in_place(x, cos, sin, *, k=None, **rest):
     """rope_ of copies, which lie in memory as x and k do: autograd lets nobody write a leaf."""
     return cukern.rope_(copied(x), cos, sin, k=copied(k), **rest)
@@ -393,6 +409,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).softmax(dim), 4),
     "log_softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).log_softmax(dim), 4),
     "causal_softmax": (draw_causal, causal_softmax, 4),
+    "embedding": (draw_embedding, embedding, 2),
     "rope": (draw_rope, rope, 2),
     "rope_": (draw_rope, rope, 2),
     "apply_rotary_pos_emb": (draw_te, te, 2),
@@ -529,7 +546,8 @@ TWINS = {  # the same in another type
     T: ("torch.nn.Parameter(v, requires_grad=False)", "v.numpy()"),
     tuple: ("list(v)",),
 }
-OPTIONAL = ("version", "window", "sink", "k", "sin", "position_ids", "mrope_section", "cu_seqlens", "start_positions", "bias", "residual")
+OPTIONAL = ("version", "window", "sink", "k", "sin", "positions", "position_ids", "mrope_section", "cu_seqlens", "start_positions",
+            "bias", "residual")  # fmt: skip
 NUMBERS = {"sink", "scale", "dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank"}
 
 
@@ -554,6 +572,8 @@ def may_succeed(case: Case, name: str, what: str) -> bool:
     if what in SHAPES or what.startswith("torch.tensor"):
         names = "x", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
         return name in names or "v" in what
+    if what == "torch.arange(3)":
+        return name == "tokens"
     whole = what in ("2", "-7", "10**400", "-(10**30)") and name in NUMBERS
     return whole or (what in ("1.5", "nan", "inf") and name in ("scale", "sink"))
 
@@ -673,7 +693,7 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
     if d.kind == "valid":
         return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
     if d.kind == "transforms":
-        first = next(k for k in ("x", "a", "t", "gate") if k in args)  # has a gradient, if nothing else has
+        first = next(k for k in ("x", "a", "t", "gate", "weight") if k in args)  # has a gradient, if nothing else has
         args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
         return Case(op, d.place, d.kind, args, (d.pick(*TRANSFORMS), d.integer(0, 99)))
     args = pytree.tree_map(lambda v: dataclasses.replace(v, grad=False) if isinstance(v, T) else v, args)

@@ -30,6 +30,7 @@ GOOD = {
     cukern.geglu: {"gate": X, "up": X, "approximate": "none"},
     **{f: {"x": X} for f in SOFTMAXES},
     **{f: {"x": Q, "cos": FREQS[:, 0, 0, :4], "sin": FREQS[:, 0, 0, 4:], "rotary_dim": 8, "rotary_offset": 0, "scale": 1.0} for f in ROPES},
+    cukern.embedding: {"tokens": IDS, "weight": X, "positions": torch.zeros(5, 6)},
     cukern.apply_rotary_pos_emb: {"t": Q, "freqs": FREQS, "tensor_format": "bshd", "cp_size": 1, "cp_rank": 0},
 }
 OTHERS = {"factors": X, "k": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
@@ -63,6 +64,10 @@ def beside(t):
 ROWS = [  # names of arguments, their values, the error, what it says
     ("x k cos position_ids start_positions t freqs", odd, TypeError, r"^{name}\b", *SOFTMAXES, *ROPES, cukern.apply_rotary_pos_emb),
     ("sin", odd, ANY, r"^sin\b"),
+    ("tokens weight positions", odd, ANY, r"^{name}\b", cukern.embedding),
+    ("tokens weight positions", beside, ANY, r"\b{name}\b", cukern.embedding),
+    ("tokens", (None, IDS.short(), torch.zeros(2, 6, dtype=torch.int64), IDS[0, 0]), ANY, "^tokens", cukern.embedding),
+    ("weight positions", (X[0], X[None], X[:, :5]), ValueError, "^(weight|positions) must be", cukern.embedding),
     ("sink", odd_tensors, TypeError, "^sink must be"),
     ("x a b weight bias residual w1 w2 factors", odd, ANY, r"\b({name}|factors)\b", cukern.square, *LINEARS),
     ("x a b weight bias residual w1 w2 factors", beside, ANY, r"\b({name}|factors)\b", *LINEARS),

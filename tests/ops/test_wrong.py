@@ -373,6 +373,46 @@ SWIGLU = gelu_problem(
 )
 SWIGLU_GRADIENT = gelu_problem(silu_gradient, drawn(*((n, n, n) for n in SILU_OF)), launch_gelu_gradient)
 
+# ---- embedding: a token outside of the vocabulary gives a row of NaN
+
+
+def embedded(tokens: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    nothing = torch.full_like(weight[:1], float("nan"))
+    inside = torch.where((tokens >= 0) & (tokens < len(weight)), tokens, len(weight)).long()
+    return torch.cat((weight, nothing))[inside] + positions[: tokens.shape[1]]
+
+
+def launch_embedding(kernel: Kernel, out: torch.Tensor, tokens: torch.Tensor, *tables: torch.Tensor) -> None:
+    """v1, of int32 tokens."""
+    numbers = tokens.numel(), tokens.shape[1], *tables[0].shape, False
+    kernel(out, tokens, *tables, *numbers, grid=-(-out.numel() // THREADS), block=THREADS)
+
+
+def tokens_of(device: str) -> Iterable[Tensors]:
+    for tokens, features in (([[0]], 1), ([[6, 3, 7, 3], [-1, 0, 6, 1 << 30]], 70)):
+        yield torch.tensor(tokens, dtype=torch.int32, device=device), draw(device, 7, features), draw(device, 5, features)
+
+
+def sums_of_runs(partials: torch.Tensor, ordered: torch.Tensor) -> torch.Tensor:
+    """For each token the sum of its partial sums: the second of the chunk of 64 where it starts, and the first of the others."""
+    chunks = [torch.unique(torch.nonzero(ordered == token)[:, 0] // 64).tolist() for token in range(int(ordered.max()) + 1)]
+    return torch.stack([partials[2 * first + 1] + sum(partials[2 * i] for i in rest) for first, *rest in chunks])
+
+
+def launch_runs(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor, ordered: torch.Tensor) -> None:
+    kernel(out, partials, ordered, len(ordered), *out.shape, False, grid=len(partials) // 2, block=out.shape[1])
+
+
+def runs_of(device: str) -> Iterable[Tensors]:
+    """Sorted tokens that all cross the end of a chunk."""
+    for counts, features in (((65,), 1), ((100, 150), 40), ((640, 70, 1000), 3)):
+        ordered = torch.arange(len(counts), dtype=torch.int32, device=device).repeat_interleave(torch.tensor(counts, device=device))
+        yield draw(device, 2 * -(-len(ordered) // 64), features), ordered
+
+
+EMBEDDING = Problem(embedded, tokens_of, launch_embedding, shipped="embedding.cu")
+RUNS = Problem(sums_of_runs, runs_of, launch_runs, sums=True, shipped="embedding.cu")
+
 # ---- the table of bugs
 
 
@@ -495,6 +535,10 @@ CASES = [
     Case("gelu/gated_bound.cu", "gelu_v1<float, float, 2>", SWIGLU, "an off-by-one bound", "row > rows", "row >= rows",
          Reported(sim.OutOfBounds, "float v = x[", f"{AFTER} 'x', which has 4 bytes")),
     Case("gelu/gated_gradient.cu", "gelu_v1_bwd<float, float, 2>", SWIGLU_GRADIENT, "a mistaken input", "d * p;", "d * v * p;"),
+    Case("embedding/position.cu", "embedding_v1<float>", EMBEDDING, "a wrong index", "row / time", "row % time"),
+    Case("embedding/token.cu", "embedding_v1<float>", EMBEDDING, "an off-by-one bound", "token <= vocabulary", "token < vocabulary",
+         Reported(sim.OutOfBounds, "load_as(weight[", "after the end of the tensor of argument 'weight'")),
+    Case("embedding/run.cu", "embedding_v2_bwd_runs<float>", RUNS, "an off-by-one bound", "i < last", "i <= last"),
 
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),

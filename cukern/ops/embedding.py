@@ -1,0 +1,280 @@
+"""embedding: out[..., t, :] = weight[tokens[..., t]] + positions[t]: GPT-2's token and position embeddings in one launch.
+
+    dweight[v] = sum of dout over the rows with token v, dpositions[t] = sum of dout over the batch, both in a fixed order
+
+The op is linear in weight and positions: the derivative of a gradient is the op itself. Costs: docs/notes/embedding.md.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.runtime import backend, checks, interop
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, each, raw_op, register, save, watched
+
+THREADS, VECTOR_BYTES = 256, 16
+ROWS, CHUNK = 4, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
+
+
+def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str | None = None) -> Tensor:
+    """weight[tokens], plus a row of positions for each step of the last dimension, as in GPT-2. Differentiable any number of times.
+
+        weight, positions = (torch.randn(n, 768, device="cuda", requires_grad=True) for n in (50304, 1024))
+        tokens = torch.randint(50257, (8, 1024), device="cuda")
+        cukern.embedding(tokens, weight, positions).square().sum().backward()  # of (8, 1024, 768)
+
+    Args:
+        tokens: int32 or int64, of any shape, such as (batch, time); with positions, at least one dimension. No gradient.
+        weight: (vocabulary, features), float16, bfloat16, float32 or float64.
+        positions: None, or a table (at least time, features) of weight's dtype: row t is added where the last index of tokens is t.
+        version: "v1" or "v2"; default: the fastest.
+
+    All are tensors or DLPack arrays on one device; what is not contiguous is copied first. 16-bit types are added in float32 and rounded
+    once, in the gradients too, which are dense: rows of tokens that do not occur, and unused rows of positions, are 0. All sums have a
+    fixed order: two runs give the same bits. v2's gradient of weight calls torch.sort, and needs memory for tokens / 32 rows of float32
+    (float64 for float64). Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
+
+    A token outside of the vocabulary raises ValueError on the CPU. On a GPU, where finding it would need a synchronization, its row of the
+    output is NaN and its row of the gradient is dropped; so it is in the simulator. Graphs of torch.compile on the CPU leave it to torch.
+
+    Returns a new contiguous tensor (*tokens.shape, features) of weight's dtype. Raises TypeError for other dtypes; ValueError for shapes or
+    devices that do not fit, a time longer than the table of positions, an unknown version, or a tensor with the negative bit.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
+    tokens, weight = interop.to_torch("tokens", tokens), interop.to_torch("weight", weight)
+    positions = None if positions is None else interop.to_torch("positions", positions)
+    checks.version("embedding", version, VERSIONS)
+    _check(tokens, weight, positions)
+    if not weight.is_cuda and not backend.simulates(weight):
+        if version is not None:
+            checks.needs_gpu("embedding", version, weight.device)
+        return _on_cpu(tokens, weight) if positions is None else _on_cpu(tokens, weight, positions)
+    if watched(weight, positions):
+        return _apply(tokens, weight, positions, version or "")
+    return _embedding(tokens, weight, positions, version or "")
+
+
+def _check(tokens: Tensor, weight: Tensor, positions: Tensor | None) -> None:
+    checks.dtype("tokens", tokens, (torch.int32, torch.int64))
+    checks.dtype("weight", weight, checks.FLOATS)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be (vocabulary, features), its shape is {tuple(weight.shape)}")
+    if tokens.device != weight.device:
+        raise ValueError(f"tokens is on {tokens.device}, weight is on {weight.device}: they must be on one device")
+    if positions is None:
+        return
+    checks.dtype("positions", positions, checks.FLOATS)
+    checks.same(weight=weight, positions=positions)
+    if positions.ndim != 2 or positions.shape[1] != weight.shape[1]:
+        raise ValueError(f"positions must be (time, {weight.shape[1]}), as weight has such rows; its shape is {tuple(positions.shape)}")
+    if tokens.ndim == 0 or tokens.shape[-1] > positions.shape[0]:
+        raise ValueError(
+            f"tokens has shape {tuple(tokens.shape)}: its last dimension must be at most the {len(positions)} rows of positions"
+        )
+
+
+def reference(weight: Tensor, *rest: Tensor) -> Tensor:  # rest: positions, if any, and tokens
+    *positions, tokens = rest
+    out = torch.nn.functional.embedding(tokens, weight)
+    return out + positions[0][: tokens.shape[-1]] if positions else out
+
+
+def _on_cpu(tokens: Tensor, *tables: Tensor) -> Tensor:
+    """The reference. The sums of 16-bit gradients are float32, as in the kernels: torch's would round after each row."""
+    dtype, vocabulary = tables[0].dtype, tables[0].shape[0]
+    wide = [t.float() for t in tables] if dtype.itemsize == 2 and watched(*tables) else tables
+    try:
+        return reference(*wide, tokens).to(dtype)
+    except IndexError:
+        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0].item()
+        raise ValueError(f"tokens has {wrong}, it must be in the vocabulary, 0..{vocabulary - 1}") from None
+
+
+# ---- the raw ops: the gradient is that of weight, or without tokens that of positions
+
+
+def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: str) -> Tensor:
+    out = _fake(tokens, weight)
+    if out.numel():
+        tensors = out, *(None if t is None else t.contiguous() for t in (tokens, weight, positions))
+        numbers = tokens.numel(), tokens.shape[-1] if tokens.ndim else 1, *weight.shape, tokens.dtype == torch.int64
+        choose("embedding", version, weight.get_device()).forward(tensors, *numbers)
+    return out
+
+
+def _fake(tokens: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return weight.new_empty((*tokens.shape, weight.shape[1]))
+
+
+def _launch_backward(dout: Tensor, tokens: Tensor | None, size: int, version: str) -> Tensor:
+    grad, dout = _fake_grad(dout, tokens, size), dout.resolve_neg().contiguous()
+    if not dout.numel() or not size:
+        return grad.zero_()
+    rows, width = dout.numel() // dout.shape[-1], _width(grad, dout)
+    if tokens is None:
+        _run(_POSITIONS[dout.dtype, width], -(-grad.numel() // (THREADS * width)), THREADS, (grad, dout), rows, dout.shape[-2], *grad.shape)
+    else:
+        choose("embedding", version, dout.get_device()).backward(grad, dout, tokens.contiguous(), rows)
+    return grad
+
+
+def _fake_grad(dout: Tensor, tokens: Tensor | None, size: int, *_: Any) -> Tensor:
+    return dout.new_empty((size, dout.shape[-1]))
+
+
+_embedding = raw_op("_embedding(Tensor tokens, Tensor weight, Tensor? positions, str version) -> Tensor", 3, _launch, _fake)
+_backward = raw_op("_embedding_backward(Tensor dout, Tensor? tokens, SymInt size, str version) -> Tensor", 2, _launch_backward, _fake_grad)
+
+
+class _Embedding(Differentiable):
+    forward = staticmethod(_embedding)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        tokens, weight, positions, ctx.version = inputs
+        ctx.vocabulary, ctx.table, ctx.shape = weight.shape[0], 0 if positions is None else positions.shape[0], output.shape
+        save(ctx, tokens)
+
+    @staticmethod
+    def backward(ctx, dout):
+        dweight = _apply_backward(dout, *ctx.saved_tensors, ctx.vocabulary, ctx.version) if ctx.needs_input_grad[1] else None
+        dpositions = _apply_backward(dout, None, ctx.table, ctx.version) if ctx.needs_input_grad[2] else None
+        return None, dweight, dpositions, None
+
+    @staticmethod
+    def tangent(ctx, _, dweight, dpositions, __):
+        if dweight is None:
+            return dpositions[: ctx.shape[-2]].expand(ctx.shape).contiguous()
+        return _apply(*ctx.saved_tensors, dweight, dpositions, ctx.version)
+
+    batch = staticmethod(lambda info, in_dims, *args: each(_apply, info.batch_size, in_dims, args))
+
+
+class _EmbeddingBackward(Differentiable):
+    forward = staticmethod(_backward)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        dout, tokens, ctx.size, ctx.version = inputs
+        ctx.shape = dout.shape
+        save(ctx, tokens)
+
+    @staticmethod
+    def backward(ctx, d):
+        (tokens,) = ctx.saved_tensors
+        return d[: ctx.shape[-2]].expand(ctx.shape) if tokens is None else _apply(tokens, d, None, ctx.version), None, None, None
+
+    @staticmethod
+    def tangent(ctx, ddout, *_):
+        return _apply_backward(ddout, *ctx.saved_tensors, ctx.size, ctx.version)
+
+    batch = staticmethod(lambda info, in_dims, *args: each(_apply_backward, info.batch_size, in_dims, args))
+
+
+_apply: Any = apply_of(_Embedding)
+_apply_backward: Any = apply_of(_EmbeddingBackward)
+
+# ---- the versions: forward takes the arguments of the kernel, backward (dweight, dout, tokens, rows)
+
+_V1, _V1_BWD = Template("embedding.cu", "embedding_v1"), Template("embedding.cu", "embedding_v1_bwd")
+_V2, _V2_BWD, _V2_RUNS = (Template("embedding.cu", f"embedding_v2{name}", pdl=True) for name in ("", "_bwd", "_bwd_runs"))
+_POSITIONS = Template("embedding.cu", "embedding_bwd_positions", pdl=True)
+
+
+def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Tensor | None], *numbers: int, height: int = 1) -> None:
+    """Launch `groups` rows of blocks, with a thread for each of `vectors` columns and `height` rows of threads in each block."""
+    width = min(vectors, THREADS)
+    pointers = (0 if t is None else t.data_ptr() for t in tensors)
+    kernel.on(tensors[0].get_device())((groups, -(-vectors // width), 1), (width, height, 1), 0, *pointers, *numbers)  # type: ignore
+
+
+def _forward_v1(tensors: Sequence[Tensor], *numbers: int) -> None:
+    _run(_V1[tensors[0].dtype], -(-tensors[0].numel() // THREADS), THREADS, tensors, *numbers)
+
+
+def _forward_v2(tensors: Sequence[Tensor], rows: int, *numbers: int) -> None:
+    width = _width(tensors[0], *tensors[2:])
+    vectors = tensors[0].shape[-1] // width
+    height = max(1, THREADS // vectors)
+    _run(_V2[tensors[0].dtype, width], -(-rows // (ROWS * height)), vectors, tensors, rows, *numbers, height=height)
+
+
+def _backward_v1(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
+    numbers = rows, *dweight.shape, tokens.dtype == torch.int64
+    _run(_V1_BWD[dout.dtype], -(-dweight.numel() // THREADS), THREADS, (dweight, dout, tokens), *numbers)
+
+
+def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> None:
+    (size, features), chunks, width = dweight.shape, -(-rows // CHUNK), _width(dweight, dout)
+    if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
+        tokens = tokens.clamp(-1, size).int()
+    ordered, order = torch.sort(tokens.view(-1), stable=True)
+    partials = dout.new_empty((2 * chunks, features), dtype=torch.promote_types(dout.dtype, torch.float32))
+    numbers = rows, size, features, tokens.dtype == torch.int64
+    _run(_V2_BWD[dout.dtype, width], chunks, features // width, (dweight.zero_(), partials, dout, ordered, order), *numbers)
+    _run(_V2_RUNS[dout.dtype], chunks, features, (dweight, partials, ordered), *numbers)
+
+
+def _width(x: Tensor, *others: Tensor | None) -> int:
+    """Elements of a vector: 16 bytes if all rows are aligned to that, else 1."""
+    places = x.shape[-1] * x.element_size(), *(t.data_ptr() for t in (x, *others) if t is not None)
+    return 1 if any(place % VECTOR_BYTES for place in places) else VECTOR_BYTES // x.element_size()
+
+
+def _widths(dtype: torch.dtype, *templates: Template) -> Iterable[Kernel]:
+    return [template[dtype, width] for template in templates for width in (1, VECTOR_BYTES // dtype.itemsize)]
+
+
+VERSIONS = {
+    "v1": Version("one thread per element", _forward_v1, _backward_v1, lambda d: (_V1[d], _V1_BWD[d], *_widths(d, _POSITIONS))),
+    "v2": Version("vectors, sorted tokens", _forward_v2, _backward_v2, lambda d: (_V2_RUNS[d], *_widths(d, _V2, _V2_BWD, _POSITIONS))),
+}
+
+# ---- for the tools
+
+
+def _make(positions: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """One token in ten is token 0. The table of positions is longer than the time, unless that is a multiple of 8."""
+    batch, time, vocabulary, features = dims
+    tokens = torch.randint(vocabulary, (batch, time), device=device)
+    tokens[torch.rand(batch, time, device=device) < 0.1] = 0
+    lengths = (vocabulary, -(-time // 8) * 8)[: 1 + positions]
+    return *(torch.randn(n, features, dtype=dtype, device=device) for n in lengths), tokens
+
+
+def _cost(positions: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    """The forward reads the rows of weight that occur: as many as _make is expected to draw."""
+    batch, time, vocabulary, features = dims
+    rows, table = batch * time, -(-time // 8) * 8
+    occurring = int(vocabulary * (1 - (1 - 1 / vocabulary) ** (0.9 * rows)))
+    moved = {"fwd": rows + occurring + positions * time, "bwd": rows + vocabulary + positions * table}
+    if positions:
+        moved |= {"bwd:weight": rows + vocabulary, "bwd:positions": rows + table}
+    return {name: Cost(8 * rows + n * features * itemsize, rows * features) for name, n in moved.items()}
+
+
+for _name, _inputs in (("embedding", ("weight", "positions", "tokens")), ("embedding_tokens", ("weight", "tokens"))):
+    register(
+        Op(
+            name=_name,
+            stem="embedding",
+            function=embedding,
+            reference=reference,
+            versions=VERSIONS,
+            dtypes=checks.FLOATS,
+            dims="BATCH TIME VOCABULARY FEATURES",
+            check_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24), (4, 1024, 1000, 768)),
+            sim_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24)),
+            bench_dims=((32, 1024, 50304, 768), (8, 1024, 32000, 4096)),
+            make=partial(_make, "positions" in _inputs),
+            inputs=_inputs,
+            cost=partial(_cost, "positions" in _inputs),
+            bound="memory",
+            spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
+        )
+    )

@@ -1,0 +1,187 @@
+// embedding: out[row] = weight[tokens[row]] + positions[row % time]; rows are all tokens, the last dimension of `tokens` is the time.
+// Gradients: dweight[v] = sum of dout[row] over the rows with token v; dpositions[t] = sum over the batch of dout[b * time + t].
+//
+// Types      tokens are int, or long long if `wide`; positions may be null. 16-bit types are added in float and rounded once.
+// Layout     out and dout are (rows, features), weight is (vocabulary, features), positions is (table, features); all contiguous.
+// Bad tokens A token outside of the vocabulary gives a row of NaN, and its row of dout is dropped.
+// Order      Every sum has a fixed order, and there are no atomics: two runs give the same bits.
+//
+// version  idea
+// v1       one thread per element; in dweight it scans all tokens; dpositions is that of v2
+// v2       16-byte vectors, ROWS rows per thread; dweight from sorted tokens
+//
+// dweight of v2: the launcher zeroes dweight and sorts the tokens (stable); order[i] is the row of sorted[i]. Equal tokens are a run. A block
+// adds the rows of one chunk of CHUNK sorted tokens, and so does the same work for a token that occurs once and for one that is everywhere.
+// A run inside of one chunk is written to dweight. A run that crosses chunks leaves a partial sum per chunk: in slot 1 of the chunk where it
+// starts, in slot 0 of the others. embedding_v2_bwd_runs adds these in the order of the chunks.
+//
+// Launch     v1 and embedding_bwd_positions: 1-D, one thread per element or vector. v2: blockDim.x threads share a row, or a slice of it;
+//            grid.x = groups of ROWS * blockDim.y rows, or chunks; grid.y = slices.
+// Predictions and experiments: docs/notes/embedding.md.
+#include "common/math.cuh"
+#include "common/pack.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/vec.cuh"
+
+constexpr int ROWS = 4;    // of a thread of embedding_v2
+constexpr int CHUNK = 64;  // sorted tokens per block
+constexpr int UNROLL = 8;  // rows that a thread loads at a time, so that enough bytes are in flight
+
+__device__ __forceinline__ long long token_at(const void* tokens, bool wide, long long i) {
+    return wide ? static_cast<const long long*>(tokens)[i] : static_cast<const int*>(tokens)[i];
+}
+
+__device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
+
+template <typename T>
+__device__ __forceinline__ compute_t<T> not_a_number() {
+    return static_cast<compute_t<T>>(__int_as_float(0x7fc00000));
+}
+
+// ---- v1
+
+template <typename T>
+__global__ void embedding_v1(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
+                             long long vocabulary, long long features, bool wide) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= rows * features) return;
+    long long row = i / features, column = i % features, token = token_at(tokens, wide, row);
+    compute_t<T> y = is_inside(token, vocabulary) ? load_as(weight[token * features + column]) : not_a_number<T>();
+    if (positions) y += load_as(positions[row % time * features + column]);
+    out[i] = T(y);
+}
+
+template <typename T>
+__global__ void embedding_v1_bwd(T* dweight, const T* dout, const void* tokens, long long rows, long long vocabulary, long long features,
+                                 bool wide) {
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= vocabulary * features) return;
+    long long token = i / features, column = i % features;
+    compute_t<T> sum = 0;
+    for (long long row = 0; row < rows; row++) {
+        if (token_at(tokens, wide, row) == token) sum += load_as(dout[row * features + column]);
+    }
+    dweight[i] = T(sum);
+}
+
+// ---- v2: vectors of N elements
+
+template <typename T, int N>
+__device__ __forceinline__ void add_to(compute_t<T> (&sum)[N], const Vec<T, N>& v) {
+    compute_t<T> x[N];
+    unpack(x, v);
+#pragma unroll
+    for (int j = 0; j < N; j++) sum[j] += x[j];
+}
+
+// The first column of this thread's vector.
+template <int N>
+__device__ __forceinline__ long long column_of_thread() {
+    return (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
+}
+
+template <typename T, int N>
+__global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
+                             long long vocabulary, long long features, bool wide) {
+    wait_for_previous();
+    long long column = column_of_thread<N>(), first = blockIdx.x * (long long)(ROWS * blockDim.y) + threadIdx.y;
+    if (column >= features) return;
+    long long token[ROWS];
+    Vec<T, N> w[ROWS], p[ROWS];
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+        long long row = first + k * blockDim.y;
+        token[k] = row < rows ? token_at(tokens, wide, row) : -1;
+    }
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+        long long row = first + k * blockDim.y;
+        if (is_inside(token[k], vocabulary)) {
+            w[k] = load_vec<T, N>(weight + token[k] * features + column);
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++) w[k].v[j] = T(not_a_number<T>());
+        }
+        if (positions && row < rows) p[k] = load_vec<T, N>(positions + row % time * features + column);
+    }
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+        long long row = first + k * blockDim.y;
+        if (row >= rows) return;
+        compute_t<T> y[N];
+        unpack(y, w[k]);
+        if (positions) add_to(y, p[k]);
+        store_vec(out + row * features + column, pack<T, N>(y));
+    }
+}
+
+template <typename T, int N>
+__global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* dout, const void* sorted, const long long* order,
+                                 long long rows, long long vocabulary, long long features, bool wide) {
+    wait_for_previous();
+    long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
+    if (column >= features) return;
+    compute_t<T> sum[N] = {};
+    long long token = token_at(sorted, wide, first);
+    bool continues = first > 0 && token_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
+    for (long long i = first; i < end; i += UNROLL) {
+        Vec<T, N> v[UNROLL];
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            if (i + k < end) v[k] = load_vec<T, N>(dout + order[i + k] * features + column);
+        }
+#pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            if (i + k >= end) break;
+            add_to(sum, v[k]);
+            long long next = i + k + 1 < rows ? token_at(sorted, wide, i + k + 1) : -1;
+            bool ends = i + k + 1 == rows || next != token;
+            if (!ends && i + k + 1 < end) continue;
+            if (continues || !ends) {
+                compute_t<T>* to = partials + (2 * chunk + !continues) * features + column;
+#pragma unroll
+                for (int j = 0; j < N; j++) to[j] = sum[j];
+            } else if (is_inside(token, vocabulary)) {
+                store_vec(dweight + token * features + column, pack<T, N>(sum));
+            }
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[j] = 0;
+            token = next;
+            continues = false;
+        }
+    }
+}
+
+// One block per chunk: the run that starts in it and crosses its end, if there is one.
+template <typename T>
+__global__ void embedding_v2_bwd_runs(T* dweight, const compute_t<T>* partials, const void* sorted, long long rows, long long vocabulary,
+                                      long long features, bool wide) {
+    wait_for_previous();
+    long long column = column_of_thread<1>(), chunk = blockIdx.x, first = chunk * CHUNK, next = first + CHUNK;
+    if (column >= features || next >= rows) return;
+    long long token = token_at(sorted, wide, next);
+    if (!is_inside(token, vocabulary) || token_at(sorted, wide, next - 1) != token) return;
+    if (first > 0 && token_at(sorted, wide, first - 1) == token) return;
+    long long last = chunk + 1, beyond = (rows + CHUNK - 1) / CHUNK;  // bisection: the run reaches the start of `last`, not of `beyond`
+    while (beyond - last > 1) {
+        long long middle = (last + beyond) / 2;
+        (token_at(sorted, wide, middle * CHUNK) == token ? last : beyond) = middle;
+    }
+    compute_t<T> sum = partials[(2 * chunk + 1) * features + column];
+#pragma unroll 8
+    for (long long i = chunk + 1; i <= last; i++) sum += partials[2 * i * features + column];
+    dweight[token * features + column] = T(sum);
+}
+
+template <typename T, int N>
+__global__ void embedding_bwd_positions(T* dpositions, const T* dout, long long rows, long long time, long long table, long long features) {
+    wait_for_previous();
+    long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
+    if (i >= table * features) return;
+    compute_t<T> sum[N] = {};
+    if (i < time * features) {
+#pragma unroll 4
+        for (long long j = i; j < rows * features; j += time * features) add_to(sum, load_vec<T, N>(dout + j));
+    }
+    store_vec(dpositions + i, pack<T, N>(sum));
+}
