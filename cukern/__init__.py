@@ -1,12 +1,13 @@
 """CUDA kernels for PyTorch with nothing to build.
 
-Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, layernorm,
+rmsnorm, kron_linear, lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. The simulator: backend("sim").
 """
 
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
+from cukern.ops.layernorm import layernorm, rmsnorm
 from cukern.ops.matmul import linear, matmul
 from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
 from cukern.ops.softmax import log_softmax, softmax
@@ -28,11 +29,13 @@ __all__ = [
     "causal_softmax",
     "compile",
     "kron_linear",
+    "layernorm",
     "linear",
     "load",
     "log_softmax",
     "lokr_linear",
     "matmul",
+    "rmsnorm",
     "rope",
     "rope_",
     "rope_tables",
