@@ -159,14 +159,6 @@ struct Row {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) v[k] = column(k) < end ? load_vec<T, N>(from + column(k)) : Vec<T, N>{};
     }
-
-    // Keeps the compiler from holding 16-bit elements as floats until they are used again, which takes twice the registers.
-    __device__ __forceinline__ void stay_packed() {
-        if constexpr (sizeof(T) == 2 && N > 1) {
-#pragma unroll
-            for (int i = 0; i < int(sizeof(v) / 4); ++i) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(v)[i]));
-        }
-    }
 };
 
 // N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
@@ -253,9 +245,10 @@ __device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C*
     }
 }
 
-// Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. At most 512 threads.
-template <typename T, typename W, int N, int VECTORS, int BLOCKS, bool RMS>
-__global__ void __launch_bounds__(512, BLOCKS)
+// Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. At most THREADS
+// threads, and two blocks per SM for fewer than 512.
+template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
+__global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
     layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
                      long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();
@@ -281,14 +274,10 @@ __global__ void __launch_bounds__(512, BLOCKS)
                 C n = (x[j] - mean) * rstd, h = g[j] * w[j];
                 sum_h += h;
                 sum_hn += h * n;
-                dweight[k][j] += g[j] * n;
-                dbias[k][j] += g[j];
             }
         }
         C mean_h = RMS ? C(0) : row_sum(sum_h, sums[0]) / columns;
         C mean_hn = row_sum(sum_hn, sums[1]) / columns;
-        row_s.stay_packed();
-        row_dy.stay_packed();
         if (RMS) __syncthreads();  // with one reduction per row, the next one could overwrite its sums
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
@@ -300,7 +289,12 @@ __global__ void __launch_bounds__(512, BLOCKS)
             unpack(g, row_dy.v[k]);
             load_affine(w, weight, column, C(1));
 #pragma unroll
-            for (int j = 0; j < N; ++j) x[j] = before[j] + gradient(g[j] * w[j], (x[j] - mean) * rstd, mean_h, mean_hn, rstd);
+            for (int j = 0; j < N; ++j) {
+                C n = (x[j] - mean) * rstd;
+                dweight[k][j] += g[j] * n;
+                dbias[k][j] += g[j];
+                x[j] = before[j] + gradient(g[j] * w[j], n, mean_h, mean_hn, rstd);
+            }
             store_vec(dx + row * columns + column, pack<T, N>(x));
         }
     }

@@ -76,15 +76,12 @@ def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None, ver
 
 
 def reference(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None) -> Any:
-    """The op in torch's operations."""
+    """The op in torch's operations. Not torch.nn.functional.layer_norm, whose second derivative by x and weight is wrong in torch 2.8."""
     with off(x):
         s = x if residual is None else x + residual
-        w, b = (None if t is None else t.to(wide(x.dtype)) for t in (weight, bias))
-        if op == "rmsnorm":
-            y = torch.nn.functional.rms_norm(s.to(wide(x.dtype)), x.shape[-1:], w, eps)
-        else:
-            y = torch.nn.functional.layer_norm(s.to(wide(x.dtype)), x.shape[-1:], w, b, eps)
-        return y.to(x.dtype) if residual is None else (y.to(x.dtype), s)
+        t, w, b = _widened(x, s, weight, bias)
+        y = (_normalized(t, eps, op == "rmsnorm")[0] * (1.0 if weight is None else w) + b).to(x.dtype)
+        return y if residual is None else (y, s)
 
 
 def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:
@@ -160,7 +157,8 @@ def _launch_backward(
     outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, eps, rms, affine, version)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
-    s, dy, ds = (None if t is None else _unit_column_stride(t.resolve_neg()) for t in (s, dy, ds))
+    s, dy = _unit_column_stride(s), _unit_column_stride(dy.resolve_neg())
+    ds = None if ds is None else _unit_column_stride(ds.resolve_neg())
     w, grads = None if weight is None else weight.contiguous(), (dweight if affine else None, dbias if affine > 1 else None)
     choose("layernorm", version, s.get_device()).backward(dx, *grads, s, dy, ds, stats.contiguous(), w, rms)
     return outs
@@ -187,19 +185,19 @@ _layernorm_backward = raw_op(
 
 def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
     """n and r."""
-    s = s if rms else s - s.mean(1, keepdim=True)
-    r = (s.square().mean(1, keepdim=True) + eps).rsqrt()
+    s = s if rms else s - s.mean(-1, keepdim=True)
+    r = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
     return s * r, r
 
 
 def _project(t: Tensor, n: Tensor, rms: bool) -> Tensor:
     """t without its components along n and, but for rmsnorm, along 1. The derivative of n along t is r times this."""
-    return (t if rms else t - t.mean(1, keepdim=True)) - n * (n * t).mean(1, keepdim=True)
+    return (t if rms else t - t.mean(-1, keepdim=True)) - n * (n * t).mean(-1, keepdim=True)
 
 
 def _widened(like: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """The tensors in the dtype of the computation; 0 for those that are missing or have no elements."""
-    return [t.to(wide(like.dtype)) if t is not None and t.numel() else 0.0 for t in tensors]
+    """The tensors in the dtype of the computation; 0 for those that are missing."""
+    return [0.0 if t is None else t.to(wide(like.dtype)) for t in tensors]
 
 
 class _LayerNorm(Differentiable):
@@ -262,13 +260,13 @@ class _LayerNormBackward(Differentiable):
     def backward(ctx, u, v, z):
         """u, v and z are the gradients of dx, dweight and dbias."""
         s, dy, weight = ctx.saved_tensors
-        eps, rms, _, _ = ctx.options
-        t, g, w, a, b, c = _widened(s, s, dy, weight, u, v, z)
+        eps, rms, affine, _ = ctx.options
+        t, g, w, a, b, c = _widened(s, s, dy, weight, u, v if affine else None, z if affine > 1 else None)
         w = 1.0 if weight is None else w
         n, r = _normalized(t, eps, rms)
         h, q = g * w, r * _project(a, n, rms)
-        dn = g * b - r * (a * (n * h).mean(1, keepdim=True) + h * (n * a).mean(1, keepdim=True))
-        dt = r * (_project(dn, n, rms) - n * (r * a * _project(h, n, rms)).mean(1, keepdim=True))
+        dn = g * b - r * (a * (n * h).mean(-1, keepdim=True) + h * (n * a).mean(-1, keepdim=True))
+        dt = r * (_project(dn, n, rms) - n * (r * a * _project(h, n, rms)).mean(-1, keepdim=True))
         dweight = None if weight is None else (g * q).sum(0).to(weight.dtype)
         return dt.to(s.dtype), (q * w + n * b + c).to(s.dtype), u if ctx.has_ds else None, None, dweight, None, None, None, None
 
@@ -281,9 +279,9 @@ class _LayerNormBackward(Differentiable):
         n, r = _normalized(t, eps, rms)
         dt = torch.zeros_like(t) + dt
         h, dh, dn = g * w, dg * w + g * dw, r * _project(dt, n, rms)
-        dr = -r * (n * dt).mean(1, keepdim=True)  # relative to r
-        turn = dn * (n * h).mean(1, keepdim=True) + n * (dn * h).mean(1, keepdim=True)
-        dx = r * (dr * r * _project(h, n, rms) + _project(dh, n, rms) - turn) + a
+        dr = -r * (n * dt).mean(-1, keepdim=True)  # relative to r
+        turn = dn * (n * h).mean(-1, keepdim=True) + n * (dn * h).mean(-1, keepdim=True)
+        dx = r * (dr * _project(h, n, rms) + _project(dh, n, rms) - turn) + a
         sums = (dg * n + g * dn).sum(0), (torch.zeros_like(t) + dg).sum(0)
         like = s if weight is None else weight
         return dx.to(s.dtype), *(d.to(like.dtype) if affine > i else like.new_zeros(0) for i, d in enumerate(sums))
@@ -318,9 +316,9 @@ def _magnitude(eps: float, rms: bool, residual: bool, inputs: tuple[Tensor, ...]
     s = x + others.pop(0) if residual else x
     weight, bias = others[0].abs(), others[1].abs() if len(others) > 1 else 0.0
     n, r = _normalized(s, eps, rms)
-    n, g = (s.abs() + (0 if rms else s.abs().mean(1, keepdim=True))) * r, douts[0].abs()
+    n, g = (s.abs() + (0 if rms else s.abs().mean(-1, keepdim=True))) * r, douts[0].abs()
     h = g * weight
-    dx = r * (h + h.mean(1, keepdim=True) + n * (n * h).mean(1, keepdim=True)) + (douts[1].abs() if residual else 0.0)
+    dx = r * (h + h.mean(-1, keepdim=True) + n * (n * h).mean(-1, keepdim=True)) + (douts[1].abs() if residual else 0.0)
     outs, affine = (n * weight + bias, *([s.abs()] if residual else [])), ((g * n).sum(0), g.sum(0))
     return *outs, *([dx, dx] if residual else [dx]), *affine[: len(others)]
 

@@ -19,6 +19,7 @@ from cukern.runtime.registry import Version
 VECTOR_BYTES = 16
 V1_THREADS = 256
 V2_THREADS = 512  # the most threads of a block of v2
+_TWO_PER_SM = 384  # the most for the backward to run at least two blocks per SM
 _V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
 _ANY_BLOCKS = 1 << 62
 _V2_BLOCK = 128, 256  # forward and backward: short rows share a block of about so many threads
@@ -33,27 +34,24 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Tile(NamedTuple):
-    """A thread of v2 has `vectors` vectors of `width` elements of a row. `blocks`: the least blocks of V2_THREADS per SM (backward)."""
+    """A thread of v2 has `vectors` vectors of `width` elements of a row, and a row at most `most_threads` threads."""
 
     width: int
     vectors: int
     most_threads: int
-    blocks: int
 
 
 def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
     """What v2 may use, from the shortest rows to the longest."""
     width = VECTOR_BYTES // itemsize if aligned else 1
-    if not backward:
-        if aligned:
-            sizes = ((1, 32), (4, V2_THREADS), (8, V2_THREADS))[: 2 if itemsize == 2 else 3]
-        else:
-            sizes = (8, V2_THREADS), (16 if itemsize == 8 else 32, V2_THREADS)
-        return tuple(Tile(width, vectors, threads, 0) for vectors, threads in sizes)
-    if not aligned:
-        return (Tile(1, 4 if itemsize == 8 else 8, V2_THREADS, 1),)
-    elements, blocks = (4, 1) if itemsize == 8 else (8, 2)  # what fits into 128 or 64 registers, with the sums for weight and bias
-    return Tile(width, elements // width, V2_THREADS, blocks), Tile(width, 2 * elements // width, V2_THREADS, 1)
+    if backward:
+        elements = 4 if itemsize == 8 else 8  # two blocks of 384 threads or one of 512 per SM have registers for them and their sums
+        sizes = ((elements, _TWO_PER_SM), (2 * elements, V2_THREADS)) if aligned else ((elements, V2_THREADS),)
+    elif aligned:
+        sizes = ((width, 32), (4 * width, V2_THREADS), *(((8 * width, V2_THREADS),) if itemsize > 2 else ()))
+    else:
+        sizes = (8, V2_THREADS), (16 if itemsize == 8 else 32, V2_THREADS)
+    return tuple(Tile(width, elements // width, threads) for elements, threads in sizes)
 
 
 def threads_of(columns: int, tile: Tile) -> int:
@@ -78,15 +76,14 @@ def _plan(
         threads = threads_of(columns, tile)
         if threads <= tile.most_threads:
             rows = max(1, _V2_BLOCK[backward] // threads)
-            blocks = device_of(device).sms * max(1, tile.blocks * V2_THREADS // (threads * rows)) if backward else _ANY_BLOCKS
+            per_sm = max(1, (2 * _TWO_PER_SM if tile.most_threads == _TWO_PER_SM else V2_THREADS) // (threads * rows))
+            blocks = device_of(device).sms * per_sm if backward else _ANY_BLOCKS
             return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, True)
     return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, False)
 
 
 def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
-    if backward:
-        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.blocks, rms]
-    return _V2[dtype, weight, tile.width, tile.vectors, rms]
+    return _V2_BWD[(dtype, weight, *tile, rms)] if backward else _V2[dtype, weight, tile.width, tile.vectors, rms]
 
 
 def _plan_for(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
@@ -149,6 +146,6 @@ def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
 
 
 VERSIONS = {
-    name: Version(idea, *(partial(function, newest) for function in (_forward, _backward, _instances)))
+    name: Version(idea, partial(_forward, newest), partial(_backward, newest), partial(_instances, newest))
     for name, idea, newest in (("v1", "one block per row, read three times", False), ("v2", "row in registers, read once", True))
 }
