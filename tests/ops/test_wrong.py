@@ -330,6 +330,43 @@ CAUSAL_GRADIENT = softmax_problem(
     gradient_scale,
 )
 
+# ---- layernorm
+
+
+def launch_layernorm(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """v1 by one block, and v2 with 8 elements per thread."""
+    grid, stats = 1 if "v1" in kernel.name else x.shape[0], torch.empty(len(x), 2, device=x.device)
+    kernel(out, None, stats, x, None, weight, bias, *x.shape, x.stride(0), 0, 1e-5, grid=grid, block=64)
+
+
+def launch_layernorm_add(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
+    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 32), 2), block=(32, 32))
+
+
+def rms(x: torch.Tensor) -> torch.Tensor:
+    return (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+LAYERNORM = Problem(
+    lambda x, weight, bias: torch.nn.functional.layer_norm(x, weight.shape, weight, bias),
+    drawn(*((n, n[1:], n[1:]) for n in ((1, 2), (3, 67), (2, 300)))),
+    launch_layernorm,
+    sums=True,
+    scale=lambda x, w, b: (x.abs() + x.abs().mean(-1, keepdim=True)) * rms(x - x.mean(-1, keepdim=True)) * w.abs() + b.abs(),
+    shipped="layernorm.cu",
+)
+RMSNORM = Problem(
+    lambda x, weight: x * rms(x) * weight,
+    drawn(*((n, n[1:]) for n in ROWS_OF)),
+    launch_layernorm,
+    sums=True,
+    scale=lambda x, weight: (x * rms(x) * weight).abs(),
+    shipped="layernorm.cu",
+)
+LAYERNORM_ADD = Problem(
+    lambda partials: partials.sum(1), drawn(((2, 1, 1),), ((2, 40, 70),)), launch_layernorm_add, sums=True, shipped="layernorm.cu"
+)
+
 # ---- the table of bugs
 
 
@@ -442,6 +479,14 @@ CASES = [
     Case("causal_softmax/loop.cu", "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT, "shared memory used again too early",
          "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
+    Case("layernorm/loop.cu", "layernorm_v1<float, float, true>", RMSNORM, "shared memory used again too early",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
+    Case("layernorm/padding.cu", "layernorm_v2<float, float, 1, 8, false>", LAYERNORM, "padding in a sum",
+         "sum += (a[k] - mean) * (a[k] - mean);",
+         "sum += k * blockDim.x + threadIdx.x < columns ? (a[k] - mean) * (a[k] - mean) : C(0);"),
+    Case("layernorm/partials.cu", "layernorm_add<float, float>", LAYERNORM_ADD, "a wrong place",
+         "blockIdx.y * columns", "blockIdx.y * blocks * columns"),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
@@ -533,7 +578,7 @@ def test_every_wrong_kernel_has_its_case():
 
 @pytest.mark.parametrize("op", own_names())
 def test_every_op_has_three(op):
-    folder = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_"}.get(op, f"{op}/")
+    folder = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", "rmsnorm": "layernorm/"}.get(op, f"{op}/")
     assert sum(case.file.startswith(folder) for case in CASES) >= 3
 
 

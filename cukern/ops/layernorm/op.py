@@ -76,7 +76,7 @@ def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None, ver
 
 
 def reference(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None) -> Any:
-    """The op in torch's operations. Not torch.nn.functional.layer_norm, whose second derivative by x and weight is wrong in torch 2.8."""
+    """The op in torch's operations. Not torch.nn.functional.layer_norm, whose second derivative by x and weight is wrong in torch 2.13."""
     with off(x):
         s = x if residual is None else x + residual
         t, w, b = _widened(x, s, weight, bias)

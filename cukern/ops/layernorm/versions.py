@@ -50,7 +50,7 @@ def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
     elif aligned:
         sizes = ((width, 32), (4 * width, V2_THREADS), *(((8 * width, V2_THREADS),) if itemsize > 2 else ()))
     else:
-        sizes = (8, V2_THREADS), (16 if itemsize == 8 else 32, V2_THREADS)
+        sizes = (8, V2_THREADS), (16, V2_THREADS)
     return tuple(Tile(width, elements // width, threads) for elements, threads in sizes)
 
 
@@ -83,7 +83,9 @@ def _plan(
 
 
 def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
-    return _V2_BWD[(dtype, weight, *tile, rms)] if backward else _V2[dtype, weight, tile.width, tile.vectors, rms]
+    if backward:
+        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.most_threads, rms]
+    return _V2[dtype, weight, tile.width, tile.vectors, rms]
 
 
 def _plan_for(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
