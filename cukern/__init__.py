@@ -1,8 +1,8 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, gelu, swiglu, geglu, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an
-example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes,
+errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
@@ -10,6 +10,7 @@ from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.embedding import embedding
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
+from cukern.ops.layernorm import layernorm, rmsnorm
 from cukern.ops.matmul import linear, matmul
 from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
 from cukern.ops.softmax import log_softmax, softmax
@@ -35,11 +36,13 @@ __all__ = [
     "geglu",
     "gelu",
     "kron_linear",
+    "layernorm",
     "linear",
     "load",
     "log_softmax",
     "lokr_linear",
     "matmul",
+    "rmsnorm",
     "rope",
     "rope_",
     "rope_tables",

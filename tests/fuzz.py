@@ -305,6 +305,43 @@ def draw_linear(d: Draw) -> dict:
     return {**args, "bias": d.tensor((n,), dtype, "wild") if d.pick(True, False) else None, "version": d.version()}
 
 
+def draw_norm(d: Draw) -> dict:
+    dtype, columns, rows = d.dtype(), d.pick(*d.sizes, 40, 67), d.shape(0, 3)
+    wide = "float32" if dtype in ("float16", "bfloat16") and d.pick(False, True) else dtype
+    weight = d.tensor((columns,), wide, "zeros") if d.pick(True, True, False) else None
+    args = {"x": d.tensor((*rows, columns), dtype, "ties", "zeros"), "weight": weight}
+    if d.op == "layernorm":
+        args["bias"] = d.tensor((columns,), wide, "zeros") if weight is not None and d.pick(True, False) else None
+    residual = d.tensor((*rows, columns), dtype, "ties") if d.pick(False, True) else None
+    return {**args, "eps": d.pick(1e-5, 0.1, 3), "residual": residual, "version": d.version()}
+
+
+def rmsnorm(x, weight, bias=None, eps=1e-6, residual=None):
+    s = x if residual is None else x + residual
+    y = s * (s.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 if weight is None else weight) + (0 if bias is None else bias)
+    return y if residual is None else (y, s)
+
+
+def layernorm(x, weight, bias=None, eps=1e-5, residual=None):
+    s = x if residual is None else x + residual
+    y = rmsnorm(s - s.mean(-1, keepdim=True), weight, bias, eps)
+    return y if residual is None else (y, s)
+
+
+def norm_scales(name, args, douts):
+    """The sums of the absolute values of the terms, times how much s, rounded to 16 bits, changes 1 / sqrt(variance)."""
+    s = args["x"] if args["residual"] is None else args["x"] + args["residual"]
+    w, b = (t.abs() if t is not None else float(t is args["weight"]) for t in (args["weight"], args.get("bias")))
+    r = ((s - (s.mean(-1, keepdim=True) if name == "layernorm" else 0)).square().mean(-1, keepdim=True) + args["eps"]).rsqrt()
+    n = r * (s.abs() + s.abs().mean(-1, keepdim=True))
+    g, condition = douts[0].abs(), 1 + n.amax(-1, keepdim=True) if s.shape[-1] else 1
+    h, rows = condition * g * w, tuple(range(s.ndim - 1))
+    dx = r * (h + h.mean(-1, keepdim=True) + n * (n * h).mean(-1, keepdim=True)) + (douts[1].abs() if len(douts) > 1 else 0)
+    grads = {"x": dx, "weight": (condition * g * n).sum(rows), "bias": g.sum(rows), "residual": dx}
+    outs = [n * w + (b if isinstance(b, torch.Tensor) else 0), s.abs()][: len(douts)]
+    return outs, [grads[k] for k, v in args.items() if isinstance(v, torch.Tensor)]
+
+
 SIZES = ((2, 3),), ((1, 1),), ((8, 8),), ((3, 2), (2, 5)), ((2, 2), (4, 4)), ((2, 3), (1, 2), (3, 1)), ((2, 2),) * 4, ((16, 16), (4, 2))
 
 
@@ -418,6 +455,8 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "gelu": (draw_gelu, lambda x, bias=None, approximate="none": gated(x, 1.0, bias, approximate), 16),  # torch's own, with tanh
     "swiglu": (draw_swiglu, gated, 4),
     "geglu": (draw_swiglu, lambda gate, up, approximate="none": gated(gate, up, None, approximate), 16),
+    "layernorm": (draw_norm, layernorm, 6),
+    "rmsnorm": (draw_norm, rmsnorm, 6),
     "kron_linear": (draw_kron, kron_linear, 6),
     "lokr_linear": (draw_lokr, lokr_linear, 6),
 }
@@ -497,6 +536,9 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
     if "softmax" in case.op:
         out, *every = softmax_scales(case.op, getattr(torch, args["x"].dtype), fill(args, tensors), grads)
         return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
+    if "norm" in case.op:
+        outs, every = norm_scales(case.op, fill(args, tensors), grads)
+        return [*outs, *itertools.compress(every, [t.grad for t in specs(args)])]
     absolute = {k: abs(v) if k == "scale" and v else v for k, v in args.items()}
     tensors, grads = ([x.abs() if x.is_floating_point() or x.is_complex() else x for x in xs] for xs in (tensors, grads))
     if "cos" not in args and "freqs" not in args:
@@ -548,7 +590,7 @@ TWINS = {  # the same in another type
 }
 OPTIONAL = ("version", "window", "sink", "k", "sin", "positions", "position_ids", "mrope_section", "cu_seqlens", "start_positions",
             "bias", "residual")  # fmt: skip
-NUMBERS = {"sink", "scale", "dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank"}
+NUMBERS = {"sink", "scale", "eps", "dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank"}
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -566,7 +608,9 @@ def odd(**methods: Any) -> Any:
 def may_succeed(case: Case, name: str, what: str) -> bool:
     """Whether the spoiled argument may still mean something; then the result must be right."""
     if what == "None":
-        return name in OPTIONAL or (case.op.startswith("rope") and name in ("scale", "rotary_dim"))
+        return (
+            name in OPTIONAL or (name == "weight" and "norm" in case.op) or (case.op.startswith("rope") and name in ("scale", "rotary_dim"))
+        )
     if what == "True":
         return name in ("interleaved", "inverse", "fused")
     if what in SHAPES or what.startswith("torch.tensor"):
@@ -575,7 +619,7 @@ def may_succeed(case: Case, name: str, what: str) -> bool:
     if what == "torch.arange(3)":
         return name == "tokens"
     whole = what in ("2", "-7", "10**400", "-(10**30)") and name in NUMBERS
-    return whole or (what in ("1.5", "nan", "inf") and name in ("scale", "sink"))
+    return whole or (what in ("1.5", "nan", "inf") and name in ("scale", "sink")) or (what == "1.5" and name == "eps")
 
 
 def run_nonsense(case: Case) -> None:

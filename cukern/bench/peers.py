@@ -141,6 +141,11 @@ def _rope_qk(
     return _rope(q, cos, sin, interleaved), _rope(k, cos, sin, interleaved)
 
 
+def _layernorm_residual(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    s = x + residual
+    return torch.nn.functional.layer_norm(s, w.shape, w, b), s
+
+
 def _flash_attention(op: Op) -> Function:
     from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -179,6 +184,9 @@ _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
     "matmul": {"torch": torch.matmul},
     "linear": {"torch": torch.nn.functional.linear},
+    "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
+    "rmsnorm": {"torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)},
+    "layernorm_residual": {"torch": _layernorm_residual},
     "rope": {"torch": _rope},
     "rope_interleaved": {"torch": partial(_rope_qk, interleaved=True)},
     **{name: {"torch": _rope_qk} for name in ("rope_qk", "rope_in_place", "rope_strided")},

@@ -28,6 +28,8 @@ GOOD = {
     cukern.gelu: {"x": X, "bias": X[0], "approximate": "tanh"},
     cukern.swiglu: {"gate": X, "up": X},
     cukern.geglu: {"gate": X, "up": X, "approximate": "none"},
+    cukern.layernorm: {"x": X, "weight": X[0], "bias": X[0], "residual": X, "eps": 0.1},
+    cukern.rmsnorm: {"x": X, "weight": X[0], "residual": X, "eps": 0.1},
     **{f: {"x": X} for f in SOFTMAXES},
     **{f: {"x": Q, "cos": FREQS[:, 0, 0, :4], "sin": FREQS[:, 0, 0, 4:], "rotary_dim": 8, "rotary_offset": 0, "scale": 1.0} for f in ROPES},
     cukern.embedding: {"tokens": IDS, "weight": X, "positions": torch.zeros(5, 6)},
@@ -36,6 +38,7 @@ GOOD = {
 OTHERS = {"factors": X, "k": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
 GATED = cukern.swiglu, cukern.geglu
 LINEARS = cukern.kron_linear, cukern.lokr_linear, cukern.matmul, cukern.linear
+NORMS = cukern.layernorm, cukern.rmsnorm
 NO_ARRAY = [1.0], "a", b"a", 3, 2.5, True, object(), {}, {1}, [], [W, None], [W, "a"], (w for w in [W]), numpy.array("a")
 NO_NUMBER = "2", [1.0], 1j, True, numpy.bool_(True), X, torch.tensor(2.0), {}
 NO_INT = 8.0, "8", [8], True, torch.tensor(8), numpy.float32(1), {}
@@ -69,15 +72,21 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("tokens", (None, IDS.short(), torch.zeros(2, 6, dtype=torch.int64), IDS[0, 0]), ANY, "^tokens", cukern.embedding),
     ("weight positions", (X[0], X[None], X[:, :5]), ValueError, "^(weight|positions) must be", cukern.embedding),
     ("sink", odd_tensors, TypeError, "^sink must be"),
-    ("x a b weight bias residual w1 w2 factors", odd, ANY, r"\b({name}|factors)\b", cukern.square, *LINEARS),
+    ("x a b weight bias residual w1 w2 factors", odd, ANY, r"\b({name}|factors)\b", cukern.square, *LINEARS, *NORMS),
     ("x a b weight bias residual w1 w2 factors", beside, ANY, r"\b({name}|factors)\b", *LINEARS),
-    ("x a b weight cos t freqs w1 w2 factors", (None,), TypeError, r"\b({name}|factors)\b"),
     ("x bias gate up", odd, ANY, r"^{name}\b", cukern.gelu, *GATED),
     ("x gate up", (None,), TypeError, r"^{name}\b", cukern.gelu, *GATED),
     ("up", lambda t: (*beside(t), t[0], t[:1], t.t()), ANY, r"^up\b", *GATED),
     ("bias", (X.half()[0], X[0].to("meta"), X, X[0, :1], X[0, 0]), ANY, r"^bias\b", cukern.gelu),
     ("approximate", (*NO_STRING, None), TypeError, "^approximate must be a str, got"),
     ("approximate", ("", "erf", "Tanh"), ValueError, "^approximate must be one of none, tanh, got"),
+    ("weight bias residual", beside, ANY, r"\b{name}\b", *NORMS),
+    ("eps", (*NO_NUMBER, None), TypeError, "eps must be a number, got"),
+    ("eps", (inf, nan, 10**400, 1e39, -1e-9), ValueError, "^(eps must be finite|eps is|eps must not be negative)", *NORMS),
+    ("x", (None, torch.zeros(())), ANY, r"^x\b", *NORMS),
+    ("weight", (None,), ValueError, "bias must be None if weight is None", cukern.layernorm),
+    ("x a b cos t freqs w1 w2 factors", (None,), TypeError, r"\b({name}|factors)\b"),
+    ("weight", (None,), TypeError, "weight", cukern.linear, cukern.embedding),
     ("w2", lambda t: [pair for v in (None, *odd(X)) for pair in ((v, W2), [W[:1, :1], v])], ANY, r"\b(w2|factors)\b"),
     ("w2", ((W,), (W, W, W), (W[:2], W[:3])), ANY, r"\b(w2|factors)\b"),
     ("in_factors out_factors", NO_SIZES, ANY, "{name}"),

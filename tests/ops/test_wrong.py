@@ -413,6 +413,43 @@ def runs_of(device: str) -> Iterable[Tensors]:
 EMBEDDING = Problem(embedded, tokens_of, launch_embedding, shipped="embedding.cu")
 RUNS = Problem(sums_of_runs, runs_of, launch_runs, sums=True, shipped="embedding.cu")
 
+# ---- layernorm
+
+
+def launch_layernorm(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """v1 by one block, and v2 with 8 elements per thread."""
+    grid, stats = 1 if "v1" in kernel.name else x.shape[0], torch.empty(len(x), 2, device=x.device)
+    kernel(out, None, stats, x, None, weight, bias, *x.shape, x.stride(0), 0, 1e-5, grid=grid, block=64)
+
+
+def launch_layernorm_add(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
+    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 32), 2), block=(32, 32))
+
+
+def rms(x: torch.Tensor) -> torch.Tensor:
+    return (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+LAYERNORM = Problem(
+    lambda x, weight, bias: torch.nn.functional.layer_norm(x, weight.shape, weight, bias),
+    drawn(*((n, n[1:], n[1:]) for n in ((1, 2), (3, 67), (2, 300)))),
+    launch_layernorm,
+    sums=True,
+    scale=lambda x, w, b: (x.abs() + x.abs().mean(-1, keepdim=True)) * rms(x - x.mean(-1, keepdim=True)) * w.abs() + b.abs(),
+    shipped="layernorm.cu",
+)
+RMSNORM = Problem(
+    lambda x, weight: x * rms(x) * weight,
+    drawn(*((n, n[1:]) for n in ROWS_OF)),
+    launch_layernorm,
+    sums=True,
+    scale=lambda x, weight: (x * rms(x) * weight).abs(),
+    shipped="layernorm.cu",
+)
+LAYERNORM_ADD = Problem(
+    lambda partials: partials.sum(1), drawn(((2, 1, 1),), ((2, 40, 70),)), launch_layernorm_add, sums=True, shipped="layernorm.cu"
+)
+
 # ---- the table of bugs
 
 
@@ -540,6 +577,14 @@ CASES = [
          Reported(sim.OutOfBounds, "load_as(weight[", "after the end of the tensor of argument 'weight'")),
     Case("embedding/run.cu", "embedding_v2_bwd_runs<float>", RUNS, "an off-by-one bound", "i < last", "i <= last"),
 
+    Case("layernorm/loop.cu", "layernorm_v1<float, float, true>", RMSNORM, "shared memory used again too early",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
+    Case("layernorm/padding.cu", "layernorm_v2<float, float, 1, 8, false>", LAYERNORM, "padding in a sum",
+         "sum += (a[k] - mean) * (a[k] - mean);",
+         "sum += k * blockDim.x + threadIdx.x < columns ? (a[k] - mean) * (a[k] - mean) : C(0);"),
+    Case("layernorm/partials.cu", "layernorm_add<float, float>", LAYERNORM_ADD, "a wrong place",
+         "blockIdx.y * columns", "blockIdx.y * blocks * columns"),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
@@ -633,6 +678,7 @@ def test_every_wrong_kernel_has_its_case():
 def test_every_op_has_three(op):
     folders = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", **dict.fromkeys(("swiglu", "geglu"), "gelu/gated_")}
     folder = folders.get(op, f"{op}/")
+    folder = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", "rmsnorm": "layernorm/"}.get(op, f"{op}/")
     assert sum(case.file.startswith(folder) for case in CASES) >= 3
 
 

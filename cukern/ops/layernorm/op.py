@@ -1,0 +1,350 @@
+"""layernorm and rmsnorm: the public functions, their derivatives and their entries in the registry.
+
+    layernorm:  y = n weight + bias,  n = (s - mean(s)) r,  r = 1 / sqrt(variance(s) + eps)
+    rmsnorm:    y = n weight,         n = s r,              r = 1 / sqrt(mean(s^2) + eps)
+
+Means run over the last dimension. s is x, or x + residual. The formulas of the derivatives are at the head of kernels_cu/layernorm.cu.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.layernorm.versions import VERSIONS, wide
+from cukern.runtime import backend, checks, interop
+from cukern.runtime.autocast import off
+from cukern.runtime.registry import (
+    Cost,
+    Differentiable,
+    Op,
+    apply_of,
+    batched,
+    choose,
+    each,
+    raw_op,
+    register,
+    row_counts,
+    save,
+    watched,
+)  # fmt: skip
+
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, residual: Any = None, version: str | None = None) -> Any:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension. Differentiable any number of times.
+
+        x, branch = (torch.randn(4, 1024, 768, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2))
+        weight, bias = torch.ones(768, device="cuda"), torch.zeros(768, device="cuda")
+        y = cukern.layernorm(x, weight, bias)
+        y, x = cukern.layernorm(branch, weight, bias, residual=x)  # x + branch, and its layernorm, in one kernel
+
+    Args:
+        x: (..., columns), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if its
+            columns have stride 1 and the other dimensions flatten to one; else it is copied once. 16-bit types are computed in float32
+            and rounded once. CPU tensors use torch's operations, or the simulator.
+        weight: (columns,), of x's dtype, or float32 for 16-bit x; None: 1, and then bias must be None too.
+        bias: (columns,), of weight's dtype; None: 0.
+        eps: a finite number, at least 0, added to the variance. The variance divides by the number of columns.
+        residual: of x's shape and dtype. The op then normalises s = x + residual, rounded to x's dtype.
+        version: "v1" or "v2"; default: the fastest.
+
+    Returns y, a new contiguous tensor of x's shape and dtype; with `residual` the tuple (y, s). Gradients flow through both. Gradients of
+    weight and bias are added in a fixed order: runs on one GPU give equal bits. For the backward, s and two float32 numbers per row are
+    saved. Autocast does not change the dtype or the computation.
+
+    Raises TypeError for another dtype or type of an argument; ValueError for a shape, device, eps or version that does not fit.
+
+    Layer normalization: Ba, Kiros and Hinton, https://arxiv.org/abs/1607.06450.
+    """
+    return _public("layernorm", x, weight, bias, eps, residual, version)
+
+
+def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None, version: str | None = None) -> Any:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension. Differentiable any number of times.
+
+        x = torch.randn(4, 1024, 4096, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        y = cukern.rmsnorm(x, torch.ones(4096, dtype=torch.bfloat16, device="cuda"))
+
+    Arguments, result and errors are those of `layernorm`. Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+    """
+    return _public("rmsnorm", x, weight, None, eps, residual, version)
+
+
+def reference(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None) -> Any:
+    """The op in torch's operations. Not torch.nn.functional.layer_norm, whose second derivative by x and weight is wrong in torch 2.13."""
+    with off(x):
+        s = x if residual is None else x + residual
+        t, w, b = _widened(x, s, weight, bias)
+        y = (_normalized(t, eps, op == "rmsnorm")[0] * (1.0 if weight is None else w) + b).to(x.dtype)
+        return y if residual is None else (y, s)
+
+
+def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:
+    x = interop.to_torch("x", x)
+    checks.dtype("x", x, checks.FLOATS)
+    checks.version(op, version, VERSIONS)
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dimension, got a tensor of shape ()")
+    eps = checks.number("eps", eps, math.inf if x.dtype == torch.float64 else checks.FLOAT32_MAX)
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps!r}")
+    weight = _checked_affine("weight", weight, x, dict.fromkeys((x.dtype, wide(x.dtype))))
+    if bias is not None and weight is None:
+        raise ValueError("bias must be None if weight is None")
+    bias = _checked_affine("bias", bias, x, () if weight is None else (weight.dtype,))
+    if residual is not None:
+        residual = interop.to_torch("residual", residual)
+        checks.dtype("residual", residual, checks.FLOATS)
+        checks.same(x=x, residual=residual)
+        checks.shape("residual", residual, tuple(x.shape), "it is added to x")
+    if not x.is_cuda and not backend.simulates(x):
+        if version is not None:
+            checks.needs_gpu(op, version, x.device)
+        return reference(op, x, weight, bias, eps, residual)
+    matrices = _matrix(x), None if residual is None else _matrix(residual)
+    run = _apply if watched(x, residual, weight, bias) else _layernorm
+    outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or "")
+    return outs[0].view(x.shape) if residual is None else (outs[0].view(x.shape), outs[2].view(x.shape))
+
+
+def _checked_affine(name: str, value: Any, x: Tensor, dtypes: Any) -> Tensor | None:
+    if value is None:
+        return None
+    t = interop.to_torch(name, value)
+    checks.dtype(name, t, tuple(dtypes))
+    if t.device != x.device:
+        raise ValueError(f"{name} is on {t.device}, x is on {x.device}: they must be on one device")
+    checks.shape(name, t, tuple(x.shape[-1:]), "one element for each of x's columns")
+    return t
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return _unit_column_stride(x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def _unit_column_stride(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+# ---- the raw ops: x, residual, s and their gradients are (rows, columns); stats is (rows, 2), each row's mean and r
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, version: str
+) -> list[Tensor]:
+    outs = _fake(x, residual)
+    if x.numel():
+        x, residual = _unit_column_stride(x), None if residual is None else _unit_column_stride(residual)
+        w, b = (None if t is None else t.contiguous() for t in (weight, bias))
+        y, stats, s = (*outs, None)[:3]
+        choose("layernorm", version, x.get_device()).forward(y, s, stats, x, residual, w, b, eps, rms)
+    return outs
+
+
+def _fake(x: Tensor, residual: Tensor | None, *_: Any) -> list[Tensor]:
+    empty = partial(torch.empty_like, x, memory_format=torch.contiguous_format)
+    return [empty(), x.new_empty((x.shape[0], 2), dtype=wide(x.dtype)), *([] if residual is None else [empty()])]
+
+
+def _launch_backward(
+    s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor, weight: Tensor | None, eps: float, rms: bool, affine: int, version: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, eps, rms, affine, version)
+    if not s.numel():
+        return dx, dweight.zero_(), dbias.zero_()
+    s, dy = _unit_column_stride(s), _unit_column_stride(dy.resolve_neg())
+    ds = None if ds is None else _unit_column_stride(ds.resolve_neg())
+    w, grads = None if weight is None else weight.contiguous(), (dweight if affine else None, dbias if affine > 1 else None)
+    choose("layernorm", version, s.get_device()).backward(dx, *grads, s, dy, ds, stats.contiguous(), w, rms)
+    return outs
+
+
+def _fake_backward(s: Tensor, dy: Any, ds: Any, stats: Any, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`affine`: 0: only dx; 1: and dweight; 2: and dbias. What is not wanted has no elements."""
+    affine, like = options[2], s if weight is None else weight
+    sizes = ((s.shape[1] if affine > i else 0,) for i in range(2))
+    return torch.empty_like(s, memory_format=torch.contiguous_format), *(like.new_empty(size) for size in sizes)  # type: ignore[return-value]
+
+
+_layernorm = raw_op(
+    "_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool rms, str version) -> Tensor[]", 4, _launch, _fake
+)
+_layernorm_backward = raw_op(
+    "_layernorm_backward(Tensor s, Tensor dy, Tensor? ds, Tensor stats, Tensor? weight, float eps, bool rms, int affine, str version)"
+    " -> (Tensor, Tensor, Tensor)",
+    5, _launch_backward, _fake_backward,
+)  # fmt: skip
+
+# ---- autograd. Derivatives beyond the first, and forward-mode ones, are in torch's operations, so that they can be differentiated again.
+
+
+def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+    """n and r."""
+    s = s if rms else s - s.mean(-1, keepdim=True)
+    r = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return s * r, r
+
+
+def _project(t: Tensor, n: Tensor, rms: bool) -> Tensor:
+    """t without its components along n and, but for rmsnorm, along 1. The derivative of n along t is r times this."""
+    return (t if rms else t - t.mean(-1, keepdim=True)) - n * (n * t).mean(-1, keepdim=True)
+
+
+def _widened(like: Tensor, *tensors: Tensor | None) -> list[Any]:
+    """The tensors in the dtype of the computation; 0 for those that are missing."""
+    return [0.0 if t is None else t.to(wide(like.dtype)) for t in tensors]
+
+
+class _LayerNorm(Differentiable):
+    @staticmethod
+    def forward(x, residual, weight, bias, eps, rms, version):
+        return tuple(_layernorm(x, residual, weight, bias, eps, rms, version))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, residual, weight, bias, *ctx.options = inputs
+        ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+        save(ctx, output[2] if ctx.has_residual else x, output[1], weight)
+        ctx.mark_non_differentiable(output[1])
+        if not _tracing():
+            ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dy, _, ds=None):
+        s, stats, weight = ctx.saved_tensors
+        eps, rms, version = ctx.options
+        dy = torch.zeros_like(s) if dy is None else dy
+        affine = 2 if ctx.has_bias and ctx.needs_input_grad[3] else int(ctx.needs_input_grad[2])
+        run = _apply_backward if watched(s, dy, ds, weight) else _layernorm_backward
+        dx, dweight, dbias = run(s, dy, ds, stats, weight, eps, rms, affine, version)
+        wanted = zip((dx, dx, dweight, dbias), ctx.needs_input_grad, strict=False)
+        return *(d if needed else None for d, needed in wanted), None, None, None
+
+    @staticmethod
+    def tangent(ctx, dx, dresidual, dweight, dbias, *_):
+        s, _, weight = ctx.saved_tensors
+        eps, rms, _ = ctx.options
+        t, a, w, dw, db = _widened(s, s, None, weight, dweight, dbias)
+        n, r = _normalized(t, eps, rms)
+        ds = torch.zeros_like(t) + sum(_widened(s, dx, dresidual), a)
+        dy = r * _project(ds, n, rms) * (1.0 if weight is None else w) + n * dw + db
+        return (dy.to(s.dtype), None, ds.to(s.dtype))[: 3 if ctx.has_residual else 2]
+
+    @staticmethod
+    def batch(info, in_dims, x, residual, weight, bias, *options):
+        if in_dims[2] is not None or in_dims[3] is not None:
+            return each(_apply, info.batch_size, in_dims, (x, residual, weight, bias, *options))
+        x, residual = (None if t is None else batched(t, d, info.batch_size) for t, d in zip((x, residual), in_dims, strict=False))
+        merged = (None if t is None else t.flatten(0, 1) for t in (x, residual))
+        outs = tuple(out.unflatten(0, x.shape[:2]) for out in _apply(*merged, weight, bias, *options))
+        return outs, (0,) * len(outs)
+
+
+class _LayerNormBackward(Differentiable):
+    @staticmethod
+    def forward(*args):
+        return _layernorm_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        s, dy, ds, _, weight, *ctx.options = inputs
+        ctx.has_ds = ds is not None
+        save(ctx, s, dy, weight)
+
+    @staticmethod
+    def backward(ctx, u, v, z):
+        """u, v and z are the gradients of dx, dweight and dbias."""
+        s, dy, weight = ctx.saved_tensors
+        eps, rms, affine, _ = ctx.options
+        t, g, w, a, b, c = _widened(s, s, dy, weight, u, v if affine else None, z if affine > 1 else None)
+        w = 1.0 if weight is None else w
+        n, r = _normalized(t, eps, rms)
+        h, q = g * w, r * _project(a, n, rms)
+        dn = g * b - r * (a * (n * h).mean(-1, keepdim=True) + h * (n * a).mean(-1, keepdim=True))
+        dt = r * (_project(dn, n, rms) - n * (r * a * _project(h, n, rms)).mean(-1, keepdim=True))
+        dweight = None if weight is None else (g * q).sum(0).to(weight.dtype)
+        return dt.to(s.dtype), (q * w + n * b + c).to(s.dtype), u if ctx.has_ds else None, None, dweight, None, None, None, None
+
+    @staticmethod
+    def tangent(ctx, ds, ddy, dds, _, dweight, *rest):
+        s, dy, weight = ctx.saved_tensors
+        eps, rms, affine, _ = ctx.options
+        t, g, w, dt, dg, dw, a = _widened(s, s, dy, weight, ds, ddy, dweight, dds)
+        w = 1.0 if weight is None else w
+        n, r = _normalized(t, eps, rms)
+        dt = torch.zeros_like(t) + dt
+        h, dh, dn = g * w, dg * w + g * dw, r * _project(dt, n, rms)
+        dr = -r * (n * dt).mean(-1, keepdim=True)  # relative to r
+        turn = dn * (n * h).mean(-1, keepdim=True) + n * (dn * h).mean(-1, keepdim=True)
+        dx = r * (dr * _project(h, n, rms) + _project(dh, n, rms) - turn) + a
+        sums = (dg * n + g * dn).sum(0), (torch.zeros_like(t) + dg).sum(0)
+        like = s if weight is None else weight
+        return dx.to(s.dtype), *(d.to(like.dtype) if affine > i else like.new_zeros(0) for i, d in enumerate(sums))
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply_backward, info.batch_size, in_dims, args)
+
+
+_apply, _apply_backward = apply_of(_LayerNorm), apply_of(_LayerNormBackward)
+
+# ---- for the tools: x with a residual is an op of its own
+
+
+def _with_residual(function: Callable[..., Any], x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Any:
+    return function(x, weight, bias, residual=residual, **options)
+
+
+def _make(inputs: Sequence[str], dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(dims if name in ("x", "residual") else dims[1:], dtype=dtype, device=device) for name in inputs)
+
+
+def _cost(matrices: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    """`matrices`: the tensors of x's shape that the forward reads and writes. The backward reads one more, or with a residual none."""
+    n = math.prod(dims)
+    return {"fwd": Cost(matrices * n * itemsize, 8 * n), "bwd": Cost(max(matrices, 3) * n * itemsize, 16 * n)}
+
+
+def _magnitude(eps: float, rms: bool, residual: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The sums of the absolute values of the terms."""
+    x, *others = inputs
+    s = x + others.pop(0) if residual else x
+    weight, bias = others[0].abs(), others[1].abs() if len(others) > 1 else 0.0
+    n, r = _normalized(s, eps, rms)
+    n, g = (s.abs() + (0 if rms else s.abs().mean(-1, keepdim=True))) * r, douts[0].abs()
+    h = g * weight
+    dx = r * (h + h.mean(-1, keepdim=True) + n * (n * h).mean(-1, keepdim=True)) + (douts[1].abs() if residual else 0.0)
+    outs, affine = (n * weight + bias, *([s.abs()] if residual else [])), ((g * n).sum(0), g.sum(0))
+    return *outs, *([dx, dx] if residual else [dx]), *affine[: len(others)]
+
+
+def _reference(op: str, eps: float, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
+    return reference(op, x, weight, bias, eps, residual)
+
+
+def _register(name: str, function: Callable[..., Any], plain: Callable[..., Any], eps: float, *inputs: str) -> None:
+    residual, rms = "residual" in inputs, name == "rmsnorm"
+    register(
+        Op(
+            name=name, stem="layernorm", variants=row_counts, function=function, reference=plain, versions=VERSIONS,
+            dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, inputs), inputs=inputs,
+            cost=partial(_cost, 4 if residual else 2), bound="memory", magnitude=partial(_magnitude, eps, rms, residual),
+            check_dims=((1, 1), (129, 65), (64, 1000), (1000, 768), (33, 4096), (33, 8200), (5, 40_000)),
+            sim_dims=((1, 3), (5, 67), (3, 264)),
+            bench_dims=((32768, 768), (8192, 4096), (4096, 16384)),
+            roundings=4,  # sums over rows and columns, in other orders than torch's
+        )
+    )  # fmt: skip
+
+
+_register("layernorm", layernorm, partial(_reference, "layernorm", 1e-5), 1e-5, "x", "weight", "bias")
+_register("rmsnorm", rmsnorm, partial(_reference, "rmsnorm", 1e-6), 1e-6, "x", "weight")
+_register(
+    "layernorm_residual", partial(_with_residual, layernorm), partial(_with_residual, partial(_reference, "layernorm", 1e-5)), 1e-5,
+    "x", "residual", "weight", "bias",
+)  # fmt: skip

@@ -1,0 +1,153 @@
+"""The versions of layernorm and rmsnorm, and the plan of each launch.
+
+forward(y, s, stats, x, residual, weight, bias, eps, rms), backward(dx, dweight, dbias, s, dy, ds, stats, weight, rms). Matrices are (rows,
+columns) with a column stride of 1 and at least one element. s, residual, weight, bias, ds, dweight and dbias may be None.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cukern.runtime import backend
+from cukern.runtime.device import cached, device_of
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Version
+
+VECTOR_BYTES = 16
+V1_THREADS = 256
+V2_THREADS = 512  # the most threads of a block of v2
+_TWO_PER_SM = 384  # the most for the backward to run at least two blocks per SM
+_V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
+_ANY_BLOCKS = 1 << 62
+_V2_BLOCK = 128, 256  # forward and backward: short rows share a block of about so many threads
+
+_V1, _V1_BWD, _PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
+_V2, _V2_BWD, _ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the computation, of stats and of partial sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Tile(NamedTuple):
+    """A thread of v2 has `vectors` vectors of `width` elements of a row, and a row at most `most_threads` threads."""
+
+    width: int
+    vectors: int
+    most_threads: int
+
+
+def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
+    """What v2 may use, from the shortest rows to the longest."""
+    width = VECTOR_BYTES // itemsize if aligned else 1
+    if backward:
+        elements = 4 if itemsize == 8 else 8  # two blocks of 384 threads or one of 512 per SM have registers for them and their sums
+        sizes = ((elements, _TWO_PER_SM), (2 * elements, V2_THREADS)) if aligned else ((elements, V2_THREADS),)
+    elif aligned:
+        sizes = ((width, 32), (4 * width, V2_THREADS), *(((8 * width, V2_THREADS),) if itemsize > 2 else ()))
+    else:
+        sizes = (8, V2_THREADS), (16, V2_THREADS)
+    return tuple(Tile(width, elements // width, threads) for elements, threads in sizes)
+
+
+def threads_of(columns: int, tile: Tile) -> int:
+    """Threads per row: 8, 16, or a multiple of 32."""
+    needed = -(-columns // (tile.width * tile.vectors))
+    return next((n for n in (8, 16) if needed <= n), -(-needed // 32) * 32)
+
+
+class _Plan(NamedTuple):
+    launch: backend.Launch
+    block: tuple[int, int, int]  # (threads per row, rows, 1)
+    blocks: int  # the most thread blocks
+    adds: bool  # True if the kernel of the backward also writes partial sums for weight and bias
+
+
+@cached(4096)
+def _plan(
+    newest: bool, backward: bool, dtype: torch.dtype, weight: torch.dtype, columns: int, aligned: bool, rms: bool, device: int
+) -> _Plan:
+    """The launch of v2 if `newest` and if a row fits into registers, else that of v1."""
+    for tile in tiles(dtype.itemsize, aligned, backward) if newest else ():
+        threads = threads_of(columns, tile)
+        if threads <= tile.most_threads:
+            rows = max(1, _V2_BLOCK[backward] // threads)
+            per_sm = max(1, (2 * _TWO_PER_SM if tile.most_threads == _TWO_PER_SM else V2_THREADS) // (threads * rows))
+            blocks = device_of(device).sms * per_sm if backward else _ANY_BLOCKS
+            return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, True)
+    return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, False)
+
+
+def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
+    if backward:
+        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.most_threads, rms]
+    return _V2[dtype, weight, tile.width, tile.vectors, rms]
+
+
+def _plan_for(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rms: bool, *others: Tensor | None) -> tuple[_Plan, int]:
+    """The plan and the number of blocks. It may use vectors if each row of each tensor is aligned to VECTOR_BYTES."""
+    given = [t for t in (x, weight, *others) if t is not None]
+    sizes = (n for t in given for n in (t.data_ptr(), t.shape[-1] * t.itemsize, t.stride(0) * t.itemsize * (t.ndim > 1)))
+    aligned = not any(n % VECTOR_BYTES for n in sizes)
+    plan = _plan(newest, backward, x.dtype, x.dtype if weight is None else weight.dtype, x.shape[1], aligned, rms, x.get_device())
+    return plan, min(-(-x.shape[0] // plan.block[1]), plan.blocks)
+
+
+def _pointers(*tensors: Tensor | None) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _row_strides(*tensors: Tensor | None) -> list[int]:
+    return [0 if t is None else t.stride(0) for t in tensors]
+
+
+def _forward(
+    newest: bool, y: Tensor, s: Tensor | None, stats: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, eps: float, rms: bool,
+) -> None:  # fmt: skip
+    plan, blocks = _plan_for(newest, False, x, weight, rms, bias, y, s, residual)
+    pointers = _pointers(y, s, stats, x, residual, weight, bias)
+    plan.launch((blocks, 1, 1), plan.block, 0, *pointers, *x.shape, *_row_strides(x, residual), eps)
+
+
+def _backward(
+    newest: bool, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None, s: Tensor, dy: Tensor, ds: Tensor | None, stats: Tensor,
+    weight: Tensor | None, rms: bool,
+) -> None:  # fmt: skip
+    """dbias needs dweight: both are added by one launch."""
+    (rows, columns), device = s.shape, s.get_device()
+    plan, blocks = _plan_for(newest, True, s, weight, rms, dx, dy, ds)
+    groups = blocks if plan.adds else min(rows, 2 * device_of(device).sms)
+    partials = None if dweight is None else stats.new_empty(2, groups, columns)
+    shared = columns * stats.itemsize if dweight is not None and plan.block[1] > 1 else 0
+    pointers = _pointers(dx, *([partials] if plan.adds else []), s, dy, ds, stats, weight)
+    plan.launch((blocks, 1, 1), plan.block, shared, *pointers, rows, columns, *_row_strides(s, dy, ds))
+    if dweight is None or partials is None:
+        return
+    if not plan.adds:
+        launch, grid = _PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
+        launch(grid, (V1_THREADS, 1, 1), 0, *_pointers(partials, s, dy, stats), rows, columns, *_row_strides(s, dy))
+    grid = (-(-columns // 32), 1 if dbias is None else 2, 1)
+    add = _ADD[stats.dtype, dweight.dtype].on(device)
+    add(grid, (32, 32, 1), 0, *_pointers(dweight, dbias, partials), groups, columns)
+
+
+def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:
+    kernels = [_PARTIALS[dtype]]
+    for weight in dict.fromkeys((dtype, wide(dtype))):
+        kernels.append(_ADD[wide(dtype), weight])
+        for rms in (False, True):
+            kernels += [_V1[dtype, weight, rms], _V1_BWD[dtype, weight, rms]]
+            for backward, aligned in ((b, a) for b in (False, True) for a in (False, True) if newest):
+                kernels += [_v2(backward, dtype, weight, tile, rms) for tile in tiles(dtype.itemsize, aligned, backward)]
+    return kernels
+
+
+VERSIONS = {
+    name: Version(idea, partial(_forward, newest), partial(_backward, newest), partial(_instances, newest))
+    for name, idea, newest in (("v1", "one block per row, read three times", False), ("v2", "row in registers, read once", True))
+}

@@ -1,0 +1,306 @@
+// layernorm and rmsnorm along the rows of a matrix, with an optional residual add before them, and their gradients.
+//
+//     s = x + residual, rounded to T               n = (s - mean) * rstd            rstd = 1 / sqrt(variance + eps)
+//     y = n * weight + bias                        h = dy * weight
+//     ds += rstd * (h - mean(h) - n * mean(h n))   dweight = sum(dy n), dbias = sum(dy), over the rows
+//
+// rmsnorm (RMS) is the same with mean = 0, mean(h) = 0, and the mean of squares as the variance. The gradient of x and that of the residual
+// are both dx = ds + the last term, where ds is the gradient of the output s (null: 0).
+//
+// Types      T: x, y, s and their gradients. W: weight and bias, T or float. C: float, or double for double. Null pointers: no residual,
+//            no weight (1), no bias (0), no partial sums wanted.
+// Layout     x, residual, s, dy and ds are (rows, columns) with a column stride of 1 and any row stride (x_row, ...). y, the output s and dx
+//            are contiguous. stats is (rows, 2): the mean and rstd of each row. partials is (2, blocks, columns), of C: the sums of a
+//            block's rows for dweight, then for dbias. Offsets are 64-bit.
+// Algorithm  The variance is the mean of (s - mean)^2, from a second pass over registers (v2) or memory (v1). All sums are added in a fixed
+//            order. The backward writes one row of partials per block; layernorm_add adds these. The number of blocks depends on the
+//            number of SMs, so the bits of dweight and dbias may differ between GPUs, never between runs.
+// Launch     block (threads per row, rows per block). A row has 8, 16 or 32 threads, or several warps. v1: see there.
+//
+// version  idea
+// v1       one block per row, read three times; backward: a second kernel reads s and dy again for the sums over rows
+// v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers
+// Nothing is measured yet. Predictions: docs/notes/layernorm.md
+#include "common/math.cuh"
+#include "common/pack.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+// x + residual, rounded to T.
+template <typename T>
+__device__ __forceinline__ T add_rounded(T x, T residual) {
+    return T(load_as(x) + load_as(residual));
+}
+
+template <typename T, typename C>
+__device__ __forceinline__ T normalized(C x, C mean, C rstd, C weight, C bias) {
+    return T((x - mean) * rstd * weight + bias);
+}
+
+// One element of the gradient. mean_h and mean_hn are the means of h and of h * n over the row.
+template <typename C>
+__device__ __forceinline__ C gradient(C h, C n, C mean_h, C mean_hn, C rstd) {
+    return rstd * (h - mean_h - n * mean_hn);
+}
+
+// ---- v1. Block (threads, 1), whole warps.
+
+// Grid: any number of blocks.
+template <typename T, typename W, bool RMS>
+__global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
+                             long long columns, long long x_row, long long residual_row, double eps) {
+    using C = compute_t<T>;
+    __shared__ C sums[2][32];
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T* from = x + row * x_row;
+        if (residual) {
+            for (long long i = threadIdx.x; i < columns; i += blockDim.x)
+                s[row * columns + i] = add_rounded(from[i], residual[row * residual_row + i]);
+            from = s + row * columns;  // each thread reads the elements that it wrote
+        }
+        C mean = 0, sum = 0;
+        if (!RMS) {
+            for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += load_as(from[i]);
+            mean = block_reduce<Sum>(sum, sums[0]) / columns;
+            sum = 0;
+        }
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
+        C rstd = 1 / sqrt(block_reduce<Sum>(sum, sums[1]) / columns + C(eps));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
+            y[row * columns + i] =
+                normalized<T>(load_as(from[i]), mean, rstd, weight ? C(load_as(weight[i])) : C(1), bias ? C(load_as(bias[i])) : C(0));
+        if (threadIdx.x == 0) {
+            stats[2 * row] = mean;
+            stats[2 * row + 1] = rstd;
+        }
+        __syncthreads();  // before the next row's sums overwrite this one's
+    }
+}
+
+// Grid: any number of blocks.
+template <typename T, typename W, bool RMS>
+__global__ void layernorm_v1_bwd(T* dx, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight, long long rows,
+                                 long long columns, long long s_row, long long dy_row, long long ds_row) {
+    using C = compute_t<T>;
+    __shared__ C sums[2][32];
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        C mean = stats[2 * row], rstd = stats[2 * row + 1], sum_h = 0, sum_hn = 0;
+        const T *row_s = s + row * s_row, *row_dy = dy + row * dy_row;
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+            C h = load_as(row_dy[i]) * (weight ? C(load_as(weight[i])) : C(1));
+            sum_h += h;
+            sum_hn += h * (load_as(row_s[i]) - mean) * rstd;
+        }
+        C mean_h = RMS ? C(0) : block_reduce<Sum>(sum_h, sums[0]) / columns;
+        C mean_hn = block_reduce<Sum>(sum_hn, sums[1]) / columns;
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+            C h = load_as(row_dy[i]) * (weight ? C(load_as(weight[i])) : C(1)), n = (load_as(row_s[i]) - mean) * rstd;
+            dx[row * columns + i] = T(gradient(h, n, mean_h, mean_hn, rstd) + (ds ? load_as(ds[row * ds_row + i]) : C(0)));
+        }
+        __syncthreads();
+    }
+}
+
+// A thread adds one column of the rows blockIdx.y, blockIdx.y + gridDim.y, ... Grid (ceil(columns / blockDim.x), row groups).
+template <typename T>
+__global__ void layernorm_v1_partials(compute_t<T>* partials, const T* s, const T* dy, const compute_t<T>* stats, long long rows,
+                                      long long columns, long long s_row, long long dy_row) {
+    using C = compute_t<T>;
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i >= columns) return;
+    C dweight = 0, dbias = 0;
+    for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
+        C g = load_as(dy[row * dy_row + i]);
+        dweight += g * (load_as(s[row * s_row + i]) - stats[2 * row]) * stats[2 * row + 1];
+        dbias += g;
+    }
+    partials[blockIdx.y * columns + i] = dweight;
+    partials[(gridDim.y + blockIdx.y) * columns + i] = dbias;
+}
+
+// dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 32), 1 or 2), block (32, 32).
+template <typename C, typename W>
+__global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long blocks, long long columns) {
+    wait_for_previous();
+    __shared__ C sums[32][32];
+    long long column = blockIdx.x * 32LL + threadIdx.x;
+    partials += blockIdx.y * blocks * columns + column;
+    C sum = 0;
+    if (column < columns) {
+#pragma unroll 4
+        for (long long b = threadIdx.y; b < blocks; b += 32) sum += partials[b * columns];
+    }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || column >= columns) return;
+    for (int i = 1; i < 32; ++i) sum += sums[i][threadIdx.x];
+    (blockIdx.y ? dbias : dweight)[column] = W(sum);
+}
+
+// ---- v2. A thread has VECTORS vectors of N elements of a row, blockDim.x vectors apart. N = 1 for rows that are not aligned to 16 bytes.
+// Rows beyond the last one are empty, because all threads of a block take part in its reductions.
+
+// The sum over the threads of a row. `shared` has room for 32 values.
+template <typename C>
+__device__ __forceinline__ C row_sum(C value, C* shared) {
+    if (blockDim.x <= 32) return warp_reduce<Sum>(value, blockDim.x);
+    return block_reduce<Sum>(value, shared + threadIdx.y * (blockDim.x / 32));
+}
+
+template <typename T, int N, int VECTORS>
+struct Row {
+    Vec<T, N> v[VECTORS];
+
+    static __device__ __forceinline__ int column(int k) { return (k * blockDim.x + threadIdx.x) * N; }
+
+    // Columns from `end` on are 0.
+    __device__ __forceinline__ void load(const T* from, int end) {
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) v[k] = column(k) < end ? load_vec<T, N>(from + column(k)) : Vec<T, N>{};
+    }
+};
+
+// N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
+template <int N, typename W, typename C>
+__device__ __forceinline__ void load_affine(C (&to)[N], const W* from, int column, C missing) {
+    constexpr int M = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
+#pragma unroll
+    for (int i = 0; i < N; i += M) {
+        C part[M];
+        if (from) unpack(part, load_vec<W, M>(from + column + i));
+#pragma unroll
+        for (int j = 0; j < M; ++j) to[i + j] = from ? part[j] : missing;
+    }
+}
+
+// Grid ceil(rows / blockDim.y).
+template <typename T, typename W, int N, int VECTORS, bool RMS>
+__global__ void __launch_bounds__(512)
+    layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
+                 int columns, long long x_row, long long residual_row, double eps) {
+    wait_for_previous();
+    using C = compute_t<T>;
+    __shared__ C sums[2][32];
+    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    int end = row < rows ? columns : 0;
+    Row<T, N, VECTORS> values, added;
+    values.load(x + row * x_row, end);
+    if (residual) {
+        added.load(residual + row * residual_row, end);
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) values.v[k].v[j] = add_rounded(values.v[k].v[j], added.v[k].v[j]);
+            int column = values.column(k);
+            if (column < end) store_vec(s + row * columns + column, values.v[k]);
+        }
+    }
+    C mean = 0, sum = 0, a[N];
+    if (!RMS) {
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) {
+            unpack(a, values.v[k]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) sum += a[j];
+        }
+        mean = row_sum(sum, sums[0]) / columns;
+        sum = 0;
+    }
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        unpack(a, values.v[k]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) sum += values.column(k) < end ? (a[j] - mean) * (a[j] - mean) : C(0);
+    }
+    C rstd = 1 / sqrt(row_sum(sum, sums[1]) / columns + C(eps));
+#pragma unroll
+    for (int k = 0; k < VECTORS; ++k) {
+        int column = values.column(k);
+        if (column >= end) break;
+        C w[N], b[N];
+        load_affine(w, weight, column, C(1));
+        load_affine(b, bias, column, C(0));
+        unpack(a, values.v[k]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) a[j] = (a[j] - mean) * rstd * w[j] + b[j];
+        store_vec(y + row * columns + column, pack<T, N>(a));
+    }
+    if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
+}
+
+// The sums of the rows of the block, one row after another. `shared` has room for `columns` values; with one row it is not used.
+template <typename T, typename C, int N, int VECTORS>
+__device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
+    for (int y = 0; y < blockDim.y; ++y) {
+        C* to = y == blockDim.y - 1 ? out : shared;
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) {
+            int column = Row<T, N, VECTORS>::column(k);
+            if (threadIdx.y != y || column >= columns) break;
+#pragma unroll
+            for (int j = 0; j < N; ++j) to[column + j] = sums[k][j] + (y ? shared[column + j] : C(0));
+        }
+        __syncthreads();
+    }
+}
+
+// Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. At most THREADS
+// threads, and two blocks per SM for fewer than 512.
+template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
+__global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
+    layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
+                     long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
+    wait_for_previous();
+    using C = compute_t<T>;
+    __shared__ C sums[2][32];
+    C dweight[VECTORS][N] = {}, dbias[VECTORS][N] = {};
+    for (long long first = blockIdx.x * (long long)blockDim.y; first < rows; first += gridDim.x * (long long)blockDim.y) {
+        long long row = first + threadIdx.y;
+        int end = row < rows ? columns : 0;
+        Row<T, N, VECTORS> row_s, row_dy;
+        row_s.load(s + row * s_row, end);
+        row_dy.load(dy + row * dy_row, end);
+        Vec<C, 2> mean_rstd = row < rows ? load_vec<C, 2>(stats + 2 * row) : Vec<C, 2>{};
+        C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, x[N], g[N], w[N];
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) {
+            if (row_s.column(k) >= end) break;
+            unpack(x, row_s.v[k]);
+            unpack(g, row_dy.v[k]);
+            load_affine(w, weight, row_s.column(k), C(1));
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                C n = (x[j] - mean) * rstd, h = g[j] * w[j];
+                sum_h += h;
+                sum_hn += h * n;
+            }
+        }
+        C mean_h = RMS ? C(0) : row_sum(sum_h, sums[0]) / columns;
+        C mean_hn = row_sum(sum_hn, sums[1]) / columns;
+        if (RMS) __syncthreads();  // with one reduction per row, the next one could overwrite its sums
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) {
+            int column = row_s.column(k);
+            if (column >= end) break;
+            C before[N] = {};
+            if (ds) unpack(before, load_vec<T, N>(ds + row * ds_row + column));
+            unpack(x, row_s.v[k]);
+            unpack(g, row_dy.v[k]);
+            load_affine(w, weight, column, C(1));
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                C n = (x[j] - mean) * rstd;
+                dweight[k][j] += g[j] * n;
+                dbias[k][j] += g[j];
+                x[j] = before[j] + gradient(g[j] * w[j], n, mean_h, mean_hn, rstd);
+            }
+            store_vec(dx + row * columns + column, pack<T, N>(x));
+        }
+    }
+    if (!partials) return;
+    extern __shared__ double dynamic_shared[];
+    C* out = partials + blockIdx.x * (long long)columns;
+    add_rows<T>(out, dweight, reinterpret_cast<C*>(dynamic_shared), columns);
+    if (!RMS) add_rows<T>(out + gridDim.x * (long long)columns, dbias, reinterpret_cast<C*>(dynamic_shared), columns);
+}
