@@ -181,8 +181,7 @@ class State:
     num_processes: int = 1
 
 
-# int32 at 0: magic, version, num_processes, rank, has master, shuffles; at 40: step.
-# uint64 at 80: rng_state, rng_state_last_update; at 120: shard, sample.
+# int32 at 0: magic, version, num_processes, rank, has master, shuffles; 40: step. uint64 at 80: the two rng states; 120: shard, sample
 _STATE_HEADER = struct.Struct("<6i16xi36x2Q24x2Q")
 
 
@@ -310,8 +309,7 @@ def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters)
 def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
     """Read a GPT-2 of any size in its own dtype, e.g. a clone of huggingface.co/openai-community/gpt2. wte is padded with zeros."""
     library = _safetensors()
-    path = Path(folder, "config.json")
-    entries = json.loads(path.read_text())
+    entries = json.loads((path := Path(folder, "config.json")).read_text())
     for key, value in HF_FIXED.items():
         expect(entries.get(key, value) == value, f"{key} = {value!r}", repr(entries.get(key)), path)
     expect(entries.keys() >= HF_SIZES.keys(), f"entries {', '.join(HF_SIZES)}", ", ".join(entries), path)

@@ -172,13 +172,11 @@ class DataLoader:
         pattern: the shards, a glob pattern; they are sorted by name.
         B, T: rows per batch, tokens per row.
         rank, num_processes: which process of how many reads. Sample i of rank r starts at token (i * num_processes + r) * B * T.
-        shuffle: permute the shards and the samples of each shard with MT19937, seeded by 42 + rank. llm.c shuffles for training only.
-            Each rank has its own permutation, so ranks may read the shards and samples in different orders.
+        shuffle: permute the shards and the samples of each shard with MT19937, seeded by 42 + rank: each rank has its own order. llm.c
+            shuffles for training only.
         vocab_size: `next_batch` refuses tokens that are not below it.
 
     After the last shard the loader starts again, also for validation: with 7 samples in the file, the eighth batch is the first one.
-    `num_tokens` counts all shards; `num_samples` is that of the current shard.
-
     Raises FileNotFoundError if nothing matches the pattern; ValueError for a bad shard, or one shorter than num_processes * B * T + 1.
     """
 
@@ -192,7 +190,7 @@ class DataLoader:
         self.B, self.T, self.rank, self.num_processes = B, T, rank, num_processes
         self.shuffle, self.vocab_size = shuffle, vocab_size
         self._lengths = [shard_length(path) for path in self.paths]
-        self.num_tokens = sum(self._lengths)
+        self.num_tokens = sum(self._lengths)  # of all shards
         least = num_processes * B * T + 1
         for path, length in zip(self.paths, self._lengths, strict=True):
             expect(length >= least, f"at least num_processes * B * T + 1 = {least} tokens", length, path)
@@ -213,7 +211,7 @@ class DataLoader:
             self._rng.permute(self._sample_order)
 
     @property
-    def num_samples(self) -> int:
+    def num_samples(self) -> int:  # of the current shard
         return self._samples_of(self._shard_order[self._shard])
 
     def _samples_of(self, file: int) -> int:

@@ -3,6 +3,7 @@
 import builtins
 import json
 import struct
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gpt2_files import CONFIG, SHAPES, C, Killed, L, T, V, full_disk, header, kill_before_rename, raw, raws, tensors
+from helpers import ROOT, TREE
 
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import (
@@ -106,7 +108,8 @@ def test_the_bytes_of_a_model(tmp_path, dtype, version):
 def test_strided_tensors_and_parameters(tmp_path):
     parameters = tensors()
     write_model(tmp_path / "a", CONFIG, parameters)
-    strided = {name: torch.nn.Parameter(t.mT.contiguous().mT if t.ndim > 1 else t) for name, t in parameters.items()}
+    strided = {name: t.mT.contiguous().mT if t.ndim > 1 else torch.stack([t, t], 1)[:, 0] for name, t in parameters.items()}
+    strided = {name: torch.nn.Parameter(tensor) for name, tensor in strided.items()}
     write_model(tmp_path / "b", CONFIG, strided)
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
 
@@ -404,6 +407,29 @@ def test_kill_between_write_and_rename(tmp_path, monkeypatch, write):
     assert (tmp_path / "file.tmp").read_bytes() == new  # complete before it is renamed
     write(tmp_path / "file", 8)
     assert (tmp_path / "file").read_bytes() == new and len(list(tmp_path.iterdir())) == 1
+
+
+REWRITE = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from gpt2_files import CONFIG, tensors
+from cukern.gpt2.checkpoint import write_model
+choices = tensors(seed=1), tensors(seed=2)
+while True:
+    for parameters in choices:
+        write_model(sys.argv[1], CONFIG, parameters)
+        print(flush=True)
+"""
+
+
+def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path):
+    path, folders = tmp_path / "model", (ROOT, TREE / "tests/gpt2")
+    with subprocess.Popen([sys.executable, "-c", REWRITE, str(path), *map(str, folders)], stdout=subprocess.PIPE) as process:
+        for _ in range(20):
+            process.stdout.readline()
+        process.kill()
+    _, parameters = read_model(path)
+    assert same(parameters, tensors(seed=1)) or same(parameters, tensors(seed=2))
 
 
 # ---- the checkpoints of a run

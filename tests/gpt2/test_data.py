@@ -294,10 +294,10 @@ def test_refused_loaders(tmp_path):
 
 def test_refused_tokens_of_a_batch(tmp_path):
     (tmp_path / "a").write_bytes(shard_bytes([1] * 11 + [300] + [1] * 9))
-    loader = DataLoader(tmp_path / "a", 1, 5, vocab_size=257)
+    loader = DataLoader(tmp_path / "a", 1, 5, vocab_size=300)
     loader.next_batch()
     loader.next_batch()
-    with pytest.raises(ValueError, match="a: expected tokens below the vocabulary size 257; found 300 at token 11"):
+    with pytest.raises(ValueError, match="a: expected tokens below the vocabulary size 300; found 300 at token 11"):
         loader.next_batch()
     assert DataLoader(tmp_path / "a", 4, 5, vocab_size=301).next_batch()[0].max() == 300
 
