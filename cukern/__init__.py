@@ -1,11 +1,12 @@
 """CUDA kernels for PyTorch with nothing to build.
 
-Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
+Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, cross_entropy, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
 lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. The simulator: backend("sim").
 """
 
 from cukern.ops.causal_softmax import causal_softmax
+from cukern.ops.cross_entropy import cross_entropy
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
 from cukern.ops.matmul import linear, matmul
 from cukern.ops.rope import apply_rotary_pos_emb, rope, rope_, rope_tables
@@ -27,6 +28,7 @@ __all__ = [
     "backend",
     "causal_softmax",
     "compile",
+    "cross_entropy",
     "kron_linear",
     "linear",
     "load",
