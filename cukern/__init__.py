@@ -1,7 +1,7 @@
 """CUDA kernels for PyTorch with nothing to build.
 
-Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, cross_entropy, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, cross_entropy, rope, rope_, rope_tables, apply_rotary_pos_emb,
+kron_linear, lokr_linear, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. The simulator: backend("sim").
 """
 

@@ -1,13 +1,12 @@
-"""cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. The math is in kernels_cu/cross_entropy.cu."""
+"""cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. Math: kernels_cu/cross_entropy.cu."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.reference import Options, reduce, reference, second, wide
+from cukern.ops.cross_entropy.reference import Options, gradient, reduce, reference, wide
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.device import cached
 from cukern.runtime.kernel import Kernel, Template
@@ -63,7 +62,7 @@ def cross_entropy(
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
     if logits.device != targets.device:
         raise ValueError(f"targets is on {targets.device}, logits is on {logits.device}: they must be on one device")
-    options = _options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size)
+    options = _options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if not logits.is_cuda and not backend.simulates(logits):
         if version is not None:
@@ -72,42 +71,38 @@ def cross_entropy(
         return reference(logits, targets, options)
     rows = targets.reshape(-1)
     x = _unit_column_stride(logits.reshape(rows.shape[0], logits.shape[-1]))
-    loss, *_ = (_apply if watched(x) else _forward_only)(x, rows, *options, inplace, version or "")
+    loss, _ = _apply(x, rows, inplace, *options) if watched(x) else _cross_entropy(x, rows, *options)
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
 def _options(
-    columns: int, ignored: int, reduction: str, smoothing: float, z_loss: float, softcap: float | None, vocab: int | None
+    columns: int, ignored: int, reduction: str, smoothing: float, z_loss: float, softcap: Any, vocab: Any, version: str
 ) -> Options:
     ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
     reduction = checks.choice("reduction", reduction, REDUCTIONS)
     smoothing, z_loss = checks.number("label_smoothing", smoothing), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"label_smoothing must be from 0 to 1, got {smoothing!r}")
-    if softcap is not None:
-        softcap = checks.number("softcap", softcap, 1e30)
-        if softcap < 1e-30:
-            raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
+    if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
+        raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     if columns < 1:
         raise ValueError(f"logits must have at least one class, got {columns}")
     vocab = columns if vocab is None else checks.integer("vocab_size", vocab, 1, columns)
-    return Options(vocab, ignored, reduction, smoothing, z_loss, softcap or 0.0)
+    return Options(vocab, ignored, reduction, smoothing, z_loss, float(softcap or 0), version)
 
 
 def _in_place(logits: Tensor, inplace: bool) -> bool:
-    if not checks.flag("inplace_backward", inplace) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not checks.flag("inplace_backward", inplace) or torch.compiler.is_compiling() or not watched(logits):
         return False
-    if logits.requires_grad and logits.is_leaf:
+    if logits.is_leaf:
         raise ValueError("inplace_backward writes over the logits, which must not be a leaf that requires grad, such as a parameter")
     if transformed():
-        raise NotImplementedError(
-            "inplace_backward of cukern.cross_entropy has no rule for torch.func transforms and forward-mode derivatives"
-        )
+        raise NotImplementedError("inplace_backward of cross_entropy has no rule for torch.func transforms and forward-mode derivatives")
     return True
 
 
 def _check_targets(targets: Tensor, options: Options) -> None:
-    if torch.compiler.is_compiling() or transformed() or type(targets) is not Tensor or targets.is_meta:
+    if torch.compiler.is_compiling() or transformed() or type(targets) not in (Tensor, torch.nn.Parameter) or targets.is_meta:
         return
     wrong = targets[((targets < 0) | (targets >= options.vocab)) & (targets != options.ignored)]
     if wrong.numel():
@@ -118,169 +113,112 @@ def _unit_column_stride(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-# ---- the raw ops: x is (rows, columns), targets (rows); `count`: the number of targets that are not ignored, 0 rows without a reduction
+# ---- the raw ops: x is (rows, columns), targets (rows), stats (rows + 1): each row's logsumexp, and the number of targets not ignored
 
 
-def _launch(
-    x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, smoothing: float, z_loss: float, softcap: float, version: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, lse, count = _fake(x, targets, vocab, ignored, reduction)
-    x, targets, rows, is_wide = _unit_column_stride(x), targets.contiguous(), x.shape[0], targets.dtype == torch.int64
-    losses = loss if reduction == "none" else torch.empty_like(lse, dtype=loss.dtype)
-    launch, reducer, block = _plan("forward", version, x.dtype, bool(softcap), x.shape[1], x.get_device())
-    scalars = is_wide, x.stride(0), vocab, ignored, smoothing, z_loss, softcap
+def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
+    loss, stats = _fake(x, targets, *rest)
+    x, targets, is_reduced = _unit_column_stride(x), targets.contiguous(), options.reduction != "none"
+    losses = torch.empty(rows, dtype=loss.dtype, device=x.device) if is_reduced else loss
+    launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
-        launch((rows, 1, 1), block, 0, losses.data_ptr(), lse.data_ptr(), x.data_ptr(), targets.data_ptr(), *scalars)
-    if reduction != "none":
-        pointers = loss.data_ptr(), count.data_ptr(), losses.data_ptr(), targets.data_ptr()
-        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, is_wide, rows, ignored, reduction == "mean")
-    return loss, lse, count
+        pointers = losses.data_ptr(), stats.data_ptr(), x.data_ptr(), targets.data_ptr()
+        launch((rows, 1, 1), block, 0, *pointers, is_wide, x.stride(0), options.vocab, options.ignored, *options[3:6])
+    if is_reduced:
+        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, losses.data_ptr(), targets.data_ptr()
+        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, is_wide, rows, options.ignored, options.reduction == "mean")
+    return loss, stats
 
 
-def _launch_backward(x: Tensor, targets: Tensor, lse: Tensor, count: Tensor, dloss: Tensor, *options: Any) -> Tensor:
-    x = _unit_column_stride(x)
-    return _write_gradient(torch.empty_like(x, memory_format=torch.contiguous_format), x, targets, lse, count, dloss, *options)
-
-
-def _launch_backward_in_place(x: Tensor, *rest: Any) -> None:
-    _write_gradient(x, x, *rest)
-
-
-def _write_gradient(
-    dx: Tensor, x: Tensor, targets: Tensor, lse: Tensor, count: Tensor, dloss: Tensor, vocab: int, ignored: int, reduction: str,
-    smoothing: float, z_loss: float, softcap: float, version: str,
-) -> Tensor:  # fmt: skip
-    if not x.shape[0]:
-        return dx
-    targets, dloss, lse = targets.contiguous(), dloss.resolve_neg(), lse.contiguous()
-    pointers = (
-        dx.data_ptr(),
-        x.data_ptr(),
-        targets.data_ptr(),
-        lse.data_ptr(),
-        dloss.data_ptr(),
-        count.data_ptr() if reduction == "mean" else 0,
-    )
-    strides = targets.dtype == torch.int64, dx.stride(0), x.stride(0), x.shape[1]
-    step = dloss.stride(0) if reduction == "none" else 0
-    launch, _, block = _plan("backward", version, x.dtype, bool(softcap), x.shape[1], x.get_device())
-    launch((x.shape[0], 1, 1), block, 0, *pointers, *strides, vocab, ignored, step, smoothing, z_loss, softcap)
+def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _write_gradient(dx, _unit_column_stride(x), *rest)
     return dx
 
 
-def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.shape[0]
-    loss = torch.empty((rows,) if reduction == "none" else (), dtype=wide(x), device=x.device)
-    return loss, *(torch.empty(s, dtype=torch.float64, device=x.device) for s in ((rows,), ()))
+def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
+    options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
+    if not rows:
+        return
+    targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
+    step = dloss.stride(0) if options.reduction == "none" else 0
+    count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
+    pointers = dx.data_ptr(), x.data_ptr(), targets.data_ptr(), stats.data_ptr(), dloss.data_ptr(), count
+    sizes = dx.stride(0), x.stride(0), x.shape[1], options.vocab
+    launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    launch((rows, 1, 1), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
+
+
+def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
+    loss = torch.empty(x.shape[:1] if reduction == "none" else (), dtype=wide(x.dtype), device=x.device)
+    return loss, torch.empty(x.shape[0] + 1, dtype=torch.float64, device=x.device)
 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
-_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor, Tensor)", 2, _launch, _fake)
-_cross_entropy_backward = raw_op(
-    f"_cross_entropy_backward(Tensor x, Tensor targets, Tensor lse, Tensor count, Tensor dloss, {_SCALARS}) -> Tensor",
-    5,
-    _launch_backward,
+_TENSORS = "Tensor targets, Tensor stats, Tensor dloss"
+_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, _launch, _fake)
+_backward = raw_op(
+    f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward,
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-_cross_entropy_backward_ = raw_op(
-    f"_cross_entropy_backward_(Tensor(a!) x, Tensor targets, Tensor lse, Tensor count, Tensor dloss, {_SCALARS}) -> ()",
-    5,
-    _launch_backward_in_place,
-    lambda *_: None,
-)
+)  # fmt: skip
+_backward_in_place = raw_op(
+    f"_cross_entropy_backward_(Tensor(a!) x, {_TENSORS}, {_SCALARS}) -> ()", 4,
+    lambda x, *rest: _write_gradient(x, x, *rest), lambda *_: None,
+)  # fmt: skip
 
 # ---- autograd
 
 
-def _forward_only(x: Tensor, targets: Tensor, *rest: Any) -> Any:
-    *options, _, version = rest
-    return _cross_entropy(x, targets, *options, version)
-
-
 class _CrossEntropy(Differentiable):
-    """(x, targets, *Options, inplace, version) -> loss, lse and count. The last two have no gradient."""
+    """(x, targets, inplace, *Options) -> loss and stats. stats has no gradient."""
 
-    forward = staticmethod(_forward_only)
+    @staticmethod
+    def forward(x, targets, inplace, *options):
+        return _cross_entropy(x, targets, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, targets, *options, ctx.inplace, version = inputs
-        ctx.options = *options, version
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        save(ctx, x, targets, *output[1:])
+        x, targets, ctx.inplace, *ctx.options = inputs
+        ctx.mark_non_differentiable(output[1])
+        save(ctx, x, targets, output[1])
 
     @staticmethod
-    def backward(ctx, dloss, *_):
-        x, *rest = ctx.saved_tensors
-        if dloss is None:
-            return (None,) * 10
-        if not ctx.inplace:
-            return _gradient(x, *rest, dloss, *ctx.options), *(None,) * 9
-        if watched(x, dloss):
-            raise NotImplementedError("with inplace_backward, the gradient of cukern.cross_entropy cannot be differentiated")
-        _cross_entropy_backward_(x, *rest, dloss, *ctx.options)
-        torch.autograd.graph.increment_version(x)
-        return x.detach(), *(None,) * 9
+    def backward(ctx, dloss, _):
+        (x, targets, stats), dx = ctx.saved_tensors, None
+        if watched(x, dloss) and not torch.compiler.is_compiling():
+            if ctx.inplace:
+                raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
+            dx = gradient(x, targets, dloss, Options(*ctx.options))
+        elif ctx.inplace:
+            _backward_in_place(x, targets, stats, dloss, *ctx.options)
+            torch.autograd.graph.increment_version(x)
+            dx = x.detach()
+        else:
+            dx = _backward(x, targets, stats, dloss, *ctx.options)
+        return dx, *(None,) * 9
 
     @staticmethod
     def tangent(ctx, dx, *_):
-        x, targets, lse, count = ctx.saved_tensors
-        *_, version = ctx.options
-        options = Options(*ctx.options[:-1])
-        per_row = options._replace(reduction="none")
-        g = _gradient(x, targets, lse, count, torch.ones_like(lse, dtype=wide(x)), *per_row, version)
-        return reduce((g.to(wide(x)) * dx.to(wide(x))).sum(1), targets, options), None, None
+        (x, targets, _), options = ctx.saved_tensors, Options(*ctx.options)
+        g = gradient(x.to(wide(x.dtype)), targets, torch.ones_like(targets, dtype=wide(x.dtype)), options._replace(reduction="none"))
+        return reduce((g * dx).sum(1), targets, options), None
 
     @staticmethod
     def batch(info, in_dims, *args):
         return each(_apply, info.batch_size, in_dims, args)
 
 
-class _CrossEntropyBackward(Differentiable):
-    """The gradient as a function of x and dloss. lse and count depend on x and targets; here they are cached values without a gradient."""
-
-    @staticmethod
-    def forward(*args):
-        return _cross_entropy_backward(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, targets, lse, count, dloss, *ctx.options = inputs
-        save(ctx, x, targets, lse, count, dloss)
-
-    @staticmethod
-    def backward(ctx, d):
-        x, targets, _, _, dloss = ctx.saved_tensors
-        dx, ddloss = second(x, targets, dloss, d, Options(*ctx.options[:-1]))
-        return dx, None, None, None, ddloss, *(None,) * 7
-
-    @staticmethod
-    def tangent(ctx, dx, _targets, _lse, _count, ddloss, *_):
-        x, targets, lse, count, dloss = ctx.saved_tensors
-        out = None if ddloss is None else _gradient(x, targets, lse, count, ddloss, *ctx.options)
-        if dx is None:
-            return out
-        change, _ = second(x, targets, dloss, dx, Options(*ctx.options[:-1]))
-        return change if out is None else out + change
-
-    @staticmethod
-    def batch(info, in_dims, *args):
-        return each(_apply_backward, info.batch_size, in_dims, args)
-
-
-_apply, _apply_backward = apply_of(_CrossEntropy), apply_of(_CrossEntropyBackward)
-
-
-def _gradient(x: Tensor, targets: Tensor, lse: Tensor, count: Tensor, dloss: Tensor, *options: Any) -> Tensor:
-    return (_apply_backward if watched(x, dloss) else _cross_entropy_backward)(x, targets, lse, count, dloss, *options)
-
+_apply = apply_of(_CrossEntropy)
 
 # ---- the versions: for each pass the kernel of a dtype, with or without softcap, and its threads for a number of columns
 
-_V1, _V1_BWD, _V2, _V2_BWD, _REDUCE = (
-    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("v1", "v1_bwd", "v2", "v2_bwd", "reduce")
-)
+
+def _template(name: str) -> Template:
+    return Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True)
+
+
+_REDUCE = _template("reduce")
 
 
 @cached(4096)
@@ -289,33 +227,24 @@ def _plan(
 ) -> tuple[backend.Launch, backend.Launch, tuple[int, int, int]]:
     """The launch of a pass, that of the reduction, and the block."""
     kernel, threads = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
-    reducer = _REDUCE[torch.float64 if dtype == torch.float64 else torch.float32]
-    return kernel.on(device), reducer.on(device), (threads, 1, 1)
+    return kernel.on(device), _REDUCE[wide(dtype)].on(device), (threads, 1, 1)
 
 
-def _scalar(template: Template) -> Callable[..., tuple[Kernel, int]]:
-    return lambda dtype, softcap, columns: (template[dtype, softcap], 256)
+def _version(idea: str, name: str, threads: Callable[[int], int]) -> Version:
+    """`threads` per block, for the bytes of a row."""
+    templates = [_template(name), _template(f"{name}_bwd")]
 
+    def planned(template: Template) -> Callable[..., Any]:
+        return lambda dtype, softcap, columns: (template[dtype, softcap], threads(columns * dtype.itemsize))
 
-def _vectors(template: Template) -> Callable[..., tuple[Kernel, int]]:
-    """Two vectors of 16 bytes per thread, in a block of 32 to 512 threads."""
-
-    def choose_threads(dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, int]:
-        threads = math.ceil(columns * dtype.itemsize / 32)
-        return template[dtype, softcap], min(512, max(32, 1 << (threads - 1).bit_length()))
-
-    return choose_threads
-
-
-def _instances(*templates: Template) -> Callable[[torch.dtype], Iterable[Kernel]]:
     def instances(dtype: torch.dtype) -> list[Kernel]:
-        reducer = _REDUCE[torch.float64 if dtype == torch.float64 else torch.float32]
-        return [reducer, *(template[dtype, softcap] for template in templates for softcap in (False, True))]
+        return [_REDUCE[wide(dtype)], *(t[dtype, softcap] for t in templates for softcap in (False, True))]
 
-    return instances
+    return Version(idea, planned(templates[0]), planned(templates[1]), instances)
 
 
 VERSIONS = {
-    "v1": Version("one element per thread and step", _scalar(_V1), _scalar(_V1_BWD), _instances(_V1, _V1_BWD)),
-    "v2": Version("16-byte vectors, several loads in flight", _vectors(_V2), _vectors(_V2_BWD), _instances(_V2, _V2_BWD)),
+    "v1": _version("one element per thread and step", "v1", lambda row_bytes: 256),
+    # two vectors per thread of a short row
+    "v2": _version("16-byte vectors", "v2", lambda row_bytes: min(512, max(32, 1 << (row_bytes // 32).bit_length()))),
 }

@@ -1,4 +1,4 @@
-"""cross_entropy and its second derivative in torch's operations."""
+"""cross_entropy in torch's operations: for CPU tensors, for tests, and for higher derivatives."""
 
 from typing import NamedTuple
 
@@ -18,28 +18,25 @@ class Options(NamedTuple):
     smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0
+    version: str = ""
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype of the computation and of the loss."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the computation and of the loss, for logits of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
     with off(logits):
-        x = logits.to(wide(logits))
-        if options.vocab != logits.shape[-1]:
-            x = x[..., : options.vocab]
-        x, flat = x.reshape(-1, options.vocab), targets.reshape(-1).long()
-        if options.softcap:
-            x = options.softcap * torch.tanh(x / options.softcap)
-        rest = {"ignore_index": options.ignored, "label_smoothing": options.smoothing}
-        if not options.z_loss:
-            loss = functional.cross_entropy(x, flat, reduction=options.reduction, **rest)
-            return loss.view(targets.shape) if options.reduction == "none" else loss
-        rows = functional.cross_entropy(x, flat, reduction="none", **rest)
-        rows = rows + (options.z_loss * torch.logsumexp(x, -1).square()).masked_fill(flat == options.ignored, 0.0)
-        return reduce(rows, flat, options).view(targets.shape if options.reduction == "none" else ())
+        vocab, ignored, reduction, smoothing, z_loss, softcap, _ = options
+        x, flat = logits.to(wide(logits.dtype))[..., :vocab].reshape(-1, vocab), targets.reshape(-1).long()
+        if softcap:
+            x = softcap * torch.tanh(x / softcap)
+        inner = "none" if z_loss else reduction
+        loss = functional.cross_entropy(x, flat, ignore_index=ignored, reduction=inner, label_smoothing=smoothing)
+        if z_loss:
+            loss = reduce(loss + (z_loss * x.logsumexp(-1).square()).masked_fill(flat == ignored, 0.0), flat, options)
+        return loss.view(targets.shape) if reduction == "none" else loss
 
 
 def reduce(rows: Tensor, targets: Tensor, options: Options) -> Tensor:
@@ -49,28 +46,7 @@ def reduce(rows: Tensor, targets: Tensor, options: Options) -> Tensor:
     return rows.sum() / (targets != options.ignored).sum() if options.reduction == "mean" else rows.sum()
 
 
-def second(x: Tensor, targets: Tensor, dloss: Tensor, d: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """For the gradient G(x, dloss) of the logits x (rows, columns): (dG/dx d, d G/dloss). dG/dx is symmetric.
-
-    In torch's operations, so that it can be differentiated again.
-
-        G = w c' (k p - t),  k = 1 + 2 z_loss lse,  dG/dx d = w (c'' d (k p - t) + c' p (k (c' d - s) + 2 z_loss s)),  s = sum(p c' d)
-    """
+def gradient(x: Tensor, targets: Tensor, dloss: Tensor, options: Options) -> Tensor:
+    """The gradient of the logits x (rows, columns), in operations that can be differentiated again."""
     with off(x):
-        targets, valid = targets.long(), targets != options.ignored
-        z, d, dloss = x[:, : options.vocab].to(wide(x)), d[:, : options.vocab].to(wide(x)), dloss.to(wide(x))
-        weight = dloss / valid.sum() if options.reduction == "mean" else dloss
-        weight = torch.where(valid, weight.expand(targets.shape), 0.0)[:, None]
-        c, slope, bend = z, torch.ones_like(z), torch.zeros_like(z)
-        if options.softcap:
-            t = torch.tanh(z / options.softcap)
-            c, slope = options.softcap * t, 1 - t * t
-            bend = -2 / options.softcap * t * slope
-        lse = torch.logsumexp(c, -1, keepdim=True)
-        p, k = (c - lse).exp(), 1 + 2 * options.z_loss * lse
-        classes = torch.arange(options.vocab, device=x.device)
-        share = (classes == targets[:, None]).to(z.dtype) * (1 - options.smoothing) + options.smoothing / options.vocab
-        error, change = k * p - share, (p * slope * d).sum(-1, keepdim=True)
-        dx = weight * (bend * d * error + slope * p * (k * (slope * d - change) + 2 * options.z_loss * change))
-        per_row = (slope * error * d).sum(-1).masked_fill(~valid, 0.0)
-        return functional.pad(dx, (0, x.shape[1] - options.vocab)).to(x.dtype), reduce(per_row, targets, options)
+        return torch.func.vjp(lambda logits: reference(logits, targets, options), x)[1](dloss)[0]
