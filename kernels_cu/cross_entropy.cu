@@ -197,7 +197,7 @@ __global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, con
 
 // Grid rows, block 32 to 512.
 template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     cross_entropy_v2(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long x_row, long long vocab,
                      long long ignored, double smoothing, double z_loss, double softcap) {
     wait_for_previous();
@@ -222,7 +222,7 @@ struct GradientWriter {
 
 // The arguments are those of v1. Grid rows, block 32 to 512.
 template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, 1)
     cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
                          bool wide, long long dx_row, long long x_row, long long columns, long long vocab, long long ignored,
                          long long dloss_step, double smoothing, double z_loss, double softcap) {

@@ -215,8 +215,16 @@ def draw_cross_entropy(d: Draw) -> dict:
     rows, columns = d.shape(0, 2), d.pick(*(n for n in d.sizes if n), *([] if d.kind == "transforms" else [40, 70]))
     vocab = d.pick(None, max(1, columns - 2))
     args = {"logits": d.tensor((*rows, columns), d.dtype(), "ties", "wild"), "targets": d.ids(rows, (vocab or columns) - 1)}
-    args |= {"ignore_index": d.pick(-100, 0), "reduction": d.pick("mean", "sum", "none"), "label_smoothing": d.pick(0.0, 0.125, 1)}
-    args |= {"z_loss": d.pick(0.0, 0.25, -1.5), "softcap": d.pick(None, 5.0, 0.5), "vocab_size": vocab, "inplace_backward": False}
+    ignored = d.pick(-100, 0)
+    some = d.kind != "transforms" or (math.prod(rows) and ignored < 0)  # a mean of nothing is NaN, and so may be its derivatives
+    args |= {"reduction": d.pick("sum", "none", *["mean"] * bool(some)), "label_smoothing": d.pick(0.0, 0.125, 1)}
+    args |= {
+        "ignore_index": ignored,
+        "z_loss": d.pick(0.0, 0.25, -1.5),
+        "softcap": d.pick(None, 5.0, 0.5),
+        "vocab_size": vocab,
+        "inplace_backward": False,
+    }
     return {**args, "version": d.version()}
 
 
@@ -224,9 +232,9 @@ def cross_entropy_terms(logits, targets, ignore_index, smoothing, softcap, vocab
     """What is not a number in `share` and `valid`: the logits, each class's share, and which rows count."""
     c, flat = logits[..., :vocab].reshape(-1, vocab or logits.shape[-1]), targets.reshape(-1).long()
     c = c if softcap is None else softcap * torch.tanh(c / softcap)
-    share = (torch.arange(c.shape[1]) == flat[:, None]) * (1 - float(smoothing)) + float(smoothing) / c.shape[1]
+    share = (torch.arange(c.shape[1]) == flat[:, None]).to(c.dtype) * (1 - float(smoothing)) + float(smoothing) / c.shape[1]
     outside = (flat != ignore_index) & ((flat < 0) | (flat >= c.shape[1]))
-    return c, share.to(c.dtype).masked_fill(outside[:, None], math.nan), flat != ignore_index
+    return c, share.masked_fill(outside[:, None], math.nan), flat != ignore_index
 
 
 def reduced(rows, valid, reduction, shape):
