@@ -1,12 +1,13 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes,
-errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, and the module KronLinear. `help(cukern.softmax)` gives
+shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
 from cukern.ops.causal_softmax import causal_softmax
+from cukern.ops.cross_entropy import cross_entropy
 from cukern.ops.embedding import embedding
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
@@ -32,6 +33,7 @@ __all__ = [
     "backend",
     "causal_softmax",
     "compile",
+    "cross_entropy",
     "embedding",
     "geglu",
     "gelu",

@@ -211,6 +211,70 @@ def softmax_scales(name, dtype, args, douts):
     return [*back, ((total + a * y * g)[..., -1].sum(-1)).sum_to_size(sink.shape)]
 
 
+def draw_cross_entropy(d: Draw) -> dict:
+    rows, columns = d.shape(0, 2), d.pick(*(n for n in d.sizes if n), *([] if d.kind == "transforms" else [40, 70]))
+    vocab = d.pick(None, max(1, columns - 2))
+    args = {"logits": d.tensor((*rows, columns), d.dtype(), "ties", "wild"), "targets": d.ids(rows, (vocab or columns) - 1)}
+    ignored = d.pick(-100, 0)
+    some = d.kind != "transforms" or (math.prod(rows) and ignored < 0)  # a mean of nothing is NaN, and so may be its derivatives
+    args |= {"reduction": d.pick("sum", "none", *["mean"] * bool(some)), "label_smoothing": d.pick(0.0, 0.125, 1)}
+    args |= {
+        "ignore_index": ignored,
+        "z_loss": d.pick(0.0, 0.25, -1.5),
+        "softcap": d.pick(None, 5.0, 0.5),
+        "vocab_size": vocab,
+        "inplace_backward": False,
+    }
+    return {**args, "version": d.version()}
+
+
+def cross_entropy_terms(logits, targets, ignore_index, smoothing, softcap, vocab):
+    """What is not a number in `share` and `valid`: the logits, each class's share, and which rows count."""
+    c, flat = logits[..., :vocab].reshape(-1, vocab or logits.shape[-1]), targets.reshape(-1).long()
+    c = c if softcap is None else softcap * torch.tanh(c / softcap)
+    share = (torch.arange(c.shape[1]) == flat[:, None]).to(c.dtype) * (1 - float(smoothing)) + float(smoothing) / c.shape[1]
+    outside = (flat != ignore_index) & ((flat < 0) | (flat >= c.shape[1]))
+    return c, share.masked_fill(outside[:, None], math.nan), flat != ignore_index
+
+
+def reduced(rows, valid, reduction, shape):
+    rows = rows.masked_fill(~valid, 0.0)
+    return rows.view(shape) if reduction == "none" else rows.sum() / (valid.sum() if reduction == "mean" else 1)
+
+
+def cross_entropy(logits, targets, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0, softcap=None, vocab_size=None,
+                  inplace_backward=False):  # fmt: skip
+    softcap = None if softcap is None else float(softcap)
+    c, share, valid = cross_entropy_terms(logits, targets, ignore_index, label_smoothing, softcap, vocab_size)
+    rows = -(share * c.log_softmax(-1)).sum(-1) + float(z_loss) * c.logsumexp(-1).square()
+    return reduced(rows, valid, reduction, targets.shape)
+
+
+def cross_entropy_scales(dtype, args, douts):
+    """The terms' absolute values, with the exponents' rounding in float32 and without the softcap's slope, which is at most 1."""
+    x, shape, z = args["logits"], args["targets"].shape, abs(args["z_loss"])
+    c, share, valid = cross_entropy_terms(
+        x, args["targets"], args["ignore_index"], args["label_smoothing"], args["softcap"], args["vocab_size"]
+    )
+    lse, wide = c.logsumexp(-1, keepdim=True), 2.0**-10 if dtype.itemsize == 2 else 1.0
+    rows = (lse.abs() + z * lse.square())[:, 0] + (share * c.abs()).sum(-1)
+    g = (
+        douts[0].reshape(-1)
+        if args["reduction"] == "none"
+        else douts[0].expand(len(c)) / (valid.sum() if args["reduction"] == "mean" else 1)
+    )
+    p = (c - lse).exp() * (1 + wide * ((c - lse).abs().clamp(max=1e3) + (args["softcap"] or 0.0))) + 1e-30 * (dtype != torch.float64)
+    dx = (g.abs() * valid)[:, None] * ((1 + 2 * z * lse.abs()) * p + share)
+    dx = torch.nn.functional.pad(dx, (0, x.shape[-1] - c.shape[1])).view(x.shape)
+    return [reduced(rows, valid, args["reduction"], shape), dx, None]
+
+
+def rounded_cross_entropy(logits, targets, **rest):
+    """The loss in logits' dtype, as the fuzzer expects."""
+    loss = cukern.cross_entropy(logits, targets, **rest)
+    return loss.to(logits.dtype) if isinstance(logits, torch.Tensor) else loss
+
+
 def draw_rope(d: Draw) -> dict:
     b, s, h, kh, half = d.size(), d.size(), d.size(), d.size(), d.pick(1, 2, 3, 4, 8)
     layout, dtype, n = d.pick("bshd", "bhsd", "sbhd", "thd"), d.dtype(), 2 * half
@@ -447,6 +511,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "log_softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).log_softmax(dim), 4),
     "causal_softmax": (draw_causal, causal_softmax, 4),
     "embedding": (draw_embedding, embedding, 2),
+    "cross_entropy": (draw_cross_entropy, cross_entropy, 4),
     "rope": (draw_rope, rope, 2),
     "rope_": (draw_rope, rope, 2),
     "apply_rotary_pos_emb": (draw_te, te, 2),
@@ -463,7 +528,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
 
 
 def function_of(op: str) -> Any:
-    return rope_in_place if op == "rope_" else getattr(cukern, op)
+    return {"rope_": rope_in_place, "cross_entropy": rounded_cross_entropy}.get(op) or getattr(cukern, op)
 
 
 @contextlib.contextmanager
@@ -533,8 +598,9 @@ def run_valid(case: Case) -> None:
 
 def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) -> list:
     """What the error of each result is relative to: the sum of the absolute values of its terms."""
-    if "softmax" in case.op:
-        out, *every = softmax_scales(case.op, getattr(torch, args["x"].dtype), fill(args, tensors), grads)
+    if "softmax" in case.op or case.op == "cross_entropy":
+        scales = functools.partial(softmax_scales, case.op) if "softmax" in case.op else cross_entropy_scales
+        out, *every = scales(getattr(torch, specs(args)[0].dtype), fill(args, tensors), grads)
         return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
     if "norm" in case.op:
         outs, every = norm_scales(case.op, fill(args, tensors), grads)
@@ -589,8 +655,9 @@ TWINS = {  # the same in another type
     tuple: ("list(v)",),
 }
 OPTIONAL = ("version", "window", "sink", "k", "sin", "positions", "position_ids", "mrope_section", "cu_seqlens", "start_positions",
-            "bias", "residual")  # fmt: skip
-NUMBERS = {"sink", "scale", "eps", "dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank"}
+            "bias", "residual", "softcap", "vocab_size")  # fmt: skip
+NUMBERS = {"sink", "scale", "eps", "dim", "window", "rotary_dim", "rotary_offset", "cp_size", "cp_rank",
+           "ignore_index", "z_loss", "softcap", "vocab_size"}  # fmt: skip
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -612,14 +679,15 @@ def may_succeed(case: Case, name: str, what: str) -> bool:
             name in OPTIONAL or (name == "weight" and "norm" in case.op) or (case.op.startswith("rope") and name in ("scale", "rotary_dim"))
         )
     if what == "True":
-        return name in ("interleaved", "inverse", "fused")
-    if what in SHAPES or what.startswith("torch.tensor"):
-        names = "x", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
-        return name in names or "v" in what
+        return name in ("interleaved", "inverse", "fused", "inplace_backward")
     if what == "torch.arange(3)":
-        return name == "tokens"
+        return name in ("targets", "tokens")
+    if what in SHAPES or what.startswith("torch.tensor"):
+        names = "x", "logits", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
+        return name in names or "v" in what
     whole = what in ("2", "-7", "10**400", "-(10**30)") and name in NUMBERS
-    return whole or (what in ("1.5", "nan", "inf") and name in ("scale", "sink")) or (what == "1.5" and name == "eps")
+    factor = what in ("1.5", "nan", "inf") and name in ("scale", "sink", "z_loss", "softcap")
+    return whole or factor or (what == "1.5" and name == "eps")
 
 
 def run_nonsense(case: Case) -> None:
@@ -737,7 +805,7 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
     if d.kind == "valid":
         return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
     if d.kind == "transforms":
-        first = next(k for k in ("x", "a", "t", "gate", "weight") if k in args)  # has a gradient, if nothing else has
+        first = next(k for k in ("x", "a", "t", "gate", "weight", "logits") if k in args)  # has a gradient, if nothing else has
         args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
         return Case(op, d.place, d.kind, args, (d.pick(*TRANSFORMS), d.integer(0, 99)))
     args = pytree.tree_map(lambda v: dataclasses.replace(v, grad=False) if isinstance(v, T) else v, args)

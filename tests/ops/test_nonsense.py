@@ -35,6 +35,7 @@ GOOD = {
     cukern.embedding: {"tokens": IDS, "weight": X, "positions": torch.zeros(5, 6)},
     cukern.apply_rotary_pos_emb: {"t": Q, "freqs": FREQS, "tensor_format": "bshd", "cp_size": 1, "cp_rank": 0},
 }
+GOOD[cukern.cross_entropy] = {"logits": X, "targets": IDS[:, 0]}
 OTHERS = {"factors": X, "k": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
 GATED = cukern.swiglu, cukern.geglu
 LINEARS = cukern.kron_linear, cukern.lokr_linear, cukern.matmul, cukern.linear
@@ -107,6 +108,19 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("interleaved inverse fused", (*NO_FLAG, None), TypeError, "^{name}"),
     ("layout tensor_format", (*NO_STRING, None), TypeError, "^{name}"),
     ("mrope_section", (5, "ab", (1, 1.0, 2), (True, 1, 2), [[1], 1, 2], torch.tensor([1, 1, 2]), {}), TypeError, "^{name}"),
+    ("logits targets", odd, TypeError, r"^{name}\b"),
+    ("targets", lambda t: (t[None], t[:1], t[0]), ValueError, "^targets has shape"),
+    ("targets", lambda t: (t.to("meta"),), ValueError, "^targets is on meta"),
+    ("label_smoothing z_loss softcap", NO_NUMBER, TypeError, "{name} must be a number, got"),
+    ("label_smoothing z_loss softcap", (inf, -inf, nan, 10**400), ValueError, "{name} must be finite"),
+    ("label_smoothing", (-0.1, 1.5), ValueError, "label_smoothing must be from 0 to 1, got"),
+    ("softcap", (0, -1.0), ValueError, "softcap must be positive"),
+    ("ignore_index vocab_size", NO_INT, TypeError, "{name} must be an int, got"),
+    ("vocab_size", (0, 7, -1), ValueError, "vocab_size must be in 1..6, got"),
+    ("ignore_index", (10**30,), ValueError, "ignore_index must be in"),
+    ("reduction", (*NO_STRING, None), TypeError, "^reduction must be a str"),
+    ("reduction", ("avg", ""), ValueError, "^reduction must be one of none, sum, mean, got"),
+    ("inplace_backward", (*NO_FLAG, None), TypeError, "^inplace_backward must be a bool"),
     ("version", (*NO_STRING, (["v5"], None)), TypeError, "must be a str or None, got"),
     ("version", ("", "V1", "v99"), ValueError, "has no version"),
     ("version", ((None, "v0"),), ValueError, "has no version", *SOFTMAXES),

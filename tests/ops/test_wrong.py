@@ -450,6 +450,43 @@ LAYERNORM_ADD = Problem(
     lambda partials: partials.sum(1), drawn(((2, 1, 1),), ((2, 40, 70),)), launch_layernorm_add, sums=True, shipped="layernorm.cu"
 )
 
+# ---- cross_entropy: rows of logits with 3 columns of padding
+
+
+def launch_loss(kernel: Kernel, loss: torch.Tensor, x: torch.Tensor, targets: torch.Tensor) -> None:
+    kernel(loss, x, targets, x.shape[1], x.shape[1] - 3, grid=len(x), block=64)
+
+
+def launch_in_place_gradient(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, targets: torch.Tensor) -> None:
+    kernel(out.copy_(x), targets, x.shape[1], x.shape[1] - 3, grid=len(x), block=64)
+
+
+def losses(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(x[:, :-3], targets.long(), reduction="none")
+
+
+def gradient_and_loss(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    p = x[:, :-3].softmax(-1) - torch.nn.functional.one_hot(targets.long(), x.shape[1] - 3)
+    return torch.cat((p, losses(x, targets)[:, None], x[:, -2:]), 1)
+
+
+def logits_and_targets(device: str) -> Iterable[Tensors]:
+    return ((draw(device, rows, n + 3), torch.randint(n, (rows,), device=device)) for rows, n in ((1, 1), (3, 67), (2, 300)))
+
+
+def loss_scale(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return x[:, :-3].logsumexp(-1).abs() + x.gather(1, targets.long()[:, None])[:, 0].abs()
+
+
+CROSS_ENTROPY = Problem(losses, logits_and_targets, launch_loss, sums=True, scale=loss_scale)
+CROSS_ENTROPY_GRADIENT = Problem(
+    gradient_and_loss,
+    logits_and_targets,
+    launch_in_place_gradient,
+    sums=True,
+    scale=lambda x, targets: gradient_and_loss(x, targets).abs() + 1,
+)
+
 # ---- the table of bugs
 
 
@@ -585,6 +622,11 @@ CASES = [
          "sum += k * blockDim.x + threadIdx.x < columns ? (a[k] - mean) * (a[k] - mean) : C(0);"),
     Case("layernorm/partials.cu", "layernorm_add<float, float>", LAYERNORM_ADD, "a wrong place",
          "blockIdx.y * columns", "blockIdx.y * blocks * columns"),
+    Case("cross_entropy/rescale.cu", "row_loss", CROSS_ENTROPY, "a missing factor", "sum = sum +", "sum = sum * exp(before - largest) +"),
+    Case("cross_entropy/padding.cu", "row_loss", CROSS_ENTROPY, "padding in a sum", "i < columns;", "i < vocab;"),
+    Case("cross_entropy/in_place.cu", "row_gradient", CROSS_ENTROPY_GRADIENT, "a result over what others read",
+         "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "(i == target)", r"writes 4 bytes, .* read at {there}", there="log(sum) - x[target]")),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",

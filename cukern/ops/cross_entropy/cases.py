@@ -1,0 +1,67 @@
+"""The registry's ops: cross_entropy with the default options, and cross_entropy_padded with all others on a padded vocabulary."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.cross_entropy.op import VERSIONS, cross_entropy
+from cukern.ops.cross_entropy.reference import Options, reference
+from cukern.runtime import checks
+from cukern.runtime.registry import Cost, Op, register, row_counts
+
+
+def _options(padded: bool, columns: int) -> Options:
+    padding = 47 if columns > 1000 else 3 if columns > 3 else 0
+    return Options(columns - padding, -1, "none", 0.1, 1e-2, 5.0) if padded else Options(columns)
+
+
+def _call(padded: bool, logits: Tensor, targets: Tensor, version: str | None = None) -> Tensor:
+    vocab, ignored, reduction, smoothing, z_loss, softcap, _ = _options(padded, logits.shape[-1])
+    options: dict[str, Any] = {"label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap or None, "vocab_size": vocab}
+    loss = cross_entropy(logits, targets, ignore_index=ignored, reduction=reduction, version=version, **options)
+    return loss.to(logits.dtype)  # the tools expect outputs of the inputs' dtype
+
+
+def _reference(padded: bool, logits: Tensor, targets: Tensor) -> Tensor:
+    return reference(logits, targets, _options(padded, logits.shape[-1])).to(logits.dtype)
+
+
+def _make(padded: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    targets = torch.randint(_options(padded, dims[1]).vocab, dims[:1], device=device)
+    if padded:
+        targets = targets.masked_fill(torch.arange(dims[0], device=device) % 4 == 3, -1).int()
+    return torch.randn(*dims, dtype=dtype, device=device), targets
+
+
+def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    rows, n = dims[0], dims[0] * dims[1]
+    return {"fwd": Cost(n * itemsize + 4 * rows, 4 * n), "bwd": Cost(2 * n * itemsize + 4 * rows, 5 * n)}
+
+
+def _magnitude(padded: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The sums of the terms' absolute values. The softcap's slope, which is at most 1, is left out."""
+    (logits, targets), (vocab, ignored, reduction, smoothing, z_loss, softcap, _) = inputs, _options(padded, inputs[0].shape[1])
+    c, valid = logits[:, :vocab], (targets != ignored)[:, None]
+    c = softcap * torch.tanh(c / softcap) if softcap else c
+    lse, weight = c.logsumexp(1, keepdim=True), valid / (1 if reduction == "none" else valid.sum())
+    share = torch.nn.functional.one_hot(targets.long().clamp(0), vocab) * (1 - smoothing) + smoothing / vocab
+    loss = weight * (lse.abs() + (share * c.abs()).sum(1, keepdim=True) + z_loss * lse * lse)
+    dx = weight * douts[0].abs().view(-1, 1) * ((1 + 2 * z_loss * lse.abs()) * (c - lse).exp() + share)
+    return loss[:, 0] if reduction == "none" else loss.sum(), torch.nn.functional.pad(dx, (0, logits.shape[1] - vocab))
+
+
+for _name, _padded in (("cross_entropy", False), ("cross_entropy_padded", True)):
+    _functions: dict[str, Any] = {"function" if _padded else "spread": partial(_call, _padded)}
+    register(
+        Op(
+            **{"function": cross_entropy, **_functions}, name=_name, stem="cross_entropy", variants=row_counts, versions=VERSIONS,
+            reference=partial(_reference, _padded), magnitude=partial(_magnitude, _padded), make=partial(_make, _padded),
+            dtypes=checks.FLOATS, dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost, bound="memory", roundings=4,
+            check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (5, 50_257), (7, 50_304)),
+            sim_dims=((1, 1), (5, 67), (2, 300)),
+            bench_dims=((8192, 50304), (8192, 50257), (32768, 4096), (4096, 128256)),
+        )
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. Math: kernels_cu/cross_entropy.cu."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.cross_entropy.reference import Options, gradient, reduce, reference, wide
+from cukern.runtime import backend, checks, interop
+from cukern.runtime.device import cached
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
+
+TARGETS = (torch.int64, torch.int32)
+REDUCTIONS = ("none", "sum", "mean")
+
+
+def cross_entropy(
+    logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, vocab_size: int | None = None, inplace_backward: bool = False, version: str | None = None,
+) -> Tensor:  # fmt: skip
+    """The cross-entropy loss of logits, as torch.nn.functional.cross_entropy of target indices. Differentiable any number of times.
+
+        logits = torch.randn(8, 1024, 50304, device="cuda", requires_grad=True)
+        targets = torch.randint(50257, (8, 1024), device="cuda")
+        cukern.cross_entropy(logits, targets, vocab_size=50257).backward()
+
+    Args:
+        logits: (..., V), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. It is not copied if the last
+            dimension has stride 1 and the others flatten to one of any stride; else it is copied once. 16-bit types are computed in
+            float32. CPU tensors use torch's operations, or the simulator.
+        targets: (...), int64 or int32: for each row the index of its class, in 0..vocab_size-1, or ignore_index.
+        ignore_index: rows with this target have loss 0 and gradient 0.
+        reduction: "mean" divides the sum of the losses by the number of targets that are not ignored. Without such a target it is NaN,
+            as in torch, and the gradient is 0. "sum" or "none" do not divide.
+        label_smoothing: from 0 to 1. The target's share is 1 - label_smoothing, and each of the vocab_size classes gets an equal part
+            of the rest.
+        z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each row that is not ignored.
+        softcap: a positive number; the logits become softcap * tanh(logits / softcap) first. None: they stay as they are.
+        vocab_size: the columns from this one on are padding: they are not used, and their gradient is 0. None: V.
+        inplace_backward: the backward writes the gradient over the logits, which saves their memory. The logits cannot be a leaf. If an
+            operation needs their old values after that, such as a second backward, autograd raises RuntimeError. The gradient cannot be
+            differentiated. On the CPU and inside torch.compile this option has no effect.
+        version: "v1" or "v2"; default: the fastest.
+
+    Returns the loss: a number, or with "none" a tensor of targets' shape. It is float32, or float64 for float64 logits. torch rounds it to
+    the dtype of 16-bit logits, which leaves 2 or 3 digits, and lets a scaled float16 loss overflow. Two calls give the same bits. Autocast
+    does not change the dtype or the computation.
+
+    A target outside 0..vocab_size-1 that is not ignore_index raises ValueError on the CPU. On a GPU, where that would need a
+    synchronization, the loss and the gradient of its row are NaN. So they are in the simulator.
+
+    Raises TypeError for another dtype or an option of another type; ValueError for shapes or devices that do not fit, or an option outside
+    its range. The z-loss is that of PaLM (Chowdhery et al., arXiv 2204.02311), the softcap that of Gemma 2 (arXiv 2408.00118).
+    """
+    logits, targets = interop.to_torch("logits", logits), interop.to_torch("targets", targets)
+    checks.dtype("logits", logits, checks.FLOATS)
+    checks.dtype("targets", targets, TARGETS)
+    checks.version("cross_entropy", version, VERSIONS)
+    if not logits.ndim or logits.shape[:-1] != targets.shape:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
+    if logits.device != targets.device:
+        raise ValueError(f"targets is on {targets.device}, logits is on {logits.device}: they must be on one device")
+    options = _options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    inplace = _in_place(logits, inplace_backward)
+    if not logits.is_cuda and not backend.simulates(logits):
+        if version is not None:
+            checks.needs_gpu("cross_entropy", version, logits.device)
+        _check_targets(targets, options)
+        return reference(logits, targets, options)
+    rows = targets.reshape(-1)
+    x = _unit_column_stride(logits.reshape(rows.shape[0], logits.shape[-1]))
+    loss, _ = _apply(x, rows, inplace, *options) if watched(x) else _cross_entropy(x, rows, *options)
+    return loss.view(targets.shape) if options.reduction == "none" else loss
+
+
+def _options(
+    columns: int, ignored: int, reduction: str, smoothing: float, z_loss: float, softcap: Any, vocab: Any, version: str
+) -> Options:
+    ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
+    reduction = checks.choice("reduction", reduction, REDUCTIONS)
+    smoothing, z_loss = checks.number("label_smoothing", smoothing), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {smoothing!r}")
+    if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
+        raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
+    if columns < 1:
+        raise ValueError(f"logits must have at least one class, got {columns}")
+    vocab = columns if vocab is None else checks.integer("vocab_size", vocab, 1, columns)
+    return Options(vocab, ignored, reduction, smoothing, z_loss, float(softcap or 0), version)
+
+
+def _in_place(logits: Tensor, inplace: bool) -> bool:
+    if not checks.flag("inplace_backward", inplace) or torch.compiler.is_compiling() or not watched(logits):
+        return False
+    if logits.is_leaf:
+        raise ValueError("inplace_backward writes over the logits, which must not be a leaf that requires grad, such as a parameter")
+    if transformed():
+        raise NotImplementedError("inplace_backward of cross_entropy has no rule for torch.func transforms and forward-mode derivatives")
+    return True
+
+
+def _check_targets(targets: Tensor, options: Options) -> None:
+    if torch.compiler.is_compiling() or transformed() or type(targets) not in (Tensor, torch.nn.Parameter) or targets.is_meta:
+        return
+    wrong = targets[((targets < 0) | (targets >= options.vocab)) & (targets != options.ignored)]
+    if wrong.numel():
+        raise ValueError(f"targets must be in 0..{options.vocab - 1} or ignore_index {options.ignored}, got {int(wrong[0])}")
+
+
+def _unit_column_stride(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+# ---- the raw ops: x is (rows, columns), targets (rows), stats (rows + 1): each row's logsumexp, and the number of targets not ignored
+
+
+def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
+    loss, stats = _fake(x, targets, *rest)
+    x, targets, is_reduced = _unit_column_stride(x), targets.contiguous(), options.reduction != "none"
+    losses = torch.empty(rows, dtype=loss.dtype, device=x.device) if is_reduced else loss
+    launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    if rows:
+        pointers = losses.data_ptr(), stats.data_ptr(), x.data_ptr(), targets.data_ptr()
+        launch((rows, 1, 1), block, 0, *pointers, is_wide, x.stride(0), options.vocab, options.ignored, *options[3:6])
+    if is_reduced:
+        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, losses.data_ptr(), targets.data_ptr()
+        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, is_wide, rows, options.ignored, options.reduction == "mean")
+    return loss, stats
+
+
+def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _write_gradient(dx, _unit_column_stride(x), *rest)
+    return dx
+
+
+def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
+    options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
+    if not rows:
+        return
+    targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
+    step = dloss.stride(0) if options.reduction == "none" else 0
+    count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
+    pointers = dx.data_ptr(), x.data_ptr(), targets.data_ptr(), stats.data_ptr(), dloss.data_ptr(), count
+    sizes = dx.stride(0), x.stride(0), x.shape[1], options.vocab
+    launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    launch((rows, 1, 1), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
+
+
+def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
+    loss = torch.empty(x.shape[:1] if reduction == "none" else (), dtype=wide(x.dtype), device=x.device)
+    return loss, torch.empty(x.shape[0] + 1, dtype=torch.float64, device=x.device)
+
+
+_SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
+_TENSORS = "Tensor targets, Tensor stats, Tensor dloss"
+_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, _launch, _fake)
+_backward = raw_op(
+    f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)  # fmt: skip
+_backward_in_place = raw_op(
+    f"_cross_entropy_backward_(Tensor(a!) x, {_TENSORS}, {_SCALARS}) -> ()", 4,
+    lambda x, *rest: _write_gradient(x, x, *rest), lambda *_: None,
+)  # fmt: skip
+
+# ---- autograd
+
+
+class _CrossEntropy(Differentiable):
+    """(x, targets, inplace, *Options) -> loss and stats. stats has no gradient."""
+
+    @staticmethod
+    def forward(x, targets, inplace, *options):
+        return _cross_entropy(x, targets, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, targets, ctx.inplace, *ctx.options = inputs
+        ctx.mark_non_differentiable(output[1])
+        save(ctx, x, targets, output[1])
+
+    @staticmethod
+    def backward(ctx, dloss, _):
+        (x, targets, stats), dx = ctx.saved_tensors, None
+        if watched(x, dloss) and not torch.compiler.is_compiling():
+            if ctx.inplace:
+                raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
+            dx = gradient(x, targets, dloss, Options(*ctx.options))
+        elif ctx.inplace:
+            _backward_in_place(x, targets, stats, dloss, *ctx.options)
+            torch.autograd.graph.increment_version(x)
+            dx = x.detach()
+        else:
+            dx = _backward(x, targets, stats, dloss, *ctx.options)
+        return dx, *(None,) * 9
+
+    @staticmethod
+    def tangent(ctx, dx, *_):
+        (x, targets, _), options = ctx.saved_tensors, Options(*ctx.options)
+        g = gradient(x.to(wide(x.dtype)), targets, torch.ones_like(targets, dtype=wide(x.dtype)), options._replace(reduction="none"))
+        return reduce((g * dx).sum(1), targets, options), None
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply, info.batch_size, in_dims, args)
+
+
+_apply = apply_of(_CrossEntropy)
+
+# ---- the versions: for each pass the kernel of a dtype, with or without softcap, and its threads for a number of columns
+
+
+def _template(name: str) -> Template:
+    return Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True)
+
+
+_REDUCE = _template("reduce")
+
+
+@cached(4096)
+def _plan(
+    pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int
+) -> tuple[backend.Launch, backend.Launch, tuple[int, int, int]]:
+    """The launch of a pass, that of the reduction, and the block."""
+    kernel, threads = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
+    return kernel.on(device), _REDUCE[wide(dtype)].on(device), (threads, 1, 1)
+
+
+def _version(idea: str, name: str, threads: Callable[[int], int]) -> Version:
+    """`threads` per block, for the bytes of a row."""
+    templates = [_template(name), _template(f"{name}_bwd")]
+
+    def planned(template: Template) -> Callable[..., Any]:
+        return lambda dtype, softcap, columns: (template[dtype, softcap], threads(columns * dtype.itemsize))
+
+    def instances(dtype: torch.dtype) -> list[Kernel]:
+        return [_REDUCE[wide(dtype)], *(t[dtype, softcap] for t in templates for softcap in (False, True))]
+
+    return Version(idea, planned(templates[0]), planned(templates[1]), instances)
+
+
+VERSIONS = {
+    "v1": _version("one element per thread and step", "v1", lambda row_bytes: 256),
+    # two vectors per thread of a short row
+    "v2": _version("16-byte vectors", "v2", lambda row_bytes: min(512, max(32, 1 << (row_bytes // 32).bit_length()))),
+}

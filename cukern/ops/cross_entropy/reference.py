@@ -1,0 +1,52 @@
+"""cross_entropy in torch's operations: for CPU tensors, for tests, and for higher derivatives."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cukern.runtime.autocast import off
+
+
+class Options(NamedTuple):
+    """What a call computes. `softcap` is 0 without a softcap."""
+
+    vocab: int
+    ignored: int = -100
+    reduction: str = "mean"
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    version: str = ""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the computation and of the loss, for logits of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
+    with off(logits):
+        vocab, ignored, reduction, smoothing, z_loss, softcap, _ = options
+        x, flat = logits.to(wide(logits.dtype))[..., :vocab].reshape(-1, vocab), targets.reshape(-1).long()
+        if softcap:
+            x = softcap * torch.tanh(x / softcap)
+        inner = "none" if z_loss else reduction
+        loss = functional.cross_entropy(x, flat, ignore_index=ignored, reduction=inner, label_smoothing=smoothing)
+        if z_loss:
+            loss = reduce(loss + (z_loss * x.logsumexp(-1).square()).masked_fill(flat == ignored, 0.0), flat, options)
+        return loss.view(targets.shape) if reduction == "none" else loss
+
+
+def reduce(rows: Tensor, targets: Tensor, options: Options) -> Tensor:
+    """The rows' losses as `reduction` says."""
+    if options.reduction == "none":
+        return rows
+    return rows.sum() / (targets != options.ignored).sum() if options.reduction == "mean" else rows.sum()
+
+
+def gradient(x: Tensor, targets: Tensor, dloss: Tensor, options: Options) -> Tensor:
+    """The gradient of the logits x (rows, columns), in operations that can be differentiated again."""
+    with off(x):
+        return torch.func.vjp(lambda logits: reference(logits, targets, options), x)[1](dloss)[0]

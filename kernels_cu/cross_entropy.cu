@@ -1,0 +1,257 @@
+// cross_entropy: the loss of each row of logits, their sum or mean, and the gradient of the logits.
+//
+//     c = x, or softcap tanh(x / softcap)        lse = log(sum(exp(c)))        s = smoothing / vocab        p = exp(c - lse)
+//     loss = lse - (1 - smoothing) c[target] - s sum(c) + z_loss lse^2
+//     dx   = w c'(x) ((1 + 2 z_loss lse) p - s - (1 - smoothing) [column == target]),   w: the gradient of the row's loss
+//
+// Sums run over the first `vocab` columns. Columns behind them are padding: they are not used, and their gradient is 0. A row with the
+// target `ignored` has loss 0 and gradient 0. A row with another target outside 0..vocab-1 has loss NaN and gradient NaN.
+//
+// Layout     x is (rows, columns), rows `x_row` elements apart; dx has rows `dx_row` apart and may be x. loss has the type of the
+//            computation: float, or double for double. lse is double. Targets are int64 (`wide`) or int32. Offsets are 64-bit.
+// Algorithm  one block per row. The forward is online softmax in one pass: each thread has the largest c so far and the sum of
+//            exp(c - largest); both are reduced over the block in a fixed order. The backward reads a row and writes its gradient.
+//            lse is kept as a double, and p is computed from its two float parts, so that large logits lose no digits.
+// Launch     grid = rows, block = 32 to 512 threads (v2) or 256 (v1). The sum of the losses is a second launch of one block of 1024.
+//
+// version  idea                                                               8192x50304 bf16, H200
+// v1       one element per thread and step                                    not measured
+// v2       16-byte vectors; 4 loads (backward: 2) per thread in flight        not measured
+//
+// Predictions: docs/notes/cross_entropy.md. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
+#include "common/math.cuh"
+#include "common/pack.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/math.cuh"
+#include "common/reduce.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f;
+
+__device__ __forceinline__ double nan_value() { return __longlong_as_double(0x7ff8000000000000ll); }
+__device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+
+__device__ __forceinline__ long long target_of(const void* targets, bool wide, long long row) {
+    return wide ? static_cast<const long long*>(targets)[row] : static_cast<const int*>(targets)[row];
+}
+
+// -inf, the maximum of a row of -inf, becomes 0, so that c - base is never NaN for c = -inf.
+template <typename C>
+__device__ __forceinline__ C base_of(C largest) {
+    return largest == minus_infinity<C>() ? C(0) : largest;
+}
+
+// c(x) = cap tanh(x / cap). 16-bit types use an approximation with an absolute error of 3e-7 in tanh.
+template <typename T, bool SOFTCAP>
+struct Softcap {
+    using C = compute_t<T>;
+    C cap, inverse;
+    __device__ __forceinline__ explicit Softcap(double cap) : cap(cap), inverse(1 / cap) {}
+    __device__ __forceinline__ C tanh_of(C x) const {
+        if constexpr (sizeof(T) == 2) return fmaf(-2, reciprocal_approx(exponential(2 * inverse * x) + 1), 1);
+        else return tanh(x * inverse);
+    }
+    __device__ __forceinline__ C operator()(C x) const { return SOFTCAP ? cap * tanh_of(x) : x; }
+};
+
+// Calls use(column, values) for every column of a row, with arrays of consecutive values: 16-byte vectors that are aligned in `to`, which
+// has the same columns, and single columns before and after them. LOADS vectors per thread are in flight. Without is_read, values are 0.
+template <int LOADS, typename T, class F>
+__device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use) {
+    constexpr int N = 16 / sizeof(T);
+    unsigned long long from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
+    long long first = min(columns, static_cast<long long>(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
+    for (long long i = threadIdx.x; i < vectors; i += LOADS * blockDim.x) {
+        Vec<T, N> loaded[LOADS] = {};
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) {
+            const T* p = x + first + (i + k * blockDim.x) * N;
+            if (!is_read || i + k * blockDim.x >= vectors) continue;
+            if ((address - from) % 16 == 0) loaded[k] = load_vec<T, N>(p);
+            else
+                for (int j = 0; j < N; ++j) loaded[k].v[j] = p[j];
+        }
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) {
+            compute_t<T> values[N];
+            unpack(values, loaded[k]);
+            if (i + k * blockDim.x < vectors) use(first + (i + k * blockDim.x) * N, values);
+        }
+    }
+    long long edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
+    if (edge < columns) {
+        compute_t<T> values[1] = {load_as(x[edge])};
+        use(edge, values);
+    }
+}
+
+// The largest c and the sum of exp(c - largest) of what a thread has read.
+template <typename T, bool SOFTCAP>
+struct OnlineSum {
+    using C = compute_t<T>;
+    Softcap<T, SOFTCAP> capped;
+    C largest = minus_infinity<C>();
+    sum_t<T> sum = 0, total = 0;
+    __device__ __forceinline__ explicit OnlineSum(double softcap) : capped(softcap) {}
+    template <int N>
+    __device__ __forceinline__ void operator()(long long, C (&c)[N]) {
+        C top = largest, partial = 0, linear = 0;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            c[j] = capped(c[j]);
+            top = max(top, c[j]);
+        }
+        C base = base_of(top);
+        if (top > largest) {
+            sum *= exponential(largest - base);
+            largest = top;
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            partial += exponential(c[j] - base);
+            linear += c[j];
+        }
+        sum += partial;
+        total += linear;
+    }
+};
+
+// Adds up what the threads have read, and writes the loss and lse of the row.
+template <typename T, bool SOFTCAP>
+__device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, const T* x, const OnlineSum<T, SOFTCAP>& online,
+                                           long long target, long long vocab, long long ignored, double smoothing, double z_loss) {
+    __shared__ compute_t<T> maxima[32];
+    __shared__ sum_t<T> sums[32], totals[32];
+    compute_t<T> largest = block_reduce<Max>(online.largest, maxima);
+    double base = base_of(largest), log_sum = block_reduce<Sum>(online.sum * exponential(online.largest - base_of(largest)), sums);
+    double total = block_reduce<Sum>(online.total, totals), result = target == ignored ? 0.0 : nan_value();
+    if (threadIdx.x != 0) return;
+    log_sum = log(log_sum);
+    if (target != ignored && target >= 0 && target < vocab) {
+        result = (base - (1 - smoothing) * online.capped(load_as(x[target]))) + log_sum;
+        if (smoothing != 0) result -= smoothing / vocab * total;
+        if (z_loss != 0) result += z_loss * (base + log_sum) * (base + log_sum);
+    }
+    *loss = result;
+    *lse = base + log_sum;
+}
+
+// The gradient of a column, from what all columns of a row have in common.
+template <typename T, bool SOFTCAP>
+struct Gradient {
+    using C = compute_t<T>;
+    Softcap<T, SOFTCAP> capped;
+    C high, low, of_p, of_target, of_all;  // high + low is lse
+    long long target, vocab;
+    bool is_zero;
+    __device__ __forceinline__ Gradient(double weight, double lse, long long target, long long vocab, long long ignored, double smoothing,
+                                        double z_loss, double softcap)
+        : capped(softcap), high(lse), target(target), vocab(vocab), is_zero(target == ignored) {
+        if (target < 0 || target >= vocab) weight = nan_value();
+        low = abs(lse) <= 3.4e38 ? lse - static_cast<double>(high) : 0.0;
+        of_p = weight * (1 + 2 * z_loss * lse);
+        of_target = weight * (1 - smoothing);
+        of_all = weight * smoothing / vocab;
+    }
+    __device__ __forceinline__ C operator()(C x, long long column) const {
+        if (is_zero || column >= vocab) return 0;
+        C t = SOFTCAP ? capped.tanh_of(x) : C(0), c = SOFTCAP ? capped.cap * t : x, g = of_p * exponential((c - high) - low) - of_all;
+        return (1 - t) * (1 + t) * (column == target ? g - of_target : g);
+    }
+};
+
+// ---- v1
+
+// Grid rows, block 256.
+template <typename T, bool SOFTCAP>
+__global__ void cross_entropy_v1(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long x_row,
+                                 long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
+    using C = compute_t<T>;
+    wait_for_previous();
+    long long row = blockIdx.x, target = target_of(targets, wide, row);
+    long long shown = target == ignored ? 0 : vocab;  // an ignored row is not read
+    x += row * x_row;
+    OnlineSum<T, SOFTCAP> online(softcap);
+    for (long long i = threadIdx.x; i < shown; i += blockDim.x) {
+        C c[1] = {load_as(x[i])};
+        online(i, c);
+    }
+    write_loss(loss + row, lse + row, x, online, target, vocab, ignored, smoothing, z_loss);
+}
+
+// The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null. Grid rows, block 256.
+template <typename T, bool SOFTCAP>
+__global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss,
+                                     const double* count, bool wide, long long dx_row, long long x_row, long long columns, long long vocab,
+                                     long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
+    wait_for_previous();
+    long long row = blockIdx.x, target = target_of(targets, wide, row);
+    double weight = dloss[row * dloss_step] / (count ? *count : 1.0);
+    Gradient<T, SOFTCAP> gradient(weight, lse[row], target, vocab, ignored, smoothing, z_loss, softcap);
+    dx += row * dx_row;
+    x += row * x_row;
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) dx[i] = T(gradient(load_as(x[i]), i));
+}
+
+// ---- v2
+
+// Grid rows, block 32 to 512.
+template <typename T, bool SOFTCAP>
+__global__ void __launch_bounds__(512, 1)
+    cross_entropy_v2(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long x_row, long long vocab,
+                     long long ignored, double smoothing, double z_loss, double softcap) {
+    wait_for_previous();
+    long long row = blockIdx.x, target = target_of(targets, wide, row);
+    x += row * x_row;
+    OnlineSum<T, SOFTCAP> online(softcap);
+    read_row<sizeof(T) == 8 ? 2 : 4>(x, x, target == ignored ? 0 : vocab, true, online);
+    write_loss(loss + row, lse + row, x, online, target, vocab, ignored, smoothing, z_loss);
+}
+
+template <typename T, bool SOFTCAP>
+struct GradientWriter {
+    T* dx;
+    const Gradient<T, SOFTCAP>& gradient;
+    template <int N>
+    __device__ __forceinline__ void operator()(long long column, compute_t<T> (&x)[N]) const {
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] = gradient(x[j], column + j);
+        store_vec(dx + column, pack<T, N>(x));
+    }
+};
+
+// The arguments are those of v1. Grid rows, block 32 to 512.
+template <typename T, bool SOFTCAP>
+__global__ void __launch_bounds__(512, 1)
+    cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
+                         bool wide, long long dx_row, long long x_row, long long columns, long long vocab, long long ignored,
+                         long long dloss_step, double smoothing, double z_loss, double softcap) {
+    wait_for_previous();
+    long long row = blockIdx.x, target = target_of(targets, wide, row);
+    double weight = dloss[row * dloss_step] / (count ? *count : 1.0);
+    Gradient<T, SOFTCAP> gradient(weight, lse[row], target, vocab, ignored, smoothing, z_loss, softcap);
+    GradientWriter<T, SOFTCAP> writer{dx + row * dx_row, gradient};
+    read_row<2>(x + row * x_row, writer.dx, columns, !gradient.is_zero, writer);
+}
+
+// ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
+
+// Grid 1, block 1024.
+template <typename C>
+__global__ void cross_entropy_reduce(C* out, double* count, const C* loss, const void* targets, bool wide, long long rows,
+                                     long long ignored, bool mean) {
+    __shared__ double sums[32], counts[32];
+    wait_for_previous();
+    double sum = 0, number = 0;
+#pragma unroll 4
+    for (long long row = threadIdx.x; row < rows; row += blockDim.x) {
+        sum += loss[row];
+        number += target_of(targets, wide, row) != ignored;
+    }
+    sum = block_reduce<Sum>(sum, sums);
+    number = block_reduce<Sum>(number, counts);
+    if (threadIdx.x == 0) {
+        *out = mean ? sum / number : sum;
+        *count = number;
+    }
+}

@@ -1,0 +1,225 @@
+"""cross_entropy beyond test_ops.py: every option against float64, targets, layouts, in-place gradients, extreme values, errors."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import DEVICE, PLACE, gpu, kernels, places, same_bits
+from torch.nn import functional
+
+import cukern
+from cukern.ops.cross_entropy.op import VERSIONS
+from cukern.runtime.registry import OPS
+
+EVERY = pytest.mark.parametrize("device, version", places("cross_entropy"))
+EVERY_VERSION = pytest.mark.parametrize("version", VERSIONS)
+inf, nan = math.inf, math.nan
+
+
+def expected(logits, targets, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0, softcap=None, vocab_size=None, **_):
+    """In float64, without torch's cross_entropy."""
+    c = logits.double()[..., :vocab_size]
+    c = c if softcap is None else softcap * torch.tanh(c / softcap)
+    lse, valid = c.logsumexp(-1), targets != ignore_index
+    own = c.gather(-1, targets.long().clamp(0)[..., None])[..., 0]
+    rows = lse - (1 - label_smoothing) * own + z_loss * lse * lse
+    rows = rows - label_smoothing * c.mean(-1) if label_smoothing else rows  # the mean may be -inf
+    rows = rows.masked_fill(~valid, 0.0)
+    return rows if reduction == "none" else rows.sum() / valid.sum() if reduction == "mean" else rows.sum()
+
+
+def check(logits, targets, tolerance, **options):
+    """Loss and gradient against float64; both are float32 at worst, before the gradient is rounded to logits' dtype."""
+    exact_leaf, leaf = logits.detach().double().requires_grad_(), logits.detach().clone().requires_grad_()
+    version = options.pop("version", None)
+    exact, ours = expected(exact_leaf, targets, **options), cukern.cross_entropy(leaf, targets, version=version, **options)
+    assert ours.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32) and ours.shape == exact.shape
+    torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
+    g = torch.randn_like(ours)
+    (dx,), (exact_dx,) = torch.autograd.grad(ours, leaf, g), torch.autograd.grad(exact, exact_leaf, g.double())
+    rounding = max(tolerance, torch.finfo(logits.dtype).eps)
+    torch.testing.assert_close(dx.double(), exact_dx, rtol=rounding, atol=tolerance)
+    assert dx.shape == logits.shape and dx.dtype == logits.dtype
+
+
+@EVERY
+def test_every_option(device, version):
+    logits = 3 * torch.randn(2, 5, 37, device=device)
+    targets = torch.randint(30, (2, 5), device=device)
+    targets[0, 1] = targets[1, 4] = 7
+    choices = itertools.product((-100, 7), ("mean", "sum", "none"), (0.0, 0.2), (0.0, 0.1), (None, 4.0), (None, 30))
+    names = "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "vocab_size"
+    for i, values in enumerate(choices):
+        if PLACE == "cuda" or version is None or i % 5 == 0:
+            check(logits, targets.int() if i % 2 else targets, 2e-6, version=version, **dict(zip(names, values, strict=True)))
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_the_loss_of_16_bit_logits_is_float32(device, version, dtype):
+    logits, targets = torch.randn(7, 131, device=device).to(dtype), torch.randint(131, (7,), device=device)
+    for options in ({}, {"softcap": 2.0, "reduction": "none", "z_loss": 0.1, "label_smoothing": 0.1}):
+        check(logits, targets, 4e-6, version=version, **options)
+
+
+@kernels
+@EVERY_VERSION
+def test_every_alignment_and_layout(version):
+    memory = torch.randn(12, 3, 80, device=DEVICE)
+    for dtype, start, width in itertools.product((torch.float32, torch.float16), (0, 1, 3), (1, 5, 37, 64)):
+        x = memory.to(dtype)[:, 0, start : start + width]
+        check(x, torch.randint(width, (12,), device=DEVICE), 4e-6, version=version, reduction="none")
+    x = memory.transpose(0, 1)
+    targets = torch.randint(80, (3, 12), device=DEVICE)
+    check(x, targets, 4e-6, version=version)
+    check(memory[..., ::2], targets.t() // 2, 4e-6, version=version)
+    check(memory[:, 0].t(), torch.randint(12, (80,), device=DEVICE)[:80], 4e-6, version=version)
+    check(memory[0, 0], targets[0, 0], 4e-6, version=version)
+    check(memory[:1, 0].expand(12, 80), targets[0], 4e-6, version=version)
+
+
+@EVERY
+def test_ignored_and_empty(device, version):
+    logits = torch.randn(3, 9, device=device, requires_grad=True)
+    none = torch.full((3,), -100, device=device)
+    loss = cukern.cross_entropy(logits, none, version=version)
+    assert loss.isnan() and functional.cross_entropy(logits, none).isnan(), "as torch"
+    assert not torch.autograd.grad(loss, logits)[0].any()
+    assert not cukern.cross_entropy(logits, none, reduction="sum", version=version).any()
+    assert not cukern.cross_entropy(logits, none, reduction="none", z_loss=1.0, version=version).any()
+    empty = torch.randn(0, 9, device=device, requires_grad=True)
+    assert cukern.cross_entropy(empty, none[:0], version=version).isnan()
+    assert not cukern.cross_entropy(empty, none[:0], reduction="sum", version=version).any()
+    loss = cukern.cross_entropy(empty, none[:0], reduction="none", version=version)
+    assert loss.shape == (0,) and torch.autograd.grad(loss.sum(), empty)[0].shape == (0, 9)
+
+
+@kernels
+@EVERY_VERSION
+def test_targets_outside(version):
+    """NaN in the row's loss and gradient; an ignored row may have any target, and its logits are not used."""
+    logits = torch.randn(5, 70, device=DEVICE)
+    logits[4] = nan
+    targets = torch.tensor([3, 60, -1, 1 << 40, -2], device=DEVICE)
+    leaf = logits.requires_grad_()
+    loss = cukern.cross_entropy(leaf, targets, reduction="none", ignore_index=-2, vocab_size=60, version=version)
+    assert loss.isnan().tolist() == [False, True, True, True, False] and float(loss[4].detach()) == 0
+    (dx,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
+    assert dx.isnan()[:, :60].all(1).tolist() == [False, True, True, True, False] and not dx[4].any()
+    assert not dx[:, 60:].any(), "padding"
+
+
+def test_targets_outside_on_the_cpu():
+    for targets, options in ((torch.tensor([0, 6]), {}), (torch.tensor([0, -1]), {}), (torch.tensor([5, 0]), {"vocab_size": 5})):
+        with pytest.raises(ValueError, match=r"targets must be in 0\.\.\d or ignore_index -100, got"):
+            cukern.cross_entropy(torch.randn(2, 6), targets, **options)
+
+
+@EVERY
+def test_extreme_logits(device, version):
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(6, 40, dtype=dtype, device=device)
+        x[0] += 1e4
+        x[1] -= 1e4
+        x[2, 5] = 1e30
+        x[3, 1:] = -inf
+        x[4] *= 100
+        check(x, torch.tensor([1, 2, 5, 0, 7, 8], device=device), 1e-6 if version else 2e-3, version=version, reduction="none")
+    bad = torch.randn(4, 40, device=device)
+    bad[0, 3], bad[1, 3], bad[2], bad[3, 3] = inf, nan, -inf, -inf
+    loss = cukern.cross_entropy(bad, torch.full((4,), 3, device=device), reduction="none", version=version)
+    assert loss[:3].isnan().all() and float(loss[3]) == inf
+    padded = torch.full((2, 40), nan, device=device)
+    padded[:, :30] = torch.randn(2, 30)
+    assert cukern.cross_entropy(padded, torch.tensor([0, 29], device=device), vocab_size=30, version=version).isfinite()
+
+
+@kernels
+@EVERY_VERSION
+def test_inplace_backward(version):
+    logits = torch.randn(5, 67, device=DEVICE, requires_grad=True)
+    targets = torch.randint(60, (5,), device=DEVICE)
+    options = {"vocab_size": 60, "softcap": 3.0, "version": version}
+    (expected_dx,) = torch.autograd.grad(cukern.cross_entropy(logits * 2, targets, **options), logits)
+    hidden = logits * 2
+    other = hidden.square()  # saves the logits
+    loss = cukern.cross_entropy(hidden, targets, inplace_backward=True, **options)
+    before = hidden._version
+    (dhidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    assert dhidden.data_ptr() == hidden.data_ptr() and not dhidden.requires_grad and hidden._version > before
+    assert same_bits(2 * dhidden, expected_dx)
+    for again in (loss, other.sum()):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(again, logits, retain_graph=True)
+    wide = torch.randn(5, 80, device=DEVICE, requires_grad=True)
+    part = (wide * 1)[:, 3:70]
+    (dpart,) = torch.autograd.grad(cukern.cross_entropy(part, targets, inplace_backward=True, **options), part)
+    (same,) = torch.autograd.grad(cukern.cross_entropy(part.detach().requires_grad_(), targets), part, allow_unused=True)
+    assert same is None and dpart.data_ptr() == part.data_ptr()
+    with pytest.raises(ValueError, match="must not be a leaf"):
+        cukern.cross_entropy(logits, targets, inplace_backward=True, **options)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated"):
+        torch.autograd.grad(cukern.cross_entropy(logits * 2, targets, inplace_backward=True), logits, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no rule for torch\.func"):
+        torch.func.grad(lambda x: cukern.cross_entropy(x * 2, targets, inplace_backward=True))(logits.detach())
+    assert cukern.cross_entropy(logits.detach(), targets, inplace_backward=True, version=version).isfinite(), "no gradient"
+
+
+@kernels
+def test_derivatives_of_every_order():
+    x = torch.randn(3, 7, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    targets = torch.tensor([2, -1, 4], device=DEVICE)
+    for reduction in ("mean", "none"):
+        options = {"ignore_index": -1, "reduction": reduction, "z_loss": 0.3, "softcap": 2.0, "label_smoothing": 0.1, "vocab_size": 5}
+        for numeric_check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert numeric_check(lambda t, o=options: cukern.cross_entropy(t, targets, **o), (x,), fast_mode=PLACE == "sim")
+
+
+@kernels
+def test_many_rows_are_reduced_in_a_fixed_order():
+    rows = 2500  # more than two for each thread of the reduction
+    logits, targets = torch.randn(rows, 3, device=DEVICE), torch.randint(-1, 3, (rows,), device=DEVICE)
+    for reduction in ("mean", "sum"):
+        first, again = (cukern.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction) for _ in range(2))
+        assert same_bits(first, again)
+        exact = expected(logits, targets, ignore_index=-1, reduction=reduction)
+        torch.testing.assert_close(first.double(), exact, rtol=1e-6, atol=0)
+
+
+@gpu
+@EVERY_VERSION
+def test_opcheck(version, device="cuda"):
+    x, targets = torch.randn(5, 7, device=device), torch.randint(7, (5,), device=device)
+    for reduction in ("mean", "none"):
+        options = 7, -100, reduction, 0.1, 0.1, 2.0, version
+        torch.library.opcheck(torch.ops.cukern._cross_entropy.default, (x, targets, *options))
+        loss, stats = torch.ops.cukern._cross_entropy(x, targets, *options)
+        torch.library.opcheck(torch.ops.cukern._cross_entropy_backward.default, (x, targets, stats, loss, *options))
+        torch.library.opcheck(torch.ops.cukern._cross_entropy_backward_.default, (x.clone(), targets, stats, loss, *options))
+
+
+@kernels
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+def test_torch_compile_ignores_inplace_backward():
+    logits, targets = torch.randn(5, 9, device=DEVICE, requires_grad=True), torch.randint(9, (5,), device=DEVICE)
+
+    def function(x):
+        return cukern.cross_entropy(x * 2, targets, inplace_backward=True)
+
+    torch._dynamo.reset()
+    loss = torch.compile(function, fullgraph=True, backend="aot_eager")(logits)
+    assert torch.equal(loss, function(logits))
+    assert torch.equal(*(torch.autograd.grad(y, logits)[0] for y in (loss, function(logits))))
+
+
+def test_on_the_cpu_it_is_torchs():
+    x, targets = torch.randn(4, 6), torch.tensor([0, 5, -100, 2])
+    for reduction, smoothing in itertools.product(("mean", "sum", "none"), (0.0, 0.3)):
+        options = {"reduction": reduction, "label_smoothing": smoothing}
+        assert torch.equal(cukern.cross_entropy(x, targets, **options), functional.cross_entropy(x, targets, **options))
+    with pytest.raises(ValueError, match="the tensor is on cpu"):
+        cukern.cross_entropy(x, targets, version="v1")
+    with pytest.raises(ValueError, match="logits must have at least one class, got 0"):
+        cukern.cross_entropy(x[:, :0], targets)
+    assert OPS["cross_entropy"].function is cukern.cross_entropy

@@ -1,0 +1,14 @@
+// Wrong on purpose: the gradient is written over the logits while thread 0 still reads the target's logit for the loss in column `vocab`.
+#include "common/reduce.cuh"
+
+__global__ void row_gradient(float* x, const long long* targets, int columns, int vocab) {
+    __shared__ float sums[32];
+    x += blockIdx.x * (long long)columns;
+    long long target = targets[blockIdx.x];
+    float sum = 0;
+    for (int i = threadIdx.x; i < vocab; i += blockDim.x) sum += exp(x[i]);
+    sum = block_reduce<Sum>(sum, sums);
+    if (threadIdx.x == 0) x[vocab] = log(sum) - x[target];
+    // no __syncthreads()
+    for (int i = threadIdx.x; i < vocab; i += blockDim.x) x[i] = exp(x[i]) / sum - (i == target);
+}
