@@ -101,7 +101,7 @@ def _on_cpu(tokens: Tensor, *tables: Tensor) -> Tensor:
 def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: str) -> Tensor:
     out = _fake(tokens, weight)
     if out.numel():
-        tensors = out, *(None if t is None else t.contiguous() for t in (tokens, weight, positions))
+        tensors = out, *(None if t is None else t.resolve_neg().contiguous() for t in (tokens, weight, positions))
         numbers = tokens.numel(), tokens.shape[-1] if tokens.ndim else 1, *weight.shape, tokens.dtype == torch.int64
         choose("embedding", version, weight.get_device()).forward(tensors, *numbers)
     return out
