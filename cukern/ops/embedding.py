@@ -1,8 +1,6 @@
 """embedding: out[..., t, :] = weight[tokens[..., t]] + positions[t]: GPT-2's token and position embeddings in one launch.
 
-    dweight[v] = sum of dout over the rows with token v, dpositions[t] = sum of dout over the batch, both in a fixed order
-
-The op is linear in weight and positions: the derivative of a gradient is the op itself. Costs: docs/notes/embedding.md.
+dweight[v] = sum of dout over the rows with token v, dpositions[t] = sum of dout over the batch, both in a fixed order
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,7 +41,6 @@ def embedding(tokens: Any, weight: Any, positions: Any = None, *, version: str |
 
     Returns a new contiguous tensor (*tokens.shape, features) of weight's dtype. Raises TypeError for other dtypes; ValueError for shapes or
     devices that do not fit, a time longer than the table of positions, an unknown version, or a tensor with the negative bit.
-
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
     tokens, weight = interop.to_torch("tokens", tokens), interop.to_torch("weight", weight)
@@ -101,7 +98,7 @@ def _on_cpu(tokens: Tensor, *tables: Tensor) -> Tensor:
 def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: str) -> Tensor:
     out = _fake(tokens, weight)
     if out.numel():
-        tensors = out, *(None if t is None else t.contiguous() for t in (tokens, weight, positions))
+        tensors = out, *(None if t is None else t.resolve_neg().contiguous() for t in (tokens, weight, positions))
         numbers = tokens.numel(), tokens.shape[-1] if tokens.ndim else 1, *weight.shape, tokens.dtype == torch.int64
         choose("embedding", version, weight.get_device()).forward(tensors, *numbers)
     return out
@@ -132,7 +129,9 @@ _backward = raw_op("_embedding_backward(Tensor dout, Tensor? tokens, SymInt size
 
 
 class _Embedding(Differentiable):
-    forward = staticmethod(_embedding)
+    @staticmethod
+    def forward(tokens, weight, positions, version):
+        return _embedding(tokens, weight, positions, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -156,7 +155,9 @@ class _Embedding(Differentiable):
 
 
 class _EmbeddingBackward(Differentiable):
-    forward = staticmethod(_backward)
+    @staticmethod
+    def forward(dout, tokens, size, version):
+        return _backward(dout, tokens, size, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -249,9 +250,8 @@ def _make(positions: bool, dims: Sequence[int], dtype: torch.dtype, device: torc
 
 def _cost(positions: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     """The forward reads the rows of weight that occur: as many as _make is expected to draw."""
-    batch, time, vocabulary, features = dims
-    rows, table = batch * time, -(-time // 8) * 8
-    occurring = int(vocabulary * (1 - (1 - 1 / vocabulary) ** (0.9 * rows)))
+    (batch, time, vocabulary, features), table = dims, -(-dims[1] // 8) * 8
+    rows, occurring = batch * time, int(vocabulary * (1 - (1 - 1 / vocabulary) ** (0.9 * batch * time)))
     moved = {"fwd": rows + occurring + positions * time, "bwd": rows + vocabulary + positions * table}
     if positions:
         moved |= {"bwd:weight": rows + vocabulary, "bwd:positions": rows + table}

@@ -79,10 +79,14 @@ def test_views(device, version):
         for table in (weight[:, :8], weight[::2, 8:], weight.view(-1)[3 : 3 + 80].view(10, 8), weight.t()[:, :8]):
             check(some, table, positions, version)
     weight.requires_grad_()
-    grad = torch.complex(whole(4, 6, 16, device=device), whole(4, 6, 16, device=device)).conj().imag
-    for dout in (torch.ones((), device=device).expand(4, 6, 16), whole(16, 6, 4, device=device).permute(2, 1, 0), grad):
-        ours, theirs = (torch.autograd.grad(cukern.embedding(tokens, weight, version=version), weight, d)[0] for d in (dout, dout.clone()))
-        assert same_bits(ours, theirs)
+    x = whole(4, 6, 16, device=device)
+    for dout in (x[:1, :1].expand(4, 6, 16), whole(16, 6, 4, device=device).permute(2, 1, 0), torch._neg_view(x)):
+        resolved = dout.resolve_neg().contiguous()
+        ours, theirs = (torch.autograd.grad(cukern.embedding(tokens, weight, version=version), weight, d)[0] for d in (dout, resolved))
+        assert same_bits(ours + 0, theirs + 0)
+    table = whole(12, 16, device=device)
+    ours, theirs = (torch.func.jvp(lambda w: cukern.embedding(tokens, w), (table,), (t,))[1] for t in (torch._neg_view(table), -table))
+    assert torch.equal(ours, theirs)
 
 
 @kernels
@@ -90,10 +94,10 @@ def test_views(device, version):
 @VERSIONS
 def test_tokens_outside_of_the_vocabulary_are_nan_and_have_no_gradient(version, integers):
     bad = [-1, 5, 7, torch.iinfo(integers).max, torch.iinfo(integers).min] + ([2**32 + 1, 2**32 - 1] if integers == torch.int64 else [])
-    tokens = torch.randint(5, (2, 70), dtype=integers)
+    tokens = torch.randint(5, (2, 200), dtype=integers)
     tokens[1, : len(bad)] = torch.tensor(bad, dtype=integers)
-    tokens[0, 40:] = -3  # a long run
-    check(tokens.to(DEVICE), whole(5, 8), whole(70, 8), version)
+    tokens[0, 40:], tokens[1, 40:] = -3, 9  # runs of several chunks
+    check(tokens.to(DEVICE), whole(5, 8), whole(200, 8), version)
 
 
 def test_tokens_outside_of_the_vocabulary_on_the_cpu():
