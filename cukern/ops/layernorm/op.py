@@ -17,20 +17,7 @@ from torch import Tensor
 from cukern.ops.layernorm.versions import VERSIONS, wide
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.registry import (
-    Cost,
-    Differentiable,
-    Op,
-    apply_of,
-    batched,
-    choose,
-    each,
-    raw_op,
-    register,
-    row_counts,
-    save,
-    watched,
-)  # fmt: skip
+from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, each, raw_op, register, row_counts, save, watched
 
 _tracing = torch.compiler.is_dynamo_compiling
 
