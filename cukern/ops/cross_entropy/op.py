@@ -18,7 +18,7 @@ def cross_entropy(
     logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, vocab_size: int | None = None, inplace_backward: bool = False, version: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """The cross-entropy loss of logits, as torch.nn.functional.cross_entropy of target indices. Differentiable any number of times.
+    """The cross-entropy loss of logits, as torch.nn.functional.cross_entropy of target indices. Higher derivatives use torch's operations.
 
         logits = torch.randn(8, 1024, 50304, device="cuda", requires_grad=True)
         targets = torch.randint(50257, (8, 1024), device="cuda")
