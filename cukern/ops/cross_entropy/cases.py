@@ -37,8 +37,8 @@ def _make(padded: bool, dims: Sequence[int], dtype: torch.dtype, device: torch.d
 
 
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-    rows, n = dims[0], dims[0] * dims[1]
-    return {"fwd": Cost(n * itemsize + 4 * rows, 4 * n), "bwd": Cost(2 * n * itemsize + 4 * rows, 5 * n)}
+    n = dims[0] * dims[1]
+    return {"fwd": Cost(n * itemsize + 4 * dims[0], 4 * n), "bwd": Cost(2 * n * itemsize + 4 * dims[0], 5 * n)}
 
 
 def _magnitude(padded: bool, inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

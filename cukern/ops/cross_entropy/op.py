@@ -1,6 +1,7 @@
 """cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. Math: kernels_cu/cross_entropy.cu."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,12 @@ from cukern.runtime.device import cached
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
 
-TARGETS = (torch.int64, torch.int32)
-REDUCTIONS = ("none", "sum", "mean")
-
 
 def cross_entropy(
     logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float | None = None, vocab_size: int | None = None, inplace_backward: bool = False, version: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """The cross-entropy loss of logits, as torch.nn.functional.cross_entropy of target indices. Differentiable any number of times.
+    """The cross-entropy loss of logits, as torch.nn.functional.cross_entropy of target indices. Higher derivatives use torch's operations.
 
         logits = torch.randn(8, 1024, 50304, device="cuda", requires_grad=True)
         targets = torch.randint(50257, (8, 1024), device="cuda")
@@ -56,7 +54,7 @@ def cross_entropy(
     """
     logits, targets = interop.to_torch("logits", logits), interop.to_torch("targets", targets)
     checks.dtype("logits", logits, checks.FLOATS)
-    checks.dtype("targets", targets, TARGETS)
+    checks.dtype("targets", targets, (torch.int64, torch.int32))
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
@@ -75,18 +73,15 @@ def cross_entropy(
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
-def _options(
-    columns: int, ignored: int, reduction: str, smoothing: float, z_loss: float, softcap: Any, vocab: Any, version: str
-) -> Options:
+def _options(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
     ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
-    reduction = checks.choice("reduction", reduction, REDUCTIONS)
+    reduction = checks.choice("reduction", reduction, ("none", "sum", "mean"))
     smoothing, z_loss = checks.number("label_smoothing", smoothing), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"label_smoothing must be from 0 to 1, got {smoothing!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
-    if columns < 1:
-        raise ValueError(f"logits must have at least one class, got {columns}")
+    checks.integer("the number of classes, logits.shape[-1],", columns, 1)
     vocab = columns if vocab is None else checks.integer("vocab_size", vocab, 1, columns)
     return Options(vocab, ignored, reduction, smoothing, z_loss, float(softcap or 0), version)
 
@@ -131,23 +126,26 @@ def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return loss, stats
 
 
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx = _like(x)
     _write_gradient(dx, _unit_column_stride(x), *rest)
     return dx
 
 
 def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
-    if not rows:
-        return
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
     pointers = dx.data_ptr(), x.data_ptr(), targets.data_ptr(), stats.data_ptr(), dloss.data_ptr(), count
     sizes = dx.stride(0), x.stride(0), x.shape[1], options.vocab
     launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
-    launch((rows, 1, 1), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
+    if rows:
+        launch((rows, 1, 1), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
 
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
@@ -158,10 +156,7 @@ def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
 _TENSORS = "Tensor targets, Tensor stats, Tensor dloss"
 _cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, _launch, _fake)
-_backward = raw_op(
-    f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward,
-    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
-)  # fmt: skip
+_backward = raw_op(f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward, _like)
 _backward_in_place = raw_op(
     f"_cross_entropy_backward_(Tensor(a!) x, {_TENSORS}, {_SCALARS}) -> ()", 4,
     lambda x, *rest: _write_gradient(x, x, *rest), lambda *_: None,
@@ -185,18 +180,16 @@ class _CrossEntropy(Differentiable):
 
     @staticmethod
     def backward(ctx, dloss, _):
-        (x, targets, stats), dx = ctx.saved_tensors, None
-        if watched(x, dloss) and not torch.compiler.is_compiling():
-            if ctx.inplace:
-                raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
-            dx = gradient(x, targets, dloss, Options(*ctx.options))
-        elif ctx.inplace:
-            _backward_in_place(x, targets, stats, dloss, *ctx.options)
-            torch.autograd.graph.increment_version(x)
-            dx = x.detach()
-        else:
-            dx = _backward(x, targets, stats, dloss, *ctx.options)
-        return dx, *(None,) * 9
+        x, targets, stats = ctx.saved_tensors
+        again = watched(x, dloss) and not torch.compiler.is_compiling()
+        if not ctx.inplace:
+            dx = gradient(x, targets, dloss, Options(*ctx.options)) if again else _backward(x, targets, stats, dloss, *ctx.options)
+            return dx, *(None,) * 9
+        if again:
+            raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
+        _backward_in_place(x, targets, stats, dloss, *ctx.options)
+        torch.autograd.graph.increment_version(x)
+        return x.detach(), *(None,) * 9
 
     @staticmethod
     def tangent(ctx, dx, *_):
@@ -214,25 +207,20 @@ _apply = apply_of(_CrossEntropy)
 # ---- the versions: for each pass the kernel of a dtype, with or without softcap, and its threads for a number of columns
 
 
-def _template(name: str) -> Template:
-    return Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True)
-
-
-_REDUCE = _template("reduce")
+_template = partial(Template, "cross_entropy.cu", pdl=True)
+_REDUCE = _template("cross_entropy_reduce")
 
 
 @cached(4096)
-def _plan(
-    pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int
-) -> tuple[backend.Launch, backend.Launch, tuple[int, int, int]]:
+def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim]:
     """The launch of a pass, that of the reduction, and the block."""
     kernel, threads = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
     return kernel.on(device), _REDUCE[wide(dtype)].on(device), (threads, 1, 1)
 
 
 def _version(idea: str, name: str, threads: Callable[[int], int]) -> Version:
-    """`threads` per block, for the bytes of a row."""
-    templates = [_template(name), _template(f"{name}_bwd")]
+    """`threads` per block, for the bytes of a row: in v2, each thread has two vectors of a short row."""
+    templates = [_template(f"cross_entropy_{name}"), _template(f"cross_entropy_{name}_bwd")]
 
     def planned(template: Template) -> Callable[..., Any]:
         return lambda dtype, softcap, columns: (template[dtype, softcap], threads(columns * dtype.itemsize))
@@ -245,6 +233,5 @@ def _version(idea: str, name: str, threads: Callable[[int], int]) -> Version:
 
 VERSIONS = {
     "v1": _version("one element per thread and step", "v1", lambda row_bytes: 256),
-    # two vectors per thread of a short row
     "v2": _version("16-byte vectors", "v2", lambda row_bytes: min(512, max(32, 1 << (row_bytes // 32).bit_length()))),
 }
