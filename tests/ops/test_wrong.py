@@ -718,9 +718,8 @@ def test_every_wrong_kernel_has_its_case():
 
 @pytest.mark.parametrize("op", own_names())
 def test_every_op_has_three(op):
-    folders = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", **dict.fromkeys(("swiglu", "geglu"), "gelu/gated_")}
-    folder = folders.get(op, f"{op}/")
-    folder = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", "rmsnorm": "layernorm/"}.get(op, f"{op}/")
+    folders = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", "rmsnorm": "layernorm/"}
+    folder = (folders | dict.fromkeys(("swiglu", "geglu"), "gelu/gated_")).get(op, f"{op}/")
     assert sum(case.file.startswith(folder) for case in CASES) >= 3
 
 
