@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, Versions, checked_scale, merge_batch, plan, row_storage, two_versions, wide
+from cukern.ops.softmax import LEAST_SCALE, MOST_SCALE, Versions, checked_scale, merge_batch, plan, row_storage, two_versions
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, raw_op, register, save, watched
+from cukern.runtime.tensors import wide
 
 NO_WINDOW = 1 << 62
 
@@ -81,8 +82,7 @@ def _checked_sink(x: Tensor, sink: Any) -> Tensor:
         sink = torch.full((), sink, dtype=torch.float64, device=x.device)
     sink = interop.to_torch("sink", sink)
     checks.dtype("sink", sink, checks.FLOATS)
-    if sink.device != x.device:
-        raise ValueError(f"sink is on {sink.device}, x is on {x.device}: they must be on one device")
+    checks.one_device(x=x, sink=sink)
     leading = x.shape[:-2]
     if sink.ndim > len(leading) or any(s not in (1, n) for s, n in zip(reversed(sink.shape), reversed(leading), strict=False)):
         raise ValueError(f"sink has shape {tuple(sink.shape)}, it must broadcast to x's leading dimensions, {tuple(leading)}")
@@ -106,7 +106,7 @@ def _logits(x: Tensor, scale: float, window: int | None, sink: Tensor | None) ->
     last = torch.arange(queries, device=x.device)[:, None] + keys - queries
     key = torch.arange(keys, device=x.device)
     hidden = key > last if window is None else (key > last) | (key <= last - window)
-    half = (x.to(wide(x) if scale == 1 and sink is None else torch.float64) * 0.5).masked_fill(hidden, -math.inf)
+    half = (x.to(wide(x.dtype) if scale == 1 and sink is None else torch.float64) * 0.5).masked_fill(hidden, -math.inf)
     top = half.detach().amax(-1, keepdim=True) if keys else half.new_zeros(*x.shape[:-1], 1)
     top = top.masked_fill(top == -math.inf, 0.0)
     scores = ((half - top) * scale * 2).masked_fill(hidden, -math.inf)
@@ -207,7 +207,7 @@ class _CausalSoftmax(Differentiable):
         dshare = ctx.options[0] * dshare
         if dsinks is not None:
             change = share * dsinks[:, None]
-            out = (out.to(wide(y)) - y * change[..., None].to(wide(y))).to(y.dtype)
+            out = (out.to(wide(y.dtype)) - y * change[..., None].to(wide(y.dtype))).to(y.dtype)
             dshare = dshare + (1 - share) * change
         return out, dshare
 
@@ -236,7 +236,7 @@ class _CausalSoftmaxBackward(Differentiable):
     def backward(ctx, d, e):
         """In torch's operations, so that the result can be differentiated again. d, e: the gradients of dx and of the sinks' gradients."""
         (y, g, share, share_grad), scale = ctx.saved_tensors, ctx.scale
-        wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
+        wide_y, wide_g, wide_d = (t.to(wide(t.dtype)) for t in (y, g, d))
         total, dot = (wide_y * wide_g).sum(-1, keepdim=True), scale * (wide_d * wide_y).sum(-1, keepdim=True)
         dshare = dshare_grad = None
         if share is not None:
@@ -251,7 +251,7 @@ class _CausalSoftmaxBackward(Differentiable):
     @staticmethod
     def tangent(ctx, dy, dg, dshare, dshare_grad, *_):
         y, g, share, share_grad = ctx.saved_tensors
-        wide_y, wide_g, dy, dg = (t.to(wide(y)) for t in (y, g, dy, dg))
+        wide_y, wide_g, dy, dg = (t.to(wide(y.dtype)) for t in (y, g, dy, dg))
         total, change = (wide_y * wide_g).sum(-1), (dy * wide_g + wide_y * dg).sum(-1)
         dsink = y.new_zeros(0, 0, dtype=torch.float64)
         if share is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, each, raw_op, register, save, watched
+from cukern.runtime.tensors import pointers, wide
 
 THREADS, VECTOR_BYTES = 256, 16
 ROWS, CHUNK = 4, 64  # as in embedding.cu: rows of a thread of embedding_v2, and sorted tokens of a block of embedding_v2_bwd
@@ -61,8 +62,7 @@ def _check(tokens: Tensor, weight: Tensor, positions: Tensor | None) -> None:
     checks.dtype("weight", weight, checks.FLOATS)
     if weight.ndim != 2:
         raise ValueError(f"weight must be (vocabulary, features), its shape is {tuple(weight.shape)}")
-    if tokens.device != weight.device:
-        raise ValueError(f"tokens is on {tokens.device}, weight is on {weight.device}: they must be on one device")
+    checks.one_device(weight=weight, tokens=tokens)
     if positions is None:
         return
     checks.dtype("positions", positions, checks.FLOATS)
@@ -190,8 +190,7 @@ _POSITIONS = Template("embedding.cu", "embedding_bwd_positions", pdl=True)
 def _run(kernel: Kernel, groups: int, vectors: int, tensors: Sequence[Tensor | None], *numbers: int, height: int = 1) -> None:
     """Launch `groups` rows of blocks, with a thread for each of `vectors` columns and `height` rows of threads in each block."""
     width = min(vectors, THREADS)
-    pointers = (0 if t is None else t.data_ptr() for t in tensors)
-    kernel.on(tensors[0].get_device())((groups, -(-vectors // width), 1), (width, height, 1), 0, *pointers, *numbers)  # type: ignore
+    kernel.on(tensors[0].get_device())((groups, -(-vectors // width), 1), (width, height, 1), 0, *pointers(*tensors), *numbers)  # type: ignore
 
 
 def _forward_v1(tensors: Sequence[Tensor], *numbers: int) -> None:
@@ -215,7 +214,7 @@ def _backward_v2(dweight: Tensor, dout: Tensor, tokens: Tensor, rows: int) -> No
     if tokens.dtype == torch.int64 and size < 2**31 - 1:  # halves the passes of the radix sort
         tokens = tokens.clamp(-1, size).int()
     ordered, order = torch.sort(tokens.view(-1), stable=True)
-    partials = dout.new_empty((2 * chunks, features), dtype=torch.promote_types(dout.dtype, torch.float32))
+    partials = dout.new_empty((2 * chunks, features), dtype=wide(dout.dtype))
     numbers = rows, size, features, tokens.dtype == torch.int64
     _run(_V2_BWD[dout.dtype, width], chunks, features // width, (dweight.zero_(), partials, dout, ordered, order), *numbers)
     _run(_V2_RUNS[dout.dtype], chunks, features, (dweight, partials, ordered), *numbers)

@@ -1,7 +1,7 @@
 """The cache of compiled kernels on disk. Each entry is one file, written atomically, with a SHA-256 over its key and content.
 
-Folders and files must belong to this user or to root, and nobody else may have write permission; others are not read. (Permissions of
-parent folders do not matter: another user who replaces the folder becomes its owner.) A folder that cannot be written, such as one in a
+A folder or file is read only if it belongs to this user or to root and no other user has write permission. (Permissions of parent
+folders do not matter: another user who replaces the folder becomes its owner.) A folder that cannot be written, such as one in a
 container image, is read, and new entries go to the next folder.
 """
 

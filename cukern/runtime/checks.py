@@ -111,6 +111,14 @@ def negative_bit(name: str) -> NoReturn:
     raise ValueError(f"{name} has the negative bit set (a lazy view such as x.conj().imag): pass {name}.resolve_neg()")
 
 
+def one_device(**tensors: Any) -> None:
+    """All are on the device of the first."""
+    (first, one), *others = tensors.items()
+    for name, t in others:
+        if t.device != one.device:
+            raise ValueError(f"{name} is on {t.device}, {first} is on {one.device}: they must be on one device")
+
+
 def same(**tensors: torch.Tensor | None) -> None:
     """All tensors have the dtype and device of the first; None is ignored."""
     first = ""

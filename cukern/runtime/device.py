@@ -7,7 +7,7 @@ derived from the driver's attributes. Only cost models use the rates: they decid
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,7 +108,7 @@ def store(name: str, sm_bytes_us: float, cycles_us: float) -> Path:
     return file
 
 
-# ---- what plans depend on besides the problem: the GPU, and the candidates that they may choose
+# ---- what plans depend on besides the problem: the GPU, the candidates that they may choose, and the versions
 
 _R = TypeVar("_R")
 _Candidate = TypeVar("_Candidate")
@@ -119,13 +119,14 @@ class _Setting(NamedTuple):
     simulated: Device = SIMULATED_DEVICE  # the GPU that plans of CPU tensors are made for
     forced: str = ""
     excluded: Collection[str] = ()
+    versions: Mapping[str, tuple[str, str]] = {}  # by op: the versions of forward and backward that cukern.use chose
 
 
 _settings = [_Setting()]  # the innermost block comes last
 
 
 def cached(size: int) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
-    """functools.lru_cache for plans. It is cleared when `assumed` or `restricted` changes what they depend on."""
+    """functools.lru_cache for plans. It is cleared when `setting` changes what they depend on."""
 
     def decorate(function: Callable[..., _R]) -> Callable[..., _R]:
         made = functools.lru_cache(size)(function)
@@ -140,30 +141,35 @@ def when_plans_change(forget: Callable[[], None]) -> None:
     _forgetters.append(forget)
 
 
+def current() -> _Setting:
+    return _settings[-1]
+
+
 @contextlib.contextmanager
-def _set(**changes: Any) -> Iterator[None]:
+def setting(**changes: Any) -> Iterator[None]:
+    """Inside the block, plans depend on these fields of _Setting."""
     _settings.append(_settings[-1]._replace(**changes))
-    forget_plans()
+    _forget()
     try:
         yield
     finally:
         _settings.pop()
-        forget_plans()
+        _forget()
 
 
-def forget_plans() -> None:
+def _forget() -> None:
     for forget in _forgetters:
         forget()
 
 
 def assumed(device: Device) -> contextlib.AbstractContextManager[None]:
     """Inside the block, plans of CPU tensors are made for this GPU. Used to find the kernels that calls need, not to run them."""
-    return _set(simulated=device)
+    return setting(simulated=device)
 
 
 def restricted(kernel: str = "", without: Collection[str] = ()) -> contextlib.AbstractContextManager[None]:
     """Inside the block, plans use the candidate `kernel` where it fits, and none of `without`."""
-    return _set(forced=kernel, excluded=without)
+    return setting(forced=kernel, excluded=without)
 
 
 def allowed(name: str) -> bool:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from cukern.runtime import autocast, backend, checks
 from cukern.runtime.backend import refuse_fork
-from cukern.runtime.device import cached, device_of, forget_plans
+from cukern.runtime.device import cached, current, device_of, setting
 from cukern.runtime.kernel import Kernel
 
 Tensors = tuple[torch.Tensor, ...]
@@ -279,9 +279,6 @@ def register(op: Op) -> Op:
     return op
 
 
-_used: dict[str, tuple[str, str]] = {}  # by op: the versions of forward and backward that `use` chose
-
-
 def use(op: str, version: str, *, backward: str | None = None) -> contextlib.AbstractContextManager[None]:
     """Choose the version of an op's kernels inside a block, in all threads, for calls that name no version.
 
@@ -305,15 +302,8 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
 
 @contextlib.contextmanager
 def _using(chosen: dict[str, tuple[str, str]]) -> Iterator[None]:
-    before = dict(_used)
-    _used.update(chosen)
-    forget_plans()
-    try:
+    with setting(versions={**current().versions, **chosen}):
         yield
-    finally:
-        _used.clear()
-        _used.update(before)
-        forget_plans()
 
 
 @cached(4096)
@@ -326,7 +316,7 @@ def choose(op: str, version: str, device: int) -> Version:
     named = os.environ.get(f"CUKERN_{op.upper()}", "")
     if named and named not in versions:
         raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(versions)}")
-    names = (version, version) if version else _used.get(op, (named, named))
+    names = (version, version) if version else current().versions.get(op, (named, named))
     if not names[0]:
         names = (([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1],) * 2
     for name in names:

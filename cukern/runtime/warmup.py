@@ -55,12 +55,16 @@ def warmup(
 
 
 def kernels_for(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
-    """The kernels that forward and backward of an op launch on a GPU for inputs of these shapes. Needs no GPU and touches no memory."""
+    """The kernels that forward and backward of an op launch on a GPU for inputs of these shapes with any number of rows."""
+    return planned(op, [variant for dims in shapes for variant in op.variants(tuple(dims))], dtypes, device)
+
+
+def planned(op: Op, shapes: Shapes, dtypes: Collection[torch.dtype] | None, device: Device) -> dict[str, Kernel]:
+    """The kernels that forward and backward launch on a GPU for inputs of exactly these shapes. Needs no GPU and touches no memory."""
     with assumed(device), backend.backend("sim"), collecting() as kernels, _Unwritten():
         for dims in shapes:
-            for variant in op.variants(tuple(dims)):
-                for dtype in op.dtypes if dtypes is None else [d for d in op.dtypes if d in dtypes]:
-                    _call(op, variant, dtype)
+            for dtype in op.dtypes if dtypes is None else [d for d in op.dtypes if d in dtypes]:
+                _call(op, dims, dtype)
         return dict(kernels)
 
 

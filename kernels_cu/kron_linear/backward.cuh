@@ -234,8 +234,8 @@ struct Cut {
 __device__ constexpr int run_of(int k) { return k < 16 || k == 24 ? 8 : 16; }
 
 // Compute all products of a batch and call store(batch, row, column, two neighbours). Warps take warp tiles in turn. W is the factor that
-// is multiplied by. Short sums (K <= 8) and merged tiny factors use the FMA units: these are so accurate for short sums, and a layer of
-// tiny factors has so many of them in sequence, that the error of split numbers would be visible.
+// is multiplied by. Short sums (K <= 8) and merged tiny factors use the FMA units: they are more accurate for short sums. A layer
+// of tiny factors has many such sums in sequence, so the error of split numbers would add up.
 template <class Plan, class W, int M, int N, int K, class A, class B, class Batch, typename T, class Store>
 __device__ __forceinline__ void multiply_all(const T* a, const T* b, const Store& store) {
     using C = Cut<M, N, Batch::COUNT, Plan::WARPS>;

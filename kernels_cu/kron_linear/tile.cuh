@@ -30,7 +30,7 @@ struct Factors4 {
     long long p[MOST], q[MOST];  // strides of rows and of columns
 };
 
-// Element [k][j] of the Kronecker product of factors N, N + 1, ..., of which the first is the rightmost.
+// Element [k][j] of the Kronecker product of factors N, N + 1, .... Factor N is the rightmost.
 template <int N, class Factor, class... Others, typename T>
 __device__ __forceinline__ compute_t<T> element(const Factors4<T>& factors, int k, int j) {
     compute_t<T> value = load_as(factors.at[N][k % Factor::P * factors.p[N] + j % Factor::Q * factors.q[N]]);

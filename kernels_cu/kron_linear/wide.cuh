@@ -46,8 +46,8 @@ struct Panels {
     __device__ static constexpr int step(int row, int column) { return (column / 64 * PANEL + row * 64 + column % 64) * 2 / 16; }
 };
 
-// The same for TF32: core matrices of 8 columns with 4 floats, contiguous along k. Of eight columns of z, lane t of four has 2 t and 2 t +
-// 1, and passes them to wgmma as k = t and t + 4. The rows of w2 are permuted accordingly.
+// The same for TF32: core matrices of 8 columns with 4 floats, contiguous along k. Lane t of a group of four has columns 2 t and 2 t + 1
+// of eight columns of z, and passes them to wgmma as k = t and t + 4. The rows of w2 are permuted accordingly.
 template <int ROWS, int COLUMNS>
 struct Cores {
     static constexpr int ACROSS = ROWS / 4 * 32, SIZE = COLUMNS / 8 * ACROSS;  // elements

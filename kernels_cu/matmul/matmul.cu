@@ -331,9 +331,9 @@ __device__ __forceinline__ void add_to(T* sums, T* scratch, const T (&acc)[TM][T
     }
 }
 
-// Main loop: acc = the product over `tiles` k tiles, of which the first k_left k exist. `as` and `bs` are the thread's first elements in
-// stage 0 of the ring buffer. While one stage is used, the next STAGES - 1 tiles are in flight. While the FMAs of one k run, the fragments
-// of the next k are loaded from shared memory. After every `chain` tiles the accumulators are added to `sums`, the thread's part of the
+// Main loop: acc = the product over `tiles` k tiles. Only the first k_left values of k exist. `as` and `bs` are the thread's first
+// elements in stage 0 of the ring buffer. While one stage is used, the next STAGES - 1 tiles are in flight. While the FMAs of one k run,
+// the fragments of the next k are loaded from shared memory. After every `chain` tiles the accumulators are added to `sums`, the thread's part of the
 // workspace, and set to zero: the error of one chain of additions grows with its length, that of several short chains with its square root.
 template <int STAGES, typename T, int TM, int TN, typename CopyA, typename CopyB>
 __device__ __forceinline__ void multiply(T (&acc)[TM][TN], T* sums, CopyA& copy_a, CopyB& copy_b, const T* as, const T* bs, T* ring,

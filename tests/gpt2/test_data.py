@@ -197,7 +197,7 @@ def test_order_of_batches(tmp_path, shuffle, rank, W, lengths):
 
 
 def test_sizes_of_tiny_shakespeare(tmp_path):
-    """74 training samples in an epoch; 7 for validation, of which the eighth batch repeats the first."""
+    """An epoch has 74 training samples. Validation has 7 samples, and its eighth batch repeats the first."""
     _, pattern = write_files(tmp_path, [305_260])
     assert DataLoader(pattern, 4, 1024, shuffle=True).num_samples == 74
     (tmp_path / "text_000000.bin").unlink()

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cukern.ops.matmul.versions import COPY_MODES
-from cukern.runtime import backend, compiler
-from cukern.runtime.device import KNOWN, assumed
-from cukern.runtime.kernel import collecting
+from cukern.runtime import compiler
+from cukern.runtime.device import KNOWN
 from cukern.runtime.registry import OPS
-from cukern.runtime.warmup import _call, _Unwritten
+from cukern.runtime.warmup import planned
 
 STEMS = sorted({op.stem for op in OPS.values()})
 ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")  # sm_86 has no instruction and no limit that differs from sm_89's
@@ -98,11 +97,8 @@ MAY_SPILL_WHEN_PLANNED = {"kron_linear_v4": 32}  # bytes a thread: 1024 x 32^3 f
 def test_kernels_planned_for_benchmarked_shapes_do_not_spill(name):
     """On an H200, float32 and bfloat16, forward and backward. Only kernels that the test above does not compile."""
     op, shipped = OPS[name], OPS[name].kernels(90)
-    with assumed(KNOWN["h200"]), backend.backend("sim"), collecting() as found, _Unwritten():
-        for dims in op.bench_dims:
-            for dtype in {torch.float32, torch.bfloat16} & set(op.dtypes):
-                _call(op, dims, dtype)
-        kernels = {kernel_name: kernel for kernel_name, kernel in found.items() if kernel_name not in shipped}
+    found = planned(op, op.bench_dims, {torch.float32, torch.bfloat16}, KNOWN["h200"])
+    kernels = {kernel_name: kernel for kernel_name, kernel in found.items() if kernel_name not in shipped}
     assert found
     with ThreadPoolExecutor(2) as pool:
         reports = {

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from cukern.bench import environment
-from cukern.runtime import backend
-from cukern.runtime.device import KNOWN, assumed, restricted
-from cukern.runtime.kernel import collecting
+from cukern.runtime.device import KNOWN, restricted
 from cukern.runtime.registry import OPS
-from cukern.runtime.warmup import _call, _Unwritten
+from cukern.runtime.warmup import planned
 
 F, B, T = torch.float32, torch.bfloat16, "tf32"
 CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses it
@@ -32,22 +30,20 @@ CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses 
 }
 
 
-def planned(op, dims, dtype, kernel="", without=()):
+def chosen(op, dims, dtype, kernel="", without=()):
     """The kernels of forward and backward."""
-    modes = environment.float32_products(dtype is T), assumed(KNOWN["h200"]), backend.backend("sim"), restricted(kernel, without)
-    with modes[0], modes[1], modes[2], modes[3], collecting() as found, _Unwritten():
-        _call(op, dims, F if dtype is T else dtype)
-    return set(found)
+    with environment.float32_products(dtype is T), restricted(kernel, without):
+        return set(planned(op, [dims], (F if dtype is T else dtype,), KNOWN["h200"]))
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_candidate_is_excluded_and_forced(name):
     op, candidate = OPS[name.split()[0]], name.split()[1]
-    usual = planned(op, *CHOSEN[name])
-    others = planned(op, *CHOSEN[name], without=[candidate])
+    usual = chosen(op, *CHOSEN[name])
+    others = chosen(op, *CHOSEN[name], without=[candidate])
     assert others - usual, "other kernels take its place"
-    assert planned(op, *CHOSEN[name], kernel=candidate) != others
-    assert planned(op, *CHOSEN[name]) == usual, "the restriction ends with its block"
+    assert chosen(op, *CHOSEN[name], kernel=candidate) != others
+    assert chosen(op, *CHOSEN[name]) == usual, "the restriction ends with its block"
 
 
 def test_every_candidate_is_tested():
@@ -59,4 +55,4 @@ def test_every_shape_has_a_plan_without_any_candidate(name):
     """Where a candidate is the only one that fits, excluding it leaves the kernels for any shape."""
     for candidate in OPS[name].candidates:
         for dims in OPS[name].check_dims[:3]:
-            assert planned(OPS[name], dims, F, without=[candidate]) and planned(OPS[name], dims, F, kernel=candidate)
+            assert chosen(OPS[name], dims, F, without=[candidate]) and chosen(OPS[name], dims, F, kernel=candidate)

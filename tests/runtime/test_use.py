@@ -9,30 +9,28 @@ from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, assumed
 from cukern.runtime.kernel import collecting
 from cukern.runtime.registry import OPS
-from cukern.runtime.warmup import _call
+from cukern.runtime.warmup import planned
 
 
-def planned(op="softmax", dims=(4, 64)):
+def launched(op="softmax", dims=(4, 64)):
     """The kernels, without template arguments, that forward and backward launch on an H200."""
-    with assumed(KNOWN["h200"]), backend.backend("sim"), collecting() as found:
-        _call(OPS[op], dims, torch.float32)
-    return {name.partition("<")[0] for name in found}
+    return {name.partition("<")[0] for name in planned(OPS[op], [dims], (torch.float32,), KNOWN["h200"])}
 
 
 def test_a_block_chooses_the_version():
-    usual = planned()
+    usual = launched()
     with cukern.use("softmax", "v3"):
-        assert planned() == {"softmax_v3", "softmax_v3_bwd"}
+        assert launched() == {"softmax_v3", "softmax_v3_bwd"}
         with cukern.use("softmax", "v2", backward="v4"):
-            assert planned() == {"softmax_v2", "softmax_v4_bwd"}
-        assert planned() == {"softmax_v3", "softmax_v3_bwd"}
-    assert planned() == usual and not usual & {"softmax_v3", "softmax_v3_bwd"}
+            assert launched() == {"softmax_v2", "softmax_v4_bwd"}
+        assert launched() == {"softmax_v3", "softmax_v3_bwd"}
+    assert launched() == usual and not usual & {"softmax_v3", "softmax_v3_bwd"}
 
 
 def test_ops_with_one_table_change_together():
     with cukern.use("matmul", "v2"):
-        assert planned("linear", (8, 8, 8)) - {"matmul_bias_grad"} == planned("matmul", (8, 8, 8)) == {"matmul_v2"}
-        assert "softmax_v3" not in planned()
+        assert launched("linear", (8, 8, 8)) - {"matmul_bias_grad"} == launched("matmul", (8, 8, 8)) == {"matmul_v2"}
+        assert "softmax_v3" not in launched()
 
 
 def test_an_explicit_version_wins_and_cpu_tensors_keep_the_reference():

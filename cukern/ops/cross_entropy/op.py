@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.reference import Options, gradient, reduce, reference, wide
+from cukern.ops.cross_entropy.reference import Options, gradient, reduce, reference
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.device import cached
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
+from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
 
 def cross_entropy(
@@ -58,8 +59,7 @@ def cross_entropy(
     checks.version("cross_entropy", version, VERSIONS)
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
-    if logits.device != targets.device:
-        raise ValueError(f"targets is on {targets.device}, logits is on {logits.device}: they must be on one device")
+    checks.one_device(logits=logits, targets=targets)
     options = _options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if not logits.is_cuda and not backend.simulates(logits):
@@ -68,7 +68,7 @@ def cross_entropy(
         _check_targets(targets, options)
         return reference(logits, targets, options)
     rows = targets.reshape(-1)
-    x = _unit_column_stride(logits.reshape(rows.shape[0], logits.shape[-1]))
+    x = unit_column_stride(as_matrix(logits))
     loss, _ = _apply(x, rows, inplace, *options) if watched(x) else _cross_entropy(x, rows, *options)
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
@@ -104,17 +104,13 @@ def _check_targets(targets: Tensor, options: Options) -> None:
         raise ValueError(f"targets must be in 0..{options.vocab - 1} or ignore_index {options.ignored}, got {int(wrong[0])}")
 
 
-def _unit_column_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 # ---- the raw ops: x is (rows, columns), targets (rows), stats (rows + 1): each row's logsumexp, and the number of targets not ignored
 
 
 def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
-    x, targets, is_reduced = _unit_column_stride(x), targets.contiguous(), options.reduction != "none"
+    x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
     losses = torch.empty(rows, dtype=loss.dtype, device=x.device) if is_reduced else loss
     launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
@@ -132,7 +128,7 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 
 def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
     dx = _like(x)
-    _write_gradient(dx, _unit_column_stride(x), *rest)
+    _write_gradient(dx, unit_column_stride(x), *rest)
     return dx
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cukern.runtime.autocast import off
+from cukern.runtime.tensors import wide
 
 
 class Options(NamedTuple):
@@ -19,11 +20,6 @@ class Options(NamedTuple):
     z_loss: float = 0.0
     softcap: float = 0.0
     version: str = ""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the computation and of the loss, for logits of this dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:

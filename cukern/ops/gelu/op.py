@@ -13,6 +13,7 @@ from cukern.ops.gelu.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, each, raw_op, register, save, watched
+from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
 
 def gelu(x: Any, bias: Any = None, *, approximate: str = "none", version: str | None = None) -> Tensor:
@@ -81,15 +82,14 @@ def _call(op: str, function: str, version: str | None, inputs: dict[str, Any], b
 
 def _checked_bias(x: Tensor, bias: Tensor) -> Tensor:
     checks.dtype("bias", bias, {x.dtype, torch.float32})
-    if bias.device != x.device:
-        raise ValueError(f"bias is on {bias.device}, x is on {x.device}: they must be on one device")
+    checks.one_device(x=x, bias=bias)
     checks.shape("bias", bias, tuple(x.shape[-1:]), "one value for each column of x")
     return bias.double() if x.dtype == torch.float64 else bias
 
 
 def _rows(x: Tensor) -> Tensor:
     """x as a matrix, with the last dimension as columns."""
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim else x.view(1, 1)
+    return as_matrix(x) if x.ndim else x.view(1, 1)
 
 
 def _reference(function: str, gated: bool, x: Tensor, other: Tensor | None = None) -> Tensor:
@@ -121,8 +121,7 @@ def _launch_backward(x: Tensor, up: Any, bias: Any, dout: Tensor, function: str,
 
 def _readable(x: Any) -> Any:
     """x as the kernels read it, copied if necessary: columns with stride 1, and no negative bit."""
-    x = None if x is None else x.resolve_neg()
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return None if x is None else unit_column_stride(x.resolve_neg())
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -186,9 +185,8 @@ def _gradients(x: Tensor, up: Tensor | None, bias: Tensor | None, dout: Tensor, 
 
 def _derivatives(x: Tensor, up: Any, bias: Any, function: str, *others: Any) -> tuple[Any, ...]:
     """f(x + bias), f'(x + bias), up and others, in float32, or in float64 for float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    up, *rest = (t if t is None else t.to(wide) for t in (up, *others))
-    v = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    up, bias, *rest = (t if t is None else t.to(wide(x.dtype)) for t in (up, bias, *others))
+    v = x.to(wide(x.dtype)) if bias is None else x.to(wide(x.dtype)) + bias
     if function == "none":
         gate, slope = 0.5 * (1 + torch.erf(v * math.sqrt(0.5))), torch.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
     else:  # gate = sigmoid(a v + b v^3)

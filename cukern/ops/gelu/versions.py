@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
+from cukern.runtime.tensors import pointers, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
 THREADS, WARPS, VECTOR_BYTES = 256, 8, 16  # WARPS: of a block of gelu_v2_bias_bwd, as in gelu.cu
@@ -33,17 +34,13 @@ def _aligned(itemsize: int, sizes: tuple[int, ...], *tensors: Tensor | None) -> 
     return all(n % VECTOR_BYTES == 0 for n in (*starts, *(size * itemsize for size in sizes[1:])))
 
 
-def _pointers(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
-
-
 def _launch(scalar: Template, vector: Template | None, sizes: tuple[int, ...], x: Tensor, bias: Any, function: str, *tensors: Any) -> None:
     """Launch `vector` if it is given and the tensors allow it, else `scalar`. `tensors`: the arguments of the kernel."""
     template, elements = scalar, THREADS
     if vector and _aligned(x.itemsize, sizes, *tensors):
         template, elements = vector, THREADS * VECTOR_BYTES // x.itemsize
     kernel = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function]]
-    kernel.on(x.get_device())((-(-x.numel() // elements), 1, 1), (THREADS, 1, 1), 0, *_pointers(*tensors), *sizes)
+    kernel.on(x.get_device())((-(-x.numel() // elements), 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *sizes)
 
 
 def _version(idea: str, *vectors: Template) -> Version:
@@ -59,7 +56,7 @@ def _version(idea: str, *vectors: Template) -> Version:
         else:
             _launch(_V1_BWD, backward_vector, _sizes(bias, x, up, dout), x, bias, function, dx, dup, x, up, bias, dout)
             terms = dx
-        return terms.sum(0, dtype=torch.promote_types(dx.dtype, torch.float32)).to(bias.dtype) if bias_grad else None
+        return terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else None
 
     return Version(idea, forward, backward, lambda dtype: _instances(dtype, *vectors))
 
@@ -69,10 +66,10 @@ def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: 
     (rows, cols), tiles = x.shape, -(-x.shape[1] * x.itemsize // (32 * VECTOR_BYTES))
     height = max(-(-rows * tiles // BLOCKS), 4 * WARPS)  # rows of a block
     chunks = -(-rows // height)
-    partials = torch.empty((chunks, cols), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    partials = torch.empty((chunks, cols), dtype=wide(x.dtype), device=x.device)
     kernel = _BIAS_BWD[x.dtype, bias.dtype, FUNCTIONS[function]]
     sizes = rows, cols, x.stride(0), dout.stride(0), height
-    kernel.on(x.get_device())((chunks * tiles, 1, 1), (32, WARPS, 1), 0, *_pointers(dx, partials, x, bias, dout), *sizes)
+    kernel.on(x.get_device())((chunks * tiles, 1, 1), (32, WARPS, 1), 0, *pointers(dx, partials, x, bias, dout), *sizes)
     return partials
 
 

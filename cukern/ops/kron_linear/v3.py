@@ -12,6 +12,7 @@ from torch import Tensor
 from cukern.ops.kron_linear import derivatives
 from cukern.runtime import backend
 from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.tensors import pointers, wide
 
 _V3, _V3_BWD = Template("kron_linear/kron_linear.cu", "kron_linear_v3"), Template("kron_linear/kron_linear.cu", "kron_linear_v3_bwd")
 _V3_SUM = Template("kron_linear/kron_linear.cu", "kron_linear_v3_sum", pdl=True)
@@ -44,7 +45,7 @@ def contraction(z: Tensor, h: Tensor, scale: float = 1.0) -> Tensor:
     q, device = h.shape[2], z.get_device()
     if not A * C or not samples:
         return torch.zeros((samples, p, q), dtype=z.dtype, device=z.device)
-    kind, side = sum_dtype(z.dtype), _tile(max(p, q))
+    kind, side = wide(z.dtype), _tile(max(p, q))
     tiles = -(-p // side) * -(-q // side)
     piece = max(_PIECE, -(-A * C * tiles * samples // _PIECES))
     pieces = -(-A * C // piece)
@@ -82,16 +83,7 @@ def _tile(n: int) -> int:
     return next((width for width in _WIDTHS if n <= width), _WIDTHS[-1])
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which a kernel adds: compute_t of common/math.cuh."""
-    return torch.float32 if dtype.itemsize == 2 else dtype
-
-
-def pointers(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(t.data_ptr() for t in tensors)
-
-
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    kind = sum_dtype(dtype)
+    kind = wide(dtype)
     widths = [template for width in _WIDTHS for template in (_V3[dtype, width], _V3_BWD[dtype, kind, width])]
     return [*widths, _V3_SUM[dtype, kind]]

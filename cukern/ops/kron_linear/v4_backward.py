@@ -12,11 +12,12 @@ from cukern.ops.kron_linear import cublas, derivatives, groups, quarter, v3
 from cukern.ops.kron_linear import v4 as kron_v4
 from cukern.ops.kron_linear.gradients import gradient
 from cukern.ops.kron_linear.plan import Problem, Sizes, Step, planned_rows
-from cukern.ops.kron_linear.v3 import PLAIN, Epilogue, pointers, sum_dtype
+from cukern.ops.kron_linear.v3 import PLAIN, Epilogue
 from cukern.ops.kron_linear.v4 import COMMON, on_tensor_cores, target_of
 from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template, planning
+from cukern.runtime.tensors import pointers, wide
 
 _V4_BWD, _V4_SUM, _QUARTER_SUM = (
     Template("kron_linear/kron_linear.cu", f"kron_linear_v4_{name}", pdl=True) for name in ("bwd", "sum", "quarter_sum")
@@ -242,7 +243,7 @@ def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> 
     _, A, p, C = z.shape
     if not A * C:
         return v3.contraction(z, h, scale)
-    device, kind = z.get_device(), sum_dtype(z.dtype)
+    device, kind = z.get_device(), wide(z.dtype)
     target = target_of(z.dtype, device, on_tensor_cores(z.dtype), gcd(z.data_ptr(), h.data_ptr(), 16))
     planned = A // (rows or A) * planned_rows(rows or A)
     plan = gradient(planned, p, h.shape[2], C, target)
@@ -259,7 +260,7 @@ def contraction(z: Tensor, h: Tensor, scale: float, rows: int | None = None) -> 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     target = target_of(dtype, backend.SIMULATED, on_tensor_cores(dtype), 16)
     gradients = [gradient(64, f, f, C, target).template for f, C in ((8, 64), (64, 1))]
-    made = [_V4_BWD[dtype, sum_dtype(dtype), one] for one in gradients]
+    made = [_V4_BWD[dtype, wide(dtype), one] for one in gradients]
     if dtype.itemsize <= 4:
         older = target._replace(device=target.device._replace(capability=80, shared_bytes=161 << 10))  # without features of sm_90 alone
         launches = [launch for f, n in COMMON for launch in kron_backward.backwards(((f, f),) * n, 64, older)]

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.layernorm.versions import VERSIONS, wide
+from cukern.ops.layernorm.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, each, raw_op, register, row_counts, save, watched
+from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -104,18 +105,13 @@ def _checked_affine(name: str, value: Any, x: Tensor, dtypes: Any) -> Tensor | N
         return None
     t = interop.to_torch(name, value)
     checks.dtype(name, t, tuple(dtypes))
-    if t.device != x.device:
-        raise ValueError(f"{name} is on {t.device}, x is on {x.device}: they must be on one device")
+    checks.one_device(**{"x": x, name: t})
     checks.shape(name, t, tuple(x.shape[-1:]), "one element for each of x's columns")
     return t
 
 
 def _matrix(x: Tensor) -> Tensor:
-    return _unit_column_stride(x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
-
-
-def _unit_column_stride(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return unit_column_stride(as_matrix(x))
 
 
 # ---- the raw ops: x, residual, s and their gradients are (rows, columns); stats is (rows, 2), each row's mean and r
@@ -126,7 +122,7 @@ def _launch(
 ) -> list[Tensor]:
     outs = _fake(x, residual)
     if x.numel():
-        x, residual = _unit_column_stride(x), None if residual is None else _unit_column_stride(residual)
+        x, residual = unit_column_stride(x), None if residual is None else unit_column_stride(residual)
         w, b = (None if t is None else t.contiguous() for t in (weight, bias))
         y, stats, s = (*outs, None)[:3]
         choose("layernorm", version, x.get_device()).forward(y, s, stats, x, residual, w, b, eps, rms)
@@ -144,8 +140,8 @@ def _launch_backward(
     outs = dx, dweight, dbias = _fake_backward(s, dy, ds, stats, weight, eps, rms, affine, version)
     if not s.numel():
         return dx, dweight.zero_(), dbias.zero_()
-    s, dy = _unit_column_stride(s), _unit_column_stride(dy.resolve_neg())
-    ds = None if ds is None else _unit_column_stride(ds.resolve_neg())
+    s, dy = unit_column_stride(s), unit_column_stride(dy.resolve_neg())
+    ds = None if ds is None else unit_column_stride(ds.resolve_neg())
     w, grads = None if weight is None else weight.contiguous(), (dweight if affine else None, dbias if affine > 1 else None)
     choose("layernorm", version, s.get_device()).backward(dx, *grads, s, dy, ds, stats.contiguous(), w, rms)
     return outs

@@ -15,6 +15,7 @@ from cukern.runtime import backend
 from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
+from cukern.runtime.tensors import pointers, wide
 
 VECTOR_BYTES = 16
 V1_THREADS = 256
@@ -22,15 +23,10 @@ V2_THREADS = 512  # the most threads of a block of v2
 _TWO_PER_SM = 384  # the most for the backward to run at least two blocks per SM
 _V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
 _ANY_BLOCKS = 1 << 62
-_V2_BLOCK = 128, 256  # forward and backward: short rows share a block of about so many threads
+_V2_BLOCK = 128, 256  # threads of a block that short rows share, in the forward and in the backward
 
 _V1, _V1_BWD, _PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
 _V2, _V2_BWD, _ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the computation, of stats and of partial sums."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Tile(NamedTuple):
@@ -97,10 +93,6 @@ def _plan_for(newest: bool, backward: bool, x: Tensor, weight: Tensor | None, rm
     return plan, min(-(-x.shape[0] // plan.block[1]), plan.blocks)
 
 
-def _pointers(*tensors: Tensor | None) -> list[int]:
-    return [0 if t is None else t.data_ptr() for t in tensors]
-
-
 def _row_strides(*tensors: Tensor | None) -> list[int]:
     return [0 if t is None else t.stride(0) for t in tensors]
 
@@ -110,8 +102,8 @@ def _forward(
     bias: Tensor | None, eps: float, rms: bool,
 ) -> None:  # fmt: skip
     plan, blocks = _plan_for(newest, False, x, weight, rms, bias, y, s, residual)
-    pointers = _pointers(y, s, stats, x, residual, weight, bias)
-    plan.launch((blocks, 1, 1), plan.block, 0, *pointers, *x.shape, *_row_strides(x, residual), eps)
+    addresses = pointers(y, s, stats, x, residual, weight, bias)
+    plan.launch((blocks, 1, 1), plan.block, 0, *addresses, *x.shape, *_row_strides(x, residual), eps)
 
 
 def _backward(
@@ -124,16 +116,16 @@ def _backward(
     groups = blocks if plan.adds else min(rows, 2 * device_of(device).sms)
     partials = None if dweight is None else stats.new_empty(2, groups, columns)
     shared = columns * stats.itemsize if dweight is not None and plan.block[1] > 1 else 0
-    pointers = _pointers(dx, *([partials] if plan.adds else []), s, dy, ds, stats, weight)
-    plan.launch((blocks, 1, 1), plan.block, shared, *pointers, rows, columns, *_row_strides(s, dy, ds))
+    addresses = pointers(dx, *([partials] if plan.adds else []), s, dy, ds, stats, weight)
+    plan.launch((blocks, 1, 1), plan.block, shared, *addresses, rows, columns, *_row_strides(s, dy, ds))
     if dweight is None or partials is None:
         return
     if not plan.adds:
         launch, grid = _PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
-        launch(grid, (V1_THREADS, 1, 1), 0, *_pointers(partials, s, dy, stats), rows, columns, *_row_strides(s, dy))
+        launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, dy, stats), rows, columns, *_row_strides(s, dy))
     grid = (-(-columns // 32), 1 if dbias is None else 2, 1)
     add = _ADD[stats.dtype, dweight.dtype].on(device)
-    add(grid, (32, 32, 1), 0, *_pointers(dweight, dbias, partials), groups, columns)
+    add(grid, (32, 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
 
 
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:

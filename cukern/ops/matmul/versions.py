@@ -13,6 +13,7 @@ from cukern.runtime import backend
 from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
+from cukern.runtime.tensors import pointers
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 _V1, _V2, _V3, _V4, _V5 = (Template("matmul/matmul.cu", f"matmul_v{i}") for i in range(1, 6))
@@ -26,7 +27,7 @@ def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int]
 
     def forward(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
         (M, N), K = out.shape, a.shape[1]
-        arguments = (*_pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
+        arguments = (*pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
         template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
 
     return forward
@@ -37,7 +38,7 @@ def _v4(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     a, a_k, lda = _with_unit_stride(a)
     b, b_k, ldb = _with_unit_stride(b.t())
     grid = (-(-M // 128) * -(-N // 128), 1, 1)
-    _V4[a.dtype, a_k, not b_k].on(a.get_device())(grid, (256, 1, 1), 0, *_pointers(out, a, b, bias), M, N, K, lda, ldb)
+    _V4[a.dtype, a_k, not b_k].on(a.get_device())(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
 
 
 def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -50,11 +51,11 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     workspace = torch.empty(room * tile.rows * tile.columns, dtype=out.dtype, device=out.device)
     kernel = _V5[a.dtype, _copy_mode(a, a_k, lda), _copy_mode(b, b_k, ldb), tile.name]
     numbers = M, N, K, lda, ldb, shared_blocks, shared_tiles, chain
-    kernel.on(device)((grid, 1, 1), (128, 1, 1), 0, *_pointers(out, workspace, a, b, bias), *numbers)
+    kernel.on(device)((grid, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, a, b, bias), *numbers)
     if shared_blocks:
         squares = tile.rows * tile.columns // 128 // (16 // itemsize) ** 2  # squares of a tile per thread, of 128 threads
         fixup = _V5_FIXUP[a.dtype, tile.name].on(device)
-        fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *_pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
+        fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
 
 
 def _copy_mode(x: torch.Tensor, along_k: bool, ld: int) -> str:
@@ -72,10 +73,6 @@ def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
     if x.stride(0) == 1 or rows <= 1:
         return x, False, x.stride(1)
     return x.contiguous(), True, k
-
-
-def _pointers(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
 
 def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:

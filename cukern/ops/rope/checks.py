@@ -175,8 +175,7 @@ def _check_ids(r: Request, shape: tuple[int, ...], batch: int, sequence: int, pa
 
 
 def _on_device(name: str, t: Shape, x: Shape) -> None:
-    if t.device != x.device:
-        raise ValueError(f"{name} is on {t.device}, x is on {x.device}: they must be on one device")
+    checks.one_device(**{"x": x, name: t})
 
 
 # ---- checks of values and gradients

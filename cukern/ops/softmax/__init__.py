@@ -10,4 +10,3 @@ from cukern.ops.softmax.op import log_softmax as log_softmax
 from cukern.ops.softmax.op import merge_batch as merge_batch
 from cukern.ops.softmax.op import softmax as softmax
 from cukern.ops.softmax.op import two_versions as two_versions
-from cukern.ops.softmax.op import wide as wide

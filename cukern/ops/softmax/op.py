@@ -18,6 +18,7 @@ from cukern.ops.softmax.versions import LOG_VERSIONS, VERSIONS, inner
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
 from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, raw_op, register, row_counts, save, watched
+from cukern.runtime.tensors import wide
 
 Versions = str | tuple[str | None, str | None] | None
 LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**100  # the magnitudes that the kernels accept
@@ -76,11 +77,6 @@ def _scaled(x: Tensor, scale: float, dim: int) -> Tensor:
     """scale * x in float64, minus its maximum along `dim`. Half of x is used before the subtraction, so that nothing overflows."""
     half = x.double() * math.copysign(0.5, scale)
     return (half - half.detach().amax(dim, keepdim=True)) * abs(scale) * 2
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype in which x is computed."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _public(op: str, x: Any, dim: int, scale: float, version: Versions) -> Tensor:
@@ -201,8 +197,8 @@ class _Softmax(Differentiable):
         (y,), (scale, log, _) = ctx.saved_tensors, ctx.options
         if not log:
             return _gradient(y, dx, *ctx.options)
-        d = dx.to(wide(y))
-        return (scale * (d - (y.to(wide(y)).exp() * d).sum(1, keepdim=True))).to(y.dtype)
+        d = dx.to(wide(y.dtype))
+        return (scale * (d - (y.to(wide(y.dtype)).exp() * d).sum(1, keepdim=True))).to(y.dtype)
 
     @staticmethod
     def batch(info, in_dims, x, *rest):
@@ -231,7 +227,7 @@ class _SoftmaxBackward(Differentiable):
     def backward(ctx, d):
         """In torch's operations, so that the result can be differentiated again. So is `tangent`."""
         (y, g), scale = ctx.saved_tensors, ctx.scale
-        wide_y, wide_g, wide_d = (t.to(wide(t)) for t in (y, g, d))
+        wide_y, wide_g, wide_d = (t.to(wide(t.dtype)) for t in (y, g, d))
         if ctx.log:
             p = wide_y.exp()
             dot = (wide_d * p).sum(1, keepdim=True)
@@ -244,7 +240,7 @@ class _SoftmaxBackward(Differentiable):
 
     @staticmethod
     def tangent(ctx, dy, dg, *_):
-        y, g, dy, dg = (t.to(wide(t)) for t in (*ctx.saved_tensors, dy, dg))
+        y, g, dy, dg = (t.to(wide(t.dtype)) for t in (*ctx.saved_tensors, dy, dg))
         if ctx.log:
             out = dg - y.exp() * (dy * g.sum(1, keepdim=True) + dg.sum(1, keepdim=True))
         else:

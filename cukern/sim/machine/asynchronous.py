@@ -1,10 +1,11 @@
 """Writes in flight: cp.async, and st.async with the mbarrier that it reports to. PTX ISA, cp.async, mbarrier and st.async.
 
-The data is in shared memory at once; the shadow memory knows that nobody may read it yet. A cp.async completes when its thread waits for
-it. The phase of an mbarrier ends when all expected arrivals (also from other blocks of the cluster) and all expected bytes have come; then
-the writes of its st.async become visible to those who wait for it. Some races are missed: an arrival or an st.async publishes all that its
-warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block that may have exited is reported
-only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction belong to one phase.
+The simulator writes the data to shared memory at once. The shadow memory marks it as not yet readable. A cp.async completes when its
+thread waits for it. The phase of an mbarrier ends when all expected arrivals (also from other blocks of the cluster) and all expected
+bytes have come; then the writes of its st.async become visible to those who wait for it. Some races are missed: an arrival or an
+st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block
+that may have exited is reported only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction belong to
+one phase.
 """
 
 from dataclasses import dataclass, field

@@ -38,7 +38,7 @@ __device__ __forceinline__ void wgmma_wait(unsigned (&a)[N][M][4]) {
 // The matrix descriptor of operand b in shared memory. (For operand a, read "row" for "column".) A core matrix is eight rows of 16 bytes.
 // Without swizzle: elements are contiguous along k, the rows of a core matrix are columns of b, and `along_k` and `across` are the
 // distances in bytes to the next core matrix along k and along the columns. SWIZZLED (128-byte swizzle): elements are contiguous along the
-// columns. A row of 64 columns is 128 bytes in eight units of 16 bytes, of which unit i of row r lies at i ^ r, and eight rows are 1024
+// columns. A row of 64 columns is 128 bytes, eight units of 16 bytes. Unit i of row r is stored at position i ^ r. Eight rows are 1024
 // bytes. Then `along_k` is the distance in bytes to the next 64 columns, and `across` that to the next eight rows.
 constexpr unsigned long long SWIZZLED = 1ull << 62;
 __device__ __forceinline__ unsigned long long describe(unsigned shared_address, int along_k, int across) {

@@ -17,7 +17,7 @@ SHAPES = [(), (0,), (1,), (3, 0), (0, 3), (5,), (2, 3, 4), (300,)]
 
 
 def whole(*shape: int, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> torch.Tensor:
-    """Small integers, of which float16 sums of 300 are exact."""
+    """Small integers: sums of 300 of them are exact in float16."""
     return torch.randint(-3, 4, shape).to(device, dtype)
 
 
