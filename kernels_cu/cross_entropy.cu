@@ -11,8 +11,10 @@
 //            computation: float, or double for double. lse is double. Targets are int64 (`wide`) or int32. Offsets are 64-bit.
 // Algorithm  one block per row. The forward is online softmax in one pass: each thread has the largest c so far and the sum of
 //            exp(c - largest); both are reduced over the block in a fixed order. The backward reads a row and writes its gradient.
-//            lse is kept as a double, and p is computed from its two float parts, so that large logits lose no digits.
-// Launch     grid = rows, block = 32 to 512 threads (v2) or 256 (v1). The sum of the losses is a second launch of one block of 1024.
+//            lse is kept as a double, and p is computed from its two float parts, so that large logits lose no digits. The backward
+//            treats vectors without the target and without padding apart: they need half of the instructions.
+// Launch     v1: grid = rows, block 256. v2: block (threads per row, rows); a block has several rows if each has one warp, else one row of
+//            up to 512 threads. The sum of the losses is a second launch of one block of 1024.
 //
 // version  idea                                                               8192x50304 bf16, H200
 // v1       one element per thread and step                                    not measured
@@ -85,17 +87,18 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
     }
 }
 
-// The largest c and the sum of exp(c - largest) of what a thread has read.
+// The largest c, the sum of exp(c - largest) and, for smoothing, the sum of c of what a thread has read.
 template <typename T, bool SOFTCAP>
 struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
+    bool adds_all;
     C largest = minus_infinity<C>();
     sum_t<T> sum = 0, total = 0;
-    __device__ __forceinline__ explicit OnlineSum(double softcap) : capped(softcap) {}
+    __device__ __forceinline__ OnlineSum(double softcap, double smoothing) : capped(softcap), adds_all(smoothing != 0) {}
     template <int N>
     __device__ __forceinline__ void operator()(long long, C (&c)[N]) {
-        C top = largest, partial = 0, linear = 0;
+        C top = largest, partial = 0;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             c[j] = capped(c[j]);
@@ -107,14 +110,21 @@ struct OnlineSum {
             largest = top;
         }
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-            partial += exponential(c[j] - base);
-            linear += c[j];
-        }
+        for (int j = 0; j < N; ++j) partial += exponential(c[j] - base);
         sum += partial;
-        total += linear;
+        if (!adds_all) return;
+        partial = 0;
+#pragma unroll
+        for (int j = 0; j < N; ++j) partial += c[j];
+        total += partial;
     }
 };
+
+// Reduces over the threads of a row. A row of one warp needs no barrier and does not use `shared`, which has room for 32 values.
+template <class Op, typename C>
+__device__ __forceinline__ C row_reduce(C value, C* shared) {
+    return blockDim.x == 32 ? warp_reduce<Op>(value) : block_reduce<Op>(value, shared);
+}
 
 // Adds up what the threads have read, and writes the loss and lse of the row.
 template <typename T, bool SOFTCAP>
@@ -122,11 +132,12 @@ __device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, cons
                                            long long target, long long vocab, long long ignored, double smoothing, double z_loss) {
     __shared__ compute_t<T> maxima[32];
     __shared__ sum_t<T> sums[32], totals[32];
-    compute_t<T> largest = block_reduce<Max>(online.largest, maxima);
-    double base = base_of(largest), log_sum = block_reduce<Sum>(online.sum * exponential(online.largest - base_of(largest)), sums);
-    double total = block_reduce<Sum>(online.total, totals), result = target == ignored ? 0.0 : nan_value();
+    compute_t<T> largest = row_reduce<Max>(online.largest, maxima);
+    double base = base_of(largest), total = 0, result = target == ignored ? 0.0 : nan_value();
+    sum_t<T> sum = row_reduce<Sum>(online.sum * exponential(online.largest - base_of(largest)), sums);
+    if (online.adds_all) total = row_reduce<Sum>(online.total, totals);
     if (threadIdx.x != 0) return;
-    log_sum = log(log_sum);
+    double log_sum = log(sum);
     if (target != ignored && target >= 0 && target < vocab) {
         result = (base - (1 - smoothing) * online.capped(load_as(x[target]))) + log_sum;
         if (smoothing != 0) result -= smoothing / vocab * total;
@@ -141,22 +152,37 @@ template <typename T, bool SOFTCAP>
 struct Gradient {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
-    C high, low, of_p, of_target, of_all;  // high + low is lse
+    C high, low, of_p, of_target, of_all;  // high + low is lse; for float, low is multiplied by LOG2E
     long long target, vocab;
     bool is_zero;
-    __device__ __forceinline__ Gradient(double weight, double lse, long long target, long long vocab, long long ignored, double smoothing,
+    __device__ __forceinline__ Gradient(C weight, double lse, long long target, long long vocab, long long ignored, double smoothing,
                                         double z_loss, double softcap)
         : capped(softcap), high(lse), target(target), vocab(vocab), is_zero(target == ignored) {
         if (target < 0 || target >= vocab) weight = nan_value();
-        low = abs(lse) <= 3.4e38 ? lse - static_cast<double>(high) : 0.0;
-        of_p = weight * (1 + 2 * z_loss * lse);
-        of_target = weight * (1 - smoothing);
-        of_all = weight * smoothing / vocab;
+        low = abs(lse) <= 3.4e38 ? C(lse - static_cast<double>(high)) * C(LOG2E) : C(0);
+        of_p = weight * (1 + C(2 * z_loss) * high);
+        of_target = weight * C(1 - smoothing);
+        of_all = weight * C(smoothing) / vocab;
     }
-    __device__ __forceinline__ C operator()(C x, long long column) const {
-        if (is_zero || column >= vocab) return 0;
-        C t = SOFTCAP ? capped.tanh_of(x) : C(0), c = SOFTCAP ? capped.cap * t : x, g = of_p * exponential((c - high) - low) - of_all;
-        return (1 - t) * (1 + t) * (column == target ? g - of_target : g);
+    __device__ __forceinline__ C share(C c) const {
+        if constexpr (sizeof(C) == 8) return exp(c - high);
+        else return exp2_approx(fmaf(c - high, LOG2E, -low));
+    }
+    // The gradient of a column that is neither the target nor padding, or with `extra` that of the target.
+    __device__ __forceinline__ C of(C x, C extra = 0) const {
+        C t = SOFTCAP ? capped.tanh_of(x) : C(0), c = SOFTCAP ? capped.cap * t : x;
+        return (1 - t) * (1 + t) * (of_p * share(c) - of_all - extra);
+    }
+    template <int N>
+    __device__ __forceinline__ void replace(C (&x)[N], long long column) const {
+        bool has_target = target >= column && target < column + N;
+        if (!is_zero && !has_target && column + N <= vocab) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) x[j] = of(x[j]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], column + j == target ? of_target : C(0));
+        }
     }
 };
 
@@ -164,14 +190,14 @@ struct Gradient {
 
 // Grid rows, block 256.
 template <typename T, bool SOFTCAP>
-__global__ void cross_entropy_v1(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long x_row,
-                                 long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
+__global__ void cross_entropy_v1(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long rows,
+                                 long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
     using C = compute_t<T>;
     wait_for_previous();
     long long row = blockIdx.x, target = target_of(targets, wide, row);
     long long shown = target == ignored ? 0 : vocab;  // an ignored row is not read
     x += row * x_row;
-    OnlineSum<T, SOFTCAP> online(softcap);
+    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
     for (long long i = threadIdx.x; i < shown; i += blockDim.x) {
         C c[1] = {load_as(x[i])};
         online(i, c);
@@ -182,28 +208,35 @@ __global__ void cross_entropy_v1(compute_t<T>* loss, double* lse, const T* x, co
 // The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null. Grid rows, block 256.
 template <typename T, bool SOFTCAP>
 __global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss,
-                                     const double* count, bool wide, long long dx_row, long long x_row, long long columns, long long vocab,
-                                     long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
+                                     const double* count, bool wide, long long rows, long long dx_row, long long x_row, long long columns,
+                                     long long vocab, long long ignored, long long dloss_step, double smoothing, double z_loss,
+                                     double softcap) {
     wait_for_previous();
     long long row = blockIdx.x, target = target_of(targets, wide, row);
-    double weight = dloss[row * dloss_step] / (count ? *count : 1.0);
-    Gradient<T, SOFTCAP> gradient(weight, lse[row], target, vocab, ignored, smoothing, z_loss, softcap);
+    using C = compute_t<T>;
+    Gradient<T, SOFTCAP> gradient(dloss[row * dloss_step] / (count ? C(*count) : C(1)), lse[row], target, vocab, ignored, smoothing, z_loss,
+                                  softcap);
     dx += row * dx_row;
     x += row * x_row;
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) dx[i] = T(gradient(load_as(x[i]), i));
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+        C value[1] = {load_as(x[i])};
+        gradient.replace(value, i);
+        dx[i] = T(value[0]);
+    }
 }
 
 // ---- v2
 
-// Grid rows, block 32 to 512.
 template <typename T, bool SOFTCAP>
 __global__ void __launch_bounds__(512, 1)
-    cross_entropy_v2(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long x_row, long long vocab,
-                     long long ignored, double smoothing, double z_loss, double softcap) {
+    cross_entropy_v2(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long rows, long long x_row,
+                     long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
     wait_for_previous();
-    long long row = blockIdx.x, target = target_of(targets, wide, row);
+    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    long long target = target_of(targets, wide, row);
     x += row * x_row;
-    OnlineSum<T, SOFTCAP> online(softcap);
+    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
     read_row<sizeof(T) == 8 ? 2 : 4>(x, x, target == ignored ? 0 : vocab, true, online);
     write_loss(loss + row, lse + row, x, online, target, vocab, ignored, smoothing, z_loss);
 }
@@ -214,22 +247,22 @@ struct GradientWriter {
     const Gradient<T, SOFTCAP>& gradient;
     template <int N>
     __device__ __forceinline__ void operator()(long long column, compute_t<T> (&x)[N]) const {
-#pragma unroll
-        for (int j = 0; j < N; ++j) x[j] = gradient(x[j], column + j);
+        gradient.replace(x, column);
         store_vec(dx + column, pack<T, N>(x));
     }
 };
 
-// The arguments are those of v1. Grid rows, block 32 to 512.
 template <typename T, bool SOFTCAP>
 __global__ void __launch_bounds__(512, 1)
     cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
-                         bool wide, long long dx_row, long long x_row, long long columns, long long vocab, long long ignored,
-                         long long dloss_step, double smoothing, double z_loss, double softcap) {
+                         bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
+                         long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
     wait_for_previous();
-    long long row = blockIdx.x, target = target_of(targets, wide, row);
-    double weight = dloss[row * dloss_step] / (count ? *count : 1.0);
-    Gradient<T, SOFTCAP> gradient(weight, lse[row], target, vocab, ignored, smoothing, z_loss, softcap);
+    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    using C = compute_t<T>;
+    Gradient<T, SOFTCAP> gradient(dloss[row * dloss_step] / (count ? C(*count) : C(1)), lse[row], target_of(targets, wide, row), vocab,
+                                  ignored, smoothing, z_loss, softcap);
     GradientWriter<T, SOFTCAP> writer{dx + row * dx_row, gradient};
     read_row<2>(x + row * x_row, writer.dx, columns, !gradient.is_zero, writer);
 }
@@ -243,7 +276,7 @@ __global__ void cross_entropy_reduce(C* out, double* count, const C* loss, const
     __shared__ double sums[32], counts[32];
     wait_for_previous();
     double sum = 0, number = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (long long row = threadIdx.x; row < rows; row += blockDim.x) {
         sum += loss[row];
         number += target_of(targets, wide, row) != ignored;

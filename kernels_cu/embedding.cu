@@ -3,7 +3,7 @@
 //
 // Types      tokens are int, or long long if `wide`; positions may be null. 16-bit types are added in float and rounded once.
 // Layout     out and dout are (rows, features), weight is (vocabulary, features), positions is (table, features); all contiguous.
-// Bad tokens A token outside of the vocabulary gives a row of NaN, and its row of dout is dropped.
+// Bad tokens A token outside of the vocabulary gives a row of NaN, and its row of dout is dropped. The vocabulary is not empty.
 // Order      Every sum has a fixed order, and there are no atomics: two runs give the same bits.
 //
 // version  idea
@@ -80,29 +80,22 @@ __device__ __forceinline__ long long column_of_thread() {
     return (blockIdx.y * (long long)blockDim.x + threadIdx.x) * N;
 }
 
-template <typename T, int N>
-__global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
-                             long long vocabulary, long long features, bool wide) {
-    wait_for_previous();
-    long long column = column_of_thread<N>(), first = blockIdx.x * (long long)(ROWS * blockDim.y) + threadIdx.y;
-    if (column >= features) return;
-    long long token[ROWS];
+// row % time, in 32 bits where these suffice: a division of 64 bits takes several times as long.
+__device__ __forceinline__ long long time_of(long long row, long long time) {
+    return (row | time) >> 32 ? row % time : (unsigned)row % (unsigned)time;
+}
+
+template <bool POSITIONS, typename T, int N>
+__device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* weight, const T* positions, long long first, long long rows,
+                                           long long time, long long vocabulary, long long features, bool wide) {
+    bool inside[ROWS];
     Vec<T, N> w[ROWS], p[ROWS];
 #pragma unroll
     for (int k = 0; k < ROWS; k++) {
-        long long row = first + k * blockDim.y;
-        token[k] = row < rows ? token_at(tokens, wide, row) : -1;
-    }
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-        long long row = first + k * blockDim.y;
-        if (is_inside(token[k], vocabulary)) {
-            w[k] = load_vec<T, N>(weight + token[k] * features + column);
-        } else {
-#pragma unroll
-            for (int j = 0; j < N; j++) w[k].v[j] = T(not_a_number<T>());
-        }
-        if (positions && row < rows) p[k] = load_vec<T, N>(positions + row % time * features + column);
+        long long row = min(first + k * blockDim.y, rows - 1), token = token_at(tokens, wide, row);
+        inside[k] = is_inside(token, vocabulary);
+        w[k] = load_vec<T, N>(weight + (inside[k] ? token : 0) * features);  // not used if the token is not inside
+        if constexpr (POSITIONS) p[k] = load_vec<T, N>(positions + time_of(row, time) * features);
     }
 #pragma unroll
     for (int k = 0; k < ROWS; k++) {
@@ -110,9 +103,22 @@ __global__ void embedding_v2(T* out, const void* tokens, const T* weight, const 
         if (row >= rows) return;
         compute_t<T> y[N];
         unpack(y, w[k]);
-        if (positions) add_to(y, p[k]);
-        store_vec(out + row * features + column, pack<T, N>(y));
+        if constexpr (POSITIONS) add_to(y, p[k]);
+#pragma unroll
+        for (int j = 0; j < N; j++) y[j] = inside[k] ? y[j] : not_a_number<T>();
+        store_vec(out + row * features, pack<T, N>(y));
     }
+}
+
+template <typename T, int N>
+__global__ void embedding_v2(T* out, const void* tokens, const T* weight, const T* positions, long long rows, long long time,
+                             long long vocabulary, long long features, bool wide) {
+    wait_for_previous();
+    long long column = column_of_thread<N>(), first = blockIdx.x * (long long)(ROWS * blockDim.y) + threadIdx.y;
+    if (column >= features) return;
+    out += column, weight += column;
+    if (positions) write_rows<true, T, N>(out, tokens, weight, positions + column, first, rows, time, vocabulary, features, wide);
+    else write_rows<false, T, N>(out, tokens, weight, positions, first, rows, time, vocabulary, features, wide);
 }
 
 template <typename T, int N>

@@ -3,6 +3,7 @@
 dweight[v] = sum of dout over the rows with token v, dpositions[t] = sum of dout over the batch, both in a fixed order
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -97,6 +98,8 @@ def _on_cpu(tokens: Tensor, *tables: Tensor) -> Tensor:
 
 def _launch(tokens: Tensor, weight: Tensor, positions: Tensor | None, version: str) -> Tensor:
     out = _fake(tokens, weight)
+    if not weight.shape[0]:
+        return out.fill_(math.nan)
     if out.numel():
         tensors = out, *(None if t is None else t.resolve_neg().contiguous() for t in (tokens, weight, positions))
         numbers = tokens.numel(), tokens.shape[-1] if tokens.ndim else 1, *weight.shape, tokens.dtype == torch.int64

@@ -104,7 +104,7 @@ def _check_targets(targets: Tensor, options: Options) -> None:
         raise ValueError(f"targets must be in 0..{options.vocab - 1} or ignore_index {options.ignored}, got {int(wrong[0])}")
 
 
-# ---- the raw ops: x is (rows, columns), targets (rows), stats (rows + 1): each row's logsumexp, and the number of targets not ignored
+# ---- the raw ops: x is (rows, columns), targets (rows), stats: each row's logsumexp, and for a sum the number of targets not ignored
 
 
 def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,8 @@ def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
         pointers = losses.data_ptr(), stats.data_ptr(), x.data_ptr(), targets.data_ptr()
-        launch((rows, 1, 1), block, 0, *pointers, is_wide, x.stride(0), options.vocab, options.ignored, *options[3:6])
+        grid = -(-rows // block[1]), 1, 1
+        launch(grid, block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
     if is_reduced:
         pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, losses.data_ptr(), targets.data_ptr()
         reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, is_wide, rows, options.ignored, options.reduction == "mean")
@@ -138,15 +139,15 @@ def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
     pointers = dx.data_ptr(), x.data_ptr(), targets.data_ptr(), stats.data_ptr(), dloss.data_ptr(), count
-    sizes = dx.stride(0), x.stride(0), x.shape[1], options.vocab
+    sizes = rows, dx.stride(0), x.stride(0), x.shape[1], options.vocab
     launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
-        launch((rows, 1, 1), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
+        launch((-(-rows // block[1]), 1, 1), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
 
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
     loss = torch.empty(x.shape[:1] if reduction == "none" else (), dtype=wide(x.dtype), device=x.device)
-    return loss, torch.empty(x.shape[0] + 1, dtype=torch.float64, device=x.device)
+    return loss, torch.empty(x.shape[0] + (reduction != "none"), dtype=torch.float64, device=x.device)
 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
@@ -209,17 +210,22 @@ _REDUCE = _template("cross_entropy_reduce")
 
 @cached(4096)
 def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim]:
-    """The launch of a pass, that of the reduction, and the block."""
-    kernel, threads = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
-    return kernel.on(device), _REDUCE[wide(dtype)].on(device), (threads, 1, 1)
+    """The launch of a pass, that of the reduction, and the block: (threads per row, rows, 1)."""
+    kernel, block = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
+    return kernel.on(device), _REDUCE[wide(dtype)].on(device), (*block, 1)
 
 
-def _version(idea: str, name: str, threads: Callable[[int], int]) -> Version:
-    """`threads` per block, for the bytes of a row: in v2, each thread has two vectors of a short row."""
+def _short_or_long(row_bytes: int) -> tuple[int, int]:
+    """The block of v2: four rows of one warp, or one row whose threads have at least four vectors each, up to 512 threads."""
+    return (32, 4) if row_bytes <= 4096 else (min(512, -(-row_bytes // (64 * 32)) * 32), 1)
+
+
+def _version(idea: str, name: str, block: Callable[[int], tuple[int, int]]) -> Version:
+    """`block`: threads per row and rows of a block, for the bytes of a row."""
     templates = [_template(f"cross_entropy_{name}"), _template(f"cross_entropy_{name}_bwd")]
 
     def planned(template: Template) -> Callable[..., Any]:
-        return lambda dtype, softcap, columns: (template[dtype, softcap], threads(columns * dtype.itemsize))
+        return lambda dtype, softcap, columns: (template[dtype, softcap], block(columns * dtype.itemsize))
 
     def instances(dtype: torch.dtype) -> list[Kernel]:
         return [_REDUCE[wide(dtype)], *(t[dtype, softcap] for t in templates for softcap in (False, True))]
@@ -228,6 +234,6 @@ def _version(idea: str, name: str, threads: Callable[[int], int]) -> Version:
 
 
 VERSIONS = {
-    "v1": _version("one element per thread and step", "v1", lambda row_bytes: 256),
-    "v2": _version("16-byte vectors", "v2", lambda row_bytes: min(512, max(32, 1 << (row_bytes // 32).bit_length()))),
+    "v1": _version("one element per thread and step", "v1", lambda row_bytes: (256, 1)),
+    "v2": _version("16-byte vectors", "v2", _short_or_long),
 }
