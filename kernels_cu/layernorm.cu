@@ -148,11 +148,29 @@ __device__ __forceinline__ C row_sum(C value, C* shared) {
     return block_reduce<Sum>(value, shared + threadIdx.y * (blockDim.x / 32));
 }
 
+// The sums of two values, with one barrier. `shared` has room for 64 values.
+template <typename C>
+__device__ __forceinline__ void row_sums(C& a, C& b, C* shared) {
+    a = warp_reduce<Sum>(a, min(blockDim.x, 32)), b = warp_reduce<Sum>(b, min(blockDim.x, 32));
+    if (blockDim.x <= 32) return;
+    int lane = threadIdx.x % 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
+    if (lane == 0) shared[first + threadIdx.x / 32] = a, shared[32 + first + threadIdx.x / 32] = b;
+    __syncthreads();
+    a = warp_reduce<Sum>(lane < warps ? shared[first + lane] : C(0));
+    b = warp_reduce<Sum>(lane < warps ? shared[32 + first + lane] : C(0));
+}
+
 template <typename T, int N, int VECTORS>
 struct Row {
     Vec<T, N> v[VECTORS];
 
     static __device__ __forceinline__ int column(int k) { return (k * blockDim.x + threadIdx.x) * N; }
+
+    // Columns from `end` on are those of the first vector. Without a branch, 16-bit pairs stay in one register.
+    __device__ __forceinline__ void load_any(const T* from, int end) {
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) v[k] = load_vec<T, N>(from + (column(k) < end ? column(k) : 0));
+    }
 
     // Columns from `end` on are 0.
     __device__ __forceinline__ void load(const T* from, int end) {
@@ -253,14 +271,26 @@ __global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
                      long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();
     using C = compute_t<T>;
-    __shared__ C sums[2][32];
+    constexpr bool AHEAD = sizeof(T) == 2;  // registers suffice to load the next row before this one is reduced
+    __shared__ C sums[2][64];
     C dweight[VECTORS][N] = {}, dbias[VECTORS][N] = {};
-    for (long long first = blockIdx.x * (long long)blockDim.y; first < rows; first += gridDim.x * (long long)blockDim.y) {
-        long long row = first + threadIdx.y;
+    long long step = gridDim.x * (long long)blockDim.y, row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    long long iterations = (rows - row + threadIdx.y + step - 1) / step;  // the same for all threads of a block
+    Row<T, N, VECTORS> row_s, row_dy, next_s, next_dy;
+    auto load = [&](Row<T, N, VECTORS>& to_s, Row<T, N, VECTORS>& to_dy, long long from) {
+        to_s.load_any(s + min(from, rows - 1) * s_row, columns);
+        to_dy.load_any(dy + min(from, rows - 1) * dy_row, columns);
+    };
+    if (AHEAD) load(next_s, next_dy, row);
+    for (long long i = 0; i < iterations; ++i, row += step) {
         int end = row < rows ? columns : 0;
-        Row<T, N, VECTORS> row_s, row_dy;
-        row_s.load(s + row * s_row, end);
-        row_dy.load(dy + row * dy_row, end);
+        if (AHEAD) {
+            row_s = next_s;
+            row_dy = next_dy;
+            load(next_s, next_dy, row + step);
+        } else {
+            load(row_s, row_dy, row);
+        }
         Vec<C, 2> mean_rstd = row < rows ? load_vec<C, 2>(stats + 2 * row) : Vec<C, 2>{};
         C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, x[N], g[N], w[N];
 #pragma unroll
@@ -276,9 +306,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
                 sum_hn += h * n;
             }
         }
-        C mean_h = RMS ? C(0) : row_sum(sum_h, sums[0]) / columns;
-        C mean_hn = row_sum(sum_hn, sums[1]) / columns;
-        if (RMS) __syncthreads();  // with one reduction per row, the next one could overwrite its sums
+        row_sums(sum_h, sum_hn, sums[i % 2]);  // a barrier separates two uses of the same half of `sums`
+        C mean_h = RMS ? C(0) : sum_h / columns, mean_hn = sum_hn / columns;
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
             int column = row_s.column(k);

@@ -4,8 +4,11 @@
 #include "math.cuh"
 #include "vec.cuh"
 
-__device__ __forceinline__ float2 widen(__half2 v) { return __half22float2(v); }
-__device__ __forceinline__ float2 widen(__nv_bfloat162 v) { return __bfloat1622float2(v); }
+// A pair is read as 32 bits. As two numbers of 16 bits the compiler would keep it in two registers wherever control flow joins.
+__device__ __forceinline__ float2 widen(__half2, unsigned bits) { return __half22float2(reinterpret_cast<const __half2&>(bits)); }
+__device__ __forceinline__ float2 widen(__nv_bfloat162, unsigned bits) {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000));
+}
 __device__ __forceinline__ void narrow(__half2& to, float2 v) { to = __float22half2_rn(v); }
 __device__ __forceinline__ void narrow(__nv_bfloat162& to, float2 v) { to = __float22bfloat162_rn(v); }
 
@@ -24,10 +27,10 @@ template <typename T, int N, typename A>
 __device__ __forceinline__ void unpack(A (&to)[N], const Vec<T, N>& from) {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {
         using Pair = typename PairOf<T>::type;
-        const Pair* pairs = reinterpret_cast<const Pair*>(&from);
+        const unsigned* pairs = reinterpret_cast<const unsigned*>(&from);
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
-            float2 v = widen(pairs[i / 2]);
+            float2 v = widen(Pair(), pairs[i / 2]);
             to[i] = v.x;
             to[i + 1] = v.y;
         }
