@@ -20,7 +20,8 @@
 #include "common/ptx/launch.cuh"
 #include "common/ptx/math.cuh"
 
-constexpr int GELU = 0, GELU_TANH = 1, SILU = 2, WARPS = 8;  // WARPS: of a block of gelu_v2_bias_bwd
+constexpr int GELU = 0, GELU_TANH = 1, SILU = 2;
+constexpr int WARPS = 8, ROWS = 2;  // of gelu_v2_bias_bwd: warps of a block, and rows that a warp loads at a time
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);
 
@@ -45,13 +46,15 @@ __device__ __forceinline__ Gate<compute_t<T>> sigmoid(compute_t<T> x) {
 template <typename T>
 __device__ __forceinline__ Gate<compute_t<T>> normal(compute_t<T> x) {
     using C = compute_t<T>;
-    C value, e = exponential<T>(x * x * C(-0.5));
+    C value, e;
     if constexpr (sizeof(T) == 2) {
+        e = exp2_approx(x * x * (-0.5f * 1.4426950408889634f));
         C t = reciprocal_approx(fmaf(fabs(x), 0.23164190f, 1.0f));
         C below = fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f);
         below = fmaf(t, below, 0.127414796f) * t * e;
         value = x < 0 ? below : 1 - below;
     } else {
+        e = exp(x * x * C(-0.5));
         value = C(0.5) + C(0.5) * erf(x * C(0.7071067811865476));
     }
     return {value, e * C(0.3989422804014327)};
@@ -78,81 +81,93 @@ __device__ __forceinline__ void load_sum(compute_t<T> (&v)[N], const T* x, const
     for (int j = 0; j < N; j++) v[j] += b[j];
 }
 
-template <typename T>
-__device__ __forceinline__ T* at(T* p, long long i) {
-    return p ? p + i : p;
-}
+// Offsets of this thread's N elements of a row, and their column.
+struct Place {
+    long long out, x, up, dout, col;
+};
 
-// N elements of one row. The pointers point to the first; absent inputs are null.
-template <int FUNCTION, int N, typename T, typename B>
-__device__ __forceinline__ void forward(T* out, const T* x, const T* up, const B* bias) {
-    compute_t<T> v[N], u[N];
-    load_sum(v, x, bias);
-    if (up) unpack(u, load_vec<T, N>(up));
-#pragma unroll
-    for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value * (up ? u[j] : 1);
-    store_vec(out, pack<T, N>(v));
-}
-
-// Adds dx, before it is rounded, to the array `sum`.
-template <int FUNCTION, int N, typename T, typename B>
-__device__ __forceinline__ void backward(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout,
-                                         compute_t<T>* sum = nullptr) {
-    compute_t<T> v[N], u[N], d[N];
-    load_sum(v, x, bias);
-    unpack(d, load_vec<T, N>(dout));
-    if (up) unpack(u, load_vec<T, N>(up));
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        Gate<compute_t<T>> g = gate<T, FUNCTION>(v[j]);
-        compute_t<T> slope = g.value + v[j] * g.slope, value = d[j] * (v[j] * g.value);
-        d[j] *= up ? u[j] * slope : slope;
-        u[j] = value;
-        if (sum) sum[j] += d[j];
-    }
-    store_vec(dx, pack<T, N>(d));
-    if (up) store_vec(dup, pack<T, N>(u));
-}
-
-// The row and column of this thread's N elements. The division has 32 bits where these suffice.
+// False behind the end. One row needs no division; several need one of 32 bits where that suffices.
 template <int N>
-__device__ __forceinline__ bool locate(long long rows, long long cols, long long& row, long long& col) {
+__device__ __forceinline__ bool locate(Place& at, long long rows, long long cols, long long x_row, long long up_row,
+                                       long long dout_row = 0) {
     wait_for_previous();
     long long i = (blockIdx.x * (long long)blockDim.x + threadIdx.x) * N;
-    row = rows == 1 ? 0 : (i | cols) >> 32 ? i / cols : (unsigned)i / (unsigned)cols, col = i - row * cols;
-    return row < rows && col < cols;
+    at = {i, i, i, i, i};
+    if (rows == 1) return i < cols;
+    long long row = (i | cols) >> 32 ? i / cols : (unsigned)i / (unsigned)cols, col = i - row * cols;
+    at = {i, row * x_row + col, row * up_row + col, row * dout_row + col, col};
+    return row < rows;
+}
+
+template <int FUNCTION, int N, typename T, typename B>
+__device__ __forceinline__ void forward(T* out, const T* x, const T* up, const B* bias, const Place& at) {
+    compute_t<T> v[N], u[N];
+    load_sum(v, x + at.x, bias ? bias + at.col : bias);
+    if (up) {
+        unpack(u, load_vec<T, N>(up + at.up));
+#pragma unroll
+        for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value * u[j];
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value;
+    }
+    store_vec(out + at.out, pack<T, N>(v));
+}
+
+// v becomes f(v). Returns f'(v).
+template <int FUNCTION, typename T>
+__device__ __forceinline__ compute_t<T> slope(compute_t<T>& v) {
+    Gate<compute_t<T>> g = gate<T, FUNCTION>(v);
+    compute_t<T> result = g.value + v * g.slope;
+    v *= g.value;
+    return result;
+}
+
+template <int FUNCTION, int N, typename T, typename B>
+__device__ __forceinline__ void backward(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, const Place& at) {
+    compute_t<T> v[N], u[N], d[N];
+    load_sum(v, x + at.x, bias ? bias + at.col : bias);
+    unpack(d, load_vec<T, N>(dout + at.dout));
+    if (up) {
+        unpack(u, load_vec<T, N>(up + at.up));
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            u[j] *= slope<FUNCTION, T>(v[j]);
+            v[j] *= d[j];
+            d[j] *= u[j];
+        }
+        store_vec(dup + at.out, pack<T, N>(v));
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++) d[j] *= slope<FUNCTION, T>(v[j]);
+    }
+    store_vec(dx + at.out, pack<T, N>(d));
 }
 
 template <typename T, typename B, int FUNCTION>
 __global__ void gelu_v1(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
-    long long row, col;
-    if (!locate<1>(rows, cols, row, col)) return;
-    forward<FUNCTION, 1>(out + row * cols + col, x + row * x_row + col, at(up, row * up_row + col), at(bias, col));
+    Place at;
+    if (locate<1>(at, rows, cols, x_row, up_row)) forward<FUNCTION, 1>(out, x, up, bias, at);
 }
 
 template <typename T, typename B, int FUNCTION>
 __global__ void gelu_v1_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
                             long long x_row, long long up_row, long long dout_row) {
-    long long row, col;
-    if (!locate<1>(rows, cols, row, col)) return;
-    backward<FUNCTION, 1>(dx + row * cols + col, dup + row * cols + col, x + row * x_row + col, at(up, row * up_row + col), at(bias, col),
-                          dout + row * dout_row + col);
+    Place at;
+    if (locate<1>(at, rows, cols, x_row, up_row, dout_row)) backward<FUNCTION, 1>(dx, dup, x, up, bias, dout, at);
 }
 
 template <typename T, typename B, int FUNCTION>
 __global__ void gelu_v2(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
-    long long row, col;
-    if (!locate<VECTOR<T>>(rows, cols, row, col)) return;
-    forward<FUNCTION, VECTOR<T>>(out + row * cols + col, x + row * x_row + col, at(up, row * up_row + col), at(bias, col));
+    Place at;
+    if (locate<VECTOR<T>>(at, rows, cols, x_row, up_row)) forward<FUNCTION, VECTOR<T>>(out, x, up, bias, at);
 }
 
 template <typename T, typename B, int FUNCTION>
 __global__ void gelu_v2_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
                             long long x_row, long long up_row, long long dout_row) {
-    long long row, col;
-    if (!locate<VECTOR<T>>(rows, cols, row, col)) return;
-    backward<FUNCTION, VECTOR<T>>(dx + row * cols + col, dup + row * cols + col, x + row * x_row + col, at(up, row * up_row + col),
-                                  at(bias, col), dout + row * dout_row + col);
+    Place at;
+    if (locate<VECTOR<T>>(at, rows, cols, x_row, up_row, dout_row)) backward<FUNCTION, VECTOR<T>>(dx, dup, x, up, bias, dout, at);
 }
 
 template <typename T, typename B, int FUNCTION>
@@ -164,11 +179,30 @@ __global__ void __launch_bounds__(32 * WARPS)
     unsigned tiles = (cols + TILE - 1) / TILE, chunk = blockIdx.x / tiles;
     long long tile = (long long)(blockIdx.x % tiles) * TILE, col = tile + threadIdx.x * N;
     long long row = chunk * rows_per_block, end = min(row + rows_per_block, rows);
-    compute_t<T> sum[N] = {};
+    compute_t<T> b[N], v[N], d[N], sum[N] = {};
     wait_for_previous();
-    for (row += threadIdx.y; row < end && col < cols; row += WARPS)
-        backward<FUNCTION, N>(dx + row * cols + col, (T*)nullptr, x + row * x_row + col, (const T*)nullptr, bias + col,
-                              dout + row * dout_row + col, sum);
+    if (col < cols) unpack(b, load_vec<B, N>(bias + col));
+    for (row += threadIdx.y; row < end && col < cols; row += ROWS * WARPS) {
+        Vec<T, N> loaded_x[ROWS], loaded_dout[ROWS];
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            long long from = min(row + k * WARPS, end - 1);
+            loaded_x[k] = load_vec<T, N>(x + from * x_row + col);
+            loaded_dout[k] = load_vec<T, N>(dout + from * dout_row + col);
+        }
+#pragma unroll
+        for (int k = 0; k < ROWS && row + k * WARPS < end; k++) {
+            unpack(v, loaded_x[k]);
+            unpack(d, loaded_dout[k]);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                v[j] += b[j];
+                d[j] *= slope<FUNCTION, T>(v[j]);
+                sum[j] += d[j];
+            }
+            store_vec(dx + (row + k * WARPS) * cols + col, pack<T, N>(d));
+        }
+    }
 #pragma unroll
     for (int j = 0; j < N; j++) sums[threadIdx.y][threadIdx.x * N + j] = sum[j];
     __syncthreads();

@@ -139,7 +139,7 @@ __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long
 }
 
 // ---- v2. A thread has VECTORS vectors of N elements of a row, blockDim.x vectors apart. N = 1 for rows that are not aligned to 16 bytes.
-// Rows beyond the last one are empty, because all threads of a block take part in its reductions.
+// Threads of rows beyond the last one load the last row and write nothing: all threads of a block take part in its reductions.
 
 // The sum over the threads of a row. `shared` has room for 32 values.
 template <typename C>
@@ -166,16 +166,10 @@ struct Row {
 
     static __device__ __forceinline__ int column(int k) { return (k * blockDim.x + threadIdx.x) * N; }
 
-    // Columns from `end` on are those of the first vector. Without a branch, 16-bit pairs stay in one register.
-    __device__ __forceinline__ void load_any(const T* from, int end) {
-#pragma unroll
-        for (int k = 0; k < VECTORS; ++k) v[k] = load_vec<T, N>(from + (column(k) < end ? column(k) : 0));
-    }
-
-    // Columns from `end` on are 0.
+    // Loads of columns from `end` on load the first column instead. Without a branch, the compiler keeps pairs of 16 bits in one register.
     __device__ __forceinline__ void load(const T* from, int end) {
 #pragma unroll
-        for (int k = 0; k < VECTORS; ++k) v[k] = column(k) < end ? load_vec<T, N>(from + column(k)) : Vec<T, N>{};
+        for (int k = 0; k < VECTORS; ++k) v[k] = load_vec<T, N>(from + (column(k) < end ? column(k) : 0));
     }
 };
 
@@ -201,15 +195,20 @@ __global__ void __launch_bounds__(512)
     using C = compute_t<T>;
     __shared__ C sums[2][32];
     long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    long long from = min(row, rows - 1);
     int end = row < rows ? columns : 0;
     Row<T, N, VECTORS> values, added;
-    values.load(x + row * x_row, end);
+    values.load(x + from * x_row, columns);
     if (residual) {
-        added.load(residual + row * residual_row, end);
+        added.load(residual + from * residual_row, columns);
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
+            C sum[N], other[N];
+            unpack(sum, values.v[k]);
+            unpack(other, added.v[k]);
 #pragma unroll
-            for (int j = 0; j < N; ++j) values.v[k].v[j] = add_rounded(values.v[k].v[j], added.v[k].v[j]);
+            for (int j = 0; j < N; ++j) sum[j] += other[j];
+            values.v[k] = pack<T, N>(sum);
             int column = values.column(k);
             if (column < end) store_vec(s + row * columns + column, values.v[k]);
         }
@@ -218,6 +217,7 @@ __global__ void __launch_bounds__(512)
     if (!RMS) {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
+            if (values.column(k) >= columns) break;
             unpack(a, values.v[k]);
 #pragma unroll
             for (int j = 0; j < N; ++j) sum += a[j];
@@ -227,9 +227,10 @@ __global__ void __launch_bounds__(512)
     }
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
+        if (values.column(k) >= columns) break;
         unpack(a, values.v[k]);
 #pragma unroll
-        for (int j = 0; j < N; ++j) sum += values.column(k) < end ? (a[j] - mean) * (a[j] - mean) : C(0);
+        for (int j = 0; j < N; ++j) sum += (a[j] - mean) * (a[j] - mean);
     }
     C rstd = 1 / sqrt(row_sum(sum, sums[1]) / columns + C(eps));
 #pragma unroll
@@ -278,8 +279,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
     long long iterations = (rows - row + threadIdx.y + step - 1) / step;  // the same for all threads of a block
     Row<T, N, VECTORS> row_s, row_dy, next_s, next_dy;
     auto load = [&](Row<T, N, VECTORS>& to_s, Row<T, N, VECTORS>& to_dy, long long from) {
-        to_s.load_any(s + min(from, rows - 1) * s_row, columns);
-        to_dy.load_any(dy + min(from, rows - 1) * dy_row, columns);
+        to_s.load(s + min(from, rows - 1) * s_row, columns);
+        to_dy.load(dy + min(from, rows - 1) * dy_row, columns);
     };
     if (AHEAD) load(next_s, next_dy, row);
     for (long long i = 0; i < iterations; ++i, row += step) {
