@@ -22,6 +22,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 
 
 def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,10 +63,10 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
             return impl(x, *rest)
         except RuntimeError as error:
             refuse_fork(name, error)
-            if not _transforms():
+            if not _transforms() and not _batched(x):
                 checks.strided("x", x)
                 raise
-        return op(x, *rest)  # data_ptr() of a functorch wrapper raised before the launch
+        return op(x, *rest)  # data_ptr() of a wrapper raised before the launch
 
     def call(*args: Any) -> Any:
         if _tracing() or _modes() or _transforms() or not args[0].is_cuda:
@@ -76,9 +77,9 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
             return impl(*args)
         except RuntimeError as error:
             refuse_fork(name, error)
-            if not any(isinstance(x, torch.Tensor) and _wrapped(x) for x in _flat(args)):
+            if not any(isinstance(x, torch.Tensor) and (_wrapped(x) or _batched(x)) for x in _flat(args)):
                 raise
-        return op(*args)  # a functorch wrapper that outlived its transform: the dispatcher unwraps it
+        return op(*args)  # a functorch wrapper that outlived its transform, or `is_grads_batched`: the dispatcher unwraps it
 
     return call_one if tensors == 1 else call
 
