@@ -151,8 +151,12 @@ __device__ __forceinline__ C row_sum(C value, C* shared) {
 // The sums of two values, with one barrier. `shared` has room for 64 values.
 template <typename C>
 __device__ __forceinline__ void row_sums(C& a, C& b, C* shared) {
-    a = warp_reduce<Sum>(a, min(blockDim.x, 32)), b = warp_reduce<Sum>(b, min(blockDim.x, 32));
-    if (blockDim.x <= 32) return;
+    if (blockDim.x < 32) {
+        a = warp_reduce<Sum>(a, blockDim.x), b = warp_reduce<Sum>(b, blockDim.x);
+        return;
+    }
+    a = warp_reduce<Sum>(a), b = warp_reduce<Sum>(b);
+    if (blockDim.x == 32) return;
     int lane = threadIdx.x % 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
     if (lane == 0) shared[first + threadIdx.x / 32] = a, shared[32 + first + threadIdx.x / 32] = b;
     __syncthreads();
@@ -272,60 +276,56 @@ __global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
                      long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();
     using C = compute_t<T>;
-    constexpr bool AHEAD = sizeof(T) == 2;  // registers suffice to load the next row before this one is reduced
+    constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 32;  // registers suffice to load the next row early
     __shared__ C sums[2][64];
     C dweight[VECTORS][N] = {}, dbias[VECTORS][N] = {};
     long long step = gridDim.x * (long long)blockDim.y, row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
-    long long iterations = (rows - row + threadIdx.y + step - 1) / step;  // the same for all threads of a block
-    Row<T, N, VECTORS> row_s, row_dy, next_s, next_dy;
-    auto load = [&](Row<T, N, VECTORS>& to_s, Row<T, N, VECTORS>& to_dy, long long from) {
-        to_s.load(s + min(from, rows - 1) * s_row, columns);
-        to_dy.load(dy + min(from, rows - 1) * dy_row, columns);
+    Row<T, N, VECTORS> row_s, row_dy;
+    Vec<C, 2> mean_rstd;
+    C inverse = C(1) / columns;
+    auto load = [&](long long from) {
+        from = min(from, rows - 1);
+        mean_rstd = load_vec<C, 2>(stats + 2 * from);
+        row_s.load(s + from * s_row, columns);
+        row_dy.load(dy + from * dy_row, columns);
     };
-    if (AHEAD) load(next_s, next_dy, row);
-    for (long long i = 0; i < iterations; ++i, row += step) {
+    if (AHEAD) load(row);
+    for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {  // as often in all threads of a block
         int end = row < rows ? columns : 0;
-        if (AHEAD) {
-            row_s = next_s;
-            row_dy = next_dy;
-            load(next_s, next_dy, row + step);
-        } else {
-            load(row_s, row_dy, row);
-        }
-        Vec<C, 2> mean_rstd = row < rows ? load_vec<C, 2>(stats + 2 * row) : Vec<C, 2>{};
-        C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, x[N], g[N], w[N];
+        if (!AHEAD) load(row);
+        C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, n[VECTORS][N], h[VECTORS][N];
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
             if (row_s.column(k) >= end) break;
-            unpack(x, row_s.v[k]);
+            C g[N];
+            unpack(n[k], row_s.v[k]);
             unpack(g, row_dy.v[k]);
-            load_affine(w, weight, row_s.column(k), C(1));
+            load_affine(h[k], weight, row_s.column(k), C(1));
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                C n = (x[j] - mean) * rstd, h = g[j] * w[j];
-                sum_h += h;
-                sum_hn += h * n;
+                n[k][j] = (n[k][j] - mean) * rstd;
+                h[k][j] *= g[j];
+                sum_h += h[k][j];
+                sum_hn += h[k][j] * n[k][j];
+                dweight[k][j] += g[j] * n[k][j];
+                dbias[k][j] += g[j];
             }
         }
-        row_sums(sum_h, sum_hn, sums[i % 2]);  // a barrier separates two uses of the same half of `sums`
-        C mean_h = RMS ? C(0) : sum_h / columns, mean_hn = sum_hn / columns;
+        if (AHEAD) load(row + step);          // the data arrives while this row is reduced and written
+        row_sums(sum_h, sum_hn, sums[half]);  // a barrier separates two uses of the same half
+        C mean_h = RMS ? C(0) : sum_h * inverse, mean_hn = sum_hn * inverse;
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
             int column = row_s.column(k);
             if (column >= end) break;
-            C before[N] = {};
-            if (ds) unpack(before, load_vec<T, N>(ds + row * ds_row + column));
-            unpack(x, row_s.v[k]);
-            unpack(g, row_dy.v[k]);
-            load_affine(w, weight, column, C(1));
 #pragma unroll
-            for (int j = 0; j < N; ++j) {
-                C n = (x[j] - mean) * rstd;
-                dweight[k][j] += g[j] * n;
-                dbias[k][j] += g[j];
-                x[j] = before[j] + gradient(g[j] * w[j], n, mean_h, mean_hn, rstd);
+            for (int j = 0; j < N; ++j) h[k][j] = gradient(h[k][j], n[k][j], mean_h, mean_hn, rstd);
+            if (ds) {
+                unpack(n[k], load_vec<T, N>(ds + row * ds_row + column));
+#pragma unroll
+                for (int j = 0; j < N; ++j) h[k][j] += n[k][j];
             }
-            store_vec(dx + row * columns + column, pack<T, N>(x));
+            store_vec(dx + row * columns + column, pack<T, N>(h[k]));
         }
     }
     if (!partials) return;
