@@ -14,7 +14,7 @@
 //            lse is kept as a double, and p is computed from its two float parts, so that large logits lose no digits. The backward
 //            treats vectors without the target and without padding apart: they need half of the instructions.
 // Launch     v1: grid = rows, block 256. v2: block (threads per row, rows); a block has several rows if each has one warp, else one row of
-//            up to 512 threads. The sum of the losses is a second launch of one block of 1024.
+//            up to 256 threads. The sum of the losses is a second launch of one block of 1024.
 //
 // version  idea                                                               8192x50304 bf16, H200
 // v1       one element per thread and step                                    not measured
@@ -56,33 +56,37 @@ struct Softcap {
     __device__ __forceinline__ C operator()(C x) const { return SOFTCAP ? cap * tanh_of(x) : x; }
 };
 
-// Calls use(column, values) for every column of a row, with arrays of consecutive values: 16-byte vectors that are aligned in `to`, which
-// has the same columns, and single columns before and after them. LOADS vectors per thread are in flight. Without is_read, values are 0.
+// Calls use(column, values) for every column of a row, with arrays of consecutive values: fewer than 2^31 16-byte vectors that are aligned
+// in `to`, which has the same columns, and single columns before and after them. LOADS vectors per thread are in flight. Without is_read,
+// values are 0.
 template <int LOADS, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use) {
     constexpr int N = 16 / sizeof(T);
     unsigned long long from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
-    long long first = min(columns, static_cast<long long>(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
-    for (long long i = threadIdx.x; i < vectors; i += LOADS * blockDim.x) {
+    int first = min(columns, static_cast<long long>(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
+    x += first;
+    for (int i = threadIdx.x; i < vectors; i += LOADS * blockDim.x) {
         Vec<T, N> loaded[LOADS] = {};
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
-            const T* p = x + first + (i + k * blockDim.x) * N;
-            if (!is_read || i + k * blockDim.x >= vectors) continue;
-            if ((address - from) % 16 == 0) loaded[k] = load_vec<T, N>(p);
+            int vector = i + k * blockDim.x;
+            if (!is_read || vector >= vectors) continue;
+            if ((address - from) % 16 == 0) loaded[k] = reinterpret_cast<const Vec<T, N>*>(x)[vector];
             else
-                for (int j = 0; j < N; ++j) loaded[k].v[j] = p[j];
+                for (int j = 0; j < N; ++j) loaded[k].v[j] = x[vector * static_cast<long long>(N) + j];
         }
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
+            int vector = i + k * blockDim.x;
+            if (vector >= vectors) break;
             compute_t<T> values[N];
             unpack(values, loaded[k]);
-            if (i + k * blockDim.x < vectors) use(first + (i + k * blockDim.x) * N, values);
+            use(first + vector * static_cast<long long>(N), values);
         }
     }
-    long long edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * N;
+    long long edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * static_cast<long long>(N);
     if (edge < columns) {
-        compute_t<T> values[1] = {load_as(x[edge])};
+        compute_t<T> values[1] = {load_as(x[edge - first])};
         use(edge, values);
     }
 }
@@ -228,7 +232,7 @@ __global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, con
 // ---- v2
 
 template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 6 : 1)
     cross_entropy_v2(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long rows, long long x_row,
                      long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
     wait_for_previous();
@@ -253,7 +257,7 @@ struct GradientWriter {
 };
 
 template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
                          bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
                          long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
