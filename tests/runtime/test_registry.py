@@ -28,7 +28,9 @@ def test_registry_entry_is_complete(name):
         found = calls.results(op, op.call, inputs, douts)
         assert found[0].dtype == dtype
         wanted = [inputs[i] for i in calls.wanted_inputs(op, "bwd", inputs)]
-        assert bool(wanted) == op.differentiable and [(g.shape, g.dtype) for g in found[len(douts) :]] == [(x.shape, x.dtype) for x in wanted]
+        assert bool(wanted) == op.differentiable and [(g.shape, g.dtype) for g in found[len(douts) :]] == [
+            (x.shape, x.dtype) for x in wanted
+        ]
     assert set(op.constants) <= set(op.inputs) and set(op.in_place) <= set(op.inputs) - set(op.constants)
 
 

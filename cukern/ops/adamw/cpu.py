@@ -19,7 +19,7 @@ def step(
     factor = 1.0 if grad_scale is None else 1 / grad_scale.item()
     norm = None
     if max_norm is not None:
-        norm = torch.nn.utils.get_total_norm(grads).float() * abs(factor)
+        norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
         factor *= max_norm / norm.item() if norm > max_norm else 1.0
     if found_inf is not None and found_inf.item():
         return norm
@@ -54,7 +54,7 @@ def round_randomly(x: Tensor, seed: int, index: int, step: int) -> Tensor:
 def philox(counter: Tensor, index: int, step: int, seed: int) -> Tensor:
     """Philox4x32-10 (Salmon et al., 2011) of (counter, index, step): four words for each."""
     mask = 0xFFFFFFFF
-    c0, c1, c2, c3 = counter & mask, counter >> 32, torch.full_like(counter, index), torch.full_like(counter, step)
+    c0, c1, c2, c3 = counter & mask, counter >> 32 & mask, torch.full_like(counter, index), torch.full_like(counter, step)
     key0, key1 = seed & mask, seed >> 32
     for _ in range(10):
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57

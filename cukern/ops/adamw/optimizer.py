@@ -132,13 +132,12 @@ class AdamW(torch.optim.Optimizer):
         found = [(i, p, g) for i, (p, g) in enumerate(every) if p.grad is not None]
         if not found:
             return loss
-        grads = [_gradient(i, p) for i, p, _ in found]
+        numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found[0][1].is_cuda or backend.simulates(found[0][1]):
-            with self._memory(found, grads, scaling):
+            with self._memory(found, grads, scaling, numbers):
                 self._launch(found, grads, scaling)
         else:
-            numbers = [self._numbers(group) for group in self.param_groups]
             max_norm, _, randomly, seed, _ = self._options
             self.grad_norm = cpu.step([self._row(*one) for one in found], grads, numbers, max_norm, seed, randomly, *scaling)
         return loss
