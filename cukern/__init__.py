@@ -1,9 +1,8 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy,
-adamw, the optimizer AdamW, and the module KronLinear. `help(cukern.softmax)` gives
-shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, adamw, the module KronLinear and the optimizer AdamW.
+`help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 

@@ -28,7 +28,7 @@ def adamw(
         params: float16, bfloat16, float32 or float64, of any shapes and dense strides, all on one device. Written.
         grads: of their shapes and dtypes.
         exp_avgs, exp_avg_sqs: the moments; float32 for 16-bit parameters, else of their dtypes. Written.
-        step: the number of this step, from 1 on.
+        step: the number of this step, from 1 to 2^24.
         lr, betas, eps, weight_decay: numbers as in torch.optim.AdamW.
         version: "v1" or "v2"; default: the fastest.
 
@@ -38,8 +38,8 @@ def adamw(
     """
     given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
     lists = [check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
-    numbers = check_numbers(lr, betas, eps, weight_decay)
-    checks.integer("step", step, 1)
+    numbers = check_numbers(checks.number("lr", lr), betas, eps, weight_decay)
+    checks.integer("step", step, 1, 2**24)  # float32 counts so far
     checks.version("adamw", version, VERSIONS)
     _check_lists(*lists)
     if not lists[0]:
