@@ -39,8 +39,8 @@ class AdamW(torch.optim.Optimizer):
         lr: a number, or a float32 tensor of shape () on the device of the parameters, which is read there at each step.
         betas, eps, weight_decay: as in torch.optim.AdamW (decoupled weight decay, bias correction).
         max_norm: None, or the largest 2-norm of all gradients together. If their norm is larger, they are scaled by max_norm / norm, as
-            llm.c does; `grad_norm` is the norm before that. Gradients themselves are not written. If the norm is inf, finite gradients
-            become 0 and infinite ones NaN. If it is NaN, nothing is scaled, and the NaN reaches its parameters.
+            llm.c does; `grad_norm` is the norm before that. Kernels do not write the gradients; on a CPU they are scaled in place. If the
+            norm is inf, finite gradients become 0 and infinite ones NaN. If it is NaN, nothing is scaled: the NaN reaches its parameters.
         master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter.
         stochastic_rounding: round bfloat16 parameters to one of the two neighbours, so that the expectation is exact. The random numbers
             are Philox4x32-10 of (seed, step, number of the parameter, number of the element), whatever the launch. Not on CPUs.
@@ -198,15 +198,11 @@ class AdamW(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             return
         if factor != 1:
-            grads = list(torch._foreach_mul(grads, factor))
+            torch._foreach_mul_(grads, factor)
         targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]
-        for group, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
-            mine = [i for i, row in enumerate(rows) if row.group == group]
-            moments = [rows[i].exp_avg for i in mine], [rows[i].exp_avg_sq for i in mine]
-            torch_adamw.adamw(
-                [targets[i] for i in mine], [grads[i] for i in mine], *moments, [], [rows[i].step for i in mine], fused=True, amsgrad=False,
-                maximize=False, lr=float(lr), beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-            )  # fmt: skip
+        for group, (lr, *others) in enumerate(numbers):
+            tensors = [(t, g, r.exp_avg, r.exp_avg_sq, r.step) for t, g, r in zip(targets, grads, rows, strict=True) if r.group == group]
+            _torch_adamw(tensors, float(lr), *others)
         for row, target in zip(rows, targets, strict=True):
             if target is not row.param:
                 row.param.copy_(target)
@@ -217,6 +213,14 @@ class AdamW(torch.optim.Optimizer):
             return contextlib.nullcontext()
         tables = [table.memory for table in self._tables.values()]
         return backend.simulated_memory(tree_leaves([*tensors, tables, self._groups, self.grad_norm, list(map(dict, self.state.values()))]))
+
+
+def _torch_adamw(tensors: Sequence[tuple[Tensor, ...]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
+    torch_adamw.adamw(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2,
+        eps=eps, weight_decay=weight_decay,
+    )  # fmt: skip
 
 
 def _gradient(index: int, p: Tensor) -> Tensor:
