@@ -48,7 +48,7 @@ class Table:
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
         self.rows, self.grads, numbers, partials = (
-            rows[0].step.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 8 * len(rows), self.chunks)
+            rows[0].step.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
         )
         self.places: tuple[int, ...] = ()
         self.memory = self.rows, self.grads, numbers, partials
