@@ -16,7 +16,7 @@ from cukern.runtime.registry import Version, choose
 from cukern.runtime.tensors import pointers
 
 CHUNK, THREADS, WORDS, PREPARING = 8192, 256, 32, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
-_V1, _V2, _WRITE, _NORM, _PREPARE = (Template("adamw.cu", f"adamw_{name}") for name in ("v1", "v2", "write", "norm", "prepare"))
+_V1, _V2, _WRITE, _NORM, _PREPARE = (Template("adamw/adamw.cu", f"adamw_{name}") for name in ("v1", "v2", "write", "norm", "prepare"))
 
 
 class Row(NamedTuple):

@@ -1,8 +1,7 @@
 // adamw: one step of AdamW for a list of tensors, in place: param, exp_avg (m) and exp_avg_sq (v) are updated from the gradient g.
 //     g *= factor;  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
 //     param = (1 - lr weight_decay) param - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
-// factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger than max_norm.
-// (Loshchilov and Hutter, arXiv 1711.05101)
+// factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger. (Loshchilov and Hutter, arXiv 1711.05101)
 //
 // Layout     Tensors have no gaps. rows[t] describes tensor t, grads[t] is the address of its gradient. Rows, grads and groups lie in device
 //            memory. A launch of adamw_write changes them, so that a CUDA graph may do so too.
@@ -20,6 +19,7 @@
 // for 148 tensors, which stay in L1. Predictions: docs/notes/adamw.md.
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
+#include "stochastic_rounding.cuh"
 
 constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/launch.py
 constexpr int THREADS = 256;
@@ -41,7 +41,6 @@ struct Group {
 enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
 
 using Word = unsigned long long;
-
 // to[0..count): the words, passed by value.
 template <int WORDS>
 __global__ void adamw_write(Word* to, int count, Word w0, Word w1, Word w2, Word w3, Word w4, Word w5, Word w6, Word w7, Word w8, Word w9,
@@ -50,9 +49,8 @@ __global__ void adamw_write(Word* to, int count, Word w0, Word w1, Word w2, Word
     Word words[WORDS] = {w0,  w1,  w2,  w3,  w4,  w5,  w6,  w7,  w8,  w9,  w10, w11, w12, w13, w14, w15,
                          w16, w17, w18, w19, w20, w21, w22, w23, w24, w25, w26, w27, w28, w29, w30, w31};
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) {
+    for (int i = 0; i < WORDS; i++)
         if (i < count) to[i] = words[i];
-    }
 }
 
 // The tensor of a chunk: the last whose first chunk is not larger.
@@ -98,9 +96,7 @@ __global__ void adamw_norm(double* partials, const void* table, const Word* grad
 
 __device__ __forceinline__ double power(double x, long long n) {
     double result = 1;
-    for (; n > 0; n /= 2, x *= x) {
-        if (n % 2) result *= x;
-    }
+    for (; n > 0; n /= 2, x *= x) result *= n % 2 ? x : 1;
     return result;
 }
 
@@ -122,38 +118,14 @@ __global__ void adamw_prepare(double* numbers, float* norm_to, const void* table
         Group group = static_cast<const Group*>(group_table)[rows[t].group];
         double lr = group.lr_tensor ? *group.lr_tensor : group.lr;
         float step = *rows[t].step + 1;
-        double correction1 = 1 - power(group.beta1, step), correction2 = 1 - power(group.beta2, step);
-        double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2;
-        double k[NUMBERS] = {lr / correction1, 1 / sqrt(correction2), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
+        double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - power(beta1, step));
+        double k[] = {size, 1 / sqrt(1 - power(beta2, step)), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
         if (!skip) *rows[t].step = k[STEP] = step;
         for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
     }
 }
 
 // ---- the update
-
-// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011): four random words for a counter and a key.
-__device__ __forceinline__ uint4 philox(uint4 c, uint2 key) {
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        unsigned high0 = __umulhi(0xD2511F53u, c.x), high2 = __umulhi(0xCD9E8D57u, c.z);
-        c = make_uint4(high2 ^ c.y ^ key.x, 0xCD9E8D57u * c.z, high0 ^ c.w ^ key.y, 0xD2511F53u * c.x);
-        key.x += 0x9E3779B9u;
-        key.y += 0xBB67AE85u;
-    }
-    return c;
-}
-
-template <typename T>
-constexpr bool IS_BFLOAT16 = false;
-template <>
-constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
-
-// One of the two neighbours in bfloat16, the upper one with the probability of the discarded bits / 2^16.
-__device__ __forceinline__ __nv_bfloat16 round_randomly(float x, unsigned random) {
-    if (!(fabsf(x) < __int_as_float(0x7f800000))) return __nv_bfloat16(x);
-    return __ushort_as_bfloat16((__float_as_uint(x) + (random & 0xffff)) >> 16);
-}
 
 template <typename C>
 __device__ __forceinline__ void read_numbers(C (&to)[NUMBERS], const double* from) {
@@ -207,7 +179,9 @@ __global__ void adamw_v1(const void* table, const Word* grads, const double* num
 
 // The chunks of the grid begin at `first_chunk`, the first of this dtype.
 template <typename T>
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8   ? 1
+                                           : sizeof(T) == 2 ? 4
+                                                            : 6)
     adamw_v2(const void* table, const Word* grads, const double* numbers, long long first_chunk, int tensors, Word seed, bool randomly) {
     constexpr int N = sizeof(T) == 8 ? 2 : 4;
     long long chunk = first_chunk + blockIdx.x;
