@@ -23,7 +23,6 @@
 
 constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/launch.py
 constexpr int THREADS = 256;
-
 struct Row {
     void *param, *exp_avg, *exp_avg_sq;
     float *master, *step;  // master may be null
@@ -37,7 +36,7 @@ struct Group {
     double lr, beta1, beta2, eps, weight_decay;
 };
 
-// The numbers of a tensor. WEIGHT1 is 1 - beta1, WEIGHT2 is 1 - beta2; STEP is -1 if the tensor is skipped.
+// The numbers of a tensor. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
 enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
 
 using Word = unsigned long long;
