@@ -118,6 +118,22 @@ def test_misaligned_and_long_tensors(device):
         assert same_bits(base[[0, CHUNK + 6, CHUNK + 7, CHUNK + 12]], around)
 
 
+@kernels
+@pytest.mark.parametrize("odd", range(4))
+@pytest.mark.parametrize("version", ("v1", "v2"))
+def test_each_tensor_may_be_misaligned(device, odd, version):
+    """The function, with one list of views that begin at an odd element; the step is given."""
+    tensors = [torch.rand(131, device=device)[i == odd :][:130] for i in range(4)]
+    exact = [t.double() for t in tensors]
+    cukern.adamw(*([t] for t in tensors), step=3, lr=0.1, version=version)
+    (q,) = theirs = doubles(exact[:1])
+    q.grad = exact[1]
+    optimizer = torch.optim.AdamW(theirs, 0.1)
+    optimizer.state[q] = {"step": torch.tensor(2.0), "exp_avg": exact[2], "exp_avg_sq": exact[3]}
+    optimizer.step()
+    assert_close([tensors[0], *tensors[2:]], [q, *exact[2:]], 8)
+
+
 # ---- torch's protocols
 
 
