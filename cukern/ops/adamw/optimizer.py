@@ -198,10 +198,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
         rows = [self._row(*one) for one in found]
         grads = [g.to(row.exp_avg.dtype) for g, row in zip(grads, rows, strict=True)]
-        factor, max_norm = 1.0 if grad_scale is None else 1 / grad_scale.item(), self._options.max_norm
-        if max_norm is not None:
-            self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
-            factor *= max_norm / self.grad_norm.item() if self.grad_norm > max_norm else 1.0
+        factor = self._factor_on_cpu(grads, grad_scale)
         if found_inf is not None and found_inf.item():
             return
         if factor != 1:
@@ -213,6 +210,14 @@ class AdamW(torch.optim.Optimizer):
         for row, target in zip(rows, targets, strict=True):
             if target is not row.param:
                 row.param.copy_(target)
+
+    def _factor_on_cpu(self, grads: list[Tensor], grad_scale: Tensor | None) -> float:
+        """What the gradients are multiplied by. Sets grad_norm."""
+        factor, max_norm = 1.0 if grad_scale is None else 1 / grad_scale.item(), self._options.max_norm
+        if max_norm is None:
+            return factor
+        self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
+        return factor * max_norm / self.grad_norm.item() if self.grad_norm > max_norm else factor
 
     def _memory(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
         """What the kernels may access in the simulator."""
