@@ -1,0 +1,200 @@
+// adamw: one step of AdamW for a list of tensors, in place: param, exp_avg (m) and exp_avg_sq (v) are updated from the gradient g.
+//     g *= factor;  m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
+//     param = (1 - lr weight_decay) param - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
+// factor is 1 / grad_scale, times max_norm / norm if the norm of all gradients is larger. (Loshchilov and Hutter, arXiv 1711.05101)
+//
+// Layout     Tensors have no gaps. rows[t] describes tensor t, grads[t] is the address of its gradient. Rows, grads and groups lie in device
+//            memory. A launch of adamw_write changes them, so that a CUDA graph may do so too.
+// Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
+//            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
+// Launch     adamw_norm (only with max_norm) and adamw_v2: one block per chunk of CHUNK elements of a tensor, all tensors in one launch.
+//            adamw_prepare, one block, adds the partial sums of the norm in a fixed order, increments the steps, and computes the Numbers
+//            of each tensor in double. If *found_inf is not 0, all tensors are skipped.
+//
+// version  idea                                                                     of copy
+// v1       one thread per element, one launch per tensor                            -
+// v2       one launch per dtype, chunks of 8192 elements, vectors of 4 elements     -
+//
+// v2: a thread has four or five independent loads of 16 bytes (float) in flight. A block finds its tensor by bisection: 8 loads of 8 bytes
+// for 148 tensors, which stay in L1. Predictions: docs/notes/adamw.md.
+#include "common/pack.cuh"
+#include "common/reduce.cuh"
+#include "stochastic_rounding.cuh"
+
+constexpr long long CHUNK = 8192;  // as in cukern/ops/adamw/launch.py
+constexpr int THREADS = 256;
+struct Row {
+    void *param, *exp_avg, *exp_avg_sq;
+    float *master, *step;  // master may be null
+    long long numel, first_chunk;
+    unsigned index;  // of the tensor among the parameters of the optimizer
+    unsigned short group, type;
+};
+
+struct Group {
+    const float* lr_tensor;  // replaces lr if it is not null
+    double lr, beta1, beta2, eps, weight_decay;
+};
+
+// The numbers of a tensor. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
+enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
+
+using Word = unsigned long long;
+// to[0..count): the words, passed by value.
+template <int WORDS>
+__global__ void adamw_write(Word* to, int count, Word w0, Word w1, Word w2, Word w3, Word w4, Word w5, Word w6, Word w7, Word w8, Word w9,
+                            Word w10, Word w11, Word w12, Word w13, Word w14, Word w15, Word w16, Word w17, Word w18, Word w19, Word w20,
+                            Word w21, Word w22, Word w23, Word w24, Word w25, Word w26, Word w27, Word w28, Word w29, Word w30, Word w31) {
+    Word words[WORDS] = {w0,  w1,  w2,  w3,  w4,  w5,  w6,  w7,  w8,  w9,  w10, w11, w12, w13, w14, w15,
+                         w16, w17, w18, w19, w20, w21, w22, w23, w24, w25, w26, w27, w28, w29, w30, w31};
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+        if (i < count) to[i] = words[i];
+}
+
+// The tensor of a chunk: the last whose first chunk is not larger.
+__device__ __forceinline__ int tensor_of(const Row* rows, int tensors, long long chunk) {
+    int low = 0, high = tensors;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        (rows[middle].first_chunk <= chunk ? low : high) = middle;
+    }
+    return low;
+}
+
+// ---- the norm and the numbers of each tensor
+
+template <typename T>
+__device__ __forceinline__ double sum_of_squares(const T* g, long long begin, long long end) {
+    constexpr int N = 16 / sizeof(T);
+    double sum = 0, x[N];
+    long long tail = reinterpret_cast<Word>(g) % 16 ? begin : end - end % N;
+    for (long long i = begin + threadIdx.x * N; i < tail; i += THREADS * N) {
+        unpack(x, load_vec<T, N>(g + i));
+#pragma unroll
+        for (int j = 0; j < N; j++) sum += x[j] * x[j];
+    }
+    for (long long i = tail + threadIdx.x; i < end; i += THREADS) sum += double(load_as(g[i])) * double(load_as(g[i]));
+    return sum;
+}
+
+template <int BLOCK>
+__global__ void adamw_norm(double* partials, const void* table, const Word* grads, int tensors) {
+    __shared__ double sums[32];
+    const Row* rows = static_cast<const Row*>(table);
+    int t = tensor_of(rows, tensors, blockIdx.x);
+    long long begin = (blockIdx.x - rows[t].first_chunk) * CHUNK, end = min(begin + CHUNK, rows[t].numel);
+    const void* g = reinterpret_cast<const void*>(grads[t]);
+    double sum = rows[t].type == 0   ? sum_of_squares(static_cast<const __half*>(g), begin, end)
+                 : rows[t].type == 1 ? sum_of_squares(static_cast<const __nv_bfloat16*>(g), begin, end)
+                 : rows[t].type == 2 ? sum_of_squares(static_cast<const float*>(g), begin, end)
+                                     : sum_of_squares(static_cast<const double*>(g), begin, end);
+    sum = block_reduce<Sum>(sum, sums);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+__device__ __forceinline__ double power(double x, long long n) {
+    double result = 1;
+    for (; n > 0; n /= 2, x *= x) result *= n % 2 ? x : 1;
+    return result;
+}
+
+// `partials` may be null: no clipping. grad_scale and found_inf may be null.
+template <int BLOCK>
+__global__ void adamw_prepare(double* numbers, float* norm_to, const void* table, const void* group_table, const double* partials,
+                              const float* grad_scale, const float* found_inf, long long chunks, int tensors, double max_norm) {
+    __shared__ double sums[32];
+    const Row* rows = static_cast<const Row*>(table);
+    double factor = grad_scale ? 1 / double(*grad_scale) : 1, sum = 0;
+    if (partials) {
+        for (long long i = threadIdx.x; i < chunks; i += BLOCK) sum += partials[i];
+        double norm = sqrt(block_reduce<Sum>(sum, sums)) * fabs(factor);
+        if (threadIdx.x == 0) *norm_to = norm;
+        if (norm > max_norm) factor *= max_norm / norm;
+    }
+    bool skip = found_inf && *found_inf != 0;
+    for (int t = threadIdx.x; t < tensors; t += BLOCK) {
+        Group group = static_cast<const Group*>(group_table)[rows[t].group];
+        double lr = group.lr_tensor ? *group.lr_tensor : group.lr;
+        float step = *rows[t].step + 1;
+        double decay = 1 - lr * group.weight_decay, beta1 = group.beta1, beta2 = group.beta2, size = lr / (1 - power(beta1, step));
+        double k[] = {size, 1 / sqrt(1 - power(beta2, step)), group.eps, decay, 1 - beta1, beta2, 1 - beta2, factor, -1};
+        if (!skip) *rows[t].step = k[STEP] = step;
+        for (int j = 0; j < NUMBERS; j++) numbers[t * NUMBERS + j] = k[j];
+    }
+}
+
+// ---- the update
+
+template <typename C>
+__device__ __forceinline__ void read_numbers(C (&to)[NUMBERS], const double* from) {
+#pragma unroll
+    for (int j = 0; j < NUMBERS; j++) to[j] = C(from[j]);
+}
+
+// Elements i..i + N of a tensor.
+template <typename T, int N>
+__device__ __forceinline__ void update(const Row& row, const T* grad, const compute_t<T> (&k)[NUMBERS], long long i, Word seed,
+                                       bool randomly) {
+    using C = compute_t<T>;
+    C *m_at = static_cast<C*>(row.exp_avg) + i, *v_at = static_cast<C*>(row.exp_avg_sq) + i, p[N], g[N];
+    T* to = static_cast<T*>(row.param) + i;
+    Vec<C, N> m = load_vec<C, N>(m_at), v = load_vec<C, N>(v_at);
+    unpack(g, load_vec<T, N>(grad + i));
+    if (sizeof(T) == 2 && row.master) unpack(p, load_vec<float, N>(row.master + i));
+    else unpack(p, load_vec<T, N>(to));
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        C scaled = g[j] * k[FACTOR];
+        m.v[j] += k[WEIGHT1] * (scaled - m.v[j]);
+        v.v[j] = k[BETA2] * v.v[j] + k[WEIGHT2] * scaled * scaled;
+        p[j] = p[j] * k[DECAY] - k[STEP_SIZE] * (m.v[j] / (sqrt(v.v[j]) * k[RSQRT_CORRECTION] + k[EPS]));
+    }
+    store_vec(m_at, m);
+    store_vec(v_at, v);
+    Vec<T, N> rounded = pack<T, N>(p);
+    if constexpr (sizeof(T) == 2) {
+        if (row.master) store_vec(row.master + i, pack<float, N>(p));
+    }
+    if constexpr (IS_BFLOAT16<T>) {
+        if (randomly) {  // element i has word i % 4 of counter i / 4, whatever N is
+            uint4 random = philox(make_uint4(i / 4, i / 4 >> 32, row.index, k[STEP]), make_uint2(seed, seed >> 32));
+            unsigned words[4] = {random.x, random.y, random.z, random.w};
+#pragma unroll
+            for (int j = 0; j < N; j++) rounded.v[j] = round_randomly(p[j], words[N == 4 ? j : i % 4]);
+        }
+    }
+    store_vec(to, rounded);
+}
+
+template <typename T>
+__global__ void adamw_v1(const void* table, const Word* grads, const double* numbers, int t, Word seed, bool randomly) {
+    Row row = static_cast<const Row*>(table)[t];
+    compute_t<T> k[NUMBERS];
+    read_numbers(k, numbers + t * NUMBERS);
+    long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (i < row.numel && k[STEP] > 0) update<T, 1>(row, reinterpret_cast<const T*>(grads[t]), k, i, seed, randomly);
+}
+
+// The chunks of the grid begin at `first_chunk`, the first of this dtype.
+template <typename T>
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8   ? 1
+                                           : sizeof(T) == 2 ? 4
+                                                            : 6)
+    adamw_v2(const void* table, const Word* grads, const double* numbers, long long first_chunk, int tensors, Word seed, bool randomly) {
+    constexpr int N = sizeof(T) == 8 ? 2 : 4;
+    long long chunk = first_chunk + blockIdx.x;
+    int t = tensor_of(static_cast<const Row*>(table), tensors, chunk);
+    Row row = static_cast<const Row*>(table)[t];
+    compute_t<T> k[NUMBERS];
+    read_numbers(k, numbers + t * NUMBERS);
+    if (k[STEP] < 0) return;
+    const T* grad = reinterpret_cast<const T*>(grads[t]);
+    Word moments = Word(row.exp_avg) | Word(row.exp_avg_sq) | Word(row.master);
+    bool scalar = (Word(row.param) | grads[t]) % (N * sizeof(T)) != 0 || moments % 16 != 0;
+    long long begin = (chunk - row.first_chunk) * CHUNK, end = min(begin + CHUNK, row.numel), tail = scalar ? begin : end - end % N;
+#pragma unroll 1
+    for (long long i = begin + threadIdx.x * N; i < tail; i += THREADS * N) update<T, N>(row, grad, k, i, seed, randomly);
+#pragma unroll 1
+    for (long long i = tail + threadIdx.x; i < end; i += THREADS) update<T, 1>(row, grad, k, i, seed, randomly);
+}
