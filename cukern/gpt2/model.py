@@ -1,0 +1,241 @@
+"""GPT-2 of any size on cukern's public ops, with the layout of llm.c's weights. The choice of kernels as in the fork of llm.c.
+
+    model = GPT2.from_descriptor("d12", device="cuda")  # 124M random weights
+    loss = model(tokens, targets)  # (B, T) each
+    loss.backward()
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter, ParameterList
+from torch.nn.functional import linear
+
+import cukern
+from cukern.gpt2.checkpoint import PARAMETERS, Config
+from cukern.gpt2.files import expect
+
+GPT2_CHANNELS = {6: 384, 12: 768, 24: 1024, 36: 1280, 48: 1600, 60: 1920, 72: 2880, 84: 3456}  # by the number of layers
+GPT2_HEADS = {6: 6, 12: 12, 24: 16, 36: 20, 48: 25, 60: 30, 72: 30, 84: 36}
+GPT3_LAYERS = {384: 6, 768: 12, 1024: 24, 1536: 24, 2048: 24, 2560: 32, 4096: 32, 12288: 96}  # by the number of channels
+GPT3_HEAD_DIM = {384: 64, 768: 64, 1024: 64, 1536: 96, 2048: 128, 2560: 80, 4096: 128, 12288: 128}
+DECAYED = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")  # the matrices: drawn at random, and decayed by AdamW
+MATMULS = ("cublas", "v1", "v2", "v3", "v4", "v5")
+
+
+def config_of(descriptor: str) -> Config:
+    """The sizes of llm.c's descriptors: "d12" or "gpt2:d12" by the number of layers, "gpt3:c768" by the number of channels.
+
+    Raises ValueError for another one, with those that there are.
+    """
+    known = {f"{prefix}d{n}": n for n in GPT2_CHANNELS for prefix in ("", "gpt2:")} | {f"gpt3:c{n}": n for n in GPT3_LAYERS}
+    expect(descriptor in known, f"one of {', '.join(known)}", repr(descriptor))
+    n = known[descriptor]
+    if descriptor.startswith("gpt3"):
+        return Config(max_seq_len=2048, num_layers=GPT3_LAYERS[n], num_heads=n // GPT3_HEAD_DIM[n], channels=n)
+    return Config(num_layers=n, num_heads=GPT2_HEADS[n], channels=GPT2_CHANNELS[n])
+
+
+@dataclass
+class Cache:
+    """The keys and values of the tokens so far, for sampling: (layers, batch, heads, max_seq_len, head_dim)."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0  # tokens so far
+
+
+class GPT2(torch.nn.Module):
+    """GPT-2. Its parameters have llm.c's names; those of a layer are in lists, such as `model.qkvw[3]`. All are 0 until `initialize` or
+    `load_parameters`.
+
+    Args:
+        config: the sizes.
+        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (torch's fused attention) or "v3" (cukern.causal_softmax).
+            None: the default, or that of cukern.use("attention", ...).
+        matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: "cublas", or that of `use_kernels`.
+        device, dtype: of the parameters; float32, bfloat16 or float16.
+
+    The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        attention: str | None = None,
+        matmul: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect(attention in (None, "v1", "v2", "v3"), "attention v1, v2, v3 or None", repr(attention))
+        expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
+        self.config, self.attention, self.matmul = config, attention, matmul
+        for name, shape in config.shapes.items():
+            stacked = PARAMETERS[name][0].startswith("L")
+            parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
+            setattr(self, name, ParameterList(parts) if stacked else parts[0])
+
+    @classmethod
+    def from_descriptor(cls, descriptor: str, *, seed: int = 42, **options: object) -> "GPT2":
+        """A model with llm.c's random weights; see `config_of`. `options` as of GPT2."""
+        model = cls(config_of(descriptor), **options)  # type: ignore[arg-type]
+        model.initialize(seed)
+        return model
+
+    # ---- forward
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """The logits (B, T, padded_vocab_size) of tokens (B, T), int32 or int64; with targets (B, T), the mean loss, a float32 number.
+
+        With a cache the tokens follow those before; only they are computed, and no gradient flows into the cache. Logits from vocab_size
+        on are padding. The loss overwrites the logits by their gradient, so that its backward can run once.
+
+        Raises ValueError for more than max_seq_len tokens. On the CPU also for tokens outside the vocabulary; on the GPU, where that would
+        need a synchronization, they make the result NaN: see cukern.embedding and cukern.cross_entropy.
+        """
+        expect(tokens.ndim == 2, "tokens of shape (B, T)", tuple(tokens.shape))
+        start = cache.length if cache else 0
+        positions = f"at most max_seq_len = {self.config.max_seq_len} tokens"
+        expect(start + tokens.shape[1] <= self.config.max_seq_len, positions, start + tokens.shape[1])
+        if cache:
+            expect(cache.keys.shape[1] == tokens.shape[0], f"a batch of {cache.keys.shape[1]}, the cache's", tokens.shape[0])
+        self._check_vocabulary(tokens)
+        x = cukern.embedding(tokens, self.wte, self.wpe[start:])
+        y = cukern.layernorm(x, self.ln1w[0], self.ln1b[0])
+        weights, biases = [*self.ln1w[1:], self.lnfw], [*self.ln1b[1:], self.lnfb]
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            attended = self._attend(i, y, cache)
+            y, x = cukern.layernorm(self._linear(attended, self.attprojw[i], self.attprojb[i]), self.ln2w[i], self.ln2b[i], residual=x)
+            hidden = cukern.gelu(self._linear(y, self.fcw[i]), self.fcb[i], approximate="tanh")
+            y, x = cukern.layernorm(self._linear(hidden, self.fcprojw[i], self.fcprojb[i]), weight, bias, residual=x)
+        if cache:
+            cache.length += tokens.shape[1]
+        logits = self._linear(y, self.wte)
+        if targets is None:
+            return logits
+        return cukern.cross_entropy(logits, targets, vocab_size=self.config.vocab_size, inplace_backward=True)
+
+    def _check_vocabulary(self, tokens: Tensor) -> None:
+        """Also refuses the padding, which cukern.embedding would accept."""
+        if not tokens.is_cuda and tokens.numel() and not torch.compiler.is_compiling():
+            least, most, V = int(tokens.min()), int(tokens.max()), self.config.vocab_size
+            expect(0 <= least and most < V, f"tokens from 0 to {V - 1}", least if least < 0 else most)
+
+    def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
+        (B, T, C), start = x.shape, cache.length if cache else 0
+        qkv = self._linear(x, self.qkvw[layer], self.qkvb[layer]).view(B, T, 3, self.config.num_heads, -1)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
+        if cache:
+            cache.keys[layer, :, :, start : start + T] = k.detach()
+            cache.values[layer, :, :, start : start + T] = v.detach()
+            k, v = cache.keys[layer, :, :, : start + T], cache.values[layer, :, :, : start + T]
+        return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        matmul = _matmul[-1] if self.matmul is None else self.matmul
+        return linear(x, weight, bias) if matmul == "cublas" else cukern.linear(x, weight, bias, version=matmul or None)
+
+    def make_cache(self, batch: int) -> Cache:
+        """An empty cache for `batch` rows of at most max_seq_len tokens."""
+        L, T, NH, C = (getattr(self.config, name) for name in ("num_layers", "max_seq_len", "num_heads", "channels"))
+        return Cache(*(self.wte.new_zeros(L, batch, NH, T, C // NH, requires_grad=False) for _ in range(2)))
+
+    # ---- parameters by llm.c's names
+
+    def _named(self) -> dict[str, list[Parameter]]:
+        parameters = {name: getattr(self, name) for name in PARAMETERS}
+        return {name: list(p) if isinstance(p, ParameterList) else [p] for name, p in parameters.items()}
+
+    def _stacked(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack(parts).view(self.config.shapes[name]) for name, parts in tensors.items()}
+
+    def parameters_by_name(self) -> dict[str, Tensor]:
+        """Copies of the parameters with llm.c's names, stacked over the layers."""
+        return self._stacked({name: [p.detach() for p in parts] for name, parts in self._named().items()})
+
+    def gradients_by_name(self) -> dict[str, Tensor]:
+        """Copies of the gradients, as `parameters_by_name`; those that are None are 0."""
+        named = self._named().items()
+        return self._stacked({name: [torch.zeros_like(p) if p.grad is None else p.grad for p in parts] for name, parts in named})
+
+    @torch.no_grad()
+    def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy parameters with llm.c's names, of any dtype and device. Raises ValueError for other names or shapes and changes nothing."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+        for name in {**shapes, **self.config.shapes}:
+            expect(shapes.get(name) == self.config.shapes.get(name), f"{name} of shape {self.config.shapes.get(name)}", shapes.get(name))
+        for name, parts in self._named().items():
+            for part, tensor in zip(parts, parameters[name].view(len(parts), *parts[0].shape), strict=True):
+                part.copy_(tensor)
+
+    def initialize(self, seed: int = 42) -> None:
+        """llm.c's random weights, the same bits on each device: matrices from N(0, 0.02^2), those that end a branch divided by sqrt(2
+        layers), drawn as torch's normal_ draws in float32 on the CPU. Biases are 0, layernorm's weights 1, and so is the padding 0."""
+        c, rng, std = self.config, torch.Generator().manual_seed(seed), np.float32(0.02)
+        branch_std = std * (np.float32(1) / np.sqrt(np.float32(2 * c.num_layers)))
+        parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self._named().items()}
+        order = [parts["wte"][0][: c.vocab_size], parts["wpe"][0]]
+        stds = [std, std]
+        for i in range(c.num_layers):
+            order += [parts[name][i] for name in DECAYED[2:]]
+            stds += [std, branch_std, std, branch_std]
+        for tensor, one in zip(order, stds, strict=True):
+            tensor.normal_(0, float(one), generator=rng)
+        self.load_parameters(self._stacked(parts))
+
+    def decay_groups(self, weight_decay: float) -> list[dict[str, object]]:
+        """Groups of parameters for an optimizer: weight decay on the matrices only, as llm.c."""
+        named = self._named()
+        matrices = [p for name in DECAYED for p in named[name]]
+        vectors = [p for name, parts in named.items() if name not in DECAYED for p in parts]
+        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+# ---- the kernels of the fork of llm.c
+
+_matmul = ["cublas"]  # of models whose matmul is None, the innermost block's last; "" is the version of cukern.use
+VARIABLES = {name: f"{name.upper()}_KERNEL" for name in ("softmax_forward", "softmax_backward", "matmul_forward")}
+
+
+@contextlib.contextmanager
+def use_kernels(
+    softmax_forward: int | str | None = None, softmax_backward: int | str | None = None, matmul_forward: int | str | None = None
+) -> Iterator[None]:
+    """Inside the block, models run the fork's kernels: 1 to 5 are v1 to v5 of cukern.softmax and cukern.linear. matmul_forward may also be
+    "cublas". What is None is read from SOFTMAX_FORWARD_KERNEL, SOFTMAX_BACKWARD_KERNEL and MATMUL_FORWARD_KERNEL, and else is the default.
+
+        with use_kernels(softmax_forward=5, softmax_backward=5):
+            model(tokens, targets).backward()
+
+    The arguments `attention` and `matmul` of a model go before. Raises ValueError for another number.
+    """
+    given = {"softmax_forward": softmax_forward, "softmax_backward": softmax_backward, "matmul_forward": matmul_forward}
+    chosen = {name: _version(name, value) for name, value in given.items()}
+    forward, backward, matmul = chosen.values()
+    with contextlib.ExitStack() as stack:
+        if forward or backward:
+            stack.enter_context(cukern.use("attention", "v1"))
+            stack.enter_context(cukern.use("softmax", forward or "default", backward=backward or "default"))
+        if matmul not in ("", "cublas"):
+            stack.enter_context(cukern.use("matmul", matmul))
+        _matmul.append({"": _matmul[-1], "cublas": "cublas"}.get(matmul, ""))
+        stack.callback(_matmul.pop)
+        yield
+
+
+def _version(name: str, value: int | str | None) -> str:
+    """The version of a number of the fork, "" for the default."""
+    source = name
+    if value is None:
+        source, value = VARIABLES[name], os.environ.get(VARIABLES[name], "")
+    numbers = ("1", "2", "3", "4", "5", *(("cublas",) if name == "matmul_forward" else ()))
+    text = str(value)
+    expect(not text or text in numbers, f"{source} to be one of {', '.join(numbers)}", repr(value))
+    return f"v{text}" if text.isdigit() else text

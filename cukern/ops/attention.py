@@ -1,0 +1,132 @@
+"""attention: softmax(scale q k^T) v, where each query sees the keys up to its own.
+
+The products of matrices are torch's. v1 and v3 write the scores to memory, v1 for the ladder of cukern.softmax; v2 is torch's fused kernel.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.causal_softmax import causal_softmax
+from cukern.ops.matmul import torch_matmul
+from cukern.ops.softmax import softmax
+from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.registry import Cost, Op, Version, choose, register
+
+
+def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: str | None = None) -> Tensor:
+    """softmax(scale q k^T) v, where each query sees the keys up to its own, as in GPT-2. Differentiable.
+
+        q, k, v = (torch.randn(4, 12, 1024, 64, device="cuda", requires_grad=True) for _ in range(3))  # (batch, heads, time, head_dim)
+        cukern.attention(q, k, v).square().sum().backward()
+
+    Args:
+        q: (..., queries, head_dim), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
+        k: (..., keys, head_dim), with q's leading dimensions. The last query belongs to the last key: there are at most as many queries
+            as keys. v: (..., keys, value_dim). All have one dtype and device.
+        scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
+        version: default: "v3", or that of `cukern.use`.
+            "v1": scores in memory, scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
+            "v2": torch's scaled_dot_product_attention, which writes no scores. Its gradients cannot be differentiated, and on a GPU they
+            may differ from run to run.
+            "v3": scores in memory, then cukern.causal_softmax.
+
+    v1 and v3 need memory for the scores, (..., queries, keys) of q's dtype: one such tensor is kept for the backward, and up to three
+    more are needed during the call. torch computes the products, with TF32 where torch.backends.cuda.matmul.allow_tf32 is set. Inputs
+    whose leading dimensions do not flatten to one are copied by v1 and v3. Autocast changes nothing. CPU tensors use torch's operations,
+    or the simulator.
+
+    Returns a new tensor (..., queries, value_dim). Raises TypeError for other dtypes; ValueError for shapes or devices that do not fit,
+    more queries than keys, a scale that is negative or not finite, or an unknown version.
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762.
+    """
+    q, k, v = (interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    checks.dtype("q", q, checks.FLOATS)
+    checks.same(q=q, k=k, v=v)
+    checks.version("attention", version, VERSIONS)
+    if q.ndim < 2 or q.shape[:-2] != k.shape[:-2] or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
+        shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+        raise ValueError("q, k and v must be (..., queries, D), (..., keys, D) and (..., keys, E), got {}, {} and {}".format(*shapes))
+    if q.shape[-2] > k.shape[-2]:
+        raise ValueError(f"q has {q.shape[-2]} queries, more than the {k.shape[-2]} keys")
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checks.number("scale", scale)
+    if scale < 0:
+        raise ValueError(f"scale must not be negative, got {scale!r}")
+    if version is None and not q.is_cuda and not backend.simulates(q):
+        return _by_softmax(q, k, v, scale)
+    return _chosen(version or "", q.get_device()).forward(q, k, v, scale)
+
+
+@torch.compiler.assume_constant_result
+def _chosen(version: str, device: int) -> Version:
+    return choose("attention", version, device)
+
+
+def _by_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    scores = _product(q, k.mT) * scale
+    return _product(softmax(scores.masked_fill(_hidden(q, k), -math.inf)), v)
+
+
+def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    seen = None if q.shape[-2] == k.shape[-2] else ~_hidden(q, k)
+    with autocast.off(q):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale)
+
+
+def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if q.dtype == torch.float16:  # whose scores may overflow before they are scaled
+        q, scale = q * scale, 1.0
+    return _product(causal_softmax(_product(q, k.mT), scale=scale), v)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of matrices with the same leading dimensions."""
+    out = torch_matmul(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
+    return out.view(*a.shape[:-1], b.shape[-1])
+
+
+def _hidden(q: Tensor, k: Tensor) -> Tensor:
+    """True where a query (row) does not see a key (column)."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
+
+
+VERSIONS = {
+    "v1": Version("scores in memory, cukern.softmax", _by_softmax),
+    "v2": Version("torch's scaled_dot_product_attention", _by_sdpa),
+    "v3": Version("scores in memory, cukern.causal_softmax", _by_causal_softmax),
+}
+
+# ---- for the tools
+
+
+def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    matrices, T, D = dims
+    return tuple(torch.randn(matrices, T, D, dtype=dtype, device=device) for _ in range(3))
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT) * max(q.shape[-1], 1) ** -0.5
+    return torch.softmax(scores.masked_fill(_hidden(q, k), -math.inf), -1) @ v
+
+
+def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    """Of a fused kernel: the inputs, the output and half of the T x T products."""
+    matrices, T, D = dims
+    size, flops = matrices * T * D * itemsize, 2 * matrices * T * (T + 1) * D
+    backward = Cost(8 * size, 5 * flops // 2)
+    return {"fwd": Cost(4 * size, flops), "bwd": backward, **{f"bwd:{name}": backward for name in "qkv"}}
+
+
+register(
+    Op(
+        name="attention", stem="attention", function=attention, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
+        dims="MATRICES T D", make=_make, inputs=("q", "k", "v"), cost=_cost, bound="compute",
+        check_dims=((1, 1, 1), (2, 65, 16), (3, 100, 64), (1, 300, 40)),
+        sim_dims=((1, 1, 1), (2, 19, 8), (1, 70, 4)),
+        bench_dims=((48, 1024, 64),),
+    )
+)  # fmt: skip
