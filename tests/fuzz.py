@@ -834,7 +834,7 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
     if d.kind == "valid":
         return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
     if d.kind == "transforms":
-        first = next(k for k in ("x", "a", "t", "gate", "weight", "logits") if k in args)  # has a gradient, if nothing else has
+        first = next(k for k in ("x", "a", "t", "gate", "weight", "logits", "q") if k in args)  # has a gradient, if nothing else has
         args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
         return Case(op, d.place, d.kind, args, (d.pick(*TRANSFORMS), d.integer(0, 99)))
     args = pytree.tree_map(lambda v: dataclasses.replace(v, grad=False) if isinstance(v, T) else v, args)

@@ -59,12 +59,15 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
         return _by_sdpa(q, k, v, scale)
     if version is None and not q.is_cuda and not backend.simulates(q):
         return _by_softmax(q, k, v, scale)
-    return _chosen(version or "", q.get_device()).forward(q, k, v, scale)
+    return VERSIONS[version or _default(q.get_device())].forward(q, k, v, scale)
 
 
-@torch.compiler.assume_constant_result
-def _chosen(version: str, device: int) -> Version:
-    return choose("attention", version, device)
+def _default(device: int) -> str:
+    chosen = choose("attention", "", device).forward
+    return next(name for name, version in VERSIONS.items() if version.forward is chosen)
+
+
+_default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
 
 
 def _by_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -86,8 +89,9 @@ def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of matrices with the same leading dimensions."""
-    out = torch_matmul(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    return out.view(*a.shape[:-1], b.shape[-1])
+    if a.ndim <= 3:
+        return torch_matmul(a, b)
+    return torch_matmul(a.flatten(0, -3), b.flatten(0, -3)).view(*a.shape[:-1], b.shape[-1])
 
 
 def _hidden(q: Tensor, k: Tensor) -> Tensor:
@@ -114,6 +118,17 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(_hidden(q, k), -math.inf), -1) @ v
 
 
+def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The sums of the absolute values of all terms. The error of an exponent is one of its whole row."""
+    q, k, v, g = (x.abs() for x in (*inputs, *douts))
+    scale = max(q.shape[-1], 1) ** -0.5
+    scores = (inputs[0] @ inputs[1].mT * scale).masked_fill(_hidden(q, k), -math.inf)
+    p = torch.softmax(scores, -1) * (1 + scale * (q @ k.mT).sum(-1, keepdim=True))
+    dp = g @ v.mT
+    ds = scale * p * (dp + (p * dp).sum(-1, keepdim=True))
+    return p @ v, ds @ k, ds.mT @ q, p.mT @ g
+
+
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     """Of a fused kernel: the inputs, the output and half of the T x T products."""
     matrices, T, D = dims
@@ -126,6 +141,7 @@ register(
     Op(
         name="attention", stem="attention", function=attention, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
         dims="MATRICES T D", make=_make, inputs=("q", "k", "v"), cost=_cost, bound="compute",
+        magnitude=_magnitude,
         check_dims=((1, 1, 1), (2, 65, 16), (3, 100, 64), (1, 300, 40)),
         sim_dims=((1, 1, 1), (2, 19, 8), (1, 70, 4)),
         bench_dims=((48, 1024, 64),),
