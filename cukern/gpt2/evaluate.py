@@ -48,9 +48,8 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
         where = f"{path}: example {i}, byte {HEADER_BYTES + 2 * position}"
         size = int(words[position + 1]) if position + 1 < len(words) else 0
         example = words[position : position + size // 2]
-        expect(
-            12 < size == 2 * len(example) <= longest, f"13 to {longest} bytes of {count} examples", f"{2 * len(example)} of {size}", where
-        )
+        sizes = f"{count} examples, each of 13 to {longest} bytes"
+        expect(12 < size == 2 * len(example) <= longest, sizes, f"{2 * len(example)} of {size} bytes", where)
         examples.append(_example(example, i, vocab_size, where))
         position += len(example)
     expect(position == len(words), f"{HEADER_BYTES + 2 * position} bytes, for {count} examples", HEADER_BYTES + len(data), path)

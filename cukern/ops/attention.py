@@ -57,9 +57,10 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if version == "sdpa":
         return _by_sdpa(q, k, v, scale)
-    if version is None and not q.is_cuda and not backend.simulates(q):
-        return _by_softmax(q, k, v, scale)
-    return VERSIONS[version or _default(q.get_device())].forward(q, k, v, scale)
+    if version is None:
+        version = _default(q.get_device()) if q.is_cuda or backend.simulates(q) else "v1"
+    matrices = (x.flatten(0, -3) if x.ndim > 3 else x for x in (q, k, v))
+    return VERSIONS[version].forward(*matrices, scale).view(*q.shape[:-1], v.shape[-1])
 
 
 def _default(device: int) -> str:
@@ -71,27 +72,20 @@ _default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torc
 
 
 def _by_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    scores = _product(q, k.mT) * scale
-    return _product(softmax(scores.masked_fill(_hidden(q, k), -math.inf)), v)
+    scores = torch_matmul(q * scale, k.mT)  # scores of float16 may overflow before they are scaled
+    return torch_matmul(softmax(scores.masked_fill(_hidden(q, k), -math.inf)), v)
+
+
+def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if q.dtype == torch.float16:
+        q, scale = q * scale, 1.0
+    return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
 
 
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     seen = None if q.shape[-2] == k.shape[-2] else ~_hidden(q, k)
     with autocast.off(q):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale)
-
-
-def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if q.dtype == torch.float16:  # whose scores may overflow before they are scaled
-        q, scale = q * scale, 1.0
-    return _product(causal_softmax(_product(q, k.mT), scale=scale), v)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of matrices with the same leading dimensions."""
-    if a.ndim <= 3:
-        return torch_matmul(a, b)
-    return torch_matmul(a.flatten(0, -3), b.flatten(0, -3)).view(*a.shape[:-1], b.shape[-1])
 
 
 def _hidden(q: Tensor, k: Tensor) -> Tensor:
