@@ -17,13 +17,14 @@ START, CHOICES = 65535, 4  # the first word of an example, and its number of com
 
 @torch.no_grad()
 def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = None) -> float:
-    """The mean loss over so many batches from the start of the loader; None: all of its current shard once.
+    """The mean loss over so many batches from the start of the loader; None: llm.c's number for all, tokens / (processes * B * T).
 
     After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times.
     """
     expect(num_batches is None or num_batches > 0, "at least 1 batch", num_batches)
     loader.reset()
-    batches = (loader.next_batch() for _ in range(num_batches or loader.num_samples))
+    count = num_batches or loader.num_tokens // (loader.num_processes * loader.B * loader.T)
+    batches = (loader.next_batch() for _ in range(count))
     losses = [model(x.to(model.wte.device), y.to(model.wte.device)) for x, y in batches]
     return torch.stack(losses).double().mean().item()
 
@@ -86,12 +87,11 @@ def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         targets = torch.full((len(rows), longest), -100)  # ignored
         for i, (context, completion) in enumerate(rows):
-            first, end = len(context), len(context) + len(completion)
-            tokens[i, :end] = torch.from_numpy(np.concatenate((context, completion)))
-            targets[i, first - 1 : end - 1] = tokens[i, first:end]
+            row, first = torch.from_numpy(np.concatenate((context, completion))), len(context)
+            tokens[i, : len(row)] = row
+            targets[i, first - 1 : len(row) - 1] = row[first:]
         logits, targets = model(tokens.to(device)), targets.to(device)
         losses = cukern.cross_entropy(logits, targets, reduction="none", vocab_size=model.config.vocab_size)
-        means = losses.sum(1) / (targets >= 0).sum(1)
-        best = means.view(-1, CHOICES).argmin(1).tolist()
+        best = (losses.sum(1) / (targets >= 0).sum(1)).view(-1, CHOICES).argmin(1).tolist()
         right += sum(choice == example.label for choice, example in zip(best, some, strict=True))
     return right, len(examples)

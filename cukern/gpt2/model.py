@@ -202,8 +202,8 @@ def use_kernels(
 
     The arguments `attention` and `matmul` of a model go before. Raises ValueError for another number.
     """
-    given = {"softmax_forward": softmax_forward, "softmax_backward": softmax_backward, "matmul_forward": matmul_forward}
-    forward, backward, matmul = (_version(name, value) for name, value in given.items())
+    forward, backward = _version("softmax_forward", softmax_forward), _version("softmax_backward", softmax_backward)
+    matmul = _version("matmul_forward", matmul_forward)
     with contextlib.ExitStack() as stack:
         if forward or backward:
             stack.enter_context(cukern.use("attention", "v1"))

@@ -53,6 +53,14 @@ def test_views_of_packed_qkv(device, version):
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-11)
 
 
+@kernels
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_gradients_have_the_layout_of_their_inputs(version):
+    xs = [torch.randn(2, 6, 4, device=DEVICE, requires_grad=True) for _ in range(3)]
+    grads = torch.autograd.grad(cukern.attention(*xs, version=version).sum(), xs)
+    assert all(g.is_contiguous() for g in grads), "no transposed copy follows"
+
+
 @pytest.mark.parametrize("device, version", PLACES)
 @pytest.mark.parametrize("shape", [(0, 2, 5, 4), (2, 0, 4), (0, 3), (2, 5, 0)], ids=str)
 def test_empty(device, version, shape):
