@@ -39,16 +39,8 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
     more queries than keys, a scale that is negative or not finite, or an unknown version.
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762.
     """
-    q, k, v = (interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.dtype(name, x, checks.FLOATS)
-    checks.same(q=q, k=k, v=v)
     checks.version("attention", version, (*VERSIONS, "sdpa"))
-    if q.ndim < 2 or q.shape[:-2] != k.shape[:-2] or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
-        shapes = [tuple(x.shape) for x in (q, k, v)]
-        raise ValueError(f"q, k and v must be (..., queries, D), (..., keys, D) and (..., keys, E), got {shapes}")
-    if q.shape[-2] > k.shape[-2]:
-        raise ValueError(f"q has {q.shape[-2]} queries, more than the {k.shape[-2]} keys")
+    q, k, v = _checked(q, k, v)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
@@ -58,6 +50,20 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
         version = _default(q.get_device()) if q.is_cuda or backend.simulates(q) else "v1"
     matrices = (x.flatten(0, -3) if x.ndim > 3 else x for x in (q, k, v))
     return VERSIONS[version].forward(*matrices, scale).view(*q.shape[:-1], v.shape[-1])
+
+
+def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = {name: interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    for name, x in tensors.items():
+        checks.dtype(name, x, checks.FLOATS)
+    checks.same(**tensors)
+    q, k, v = tensors.values()
+    if q.ndim < 2 or q.shape[:-2] != k.shape[:-2] or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        raise ValueError(f"q, k and v must be (..., queries, D), (..., keys, D) and (..., keys, E), got {shapes}")
+    if q.shape[-2] > k.shape[-2]:
+        raise ValueError(f"q has {q.shape[-2]} queries, more than the {k.shape[-2]} keys")
+    return q, k, v
 
 
 def _default(device: int) -> str:
