@@ -1,6 +1,6 @@
 """How good a model is: the mean validation loss, and the accuracy on HellaSwag's file of llm.c."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,33 +44,32 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
         _, _, count, longest = read_header(file, MAGIC, (VERSION,), "HellaSwag")[:4]
         data = file.read()
     expect(len(data) % 2 == 0, "a file of 16-bit words", f"{HEADER_BYTES + len(data)} bytes", path)
-    words, position, examples = np.frombuffer(data, "<u2"), 0, list[Example]()
+    words, examples, position = np.frombuffer(data, "<u2"), list[Example](), 0
     for i in range(count):
         where = f"{path}: example {i}, byte {HEADER_BYTES + 2 * position}"
-        size = int(words[position + 1]) if position + 1 < len(words) else 0
-        example = words[position : position + size // 2]
-        sizes = f"{count} examples, each of 13 to {longest} bytes"
-        expect(12 < size == 2 * len(example) <= longest, sizes, f"{2 * len(example)} of {size} bytes", where)
-        examples.append(_example(example, i, vocab_size, where))
-        position += len(example)
+        head = words[position : position + 5].tolist()
+        expect(len(head) == 5, f"{count} examples", "the end of the file", where)
+        start, size, index, label, choices = head
+        known = (start, index, choices) == (START, i, CHOICES) and label < CHOICES
+        expect(known, f"{START}, a size, {i}, a label below {CHOICES}, {CHOICES}", head, where)
+        example, position = words[position + 5 : position + size // 2], position + size // 2
+        complete = 10 < size <= min(longest, 2 * len(example) + 10)
+        expect(complete, f"a size from 12 to {longest}, that of the longest, in the file", size, where)
+        context, *completions = _parts(example, vocab_size, where)
+        examples.append(Example(label, context, tuple(completions)))
     expect(position == len(words), f"{HEADER_BYTES + 2 * position} bytes, for {count} examples", HEADER_BYTES + len(data), path)
     return examples
 
 
-def _example(words: np.ndarray, index: int, vocab_size: int, where: str) -> Example:
-    start, _, found, label, choices = words[:5].tolist()
-    expected = f"{START}, {index}, a label below {CHOICES}, {CHOICES}"
-    expect((start, found, choices) == (START, index, CHOICES) and label < CHOICES, expected, f"{start}, {found}, {label}, {choices}", where)
-    parts, position = list[np.ndarray](), 5
+def _parts(words: np.ndarray, vocab_size: int, where: str) -> Iterator[np.ndarray]:
+    """The context and the completions. Each is a length and as many tokens."""
     for _ in range(1 + CHOICES):
-        length = int(words[position]) if position < len(words) else 0
-        part = words[position + 1 : position + 1 + length]
+        length = int(words[0]) if len(words) else 0
+        part, words = words[1 : 1 + length], words[1 + length :]
         expect(0 < length == len(part), "a part of at least 1 token", f"{len(part)} tokens of {length}", where)
         expect(part.max() < vocab_size, f"tokens below the vocabulary size {vocab_size}", part.max(), where)
-        parts.append(part.astype(np.int64))
-        position += 1 + length
-    expect(position == len(words), f"{2 * position} bytes", 2 * len(words), where)
-    return Example(label, parts[0], tuple(parts[1:]))
+        yield part.astype(np.int64)
+    expect(not len(words), "the end of the example after its parts", f"{2 * len(words)} more bytes", where)
 
 
 @torch.no_grad()
