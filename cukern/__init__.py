@@ -1,12 +1,13 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, adamw, the module KronLinear and the optimizer AdamW.
-`help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, adamw, the optimizer AdamW, and the module
+KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
 from cukern.ops.adamw import AdamW, adamw
+from cukern.ops.attention import attention
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.cross_entropy import cross_entropy
 from cukern.ops.embedding import embedding
@@ -33,6 +34,7 @@ __all__ = [
     "SetupError",
     "adamw",
     "apply_rotary_pos_emb",
+    "attention",
     "backend",
     "causal_softmax",
     "compile",

@@ -275,6 +275,7 @@ def row_counts(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 OPS: dict[str, Op] = {}
+DEFAULT = "default"
 
 
 def register(op: Op) -> Op:
@@ -287,7 +288,7 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
 
     Args:
         op: a name such as "softmax". Ops that share a table of versions, such as matmul and linear, change together.
-        version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`.
+        version: of the forward, and of the backward unless that is given: `use("softmax", "v5", backward="v3")`. "default" is the fastest.
 
     CPU tensors keep the reference. The environment variable CUKERN_SOFTMAX=v5 does the same for a whole process, for any op.
     Raises TypeError or ValueError for an unknown op or version; a call raises ValueError if its GPU cannot run the version.
@@ -299,7 +300,7 @@ def use(op: str, version: str, *, backward: str | None = None) -> contextlib.Abs
     checks.choice("op", op, OPS)
     names = version, version if backward is None else backward
     for name in names:
-        checks.choice(f"version of cukern.{op}", name, OPS[op].versions)
+        checks.choice(f"version of cukern.{op}", name, (*OPS[op].versions, DEFAULT))
     return _using({o.name: names for o in OPS.values() if o.versions is OPS[op].versions})
 
 
@@ -320,12 +321,12 @@ def choose(op: str, version: str, device: int) -> Version:
     if named and named not in versions:
         raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(versions)}")
     names = (version, version) if version else current().versions.get(op, (named, named))
-    if not names[0]:
-        names = (([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1],) * 2
-    for name in names:
+    default = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
+    chosen = [default if name in ("", DEFAULT) else name for name in names]
+    for name in chosen:
         if name not in versions:
             checks.unknown_version(op, name, versions)
         if versions[name].requires > capability:
             checks.unsupported_version(op, name, versions[name].requires, capability)
-    forward, backward = (versions[name] for name in names)
+    forward, backward = (versions[name] for name in chosen)
     return forward if forward is backward else replace(forward, backward=backward.backward)

@@ -1,0 +1,219 @@
+"""GPT-2 of any size on cukern's public ops, with the layout of llm.c's weights. The choice of kernels as in the fork of llm.c.
+
+model = GPT2.from_descriptor("d12", device="cuda")  # 124M random weights
+loss = model(tokens, targets)  # (B, T) each
+loss.backward()
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter, ParameterList
+from torch.nn.functional import linear
+
+import cukern
+from cukern.gpt2.checkpoint import PARAMETERS, Config
+from cukern.gpt2.files import expect
+
+DECAYED = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")  # the matrices: drawn at random, and decayed by AdamW
+MATMULS = ("cublas", "v1", "v2", "v3", "v4", "v5")
+# Layers, heads, channels of llm.c's descriptors
+GPT2_SIZES = (6, 6, 384), (12, 12, 768), (24, 16, 1024), (36, 20, 1280), (48, 25, 1600), (60, 30, 1920), (72, 30, 2880), (84, 36, 3456)
+GPT3_SIZES = (6, 6, 384), (12, 12, 768), (24, 16, 1024), (24, 16, 1536), (24, 16, 2048), (32, 32, 2560), (32, 32, 4096), (96, 96, 12288)
+CONFIGS = {f"{prefix}d{sizes[0]}": Config(1024, 50257, *sizes) for prefix in ("", "gpt2:") for sizes in GPT2_SIZES}
+CONFIGS |= {f"gpt3:c{sizes[2]}": Config(2048, 50257, *sizes) for sizes in GPT3_SIZES}
+
+
+def config_of(descriptor: str) -> Config:
+    """The sizes of llm.c's descriptors: "d12" or "gpt2:d12" by the number of layers, "gpt3:c768" by the number of channels.
+
+    Raises ValueError for another one, with those that there are.
+    """
+    expect(descriptor in CONFIGS, f"one of {', '.join(CONFIGS)}", repr(descriptor))
+    return CONFIGS[descriptor]
+
+
+@dataclass
+class Cache:
+    """The keys and values of `length` tokens so far, for sampling: (layers, 2, batch, heads, max_seq_len, head_dim)."""
+
+    keys_values: Tensor
+    length: int = 0
+
+
+class GPT2(torch.nn.Module):
+    """GPT-2. Its parameters have llm.c's names, as lists over the layers, such as `model.qkvw[3]`. They are 0 until `initialize` or
+    `load_parameters`.
+
+    Args:
+        config: the sizes.
+        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax) or "sdpa" (torch's fused attention).
+            None: v2, or that of `use_kernels`.
+        matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: "cublas", or that of `use_kernels`.
+        device, dtype: of the parameters; float32, bfloat16 or float16.
+
+    The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
+    """
+
+    if TYPE_CHECKING:  # the parameters: wte, wpe, lnfw, lnfb; a list each of ln1w, qkvw and so on
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, config: Config, *, attention: str | None = None, matmul: str | None = None, device: Any = None, dtype: Any = None):
+        super().__init__()
+        expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
+        expect(attention in (None, "v1", "v2", "sdpa"), "attention v1, v2, sdpa or None", repr(attention))
+        expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
+        self.config, self.attention, self.matmul = config, attention, matmul
+        for name, shape in config.shapes.items():
+            stacked = PARAMETERS[name][0].startswith("L")
+            parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
+            setattr(self, name, ParameterList(parts) if stacked else parts[0])
+
+    # ---- forward
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """The logits (B, T, padded_vocab_size) of tokens (B, T), int32 or int64; with targets (B, T), the mean loss, a float32 number.
+
+        With a cache, and torch.no_grad(), the tokens follow those before, and only they are computed. Logits from vocab_size on are
+        padding. The loss overwrites the logits by their gradient: its backward can run once.
+
+        Raises ValueError for more than max_seq_len tokens. On the CPU also for tokens outside the vocabulary; on the GPU, where that would
+        need a synchronization, they make the result NaN: see cukern.embedding and cukern.cross_entropy.
+        """
+        expect(tokens.ndim == 2, "tokens of shape (B, T)", tuple(tokens.shape))
+        c, start = self.config, cache.length if cache else 0
+        end = start + tokens.shape[1]
+        expect(end <= c.max_seq_len, f"at most max_seq_len = {c.max_seq_len} tokens", end)
+        rows = cache.keys_values.shape[2] if cache else len(tokens)
+        expect(rows == len(tokens), "a cache for as many rows as tokens has", rows)
+        if tokens.is_cuda:
+            tokens = tokens.masked_fill(tokens >= c.vocab_size, -1)  # cukern.embedding would accept the padding
+        elif tokens.numel() and not torch.compiler.is_compiling():
+            low, high = tokens.min().item(), tokens.max().item()
+            expect(low >= 0 and high < c.vocab_size, f"tokens from 0 to {c.vocab_size - 1}", low if low < 0 else high)
+        x = cukern.embedding(tokens, self.wte, self.wpe[start:] if start else self.wpe)
+        y = cukern.layernorm(x, self.ln1w[0], self.ln1b[0])
+        weights, biases = [*self.ln1w[1:], self.lnfw], [*self.ln1b[1:], self.lnfb]
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            attended = self._attend(i, y, cache)
+            y, x = cukern.layernorm(self._linear(attended, self.attprojw[i], self.attprojb[i]), self.ln2w[i], self.ln2b[i], residual=x)
+            hidden = cukern.gelu(self._linear(y, self.fcw[i]), self.fcb[i], approximate="tanh")
+            y, x = cukern.layernorm(self._linear(hidden, self.fcprojw[i], self.fcprojb[i]), weight, bias, residual=x)
+        if cache:
+            cache.length = end
+        logits = self._linear(y, self.wte)
+        return logits if targets is None else cukern.cross_entropy(logits, targets, vocab_size=c.vocab_size, inplace_backward=True)
+
+    def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
+        (B, T, C), start = x.shape, cache.length if cache else 0
+        qkv = self._linear(x, self.qkvw[layer], self.qkvb[layer]).view(B, T, 3, self.config.num_heads, -1)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
+        if cache:
+            kept = cache.keys_values[layer, ..., : start + T, :]
+            kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
+            k, v = kept
+        return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if (matmul := self.matmul or _matmul[-1]) == "cublas":
+            return linear(x, weight, bias)
+        return cukern.linear(x, weight, bias, version=None if matmul == "cukern" else matmul)
+
+    def make_cache(self, batch: int) -> Cache:
+        """An empty cache for `batch` rows of at most max_seq_len tokens."""
+        c = self.config
+        expect(isinstance(batch, int) and batch > 0, "a batch of at least 1", batch)
+        return Cache(self.wte.detach().new_zeros(c.num_layers, 2, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads))
+
+    # ---- parameters by llm.c's names
+
+    def _named(self) -> dict[str, list[Parameter]]:
+        parameters = {name: getattr(self, name) for name in PARAMETERS}
+        return {name: list(p) if isinstance(p, ParameterList) else [p] for name, p in parameters.items()}
+
+    def _stacked(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack(parts).view(self.config.shapes[name]) for name, parts in tensors.items()}
+
+    def parameters_by_name(self) -> dict[str, Tensor]:
+        """Copies of the parameters with llm.c's names, stacked over the layers."""
+        return self._stacked({name: [p.detach() for p in parts] for name, parts in self._named().items()})
+
+    def gradients_by_name(self) -> dict[str, Tensor]:
+        """Copies of the gradients, as `parameters_by_name`; those that are None are 0."""
+        named = self._named().items()
+        return self._stacked({name: [torch.zeros_like(p) if p.grad is None else p.grad for p in parts] for name, parts in named})
+
+    @torch.no_grad()
+    def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy parameters with llm.c's names, of any dtype and device. Raises ValueError for other names or shapes and changes nothing."""
+        shapes, expected = {name: tuple(tensor.shape) for name, tensor in parameters.items()}, self.config.shapes
+        for name in {**shapes, **expected}:
+            expect(shapes.get(name) == expected.get(name), f"{name} of shape {expected.get(name)}", shapes.get(name))
+        for name, parts in self._named().items():
+            for part, tensor in zip(parts, parameters[name].view(len(parts), *parts[0].shape), strict=True):
+                part.copy_(tensor)
+
+    def initialize(self, seed: int = 42) -> None:
+        """llm.c's random weights, the same bits on each device: matrices from N(0, 0.02^2), those that end a branch divided by sqrt(2
+        layers), drawn as torch's normal_ draws in float32 on the CPU. Biases are 0, layernorm's weights 1, and so is the padding 0."""
+        c, rng, std = self.config, torch.Generator().manual_seed(seed), np.float32(0.02)
+        branch_std = std * (np.float32(1) / np.sqrt(np.float32(2 * c.num_layers)))
+        parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self._named().items()}
+        draws = [(parts["wte"][0][: c.vocab_size], std), (parts["wpe"][0], std)]
+        for i in range(c.num_layers):
+            draws += [(parts[name][i], branch_std if name.endswith("projw") else std) for name in DECAYED[2:]]
+        for tensor, one in draws:
+            tensor.normal_(0, float(one), generator=rng)
+        self.load_parameters(self._stacked(parts))
+
+    def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Groups of parameters for an optimizer: weight decay on the matrices only, as llm.c."""
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
+        for name, parts in self._named().items():
+            groups[name not in DECAYED]["params"] += parts
+        return groups
+
+
+# ---- the kernels of the fork of llm.c
+
+_matmul = ["cublas"]  # of models whose matmul is None, the innermost block's last; "cukern": the version of cukern.use
+
+
+@contextlib.contextmanager
+def use_kernels(
+    softmax_forward: int | str | None = None, softmax_backward: int | str | None = None, matmul_forward: int | str | None = None
+) -> Iterator[None]:
+    """Inside the block, models run the fork's kernels: 1 to 5 are v1 to v5 of cukern.softmax and cukern.linear. matmul_forward may also be
+    "cublas". What is None is read from SOFTMAX_FORWARD_KERNEL, SOFTMAX_BACKWARD_KERNEL and MATMUL_FORWARD_KERNEL, and else is the default.
+
+        with use_kernels(softmax_forward=5, softmax_backward=5):
+            model(tokens, targets).backward()
+
+    The arguments `attention` and `matmul` of a model go before. Raises ValueError for another number.
+    """
+    forward, backward = _version("softmax_forward", softmax_forward), _version("softmax_backward", softmax_backward)
+    matmul = _version("matmul_forward", matmul_forward)
+    with contextlib.ExitStack() as stack:
+        if forward or backward:
+            stack.enter_context(cukern.use("attention", "v1"))
+            stack.enter_context(cukern.use("softmax", forward or "default", backward=backward or "default"))
+        if matmul.startswith("v"):
+            stack.enter_context(cukern.use("matmul", matmul))
+        _matmul.append("cukern" if matmul.startswith("v") else matmul or _matmul[-1])
+        stack.callback(_matmul.pop)
+        yield
+
+
+def _version(name: str, value: int | str | None) -> str:
+    """The version of a number of the fork, "" for the default."""
+    text = os.environ.get(f"{name.upper()}_KERNEL", "") if value is None else str(value)
+    numbers = ["1", "2", "3", "4", "5"] + ["cublas"] * (name == "matmul_forward")
+    expect(text in ["", *numbers], f"{name}, or the variable {name.upper()}_KERNEL, to be one of {', '.join(numbers)}", repr(text))
+    return f"v{text}" if text.isdigit() else text
