@@ -1,13 +1,13 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, attention_qkvpacked, adamw, the optimizer
-AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, adamw, the optimizer AdamW, and the module
+KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
 from cukern.ops.adamw import AdamW, adamw
-from cukern.ops.attention import attention, attention_qkvpacked
+from cukern.ops.attention import attention
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.cross_entropy import cross_entropy
 from cukern.ops.embedding import embedding
@@ -35,7 +35,6 @@ __all__ = [
     "adamw",
     "apply_rotary_pos_emb",
     "attention",
-    "attention_qkvpacked",
     "backend",
     "causal_softmax",
     "compile",

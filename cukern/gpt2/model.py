@@ -114,12 +114,11 @@ class GPT2(torch.nn.Module):
     def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
         (B, T, C), start = x.shape, cache.length if cache else 0
         qkv = self._linear(x, self.qkvw[layer], self.qkvb[layer]).view(B, T, 3, self.config.num_heads, -1)
-        if not cache:
-            return cukern.attention_qkvpacked(qkv, version=self.attention).reshape(B, T, C)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
-        kept = cache.keys_values[layer, ..., : start + T, :]
-        kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
-        k, v = kept
+        if cache:
+            kept = cache.keys_values[layer, ..., : start + T, :]
+            kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
+            k, v = kept
         return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.causal_softmax import NO_WINDOW, causal_softmax, raw_backward, raw_forward
+from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.matmul import torch_matmul
 from cukern.ops.softmax import checked_scale, softmax
 from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.registry import Cost, Op, Version, choose, register, transformed
-
-LARGE_SCORES = (
-    1 << 22
-)  # bytes of the scores of a batch element, from which on a launch per element takes longer on the GPU than on the host
+from cukern.runtime.registry import Cost, Op, Version, choose, register
 
 
 def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: str | None = None) -> Tensor:
@@ -76,69 +72,6 @@ def _default(device: int) -> str:
 
 
 _default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
-
-
-def attention_qkvpacked(qkv: Any, *, scale: float | None = None, version: str | None = None) -> Tensor:
-    """`attention` of packed inputs: softmax(scale q k^T) v for q, k, v = qkv.unbind(2). Differentiable.
-
-        linear = torch.nn.Linear(768, 3 * 768, device="cuda")
-        qkv = linear(torch.randn(4, 1024, 768, device="cuda")).view(4, 1024, 3, 12, 64)
-        y = cukern.attention_qkvpacked(qkv)  # (4, 1024, 12, 64)
-
-    Args:
-        qkv: (batch, time, 3, heads, head_dim), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
-        scale, version: as in `attention`.
-
-    v2 copies neither q, k, v nor their gradients if a head's scores are large: then it launches its products for one batch element after
-    another, on views of qkv. Returns a new tensor (batch, time, heads, head_dim). Raises as `attention`, and ValueError for another shape.
-    """
-    qkv = interop.to_torch("qkv", qkv)
-    checks.dtype("qkv", qkv, checks.FLOATS)
-    checks.version("attention_qkvpacked", version, (*VERSIONS, "sdpa"))
-    if qkv.ndim != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), its shape is {tuple(qkv.shape)}")
-    kernels = qkv.is_cuda or backend.simulates(qkv)
-    in_views = kernels and math.prod(qkv.shape[1:4:2]) * qkv.shape[1] * qkv.itemsize >= LARGE_SCORES and not transformed()
-    if in_views and not torch.compiler.is_compiling() and (version or _default(qkv.get_device())) == "v2":
-        scale = checked_scale(qkv, qkv.shape[-1] ** -0.5 if scale is None else scale)
-        return _Packed.apply(qkv if qkv.stride(-1) == 1 else qkv.contiguous(), scale)
-    return _unpacked(qkv, scale, version)
-
-
-def _unpacked(qkv: Tensor, scale: float | None, version: str | None) -> Tensor:
-    return attention(*(x.transpose(1, 2) for x in qkv.unbind(2)), scale=scale, version=version).transpose(1, 2)
-
-
-class _Packed(torch.autograd.Function):
-    """v2 on views of qkv, one batch element at a time: their heads have one stride, so that no product copies its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, scale: float) -> Tensor:
-        out, weights = qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:]), []
-        with autocast.off(qkv):
-            for one, y in zip(qkv, out, strict=True):
-                q, k, v = one.permute(1, 2, 0, 3)  # (heads, time, head_dim)
-                scores = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
-                weights.append(raw_forward(scores, None, 1.0, NO_WINDOW, "")[0])
-                torch.bmm(weights[-1], v, out=y.transpose(0, 1))
-        ctx.save_for_backward(qkv, *weights)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        qkv, *weights = ctx.saved_tensors
-        if torch.is_grad_enabled():  # of a gradient that will be differentiated again
-            return torch.autograd.grad(_unpacked(qkv, ctx.scale, "v2"), qkv, dout, create_graph=True)[0], None
-        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        with autocast.off(qkv):
-            for one, to, p, d in zip(qkv, dqkv, weights, dout, strict=True):
-                (q, k, v), (dq, dk, dv), dy = one.permute(1, 2, 0, 3), to.permute(1, 2, 0, 3), d.transpose(0, 1)
-                dscores = raw_backward(p, torch.bmm(dy, v.mT), None, None, 1.0, NO_WINDOW, "")[0]
-                torch.bmm(p.mT, dy, out=dv)
-                torch.baddbmm(dq, dscores, k, beta=0, alpha=ctx.scale, out=dq)
-                torch.baddbmm(dk, dscores.mT, q, beta=0, alpha=ctx.scale, out=dk)
-        return dqkv, None
 
 
 def _by_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -37,7 +37,6 @@ GOOD = {
 }
 GOOD[cukern.adamw] = {name: [X] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}  # all 0, and 0 afterwards
 GOOD[cukern.AdamW] = {"params": [X]}
-GOOD[cukern.attention_qkvpacked] = {"qkv": torch.zeros(2, 3, 3, 2, 4), "scale": 0.5}
 GOOD[cukern.attention] = {"q": Q, "k": Q, "v": Q, "scale": 0.5}
 GOOD[cukern.cross_entropy] = {"logits": X, "targets": IDS[:, 0]}
 OTHERS = {"factors": X, "k": Q, "v": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X

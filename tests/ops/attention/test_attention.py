@@ -1,7 +1,6 @@
 """attention beyond test_ops.py: torch's own attention, fewer queries than keys, views of packed qkv, sizes that overflow, versions."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -90,57 +89,6 @@ def test_later_keys_do_not_matter():
         changed_v[:, 4:] = -2.0
         after = cukern.attention(q, changed_k, changed_v, version=version)
         assert same_bits(before[:, :4], after[:, :4]) and not torch.equal(before, after)
-
-
-@pytest.fixture
-def in_views(monkeypatch):
-    """Small scores count as large, and a list of the calls of the path without copies is returned."""
-    module, calls = sys.modules["cukern.ops.attention"], []
-    monkeypatch.setattr(module, "LARGE_SCORES", 1)
-    apply = module._Packed.apply
-    monkeypatch.setattr(module._Packed, "apply", lambda *args: calls.append(args) or apply(*args))
-    return calls
-
-
-@kernels
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("layout", ["contiguous", "strided"])
-def test_packed(dtype, layout, in_views):
-    qkv = torch.randn(2, 19, 3, 3, 8, dtype=dtype, device=DEVICE)
-    leaf = (qkv.mT.contiguous().mT if layout == "strided" else qkv).requires_grad_()
-    exact = qkv.detach().double().cpu().requires_grad_()
-    expected = truth(*(x.transpose(1, 2) for x in exact.unbind(2)), scale=0.3).transpose(1, 2)
-    y = cukern.attention_qkvpacked(leaf, scale=0.3)
-    g = torch.randn_like(expected)
-    (dqkv,) = torch.autograd.grad(y, leaf, g.to(y))
-    assert in_views and y.shape == expected.shape and y.dtype == dtype
-    for found, right in ((y, expected), (dqkv, torch.autograd.grad(expected, exact, g.to(dtype).double())[0])):
-        torch.testing.assert_close(found.double().cpu(), right, rtol=0, atol=4 * TOLERANCE[dtype])
-    again = cukern.attention_qkvpacked(leaf, scale=0.3)
-    assert same_bits(again, y) and same_bits(torch.autograd.grad(again, leaf, g.to(y))[0], dqkv)
-
-
-@kernels
-def test_packed_higher_derivatives_and_transforms(in_views):
-    qkv = torch.randn(1, 4, 3, 2, 2, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    assert torch.autograd.gradcheck(cukern.attention_qkvpacked, qkv) and torch.autograd.gradgradcheck(cukern.attention_qkvpacked, qkv)
-    assert in_views
-    in_views.clear()
-    jacobian = torch.func.jacfwd(cukern.attention_qkvpacked)(qkv.detach())
-    torch.testing.assert_close(jacobian, torch.func.jacrev(cukern.attention_qkvpacked)(qkv.detach()))
-    assert not in_views
-
-
-@kernels
-def test_packed_falls_back(in_views):
-    qkv = torch.randn(2, 5, 3, 2, 4, device=DEVICE)
-    for version in ("v1", "sdpa"):
-        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
-        assert torch.equal(cukern.attention_qkvpacked(qkv, version=version), cukern.attention(q, k, v, version=version).transpose(1, 2))
-    assert cukern.attention_qkvpacked(qkv[:, :0]).shape == (2, 0, 2, 4) and not in_views
-    for bad in (qkv[0], qkv[:, :, :2]):
-        with pytest.raises(ValueError, match="qkv must be"):
-            cukern.attention_qkvpacked(bad)
 
 
 def launched(**options):
