@@ -1,8 +1,8 @@
 """GPT-2 of any size on cukern's public ops, with the layout of llm.c's weights. The choice of kernels as in the fork of llm.c.
 
-    model = GPT2.from_descriptor("d12", device="cuda")  # 124M random weights
-    loss = model(tokens, targets)  # (B, T) each
-    loss.backward()
+model = GPT2.from_descriptor("d12", device="cuda")  # 124M random weights
+loss = model(tokens, targets)  # (B, T) each
+loss.backward()
 """
 
 import contextlib

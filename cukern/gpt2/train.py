@@ -1,0 +1,425 @@
+"""Training as llm.c's train_gpt2cu: the same batches, schedules, printed lines, main.log and checkpoints, in float32 or TF32."""
+
+import contextlib
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from cukern import AdamW
+from cukern.gpt2 import checkpoint
+from cukern.gpt2.checkpoint import Config, State
+from cukern.gpt2.data import DataLoader
+from cukern.gpt2.evaluate import hellaswag, validation_loss
+from cukern.gpt2.files import PathLike, expect
+from cukern.gpt2.model import GPT2, config_of
+from cukern.gpt2.sample import generate
+from cukern.gpt2.tokenizer import tokenizer_for
+
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+WINDOW = 128  # steps over which z-scores are computed
+# Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
+# a part of the GPU's name.
+PEAKS = (
+    ("GB200", 1250, 80),
+    ("B200", 1100, 75),
+    ("H200", 494.4, 66.9),
+    ("H100 PCIe", 378, 51.2),
+    ("H100", 494.4, 66.9),
+    ("A100", 156, 19.5),
+    ("V100", 15.7, 15.7),
+    ("T4", 8.1, 8.1),
+    ("L40S", 183, 91.6),
+    ("L4", 60, 30.3),
+    ("A10G", 35, 35),
+    ("RTX 3090", 35.6, 35.6),
+    ("RTX 4090", 82.6, 82.6),
+    ("RTX 5090", 104.8, 104.8),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run; the letters are llm.c's flags. Raises ValueError for a value out of range."""
+
+    train_data: PathLike  # -i, token shards: a glob pattern
+    val_data: PathLike  # -j
+    model: PathLike | Config | None = None  # -e: sizes or a descriptor for random weights, or a model file; None: d12, when resuming any
+    out: PathLike | None = None  # -o: the folder of main.log and the checkpoints
+    batch: int = 4  # -b: rows in a forward pass
+    seq_len: int = 1024  # -t
+    total_batch: int = 0  # -d: tokens in an update; 0 means batch * seq_len
+    steps: int = -1  # -x: updates; -1 means one epoch
+    schedule: str = "cosine"  # -k
+    lr: float = 3e-4  # -l
+    warmup: int = 0  # -u: updates
+    final_fraction: float = 1.0  # -q: the last learning rate as a fraction of lr
+    weight_decay: float = 0.0  # -c: of matrices and embeddings
+    val_every: int = 20  # -v; 0 means never
+    val_batches: int = 20  # -m; -1 means all of the validation data
+    sample_every: int = 20  # -s; 0 means never
+    sample_tokens: int = 64  # -g
+    hellaswag: PathLike | None = None  # -h: the file
+    overfit: bool = False  # -a: train on the first batch of the validation data
+    tf32: bool = True  # -f
+    master: bool = True  # -w: write the float32 weights into the optimizer state too, as llm.c expects
+    checkpoint_every: int = 0  # -n; 0 means never
+    keep: int = 0  # -nk: the number of checkpoints to keep; 0 means all
+    major_every: int = 0  # -nm: checkpoints at multiples of this are never deleted
+    resume: bool = False  # -y: go on from the newest checkpoint in `out`, if there is one
+    skip_loss: float = 0.0  # -sl: skip an update if the z-score of its loss exceeds this; 0 means never
+    skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
+    tokenizer: PathLike | None = None  # for samples; by default bytes, or gpt2_tokenizer.bin in the current folder
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_norm: float = 1.0  # the norm to which the gradient is clipped
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        positive = ("batch", "seq_len", "sample_tokens", "max_norm")
+        not_negative = ("warmup", "final_fraction", "weight_decay", "val_every", "sample_every", "checkpoint_every", "keep", "major_every")
+        for name in (*positive, *not_negative, "lr", "skip_loss", "skip_norm", "total_batch"):
+            value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
+            expect(math.isfinite(value) and (value > 0 or (value == 0 and name not in positive)), f"{name} {least}", value)
+        for name in ("steps", "val_batches"):
+            expect(getattr(self, name) > 0 or getattr(self, name) == -1, f"{name} of at least 1, or -1", getattr(self, name))
+        expect(self.schedule in SCHEDULES, f"a schedule of {', '.join(SCHEDULES)}", repr(self.schedule))
+        expect(self.total_batch % self.tokens == 0, f"total_batch a multiple of batch * seq_len = {self.tokens}", self.total_batch)
+        needs_out = "resume" if self.resume else "checkpoint_every" if self.checkpoint_every else ""
+        expect(self.out is not None or not needs_out, f"out, a folder, for {needs_out}", None)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a forward pass."""
+        return self.batch * self.seq_len
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward and backward passes of an update."""
+        return max(1, self.total_batch // self.tokens)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an update reports. `number` counts from 1; z-scores are NaN until WINDOW updates are done; `mfu`: None for unknown peaks."""
+
+    number: int
+    total: int
+    loss: float
+    loss_z: float
+    norm: float
+    norm_z: float
+    lr: float
+    ms: float
+    mfu: float | None
+    tokens_per_s: float
+
+    def __str__(self) -> str:
+        mfu = "n/a" if self.mfu is None else f"{100 * self.mfu:.1f}%"
+        return (
+            f"step {self.number:4d}/{self.total} | loss {self.loss:7.6f} ({self.loss_z:+.2f}z)| norm {self.norm:6.4f} ({self.norm_z:+.2f}z)"
+            f"| lr {self.lr:.2e} | {self.ms:.2f} ms | {mfu} bf16 MFU | {self.tokens_per_s:.0f} tok/s"
+        )
+
+
+def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", warmup: int = 0, final_fraction: float = 1.0) -> float:
+    """The learning rate of update `step`, counted from 0, of `total`, as in llm.c.
+
+    During warmup it grows linearly to `lr`; "constant" ignores warmup. Then it falls to lr * final_fraction: with half a cosine, linearly,
+    or for "wsd" from 80 % of the updates on with 1 - sqrt.
+    """
+    last = lr * final_fraction
+    if schedule == "constant":
+        return lr
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    start = int(0.8 * total) if schedule == "wsd" else warmup
+    if step < start:
+        return lr
+    done = (step - start) / (total - start) if total > start else 0.0
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "wsd": 1 - math.sqrt(done)}[schedule]
+    return last + left * (lr - last)
+
+
+def peak_flops(device: str, tf32: bool) -> float | None:
+    """Peak FLOP/s of matrix products on this GPU, or None if it is unknown or there is none."""
+    if torch.device(device).type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if part in name), None)
+
+
+def sizes_of(model: PathLike | Config | None) -> Config | None:
+    """The sizes that a descriptor names; None for a model file."""
+    if model is None or isinstance(model, Config):
+        return model
+    return None if str(model).endswith(".bin") else config_of(str(model))
+
+
+def make_model(model: PathLike | Config, device: str, expected: Config | None = None) -> GPT2:
+    """A float32 model: with the weights of a file NAME.bin, which must have the sizes `expected` if given, or llm.c's random weights."""
+    config, parameters = sizes_of(model), None
+    if config is None:
+        config, parameters = checkpoint.read_model(model, expected)  # type: ignore[arg-type]
+    made = GPT2(config, device=device, dtype=torch.float32)
+    if parameters is None:
+        made.initialize()
+    else:
+        made.load_parameters(parameters)
+    return made
+
+
+class Outliers:
+    """The z-score of a value among the last WINDOW values, itself included: NaN until there are so many, 0 if all are equal."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, value: float) -> float:
+        self._values.append(value)
+        if len(self._values) < WINDOW:
+            return math.nan
+        deviation = float(np.std(self._values))
+        return (value - float(np.mean(self._values))) / deviation if deviation else 0.0
+
+
+class Trainer:
+    """One training run.
+
+        trainer = Trainer(Settings("data/*_train_*.bin", "data/*_val_*.bin", batch=4, seq_len=1024, out="run", checkpoint_every=100))
+        trainer.run()
+
+    Args:
+        settings: see Settings.
+        say: is called with each printed line.
+
+    Two runs with equal settings on one machine give the same bits, and so does a run that was stopped and resumed; only with skip_loss or
+    skip_norm the windows of the z-scores start empty, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of
+    another shape or rank, and sequences longer than the model's; FileNotFoundError for files that are not there.
+    """
+
+    def __init__(self, settings: Settings, say: Callable[[str], object] = print) -> None:
+        s = self.settings = settings
+        self.say = say
+        self.step = 0  # completed updates
+        newest = checkpoint.latest_step(s.out) if s.resume and s.out is not None else None
+        if newest is None or s.out is None:
+            source, expected = s.model or "d12", None
+        else:
+            source, expected = checkpoint.paths(s.out, newest)[0], sizes_of(s.model)
+        self.model = make_model(source, s.device, expected)
+        config = self.model.config
+        expect(s.seq_len <= config.max_seq_len, f"seq_len of at most the model's max_seq_len = {config.max_seq_len}", s.seq_len)
+        pattern, vocabulary = s.val_data if s.overfit else s.train_data, config.vocab_size
+        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, vocab_size=vocabulary)
+        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, vocab_size=vocabulary)
+        self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
+        expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
+        self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
+        self.tokenizer = tokenizer_for(config.vocab_size, s.tokenizer)
+        groups = self.model.decay_groups(s.weight_decay)
+        self.optimizer = AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8, weight_decay=s.weight_decay, max_norm=s.max_norm)
+        if newest is not None:
+            self._resume(newest)
+        self._start_log(keep=newest is not None)
+        self.peak = peak_flops(s.device, s.tf32)
+        self.loss_z, self.norm_z = Outliers(), Outliers()
+        self._describe(str(source))
+
+    def _describe(self, source: str) -> None:
+        s, c = self.settings, self.model.config
+        rates = "unknown: MFU is not shown" if self.peak is None else f"{self.peak / 1e12:.1f}"
+        name = torch.cuda.get_device_name(s.device) if torch.device(s.device).type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        self.say(f"train data {s.val_data if s.overfit else s.train_data}: {self.train_data.num_tokens} tokens")
+        self.say(f"val data {s.val_data}: {self.val_data.num_tokens} tokens, {self.val_batches} batches")
+        self.say(f"device {name}, {'TF32' if s.tf32 else 'float32'} | peak TFlops {rates}")
+        self.say(f"model {source}")
+        self.say(
+            f"max_sequence_length {c.max_seq_len} | vocab_size {c.vocab_size} | padded_vocab_size {c.padded_vocab_size} | num_layers "
+            f"{c.num_layers} | num_heads {c.num_heads} | channels {c.channels} | num_parameters {c.num_parameters}"
+        )
+        self.say(f"batch_size B={s.batch} * seq_len T={s.seq_len} * num_processes=1 and total_batch_size={s.tokens * s.micro_steps}")
+        self.say(f"=> setting grad_accum_steps={s.micro_steps}")
+
+    # ---- checkpoints and main.log
+
+    def _parts(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """llm.c's names, and the parameters, one per layer."""
+        for name in self.model.config.shapes:
+            parameter = getattr(self.model, name)
+            yield name, [parameter] if isinstance(parameter, Tensor) else list(parameter)
+
+    def _moments(self, key: str) -> dict[str, Tensor]:
+        shapes, state = self.model.config.shapes, self.optimizer.state
+        return {name: torch.stack([state[p][key].cpu() for p in parts]).view(shapes[name]) for name, parts in self._parts()}
+
+    def save(self) -> None:
+        """Write a checkpoint, then delete the one that is too old."""
+        s, parameters = self.settings, self.model.parameters_by_name()
+        assert s.out is not None
+        master = parameters if s.master else None
+        state = State(self.step, self._moments("exp_avg"), self._moments("exp_avg_sq"), self.train_data.state(), master)
+        checkpoint.save(s.out, self.model.config, parameters, state)
+        old = self.step - s.keep * s.checkpoint_every
+        if s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
+            checkpoint.delete(s.out, old)
+
+    def _resume(self, step: int) -> None:
+        assert self.settings.out is not None
+        state = checkpoint.read_state(checkpoint.paths(self.settings.out, step)[1], self.model.config)
+        if state.master:
+            self.model.load_parameters(state.master)
+        self.step = state.step
+        self.train_data.resume(state.loader)
+        slots = {}
+        for name, parts in self._parts():
+            moments = [moment[name].view(len(parts), *parts[0].shape) for moment in (state.m, state.v)]
+            slots |= {p: {"exp_avg": m, "exp_avg_sq": v} for p, m, v in zip(parts, *moments, strict=True)}
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        entries = {i: {"step": torch.tensor(float(step)), **slots[p]} for i, p in enumerate(ordered)}
+        self.optimizer.load_state_dict({"state": entries, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+    def _start_log(self, keep: bool) -> None:
+        """An empty main.log, or after a resume one without the lines from its step on: they will come again."""
+        if self.settings.out is None:
+            return
+        self._log_file = Path(self.settings.out, "main.log")
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        lines = self._log_file.read_text().splitlines(keepends=True) if keep and self._log_file.exists() else []
+        found = ((line, re.match(r"s:(\d+) .*\n", line)) for line in lines)
+        self._log_file.write_text("".join(line for line, match in found if match and int(match[1]) < self.step))
+
+    def _log(self, text: str) -> None:
+        if self.settings.out is not None:
+            with open(self._log_file, "a") as file:
+                file.write(f"s:{self.step} {text}\n")
+
+    # ---- the loop
+
+    def run(
+        self,
+        report: Callable[[Step], object] = lambda step: None,
+        validated: Callable[[int, float], object] = lambda step, loss: None,
+    ) -> None:
+        """Train to the end. `report` is called after each update, `validated` with the step and the loss of each validation.
+
+        Raises FloatingPointError if the loss or the norm of the gradient is not finite, and OSError if a file cannot be written; the last
+        complete checkpoint remains.
+        """
+        s, start, speed, ms_sum = self.settings, self.step, 0.0, 0.0
+        with matmul_precision(s.tf32):
+            while True:
+                last = self.step >= self.total
+                self._evaluate(last, validated)
+                if s.checkpoint_every and self.step > start and (last or self.step % s.checkpoint_every == 0):
+                    self.save()
+                if last:
+                    break
+                begin = time.perf_counter()
+                loss, norm, lr = self._update()
+                seconds = time.perf_counter() - begin
+                tokens_per_s, done = s.tokens * s.micro_steps / seconds, self.step - start - 1
+                mfu = None if self.peak is None else self.flops_per_token() * tokens_per_s / self.peak
+                if done:  # the first update compiles kernels
+                    ms_sum += 1e3 * seconds
+                    speed = 0.95 * speed + 0.05 * tokens_per_s
+                    tokens_per_s = speed / (1 - 0.95**done)
+                step = Step(self.step, self.total, *loss, *norm, lr, 1e3 * seconds, mfu, tokens_per_s)
+                self.say(str(step))
+                report(step)
+        if self.step - start > 1:
+            self.say(f"total average iteration time: {ms_sum / (self.step - start - 1):f} ms")
+
+    def flops_per_token(self) -> int:
+        """llm.c's count: 6 per parameter, and 6 L C T for causal attention."""
+        c = self.model.config
+        return 6 * c.num_parameters + 6 * c.num_layers * c.channels * self.settings.seq_len
+
+    def _evaluate(self, last: bool, validated: Callable[[int, float], object]) -> None:
+        """What is due before an update, or after the last one: validation, HellaSwag, a sample."""
+        s = self.settings
+        if s.val_every and (last or self.step % s.val_every == 0):
+            self.val_data.reset()
+            loss = validation_loss(self.model, self.val_data, self.val_batches)
+            self.say(f"val loss {loss:f}")
+            self._log(f"tel:{loss:.4f}")
+            validated(self.step, loss)
+            if s.hellaswag is not None and (last or self.step):
+                right, count = hellaswag(self.model, s.hellaswag, s.batch)
+                self.say(f"HellaSwag: {right}/{count} = {right / count:f}")
+                self._log(f"eval:{right / count:.4f}")
+        if s.sample_every and (last or (self.step and self.step % s.sample_every == 0)):
+            self.say(f"generating:\n---\n{self.sample()}\n---")
+
+    def sample(self) -> str:
+        """Text from llm.c's sampler, whose random numbers start anew with each sample; the tokens as numbers if no tokenizer is known."""
+        count, self.rng = self.settings.sample_tokens, 1337
+        return generate(self.model, self.tokenizer, count)
+
+    def _update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
+        """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
+        s = self.settings
+        lr = learning_rate(self.step, self.total, s.lr, s.schedule, s.warmup, s.final_fraction)
+        mean = self._backward()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.found_inf = (~mean.isfinite()).float()  # keeps the parameters as they were
+        decide = s.skip_loss > 0 or s.skip_norm > 0
+        if not decide:
+            self.optimizer.step()
+        norm = get_total_norm([p.grad for p in self.model.parameters()]) if decide else self.optimizer.grad_norm
+        numbers = torch.stack([mean, norm.float()]).tolist()
+        if not all(map(math.isfinite, numbers)):
+            raise FloatingPointError(self._not_finite(*numbers))
+        z = self.loss_z.add(numbers[0]), self.norm_z.add(numbers[1])
+        if decide:
+            what = "loss" if 0 < s.skip_loss < z[0] else "grad" if 0 < s.skip_norm < z[1] else ""  # false for NaN
+            if what:
+                self.say(f"skipping update due to {what} z-score of {z[what == 'grad']:f}")
+                for slot in self.optimizer.state.values():
+                    slot["step"] += 1  # llm.c's bias correction counts skipped updates
+            else:
+                self.optimizer.step()
+        self._log(f"trl:{numbers[0]:.4f} lr:{lr:.6f} norm:{numbers[1]:.2f}")
+        self.step += 1
+        return (numbers[0], z[0]), (numbers[1], z[1]), lr
+
+    def _backward(self) -> Tensor:
+        """The gradients of the next batches, and the mean loss, on the device."""
+        s = self.settings
+        if s.overfit:
+            self.train_data.reset()
+        self.optimizer.zero_grad()
+        mean = torch.zeros((), device=s.device)
+        for _ in range(s.micro_steps):
+            x, y = (part.to(s.device) for part in self.train_data.next_batch())
+            loss = self.model(x, y) / s.micro_steps
+            loss.backward()
+            mean += loss.detach()
+        return mean
+
+    def _not_finite(self, loss: float, norm: float) -> str:
+        """The message, with the first tensor in llm.c's order that is not finite. A finite loss means that the gradient came first."""
+        tensors = [] if math.isfinite(loss) else [("parameter", self.model.parameters_by_name())]
+        tensors += [("gradient of", self.model.gradients_by_name())]
+        found = (f"{kind} {name}" for kind, named in tensors for name, tensor in named.items() if not tensor.isfinite().all())
+        where = f"the first tensor that is not finite: {next(found, 'the loss')}"
+        return f"step {self.step + 1}: loss {loss}, norm of the gradient {norm}; {where}"
+
+
+@contextlib.contextmanager
+def matmul_precision(tf32: bool) -> Iterator[None]:
+    """Inside the block torch's float32 matrix products use TF32, or float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
