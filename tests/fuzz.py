@@ -191,6 +191,29 @@ def causal_softmax(x, scale=1.0, window=None, sink=None):
     return (e / total.masked_fill(total == 0, 1.0))[..., :-1].masked_fill(hidden, 0.0)
 
 
+def draw_attention(d: Draw) -> dict:
+    batch, queries, features, dtype = d.shape(0, 2), d.size(), d.size(), d.dtype()
+    keys = queries + d.pick(0, 0, 1, 3)
+    q, k, v = (d.tensor((*batch, *shape), dtype) for shape in ((queries, features), (keys, features), (keys, d.size())))
+    return {"q": q, "k": k, "v": v, "scale": d.pick(None, 1.0, 0.125, 3, 0.0), "version": d.version()}
+
+
+def attention(q, k, v, scale=None):
+    scores = q @ k.mT * (max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale))
+    return scores.masked_fill(hidden_of(scores, None), -math.inf).softmax(-1) @ v
+
+
+def attention_scales(q, k, v, scale, g):
+    """The sums of the absolute values of all terms. Each exponent's rounding is part of its row."""
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    scores, (q, k, v, g) = q @ k.mT * scale, (t.abs() for t in (q, k, v, g))
+    exponents = 1 + (q @ k.mT * scale).sum(-1, keepdim=True)
+    p = scores.masked_fill(hidden_of(scores, None), -math.inf).softmax(-1) * exponents
+    dp = g @ v.mT
+    ds = scale * p * (dp + (p * dp).sum(-1, keepdim=True))
+    return p @ v, ds @ k, ds.mT @ q, p.mT @ g
+
+
 def softmax_scales(name, dtype, args, douts):
     """What errors of the softmaxes are relative to: the exponents' rounding, in float32 of 16-bit types, is part of every term."""
     x, s, g, sink = args["x"], args["scale"], douts[0], args.get("sink")
@@ -510,6 +533,7 @@ FUZZED = {  # name: what draws its arguments, what is right, and how many roundi
     "softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).softmax(dim), 4),
     "log_softmax": (draw_softmax, lambda x, dim=-1, scale=1.0: (x * float(scale)).log_softmax(dim), 4),
     "causal_softmax": (draw_causal, causal_softmax, 4),
+    "attention": (draw_attention, attention, 4),
     "embedding": (draw_embedding, embedding, 2),
     "cross_entropy": (draw_cross_entropy, cross_entropy, 4),
     "rope": (draw_rope, rope, 2),
@@ -602,6 +626,9 @@ def magnitudes(case: Case, rule: Any, args: dict, tensors: list, grads: list) ->
         scales = functools.partial(softmax_scales, case.op) if "softmax" in case.op else cross_entropy_scales
         out, *every = scales(getattr(torch, specs(args)[0].dtype), fill(args, tensors), grads)
         return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
+    if case.op == "attention":
+        out, *every = attention_scales(*fill({k: args[k] for k in ("q", "k", "v", "scale")}, tensors).values(), grads[0])
+        return [out, *itertools.compress(every, [t.grad for t in specs(args)])]
     if "norm" in case.op:
         outs, every = norm_scales(case.op, fill(args, tensors), grads)
         return [*outs, *itertools.compress(every, [t.grad for t in specs(args)])]
@@ -676,14 +703,16 @@ def may_succeed(case: Case, name: str, what: str) -> bool:
     """Whether the spoiled argument may still mean something; then the result must be right."""
     if what == "None":
         return (
-            name in OPTIONAL or (name == "weight" and "norm" in case.op) or (case.op.startswith("rope") and name in ("scale", "rotary_dim"))
+            name in OPTIONAL
+            or (name == "weight" and "norm" in case.op)
+            or (case.op.startswith(("rope", "attention")) and name in ("scale", "rotary_dim"))
         )
     if what == "True":
         return name in ("interleaved", "inverse", "fused", "inplace_backward")
     if what == "torch.arange(3)":
         return name in ("targets", "tokens")
     if what in SHAPES or what.startswith("torch.tensor"):
-        names = "x", "logits", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
+        names = "x", "logits", "q", "k", "sink", "a", "b", "weight", "bias", "residual", "factors", "t", "w1", "w2", "gate", "up"
         return name in names or "v" in what
     whole = what in ("2", "-7", "10**400", "-(10**30)") and name in NUMBERS
     factor = what in ("1.5", "nan", "inf") and name in ("scale", "sink", "z_loss", "softcap")
@@ -805,7 +834,7 @@ def cases(draw: Any, op: str, places: tuple[str, ...], kinds: tuple[str, ...]) -
     if d.kind == "valid":
         return Case(op, d.place, d.kind, args, (d.integer(0, 99), d.pick(1, 2, 0)))
     if d.kind == "transforms":
-        first = next(k for k in ("x", "a", "t", "gate", "weight", "logits") if k in args)  # has a gradient, if nothing else has
+        first = next(k for k in ("x", "a", "t", "gate", "weight", "logits", "q") if k in args)  # has a gradient, if nothing else has
         args |= {} if any(t.grad for t in specs(args)) else {first: dataclasses.replace(args[first], grad=True)}
         return Case(op, d.place, d.kind, args, (d.pick(*TRANSFORMS), d.integer(0, 99)))
     args = pytree.tree_map(lambda v: dataclasses.replace(v, grad=False) if isinstance(v, T) else v, args)

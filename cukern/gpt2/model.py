@@ -56,13 +56,30 @@ class GPT2(torch.nn.Module):
 
     Args:
         config: the sizes.
-        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (torch's fused attention) or "v3" (cukern.causal_softmax).
-            None: the default, or that of cukern.use("attention", ...).
+        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax) or "sdpa" (torch's fused attention).
+            None: v2, or that of `use_kernels`.
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: "cublas", or that of `use_kernels`.
         device, dtype: of the parameters; float32, bfloat16 or float16.
 
     The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
     """
+
+    wte: Parameter
+    wpe: Parameter
+    lnfw: Parameter
+    lnfb: Parameter
+    ln1w: ParameterList
+    ln1b: ParameterList
+    qkvw: ParameterList
+    qkvb: ParameterList
+    attprojw: ParameterList
+    attprojb: ParameterList
+    ln2w: ParameterList
+    ln2b: ParameterList
+    fcw: ParameterList
+    fcb: ParameterList
+    fcprojw: ParameterList
+    fcprojb: ParameterList
 
     def __init__(
         self,
@@ -74,7 +91,8 @@ class GPT2(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        expect(attention in (None, "v1", "v2", "v3"), "attention v1, v2, v3 or None", repr(attention))
+        expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
+        expect(attention in (None, "v1", "v2", "sdpa"), "attention v1, v2, sdpa or None", repr(attention))
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
         self.config, self.attention, self.matmul = config, attention, matmul
         for name, shape in config.shapes.items():
@@ -126,7 +144,7 @@ class GPT2(torch.nn.Module):
         """Also refuses the padding, which cukern.embedding would accept."""
         if not tokens.is_cuda and tokens.numel() and not torch.compiler.is_compiling():
             least, most, V = int(tokens.min()), int(tokens.max()), self.config.vocab_size
-            expect(0 <= least and most < V, f"tokens from 0 to {V - 1}", least if least < 0 else most)
+            expect(least >= 0 and most < V, f"tokens from 0 to {V - 1}", least if least < 0 else most)
 
     def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
         (B, T, C), start = x.shape, cache.length if cache else 0
@@ -144,8 +162,10 @@ class GPT2(torch.nn.Module):
 
     def make_cache(self, batch: int) -> Cache:
         """An empty cache for `batch` rows of at most max_seq_len tokens."""
-        L, T, NH, C = (getattr(self.config, name) for name in ("num_layers", "max_seq_len", "num_heads", "channels"))
-        return Cache(*(self.wte.new_zeros(L, batch, NH, T, C // NH, requires_grad=False) for _ in range(2)))
+        c, wte = self.config, self.wte.detach()
+        expect(isinstance(batch, int) and batch > 0, "a batch of at least 1", batch)
+        shape = c.num_layers, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads
+        return Cache(wte.new_zeros(shape), wte.new_zeros(shape))
 
     # ---- parameters by llm.c's names
 

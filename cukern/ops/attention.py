@@ -1,6 +1,6 @@
 """attention: softmax(scale q k^T) v, where each query sees the keys up to its own.
 
-The products of matrices are torch's. v1 and v3 write the scores to memory, v1 for the ladder of cukern.softmax; v2 is torch's fused kernel.
+The products of matrices are torch's, and the scores are written to memory. torch's fused attention is "sdpa".
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.matmul import torch_matmul
-from cukern.ops.softmax import softmax
+from cukern.ops.softmax import checked_scale, softmax
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.registry import Cost, Op, Version, choose, register
 
@@ -28,41 +28,46 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
         k: (..., keys, head_dim), with q's leading dimensions. The last query belongs to the last key: there are at most as many queries
             as keys. v: (..., keys, value_dim). All have one dtype and device.
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
-        version: default: "v3", or that of `cukern.use`.
-            "v1": scores in memory, scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
-            "v2": torch's scaled_dot_product_attention, which writes no scores. Its gradients cannot be differentiated, and on a GPU they
-            may differ from run to run.
-            "v3": scores in memory, then cukern.causal_softmax.
+        version: default: "v2", or that of `cukern.use`.
+            "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
+            "v2": cukern.causal_softmax.
+            "sdpa": torch's scaled_dot_product_attention, which writes no scores. Its gradients cannot be differentiated again, and on a
+            GPU they may differ from run to run.
 
-    v1 and v3 need memory for the scores, (..., queries, keys) of q's dtype: one such tensor is kept for the backward, and up to three
-    more are needed during the call. torch computes the products, with TF32 where torch.backends.cuda.matmul.allow_tf32 is set. Inputs
-    whose leading dimensions do not flatten to one are copied by v1 and v3. Autocast changes nothing. CPU tensors use torch's operations,
-    or the simulator.
+    v1 and v2 need memory for the scores, (..., queries, keys) of q's dtype: one such tensor is kept for the backward, and up to three
+    more are needed during a call. torch computes the products, with TF32 where torch.backends.cuda.matmul.allow_tf32 is set. Inputs whose
+    leading dimensions do not flatten to one are copied. Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
 
     Returns a new tensor (..., queries, value_dim). Raises TypeError for other dtypes; ValueError for shapes or devices that do not fit,
     more queries than keys, a scale that is negative or not finite, or an unknown version.
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762.
     """
     q, k, v = (interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    checks.dtype("q", q, checks.FLOATS)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.dtype(name, x, checks.FLOATS)
     checks.same(q=q, k=k, v=v)
-    checks.version("attention", version, VERSIONS)
+    checks.version("attention", version, (*VERSIONS, "sdpa"))
     if q.ndim < 2 or q.shape[:-2] != k.shape[:-2] or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
         shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
         raise ValueError("q, k and v must be (..., queries, D), (..., keys, D) and (..., keys, E), got {}, {} and {}".format(*shapes))
     if q.shape[-2] > k.shape[-2]:
         raise ValueError(f"q has {q.shape[-2]} queries, more than the {k.shape[-2]} keys")
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checks.number("scale", scale)
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
+    if version == "sdpa":
+        return _by_sdpa(q, k, v, scale)
     if version is None and not q.is_cuda and not backend.simulates(q):
         return _by_softmax(q, k, v, scale)
-    return _chosen(version or "", q.get_device()).forward(q, k, v, scale)
+    return VERSIONS[version or _default(q.get_device())].forward(q, k, v, scale)
 
 
-@torch.compiler.assume_constant_result
-def _chosen(version: str, device: int) -> Version:
-    return choose("attention", version, device)
+def _default(device: int) -> str:
+    chosen = choose("attention", "", device).forward
+    return next(name for name, version in VERSIONS.items() if version.forward is chosen)
+
+
+_default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
 
 
 def _by_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -84,8 +89,9 @@ def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of matrices with the same leading dimensions."""
-    out = torch_matmul(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    return out.view(*a.shape[:-1], b.shape[-1])
+    if a.ndim <= 3:
+        return torch_matmul(a, b)
+    return torch_matmul(a.flatten(0, -3), b.flatten(0, -3)).view(*a.shape[:-1], b.shape[-1])
 
 
 def _hidden(q: Tensor, k: Tensor) -> Tensor:
@@ -96,8 +102,7 @@ def _hidden(q: Tensor, k: Tensor) -> Tensor:
 
 VERSIONS = {
     "v1": Version("scores in memory, cukern.softmax", _by_softmax),
-    "v2": Version("torch's scaled_dot_product_attention", _by_sdpa),
-    "v3": Version("scores in memory, cukern.causal_softmax", _by_causal_softmax),
+    "v2": Version("scores in memory, cukern.causal_softmax", _by_causal_softmax),
 }
 
 # ---- for the tools
@@ -113,6 +118,17 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(_hidden(q, k), -math.inf), -1) @ v
 
 
+def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The sums of the absolute values of all terms. The error of an exponent is one of its whole row."""
+    q, k, v, g = (x.abs() for x in (*inputs, *douts))
+    scale = max(q.shape[-1], 1) ** -0.5
+    scores = (inputs[0] @ inputs[1].mT * scale).masked_fill(_hidden(q, k), -math.inf)
+    p = torch.softmax(scores, -1) * (1 + scale * (q @ k.mT).sum(-1, keepdim=True))
+    dp = g @ v.mT
+    ds = scale * p * (dp + (p * dp).sum(-1, keepdim=True))
+    return p @ v, ds @ k, ds.mT @ q, p.mT @ g
+
+
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     """Of a fused kernel: the inputs, the output and half of the T x T products."""
     matrices, T, D = dims
@@ -125,6 +141,7 @@ register(
     Op(
         name="attention", stem="attention", function=attention, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
         dims="MATRICES T D", make=_make, inputs=("q", "k", "v"), cost=_cost, bound="compute",
+        magnitude=_magnitude,
         check_dims=((1, 1, 1), (2, 65, 16), (3, 100, 64), (1, 300, 40)),
         sim_dims=((1, 1, 1), (2, 19, 8), (1, 70, 4)),
         bench_dims=((48, 1024, 64),),

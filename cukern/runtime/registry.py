@@ -319,11 +319,11 @@ def choose(op: str, version: str, device: int) -> Version:
         raise ValueError(f"CUKERN_{op.upper()}: cukern.{op} has no version {named!r}; it has {', '.join(versions)}")
     names = (version, version) if version else current().versions.get(op, (named, named))
     default = ([name for name, v in versions.items() if v.requires <= capability] or list(versions))[-1]
-    names = tuple(default if name in ("", DEFAULT) else name for name in names)
-    for name in names:
+    chosen = [default if name in ("", DEFAULT) else name for name in names]
+    for name in chosen:
         if name not in versions:
             checks.unknown_version(op, name, versions)
         if versions[name].requires > capability:
             checks.unsupported_version(op, name, versions[name].requires, capability)
-    forward, backward = (versions[name] for name in names)
+    forward, backward = (versions[name] for name in chosen)
     return forward if forward is backward else replace(forward, backward=backward.backward)

@@ -35,8 +35,9 @@ GOOD = {
     cukern.embedding: {"tokens": IDS, "weight": X, "positions": torch.zeros(5, 6)},
     cukern.apply_rotary_pos_emb: {"t": Q, "freqs": FREQS, "tensor_format": "bshd", "cp_size": 1, "cp_rank": 0},
 }
+GOOD[cukern.attention] = {"q": Q, "k": Q, "v": Q, "scale": 0.5}
 GOOD[cukern.cross_entropy] = {"logits": X, "targets": IDS[:, 0]}
-OTHERS = {"factors": X, "k": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
+OTHERS = {"factors": X, "k": Q, "v": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
 GATED = cukern.swiglu, cukern.geglu
 LINEARS = cukern.kron_linear, cukern.lokr_linear, cukern.matmul, cukern.linear
 NORMS = cukern.layernorm, cukern.rmsnorm
@@ -72,6 +73,11 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("tokens weight positions", beside, ANY, r"\b{name}\b", cukern.embedding),
     ("tokens", (None, IDS.short(), torch.zeros(2, 6, dtype=torch.int64), IDS[0, 0]), ANY, "^tokens", cukern.embedding),
     ("weight positions", (X[0], X[None], X[:, :5]), ValueError, "^(weight|positions) must be", cukern.embedding),
+    ("q k v", odd, TypeError, r"^{name}\b", cukern.attention),
+    ("q k v", lambda t: (None, t.half(), t.to("meta"), t[0], t[0, 0, 0], t[:, :4]), ANY, r"^[qkv]\b", cukern.attention),
+    ("q k", lambda t: (t[..., :7],), ValueError, "^q, k and v must be", cukern.attention),
+    ("k v", lambda t: (t[:, :, :2],), ValueError, "^q, k and v must be", cukern.attention),
+    ("q", lambda t: (torch.cat((t, t), 2),), ValueError, "^q has 6 queries, more than the 3 keys", cukern.attention),
     ("sink", odd_tensors, TypeError, "^sink must be"),
     ("x a b weight bias residual w1 w2 factors", odd, ANY, r"\b({name}|factors)\b", cukern.square, *LINEARS, *NORMS),
     ("x a b weight bias residual w1 w2 factors", beside, ANY, r"\b({name}|factors)\b", *LINEARS),
@@ -104,7 +110,7 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("window", (0, -3), ValueError, "window must be at least 1, got"),
     ("sink", ("1", [1.0], True, 1j), TypeError, "sink must be"),
     ("sink", (10**400,), ValueError, "sink must be finite"),
-    ("scale", (-1,), ValueError, "scale must not be negative", cukern.causal_softmax),
+    ("scale", (-1,), ValueError, "scale must not be negative", cukern.causal_softmax, cukern.attention),
     ("interleaved inverse fused", (*NO_FLAG, None), TypeError, "^{name}"),
     ("layout tensor_format", (*NO_STRING, None), TypeError, "^{name}"),
     ("mrope_section", (5, "ab", (1, 1.0, 2), (True, 1, 2), [[1], 1, 2], torch.tensor([1, 1, 2]), {}), TypeError, "^{name}"),
