@@ -16,17 +16,46 @@ from cukern.cli.common import console, say
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import builtin_text, tokenize, write_shards
 from cukern.gpt2.model import use_kernels
+from cukern.gpt2.tokenizer import FILE as TOKENIZER
 from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
 
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 SMALL = "small"
 # Without -i: a model for byte tokens that learns in half a minute on two CPU cores, with the settings that gave the lowest validation loss.
 SMALL_RUN: dict[str, Any] = dict(model=SMALL, batch=8, seq_len=64, steps=1400, lr=4e-3, warmup=50, final_fraction=0.05, weight_decay=0.1)
-SMALL_RUN |= dict(val_every=200, val_batches=-1, sample_every=10**9, sample_tokens=400)
+SMALL_RUN |= dict(print_every=50, val_every=350, val_batches=-1, sample_every=10**9, sample_tokens=500)
+
+# Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
+# a part of the GPU's name.
+PEAKS = (
+    ("GB200", 1250, 80),
+    ("B200", 1100, 75),
+    ("H200", 494.4, 66.9),
+    ("H100 PCIe", 378, 51.2),
+    ("H100", 494.4, 66.9),
+    ("A100", 156, 19.5),
+    ("V100", 15.7, 15.7),
+    ("T4", 8.1, 8.1),
+    ("L40S", 183, 91.6),
+    ("L4", 60, 30.3),
+    ("A10G", 35, 35),
+    ("RTX 3090", 35.6, 35.6),
+    ("RTX 4090", 82.6, 82.6),
+    ("RTX 5090", 104.8, 104.8),
+)
 
 
-def small_config(seq_len: int) -> Config:
-    return Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=128)
+def peak_flops(device: str, tf32: bool) -> float | None:
+    """Peak FLOP/s of matrix products on this GPU, or None if it is unknown or there is none."""
+    if torch.device(device).type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if part in name), None)
+
+
+def pick_model(model: str, seq_len: int) -> str | Config:
+    """What -e names: "small" has `seq_len` positions and byte tokens."""
+    return Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=128) if model == SMALL else model
 
 
 def pick_device(device: str | None) -> str:
@@ -91,13 +120,15 @@ def train(
     """Train GPT-2. Without arguments: a small model on Python's own help texts, for less than a minute. In parentheses: defaults."""
     given = {name: value for name, value in locals().items() if value is not None and name in Settings.__dataclass_fields__}
     given |= {name: bool(given[name]) for name in ("overfit", "tf32", "master", "resume")}
-    given |= {"device": pick_device(device), "hellaswag": hellaswag if run_hellaswag else None}
+    place = pick_device(device)
+    given |= {"device": place, "peak_flops": peak_flops(place, bool(tf32)), "hellaswag": hellaswag if run_hellaswag else None}
     if plot is not None:
         drawable(plot)
         common.check_target("--plot", plot)
     kernels = use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel)
     with kernels, _data(given) as settings:
         trainer = Trainer(settings, say)
+        _describe(trainer)
         losses, validations = _run(trainer)
     if plot is not None:
         _plot(losses, validations, plot)
@@ -113,9 +144,26 @@ def _data(given: dict[str, Any]) -> Iterator[Settings]:
         if "train_data" not in given:
             val, train = write_shards(folder, "topics", tokenize([builtin_text()], "bytes")[0])
             given = SMALL_RUN | {"train_data": train, "val_data": val} | given
-        if given.get("model") == SMALL:
-            given["model"] = small_config(given.get("seq_len", Settings.seq_len))
+        if "model" in given:
+            given["model"] = pick_model(given["model"], given.get("seq_len", Settings.seq_len))
         yield Settings(**given)
+
+
+def _describe(trainer: Trainer) -> None:
+    """What llm.c prints before the first step."""
+    s, c, loader = trainer.settings, trainer.model.config, trainer.train_data
+    place = torch.cuda.get_device_name() if s.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    rate = "unknown: MFU is not shown" if s.peak_flops is None else f"{s.peak_flops / 1e12:.1f}"
+    say(f"train data: {loader.num_tokens} tokens in {len(loader.paths)} shards, {trainer.total} steps")
+    say(f"val data: {trainer.val_data.num_tokens} tokens, {trainer.val_batches} batches")
+    say(f"device: {place}, {'TF32' if s.tf32 else 'float32'} | peak TFlops: {rate}")
+    names = {"max_sequence_length": "max_seq_len", "vocab_size": "vocab_size", "padded_vocab_size": "padded_vocab_size"}
+    names |= {name: name for name in ("num_layers", "num_heads", "channels", "num_parameters")}
+    say(" | ".join(f"{shown} {getattr(c, name)}" for shown, name in names.items()))
+    say(f"batch_size B={s.batch} * seq_len T={s.seq_len} * num_processes=1 and total_batch_size={s.tokens * s.micro_steps}")
+    say(f"=> setting grad_accum_steps={s.micro_steps}")
+    if trainer.tokenizer is None and s.sample_every:
+        say(f"no samples: {TOKENIZER} is not in this folder, and --tokenizer names no other one")
 
 
 def _run(trainer: Trainer) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:

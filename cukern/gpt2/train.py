@@ -18,32 +18,15 @@ from cukern import AdamW
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, State
 from cukern.gpt2.data import DataLoader
-from cukern.gpt2.evaluate import hellaswag, validation_loss
+from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
 from cukern.gpt2.files import PathLike, expect
 from cukern.gpt2.model import GPT2, config_of
-from cukern.gpt2.sample import generate
-from cukern.gpt2.tokenizer import tokenizer_for
+from cukern.gpt2.sample import Xorshift, generate
+from cukern.gpt2.tokenizer import Tokenizer, tokenizer_for
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 WINDOW = 128  # steps over which z-scores are computed
-# Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
-# a part of the GPU's name.
-PEAKS = (
-    ("GB200", 1250, 80),
-    ("B200", 1100, 75),
-    ("H200", 494.4, 66.9),
-    ("H100 PCIe", 378, 51.2),
-    ("H100", 494.4, 66.9),
-    ("A100", 156, 19.5),
-    ("V100", 15.7, 15.7),
-    ("T4", 8.1, 8.1),
-    ("L40S", 183, 91.6),
-    ("L4", 60, 30.3),
-    ("A10G", 35, 35),
-    ("RTX 3090", 35.6, 35.6),
-    ("RTX 4090", 82.6, 82.6),
-    ("RTX 5090", 104.8, 104.8),
-)
+RNG_STATE = 13371337  # llm.c's first state of stochastic rounding; float32 draws nothing
 
 
 @dataclass(frozen=True)
@@ -78,12 +61,14 @@ class Settings:
     skip_loss: float = 0.0  # -sl: skip an update if the z-score of its loss exceeds this; 0 means never
     skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
     tokenizer: PathLike | None = None  # for samples; by default bytes, or gpt2_tokenizer.bin in the current folder
+    print_every: int = 1  # updates
     betas: tuple[float, float] = (0.9, 0.95)
     max_norm: float = 1.0  # the norm to which the gradient is clipped
     device: str = "cpu"
+    peak_flops: float | None = None  # of the device, per second, for MFU; None: unknown
 
     def __post_init__(self) -> None:
-        positive = ("batch", "seq_len", "sample_tokens", "max_norm")
+        positive = ("batch", "seq_len", "sample_tokens", "max_norm", "print_every")
         not_negative = ("warmup", "final_fraction", "weight_decay", "val_every", "sample_every", "checkpoint_every", "keep", "major_every")
         for name in (*positive, *not_negative, "lr", "skip_loss", "skip_norm", "total_batch"):
             value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
@@ -148,14 +133,6 @@ def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", wa
     return last + left * (lr - last)
 
 
-def peak_flops(device: str, tf32: bool) -> float | None:
-    """Peak FLOP/s of matrix products on this GPU, or None if it is unknown or there is none."""
-    if torch.device(device).type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if part in name), None)
-
-
 def sizes_of(model: PathLike | Config | None) -> Config | None:
     """The sizes that a descriptor names; None for a model file."""
     if model is None or isinstance(model, Config):
@@ -174,6 +151,15 @@ def make_model(model: PathLike | Config, device: str, expected: Config | None = 
     else:
         made.load_parameters(parameters)
     return made
+
+
+def sample_text(model: GPT2, tokenizer: Tokenizer, count: int) -> str:
+    """Text of `count` tokens, EOT included, from llm.c's sampler with its first seed. After max_seq_len tokens, half of them are kept."""
+    rng, tokens, most = Xorshift(), [tokenizer.eot], model.config.max_seq_len
+    while len(tokens) < count:
+        prompt = tokens if len(tokens) < most else tokens[-most // 2 :]
+        tokens += generate(model, tokenizer, min(most, len(prompt) + count - len(tokens)), rng, prompt=prompt)
+    return tokenizer.decode(tokens[1:])
 
 
 class Outliers:
@@ -224,29 +210,13 @@ class Trainer:
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
         self.tokenizer = tokenizer_for(config.vocab_size, s.tokenizer)
+        self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
         groups = self.model.decay_groups(s.weight_decay)
         self.optimizer = AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8, weight_decay=s.weight_decay, max_norm=s.max_norm)
         if newest is not None:
             self._resume(newest)
         self._start_log(keep=newest is not None)
-        self.peak = peak_flops(s.device, s.tf32)
         self.loss_z, self.norm_z = Outliers(), Outliers()
-        self._describe(str(source))
-
-    def _describe(self, source: str) -> None:
-        s, c = self.settings, self.model.config
-        rates = "unknown: MFU is not shown" if self.peak is None else f"{self.peak / 1e12:.1f}"
-        name = torch.cuda.get_device_name(s.device) if torch.device(s.device).type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        self.say(f"train data {s.val_data if s.overfit else s.train_data}: {self.train_data.num_tokens} tokens")
-        self.say(f"val data {s.val_data}: {self.val_data.num_tokens} tokens, {self.val_batches} batches")
-        self.say(f"device {name}, {'TF32' if s.tf32 else 'float32'} | peak TFlops {rates}")
-        self.say(f"model {source}")
-        self.say(
-            f"max_sequence_length {c.max_seq_len} | vocab_size {c.vocab_size} | padded_vocab_size {c.padded_vocab_size} | num_layers "
-            f"{c.num_layers} | num_heads {c.num_heads} | channels {c.channels} | num_parameters {c.num_parameters}"
-        )
-        self.say(f"batch_size B={s.batch} * seq_len T={s.seq_len} * num_processes=1 and total_batch_size={s.tokens * s.micro_steps}")
-        self.say(f"=> setting grad_accum_steps={s.micro_steps}")
 
     # ---- checkpoints and main.log
 
@@ -265,7 +235,8 @@ class Trainer:
         s, parameters = self.settings, self.model.parameters_by_name()
         assert s.out is not None
         master = parameters if s.master else None
-        state = State(self.step, self._moments("exp_avg"), self._moments("exp_avg_sq"), self.train_data.state(), master)
+        moments = self._moments("exp_avg"), self._moments("exp_avg_sq")
+        state = State(self.step, *moments, self.train_data.state(), master, RNG_STATE, RNG_STATE)
         checkpoint.save(s.out, self.model.config, parameters, state)
         old = self.step - s.keep * s.checkpoint_every
         if s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
@@ -278,7 +249,7 @@ class Trainer:
             self.model.load_parameters(state.master)
         self.step = state.step
         self.train_data.resume(state.loader)
-        slots = {}
+        slots: dict[Tensor, dict[str, Tensor]] = {}
         for name, parts in self._parts():
             moments = [moment[name].view(len(parts), *parts[0].shape) for moment in (state.m, state.v)]
             slots |= {p: {"exp_avg": m, "exp_avg_sq": v} for p, m, v in zip(parts, *moments, strict=True)}
@@ -326,13 +297,14 @@ class Trainer:
                 loss, norm, lr = self._update()
                 seconds = time.perf_counter() - begin
                 tokens_per_s, done = s.tokens * s.micro_steps / seconds, self.step - start - 1
-                mfu = None if self.peak is None else self.flops_per_token() * tokens_per_s / self.peak
+                mfu = None if s.peak_flops is None else self.flops_per_token() * tokens_per_s / s.peak_flops
                 if done:  # the first update compiles kernels
                     ms_sum += 1e3 * seconds
                     speed = 0.95 * speed + 0.05 * tokens_per_s
                     tokens_per_s = speed / (1 - 0.95**done)
                 step = Step(self.step, self.total, *loss, *norm, lr, 1e3 * seconds, mfu, tokens_per_s)
-                self.say(str(step))
+                if step.number % s.print_every == 0 or step.number == self.total:
+                    self.say(str(step))
                 report(step)
         if self.step - start > 1:
             self.say(f"total average iteration time: {ms_sum / (self.step - start - 1):f} ms")
@@ -346,22 +318,16 @@ class Trainer:
         """What is due before an update, or after the last one: validation, HellaSwag, a sample."""
         s = self.settings
         if s.val_every and (last or self.step % s.val_every == 0):
-            self.val_data.reset()
             loss = validation_loss(self.model, self.val_data, self.val_batches)
             self.say(f"val loss {loss:f}")
             self._log(f"tel:{loss:.4f}")
             validated(self.step, loss)
-            if s.hellaswag is not None and (last or self.step):
-                right, count = hellaswag(self.model, s.hellaswag, s.batch)
+            if self.examples and (last or self.step):
+                right, count = hellaswag_accuracy(self.model, self.examples, max(4, s.batch))
                 self.say(f"HellaSwag: {right}/{count} = {right / count:f}")
                 self._log(f"eval:{right / count:.4f}")
-        if s.sample_every and (last or (self.step and self.step % s.sample_every == 0)):
-            self.say(f"generating:\n---\n{self.sample()}\n---")
-
-    def sample(self) -> str:
-        """Text from llm.c's sampler, whose random numbers start anew with each sample; the tokens as numbers if no tokenizer is known."""
-        count, self.rng = self.settings.sample_tokens, 1337
-        return generate(self.model, self.tokenizer, count)
+        if s.sample_every and self.tokenizer and (last or (self.step and self.step % s.sample_every == 0)):
+            self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens)}\n---")
 
     def _update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
@@ -374,7 +340,7 @@ class Trainer:
         decide = s.skip_loss > 0 or s.skip_norm > 0
         if not decide:
             self.optimizer.step()
-        norm = get_total_norm([p.grad for p in self.model.parameters()]) if decide else self.optimizer.grad_norm
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]) if decide else self.optimizer.grad_norm
         numbers = torch.stack([mean, norm.float()]).tolist()
         if not all(map(math.isfinite, numbers)):
             raise FloatingPointError(self._not_finite(*numbers))
