@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ import cukern
 from cukern.gpt2.checkpoint import PARAMETERS, Config
 from cukern.gpt2.files import expect
 
-GPT2_CHANNELS = {6: 384, 12: 768, 24: 1024, 36: 1280, 48: 1600, 60: 1920, 72: 2880, 84: 3456}  # by the number of layers
-GPT2_HEADS = {6: 6, 12: 12, 24: 16, 36: 20, 48: 25, 60: 30, 72: 30, 84: 36}
-GPT3_LAYERS = {384: 6, 768: 12, 1024: 24, 1536: 24, 2048: 24, 2560: 32, 4096: 32, 12288: 96}  # by the number of channels
-GPT3_HEAD_DIM = {384: 64, 768: 64, 1024: 64, 1536: 96, 2048: 128, 2560: 80, 4096: 128, 12288: 128}
 DECAYED = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")  # the matrices: drawn at random, and decayed by AdamW
 MATMULS = ("cublas", "v1", "v2", "v3", "v4", "v5")
+# Layers, heads, channels of llm.c's descriptors
+GPT2_SIZES = (6, 6, 384), (12, 12, 768), (24, 16, 1024), (36, 20, 1280), (48, 25, 1600), (60, 30, 1920), (72, 30, 2880), (84, 36, 3456)
+GPT3_SIZES = (6, 6, 384), (12, 12, 768), (24, 16, 1024), (24, 16, 1536), (24, 16, 2048), (32, 32, 2560), (32, 32, 4096), (96, 96, 12288)
+CONFIGS = {f"{prefix}d{sizes[0]}": Config(1024, 50257, *sizes) for prefix in ("", "gpt2:") for sizes in GPT2_SIZES}
+CONFIGS |= {f"gpt3:c{sizes[2]}": Config(2048, 50257, *sizes) for sizes in GPT3_SIZES}
 
 
 def config_of(descriptor: str) -> Config:
@@ -33,12 +35,8 @@ def config_of(descriptor: str) -> Config:
 
     Raises ValueError for another one, with those that there are.
     """
-    known = {f"{prefix}d{n}": n for n in GPT2_CHANNELS for prefix in ("", "gpt2:")} | {f"gpt3:c{n}": n for n in GPT3_LAYERS}
-    expect(descriptor in known, f"one of {', '.join(known)}", repr(descriptor))
-    n = known[descriptor]
-    if descriptor.startswith("gpt3"):
-        return Config(max_seq_len=2048, num_layers=GPT3_LAYERS[n], num_heads=n // GPT3_HEAD_DIM[n], channels=n)
-    return Config(num_layers=n, num_heads=GPT2_HEADS[n], channels=GPT2_CHANNELS[n])
+    expect(descriptor in CONFIGS, f"one of {', '.join(CONFIGS)}", repr(descriptor))
+    return CONFIGS[descriptor]
 
 
 @dataclass
@@ -64,32 +62,11 @@ class GPT2(torch.nn.Module):
     The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
     """
 
-    wte: Parameter
-    wpe: Parameter
-    lnfw: Parameter
-    lnfb: Parameter
-    ln1w: ParameterList
-    ln1b: ParameterList
-    qkvw: ParameterList
-    qkvb: ParameterList
-    attprojw: ParameterList
-    attprojb: ParameterList
-    ln2w: ParameterList
-    ln2b: ParameterList
-    fcw: ParameterList
-    fcb: ParameterList
-    fcprojw: ParameterList
-    fcprojb: ParameterList
+    if TYPE_CHECKING:  # the parameters: wte, wpe, lnfw, lnfb; a list each of ln1w, qkvw and so on
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        attention: str | None = None,
-        matmul: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, config: Config, *, attention: str | None = None, matmul: str | None = None, device: Any = None, dtype: Any = None):
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
         expect(attention in (None, "v1", "v2", "sdpa"), "attention v1, v2, sdpa or None", repr(attention))
@@ -119,12 +96,13 @@ class GPT2(torch.nn.Module):
         need a synchronization, they make the result NaN: see cukern.embedding and cukern.cross_entropy.
         """
         expect(tokens.ndim == 2, "tokens of shape (B, T)", tuple(tokens.shape))
-        start = cache.length if cache else 0
-        positions = f"at most max_seq_len = {self.config.max_seq_len} tokens"
-        expect(start + tokens.shape[1] <= self.config.max_seq_len, positions, start + tokens.shape[1])
-        if cache:
-            expect(cache.keys.shape[1] == tokens.shape[0], f"a batch of {cache.keys.shape[1]}, the cache's", tokens.shape[0])
-        self._check_vocabulary(tokens)
+        c, start = self.config, cache.length if cache else 0
+        end = start + tokens.shape[1]
+        expect(end <= c.max_seq_len, f"at most max_seq_len = {c.max_seq_len} tokens", end)
+        expect(not cache or cache.keys.shape[1] == len(tokens), "a cache for as many rows as tokens has", cache and cache.keys.shape[1])
+        if not tokens.is_cuda and tokens.numel() and not torch.compiler.is_compiling():  # cukern.embedding would accept the padding
+            low, high = tokens.min().item(), tokens.max().item()
+            expect(low >= 0 and high < c.vocab_size, f"tokens from 0 to {c.vocab_size - 1}", low if low < 0 else high)
         x = cukern.embedding(tokens, self.wte, self.wpe[start:])
         y = cukern.layernorm(x, self.ln1w[0], self.ln1b[0])
         weights, biases = [*self.ln1w[1:], self.lnfw], [*self.ln1b[1:], self.lnfb]
@@ -134,17 +112,11 @@ class GPT2(torch.nn.Module):
             hidden = cukern.gelu(self._linear(y, self.fcw[i]), self.fcb[i], approximate="tanh")
             y, x = cukern.layernorm(self._linear(hidden, self.fcprojw[i], self.fcprojb[i]), weight, bias, residual=x)
         if cache:
-            cache.length += tokens.shape[1]
+            cache.length = end
         logits = self._linear(y, self.wte)
         if targets is None:
             return logits
-        return cukern.cross_entropy(logits, targets, vocab_size=self.config.vocab_size, inplace_backward=True)
-
-    def _check_vocabulary(self, tokens: Tensor) -> None:
-        """Also refuses the padding, which cukern.embedding would accept."""
-        if not tokens.is_cuda and tokens.numel() and not torch.compiler.is_compiling():
-            least, most, V = int(tokens.min()), int(tokens.max()), self.config.vocab_size
-            expect(least >= 0 and most < V, f"tokens from 0 to {V - 1}", least if least < 0 else most)
+        return cukern.cross_entropy(logits, targets, vocab_size=c.vocab_size, inplace_backward=True)
 
     def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
         (B, T, C), start = x.shape, cache.length if cache else 0
@@ -201,12 +173,10 @@ class GPT2(torch.nn.Module):
         c, rng, std = self.config, torch.Generator().manual_seed(seed), np.float32(0.02)
         branch_std = std * (np.float32(1) / np.sqrt(np.float32(2 * c.num_layers)))
         parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self._named().items()}
-        order = [parts["wte"][0][: c.vocab_size], parts["wpe"][0]]
-        stds = [std, std]
+        draws = [(parts["wte"][0][: c.vocab_size], std), (parts["wpe"][0], std)]
         for i in range(c.num_layers):
-            order += [parts[name][i] for name in DECAYED[2:]]
-            stds += [std, branch_std, std, branch_std]
-        for tensor, one in zip(order, stds, strict=True):
+            draws += [(parts[name][i], branch_std if name.endswith("projw") else std) for name in DECAYED[2:]]
+        for tensor, one in draws:
             tensor.normal_(0, float(one), generator=rng)
         self.load_parameters(self._stacked(parts))
 
@@ -221,7 +191,6 @@ class GPT2(torch.nn.Module):
 # ---- the kernels of the fork of llm.c
 
 _matmul = ["cublas"]  # of models whose matmul is None, the innermost block's last; "" is the version of cukern.use
-VARIABLES = {name: f"{name.upper()}_KERNEL" for name in ("softmax_forward", "softmax_backward", "matmul_forward")}
 
 
 @contextlib.contextmanager
@@ -237,8 +206,7 @@ def use_kernels(
     The arguments `attention` and `matmul` of a model go before. Raises ValueError for another number.
     """
     given = {"softmax_forward": softmax_forward, "softmax_backward": softmax_backward, "matmul_forward": matmul_forward}
-    chosen = {name: _version(name, value) for name, value in given.items()}
-    forward, backward, matmul = chosen.values()
+    forward, backward, matmul = (_version(name, value) for name, value in given.items())
     with contextlib.ExitStack() as stack:
         if forward or backward:
             stack.enter_context(cukern.use("attention", "v1"))
@@ -252,10 +220,9 @@ def use_kernels(
 
 def _version(name: str, value: int | str | None) -> str:
     """The version of a number of the fork, "" for the default."""
-    source = name
     if value is None:
-        source, value = VARIABLES[name], os.environ.get(VARIABLES[name], "")
-    numbers = ("1", "2", "3", "4", "5", *(("cublas",) if name == "matmul_forward" else ()))
-    text = str(value)
-    expect(not text or text in numbers, f"{source} to be one of {', '.join(numbers)}", repr(value))
-    return f"v{text}" if text.isdigit() else text
+        name = f"{name.upper()}_KERNEL"
+        value = os.environ.get(name, "")
+    numbers = ["1", "2", "3", "4", "5"] + ["cublas"] * name.lower().startswith("matmul")
+    expect(value == "" or str(value) in numbers, f"{name} to be one of {', '.join(numbers)}", repr(value))
+    return f"v{value}" if str(value).isdigit() else str(value)

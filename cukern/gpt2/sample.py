@@ -1,0 +1,81 @@
+"""llm.c's sampler: the same tokens from the same logits; and text from a model, with a cache of keys and values."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cukern.gpt2.files import expect
+from cukern.gpt2.model import GPT2
+from cukern.gpt2.tokenizer import Tokenizer
+
+
+class Xorshift:
+    """llm.c's random numbers, xorshift64* (Vigna, arXiv 1402.6246). `state` is its 64 bits, not all 0; llm.c samples from 1337 on."""
+
+    def __init__(self, state: int = 1337) -> None:
+        expect(isinstance(state, int) and 0 < state < 2**64, "a state from 1 to 2^64 - 1", state)
+        self.state = state
+
+    def uint32(self) -> int:
+        s = self.state
+        s ^= s >> 12
+        s ^= (s << 25) % 2**64
+        s ^= s >> 27
+        self.state = s
+        return (s * 0x2545F4914F6CDD1D) % 2**64 >> 32
+
+    def uniform(self) -> float:
+        """From 0 to 1 - 2^-24, a multiple of 2^-24."""
+        return (self.uint32() >> 8) / 2**24
+
+
+def draw(logits: Tensor, coin: float, *, temperature: float = 1.0, top_k: int | None = None) -> int:
+    """The token of softmax(logits) at which the running sum of the probabilities exceeds `coin`, as llm.c computes it.
+
+    Args:
+        logits: (vocabulary,), without the padding. coin: a random number, at least 0 and less than 1.
+        temperature: divides the logits; 0 takes the largest. top_k: only so many largest logits count. llm.c has neither.
+
+    The exponentials, without subtraction of the maximum, and their running sum are float32, and their sum is float64. Logits above 88
+    overflow, and the last token is drawn. Raises ValueError for NaN logits, another shape, and options outside their range.
+    """
+    expect(logits.ndim == 1 and len(logits) > 0, "logits of shape (vocabulary,)", tuple(logits.shape))
+    expect(0 <= coin < 1, "a coin in [0, 1)", coin)
+    expect(0 <= temperature < float("inf"), "a finite temperature of at least 0", temperature)
+    expect(top_k is None or top_k >= 1, "top_k of at least 1, or None", top_k)
+    logits = logits.detach().float().cpu()
+    expect(not logits.isnan().any(), "logits that are not NaN", "NaN")
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    with np.errstate(over="ignore", invalid="ignore"):
+        exponentials = np.exp((logits / temperature).numpy().astype(np.float64)).astype(np.float32)  # as expf of the C library
+        cdf = np.cumsum(exponentials)  # one after the other, as a loop adds
+        above = np.float32(coin * np.cumsum(exponentials, dtype=np.float64)[-1]) < cdf
+    return int(above.argmax()) if above.any() else len(cdf) - 1
+
+
+@torch.no_grad()
+def generate(
+    model: GPT2, tokenizer: Tokenizer, length: int, rng: Xorshift | None = None, *, prompt: Sequence[int] | None = None, **options: float
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt, each as soon as it is drawn: `for token in generate(model, tokenizer, 64): ...`
+
+    Args:
+        length: the tokens of prompt and text together, as llm.c's -g: at most max_seq_len.
+        rng: None: from 1337 on, as llm.c's bfloat16 program at each call; its float32 program goes on with one Xorshift.
+        prompt: at least one token; None: the tokenizer's EOT. options: temperature and top_k of `draw`.
+
+    Only new tokens are computed, one row of them; so logits differ from llm.c's by rounding. Raises ValueError for a bad length or prompt.
+    """
+    rng, prompt = rng or Xorshift(), [tokenizer.eot] if prompt is None else list(prompt)
+    least, most = len(prompt), model.config.max_seq_len
+    expect(0 < least <= length <= most, f"a prompt, and a length from its {least} tokens to max_seq_len = {most}", length)
+    cache, new = model.make_cache(1), prompt
+    for _ in range(length - least):
+        logits = model(torch.tensor([new], device=model.wte.device), cache=cache)[0, -1, : model.config.vocab_size]
+        new = [draw(logits, rng.uniform(), **options)]  # type: ignore[arg-type]
+        yield new[0]
