@@ -1,11 +1,12 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, and the module KronLinear.
-`help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, adamw, the optimizer AdamW, and the module
+KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
 """
 
+from cukern.ops.adamw import AdamW, adamw
 from cukern.ops.attention import attention
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.cross_entropy import cross_entropy
@@ -26,10 +27,12 @@ from cukern.runtime.warmup import warmup
 
 __version__ = "0.1.0"
 __all__ = [
+    "AdamW",
     "CompileError",
     "KronLinear",
     "LaunchError",
     "SetupError",
+    "adamw",
     "apply_rotary_pos_emb",
     "attention",
     "backend",

@@ -1,5 +1,6 @@
 """The ops, one file or one package each. Importing this package registers them all."""
 
+from cukern.ops import adamw as adamw
 from cukern.ops import attention as attention
 from cukern.ops import causal_softmax as causal_softmax
 from cukern.ops import cross_entropy as cross_entropy

@@ -68,7 +68,8 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
         return op(x, *rest)  # data_ptr() of a functorch wrapper raised before the launch
 
     def call(*args: Any) -> Any:
-        if _tracing() or _modes() or _transforms() or not args[0].is_cuda:
+        first = args[0][0] if type(args[0]) is list else args[0]
+        if _tracing() or _modes() or _transforms() or not first.is_cuda:
             return op(*args)
         if not _PLAIN.issuperset(map(type, args[:tensors])) and not _PLAIN.issuperset(map(type, _flat(args[:tensors]))):
             return op(*args)
@@ -208,7 +209,7 @@ class Op:
     `dims` describes the command line's DIMS. `check_dims`, `sim_dims` and `bench_dims` are the default sizes for checks on a GPU, checks in
     the simulator, and timing. `make` draws random inputs. `inputs` are their names. A last name that ends with "..." stands for any number
     of inputs, which are numbered. `constants` are floating-point inputs without a gradient. `in_place` are inputs that the function writes
-    and returns; the reference does not write them.
+    and returns; the reference does not write them. An op that is not `differentiable`, such as an optimizer, has no gradients at all.
 
     `cost(dims, itemsize)` gives the Cost of "fwd", of "bwd" (all gradients) and, if there are several, of "bwd:<input>" (one gradient).
     `bound` is the limit that the bench reports, "memory" or "compute". `roundings` and `magnitude(inputs, douts)`, the scales of outputs
@@ -237,6 +238,7 @@ class Op:
     magnitude: Callable[[Tensors, Tensors], Tensors] | None = None
     constants: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
+    differentiable: bool = True
     spread: Callable[..., torch.Tensor | Tensors] | None = None
     as_checked: "Op | None" = None
     note: Callable[[Sequence[int], int], str] | None = None
@@ -257,7 +259,7 @@ class Op:
 
     def has_gradient(self, name: str, x: torch.Tensor) -> bool:
         """True if the input of this name has a gradient."""
-        return x.is_floating_point() and name not in self.constants
+        return self.differentiable and x.is_floating_point() and name not in self.constants
 
     def kernels(self, capability: int = 1 << 30, dtypes: Collection[torch.dtype] | None = None) -> dict[str, Kernel]:
         """Kernel instances by name: those of the dtypes (None: all) and of the versions that a GPU of this capability (90 for 9.0) runs."""

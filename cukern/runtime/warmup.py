@@ -79,7 +79,7 @@ def _call(op: Op, dims: Sequence[int], dtype: torch.dtype) -> None:
     """Plan the launches of forward and backward, without and with gradients."""
     inputs = op.make(dims, dtype, "cpu")
     names = op.names(inputs)
-    for grad in (True, False):
+    for grad in (True, False) if op.differentiable else (False,):
         leaves = [x.detach().requires_grad_(grad and op.has_gradient(n, x)) for n, x in zip(names, inputs, strict=True)]
         with torch.set_grad_enabled(grad):
             arguments = [x.clone() if n in op.in_place and x.requires_grad else x for n, x in zip(names, leaves, strict=True)]

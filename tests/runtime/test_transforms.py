@@ -38,7 +38,7 @@ OPTIONS = {  # calls with options that the registry does not have, and the same 
         for dim, scale in ((0, 1.0), (1, -0.5), (2, 0.0))
     },
 }
-OPERATIONS = [*(name for name, op in OPS.items() if not op.in_place and torch.float64 in op.dtypes), *OPTIONS]
+OPERATIONS = [*(name for name, op in OPS.items() if op.differentiable and not op.in_place and torch.float64 in op.dtypes), *OPTIONS]
 
 
 def dims_of(op):

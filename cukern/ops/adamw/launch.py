@@ -1,0 +1,116 @@
+"""The launches of a step: tables of pointers in device memory, written by a kernel, and the versions of the update.
+
+A launch writes the tables, not a copy from the host: it needs no synchronization and may be captured in a CUDA graph.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cukern.runtime import checks
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Version, choose
+from cukern.runtime.tensors import pointers
+
+CHUNK, THREADS, WORDS, PREPARING = 8192, 256, 32, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
+_V1, _V2, _WRITE, _NORM, _PREPARE = (Template("adamw.cu", f"adamw_{name}") for name in ("v1", "v2", "write", "norm", "prepare"))
+
+
+class Row(NamedTuple):
+    """A tensor of a step. `index`: its number among the parameters of the optimizer."""
+
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor | None
+    step: Tensor
+    group: int
+    index: int
+
+
+class Table:
+    """Rows in device memory, sorted by dtype, with scratch memory for a step. `order`: the number of the Row in each place.
+
+    `places`: the addresses of gradients that are in `grads`."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self.order = sorted(range(len(rows)), key=lambda i: checks.FLOATS.index(rows[i].param.dtype))
+        self.tensors = [(rows[i].param.dtype, rows[i].param.numel()) for i in self.order]
+        self.device = rows[0].param.get_device()
+        self.runs: dict[torch.dtype, list[int]] = {}  # the first chunk of a dtype, and the number of its chunks
+        self.chunks, words = 0, bytearray()
+        for i, (dtype, n) in zip(self.order, self.tensors, strict=True):
+            row, count = rows[i], -(-n // CHUNK)
+            words += struct.pack("7QIHH", *pointers(*row[:5]), n, self.chunks, row.index, row.group, checks.FLOATS.index(dtype))
+            self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
+            self.chunks += count
+        self.rows, self.grads, numbers, partials = (
+            rows[0].step.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 8 * len(rows), self.chunks)
+        )
+        self.places: tuple[int, ...] = ()
+        self.memory = self.rows, self.grads, numbers, partials
+        self.numbers, self.partials = pointers(numbers, partials)
+        write(self.rows, struct.unpack(f"{len(words) // 8}Q", words))
+
+    def launch(
+        self, grads: Tensor, groups: Tensor, max_norm: float | None, norm: Tensor | None, grad_scale: Tensor | None,
+        found_inf: Tensor | None, version: str, seed: int = 0, randomly: bool = False,
+    ) -> None:  # fmt: skip
+        """A step. `grads`: addresses in order. `norm` gets the norm of the gradients if there is a max_norm."""
+        rows, at, count = self.rows.data_ptr(), grads.data_ptr(), len(self.tensors)
+        partials = 0 if max_norm is None else self.partials
+        if partials and self.chunks:
+            _NORM[THREADS].on(self.device)((self.chunks, 1, 1), (THREADS, 1, 1), 0, partials, rows, at, count)
+        norm_at, scale_at, inf_at = pointers(norm, grad_scale, found_inf)
+        _PREPARE[PREPARING].on(self.device)(
+            (1, 1, 1), (PREPARING, 1, 1), 0, self.numbers, norm_at, rows, groups.data_ptr(), partials, scale_at, inf_at, self.chunks, count,
+            max_norm or 0.0,
+        )  # fmt: skip
+        choose("adamw", version, self.device).forward(self, rows, at, seed, randomly)
+
+
+def write(to: Tensor, words: Sequence[int]) -> None:
+    """Write 8-byte words to device memory, passed by value."""
+    kernel = _WRITE[WORDS].on(to.get_device())
+    for i in range(0, len(words), WORDS):
+        part = words[i : i + WORDS]
+        kernel((1, 1, 1), (1, 1, 1), 0, to.data_ptr() + 8 * i, len(part), *part, *[0] * (WORDS - len(part)))
+
+
+def group_words(lr: float | Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[int, ...]:
+    """The struct Group of adamw.cu. A learning rate in device memory is passed by its address."""
+    at, value = (lr.data_ptr(), 0.0) if isinstance(lr, Tensor) else (0, lr)
+    return struct.unpack("6Q", struct.pack("Q5d", at, value, beta1, beta2, eps, weight_decay))
+
+
+# ---- the versions: forward(table, rows, grads, seed, randomly) updates the tensors
+
+
+def _forward_v1(table: Table, rows: int, grads: int, *random: Any) -> None:
+    for t, (dtype, n) in enumerate(table.tensors):
+        if n:
+            grid = -(-n // THREADS), 1, 1
+            _V1[dtype].on(table.device)(grid, (THREADS, 1, 1), 0, rows, grads, table.numbers, t, *random)
+
+
+def _forward_v2(table: Table, rows: int, grads: int, *random: Any) -> None:
+    for dtype, (first, count) in table.runs.items():
+        if count:
+            tensors = len(table.tensors)
+            _V2[dtype].on(table.device)((count, 1, 1), (THREADS, 1, 1), 0, rows, grads, table.numbers, first, tensors, *random)
+
+
+def _instances(update: Template) -> Any:
+    def instances(dtype: torch.dtype) -> Iterable[Kernel]:
+        return update[dtype], _WRITE[WORDS], _NORM[THREADS], _PREPARE[PREPARING]
+
+    return instances
+
+
+VERSIONS = {
+    "v1": Version("one launch per tensor", _forward_v1, instances=_instances(_V1)),
+    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=_instances(_V2)),
+}

@@ -1,0 +1,174 @@
+"""adamw: one step of AdamW on lists of tensors, in place; its reference in torch, and its row in the registry."""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
+from cukern.ops.adamw.rules import check_numbers, check_tensors
+from cukern.runtime import autocast, backend, checks
+from cukern.runtime.registry import Cost, Op, raw_op, register
+from cukern.runtime.tensors import wide
+
+
+def adamw(
+    params: Iterable[Tensor], grads: Iterable[Tensor], exp_avgs: Iterable[Tensor], exp_avg_sqs: Iterable[Tensor], step: int = 1, *,
+    lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, version: str | None = None,
+) -> None:  # fmt: skip
+    """One step of AdamW, in place: the math of `cukern.AdamW`, which most users want, without its state.
+
+        p = torch.randn(768, 768, device="cuda")
+        m, v = torch.zeros_like(p), torch.zeros_like(p)
+        cukern.adamw([p], [torch.randn_like(p)], [m], [v], step=1, lr=6e-4)
+
+    Args:
+        params: float16, bfloat16, float32 or float64, of any shapes and dense strides, all on one device. Written.
+        grads: of their shapes and dtypes.
+        exp_avgs, exp_avg_sqs: the moments; float32 for 16-bit parameters, else of their dtypes. Written.
+        step: the number of this step, from 1 on.
+        lr, betas, eps, weight_decay: numbers as in torch.optim.AdamW.
+        version: "v1" or "v2"; default: the fastest.
+
+    Parameters of 16 bits are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator. Not
+    differentiable. Raises TypeError and ValueError for tensors or numbers that do not fit, before anything is written.
+    Source: Loshchilov and Hutter, arXiv 1711.05101.
+    """
+    given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
+    lists = [check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
+    numbers = check_numbers(lr, betas, eps, weight_decay)
+    checks.integer("step", step, 1)
+    checks.version("adamw", version, VERSIONS)
+    _check_lists(*lists)
+    if not lists[0]:
+        return
+    first = lists[0][0]
+    if first.is_cuda or backend.simulates(first):
+        _adamw(*lists, step, list(numbers), version or "")
+        return
+    if version is not None:
+        checks.needs_gpu("adamw", version, first.device)
+    with torch.no_grad(), autocast.off(first):
+        for param, *rest in zip(*lists, strict=True):
+            for old, new in zip((param, *rest[1:]), reference(param, *rest, step, *numbers), strict=True):
+                old.copy_(new)
+
+
+_NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+
+
+def _check_lists(params: list[Tensor], *others: list[Tensor]) -> None:
+    for name, tensors in zip(_NAMES[1:], others, strict=True):
+        if len(tensors) != len(params):
+            raise ValueError(f"{name} has {len(tensors)} tensors, params has {len(params)}")
+        for i, (p, t) in enumerate(zip(params, tensors, strict=True)):
+            checks.one_of(f"{name}[{i}]", t.dtype, (p.dtype if name == "grads" else wide(p.dtype),))
+            checks.shape(f"{name}[{i}]", t, tuple(p.shape), f"the shape of params[{i}]")
+            checks.one_device(params=params[0], **{f"{name}[{i}]": t})
+            if t.stride() != p.stride():
+                raise ValueError(f"{name}[{i}] has strides {t.stride()}, params[{i}] has {p.stride()}: they must be equal")
+
+
+def reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, lr: float = 1e-3, beta1: float = 0.9,
+    beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The new param, exp_avg and exp_avg_sq, computed in the dtype of the moments."""
+    p, g = param.to(exp_avg.dtype), grad.to(exp_avg.dtype)
+    m, v = exp_avg.lerp(g, 1 - beta1), (exp_avg_sq * beta2).addcmul(g, g, value=1 - beta2)
+    root = (v / (1 - beta2**step)).sqrt() + eps
+    return (p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * (m / root)).to(param.dtype), m, v
+
+
+# ---- the raw op
+
+_MOST_TABLES = 64
+_tables: dict[Any, tuple[Table, Tensor, Tensor]] = {}  # table, steps and group of recent calls: the same tensors need no new ones
+_captured: list[Any] = []  # those that CUDA graphs use
+
+
+def _launch(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], step: int, numbers: list[float],
+    version: str,
+) -> None:  # fmt: skip
+    place = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
+    lists = params, grads, exp_avgs, exp_avg_sqs
+    key = place, *numbers, *((t.data_ptr(), t.numel(), t.dtype) for tensors in lists for t in tensors)
+    entry = _tables.get(key) or _build(lists, numbers)
+    if place and torch.cuda.is_current_stream_capturing():
+        _captured.append(entry)
+    elif params[0].is_cuda:
+        if len(_tables) >= _MOST_TABLES:
+            _tables.clear()
+        _tables[key] = entry
+    table, steps, group = entry
+    steps.fill_(step - 1)
+    table.launch(table.grads, group, None, None, None, None, version)
+
+
+def _build(lists: Sequence[list[Tensor]], numbers: list[float]) -> tuple[Table, Tensor, Tensor]:
+    params, grads, exp_avgs, exp_avg_sqs = lists
+    steps = torch.empty(len(params), device=params[0].device)
+    table = Table([Row(p, m, v, None, steps[i], 0, i) for i, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))])
+    group = torch.empty(6, dtype=torch.int64, device=params[0].device)
+    write(group, group_words(*numbers))
+    write(table.grads, [grads[i].data_ptr() for i in table.order])
+    return table, steps, group
+
+
+_adamw = raw_op(
+    "_adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int step, float[] numbers, str version)"
+    " -> ()",
+    4,
+    _launch,
+    lambda *_: None,
+)
+
+# ---- for the tools: TENSORS tensors are the rows of one
+
+
+def _spread(*inputs: Tensor, version: str | None = None) -> tuple[Tensor, ...]:
+    adamw(*(list(x.unbind()) for x in inputs), version=version)
+    return inputs[0], *inputs[2:]
+
+
+def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    param, grad = (torch.randn(*dims, dtype=dtype, device=device) for _ in range(2))
+    return param, grad, torch.randn(*dims, dtype=wide(dtype), device=device), torch.rand(*dims, dtype=wide(dtype), device=device)
+
+
+def _magnitude(inputs: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
+    """|param| plus the magnitude of its change, and of the moments."""
+    param, grad, exp_avg, exp_avg_sq = (x.abs() for x in inputs)
+    return reference(param, -grad, -exp_avg, exp_avg_sq)
+
+
+def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    n = prod(dims)
+    return {"fwd": Cost(n * (3 * itemsize + 4 * max(itemsize, 4)), 16 * n)}
+
+
+register(
+    Op(
+        name="adamw",
+        stem="adamw",
+        function=adamw,
+        reference=reference,
+        versions=VERSIONS,
+        dtypes=checks.FLOATS,
+        dims="TENSORS NUMEL",
+        check_dims=((1, 1), (3, 4097), (2, 8192), (5, 20000)),
+        sim_dims=((1, 1), (3, 67), (2, 8200)),
+        bench_dims=((148, 840832), (1, 32768 * 768), (1, 8192 * 4096)),
+        make=_make,
+        inputs=("param", "grad", "exp_avg", "exp_avg_sq"),
+        cost=_cost,
+        bound="memory",
+        magnitude=_magnitude,
+        in_place=("param", "exp_avg", "exp_avg_sq"),
+        spread=_spread,
+        differentiable=False,
+    )
+)

@@ -1,0 +1,204 @@
+"""AdamW as a torch.optim.Optimizer: state, parameter groups, clipping and loss scaling around the launches of a step."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cukern.ops.adamw import cpu
+from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
+from cukern.ops.adamw.rules import check_numbers, check_param
+from cukern.runtime import backend, checks
+from cukern.runtime.tensors import wide
+
+
+_Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
+
+
+class _Options(NamedTuple):
+    max_norm: float | None
+    master_weights: bool
+    stochastic_rounding: bool
+    seed: int
+    version: str
+
+
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW in one launch per dtype, with clipping of the gradients, float32 masters and stochastic rounding.
+
+        optimizer = cukern.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
+        model(x).sum().backward()
+        optimizer.step()
+        print(optimizer.grad_norm)  # a tensor on the device
+
+    Args:
+        params: tensors, or groups with their own lr, betas, eps and weight_decay. float16, bfloat16, float32 or float64, on one device,
+            with dense strides. Parameters without a gradient are skipped.
+        lr: a number, or a float32 tensor of shape () on the device of the parameters, which is read there at each step.
+        betas, eps, weight_decay: as in torch.optim.AdamW (decoupled weight decay, bias correction).
+        max_norm: None, or the largest 2-norm of all gradients together. If their norm is larger, they are scaled by max_norm / norm, as
+            llm.c does; `grad_norm` is the norm before that. Gradients themselves are not written. If the norm is inf, finite gradients
+            become 0 and infinite ones NaN. If it is NaN, nothing is scaled, and the NaN reaches its parameters.
+        master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter.
+        stochastic_rounding: round bfloat16 parameters to one of the two neighbours, so that the expectation is exact. The random numbers
+            are Philox4x32-10 of (seed, step, number of the parameter, number of the element): reproducible, whatever the launch.
+        seed: from 0 to 2^64 - 1.
+        version: "v1" or "v2"; default: the fastest.
+
+    Moments are float32 for 16-bit parameters. On a GPU a step does not synchronize. Steps, learning rates and the norm are in device memory:
+    a step captured in a CUDA graph, after one that was not captured, follows a learning rate in a tensor; after a change of a number in a
+    group, call `update_groups()` before the replay. torch.amp.GradScaler works as with a fused optimizer of torch: if it found inf, nothing
+    changes. CPU tensors use torch's fused AdamW, or the simulator. `state_dict` and `load_state_dict` exchange with torch.optim.AdamW.
+
+    Raises TypeError and ValueError for parameters, gradients or numbers that do not fit, before anything is written; RuntimeError for a
+    capture without a step before it. Source: Loshchilov and Hutter, arXiv 1711.05101.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
+    grad_norm: Tensor | None = None
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, max_norm: float | None = None, master_weights: bool = False, stochastic_rounding: bool = False,
+        seed: int = 0, version: str | None = None,
+    ) -> None:  # fmt: skip
+        if max_norm is not None and checks.number("max_norm", max_norm) <= 0:
+            raise ValueError(f"max_norm must be positive, got {max_norm!r}")
+        flags = checks.flag("master_weights", master_weights), checks.flag("stochastic_rounding", stochastic_rounding)
+        checks.version("adamw", version, VERSIONS)
+        self._options = _Options(max_norm, *flags, checks.integer("seed", seed, 0, 2**64 - 1), version or "")
+        check_numbers(lr, betas, eps, weight_decay)
+        self._forget()
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises TypeError and ValueError, and adds nothing, for tensors or numbers that do not fit."""
+        super().add_param_group(param_group)
+        try:
+            self._numbers(self.param_groups[-1])
+            for i, p in enumerate(self.param_groups[-1]["params"]):
+                name = f"parameter {i} of group {len(self.param_groups) - 1}"
+                check_param(name, p)
+                checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], name: p})
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, also of a torch.optim.AdamW. The tensors are copied. Raises ValueError for amsgrad or maximize."""
+        for name in ("amsgrad", "maximize"):
+            if any(group.get(name) for group in state_dict["param_groups"]):
+                raise ValueError(f"the state has {name}=True, which cukern.AdamW does not have")
+        super().load_state_dict(state_dict)
+        # torch's casts moments to the dtype of the parameter
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if name in ("step", "exp_avg", "exp_avg_sq", "master"):
+                    dtype = torch.float32 if name in ("step", "master") else wide(p.dtype)
+                    self.state[p][name] = torch.as_tensor(value).to(p.device, dtype, copy=True)
+
+    def _forget(self) -> None:
+        """Forget the tables in device memory, whose tensors have changed."""
+        self._tables: dict[tuple[int, ...], Table] = {}
+        self._groups: Tensor | None = None  # in device memory
+        self._words: tuple[int, ...] = ()  # what is in it
+
+    def _numbers(self, group: dict[str, Any]) -> Any:
+        lr, *rest = check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        if isinstance(lr, Tensor):
+            checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], "lr": lr})
+        return lr, *rest
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        every = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
+        found = [(i, p, g) for i, (p, g) in enumerate(every) if p.grad is not None]
+        if not found:
+            return loss
+        numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found[0][1].is_cuda or backend.simulates(found[0][1]):
+            with self._memory(found, grads, scaling, numbers):
+                self._launch(found, grads, scaling)
+        else:
+            max_norm, _, randomly, seed, _ = self._options
+            self.grad_norm = cpu.step([self._row(*one) for one in found], grads, numbers, max_norm, seed, randomly, *scaling)
+        return loss
+
+    def update_groups(self) -> None:
+        """Copy changed numbers of the groups to the device, as step() does outside of a capture, for the next replay of a CUDA graph."""
+        words = tuple(w for group in self.param_groups for w in group_words(*self._numbers(group)))
+        if words == self._words or self._groups is None:
+            return
+        if self._groups.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a number in a group changed before the capture of a CUDA graph: call update_groups() before the capture")
+        write(self._groups, words)
+        self._words = words
+
+    def _row(self, index: int, p: Tensor, group: int) -> Row:
+        """The tensors of a parameter. Creates its state."""
+        state = self.state[p]
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, dtype=wide(p.dtype)) for _ in range(2))
+        if self._options.master_weights and p.dtype.itemsize == 2 and "master" not in state:
+            state["master"] = p.detach().float()
+        return Row(p, state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"], group, index)
+
+    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: Sequence[Tensor | None]) -> None:
+        first, options = found[0][1], self._options
+        capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
+        key = tuple(p.data_ptr() for _, p, _ in found)
+        table = self._tables.get(key)
+        if table is None:
+            if capturing:
+                raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
+            table = self._tables[key] = Table([self._row(*one) for one in found])
+        if self._groups is None:
+            self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
+            self.grad_norm = None if options.max_norm is None else first.new_empty((), dtype=torch.float32)
+        self.update_groups()
+        places = tuple(grads[i].data_ptr() for i in table.order)
+        addresses = torch.empty_like(table.grads) if capturing else table.grads  # a replay must not change those of other steps
+        if capturing:
+            write(addresses, places)
+        elif places != table.places:
+            write(addresses, places)
+            table.places = places
+        table.launch(
+            addresses, self._groups, options.max_norm, self.grad_norm, *scaling, options.version, options.seed, options.stochastic_rounding
+        )  # fmt: skip
+
+    def _memory(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
+        """What the kernels may access in the simulator."""
+        if not backend.simulating():
+            return contextlib.nullcontext()
+        tables = [table.memory for table in self._tables.values()]
+        return backend.simulated_memory(tree_leaves([*tensors, tables, self._groups, self.grad_norm, list(map(dict, self.state.values()))]))
+
+
+def _gradient(index: int, p: Tensor) -> Tensor:
+    """The gradient of a parameter, with its strides."""
+    grad, name = p.grad, f"the gradient of parameter {index}"
+    assert grad is not None
+    checks.dtype(name, grad, (p.dtype,))
+    if grad.device != p.device:
+        raise ValueError(f"{name} is on {grad.device}, the parameter is on {p.device}: they must be on one device")
+    return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
