@@ -9,6 +9,7 @@ import torch
 import typer
 
 import cukern
+from cukern.bench.environment import float32_products
 from cukern.bench.plot import drawable
 from cukern.cli import common
 from cukern.cli.common import console, say
@@ -29,7 +30,7 @@ from cukern.gpt2 import checkpoint, data, evaluate, parity
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2, use_kernels
 from cukern.gpt2.tokenizer import FILE, read_tokenizer, tokenizer_for, write_tokenizer
-from cukern.gpt2.train import make_model, matmul_precision, sample_text
+from cukern.gpt2.train import make_model, sample_text
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)
@@ -58,7 +59,7 @@ def evaluate_model(
     place = pick_device(device)
     B, T = batch or 4, seq_len or 1024
     made = make_model(pick_model(model, T), place)
-    with use_kernels(softmax_forward_kernel, None, matmul_forward_kernel), matmul_precision(bool(tf32)):
+    with use_kernels(softmax_forward_kernel, None, matmul_forward_kernel), float32_products(bool(tf32)):
         if val_data:
             loader = data.DataLoader(val_data, B, T, vocab_size=made.config.vocab_size)
             count = val_batches if val_batches > 0 else loader.num_tokens // (B * T)
@@ -141,7 +142,7 @@ def profile(
         made(x, y).backward()
         optimizer.step()
 
-    with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel), matmul_precision(bool(tf32)):
+    with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel), float32_products(bool(tf32)):
         shares = _shares(step, steps, place)
     title = f"GPT-2, B={B} T={T}, {'device' if place == 'cuda' else 'CPU'} time of an update"
     table = common.table(title, "op", "us", "% of all", "calls")

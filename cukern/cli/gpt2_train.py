@@ -10,6 +10,7 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cukern.bench.environment import float32_products
 from cukern.bench.plot import drawable
 from cukern.cli import common
 from cukern.cli.common import console, say
@@ -119,19 +120,19 @@ def train(
 ) -> None:
     """Train GPT-2. Without arguments: a small model on Python's own help texts, for less than a minute. In parentheses: defaults."""
     given = {name: value for name, value in locals().items() if value is not None and name in Settings.__dataclass_fields__}
-    given |= {name: bool(given[name]) for name in ("overfit", "tf32", "master", "resume")}
+    given |= {name: bool(given[name]) for name in ("overfit", "master", "resume")}
     place = pick_device(device)
     given |= {"device": place, "peak_flops": peak_flops(place, bool(tf32)), "hellaswag": hellaswag if run_hellaswag else None}
     if plot is not None:
         drawable(plot)
         common.check_target("--plot", plot)
     kernels = use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel)
-    with kernels, _data(given) as settings:
+    with kernels, float32_products(bool(tf32)), _data(given) as settings:
         trainer = Trainer(settings, say)
-        _describe(trainer)
-        losses, validations = _run(trainer)
+        _describe(trainer, bool(tf32))
+        _run(trainer)
     if plot is not None:
-        _plot(losses, validations, plot)
+        _plot({"training": trainer.losses, "validation": trainer.validations}, plot)
         say(f"drawn to {plot}")
 
 
@@ -149,14 +150,14 @@ def _data(given: dict[str, Any]) -> Iterator[Settings]:
         yield Settings(**given)
 
 
-def _describe(trainer: Trainer) -> None:
+def _describe(trainer: Trainer, tf32: bool) -> None:
     """What llm.c prints before the first step."""
     s, c, loader = trainer.settings, trainer.model.config, trainer.train_data
     place = torch.cuda.get_device_name() if s.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rate = "unknown: MFU is not shown" if s.peak_flops is None else f"{s.peak_flops / 1e12:.1f}"
     say(f"train data: {loader.num_tokens} tokens in {len(loader.paths)} shards, {trainer.total} steps")
     say(f"val data: {trainer.val_data.num_tokens} tokens, {trainer.val_batches} batches")
-    say(f"device: {place}, {'TF32' if s.tf32 else 'float32'} | peak TFlops: {rate}")
+    say(f"device: {place}, {'TF32' if tf32 else 'float32'} | peak TFlops: {rate}")
     names = {"max_sequence_length": "max_seq_len", "vocab_size": "vocab_size", "padded_vocab_size": "padded_vocab_size"}
     names |= {name: name for name in ("num_layers", "num_heads", "channels", "num_parameters")}
     say(" | ".join(f"{shown} {getattr(c, name)}" for shown, name in names.items()))
@@ -166,28 +167,25 @@ def _describe(trainer: Trainer) -> None:
         say(f"no samples: {TOKENIZER} is not in this folder, and --tokenizer names no other one")
 
 
-def _run(trainer: Trainer) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Train, with a progress bar if stdout is a terminal. Returns (step, loss) of each update and each validation."""
-    losses: list[tuple[int, float]] = []
-    validations: list[tuple[int, float]] = []
+def _run(trainer: Trainer) -> None:
+    """Train, with a progress bar if stdout is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=trainer.total, completed=trainer.step)
 
         def report(step: Step) -> None:
-            losses.append((step.number, step.loss))
             mfu = "" if step.mfu is None else f" MFU {100 * step.mfu:.1f}%"
             bar.update(task, completed=step.number, description=f"loss {step.loss:.3f} {step.tokens_per_s:.0f} tok/s{mfu}")
 
-        trainer.run(report, lambda step, loss: validations.append((step, loss)))
-    return losses, validations
+        trainer.run(report)
 
 
-def _plot(losses: list[tuple[int, float]], validations: list[tuple[int, float]], file: Path) -> None:
+def _plot(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
+    """Losses over the number of updates."""
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for points, label, style in ((losses, "training", "-"), (validations, "validation", "o-")):
+    for (label, points), style in zip(curves.items(), ("-", "o-"), strict=True):
         if points:
             panel.plot(*zip(*points, strict=True), style, label=label)
     panel.set(xlabel="updates", ylabel="loss")

@@ -1,6 +1,5 @@
 """Training as llm.c's train_gpt2cu: the same batches, schedules, printed lines, main.log and checkpoints, in float32 or TF32."""
 
-import contextlib
 import math
 import re
 import time
@@ -19,7 +18,7 @@ from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, State
 from cukern.gpt2.data import DataLoader
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
-from cukern.gpt2.files import PathLike, expect
+from cukern.gpt2.files import PathLike, expect, replace
 from cukern.gpt2.model import GPT2, config_of
 from cukern.gpt2.sample import Xorshift, generate
 from cukern.gpt2.tokenizer import Tokenizer, tokenizer_for
@@ -52,7 +51,6 @@ class Settings:
     sample_tokens: int = 64  # -g
     hellaswag: PathLike | None = None  # -h: the file
     overfit: bool = False  # -a: train on the first batch of the validation data
-    tf32: bool = True  # -f
     master: bool = True  # -w: write the float32 weights into the optimizer state too, as llm.c expects
     checkpoint_every: int = 0  # -n; 0 means never
     keep: int = 0  # -nk: the number of checkpoints to keep; 0 means all
@@ -195,6 +193,7 @@ class Trainer:
         s = self.settings = settings
         self.say = say
         self.step = 0  # completed updates
+        self.losses, self.validations = list[tuple[int, float]](), list[tuple[int, float]]()  # step and loss of each
         newest = checkpoint.latest_step(s.out) if s.resume and s.out is not None else None
         if newest is None or s.out is None:
             source, expected = s.model or "d12", None
@@ -265,7 +264,8 @@ class Trainer:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         lines = self._log_file.read_text().splitlines(keepends=True) if keep and self._log_file.exists() else []
         found = ((line, re.match(r"s:(\d+) .*\n", line)) for line in lines)
-        self._log_file.write_text("".join(line for line, match in found if match and int(match[1]) < self.step))
+        with replace(self._log_file) as file:
+            file.write("".join(line for line, match in found if match and int(match[1]) < self.step).encode())
 
     def _log(self, text: str) -> None:
         if self.settings.out is not None:
@@ -274,38 +274,34 @@ class Trainer:
 
     # ---- the loop
 
-    def run(
-        self,
-        report: Callable[[Step], object] = lambda step: None,
-        validated: Callable[[int, float], object] = lambda step, loss: None,
-    ) -> None:
-        """Train to the end. `report` is called after each update, `validated` with the step and the loss of each validation.
+    def run(self, report: Callable[[Step], object] = lambda step: None) -> None:
+        """Train to the end. `report` is called after each update.
 
         Raises FloatingPointError if the loss or the norm of the gradient is not finite, and OSError if a file cannot be written; the last
         complete checkpoint remains.
         """
         s, start, speed, ms_sum = self.settings, self.step, 0.0, 0.0
-        with matmul_precision(s.tf32):
-            while True:
-                last = self.step >= self.total
-                self._evaluate(last, validated)
-                if s.checkpoint_every and self.step > start and (last or self.step % s.checkpoint_every == 0):
-                    self.save()
-                if last:
-                    break
-                begin = time.perf_counter()
-                loss, norm, lr = self._update()
-                seconds = time.perf_counter() - begin
-                tokens_per_s, done = s.tokens * s.micro_steps / seconds, self.step - start - 1
-                mfu = None if s.peak_flops is None else self.flops_per_token() * tokens_per_s / s.peak_flops
-                if done:  # the first update compiles kernels
-                    ms_sum += 1e3 * seconds
-                    speed = 0.95 * speed + 0.05 * tokens_per_s
-                    tokens_per_s = speed / (1 - 0.95**done)
-                step = Step(self.step, self.total, *loss, *norm, lr, 1e3 * seconds, mfu, tokens_per_s)
-                if step.number % s.print_every == 0 or step.number == self.total:
-                    self.say(str(step))
-                report(step)
+        while True:
+            last = self.step >= self.total
+            self._evaluate(last)
+            if s.checkpoint_every and self.step > start and (last or self.step % s.checkpoint_every == 0):
+                self.save()
+            if last:
+                break
+            begin = time.perf_counter()
+            loss, norm, lr = self._update()
+            seconds = time.perf_counter() - begin
+            tokens_per_s, done = s.tokens * s.micro_steps / seconds, self.step - start - 1
+            mfu = None if s.peak_flops is None else self.flops_per_token() * tokens_per_s / s.peak_flops
+            if done:  # the first update compiles kernels
+                ms_sum += 1e3 * seconds
+                speed = 0.95 * speed + 0.05 * tokens_per_s
+                tokens_per_s = speed / (1 - 0.95**done)
+            self.losses.append((self.step, loss[0]))
+            step = Step(self.step, self.total, *loss, *norm, lr, 1e3 * seconds, mfu, tokens_per_s)
+            if step.number % s.print_every == 0 or step.number == self.total:
+                self.say(str(step))
+            report(step)
         if self.step - start > 1:
             self.say(f"total average iteration time: {ms_sum / (self.step - start - 1):f} ms")
 
@@ -314,14 +310,14 @@ class Trainer:
         c = self.model.config
         return 6 * c.num_parameters + 6 * c.num_layers * c.channels * self.settings.seq_len
 
-    def _evaluate(self, last: bool, validated: Callable[[int, float], object]) -> None:
+    def _evaluate(self, last: bool) -> None:
         """What is due before an update, or after the last one: validation, HellaSwag, a sample."""
         s = self.settings
         if s.val_every and (last or self.step % s.val_every == 0):
             loss = validation_loss(self.model, self.val_data, self.val_batches)
             self.say(f"val loss {loss:f}")
             self._log(f"tel:{loss:.4f}")
-            validated(self.step, loss)
+            self.validations.append((self.step, loss))
             if self.examples and (last or self.step):
                 right, count = hellaswag_accuracy(self.model, self.examples, max(4, s.batch))
                 self.say(f"HellaSwag: {right}/{count} = {right / count:f}")
@@ -336,11 +332,12 @@ class Trainer:
         mean = self._backward()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.found_inf = (~mean.isfinite()).float()  # keeps the parameters as they were
+        self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
         decide = s.skip_loss > 0 or s.skip_norm > 0
         if not decide:
             self.optimizer.step()
         norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]) if decide else self.optimizer.grad_norm
+        assert norm is not None
         numbers = torch.stack([mean, norm.float()]).tolist()
         if not all(map(math.isfinite, numbers)):
             raise FloatingPointError(self._not_finite(*numbers))
@@ -378,14 +375,3 @@ class Trainer:
         found = (f"{kind} {name}" for kind, named in tensors for name, tensor in named.items() if not tensor.isfinite().all())
         where = f"the first tensor that is not finite: {next(found, 'the loss')}"
         return f"step {self.step + 1}: loss {loss}, norm of the gradient {norm}; {where}"
-
-
-@contextlib.contextmanager
-def matmul_precision(tf32: bool) -> Iterator[None]:
-    """Inside the block torch's float32 matrix products use TF32, or float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
