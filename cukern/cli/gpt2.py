@@ -1,5 +1,6 @@
 """`cukern gpt2`: trains, evaluates, samples, checks and profiles GPT-2 with llm.c's files, and makes these files."""
 
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -103,11 +104,10 @@ def check(
         made.load_parameters(parameters)
         with use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel):
             rows = test(made, debug, optimizer=cukern.AdamW)
-        table = common.table(f"test {name}", "", "expected", "found", "limit", "")
+        say(f"test {name}")
         for row in rows:
-            verdict = "[green]ok[/green]" if row.ok else "[red]WRONG[/red]"
-            table.add_row(row.what, f"{row.expected:.6g}", f"{row.found:.6g}", f"{row.limit:.1e}", verdict)
-        console.print(table)
+            verdict = f"{'ok   ' if row.ok else 'WRONG'} {row.what}: {row.found:.6g}, expected {row.expected:.6g} +- {row.limit:.1g}"
+            say(verdict, None if row.ok else "red")
         wrong += sum(not row.ok for row in rows)
     say(f"{wrong or 'nothing'} wrong", "red" if wrong else "green")
     if wrong:
@@ -217,7 +217,7 @@ def make_data(
         for file, (folder, size) in PACK.items():
             _download(file, out / folder / file, size)
         return
-    documents = [path.read_text(encoding="utf-8") for path in texts or ()]
+    documents = [_read(path) for path in texts or ()]
     try:
         tokens, tokenizer = data.tokenize([part for text in documents for part in (data.sections(text) if split else [text])], encoding)
     except ImportError as error:
@@ -226,6 +226,13 @@ def make_data(
         say(f"{path}: {data.shard_length(path)} tokens")
     write_tokenizer(out / f"{name}_tokenizer.bin", tokenizer)
     say(f"{out / name}_tokenizer.bin: {len(tokenizer.tokens)} tokens")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8; found the byte {error.object[error.start]:#x} at {error.start}") from None
 
 
 def _download(name: str, path: Path, size: int | Callable[[str], object]) -> None:
@@ -246,5 +253,7 @@ def _download(name: str, path: Path, size: int | Callable[[str], object]) -> Non
             else:
                 expect(file.tell() == size, f"{size} bytes", f"{file.tell()} bytes", STARTER_PACK + name)
     except OSError as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise OSError(f"{STARTER_PACK}{name} cannot be downloaded: {error}") from None
     say(f"{path}: {path.stat().st_size} bytes")
