@@ -225,8 +225,8 @@ from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.train import Settings, Trainer
 data, out = sys.argv[1:]
 tiny = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
-s = Settings(f"{data}/train_*.bin", f"{data}/val_*.bin", model=tiny, out=out, batch=2, seq_len=8, steps=60, lr=1e-2, val_every=7, val_batches=2,
-             sample_every=0, checkpoint_every=3, keep=2, resume=True)
+files = dict(train_data=f"{data}/train_*.bin", val_data=f"{data}/val_*.bin", out=out, checkpoint_every=3, keep=2, resume=True)
+s = Settings(**files, model=tiny, batch=2, seq_len=8, steps=60, lr=1e-2, val_every=7, val_batches=2, sample_every=0)
 print("ready", flush=True)
 Trainer(s).run()
 """
@@ -345,7 +345,7 @@ def test_a_checkpoint_of_another_shape(data):
     trained(data, out=data / "run", checkpoint_every=12)
     log = (data / "run/main.log").read_bytes()
     other = Config(max_seq_len=8, vocab_size=256, num_layers=1, num_heads=2, channels=8)
-    with pytest.raises(ValueError, match="expected Config.*num_layers=1.*found Config.*num_layers=2"):
+    with pytest.raises(ValueError, match=r"expected Config.*num_layers=1.*found Config.*num_layers=2"):
         Trainer(settings(data, out=data / "run", resume=True, model=other))
     with pytest.raises(ValueError, match="expected a loader state of "):
         Trainer(settings(data, out=data / "run", resume=True, batch=3))
