@@ -30,7 +30,7 @@ def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = N
 
 @dataclass(frozen=True)
 class Example:
-    """A text and four ways to go on, of which `label` is right. All are arrays of tokens."""
+    """The tokens of a text and of four ways to go on, of which `label` is right."""
 
     label: int
     context: np.ndarray
@@ -48,8 +48,9 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
         where = f"{path}: example {i}, byte {HEADER_BYTES + 2 * position}"
         size = int(words[position + 1]) if position + 1 < len(words) else 0
         example = words[position : position + size // 2]
-        expect(size == 2 * len(example) > 12, f"{count} examples", f"{size} bytes of an example in {2 * len(words[position:])}", where)
-        expect(size <= longest, f"at most {longest} bytes, as in the header", size, where)
+        expect(
+            12 < size == 2 * len(example) <= longest, f"13 to {longest} bytes of {count} examples", f"{2 * len(example)} of {size}", where
+        )
         examples.append(_example(example, i, vocab_size, where))
         position += len(example)
     expect(position == len(words), f"{HEADER_BYTES + 2 * position} bytes, for {count} examples", HEADER_BYTES + len(data), path)

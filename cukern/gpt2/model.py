@@ -49,7 +49,7 @@ class Cache:
 
 
 class GPT2(torch.nn.Module):
-    """GPT-2. Its parameters have llm.c's names; those of a layer are in lists, such as `model.qkvw[3]`. All are 0 until `initialize` or
+    """GPT-2. Its parameters have llm.c's names, as lists over the layers, such as `model.qkvw[3]`. They are 0 until `initialize` or
     `load_parameters`.
 
     Args:
@@ -77,20 +77,13 @@ class GPT2(torch.nn.Module):
             parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
             setattr(self, name, ParameterList(parts) if stacked else parts[0])
 
-    @classmethod
-    def from_descriptor(cls, descriptor: str, *, seed: int = 42, **options: object) -> "GPT2":
-        """A model with llm.c's random weights; see `config_of`. `options` as of GPT2."""
-        model = cls(config_of(descriptor), **options)  # type: ignore[arg-type]
-        model.initialize(seed)
-        return model
-
     # ---- forward
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The logits (B, T, padded_vocab_size) of tokens (B, T), int32 or int64; with targets (B, T), the mean loss, a float32 number.
 
-        With a cache the tokens follow those before; only they are computed, and no gradient flows into the cache. Logits from vocab_size
-        on are padding. The loss overwrites the logits by their gradient, so that its backward can run once.
+        With a cache, and torch.no_grad(), the tokens follow those before, and only they are computed. Logits from vocab_size on are
+        padding. The loss overwrites the logits by their gradient: its backward can run once.
 
         Raises ValueError for more than max_seq_len tokens. On the CPU also for tokens outside the vocabulary; on the GPU, where that would
         need a synchronization, they make the result NaN: see cukern.embedding and cukern.cross_entropy.
@@ -100,10 +93,12 @@ class GPT2(torch.nn.Module):
         end = start + tokens.shape[1]
         expect(end <= c.max_seq_len, f"at most max_seq_len = {c.max_seq_len} tokens", end)
         expect(not cache or cache.keys.shape[1] == len(tokens), "a cache for as many rows as tokens has", cache and cache.keys.shape[1])
-        if not tokens.is_cuda and tokens.numel() and not torch.compiler.is_compiling():  # cukern.embedding would accept the padding
+        if tokens.is_cuda:
+            tokens = tokens.masked_fill(tokens >= c.vocab_size, -1)  # cukern.embedding would accept the padding
+        elif tokens.numel() and not torch.compiler.is_compiling():
             low, high = tokens.min().item(), tokens.max().item()
             expect(low >= 0 and high < c.vocab_size, f"tokens from 0 to {c.vocab_size - 1}", low if low < 0 else high)
-        x = cukern.embedding(tokens, self.wte, self.wpe[start:])
+        x = cukern.embedding(tokens, self.wte, self.wpe[start:] if start else self.wpe)
         y = cukern.layernorm(x, self.ln1w[0], self.ln1b[0])
         weights, biases = [*self.ln1w[1:], self.lnfw], [*self.ln1b[1:], self.lnfb]
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -123,14 +118,16 @@ class GPT2(torch.nn.Module):
         qkv = self._linear(x, self.qkvw[layer], self.qkvb[layer]).view(B, T, 3, self.config.num_heads, -1)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
         if cache:
-            cache.keys[layer, :, :, start : start + T] = k.detach()
-            cache.values[layer, :, :, start : start + T] = v.detach()
+            cache.keys[layer, :, :, start : start + T] = k
+            cache.values[layer, :, :, start : start + T] = v
             k, v = cache.keys[layer, :, :, : start + T], cache.values[layer, :, :, : start + T]
         return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        matmul = _matmul[-1] if self.matmul is None else self.matmul
-        return linear(x, weight, bias) if matmul == "cublas" else cukern.linear(x, weight, bias, version=matmul or None)
+        matmul = self.matmul or _matmul[-1]
+        if matmul == "cublas":
+            return linear(x, weight, bias)
+        return cukern.linear(x, weight, bias, version=None if matmul == "cukern" else matmul)
 
     def make_cache(self, batch: int) -> Cache:
         """An empty cache for `batch` rows of at most max_seq_len tokens."""
@@ -180,17 +177,17 @@ class GPT2(torch.nn.Module):
             tensor.normal_(0, float(one), generator=rng)
         self.load_parameters(self._stacked(parts))
 
-    def decay_groups(self, weight_decay: float) -> list[dict[str, object]]:
+    def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Groups of parameters for an optimizer: weight decay on the matrices only, as llm.c."""
-        named = self._named()
-        matrices = [p for name in DECAYED for p in named[name]]
-        vectors = [p for name, parts in named.items() if name not in DECAYED for p in parts]
-        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
+        for name, parts in self._named().items():
+            groups[name not in DECAYED]["params"] += parts
+        return groups
 
 
 # ---- the kernels of the fork of llm.c
 
-_matmul = ["cublas"]  # of models whose matmul is None, the innermost block's last; "" is the version of cukern.use
+_matmul = ["cublas"]  # of models whose matmul is None, the innermost block's last; "cukern": the version of cukern.use
 
 
 @contextlib.contextmanager
@@ -211,18 +208,16 @@ def use_kernels(
         if forward or backward:
             stack.enter_context(cukern.use("attention", "v1"))
             stack.enter_context(cukern.use("softmax", forward or "default", backward=backward or "default"))
-        if matmul not in ("", "cublas"):
+        if matmul.startswith("v"):
             stack.enter_context(cukern.use("matmul", matmul))
-        _matmul.append({"": _matmul[-1], "cublas": "cublas"}.get(matmul, ""))
+        _matmul.append("cukern" if matmul.startswith("v") else matmul or _matmul[-1])
         stack.callback(_matmul.pop)
         yield
 
 
 def _version(name: str, value: int | str | None) -> str:
     """The version of a number of the fork, "" for the default."""
-    if value is None:
-        name = f"{name.upper()}_KERNEL"
-        value = os.environ.get(name, "")
-    numbers = ["1", "2", "3", "4", "5"] + ["cublas"] * name.lower().startswith("matmul")
-    expect(value == "" or str(value) in numbers, f"{name} to be one of {', '.join(numbers)}", repr(value))
-    return f"v{value}" if str(value).isdigit() else str(value)
+    text = os.environ.get(f"{name.upper()}_KERNEL", "") if value is None else str(value)
+    numbers = ["1", "2", "3", "4", "5"] + ["cublas"] * (name == "matmul_forward")
+    expect(text in ["", *numbers], f"{name}, or the variable {name.upper()}_KERNEL, to be one of {', '.join(numbers)}", repr(text))
+    return f"v{text}" if text.isdigit() else text

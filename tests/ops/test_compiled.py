@@ -13,7 +13,7 @@ from cukern.runtime.device import KNOWN
 from cukern.runtime.registry import OPS
 from cukern.runtime.warmup import planned
 
-STEMS = sorted({op.stem for op in OPS.values()})
+STEMS = sorted({op.stem for op in OPS.values() if op.kernels()})
 ARCHS = ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")  # sm_86 has no instruction and no limit that differs from sm_89's
 
 # What is compiled for an architecture; elsewhere float32 shows that a kernel compiles. float16 and bfloat16 are alike but for how they are
