@@ -146,6 +146,17 @@ def _layernorm_residual(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor
     return torch.nn.functional.layer_norm(s, w.shape, w, b), s
 
 
+def _fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """torch's optimizer in place, on the rows of the tensors. It has no float32 moments of 16-bit parameters."""
+    params, grads, exp_avgs, exp_avg_sqs = (list(x.unbind()) for x in (param, grad, exp_avg, exp_avg_sq))
+    steps = list(torch.ones(len(param), device=param.device).unbind())
+    torch._fused_adamw_(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2, eps=1e-8, amsgrad=False,
+        maximize=False,
+    )  # fmt: skip
+    return param, exp_avg, exp_avg_sq
+
+
 def _flash_attention(op: Op) -> Function:
     from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -183,6 +194,7 @@ def _transformer_engine(op: Op) -> Function:
 _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
     "matmul": {"torch": torch.matmul},
+    "adamw": {"torch": _fused_adamw},
     "linear": {"torch": torch.nn.functional.linear},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
     "rmsnorm": {"torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)},

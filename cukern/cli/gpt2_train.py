@@ -24,7 +24,7 @@ HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 SMALL = "small"
 # Without -i: a model for byte tokens that learns in half a minute on two CPU cores, with the settings that gave the lowest validation loss.
 SMALL_RUN: dict[str, Any] = dict(model=SMALL, batch=8, seq_len=64, steps=1400, lr=4e-3, warmup=50, final_fraction=0.05, weight_decay=0.1)
-SMALL_RUN |= dict(print_every=50, val_every=350, val_batches=-1, sample_every=10**9, sample_tokens=500)
+SMALL_RUN |= dict(val_every=350, val_batches=-1, sample_every=10**9, sample_tokens=500)
 
 # Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
 # a part of the GPU's name.
@@ -130,7 +130,7 @@ def train(
     with kernels, float32_products(bool(tf32)), _data(given) as settings:
         trainer = Trainer(settings, say)
         _describe(trainer, bool(tf32))
-        _run(trainer)
+        _run(trainer, 1 if "train_data" in given else 50)
     if plot is not None:
         _plot({"training": trainer.losses, "validation": trainer.validations}, plot)
         say(f"drawn to {plot}")
@@ -167,13 +167,15 @@ def _describe(trainer: Trainer, tf32: bool) -> None:
         say(f"no samples: {TOKENIZER} is not in this folder, and --tokenizer names no other one")
 
 
-def _run(trainer: Trainer) -> None:
+def _run(trainer: Trainer, print_every: int) -> None:
     """Train, with a progress bar if stdout is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=trainer.total, completed=trainer.step)
 
         def report(step: Step) -> None:
+            if step.number % print_every == 0:
+                say(str(step))
             mfu = "" if step.mfu is None else f" MFU {100 * step.mfu:.1f}%"
             bar.update(task, completed=step.number, description=f"loss {step.loss:.3f} {step.tokens_per_s:.0f} tok/s{mfu}")
 

@@ -59,14 +59,13 @@ class Settings:
     skip_loss: float = 0.0  # -sl: skip an update if the z-score of its loss exceeds this; 0 means never
     skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
     tokenizer: PathLike | None = None  # for samples; by default bytes, or gpt2_tokenizer.bin in the current folder
-    print_every: int = 1  # updates
     betas: tuple[float, float] = (0.9, 0.95)
     max_norm: float = 1.0  # the norm to which the gradient is clipped
     device: str = "cpu"
     peak_flops: float | None = None  # of the device, per second, for MFU; None: unknown
 
     def __post_init__(self) -> None:
-        positive = ("batch", "seq_len", "sample_tokens", "max_norm", "print_every")
+        positive = ("batch", "seq_len", "sample_tokens", "max_norm")
         not_negative = ("warmup", "final_fraction", "weight_decay", "val_every", "sample_every", "checkpoint_every", "keep", "major_every")
         for name in (*positive, *not_negative, "lr", "skip_loss", "skip_norm", "total_batch"):
             value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
@@ -182,7 +181,7 @@ class Trainer:
 
     Args:
         settings: see Settings.
-        say: is called with each printed line.
+        say: is called with each printed line, but those of the updates.
 
     Two runs with equal settings on one machine give the same bits, and so does a run that was stopped and resumed; only with skip_loss or
     skip_norm the windows of the z-scores start empty, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of
@@ -244,6 +243,7 @@ class Trainer:
     def _resume(self, step: int) -> None:
         assert self.settings.out is not None
         state = checkpoint.read_state(checkpoint.paths(self.settings.out, step)[1], self.model.config)
+        expect(state.step == step, f"the state of step {step}", state.step)
         if state.master:
             self.model.load_parameters(state.master)
         self.step = state.step
@@ -274,8 +274,8 @@ class Trainer:
 
     # ---- the loop
 
-    def run(self, report: Callable[[Step], object] = lambda step: None) -> None:
-        """Train to the end. `report` is called after each update.
+    def run(self, report: Callable[[Step], object] = print) -> None:
+        """Train to the end. `report` is called after each update; str(step) is llm.c's line.
 
         Raises FloatingPointError if the loss or the norm of the gradient is not finite, and OSError if a file cannot be written; the last
         complete checkpoint remains.
@@ -298,10 +298,7 @@ class Trainer:
                 speed = 0.95 * speed + 0.05 * tokens_per_s
                 tokens_per_s = speed / (1 - 0.95**done)
             self.losses.append((self.step, loss[0]))
-            step = Step(self.step, self.total, *loss, *norm, lr, 1e3 * seconds, mfu, tokens_per_s)
-            if step.number % s.print_every == 0 or step.number == self.total:
-                self.say(str(step))
-            report(step)
+            report(Step(self.step, self.total, *loss, *norm, lr, 1e3 * seconds, mfu, tokens_per_s))
         if self.step - start > 1:
             self.say(f"total average iteration time: {ms_sum / (self.step - start - 1):f} ms")
 

@@ -11,7 +11,7 @@ import torch
 from helpers import TREE, gpu
 from turn import TURN
 
-from cukern.bench import environment, peers, record, startup, timing
+from cukern.bench import calls, environment, peers, record, startup, timing
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime import cache
@@ -146,7 +146,7 @@ def test_unknown_providers_are_refused():
 def test_peers_compute_the_op(op):
     inputs = op.make(op.check_dims[-1], torch.float64, CPU)
     for name, function in peers.peers(op, CPU)[0].items():
-        torch.testing.assert_close(function(*inputs), op.reference(*inputs), msg=name)
+        torch.testing.assert_close(function(*calls.arguments(op, inputs)), op.reference(*inputs), msg=name)
 
 
 def test_rates():

@@ -45,7 +45,7 @@ def trained(data, **changes):
     """The trainer after its run, and what it printed."""
     lines = []
     trainer = Trainer(settings(data, **changes), lines.append)
-    trainer.run()
+    trainer.run(lambda step: lines.append(str(step)))
     return trainer, lines
 
 

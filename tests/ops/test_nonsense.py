@@ -36,11 +36,14 @@ GOOD = {
     cukern.apply_rotary_pos_emb: {"t": Q, "freqs": FREQS, "tensor_format": "bshd", "cp_size": 1, "cp_rank": 0},
 }
 GOOD[cukern.attention] = {"q": Q, "k": Q, "v": Q, "scale": 0.5}
+GOOD[cukern.adamw] = {name: [X] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}  # all 0, and 0 afterwards
+GOOD[cukern.AdamW] = {"params": [X]}
 GOOD[cukern.cross_entropy] = {"logits": X, "targets": IDS[:, 0]}
 OTHERS = {"factors": X, "k": Q, "v": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
 GATED = cukern.swiglu, cukern.geglu
 LINEARS = cukern.kron_linear, cukern.lokr_linear, cukern.matmul, cukern.linear
 NORMS = cukern.layernorm, cukern.rmsnorm
+ADAMWS = cukern.adamw, cukern.AdamW
 NO_ARRAY = [1.0], "a", b"a", 3, 2.5, True, object(), {}, {1}, [], [W, None], [W, "a"], (w for w in [W]), numpy.array("a")
 NO_NUMBER = "2", [1.0], 1j, True, numpy.bool_(True), X, torch.tensor(2.0), {}
 NO_INT = 8.0, "8", [8], True, torch.tensor(8), numpy.float32(1), {}
@@ -127,6 +130,18 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("reduction", (*NO_STRING, None), TypeError, "^reduction must be a str"),
     ("reduction", ("avg", ""), ValueError, "^reduction must be one of none, sum, mean, got"),
     ("inplace_backward", (*NO_FLAG, None), TypeError, "^inplace_backward must be a bool"),
+    ("params grads exp_avgs exp_avg_sqs", lambda t: [[v] for v in odd(X)], TypeError, r"^{name}\[0\]", cukern.adamw),
+    ("params grads exp_avgs exp_avg_sqs", (None, 3, "ab", X, {}, len), TypeError, "^{name} must be a list of tensors, got", cukern.adamw),
+    ("lr eps weight_decay", NO_NUMBER, TypeError, "^{name} must be a number", cukern.adamw),
+    ("eps weight_decay max_norm", NO_NUMBER, TypeError, "^{name} must be a number", cukern.AdamW),
+    ("lr eps weight_decay", (inf, -inf, nan, 10**400), ValueError, "{name} must be finite", *ADAMWS),
+    ("lr eps weight_decay", (-1, -1e-9), ValueError, "{name} must be at least 0, got", *ADAMWS),
+    ("betas", (None, 0.9, "ab", (0.9,), (0.9, 0.9, 0.9), {0.8, 0.9}, X), TypeError, "betas must be a pair of numbers, got", *ADAMWS),
+    ("betas", ((0.9, 1), (-0.1, 0.9)), ValueError, r"betas\[\d\] must be at least 0 and less than 1, got", *ADAMWS),
+    ("betas", (("a", 0.9), (0.9, None), (0.9, X)), TypeError, r"betas\[\d\] must be a number, got", *ADAMWS),
+    ("step seed", NO_INT, TypeError, "{name} must be an int, got", *ADAMWS),
+    ("step seed", (-1, 10**30), ValueError, "{name} must be", *ADAMWS),
+    ("master_weights stochastic_rounding", (*NO_FLAG, None), TypeError, "^{name} must be a bool", cukern.AdamW),
     ("version", (*NO_STRING, (["v5"], None)), TypeError, "must be a str or None, got"),
     ("version", ("", "V1", "v99"), ValueError, "has no version"),
     ("version", ((None, "v0"),), ValueError, "has no version", *SOFTMAXES),

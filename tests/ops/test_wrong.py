@@ -413,6 +413,39 @@ def runs_of(device: str) -> Iterable[Tensors]:
 EMBEDDING = Problem(embedded, tokens_of, launch_embedding, shipped="embedding.cu")
 RUNS = Problem(sums_of_runs, runs_of, launch_runs, sums=True, shipped="embedding.cu")
 
+# ---- adamw: the third step
+
+
+def adamw_param(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    root = (adamw_moment(g, v.abs()) / (1 - 0.999**3)).sqrt() + 1e-8
+    return p * (1 - 1e-5) - 1e-3 / (1 - 0.9**3) * (m + 0.1 * (g - m)) / root
+
+
+def adamw_moment(g: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return 0.999 * v + 0.001 * g * g
+
+
+def launch_adamw(kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+    n = len(inputs[0])
+    numbers = (1e-3 / (1 - 0.9**3), (1 - 0.999**3) ** -0.5) if "param" in kernel.name else ()
+    kernel(out, *inputs, n, *numbers, grid=-(-n // (THREADS if "param" in kernel.name else 512)), block=THREADS)
+
+
+def adamw_inputs(count: int, device: str) -> Iterable[Tensors]:
+    """`count` tensors, the last of which is not negative if there is more than one."""
+    for n in (1, 257, 1031):
+        *first, last = (draw(device, n) for _ in range(count))
+        yield *first, last.abs_() if first else last
+
+
+ADAMW_PARAM = Problem(
+    adamw_param, partial(adamw_inputs, 4), launch_adamw, sums=True, scale=lambda p, g, m, v: adamw_param(p.abs(), -g.abs(), -m.abs(), v)
+)
+ADAMW_MOMENT = Problem(adamw_moment, partial(adamw_inputs, 2), launch_adamw, sums=True)
+ADAMW_NORM = Problem(
+    lambda g: torch.stack([part.square().sum() for part in g.split(512)]), partial(adamw_inputs, 1), launch_adamw, sums=True
+)
+
 # ---- layernorm
 
 
@@ -613,6 +646,12 @@ CASES = [
     Case("embedding/token.cu", "embedding_v1<float>", EMBEDDING, "an off-by-one bound", "token <= vocabulary", "token < vocabulary",
          Reported(sim.OutOfBounds, "load_as(weight[", "after the end of the tensor of argument 'weight'")),
     Case("embedding/run.cu", "embedding_v2_bwd_runs<float>", RUNS, "an off-by-one bound", "i < last", "i <= last"),
+
+    Case("adamw/correction.cu", "adamw_param", ADAMW_PARAM, "a missing factor", "(sqrtf(v) + 1e-8f)",
+         "(sqrtf(v) * rsqrt_correction + 1e-8f)"),
+    Case("adamw/tail.cu", "adamw_moments", ADAMW_MOMENT, "an unwritten tail", "i = end + threadIdx.x", "i = tail + threadIdx.x"),
+    Case("adamw/norm.cu", "adamw_squares", ADAMW_NORM, "a dropped barrier", "// no __syncthreads()", "__syncthreads();",
+         Reported(sim.Race, "? sums[threadIdx.x]", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="sums[threadIdx.x / 32] = sum")),
 
     Case("layernorm/loop.cu", "layernorm_v1<float, float, true>", RMSNORM, "shared memory used again too early",
          "// no __syncthreads()", "__syncthreads();",

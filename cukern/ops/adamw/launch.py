@@ -20,7 +20,7 @@ _V1, _V2, _WRITE, _NORM, _PREPARE = (Template("adamw.cu", f"adamw_{name}") for n
 
 
 class Row(NamedTuple):
-    """A tensor of a step. `index`: its number among the parameters of the optimizer."""
+    """A tensor of a step. `number`: its place among the parameters of the optimizer."""
 
     param: Tensor
     exp_avg: Tensor
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     master: Tensor | None
     step: Tensor
     group: int
-    index: int
+    number: int
 
 
 class Table:
@@ -44,7 +44,7 @@ class Table:
         self.chunks, words = 0, bytearray()
         for i, (dtype, n) in zip(self.order, self.tensors, strict=True):
             row, count = rows[i], -(-n // CHUNK)
-            words += struct.pack("7QIHH", *pointers(*row[:5]), n, self.chunks, row.index, row.group, checks.FLOATS.index(dtype))
+            words += struct.pack("7QIHH", *pointers(*row[:5]), n, self.chunks, row.number, row.group, checks.FLOATS.index(dtype))
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
         self.rows, self.grads, numbers, partials = (
@@ -56,8 +56,8 @@ class Table:
         write(self.rows, struct.unpack(f"{len(words) // 8}Q", words))
 
     def launch(
-        self, grads: Tensor, groups: Tensor, max_norm: float | None, norm: Tensor | None, grad_scale: Tensor | None,
-        found_inf: Tensor | None, version: str, seed: int = 0, randomly: bool = False,
+        self, grads: Tensor, groups: Tensor, version: str, max_norm: float | None = None, norm: Tensor | None = None,
+        grad_scale: Tensor | None = None, found_inf: Tensor | None = None, seed: int = 0, randomly: bool = False,
     ) -> None:  # fmt: skip
         """A step. `grads`: addresses in order. `norm` gets the norm of the gradients if there is a max_norm."""
         rows, at, count = self.rows.data_ptr(), grads.data_ptr(), len(self.tensors)

@@ -28,7 +28,7 @@ def adamw(
         params: float16, bfloat16, float32 or float64, of any shapes and dense strides, all on one device. Written.
         grads: of their shapes and dtypes.
         exp_avgs, exp_avg_sqs: the moments; float32 for 16-bit parameters, else of their dtypes. Written.
-        step: the number of this step, from 1 on.
+        step: the number of this step, from 1 to 2^24.
         lr, betas, eps, weight_decay: numbers as in torch.optim.AdamW.
         version: "v1" or "v2"; default: the fastest.
 
@@ -38,8 +38,8 @@ def adamw(
     """
     given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
     lists = [check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
-    numbers = check_numbers(lr, betas, eps, weight_decay)
-    checks.integer("step", step, 1)
+    numbers = check_numbers(checks.number("lr", lr), betas, eps, weight_decay)
+    checks.integer("step", step, 1, 2**24)  # float32 counts so far
     checks.version("adamw", version, VERSIONS)
     _check_lists(*lists)
     if not lists[0]:
@@ -72,10 +72,10 @@ def _check_lists(params: list[Tensor], *others: list[Tensor]) -> None:
 
 
 def reference(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, lr: float = 1e-3, beta1: float = 0.9,
-    beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, *numbers: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The new param, exp_avg and exp_avg_sq, computed in the dtype of the moments."""
+    """The new param, exp_avg and exp_avg_sq, computed in the dtype of the moments. `numbers`: lr, beta1, beta2, eps, weight_decay."""
+    lr, beta1, beta2, eps, weight_decay = numbers or (1e-3, 0.9, 0.999, 1e-8, 1e-2)
     p, g = param.to(exp_avg.dtype), grad.to(exp_avg.dtype)
     m, v = exp_avg.lerp(g, 1 - beta1), (exp_avg_sq * beta2).addcmul(g, g, value=1 - beta2)
     root = (v / (1 - beta2**step)).sqrt() + eps
@@ -105,7 +105,7 @@ def _launch(
         _tables[key] = entry
     table, steps, group = entry
     steps.fill_(step - 1)
-    table.launch(table.grads, group, None, None, None, None, version)
+    table.launch(table.grads, group, version)
 
 
 def _build(lists: Sequence[list[Tensor]], numbers: list[float]) -> tuple[Table, Tensor, Tensor]:
@@ -130,7 +130,8 @@ _adamw = raw_op(
 
 
 def _spread(*inputs: Tensor, version: str | None = None) -> tuple[Tensor, ...]:
-    adamw(*(list(x.unbind()) for x in inputs), version=version)
+    param, grad, exp_avg, exp_avg_sq = (list(x.unbind()) for x in inputs)
+    adamw(param, grad, exp_avg, exp_avg_sq, version=version)
     return inputs[0], *inputs[2:]
 
 
@@ -154,7 +155,7 @@ register(
     Op(
         name="adamw",
         stem="adamw",
-        function=adamw,
+        function=adamw,  # type: ignore[arg-type]
         reference=reference,
         versions=VERSIONS,
         dtypes=checks.FLOATS,

