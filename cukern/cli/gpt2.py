@@ -23,15 +23,15 @@ from cukern.cli.gpt2_train import (
     SoftmaxBackward,
     SoftmaxForward,
     TokenizerFile,
+    make_model,
     pick_device,
-    pick_model,
     train,
 )
 from cukern.gpt2 import checkpoint, data, evaluate, parity
 from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2, use_kernels
 from cukern.gpt2.tokenizer import FILE, read_tokenizer, tokenizer_for, write_tokenizer
-from cukern.gpt2.train import make_model, sample_text
+from cukern.gpt2.train import sample_text
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)
@@ -59,7 +59,7 @@ def evaluate_model(
     expect(val_batches > 0 or val_batches == -1, "-m of at least 1, or -1", val_batches)
     place = pick_device(device)
     B, T = batch or 4, seq_len or 1024
-    made = make_model(pick_model(model, T), place)
+    made = make_model(model, T, place)
     with use_kernels(softmax_forward_kernel, None, matmul_forward_kernel), float32_products(bool(tf32)):
         if val_data:
             loader = data.DataLoader(val_data, B, T, vocab_size=made.config.vocab_size)
@@ -78,7 +78,7 @@ def sample_model(
     device: Device = None,
 ) -> None:
     """Text from a model, by llm.c's sampler."""
-    made = make_model(pick_model(model, 1024), pick_device(device))
+    made = make_model(model, 1024, pick_device(device))
     found = tokenizer_for(made.config.vocab_size, tokenizer)
     if found is None:
         raise ValueError(f"--tokenizer must name a tokenizer file: there is no {FILE} in this folder")
@@ -132,7 +132,7 @@ def profile(
         drawable(plot)
         common.check_target("--plot", plot)
     place, B, T = pick_device(device), batch or 4, seq_len or 1024
-    made = make_model(pick_model(model, T), place)
+    made = make_model(model, T, place)
     expect(B > 0 and 0 < T <= made.config.max_seq_len, f"-b of at least 1 and -t from 1 to {made.config.max_seq_len}", f"{B} and {T}")
     optimizer = cukern.AdamW(made.decay_groups(0.1), lr=1e-4, max_norm=1.0)
     x, y = torch.randint(made.config.vocab_size, (2, B, T), device=place)

@@ -14,16 +14,18 @@ from cukern.bench.environment import float32_products
 from cukern.bench.plot import drawable
 from cukern.cli import common
 from cukern.cli.common import console, say
+from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import builtin_text, tokenize, write_shards
-from cukern.gpt2.model import use_kernels
+from cukern.gpt2.model import GPT2, config_of, use_kernels
 from cukern.gpt2.tokenizer import FILE as TOKENIZER
+from cukern.gpt2.tokenizer import tokenizer_for
 from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
 
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 SMALL = "small"
 # Without -i: a model for byte tokens that learns in half a minute on two CPU cores, with the settings that gave the lowest validation loss.
-SMALL_RUN: dict[str, Any] = dict(model=SMALL, batch=8, seq_len=64, steps=1400, lr=4e-3, warmup=50, final_fraction=0.05, weight_decay=0.1)
+SMALL_RUN: dict[str, Any] = dict(batch=8, seq_len=64, steps=1400, lr=4e-3, warmup=50, final_fraction=0.05, weight_decay=0.1)
 SMALL_RUN |= dict(val_every=350, val_batches=-1, sample_every=10**9, sample_tokens=500)
 
 # Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
@@ -54,9 +56,20 @@ def peak_flops(device: str, tf32: bool) -> float | None:
     return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if part in name), None)
 
 
-def pick_model(model: str, seq_len: int) -> str | Config:
-    """What -e names: "small" has `seq_len` positions and byte tokens."""
-    return Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=128) if model == SMALL else model
+def make_model(name: str, seq_len: int, device: str) -> GPT2:
+    """What -e names, in float32: a model file NAME.bin, or sizes for llm.c's random weights. "small": byte tokens, seq_len positions."""
+    small = Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=96)
+    parameters = None
+    if name.endswith(".bin"):
+        config, parameters = checkpoint.read_model(name)
+    else:
+        config = small if name == SMALL else config_of(name)
+    model = GPT2(config, device=device, dtype=torch.float32)
+    if parameters is None:
+        model.initialize()
+    else:
+        model.load_parameters(parameters)
+    return model
 
 
 def pick_device(device: str | None) -> str:
@@ -122,18 +135,27 @@ def train(
     given = {name: value for name, value in locals().items() if value is not None and name in Settings.__dataclass_fields__}
     given |= {name: bool(given[name]) for name in ("overfit", "master", "resume")}
     place = pick_device(device)
-    given |= {"device": place, "peak_flops": peak_flops(place, bool(tf32)), "hellaswag": hellaswag if run_hellaswag else None}
+    given |= {"peak_flops": peak_flops(place, bool(tf32)), "hellaswag": hellaswag if run_hellaswag else None}
     if plot is not None:
         drawable(plot)
         common.check_target("--plot", plot)
     kernels = use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel)
     with kernels, float32_products(bool(tf32)), _data(given) as settings:
-        trainer = Trainer(settings, say)
+        made = make_model(model or _default_model(settings, "train_data" in given), settings.seq_len, place)
+        trainer = Trainer(made, settings, tokenizer_for(made.config.vocab_size, tokenizer), say)
         _describe(trainer, bool(tf32))
         _run(trainer, 1 if "train_data" in given else 50)
     if plot is not None:
         _plot({"training": trainer.losses, "validation": trainer.validations}, plot)
         say(f"drawn to {plot}")
+
+
+def _default_model(settings: Settings, has_data: bool) -> str:
+    """The newest checkpoint to resume, if there is one; "small" for the built-in text, else d12."""
+    newest = checkpoint.latest_step(settings.out) if settings.resume and settings.out else None
+    if newest is not None and settings.out:
+        return str(checkpoint.paths(settings.out, newest)[0])
+    return "d12" if has_data else SMALL
 
 
 @contextlib.contextmanager
@@ -145,15 +167,13 @@ def _data(given: dict[str, Any]) -> Iterator[Settings]:
         if "train_data" not in given:
             val, train = write_shards(folder, "topics", tokenize([builtin_text()], "bytes")[0])
             given = SMALL_RUN | {"train_data": train, "val_data": val} | given
-        if "model" in given:
-            given["model"] = pick_model(given["model"], given.get("seq_len", Settings.seq_len))
         yield Settings(**given)
 
 
 def _describe(trainer: Trainer, tf32: bool) -> None:
     """What llm.c prints before the first step."""
     s, c, loader = trainer.settings, trainer.model.config, trainer.train_data
-    place = torch.cuda.get_device_name() if s.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    place = torch.cuda.get_device_name() if trainer.model.wte.is_cuda else f"CPU, {torch.get_num_threads()} threads"
     rate = "unknown: MFU is not shown" if s.peak_flops is None else f"{s.peak_flops / 1e12:.1f}"
     say(f"train data: {loader.num_tokens} tokens in {len(loader.paths)} shards, {trainer.total} steps")
     say(f"val data: {trainer.val_data.num_tokens} tokens, {trainer.val_batches} batches")

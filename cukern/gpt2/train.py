@@ -15,13 +15,13 @@ from torch.nn.utils import get_total_norm
 
 from cukern import AdamW
 from cukern.gpt2 import checkpoint
-from cukern.gpt2.checkpoint import Config, State
+from cukern.gpt2.checkpoint import State
 from cukern.gpt2.data import DataLoader
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
 from cukern.gpt2.files import PathLike, expect, replace
-from cukern.gpt2.model import GPT2, config_of
+from cukern.gpt2.model import GPT2
 from cukern.gpt2.sample import Xorshift, generate
-from cukern.gpt2.tokenizer import Tokenizer, tokenizer_for
+from cukern.gpt2.tokenizer import Tokenizer
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 WINDOW = 128  # steps over which z-scores are computed
@@ -34,7 +34,6 @@ class Settings:
 
     train_data: PathLike  # -i, token shards: a glob pattern
     val_data: PathLike  # -j
-    model: PathLike | Config | None = None  # -e: sizes or a descriptor for random weights, or a model file; None: d12, when resuming any
     out: PathLike | None = None  # -o: the folder of main.log and the checkpoints
     batch: int = 4  # -b: rows in a forward pass
     seq_len: int = 1024  # -t
@@ -58,11 +57,9 @@ class Settings:
     resume: bool = False  # -y: go on from the newest checkpoint in `out`, if there is one
     skip_loss: float = 0.0  # -sl: skip an update if the z-score of its loss exceeds this; 0 means never
     skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
-    tokenizer: PathLike | None = None  # for samples; by default bytes, or gpt2_tokenizer.bin in the current folder
     betas: tuple[float, float] = (0.9, 0.95)
     max_norm: float = 1.0  # the norm to which the gradient is clipped
-    device: str = "cpu"
-    peak_flops: float | None = None  # of the device, per second, for MFU; None: unknown
+    peak_flops: float | None = None  # of the GPU, per second, for MFU; None: unknown
 
     def __post_init__(self) -> None:
         positive = ("batch", "seq_len", "sample_tokens", "max_norm")
@@ -130,26 +127,6 @@ def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", wa
     return last + left * (lr - last)
 
 
-def sizes_of(model: PathLike | Config | None) -> Config | None:
-    """The sizes that a descriptor names; None for a model file."""
-    if model is None or isinstance(model, Config):
-        return model
-    return None if str(model).endswith(".bin") else config_of(str(model))
-
-
-def make_model(model: PathLike | Config, device: str, expected: Config | None = None) -> GPT2:
-    """A float32 model: with the weights of a file NAME.bin, which must have the sizes `expected` if given, or llm.c's random weights."""
-    config, parameters = sizes_of(model), None
-    if config is None:
-        config, parameters = checkpoint.read_model(model, expected)  # type: ignore[arg-type]
-    made = GPT2(config, device=device, dtype=torch.float32)
-    if parameters is None:
-        made.initialize()
-    else:
-        made.load_parameters(parameters)
-    return made
-
-
 def sample_text(model: GPT2, tokenizer: Tokenizer, count: int) -> str:
     """Text of `count` tokens, EOT included, from llm.c's sampler with its first seed. After max_seq_len tokens, half of them are kept."""
     rng, tokens, most = Xorshift(), [tokenizer.eot], model.config.max_seq_len
@@ -176,11 +153,13 @@ class Outliers:
 class Trainer:
     """One training run.
 
-        trainer = Trainer(Settings("data/*_train_*.bin", "data/*_val_*.bin", batch=4, seq_len=1024, out="run", checkpoint_every=100))
-        trainer.run()
+        settings = Settings("data/*_train_*.bin", "data/*_val_*.bin", batch=4, seq_len=1024, out="run", checkpoint_every=100)
+        Trainer(GPT2.from_descriptor("d12", device="cuda"), settings).run()
 
     Args:
+        model: float32, on any device. Its parameters are trained, or replaced by those of the checkpoint.
         settings: see Settings.
+        tokenizer: decodes samples; without one there are none.
         say: is called with each printed line, but those of the updates.
 
     Two runs with equal settings on one machine give the same bits, and so does a run that was stopped and resumed; only with skip_loss or
@@ -188,18 +167,14 @@ class Trainer:
     another shape or rank, and sequences longer than the model's; FileNotFoundError for files that are not there.
     """
 
-    def __init__(self, settings: Settings, say: Callable[[str], object] = print) -> None:
-        s = self.settings = settings
-        self.say = say
+    def __init__(
+        self, model: GPT2, settings: Settings, tokenizer: Tokenizer | None = None, say: Callable[[str], object] = print
+    ) -> None:  # fmt: skip
+        s, config = settings, model.config
+        self.model, self.settings, self.tokenizer, self.say = model, settings, tokenizer, say
         self.step = 0  # completed updates
         self.losses, self.validations = list[tuple[int, float]](), list[tuple[int, float]]()  # step and loss of each
-        newest = checkpoint.latest_step(s.out) if s.resume and s.out is not None else None
-        if newest is None or s.out is None:
-            source, expected = s.model or "d12", None
-        else:
-            source, expected = checkpoint.paths(s.out, newest)[0], sizes_of(s.model)
-        self.model = make_model(source, s.device, expected)
-        config = self.model.config
+        expect(model.wte.dtype == torch.float32, "a float32 model", model.wte.dtype, error=TypeError)
         expect(s.seq_len <= config.max_seq_len, f"seq_len of at most the model's max_seq_len = {config.max_seq_len}", s.seq_len)
         pattern, vocabulary = s.val_data if s.overfit else s.train_data, config.vocab_size
         self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, vocab_size=vocabulary)
@@ -207,13 +182,10 @@ class Trainer:
         self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
-        self.tokenizer = tokenizer_for(config.vocab_size, s.tokenizer)
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
         groups = self.model.decay_groups(s.weight_decay)
         self.optimizer = AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8, weight_decay=s.weight_decay, max_norm=s.max_norm)
-        if newest is not None:
-            self._resume(newest)
-        self._start_log(keep=newest is not None)
+        self._start()
         self.loss_z, self.norm_z = Outliers(), Outliers()
 
     # ---- checkpoints and main.log
@@ -240,14 +212,27 @@ class Trainer:
         if s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
             checkpoint.delete(s.out, old)
 
-    def _resume(self, step: int) -> None:
-        assert self.settings.out is not None
-        state = checkpoint.read_state(checkpoint.paths(self.settings.out, step)[1], self.model.config)
-        expect(state.step == step, f"the state of step {step}", state.step)
-        if state.master:
-            self.model.load_parameters(state.master)
-        self.step = state.step
+    def _start(self) -> None:
+        """Go to the newest checkpoint if there is one to resume. main.log keeps the lines of the steps before it: the others come again."""
+        s, lines = self.settings, list[str]()
+        if s.out is None:
+            return
+        log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out) if s.resume else None
+        if newest is not None:
+            self._load(*checkpoint.paths(s.out, newest)[:2], newest)
+            lines = log.read_text().splitlines(keepends=True) if log.exists() else lines
+        Path(s.out).mkdir(parents=True, exist_ok=True)
+        with replace(log) as file:
+            for line in lines:
+                match = re.fullmatch(r"s:(\d+) .*\n", line)
+                file.write(line.encode() if match and int(match[1]) < self.step else b"")
+
+    def _load(self, weights: Path, optimizer: Path, step: int) -> None:
+        config, parameters = checkpoint.read_model(weights, self.model.config)
+        state = checkpoint.read_state(optimizer, config)
+        expect(state.step == step, f"the state of step {step}", state.step, optimizer)
         self.train_data.resume(state.loader)
+        self.model.load_parameters(state.master or parameters)
         slots: dict[Tensor, dict[str, Tensor]] = {}
         for name, parts in self._parts():
             moments = [moment[name].view(len(parts), *parts[0].shape) for moment in (state.m, state.v)]
@@ -255,21 +240,11 @@ class Trainer:
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         entries = {i: {"step": torch.tensor(float(step)), **slots[p]} for i, p in enumerate(ordered)}
         self.optimizer.load_state_dict({"state": entries, "param_groups": self.optimizer.state_dict()["param_groups"]})
-
-    def _start_log(self, keep: bool) -> None:
-        """An empty main.log, or after a resume one without the lines from its step on: they will come again."""
-        if self.settings.out is None:
-            return
-        self._log_file = Path(self.settings.out, "main.log")
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        lines = self._log_file.read_text().splitlines(keepends=True) if keep and self._log_file.exists() else []
-        found = ((line, re.match(r"s:(\d+) .*\n", line)) for line in lines)
-        with replace(self._log_file) as file:
-            file.write("".join(line for line, match in found if match and int(match[1]) < self.step).encode())
+        self.step = step
 
     def _log(self, text: str) -> None:
         if self.settings.out is not None:
-            with open(self._log_file, "a") as file:
+            with open(Path(self.settings.out, "main.log"), "a") as file:
                 file.write(f"s:{self.step} {text}\n")
 
     # ---- the loop
@@ -357,9 +332,10 @@ class Trainer:
         if s.overfit:
             self.train_data.reset()
         self.optimizer.zero_grad()
-        mean = torch.zeros((), device=s.device)
+        device = self.model.wte.device
+        mean = torch.zeros((), device=device)
         for _ in range(s.micro_steps):
-            x, y = (part.to(s.device) for part in self.train_data.next_batch())
+            x, y = (part.to(device) for part in self.train_data.next_batch())
             loss = self.model(x, y) / s.micro_steps
             loss.backward()
             mean += loss.detach()

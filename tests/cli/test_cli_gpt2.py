@@ -47,11 +47,16 @@ LONG = """--out run --total-batch 64 --steps 4 --schedule wsd --lr 0.001 --warmu
 @pytest.mark.parametrize("flags", [FLAGS, LONG], ids=["short", "long"])
 def test_every_flag_arrives(folder, monkeypatch, flags):
     seen = []
-    monkeypatch.setattr(gpt2_train, "Trainer", lambda settings, say: seen.append(settings) or (_ for _ in ()).throw(ValueError("enough")))
+
+    def stop(model, settings, tokenizer, say):
+        seen.append(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "Trainer", stop)
     assert refused("gpt2", "train", *DATA, *flags.split()) == "error: enough\n"
     (found,) = seen
     expected = Settings(
-        "train.bin", "val.bin", model="tiny.bin", out=found.out, batch=2, seq_len=16, total_batch=64, steps=4, schedule="wsd", lr=0.001,
+        "train.bin", "val.bin", out=found.out, batch=2, seq_len=16, total_batch=64, steps=4, schedule="wsd", lr=0.001,
         warmup=1, final_fraction=0.1, weight_decay=0.1, val_every=2, val_batches=1, sample_every=2, sample_tokens=8, checkpoint_every=2,
         keep=1, major_every=4, resume=True, skip_loss=3.0, skip_norm=3.0,
     )  # fmt: skip
@@ -62,8 +67,13 @@ def test_every_flag_arrives(folder, monkeypatch, flags):
 
 def test_llmc_defaults(folder, monkeypatch):
     seen = []
-    monkeypatch.setattr(gpt2_train, "Trainer", lambda settings, say: seen.append(settings) or (_ for _ in ()).throw(ValueError("enough")))
-    refused("gpt2", "train", "-i", "train.bin", "-j", "val.bin", "--device", "cpu")
+
+    def stop(model, settings, tokenizer, say):
+        seen.append(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "Trainer", stop)
+    refused("gpt2", "train", "-i", "train.bin", "-j", "val.bin", "-e", "tiny.bin", "--device", "cpu")
     assert seen == [Settings("train.bin", "val.bin")]
 
 
