@@ -1,6 +1,6 @@
 """How good a model is: the mean validation loss, and the accuracy on HellaSwag's file of llm.c."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +17,14 @@ START, CHOICES = 65535, 4  # the first word of an example, and its number of com
 
 @torch.no_grad()
 def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = None) -> float:
-    """The mean loss over so many batches from the start of the loader; None: all of its current shard once.
+    """The mean loss over so many batches from the start of the loader; None: llm.c's number for all, tokens / (processes * B * T).
 
     After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times.
     """
     expect(num_batches is None or num_batches > 0, "at least 1 batch", num_batches)
     loader.reset()
-    batches = (loader.next_batch() for _ in range(num_batches or loader.num_samples))
+    count = num_batches or loader.num_tokens // (loader.num_processes * loader.B * loader.T)
+    batches = (loader.next_batch() for _ in range(count))
     losses = [model(x.to(model.wte.device), y.to(model.wte.device)) for x, y in batches]
     return torch.stack(losses).double().mean().item()
 
@@ -43,34 +44,32 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
         _, _, count, longest = read_header(file, MAGIC, (VERSION,), "HellaSwag")[:4]
         data = file.read()
     expect(len(data) % 2 == 0, "a file of 16-bit words", f"{HEADER_BYTES + len(data)} bytes", path)
-    words, position, examples = np.frombuffer(data, "<u2"), 0, list[Example]()
+    words, examples, position = np.frombuffer(data, "<u2"), list[Example](), 0
     for i in range(count):
         where = f"{path}: example {i}, byte {HEADER_BYTES + 2 * position}"
-        size = int(words[position + 1]) if position + 1 < len(words) else 0
-        example = words[position : position + size // 2]
-        expect(
-            12 < size == 2 * len(example) <= longest, f"13 to {longest} bytes of {count} examples", f"{2 * len(example)} of {size}", where
-        )
-        examples.append(_example(example, i, vocab_size, where))
-        position += len(example)
+        head = words[position : position + 5].tolist()
+        expect(len(head) == 5, f"{count} examples", "the end of the file", where)
+        start, size, index, label, choices = head
+        known = (start, index, choices) == (START, i, CHOICES) and label < CHOICES
+        expect(known, f"{START}, a size, {i}, a label below {CHOICES}, {CHOICES}", head, where)
+        example, position = words[position + 5 : position + size // 2], position + size // 2
+        complete = 10 < size <= min(longest, 2 * len(example) + 10)
+        expect(complete, f"a size from 12 to {longest}, that of the longest, in the file", size, where)
+        context, *completions = _parts(example, vocab_size, where)
+        examples.append(Example(label, context, tuple(completions)))
     expect(position == len(words), f"{HEADER_BYTES + 2 * position} bytes, for {count} examples", HEADER_BYTES + len(data), path)
     return examples
 
 
-def _example(words: np.ndarray, index: int, vocab_size: int, where: str) -> Example:
-    start, _, found, label, choices = words[:5].tolist()
-    expected = f"{START}, {index}, a label below {CHOICES}, {CHOICES}"
-    expect((start, found, choices) == (START, index, CHOICES) and label < CHOICES, expected, f"{start}, {found}, {label}, {choices}", where)
-    parts, position = list[np.ndarray](), 5
+def _parts(words: np.ndarray, vocab_size: int, where: str) -> Iterator[np.ndarray]:
+    """The context and the completions. Each is a length and as many tokens."""
     for _ in range(1 + CHOICES):
-        length = int(words[position]) if position < len(words) else 0
-        part = words[position + 1 : position + 1 + length]
+        length = int(words[0]) if len(words) else 0
+        part, words = words[1 : 1 + length], words[1 + length :]
         expect(0 < length == len(part), "a part of at least 1 token", f"{len(part)} tokens of {length}", where)
         expect(part.max() < vocab_size, f"tokens below the vocabulary size {vocab_size}", part.max(), where)
-        parts.append(part.astype(np.int64))
-        position += 1 + length
-    expect(position == len(words), f"{2 * position} bytes", 2 * len(words), where)
-    return Example(label, parts[0], tuple(parts[1:]))
+        yield part.astype(np.int64)
+    expect(not len(words), "the end of the example after its parts", f"{2 * len(words)} more bytes", where)
 
 
 @torch.no_grad()
@@ -87,12 +86,11 @@ def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         targets = torch.full((len(rows), longest), -100)  # ignored
         for i, (context, completion) in enumerate(rows):
-            first, end = len(context), len(context) + len(completion)
-            tokens[i, :end] = torch.from_numpy(np.concatenate((context, completion)))
-            targets[i, first - 1 : end - 1] = tokens[i, first:end]
+            row, first = torch.from_numpy(np.concatenate((context, completion))), len(context)
+            tokens[i, : len(row)] = row
+            targets[i, first - 1 : len(row) - 1] = row[first:]
         logits, targets = model(tokens.to(device)), targets.to(device)
         losses = cukern.cross_entropy(logits, targets, reduction="none", vocab_size=model.config.vocab_size)
-        means = losses.sum(1) / (targets >= 0).sum(1)
-        best = means.view(-1, CHOICES).argmin(1).tolist()
+        best = (losses.sum(1) / (targets >= 0).sum(1)).view(-1, CHOICES).argmin(1).tolist()
         right += sum(choice == example.label for choice, example in zip(best, some, strict=True))
     return right, len(examples)

@@ -41,11 +41,10 @@ def config_of(descriptor: str) -> Config:
 
 @dataclass
 class Cache:
-    """The keys and values of the tokens so far, for sampling: (layers, batch, heads, max_seq_len, head_dim)."""
+    """The keys and values of `length` tokens so far, for sampling: (layers, 2, batch, heads, max_seq_len, head_dim)."""
 
-    keys: Tensor
-    values: Tensor
-    length: int = 0  # tokens so far
+    keys_values: Tensor
+    length: int = 0
 
 
 class GPT2(torch.nn.Module):
@@ -92,7 +91,8 @@ class GPT2(torch.nn.Module):
         c, start = self.config, cache.length if cache else 0
         end = start + tokens.shape[1]
         expect(end <= c.max_seq_len, f"at most max_seq_len = {c.max_seq_len} tokens", end)
-        expect(not cache or cache.keys.shape[1] == len(tokens), "a cache for as many rows as tokens has", cache and cache.keys.shape[1])
+        rows = cache.keys_values.shape[2] if cache else len(tokens)
+        expect(rows == len(tokens), "a cache for as many rows as tokens has", rows)
         if tokens.is_cuda:
             tokens = tokens.masked_fill(tokens >= c.vocab_size, -1)  # cukern.embedding would accept the padding
         elif tokens.numel() and not torch.compiler.is_compiling():
@@ -109,32 +109,28 @@ class GPT2(torch.nn.Module):
         if cache:
             cache.length = end
         logits = self._linear(y, self.wte)
-        if targets is None:
-            return logits
-        return cukern.cross_entropy(logits, targets, vocab_size=c.vocab_size, inplace_backward=True)
+        return logits if targets is None else cukern.cross_entropy(logits, targets, vocab_size=c.vocab_size, inplace_backward=True)
 
     def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
         (B, T, C), start = x.shape, cache.length if cache else 0
         qkv = self._linear(x, self.qkvw[layer], self.qkvb[layer]).view(B, T, 3, self.config.num_heads, -1)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
         if cache:
-            cache.keys[layer, :, :, start : start + T] = k
-            cache.values[layer, :, :, start : start + T] = v
-            k, v = cache.keys[layer, :, :, : start + T], cache.values[layer, :, :, : start + T]
+            kept = cache.keys_values[layer, ..., : start + T, :]
+            kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
+            k, v = kept
         return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        matmul = self.matmul or _matmul[-1]
-        if matmul == "cublas":
+        if (matmul := self.matmul or _matmul[-1]) == "cublas":
             return linear(x, weight, bias)
         return cukern.linear(x, weight, bias, version=None if matmul == "cukern" else matmul)
 
     def make_cache(self, batch: int) -> Cache:
         """An empty cache for `batch` rows of at most max_seq_len tokens."""
-        c, wte = self.config, self.wte.detach()
+        c = self.config
         expect(isinstance(batch, int) and batch > 0, "a batch of at least 1", batch)
-        shape = c.num_layers, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads
-        return Cache(wte.new_zeros(shape), wte.new_zeros(shape))
+        return Cache(self.wte.detach().new_zeros(c.num_layers, 2, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads))
 
     # ---- parameters by llm.c's names
 
@@ -157,9 +153,9 @@ class GPT2(torch.nn.Module):
     @torch.no_grad()
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy parameters with llm.c's names, of any dtype and device. Raises ValueError for other names or shapes and changes nothing."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-        for name in {**shapes, **self.config.shapes}:
-            expect(shapes.get(name) == self.config.shapes.get(name), f"{name} of shape {self.config.shapes.get(name)}", shapes.get(name))
+        shapes, expected = {name: tuple(tensor.shape) for name, tensor in parameters.items()}, self.config.shapes
+        for name in {**shapes, **expected}:
+            expect(shapes.get(name) == expected.get(name), f"{name} of shape {expected.get(name)}", shapes.get(name))
         for name, parts in self._named().items():
             for part, tensor in zip(parts, parameters[name].view(len(parts), *parts[0].shape), strict=True):
                 part.copy_(tensor)
@@ -202,8 +198,8 @@ def use_kernels(
 
     The arguments `attention` and `matmul` of a model go before. Raises ValueError for another number.
     """
-    given = {"softmax_forward": softmax_forward, "softmax_backward": softmax_backward, "matmul_forward": matmul_forward}
-    forward, backward, matmul = (_version(name, value) for name, value in given.items())
+    forward, backward = _version("softmax_forward", softmax_forward), _version("softmax_backward", softmax_backward)
+    matmul = _version("matmul_forward", matmul_forward)
     with contextlib.ExitStack() as stack:
         if forward or backward:
             stack.enter_context(cukern.use("attention", "v1"))

@@ -45,7 +45,7 @@ def draw(logits: Tensor, coin: float, *, temperature: float = 1.0, top_k: int | 
     expect(0 <= coin < 1, "a coin in [0, 1)", coin)
     expect(0 <= temperature < float("inf"), "a finite temperature of at least 0", temperature)
     expect(top_k is None or top_k >= 1, "top_k of at least 1, or None", top_k)
-    logits = logits.detach().float().cpu()
+    logits = logits.float().cpu()
     expect(not logits.isnan().any(), "logits that are not NaN", "NaN")
     if temperature == 0:
         return int(logits.argmax())

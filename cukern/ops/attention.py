@@ -1,7 +1,4 @@
-"""attention: softmax(scale q k^T) v, where each query sees the keys up to its own.
-
-The products of matrices are torch's, and the scores are written to memory. torch's fused attention is "sdpa".
-"""
+"""attention: softmax(scale q k^T) v, where each query sees the keys up to its own. The products of matrices are torch's."""
 
 import math
 from collections.abc import Sequence
@@ -31,35 +28,42 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
         version: default: "v2", or that of `cukern.use`.
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax.
-            "sdpa": torch's scaled_dot_product_attention, which writes no scores. Its gradients cannot be differentiated again, and on a
-            GPU they may differ from run to run.
+            "sdpa": torch's scaled_dot_product_attention, which writes no scores. It has no second derivative, and on a GPU its gradients
+            may differ from run to run.
 
-    v1 and v2 need memory for the scores, (..., queries, keys) of q's dtype: one such tensor is kept for the backward, and up to three
-    more are needed during a call. torch computes the products, with TF32 where torch.backends.cuda.matmul.allow_tf32 is set. Inputs whose
-    leading dimensions do not flatten to one are copied. Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
+    v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
+    Inputs whose leading dimensions do not flatten to one are copied. torch computes the products, with TF32 where its setting allows it.
+    Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
 
     Returns a new tensor (..., queries, value_dim). Raises TypeError for other dtypes; ValueError for shapes or devices that do not fit,
     more queries than keys, a scale that is negative or not finite, or an unknown version.
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762.
     """
-    q, k, v = (interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.dtype(name, x, checks.FLOATS)
-    checks.same(q=q, k=k, v=v)
     checks.version("attention", version, (*VERSIONS, "sdpa"))
-    if q.ndim < 2 or q.shape[:-2] != k.shape[:-2] or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
-        shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-        raise ValueError("q, k and v must be (..., queries, D), (..., keys, D) and (..., keys, E), got {}, {} and {}".format(*shapes))
-    if q.shape[-2] > k.shape[-2]:
-        raise ValueError(f"q has {q.shape[-2]} queries, more than the {k.shape[-2]} keys")
+    q, k, v = _checked(q, k, v)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if version == "sdpa":
         return _by_sdpa(q, k, v, scale)
-    if version is None and not q.is_cuda and not backend.simulates(q):
-        return _by_softmax(q, k, v, scale)
-    return VERSIONS[version or _default(q.get_device())].forward(q, k, v, scale)
+    if version is None:
+        version = _default(q.get_device()) if q.is_cuda or backend.simulates(q) else "v1"
+    matrices = (x.flatten(0, -3) if x.ndim > 3 else x for x in (q, k, v))
+    return VERSIONS[version].forward(*matrices, scale).view(*q.shape[:-1], v.shape[-1])
+
+
+def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = {name: interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    for name, x in tensors.items():
+        checks.dtype(name, x, checks.FLOATS)
+    checks.same(**tensors)
+    q, k, v = tensors.values()
+    if q.ndim < 2 or q.shape[:-2] != k.shape[:-2] or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        raise ValueError(f"q, k and v must be (..., queries, D), (..., keys, D) and (..., keys, E), got {shapes}")
+    if q.shape[-2] > k.shape[-2]:
+        raise ValueError(f"q has {q.shape[-2]} queries, more than the {k.shape[-2]} keys")
+    return q, k, v
 
 
 def _default(device: int) -> str:
@@ -71,27 +75,20 @@ _default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torc
 
 
 def _by_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    scores = _product(q, k.mT) * scale
-    return _product(softmax(scores.masked_fill(_hidden(q, k), -math.inf)), v)
+    scores = torch_matmul(q * scale, k.mT)  # scores of float16 may overflow before they are scaled
+    return torch_matmul(softmax(scores.masked_fill(_hidden(q, k), -math.inf)), v)
+
+
+def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if q.dtype == torch.float16:
+        q, scale = q * scale, 1.0
+    return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
 
 
 def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     seen = None if q.shape[-2] == k.shape[-2] else ~_hidden(q, k)
     with autocast.off(q):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale)
-
-
-def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if q.dtype == torch.float16:  # whose scores may overflow before they are scaled
-        q, scale = q * scale, 1.0
-    return _product(causal_softmax(_product(q, k.mT), scale=scale), v)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of matrices with the same leading dimensions."""
-    if a.ndim <= 3:
-        return torch_matmul(a, b)
-    return torch_matmul(a.flatten(0, -3), b.flatten(0, -3)).view(*a.shape[:-1], b.shape[-1])
 
 
 def _hidden(q: Tensor, k: Tensor) -> Tensor:
@@ -113,24 +110,23 @@ def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -
     return tuple(torch.randn(matrices, T, D, dtype=dtype, device=device) for _ in range(3))
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = (q @ k.mT) * max(q.shape[-1], 1) ** -0.5
-    return torch.softmax(scores.masked_fill(_hidden(q, k), -math.inf), -1) @ v
+def _weights(q: Tensor, k: Tensor) -> Tensor:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return torch.softmax(scores.masked_fill(_hidden(q, k), -math.inf), -1)
 
 
 def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The sums of the absolute values of all terms. The error of an exponent is one of its whole row."""
     q, k, v, g = (x.abs() for x in (*inputs, *douts))
-    scale = max(q.shape[-1], 1) ** -0.5
-    scores = (inputs[0] @ inputs[1].mT * scale).masked_fill(_hidden(q, k), -math.inf)
-    p = torch.softmax(scores, -1) * (1 + scale * (q @ k.mT).sum(-1, keepdim=True))
+    scale = q.shape[-1] ** -0.5
+    p = _weights(*inputs[:2]) * (1 + scale * (q @ k.mT).sum(-1, keepdim=True))
     dp = g @ v.mT
     ds = scale * p * (dp + (p * dp).sum(-1, keepdim=True))
     return p @ v, ds @ k, ds.mT @ q, p.mT @ g
 
 
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-    """Of a fused kernel: the inputs, the output and half of the T x T products."""
+    """Of a fused kernel, which does half of the T x T products."""
     matrices, T, D = dims
     size, flops = matrices * T * D * itemsize, 2 * matrices * T * (T + 1) * D
     backward = Cost(8 * size, 5 * flops // 2)
@@ -139,9 +135,8 @@ def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
 
 register(
     Op(
-        name="attention", stem="attention", function=attention, reference=_reference, versions=VERSIONS, dtypes=checks.FLOATS,
-        dims="MATRICES T D", make=_make, inputs=("q", "k", "v"), cost=_cost, bound="compute",
-        magnitude=_magnitude,
+        name="attention", stem="attention", function=attention, reference=lambda q, k, v: _weights(q, k) @ v, versions=VERSIONS,
+        dtypes=checks.FLOATS, dims="MATRICES T D", make=_make, inputs=("q", "k", "v"), cost=_cost, bound="compute", magnitude=_magnitude,
         check_dims=((1, 1, 1), (2, 65, 16), (3, 100, 64), (1, 300, 40)),
         sim_dims=((1, 1, 1), (2, 19, 8), (1, 70, 4)),
         bench_dims=((48, 1024, 64),),

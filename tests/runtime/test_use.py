@@ -27,6 +27,17 @@ def test_a_block_chooses_the_version():
     assert launched() == usual and not usual & {"softmax_v3", "softmax_v3_bwd"}
 
 
+def test_one_of_forward_and_backward_may_stay_the_default():
+    (usual,) = (name for name in launched() if not name.endswith("_bwd"))
+    (usual_backward,) = launched() - {usual}
+    with cukern.use("softmax", "v3", backward="default"):
+        assert launched() == {"softmax_v3", usual_backward}
+        with cukern.use("softmax", "default", backward="v4"):
+            assert launched() == {usual, "softmax_v4_bwd"}
+        with cukern.use("softmax", "default"):
+            assert launched() == {usual, usual_backward}
+
+
 def test_ops_with_one_table_change_together():
     with cukern.use("matmul", "v2"):
         assert launched("linear", (8, 8, 8)) - {"matmul_bias_grad"} == launched("matmul", (8, 8, 8)) == {"matmul_v2"}

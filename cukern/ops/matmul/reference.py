@@ -37,7 +37,10 @@ class _Matmul(Differentiable):
             da = torch_matmul(g, b.mH)
             da = da.sum(0, dtype=da.dtype) if da.ndim > a.ndim else da  # with a dtype, autocast does not change a sum
         if ctx.needs_input_grad[1]:
-            db = torch_matmul(_rows(a).mH, _rows(g)) if b.ndim == 2 else torch_matmul(a.mH, g)
+            if b.ndim == 2:
+                db = torch_matmul(_rows(a).mH, _rows(g))
+            else:  # in b's layout
+                db = torch_matmul(g.mH, a).mH if b.stride(-2) == 1 else torch_matmul(a.mH, g)
         if ctx.needs_input_grad[2]:
             dbias = g.sum(0, dtype=g.dtype)
         return da, db, dbias
