@@ -16,7 +16,7 @@ from cukern.runtime.registry import Version, choose
 from cukern.runtime.tensors import pointers
 
 CHUNK, THREADS, WORDS, PREPARING = 8192, 256, 32, 1024  # as in adamw.cu; PREPARING: threads of adamw_prepare
-_V1, _V2, _WRITE, _NORM, _PREPARE = (Template("adamw.cu", f"adamw_{name}") for name in ("v1", "v2", "write", "norm", "prepare"))
+_V1, _V2, _WRITE, _NORM, _PREPARE = (Template("adamw/adamw.cu", f"adamw_{name}") for name in ("v1", "v2", "write", "norm", "prepare"))
 
 
 class Row(NamedTuple):
@@ -48,7 +48,7 @@ class Table:
             self.runs.setdefault(dtype, [self.chunks, 0])[1] += count
             self.chunks += count
         self.rows, self.grads, numbers, partials = (
-            rows[0].step.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 8 * len(rows), self.chunks)
+            rows[0].step.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
         )
         self.places: tuple[int, ...] = ()
         self.memory = self.rows, self.grads, numbers, partials

@@ -14,6 +14,7 @@ from cukern.ops.adamw.rules import Numbers, check_numbers, check_param
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
+_MOST_TABLES = 64
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
 
 
@@ -68,6 +69,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be positive, got {max_norm!r}")
         flags = checks.flag("master_weights", master_weights), checks.flag("stochastic_rounding", stochastic_rounding)
         checks.version("adamw", version, VERSIONS)
+        self._captured: list[Any] = []  # memory that CUDA graphs use
         self._options = _Options(max_norm, *flags, checks.integer("seed", seed, 0, 2**64 - 1), version or "")
         check_numbers(lr, betas, eps, weight_decay)
         self._forget()
@@ -81,6 +83,8 @@ class AdamW(torch.optim.Optimizer):
             for i, p in enumerate(self.param_groups[-1]["params"]):
                 name = f"parameter {i} of group {len(self.param_groups) - 1}"
                 check_param(name, p)
+                if type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # such as a DTensor
+                    raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}")
                 checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], name: p})
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -88,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_options": self._options}
+        return {**super().__getstate__(), "_options": self._options, "_captured": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -110,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Forget the tables in device memory, whose tensors have changed."""
-        self._tables: dict[tuple[int, ...], Table] = {}
+        self._tables: dict[tuple[tuple[int, int], ...], Table] = {}
         self._groups: Tensor | None = None  # in device memory
         self._words: tuple[int, ...] = ()  # what is in it
 
@@ -163,7 +167,9 @@ class AdamW(torch.optim.Optimizer):
     def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: tuple[Tensor | None, Tensor | None]) -> None:
         first, options = found[0][1], self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = tuple(p.data_ptr() for _, p, _ in found)
+        if not self.state or len(self._tables) > _MOST_TABLES:  # the user has cleared it, or other parameters have gradients each time
+            self._forget()
+        key = tuple((i, p.data_ptr()) for i, p, _ in found)
         table = self._tables.get(key)
         if table is None:
             if capturing:
@@ -176,6 +182,7 @@ class AdamW(torch.optim.Optimizer):
         places = tuple(grads[i].data_ptr() for i in table.order)
         addresses = torch.empty_like(table.grads) if capturing else table.grads  # a replay must not change those of other steps
         if capturing:
+            self._captured.append((table, self._groups, self.grad_norm))
             write(addresses, places)
         elif places != table.places:
             write(addresses, places)
@@ -191,10 +198,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
         rows = [self._row(*one) for one in found]
         grads = [g.to(row.exp_avg.dtype) for g, row in zip(grads, rows, strict=True)]
-        factor, max_norm = 1.0 if grad_scale is None else 1 / grad_scale.item(), self._options.max_norm
-        if max_norm is not None:
-            self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
-            factor *= max_norm / self.grad_norm.item() if self.grad_norm > max_norm else 1.0
+        factor = self._factor_on_cpu(grads, grad_scale)
         if found_inf is not None and found_inf.item():
             return
         if factor != 1:
@@ -206,6 +210,14 @@ class AdamW(torch.optim.Optimizer):
         for row, target in zip(rows, targets, strict=True):
             if target is not row.param:
                 row.param.copy_(target)
+
+    def _factor_on_cpu(self, grads: list[Tensor], grad_scale: Tensor | None) -> float:
+        """What the gradients are multiplied by. Sets grad_norm."""
+        factor, max_norm = 1.0 if grad_scale is None else 1 / grad_scale.item(), self._options.max_norm
+        if max_norm is None:
+            return factor
+        self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
+        return factor * max_norm / self.grad_norm.item() if self.grad_norm > max_norm else factor
 
     def _memory(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
         """What the kernels may access in the simulator."""
