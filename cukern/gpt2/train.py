@@ -75,13 +75,11 @@ class Settings:
         expect(self.out is not None or not needs_out, f"out, a folder, for {needs_out}", None)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a forward pass."""
+    def tokens(self) -> int:  # of a forward pass
         return self.batch * self.seq_len
 
     @property
-    def micro_steps(self) -> int:
-        """Forward and backward passes of an update."""
+    def micro_steps(self) -> int:  # forward and backward passes of an update
         return max(1, self.total_batch // self.tokens)
 
 
@@ -136,18 +134,13 @@ def sample_text(model: GPT2, tokenizer: Tokenizer, count: int) -> str:
     return tokenizer.decode(tokens[1:])
 
 
-class Outliers:
-    """The z-score of a value among the last WINDOW values, itself included: NaN until there are so many, 0 if all are equal."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=WINDOW)
-
-    def add(self, value: float) -> float:
-        self._values.append(value)
-        if len(self._values) < WINDOW:
-            return math.nan
-        deviation = float(np.std(self._values))
-        return (value - float(np.mean(self._values))) / deviation if deviation else 0.0
+def z_score(value: float, window: deque[float]) -> float:
+    """Add a value to a window of a fixed length; its z-score among them, NaN until the window is full, 0 if all are equal."""
+    window.append(value)
+    if len(window) != window.maxlen:
+        return math.nan
+    deviation = float(np.std(window))
+    return (value - float(np.mean(window))) / deviation if deviation else 0.0
 
 
 class Trainer:
@@ -167,9 +160,7 @@ class Trainer:
     another shape or rank, and sequences longer than the model's; FileNotFoundError for files that are not there.
     """
 
-    def __init__(
-        self, model: GPT2, settings: Settings, tokenizer: Tokenizer | None = None, say: Callable[[str], object] = print
-    ) -> None:  # fmt: skip
+    def __init__(self, model: GPT2, settings: Settings, tokenizer: Tokenizer | None = None, say: Callable[[str], object] = print) -> None:
         s, config = settings, model.config
         self.model, self.settings, self.tokenizer, self.say = model, settings, tokenizer, say
         self.step = 0  # completed updates
@@ -186,7 +177,7 @@ class Trainer:
         groups = self.model.decay_groups(s.weight_decay)
         self.optimizer = AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8, weight_decay=s.weight_decay, max_norm=s.max_norm)
         self._start()
-        self.loss_z, self.norm_z = Outliers(), Outliers()
+        self.windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)  # of losses and norms
 
     # ---- checkpoints and main.log
 
@@ -196,18 +187,16 @@ class Trainer:
             parameter = getattr(self.model, name)
             yield name, [parameter] if isinstance(parameter, Tensor) else list(parameter)
 
-    def _moments(self, key: str) -> dict[str, Tensor]:
-        shapes, state = self.model.config.shapes, self.optimizer.state
-        return {name: torch.stack([state[p][key].cpu() for p in parts]).view(shapes[name]) for name, parts in self._parts()}
-
     def save(self) -> None:
         """Write a checkpoint, then delete the one that is too old."""
-        s, parameters = self.settings, self.model.parameters_by_name()
+        s, config, slots, parameters = self.settings, self.model.config, self.optimizer.state, self.model.parameters_by_name()
         assert s.out is not None
-        master = parameters if s.master else None
-        moments = self._moments("exp_avg"), self._moments("exp_avg_sq")
-        state = State(self.step, *moments, self.train_data.state(), master, RNG_STATE, RNG_STATE)
-        checkpoint.save(s.out, self.model.config, parameters, state)
+        m, v = (
+            {name: torch.stack([slots[p][key].cpu() for p in parts]).view(config.shapes[name]) for name, parts in self._parts()}
+            for key in ("exp_avg", "exp_avg_sq")
+        )
+        state = State(self.step, m, v, self.train_data.state(), parameters if s.master else None, RNG_STATE, RNG_STATE)
+        checkpoint.save(s.out, config, parameters, state)
         old = self.step - s.keep * s.checkpoint_every
         if s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
             checkpoint.delete(s.out, old)
@@ -313,7 +302,7 @@ class Trainer:
         numbers = torch.stack([mean, norm.float()]).tolist()
         if not all(map(math.isfinite, numbers)):
             raise FloatingPointError(self._not_finite(*numbers))
-        z = self.loss_z.add(numbers[0]), self.norm_z.add(numbers[1])
+        z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
         if decide:
             what = "loss" if 0 < s.skip_loss < z[0] else "grad" if 0 < s.skip_norm < z[1] else ""  # false for NaN
             if what:
@@ -328,15 +317,14 @@ class Trainer:
 
     def _backward(self) -> Tensor:
         """The gradients of the next batches, and the mean loss, on the device."""
-        s = self.settings
-        if s.overfit:
+        count, device = self.settings.micro_steps, self.model.wte.device
+        if self.settings.overfit:
             self.train_data.reset()
         self.optimizer.zero_grad()
-        device = self.model.wte.device
         mean = torch.zeros((), device=device)
-        for _ in range(s.micro_steps):
+        for _ in range(count):
             x, y = (part.to(device) for part in self.train_data.next_batch())
-            loss = self.model(x, y) / s.micro_steps
+            loss = self.model(x, y) / count
             loss.backward()
             mean += loss.detach()
         return mean

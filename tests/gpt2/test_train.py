@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from cukern.gpt2.checkpoint import Config, latest_step, read_model
 from cukern.gpt2.data import DataLoader, write_shard
 from cukern.gpt2.model import GPT2
 from cukern.gpt2.tokenizer import byte_tokenizer
-from cukern.gpt2.train import SCHEDULES, WINDOW, Outliers, Settings, Step, Trainer, learning_rate, sample_text
+from cukern.gpt2.train import SCHEDULES, WINDOW, Settings, Step, Trainer, learning_rate, sample_text, z_score
 
 TINY = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
 STEP = re.compile(
@@ -99,13 +100,13 @@ def test_known_rates():
     assert learning_rate(95, 100, 1.0, "wsd", 10, 0.0) == pytest.approx(1 - math.sqrt(0.75))
 
 
-def test_outliers():
-    detector, values = Outliers(), np.random.default_rng(1).normal(size=300).tolist()
+def test_z_scores():
+    window, values = deque(maxlen=WINDOW), np.random.default_rng(1).normal(size=300).tolist()
     for i, value in enumerate(values):
-        found, window = detector.add(value), values[max(0, i - WINDOW + 1) : i + 1]
-        assert math.isnan(found) if i < WINDOW - 1 else found == pytest.approx((value - np.mean(window)) / np.std(window))
-    equal = Outliers()
-    assert [equal.add(2.0) for _ in range(WINDOW)][-1] == 0
+        found, last = z_score(value, window), values[max(0, i - WINDOW + 1) : i + 1]
+        assert math.isnan(found) if i < WINDOW - 1 else found == pytest.approx((value - np.mean(last)) / np.std(last))
+    equal = deque(maxlen=4)
+    assert [z_score(2.0, equal) for _ in range(4)][-1] == 0
 
 
 # ---- one run
