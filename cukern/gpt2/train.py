@@ -15,7 +15,6 @@ from torch.nn.utils import get_total_norm
 
 from cukern import AdamW
 from cukern.gpt2 import checkpoint
-from cukern.gpt2.checkpoint import State
 from cukern.gpt2.data import DataLoader
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
 from cukern.gpt2.files import PathLike, expect, replace
@@ -25,7 +24,7 @@ from cukern.gpt2.tokenizer import Tokenizer
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 WINDOW = 128  # steps over which z-scores are computed
-RNG_STATE = 13371337  # llm.c's first state of stochastic rounding; float32 draws nothing
+RNG = 13371337  # llm.c's first state of stochastic rounding; float32 draws nothing
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ class Trainer:
             {name: torch.stack([slots[p][key].cpu() for p in parts]).view(config.shapes[name]) for name, parts in self._parts()}
             for key in ("exp_avg", "exp_avg_sq")
         )
-        state = State(self.step, m, v, self.train_data.state(), parameters if s.master else None, RNG_STATE, RNG_STATE)
+        state = checkpoint.State(self.step, m, v, self.train_data.state(), parameters if s.master else None, RNG, RNG)
         checkpoint.save(s.out, config, parameters, state)
         old = self.step - s.keep * s.checkpoint_every
         if s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
@@ -222,13 +221,10 @@ class Trainer:
         expect(state.step == step, f"the state of step {step}", state.step, optimizer)
         self.train_data.resume(state.loader)
         self.model.load_parameters(state.master or parameters)
-        slots: dict[Tensor, dict[str, Tensor]] = {}
         for name, parts in self._parts():
-            moments = [moment[name].view(len(parts), *parts[0].shape) for moment in (state.m, state.v)]
-            slots |= {p: {"exp_avg": m, "exp_avg_sq": v} for p, m, v in zip(parts, *moments, strict=True)}
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
-        entries = {i: {"step": torch.tensor(float(step)), **slots[p]} for i, p in enumerate(ordered)}
-        self.optimizer.load_state_dict({"state": entries, "param_groups": self.optimizer.state_dict()["param_groups"]})
+            for p, m, v in zip(parts, state.m[name].view(len(parts), -1), state.v[name].view(len(parts), -1), strict=True):
+                self.optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": m.view_as(p), "exp_avg_sq": v.view_as(p)}
+        self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
         self.step = step
 
     def _log(self, text: str) -> None:
@@ -239,11 +235,8 @@ class Trainer:
     # ---- the loop
 
     def run(self, report: Callable[[Step], object] = print) -> None:
-        """Train to the end. `report` is called after each update; str(step) is llm.c's line.
-
-        Raises FloatingPointError if the loss or the norm of the gradient is not finite, and OSError if a file cannot be written; the last
-        complete checkpoint remains.
-        """
+        """Train to the end. `report` is called after each update; str(step) is llm.c's line. Raises FloatingPointError if the loss or the
+        norm of the gradient is not finite, and OSError if a file cannot be written; the last complete checkpoint remains."""
         s, start, speed, ms_sum = self.settings, self.step, 0.0, 0.0
         while True:
             last = self.step >= self.total
@@ -334,5 +327,5 @@ class Trainer:
         tensors = [] if math.isfinite(loss) else [("parameter", self.model.parameters_by_name())]
         tensors += [("gradient of", self.model.gradients_by_name())]
         found = (f"{kind} {name}" for kind, named in tensors for name, tensor in named.items() if not tensor.isfinite().all())
-        where = f"the first tensor that is not finite: {next(found, 'the loss')}"
-        return f"step {self.step + 1}: loss {loss}, norm of the gradient {norm}; {where}"
+        numbers = f"step {self.step + 1}: loss {loss}, norm of the gradient {norm}"
+        return f"{numbers}; the first tensor that is not finite: {next(found, 'the loss')}"
