@@ -22,6 +22,7 @@ from cukern.cli.gpt2_train import (
     Rows,
     SoftmaxBackward,
     SoftmaxForward,
+    Temperature,
     TokenizerFile,
     make_model,
     pick_device,
@@ -74,6 +75,7 @@ def evaluate_model(
 def sample_model(
     model: ModelFile = MODEL,
     tokens: Annotated[int, typer.Option("-g", "--sample-tokens", min=1, help="Tokens to generate.")] = 64,
+    temperature: Temperature = None,
     tokenizer: TokenizerFile = None,
     device: Device = None,
 ) -> None:
@@ -82,7 +84,7 @@ def sample_model(
     found = tokenizer_for(made.config.vocab_size, tokenizer)
     if found is None:
         raise ValueError(f"--tokenizer must name a tokenizer file: there is no {FILE} in this folder")
-    say(sample_text(made, found, tokens))
+    say(sample_text(made, found, tokens, 1.0 if temperature is None else temperature))
 
 
 @app.command()

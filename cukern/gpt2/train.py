@@ -47,6 +47,7 @@ class Settings:
     val_batches: int = 20  # -m; -1 means all of the validation data
     sample_every: int = 20  # -s; 0 means never
     sample_tokens: int = 64  # -g
+    temperature: float = 1.0  # of samples; llm.c has no other
     hellaswag: PathLike | None = None  # -h: the file
     overfit: bool = False  # -a: train on the first batch of the validation data
     master: bool = True  # -w: write the float32 weights into the optimizer state too, as llm.c expects
@@ -63,7 +64,7 @@ class Settings:
     def __post_init__(self) -> None:
         positive = ("batch", "seq_len", "sample_tokens", "max_norm")
         not_negative = ("warmup", "final_fraction", "weight_decay", "val_every", "sample_every", "checkpoint_every", "keep", "major_every")
-        for name in (*positive, *not_negative, "lr", "skip_loss", "skip_norm", "total_batch"):
+        for name in (*positive, *not_negative, "lr", "temperature", "skip_loss", "skip_norm", "total_batch"):
             value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
             expect(math.isfinite(value) and (value > 0 or (value == 0 and name not in positive)), f"{name} {least}", value)
         for name in ("steps", "val_batches"):
@@ -124,13 +125,11 @@ def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", wa
     return last + left * (lr - last)
 
 
-def sample_text(model: GPT2, tokenizer: Tokenizer, count: int) -> str:
-    """Text of `count` tokens, EOT included, from llm.c's sampler with its first seed. After max_seq_len tokens, half of them are kept."""
-    rng, tokens, most = Xorshift(), [tokenizer.eot], model.config.max_seq_len
-    while len(tokens) < count:
-        prompt = tokens if len(tokens) < most else tokens[-most // 2 :]
-        tokens += generate(model, tokenizer, min(most, len(prompt) + count - len(tokens)), rng, prompt=prompt)
-    return tokenizer.decode(tokens[1:])
+def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0) -> str:
+    """Text from llm.c's sampler with its first seed: `count` tokens, EOT included. After each max_seq_len tokens another text begins."""
+    rng, most = Xorshift(), model.config.max_seq_len
+    lengths = [min(most, count - start) for start in range(0, count, most)]
+    return "\n".join(tokenizer.decode(generate(model, tokenizer, length, rng, temperature=temperature)) for length in lengths)
 
 
 def z_score(value: float, window: deque[float]) -> float:
@@ -277,7 +276,7 @@ class Trainer:
                 self.say(f"HellaSwag: {right}/{count} = {right / count:f}")
                 self._log(f"eval:{right / count:.4f}")
         if s.sample_every and self.tokenizer and (last or (self.step and self.step % s.sample_every == 0)):
-            self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens)}\n---")
+            self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature)}\n---")
 
     def _update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""

@@ -19,6 +19,7 @@ from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, latest_step, read_model
 from cukern.gpt2.data import DataLoader, write_shard
 from cukern.gpt2.model import GPT2
+from cukern.gpt2.sample import Xorshift, generate
 from cukern.gpt2.tokenizer import byte_tokenizer
 from cukern.gpt2.train import SCHEDULES, WINDOW, Settings, Step, Trainer, learning_rate, sample_text, z_score
 
@@ -173,11 +174,14 @@ def test_an_epoch_by_default(data):
     assert make(data, steps=-1, val_batches=-1).val_batches == 100 // 16
 
 
-def test_long_samples_go_on(data):
+def test_long_samples_are_several_texts(data):
     trainer, _ = trained(data, steps=3)
-    text = sample_text(trainer.model, trainer.tokenizer, 50)
-    assert text.startswith(sample_text(trainer.model, trainer.tokenizer, 8)[:-1])
-    assert text == sample_text(trainer.model, trainer.tokenizer, 50)
+    text = sample_text(trainer.model, trainer.tokenizer, 20)
+    rng = Xorshift()
+    parts = [list(generate(trainer.model, trainer.tokenizer, length, rng)) for length in (8, 8, 4)]
+    assert text == "\n".join(map(trainer.tokenizer.decode, parts)) == sample_text(trainer.model, trainer.tokenizer, 20)
+    assert sample_text(trainer.model, trainer.tokenizer, 8) == trainer.tokenizer.decode(parts[0])
+    assert sample_text(trainer.model, trainer.tokenizer, 8, 0.1) != trainer.tokenizer.decode(parts[0])
 
 
 # ---- two runs, resume, checkpoints
