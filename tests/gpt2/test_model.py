@@ -359,6 +359,19 @@ def test_parity_finds_what_is_wrong(tiny):
         parity.test_b(GPT2(SMALL), state)
 
 
+def test_parity_trains_as_llmc(tiny):
+    weights, state, *_ = tiny
+    seen = []
+    for test in (parity.test_a, parity.test_b):
+        model = GPT2(TINY)
+        model.load_parameters(weights)
+        test(model, state, [1.0], lambda parameters, **options: seen.append(options) or torch.optim.AdamW(parameters, **options))
+    assert seen == [
+        {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+        {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0},
+    ]
+
+
 def test_tf32_is_off_meanwhile(tiny):
     weights, state, *_ = tiny
     before, seen = torch.get_float32_matmul_precision(), []
