@@ -26,7 +26,7 @@ HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 SMALL = "small"
 # Without -i: a model for byte tokens that learns in 40 s on two CPU cores; what else was tried is in docs/notes/gpt2.md.
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
-SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.5)
+SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.5, prompt=tuple(b"The "))
 
 # Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
 # a part of the GPU's name.

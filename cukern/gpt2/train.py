@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,7 @@ class Settings:
     sample_every: int = 20  # -s; 0 means never
     sample_tokens: int = 64  # -g
     temperature: float = 1.0  # of samples; llm.c has no other
+    prompt: tuple[int, ...] = ()  # tokens with which samples begin; llm.c has none
     hellaswag: PathLike | None = None  # -h: the file
     overfit: bool = False  # -a: train on the first batch of the validation data
     master: bool = True  # -w: write the float32 weights into the optimizer state too, as llm.c expects
@@ -112,7 +113,6 @@ def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", wa
     During warmup it grows linearly to `lr`; "constant" ignores warmup. Then it falls to lr * final_fraction: with half a cosine, linearly,
     or for "wsd" from 80 % of the updates on with 1 - sqrt.
     """
-    last = lr * final_fraction
     if schedule == "constant":
         return lr
     if step < warmup:
@@ -122,14 +122,14 @@ def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", wa
         return lr
     done = (step - start) / (total - start) if total > start else 0.0
     left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "wsd": 1 - math.sqrt(done)}[schedule]
-    return last + left * (lr - last)
+    return lr * (final_fraction + left * (1 - final_fraction))
 
 
-def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0) -> str:
-    """Text from llm.c's sampler with its first seed: `count` tokens, EOT included. After each max_seq_len tokens another text begins."""
-    rng, most = Xorshift(), model.config.max_seq_len
-    lengths = [min(most, count - start) for start in range(0, count, most)]
-    return "\n".join(tokenizer.decode(generate(model, tokenizer, length, rng, temperature=temperature)) for length in lengths)
+def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0, prompt: Sequence[int] = ()) -> str:
+    """Text from llm.c's sampler with its first seed: `count` tokens after EOT or with the prompt. Beyond max_seq_len other texts follow."""
+    rng, most, options = Xorshift(), model.config.max_seq_len, {"temperature": temperature, "prompt": prompt or None}
+    lengths = [max(len(prompt), min(most, count - start)) for start in range(0, count, most)]
+    return "\n".join(tokenizer.decode([*prompt, *generate(model, tokenizer, n, rng, **options)]) for n in lengths)  # type: ignore[arg-type]
 
 
 def z_score(value: float, window: deque[float]) -> float:
@@ -276,7 +276,7 @@ class Trainer:
                 self.say(f"HellaSwag: {right}/{count} = {right / count:f}")
                 self._log(f"eval:{right / count:.4f}")
         if s.sample_every and self.tokenizer and (last or (self.step and self.step % s.sample_every == 0)):
-            self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature)}\n---")
+            self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature, s.prompt)}\n---")
 
     def _update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
