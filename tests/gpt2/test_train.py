@@ -181,6 +181,7 @@ def test_long_samples_are_several_texts(data):
     parts = [list(generate(trainer.model, trainer.tokenizer, length, rng)) for length in (8, 8, 4)]
     assert text == "\n".join(map(trainer.tokenizer.decode, parts)) == sample_text(trainer.model, trainer.tokenizer, 20)
     assert sample_text(trainer.model, trainer.tokenizer, 8) == trainer.tokenizer.decode(parts[0])
+    assert [t[:3] for t in sample_text(trainer.model, trainer.tokenizer, 20, prompt=tuple(b"abc")).split("\n")] == ["abc"] * 3
     assert sample_text(trainer.model, trainer.tokenizer, 8, 0.1) != trainer.tokenizer.decode(parts[0])
 
 
