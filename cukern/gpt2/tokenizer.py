@@ -1,5 +1,6 @@
 """llm.c's tokenizer file: the bytes of each token. It decodes tokens; it does not encode text."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from cukern.gpt2.files import HEADER_BYTES, PathLike, expect, read_header, repla
 
 MAGIC = 20240328
 GPT2_VOCAB, GPT2_EOT = 50257, 50256
+FILE = "gpt2_tokenizer.bin"  # the name of the published one
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,14 @@ def write_tokenizer(path: PathLike, tokenizer: Tokenizer) -> None:
     with replace(path) as file:
         write_header(file, MAGIC, 2, len(tokenizer.tokens), tokenizer.eot)
         file.write(b"".join(bytes([len(token)]) + token for token in tokenizer.tokens))
+
+
+def tokenizer_for(vocab_size: int, path: PathLike | None = None) -> Tokenizer | None:
+    """The tokenizer of a model: of the file, else bytes for 256 tokens, else gpt2_tokenizer.bin in the current folder, if it is there."""
+    if path is None and vocab_size == 256:
+        return byte_tokenizer()
+    if path is None and not os.path.exists(FILE):
+        return None
+    tokenizer = read_tokenizer(path or FILE)
+    expect(len(tokenizer.tokens) == vocab_size, f"the model's {vocab_size} tokens", len(tokenizer.tokens), path or FILE)
+    return tokenizer

@@ -1,0 +1,218 @@
+"""`cukern gpt2 train`: llm.c's flags; without -i a small model on a text that every machine has."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cukern.bench.environment import float32_products
+from cukern.bench.plot import drawable
+from cukern.cli import common
+from cukern.cli.common import console, say
+from cukern.gpt2 import checkpoint
+from cukern.gpt2.checkpoint import Config
+from cukern.gpt2.data import builtin_text, tokenize, write_shards
+from cukern.gpt2.model import GPT2, config_of, use_kernels
+from cukern.gpt2.tokenizer import FILE as TOKENIZER
+from cukern.gpt2.tokenizer import tokenizer_for
+from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
+
+HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
+SMALL = "small"
+# Without -i: a model for byte tokens that learns in 40 s on two CPU cores; what else was tried is in docs/notes/gpt2.md.
+SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
+SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.5, prompt=tuple(b"The "))
+
+# Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
+# a part of the GPU's name.
+PEAKS = (
+    ("GB200", 1250, 80),
+    ("B200", 1100, 75),
+    ("H200", 494.4, 66.9),
+    ("H100 PCIe", 378, 51.2),
+    ("H100", 494.4, 66.9),
+    ("A100", 156, 19.5),
+    ("V100", 15.7, 15.7),
+    ("T4", 8.1, 8.1),
+    ("L40S", 183, 91.6),
+    ("L4", 60, 30.3),
+    ("A10G", 35, 35),
+    ("RTX 3090", 35.6, 35.6),
+    ("RTX 4090", 82.6, 82.6),
+    ("RTX 5090", 104.8, 104.8),
+)
+
+
+def peak_flops(device: str, tf32: bool) -> float | None:
+    """Peak FLOP/s of matrix products on this GPU, or None if it is unknown or there is none."""
+    if torch.device(device).type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if part in name), None)
+
+
+def make_model(name: str, seq_len: int, device: str) -> GPT2:
+    """What -e names, in float32: a model file NAME.bin, or sizes for llm.c's random weights. "small": byte tokens, seq_len positions."""
+    small = Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=96)
+    parameters = None
+    if name.endswith(".bin"):
+        config, parameters = checkpoint.read_model(name)
+    else:
+        config = small if name == SMALL else config_of(name)
+    model = GPT2(config, device=device, dtype=torch.float32)
+    if parameters is None:
+        model.initialize()
+    else:
+        model.load_parameters(parameters)
+    return model
+
+
+def pick_device(device: str | None) -> str:
+    """The GPU if there is one, unless a device is named. Raises ValueError for a device that there is not."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not (device == "cuda" and torch.cuda.is_available()):
+        raise ValueError(f"--device must be cpu{', or cuda' if torch.cuda.is_available() else '; torch.cuda sees no GPU'}, got {device!r}")
+    return device
+
+
+Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to run; the GPU by default, if there is one.")]
+Rows = Annotated[int | None, typer.Option("-b", "--batch", help="B: rows of a forward pass (4; small run: 12).")]
+Length = Annotated[int | None, typer.Option("-t", "--seq-len", help="T: tokens of a row (1024; small run: 64).")]
+Temperature = Annotated[float | None, typer.Option(help="Divides the logits of a sample; 0: the likeliest token (1; small run: 0.5).")]
+TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", help="Decodes samples (gpt2_tokenizer.bin here; bytes for 256 tokens).")]
+_KERNEL = "of the fork of llm.c: 1 to 5; or the environment variable"
+SoftmaxForward = Annotated[str | None, typer.Option("--softmax-forward-kernel", help=f"{_KERNEL} SOFTMAX_FORWARD_KERNEL.")]
+SoftmaxBackward = Annotated[str | None, typer.Option("--softmax-backward-kernel", help=f"{_KERNEL} SOFTMAX_BACKWARD_KERNEL.")]
+MatmulForward = Annotated[str | None, typer.Option("--matmul-forward-kernel", help=f"{_KERNEL} MATMUL_FORWARD_KERNEL; or cublas.")]
+Flag = typer.Option
+
+
+def train(
+    train_data: Annotated[str | None, Flag("-i", "--train-data", help="Training shards, a glob pattern. Without it: a small run.")] = None,
+    val_data: Annotated[str | None, Flag("-j", "--val-data", help="Validation shards.")] = None,
+    model: Annotated[str | None, Flag("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")] = None,
+    out: Annotated[Path | None, Flag("-o", "--out", help="Folder of main.log and the checkpoints.")] = None,
+    batch: Rows = None,
+    seq_len: Length = None,
+    total_batch: Annotated[int | None, Flag("-d", "--total-batch", help="Tokens of an update, accumulated over passes (B * T).")] = None,
+    steps: Annotated[int | None, Flag("-x", "--steps", help="Updates; -1: one epoch (-1).")] = None,
+    schedule: Annotated[str | None, Flag("-k", "--schedule", help=f"Of the learning rate: {', '.join(SCHEDULES)} (cosine).")] = None,
+    lr: Annotated[float | None, Flag("-l", "--lr", help="Learning rate (3e-4).")] = None,
+    warmup: Annotated[int | None, Flag("-u", "--warmup", help="Updates of warmup (0).")] = None,
+    final_fraction: Annotated[float | None, Flag("-q", "--final-fraction", help="Last learning rate / -l (1).")] = None,
+    weight_decay: Annotated[float | None, Flag("-c", "--weight-decay", help="Of matrices and embeddings (0).")] = None,
+    val_every: Annotated[int | None, Flag("-v", "--val-every", help="Updates between validations; 0: never (20).")] = None,
+    val_batches: Annotated[int | None, Flag("-m", "--val-batches", help="Batches of a validation; -1: all (20).")] = None,
+    sample_every: Annotated[int | None, Flag("-s", "--sample-every", help="Updates between samples; 0: never (20).")] = None,
+    sample_tokens: Annotated[int | None, Flag("-g", "--sample-tokens", help="Tokens of a sample (64).")] = None,
+    temperature: Temperature = None,
+    run_hellaswag: Annotated[int, Flag("-h", "--run-hellaswag", min=0, max=1, help="1: HellaSwag after each validation.")] = 0,
+    hellaswag: Annotated[Path, Flag("--hellaswag", help="Its file.")] = HELLASWAG,
+    overfit: Annotated[int, Flag("-a", "--overfit", min=0, max=1, help="1: train on the first validation batch only.")] = 0,
+    tf32: Annotated[int, Flag("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")] = 1,
+    master: Annotated[int, Flag("-w", "--master", min=0, max=1, help="1: float32 weights in the optimizer state too.")] = 1,
+    checkpoint_every: Annotated[int | None, Flag("-n", "--checkpoint-every", help="Updates between checkpoints; 0: never (0).")] = None,
+    keep: Annotated[int | None, Flag("-nk", "--keep", help="Checkpoints to keep; 0: all (0).")] = None,
+    major_every: Annotated[int | None, Flag("-nm", "--major-every", help="Multiples of this are never deleted (0).")] = None,
+    resume: Annotated[int, Flag("-y", "--resume", min=0, max=1, help="1: go on from the newest checkpoint in -o, if any.")] = 0,
+    skip_loss: Annotated[float | None, Flag("-sl", "--skip-loss", help="Skip updates whose loss has a z-score above; 0: never.")] = None,
+    skip_norm: Annotated[float | None, Flag("-sg", "--skip-norm", help="The same for the norm of the gradient.")] = None,
+    recompute: Annotated[int, Flag("-r", "--recompute", min=0, max=2, help="No effect: nothing is recomputed.")] = 0,
+    zero: Annotated[int, Flag("-z", "--zero", min=0, max=3, help="No effect: there is one process.")] = 0,
+    gelu_fusion: Annotated[int, Flag("-ge", "--gelu-fusion", min=0, max=2, help="No effect: gelu is not fused into the product.")] = 0,
+    tokenizer: TokenizerFile = None,
+    device: Device = None,
+    plot: Annotated[Path | None, Flag(metavar="FILE", help="Draw the losses.")] = None,
+    softmax_forward_kernel: SoftmaxForward = None,
+    softmax_backward_kernel: SoftmaxBackward = None,
+    matmul_forward_kernel: MatmulForward = None,
+) -> None:
+    """Train GPT-2. Without arguments: a small model on Python's own help texts, for less than a minute. In parentheses: defaults."""
+    given = {name: value for name, value in locals().items() if value is not None and name in Settings.__dataclass_fields__}
+    given |= {name: bool(given[name]) for name in ("overfit", "master", "resume")}
+    place = pick_device(device)
+    given |= {"peak_flops": peak_flops(place, bool(tf32)), "hellaswag": hellaswag if run_hellaswag else None}
+    if plot is not None:
+        drawable(plot)
+        common.check_target("--plot", plot)
+    kernels = use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel)
+    with kernels, float32_products(bool(tf32)), _data(given) as settings:
+        made = make_model(model or _default_model(settings, "train_data" in given), settings.seq_len, place)
+        trainer = Trainer(made, settings, tokenizer_for(made.config.vocab_size, tokenizer), say)
+        _describe(trainer, bool(tf32))
+        _run(trainer, 1 if "train_data" in given else 50)
+    if plot is not None:
+        _plot({"training": trainer.losses, "validation": trainer.validations}, plot)
+        say(f"drawn to {plot}")
+
+
+def _default_model(settings: Settings, has_data: bool) -> str:
+    """The newest checkpoint to resume, if there is one; "small" for the built-in text, else d12."""
+    newest = checkpoint.latest_step(settings.out) if settings.resume and settings.out else None
+    if newest is not None and settings.out:
+        return str(checkpoint.paths(settings.out, newest)[0])
+    return "d12" if has_data else SMALL
+
+
+@contextlib.contextmanager
+def _data(given: dict[str, Any]) -> Iterator[Settings]:
+    """The settings; of the small run if no data are given, whose shards are written to a folder of their own."""
+    if ("train_data" in given) != ("val_data" in given):
+        raise ValueError(f"-i and -j go together: give both or neither, got only {'-i' if 'train_data' in given else '-j'}")
+    with tempfile.TemporaryDirectory() as folder:
+        if "train_data" not in given:
+            val, train = write_shards(folder, "topics", tokenize([builtin_text()], "bytes")[0])
+            given = SMALL_RUN | {"train_data": train, "val_data": val} | given
+        yield Settings(**given)
+
+
+def _describe(trainer: Trainer, tf32: bool) -> None:
+    """What llm.c prints before the first step."""
+    s, c, loader = trainer.settings, trainer.model.config, trainer.train_data
+    place = torch.cuda.get_device_name() if trainer.model.wte.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+    rate = "unknown: MFU is not shown" if s.peak_flops is None else f"{s.peak_flops / 1e12:.1f}"
+    say(f"train data: {loader.num_tokens} tokens in {len(loader.paths)} shards, {trainer.total} steps")
+    say(f"val data: {trainer.val_data.num_tokens} tokens, {trainer.val_batches} batches")
+    say(f"device: {place}, {'TF32' if tf32 else 'float32'} | peak TFlops: {rate}")
+    names = {"max_sequence_length": "max_seq_len", "vocab_size": "vocab_size", "padded_vocab_size": "padded_vocab_size"}
+    names |= {name: name for name in ("num_layers", "num_heads", "channels", "num_parameters")}
+    say(" | ".join(f"{shown} {getattr(c, name)}" for shown, name in names.items()))
+    say(f"batch_size B={s.batch} * seq_len T={s.seq_len} * num_processes=1 and total_batch_size={s.tokens * s.micro_steps}")
+    say(f"=> setting grad_accum_steps={s.micro_steps}")
+    if trainer.tokenizer is None and s.sample_every:
+        say(f"no samples: {TOKENIZER} is not in this folder, and --tokenizer names no other one")
+
+
+def _run(trainer: Trainer, print_every: int) -> None:
+    """Train, with a progress bar if stdout is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=trainer.total, completed=trainer.step)
+
+        def report(step: Step) -> None:
+            if step.number % print_every == 0:
+                say(str(step))
+            mfu = "" if step.mfu is None else f" MFU {100 * step.mfu:.1f}%"
+            bar.update(task, completed=step.number, description=f"loss {step.loss:.3f} {step.tokens_per_s:.0f} tok/s{mfu}")
+
+        trainer.run(report)
+
+
+def _plot(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
+    """Losses over the number of updates."""
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for (label, points), style in zip(curves.items(), ("-", "o-"), strict=True):
+        if points:
+            panel.plot(*zip(*points, strict=True), style, label=label)
+    panel.set(xlabel="updates", ylabel="loss")
+    panel.legend()
+    figure.savefig(file)
+    pyplot.close(figure)

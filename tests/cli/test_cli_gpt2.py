@@ -1,0 +1,246 @@
+"""`cukern gpt2`: every flag, the newcomer's run, evaluation, samples, checks, shares, data, downloads, and errors without a traceback."""
+
+import http.server
+import re
+import resource
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from helpers import no_gpu, run
+from test_cli import call, refused
+
+from cukern.cli import gpt2, gpt2_train
+from cukern.gpt2 import checkpoint
+from cukern.gpt2.checkpoint import Config, DebugState, write_debug_state, write_model
+from cukern.gpt2.data import builtin_text, read_shard, write_shard
+from cukern.gpt2.model import GPT2
+from cukern.gpt2.tokenizer import byte_tokenizer, read_tokenizer, write_tokenizer
+from cukern.gpt2.train import Settings
+
+TINY = Config(max_seq_len=16, vocab_size=256, num_layers=1, num_heads=2, channels=8)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with shards and the weights of a tiny model."""
+    rng = np.random.default_rng(0)
+    for name in ("train", "val"):
+        write_shard(tmp_path / f"{name}.bin", rng.integers(97, 107, 300))
+    model = GPT2(TINY)
+    model.initialize()
+    write_model(tmp_path / "tiny.bin", TINY, model.parameters_by_name())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+DATA = ("-i", "train.bin", "-j", "val.bin", "-e", "tiny.bin", "-b", 2, "-t", 16, "--device", "cpu")
+FLAGS = """-o run -d 64 -x 4 -k wsd -l 0.001 -u 1 -q 0.1 -c 0.1 -v 2 -m 1 -s 2 -g 8 -h 0 -a 0 -f 0 -w 1 -n 2 -nk 1 -nm 4 -y 1 -sl 3 -sg 3
+-r 0 -z 0 -ge 0 --temperature 0.5"""
+LONG = """--out run --total-batch 64 --steps 4 --schedule wsd --lr 0.001 --warmup 1 --final-fraction 0.1 --weight-decay 0.1 --val-every 2
+--val-batches 1 --sample-every 2 --sample-tokens 8 --run-hellaswag 0 --overfit 0 --tf32 0 --master 1 --checkpoint-every 2 --keep 1
+--major-every 4 --resume 1 --skip-loss 3 --skip-norm 3 --recompute 0 --zero 0 --gelu-fusion 0 --temperature 0.5"""
+
+
+@pytest.mark.parametrize("flags", [FLAGS, LONG], ids=["short", "long"])
+def test_every_flag_arrives(folder, monkeypatch, flags):
+    seen = []
+
+    def stop(model, settings, tokenizer, say):
+        seen.append(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "Trainer", stop)
+    assert refused("gpt2", "train", *DATA, *flags.split()) == "error: enough\n"
+    (found,) = seen
+    expected = Settings(
+        "train.bin", "val.bin", out=found.out, batch=2, seq_len=16, total_batch=64, steps=4, schedule="wsd", lr=0.001,
+        warmup=1, final_fraction=0.1, weight_decay=0.1, val_every=2, val_batches=1, sample_every=2, sample_tokens=8, checkpoint_every=2,
+        keep=1, major_every=4, resume=True, skip_loss=3.0, skip_norm=3.0, temperature=0.5,
+    )  # fmt: skip
+    assert found == expected and str(found.out) == "run"
+    help_text = call("gpt2", "train", "--help").stdout
+    assert all(flag in help_text for flag in re.findall(r"(?<!\S)-\w+", FLAGS))
+
+
+def test_llmc_defaults(folder, monkeypatch):
+    seen = []
+
+    def stop(model, settings, tokenizer, say):
+        seen.append(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "Trainer", stop)
+    refused("gpt2", "train", "-i", "train.bin", "-j", "val.bin", "-e", "tiny.bin", "--device", "cpu")
+    assert seen == [Settings("train.bin", "val.bin")]
+
+
+def test_train_resume_and_plot(folder):
+    out = call("gpt2", "train", *DATA, *FLAGS.split(), "--plot", "loss.svg").stdout
+    assert "=> setting grad_accum_steps=2" in out and "step    4/4 | loss " in out and "val loss " in out and "generating:\n---" in out
+    assert (folder / "loss.svg").read_bytes().startswith(b"<?xml") and checkpoint.latest_step("run") == 4
+    assert "step    4/4" not in call("gpt2", "train", *DATA, *FLAGS.split()).stdout
+
+
+@pytest.mark.parametrize("given", ["option", "environment"])
+def test_kernels_of_the_fork(folder, monkeypatch, given):
+    """Only the names of what there is: that each computes the right thing is tested with the model."""
+    for name, numbers in (("softmax_forward", "1, 2, 3, 4, 5"), ("matmul_forward", "1, 2, 3, 4, 5, cublas")):
+        option = [f"--{name.replace('_', '-')}-kernel", "7"] if given == "option" else []
+        with monkeypatch.context() as patch:
+            if not option:
+                patch.setenv(f"{name.upper()}_KERNEL", "7")
+            assert f"one of {numbers}; found '7'" in refused("gpt2", "train", *DATA, "-x", 1, *option)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train", "-i", "train.bin"), "-i and -j go together: give both or neither, got only -i"),
+        (("train", *DATA, "-b", 20), "expected at least num_processes * B * T + 1 = 321 tokens; found 300"),
+        (("train", *DATA, "-t", 17), "expected seq_len of at most the model's max_seq_len = 16; found 17"),
+        (("train", *DATA, "-i", "none*.bin"), "expected files that match 'none*.bin'; found none"),
+        (("train", *DATA, "-l", "nan"), "expected lr at least 0; found nan"),
+        (("train", *DATA, "-l", "1e30", "-x", 9, "-v", 0), "step 2: loss nan"),
+        (("train", *DATA, "--device", "tpu"), "--device must be cpu"),
+        (("train", *DATA, "--plot", "a.doc"), "--plot must name a file that ends with"),
+        (("train", *DATA, "-y", 1), "expected out, a folder, for resume; found None"),
+        (("train", *DATA, "-h", 1), "No such file or directory: 'dev/data/hellaswag/hellaswag_val.bin'"),
+        (("train", *DATA, "-o", "tiny.bin"), "File exists: 'tiny.bin'"),
+        (("eval", "-e", "tiny.bin"), "expected -j or --hellaswag; found neither"),
+        (("eval", "-e", "val.bin", "-j", "val.bin"), "expected magic number 20240326, of a model; found 20240520"),
+        (("eval", "-e", "tiny.bin", "-j", "val.bin", "-m", 0), "expected -m of at least 1, or -1; found 0"),
+        (("eval", "-e", "d5", "-j", "val.bin"), "found 'd5'"),
+        (("sample", "-e", "none.bin"), "No such file or directory: 'none.bin'"),
+        (("sample", "-e", "tiny.bin", "--tokenizer", "small.bin"), "expected the model's 256 tokens; found 2"),
+        (("check", "-e", "tiny.bin", "--debug-state", "tiny.bin"), "expected magic number 20240327, of a debug state; found 20240326"),
+        (("profile", "-e", "tiny.bin", "-t", 17), "expected -b of at least 1 and -t from 1 to 16; found 4 and 17"),
+        (("data",), "expected text files or --starter-pack; found neither"),
+        (("data", "tiny.bin", "--starter-pack"), "expected text files or --starter-pack; found both"),
+        (("data", "none.txt"), "No such file or directory: 'none.txt'"),
+        (("data", "latin.txt"), "latin.txt: expected UTF-8; found the byte 0xe9 at 1"),
+        (("data", "good.txt", "--encoding", "words"), "expected the encoding 'auto', 'gpt2' or 'bytes'; found 'words'"),
+    ],
+)
+@no_gpu
+def test_errors(folder, arguments, says):
+    (folder / "latin.txt").write_bytes(b"h\xe9llo")
+    (folder / "good.txt").write_text("some text, long enough")
+    write_tokenizer("small.bin", type(byte_tokenizer())((b"a", b"b"), 0))
+    before = sorted(path.name for path in folder.iterdir())
+    assert says in refused("gpt2", *arguments)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_wrong_flags_are_usage_errors(folder):
+    for arguments in (("-xx", 3), ("-a", 2), ("-b", "many")):
+        result = call("gpt2", "train", *DATA, *arguments, status=2)
+        assert "Traceback" not in result.output and "Usage" in result.stderr
+
+
+def test_a_checkpoint_of_another_shape(folder):
+    call("gpt2", "train", *DATA, "-o", "run", "-x", 2, "-n", 2, "-v", 0, "-s", 0)
+    assert "num_layers=12" in refused("gpt2", "train", *DATA[:4], "-e", "d12", *DATA[6:], "-o", "run", "-y", 1, "-n", 2)
+
+
+def test_eval_and_sample(folder):
+    out = call("gpt2", "eval", "-e", "tiny.bin", "-j", "val.bin", "-b", 2, "-t", 16, "-m", -1, "--device", "cpu").stdout
+    assert re.fullmatch(r"val loss 5\.\d{6}\n", out)
+    assert call("gpt2", "sample", "-e", "tiny.bin", "-g", 12, "--device", "cpu").stdout
+
+
+def test_check(folder):
+    """A debug state of the model itself passes except for llm.c's losses, which are those of its own weights; a wrong one does not."""
+    model = GPT2(TINY)
+    model.load_parameters(checkpoint.read_model("tiny.bin")[1])
+    x, y = torch.randint(256, (2, 1, 8), generator=torch.Generator().manual_seed(0))
+    logits = model(x)[..., :256].detach()
+    loss = model(x, y)
+    loss.backward()
+    write_debug_state("state.bin", TINY, DebugState(x, y, logits, loss.item(), model.gradients_by_name()))
+    out = call("gpt2", "check", "-e", "tiny.bin", "--debug-state", "state.bin", "--device", "cpu", status=1).stdout
+    wrong = [line for line in out.splitlines() if "WRONG" in line]
+    assert "test A" in out and "test B" in out and all(line.startswith("WRONG loss of step") for line in wrong), out
+    assert "loss of the debug state" in out and out.count("relative L2 error") == 32
+    bad = {name: g + 1 if name == "fcw" else g for name, g in model.gradients_by_name().items()}
+    write_debug_state("state.bin", TINY, DebugState(x, y, logits, loss.item(), bad))
+    out = call("gpt2", "check", "-e", "tiny.bin", "--debug-state", "state.bin", "--device", "cpu", status=1).stdout
+    assert any("fcw, relative L2" in line and "WRONG" in line for line in out.splitlines()), out
+
+
+def test_profile(folder):
+    out = call("gpt2", "profile", "-e", "tiny.bin", "-b", 2, "-t", 16, "-x", 2, "--device", "cpu", "--plot", "shares.png").stdout
+    assert "time of an update" in out and "% of all" in out and "aten::" in out
+    assert (folder / "shares.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_data(folder):
+    (folder / "a.txt").write_text("one\n\ntwo\n\n" * 10)
+    out = call("gpt2", "data", "a.txt", "-o", "new", "--name", "mine", "--encoding", "bytes", "--sections", "--shard-tokens", 60).stdout
+    assert "mine_val_000000.bin: 12 tokens" in out and "mine_tokenizer.bin: 256 tokens" in out
+    tokens = np.concatenate([read_shard(path) for path in sorted((folder / "new").glob("mine_train_*.bin"))])
+    assert bytes(tokens[:12].astype(np.uint8)) == b"\0one\n\n\0two\n\n" and len(list((folder / "new").iterdir())) == 4
+    assert read_tokenizer("new/mine_tokenizer.bin") == byte_tokenizer()
+    call("gpt2", "train", "-i", "new/mine_train*", "-j", "new/mine_val*", "-e", "small", "-b", 1, "-t", 8, "-x", 2, "--device", "cpu")
+
+
+# ---- the starter pack, from a server on this machine
+
+
+@pytest.fixture
+def server(folder, monkeypatch):
+    """Serves the folder; returns the requested names."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            asked.append(self.path[1:])
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        monkeypatch.setattr(gpt2, "STARTER_PACK", f"http://127.0.0.1:{serving.server_port}/")
+        yield asked
+        serving.shutdown()
+
+
+def test_starter_pack(folder, server, monkeypatch):
+    write_tokenizer("tokens.bin", byte_tokenizer())
+    size = (folder / "val.bin").stat().st_size
+    pack = {"val.bin": ("sub", size), "tokens.bin": (".", read_tokenizer)}
+    monkeypatch.setattr(gpt2, "PACK", pack)
+    call("gpt2", "data", "--starter-pack", "-o", "new")
+    assert (folder / "new/sub/val.bin").read_bytes() == (folder / "val.bin").read_bytes() and (folder / "new/tokens.bin").exists()
+    asked = list(server)
+    assert "is there" in call("gpt2", "data", "--starter-pack", "-o", "new").stdout and server == asked
+    monkeypatch.setattr(gpt2, "PACK", {"val.bin": (".", size + 1)})
+    assert f"expected {size + 1} bytes; found {size} bytes" in refused("gpt2", "data", "--starter-pack", "-o", "other")
+    monkeypatch.setattr(gpt2, "PACK", {"val.bin": (".", read_tokenizer)})
+    assert "expected magic number 20240328" in refused("gpt2", "data", "--starter-pack", "-o", "other")
+    monkeypatch.setattr(gpt2, "PACK", {"nothing.bin": (".", 1)})
+    assert "nothing.bin cannot be downloaded: HTTP Error 404" in refused("gpt2", "data", "--starter-pack", "-o", "other")
+    assert list((folder / "other").iterdir()) == []
+
+
+def test_no_network(folder, monkeypatch):
+    monkeypatch.setattr(gpt2, "STARTER_PACK", "http://127.0.0.1:9/")
+    assert "http://127.0.0.1:9/gpt2_124M.bin cannot be downloaded: " in refused("gpt2", "data", "--starter-pack")
+    assert not (folder / "gpt2_124M.bin").exists()
+
+
+# ---- the first thing that a newcomer runs
+
+
+def test_newcomer(tmp_path):
+    """In a fresh process, as a user runs it. 60 s on two cores are 120 s of CPU time. The tests share the cores: one thread runs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = run([sys.executable, "-m", "cukern", "gpt2", "train"], timeout=900, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    losses = [float(found) for found in re.findall(r"^val loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert losses[0] > 5 and losses[-1] < 1.8, losses
+    assert seconds < 100
+    sample = done.stdout.partition("generating:\n---\n")[2].rpartition("\n---\n")[0]
+    known, words = set(re.findall("[a-z]{4,}", builtin_text())), re.findall("[a-z]{4,}", sample)
+    assert len(words) > 20 and sum(word in known for word in words) > len(words) / 2, sample
+    assert list(tmp_path.iterdir()) == []

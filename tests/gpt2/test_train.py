@@ -1,0 +1,373 @@
+"""The training loop: schedules, printed lines, main.log, checkpoints, resume bit for bit, kills, full disks, NaN, refusals."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from gpt2_files import full_disk
+from helpers import ROOT
+
+from cukern.gpt2 import checkpoint
+from cukern.gpt2.checkpoint import Config, latest_step, read_model
+from cukern.gpt2.data import DataLoader, write_shard
+from cukern.gpt2.model import GPT2
+from cukern.gpt2.sample import Xorshift, generate
+from cukern.gpt2.tokenizer import byte_tokenizer
+from cukern.gpt2.train import SCHEDULES, WINDOW, Settings, Step, Trainer, learning_rate, sample_text, z_score
+
+TINY = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
+STEP = re.compile(
+    r"step +\d+/\d+ \| loss \d+\.\d{6} \([+-](nan|\d+\.\d\d)z\)\| norm \d+\.\d{4} \([+-](nan|\d+\.\d\d)z\)"
+    r"\| lr \d\.\d\de[+-]\d\d \| \d+\.\d\d ms \| (n/a|-?\d+\.\d%) bf16 MFU \| \d+ tok/s"
+)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Two shards for training, one for validation."""
+    rng = np.random.default_rng(0)
+    for name, length in (("train_1", 200), ("train_2", 150), ("val_0", 100)):
+        write_shard(tmp_path / f"{name}.bin", rng.integers(97, 107, length))
+    return tmp_path
+
+
+def settings(data, **changes):
+    defaults = dict(batch=2, seq_len=8, steps=12, lr=1e-2, warmup=2, final_fraction=0.1, weight_decay=0.1)
+    defaults |= dict(val_every=5, val_batches=3, sample_every=7, sample_tokens=20)
+    return Settings(data / "train_*.bin", data / "val_*.bin", **(defaults | changes))
+
+
+def make(data, say=print, config=TINY, **changes):
+    model = GPT2(config)
+    model.initialize()
+    return Trainer(model, settings(data, **changes), byte_tokenizer(), say)
+
+
+def trained(data, **changes):
+    """The trainer after its run, and what it printed."""
+    lines = []
+    trainer = make(data, lines.append, **changes)
+    trainer.run(lambda step: lines.append(str(step)))
+    return trainer, lines
+
+
+def untimed(lines):
+    """Without the fields that differ from run to run."""
+    return [re.sub(r"[\d.]+ ms \|.*", "", line) for line in lines if not line.startswith("total average")]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.model.parameters(), b.model.parameters(), strict=True))
+
+
+# ---- learning rates and z-scores
+
+
+def reference_rate(step, total, lr, schedule, warmup, fraction):
+    """Section 4 of the specification, one formula per schedule."""
+    low = lr * fraction
+    if schedule == "constant":
+        return lr
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    ratio = (step - warmup) / (total - warmup)
+    if schedule == "cosine":
+        return low + 0.5 * (1 + math.cos(math.pi * ratio)) * (lr - low)
+    if schedule == "linear":
+        return lr - ratio * (lr - low)
+    decay = int(0.8 * total)
+    return lr if step < decay else low + (1 - math.sqrt((step - decay) / (total - decay))) * (lr - low)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("warmup", "fraction"), [(0, 1.0), (10, 0.1), (7, 0.0)])
+def test_schedules(schedule, warmup, fraction):
+    for step in range(50):
+        found = learning_rate(step, 50, 3e-4, schedule, warmup, fraction)
+        assert found == pytest.approx(reference_rate(step, 50, 3e-4, schedule, warmup, fraction), rel=1e-12, abs=1e-18)
+
+
+def test_known_rates():
+    assert learning_rate(9, 100, 1.0, "cosine", 10) == 1.0 and learning_rate(4, 100, 1.0, "cosine", 10) == 0.5
+    assert learning_rate(55, 100, 1.0, "cosine", 10, 0.0) == pytest.approx(0.5)
+    assert learning_rate(95, 100, 1.0, "wsd", 10, 0.0) == pytest.approx(1 - math.sqrt(0.75))
+
+
+def test_z_scores():
+    window, values = deque(maxlen=WINDOW), np.random.default_rng(1).normal(size=300).tolist()
+    for i, value in enumerate(values):
+        found, last = z_score(value, window), values[max(0, i - WINDOW + 1) : i + 1]
+        assert math.isnan(found) if i < WINDOW - 1 else found == pytest.approx((value - np.mean(last)) / np.std(last))
+    equal = deque(maxlen=4)
+    assert [z_score(2.0, equal) for _ in range(4)][-1] == 0
+
+
+# ---- one run
+
+
+def test_printed_lines_and_log(data):
+    trainer, lines = trained(data, out=data / "run")
+    steps = [line for line in lines if line.startswith("step")]
+    assert len(steps) == 12 and all(STEP.fullmatch(line) for line in steps)
+    assert steps[0].startswith("step    1/12 | loss 5.") and "(+nanz)" in steps[0] and "| lr 5.00e-03 |" in steps[0]
+    losses = [re.fullmatch(r"val loss (\d\.\d{6})", line) for line in lines if line.startswith("val")]
+    assert len(losses) == 4  # before updates 1, 6, 11, and at the end
+    generated = [line for line in lines if line.startswith("generating:\n---\n")]
+    assert len(generated) == 2 and all(text.endswith("\n---") for text in generated)
+    assert re.fullmatch(r"total average iteration time: \d+\.\d{6} ms", lines[-1])
+    log = (data / "run/main.log").read_text().splitlines()
+    assert [line.split()[0] for line in log if "tel" in line] == ["s:0", "s:5", "s:10", "s:12"]
+    trl = [re.fullmatch(r"s:(\d+) trl:(\d\.\d{4}) lr:(\d\.\d{6}) norm:(\d+\.\d\d)", line) for line in log if "trl" in line]
+    assert [int(match[1]) for match in trl] == list(range(12))
+    assert [float(match[2]) for match in trl] == pytest.approx([loss for _, loss in trainer.losses], abs=5e-5)
+    assert [float(match[3]) for match in trl] == pytest.approx([learning_rate(i, 12, 1e-2, "cosine", 2, 0.1) for i in range(12)], abs=5e-7)
+    assert [step for step, _ in trainer.validations] == [0, 5, 10, 12]
+
+
+def test_mfu():
+    step = Step(3, 10, 1.0, math.nan, 2.0, -1.5, 3e-4, 12.345, 0.471, 12345.6)
+    assert str(step) == (
+        "step    3/10 | loss 1.000000 (+nanz)| norm 2.0000 (-1.50z)| lr 3.00e-04 | 12.35 ms | 47.1% bf16 MFU | 12346 tok/s"
+    ).replace("12.35", f"{12.345:.2f}")
+    assert Trainer.flops_per_token(Stub(Config(), 1024)) == 803_478_528  # of the specification
+
+
+class Stub:
+    def __init__(self, config, seq_len):
+        self.model, self.settings = type("", (), {"config": config}), type("", (), {"seq_len": seq_len})
+
+
+def test_against_plain_torch(data):
+    """The losses of a loop in plain torch on the same model: batches, accumulation, clipping, schedule and decay groups."""
+    trainer, _ = trained(data, total_batch=48, max_norm=0.5, steps=6)
+    other = make(data, total_batch=48, steps=6)
+    loader = DataLoader(data / "train_*.bin", 2, 8, shuffle=True)
+    adamw = torch.optim.AdamW(other.model.decay_groups(0.1), lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    for i, (step, found) in enumerate(trainer.losses):
+        adamw.zero_grad()
+        losses = [other.model(*loader.next_batch()) for _ in range(3)]
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(other.model.parameters(), 0.5)
+        for group in adamw.param_groups:
+            group["lr"] = reference_rate(i, 6, 1e-2, "cosine", 2, 0.1)
+        adamw.step()
+        assert step == i + 1 and found == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+
+
+def test_overfit_one_batch(data):
+    trainer, _ = trained(data, overfit=True, steps=60, val_every=0, sample_every=0, warmup=0, lr=3e-2)
+    assert trainer.losses[-1][1] < 0.7 * trainer.losses[20][1]
+    trainer.train_data.reset()
+    assert torch.equal(trainer.train_data.next_batch()[0], DataLoader(data / "val_0.bin", 2, 8).next_batch()[0])
+
+
+def test_an_epoch_by_default(data):
+    assert make(data, steps=-1).total == 350 // 16
+    assert make(data, steps=-1, val_batches=-1).val_batches == 100 // 16
+
+
+def test_long_samples_are_several_texts(data):
+    trainer, _ = trained(data, steps=3)
+    text = sample_text(trainer.model, trainer.tokenizer, 20)
+    rng = Xorshift()
+    parts = [list(generate(trainer.model, trainer.tokenizer, length, rng)) for length in (8, 8, 4)]
+    assert text == "\n".join(map(trainer.tokenizer.decode, parts)) == sample_text(trainer.model, trainer.tokenizer, 20)
+    assert sample_text(trainer.model, trainer.tokenizer, 8) == trainer.tokenizer.decode(parts[0])
+    assert [t[:3] for t in sample_text(trainer.model, trainer.tokenizer, 20, prompt=tuple(b"abc")).split("\n")] == ["abc"] * 3
+    assert sample_text(trainer.model, trainer.tokenizer, 8, 0.1) != trainer.tokenizer.decode(parts[0])
+
+
+# ---- two runs, resume, checkpoints
+
+
+@pytest.mark.parametrize("changes", [{}, {"total_batch": 32}, {"overfit": True}], ids=["plain", "accumulated", "overfit"])
+def test_two_runs_and_a_resumed_run_have_equal_bits(data, changes):
+    full, lines = trained(data, out=data / "full", checkpoint_every=4, **changes)
+    again, other = trained(data, out=data / "again", checkpoint_every=4, **changes)
+    assert same(full, again) and untimed(lines) == untimed(other)
+    for step in (4, 8, 12):
+        for a, b in zip(checkpoint.paths(data / "full", step), checkpoint.paths(data / "again", step), strict=True):
+            assert a.read_bytes() == b.read_bytes()
+    checkpoint.delete(data / "again", 12)
+    checkpoint.delete(data / "again", 8)
+    resumed, rest = trained(data, out=data / "again", checkpoint_every=4, resume=True, **changes)
+    assert resumed.losses == full.losses[4:] and same(full, resumed)
+    assert untimed(rest) == untimed(lines)[-len(untimed(rest)) :]
+    for a, b in zip(checkpoint.paths(data / "full", 12), checkpoint.paths(data / "again", 12), strict=True):
+        assert a.read_bytes() == b.read_bytes()
+    assert (data / "full/main.log").read_bytes() == (data / "again/main.log").read_bytes()
+
+
+def test_resume_without_a_checkpoint_starts_anew(data):
+    full, _ = trained(data, out=data / "a")
+    other, _ = trained(data, out=data / "b", resume=True)
+    assert same(full, other)
+
+
+def test_resume_after_the_end_trains_no_more(data):
+    full, _ = trained(data, out=data / "a", checkpoint_every=12)
+    log = (data / "a/main.log").read_bytes()
+    again, _ = trained(data, out=data / "a", checkpoint_every=12, resume=True)
+    assert again.losses == [] and same(full, again) and (data / "a/main.log").read_bytes() == log
+
+
+def test_checkpoints_that_are_kept(data):
+    trained(data, out=data / "run", checkpoint_every=2, keep=2, major_every=4)
+    assert sorted(int(path.name[5:]) for path in (data / "run").glob("DONE_*")) == [4, 8, 10, 12]
+    assert not checkpoint.paths(data / "run", 6)[0].exists()
+
+
+def test_master_weights_are_optional(data):
+    for master in (True, False):
+        trained(data, out=data / f"{master}", checkpoint_every=12, master=master)
+    sizes = [checkpoint.paths(data / f"{master}", 12)[1].stat().st_size for master in (True, False)]
+    assert sizes[0] - sizes[1] == 4 * TINY.num_parameters
+    assert make(data, out=data / "False", resume=True).step == 12
+
+
+CHILD = """
+import sys
+from cukern.gpt2.checkpoint import Config
+from cukern.gpt2.model import GPT2
+from cukern.gpt2.train import Settings, Trainer
+data, out = sys.argv[1:]
+tiny = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
+files = dict(train_data=f"{data}/train_*.bin", val_data=f"{data}/val_*.bin", out=out, checkpoint_every=3, keep=2, resume=True)
+s = Settings(**files, batch=2, seq_len=8, steps=60, lr=1e-2, val_every=7, val_batches=2, sample_every=0)
+print("ready", flush=True)
+model = GPT2(tiny)
+model.initialize()
+Trainer(model, s).run()
+"""
+
+
+def test_killed_at_any_moment(data):
+    """SIGKILL again and again, then the end: the same weights and main.log as without a kill."""
+    rng = np.random.default_rng(os.getpid())
+    command = [sys.executable, "-c", CHILD, str(data)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, str(data / "full")], check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120)
+    kills = 0
+    for _ in range(3):
+        child = subprocess.Popen([*command, str(data / "killed")], env=environment, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        time.sleep(rng.uniform(0, 0.8))
+        child.send_signal(signal.SIGKILL)
+        kills += child.wait() == -signal.SIGKILL
+        child.stdout.close()
+    assert kills
+    subprocess.run([*command, str(data / "killed")], check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120)
+    for a, b in zip(checkpoint.paths(data / "full", 60), checkpoint.paths(data / "killed", 60), strict=True):
+        assert a.read_bytes() == b.read_bytes()
+    assert (data / "full/main.log").read_bytes() == (data / "killed/main.log").read_bytes()
+
+
+@pytest.mark.parametrize("room", [0, 5000, 20000])
+def test_full_disk(data, monkeypatch, room):
+    """The last good checkpoint survives, and training goes on from it."""
+    full, _ = trained(data, out=data / "full", checkpoint_every=12)
+    trained(data, out=data / "run", checkpoint_every=4, steps=12)
+    for step in (8, 12):
+        checkpoint.delete(data / "run", step)
+    with monkeypatch.context() as patch:
+        trainer = make(data, out=data / "run", checkpoint_every=4, resume=True)
+        full_disk(patch, room)
+        with pytest.raises(OSError, match="No space left on device"):
+            trainer.run()
+    assert latest_step(data / "run") == 4 and read_model(checkpoint.paths(data / "run", 4)[0])[0] == TINY
+    resumed, _ = trained(data, out=data / "run", checkpoint_every=4, resume=True)
+    assert same(full, resumed)
+
+
+# ---- skipped updates, NaN
+
+
+def test_skipped_updates(data, monkeypatch):
+    """A loss far above the window's is not learned from; the bias correction counts its step, as in llm.c."""
+    monkeypatch.setattr("cukern.gpt2.train.WINDOW", 5)
+    trainer = make(data, (lines := []).append, skip_loss=1.95, steps=20, val_every=0, sample_every=0, lr=1e-4)
+    true, calls = trainer._backward, []
+
+    def backward():
+        calls.append([p.clone() for p in trainer.model.parameters()])
+        return true() + (100 if len(calls) == 9 else 0)
+
+    monkeypatch.setattr(trainer, "_backward", backward)
+    trainer.run()
+    assert [line for line in lines if line.startswith("skipping")] == ["skipping update due to loss z-score of 2.000000"]
+    assert all(torch.equal(a, b) for a, b in zip(calls[8], calls[9], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(calls[7], calls[8], strict=True))
+    assert {float(slot["step"]) for slot in trainer.optimizer.state.values()} == {20}
+
+
+def test_skipped_by_the_norm(data, monkeypatch):
+    monkeypatch.setattr("cukern.gpt2.train.WINDOW", 4)
+    lines = trained(data, skip_norm=1e-9, steps=9, val_every=0, sample_every=0)[1]
+    assert any(line.startswith("skipping update due to grad z-score of ") for line in lines)
+
+
+@pytest.mark.parametrize("skip", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("break_it", "says"),
+    [
+        (lambda model: model.ln2w[1].fill_(math.nan), r"step 1: loss nan, .* not finite: parameter ln2w"),
+        (lambda model: model.wpe[0].fill_(math.inf), r"step 1: loss nan, .* not finite: parameter wpe"),
+        (lambda model: model.wpe.requires_grad_().register_hook(lambda g: g * math.inf), r"loss 5\.\d+, .*: gradient of wpe"),
+    ],
+    ids=["nan", "inf", "gradient"],
+)
+def test_not_finite(data, break_it, says, skip):
+    trainer = make(data, skip_loss=skip, val_every=0)
+    with torch.no_grad():
+        break_it(trainer.model)
+    with pytest.raises(FloatingPointError, match=says):
+        trainer.run()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch": 0}, "expected batch more than 0; found 0"),
+        ({"lr": math.nan}, "expected lr at least 0; found nan"),
+        ({"warmup": -1}, "expected warmup at least 0; found -1"),
+        ({"steps": 0}, "expected steps of at least 1, or -1; found 0"),
+        ({"schedule": "step"}, "expected a schedule of cosine, linear, constant, wsd; found 'step'"),
+        ({"total_batch": 17}, "expected total_batch a multiple of batch . seq_len = 16; found 17"),
+        ({"resume": True}, "expected out, a folder, for resume; found None"),
+        ({"checkpoint_every": 2}, "expected out, a folder, for checkpoint_every; found None"),
+        ({"batch": 19}, "at least num_processes . B . T . 1 = 153 tokens; found 150"),
+        ({"seq_len": 9}, "expected seq_len of at most the model's max_seq_len = 8; found 9"),
+        ({"total_batch": 1600, "steps": -1}, "expected at least one update's 1600 tokens; found 350"),
+    ],
+)
+def test_refused_settings(data, changes, says):
+    with pytest.raises(ValueError, match=says):
+        make(data, **changes)
+    assert not (data / "run").exists()
+
+
+def test_a_checkpoint_of_another_shape(data):
+    trained(data, out=data / "run", checkpoint_every=12)
+    log = (data / "run/main.log").read_bytes()
+    other = Config(max_seq_len=8, vocab_size=256, num_layers=1, num_heads=2, channels=8)
+    with pytest.raises(ValueError, match=r"expected Config.*num_layers=1.*found Config.*num_layers=2"):
+        make(data, out=data / "run", resume=True, config=other)
+    with pytest.raises(ValueError, match="expected a loader state of "):
+        make(data, out=data / "run", resume=True, batch=3)
+    assert (data / "run/main.log").read_bytes() == log
+
+
+def test_tokens_outside_the_vocabulary(data):
+    with pytest.raises(ValueError, match="expected tokens below the vocabulary size 100; found 10"):
+        trained(data, config=Config(max_seq_len=8, vocab_size=100, num_layers=1, num_heads=2, channels=8), sample_every=0)
