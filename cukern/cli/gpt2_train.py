@@ -126,6 +126,7 @@ def train(
     recompute: Annotated[int, Flag("-r", "--recompute", min=0, max=2, help="No effect: nothing is recomputed.")] = 0,
     zero: Annotated[int, Flag("-z", "--zero", min=0, max=3, help="No effect: there is one process.")] = 0,
     gelu_fusion: Annotated[int, Flag("-ge", "--gelu-fusion", min=0, max=2, help="No effect: gelu is not fused into the product.")] = 0,
+    graph: Annotated[bool, Flag(help="On a GPU, replay forward and backward as a CUDA graph.")] = True,
     tokenizer: TokenizerFile = None,
     device: Device = None,
     plot: Annotated[Path | None, Flag(metavar="FILE", help="Draw the losses.")] = None,

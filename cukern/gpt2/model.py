@@ -55,7 +55,8 @@ class GPT2(torch.nn.Module):
         config: the sizes.
         attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax) or "sdpa" (torch's fused attention).
             None: v2, or that of `use_kernels`.
-        matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: "cublas", or that of `use_kernels`.
+        matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
+            on a GPU the fastest of cukern.linear, and "cublas" otherwise.
         device, dtype: of the parameters; float32, bfloat16 or float16.
 
     The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
@@ -122,7 +123,7 @@ class GPT2(torch.nn.Module):
         return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if (matmul := self.matmul or _matmul[-1]) == "cublas":
+        if (matmul := self.matmul or _matmul[-1] or ("cukern" if _is_strict(x) else "cublas")) == "cublas":
             return linear(x, weight, bias)
         return cukern.linear(x, weight, bias, version=None if matmul == "cukern" else matmul)
 
@@ -183,7 +184,13 @@ class GPT2(torch.nn.Module):
 
 # ---- the kernels of the fork of llm.c
 
-_matmul = ["cublas"]  # of models whose matmul is None, the innermost block's last; "cukern": the version of cukern.use
+_matmul = [""]  # of models whose matmul is None, the innermost block's last; "": the faster; "cukern": the version of cukern.use
+
+
+def _is_strict(x: Tensor) -> bool:
+    """True for products in float32 on a GPU without TF32: there cukern.linear takes less time than cuBLAS, see docs/notes/gpt2.md."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # torch 2.9 or newer
+    return x.is_cuda and x.dtype == torch.float32 and not (precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32)
 
 
 @contextlib.contextmanager

@@ -60,6 +60,7 @@ class Settings:
     skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
     betas: tuple[float, float] = (0.9, 0.95)
     max_norm: float = 1.0  # the norm to which the gradient is clipped
+    graph: bool = True  # on a GPU, replay forward and backward as a CUDA graph
     peak_flops: float | None = None  # of the GPU, per second, for MFU; None: unknown
 
     def __post_init__(self) -> None:
@@ -174,6 +175,8 @@ class Trainer:
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
         groups = self.model.decay_groups(s.weight_decay)
         self.optimizer = AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8, weight_decay=s.weight_decay, max_norm=s.max_norm)
+        self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of a micro-step; its inputs and loss
+        self.eager_batches = 0
         self._start()
         self.windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)  # of losses and norms
 
@@ -309,17 +312,42 @@ class Trainer:
 
     def _backward(self) -> Tensor:
         """The gradients of the next batches, and the mean loss, on the device."""
-        count, device = self.settings.micro_steps, self.model.wte.device
         if self.settings.overfit:
             self.train_data.reset()
-        self.optimizer.zero_grad()
-        mean = torch.zeros((), device=device)
-        for _ in range(count):
-            x, y = (part.to(device) for part in self.train_data.next_batch())
-            loss = self.model(x, y) / count
+        if self.graph is None or self.settings.micro_steps > 1:
+            self.optimizer.zero_grad(set_to_none=self.graph is None)
+        batches = [self.train_data.next_batch() for _ in range(self.settings.micro_steps)]
+        return torch.stack([self._micro_step(torch.stack(batch)) for batch in batches]).sum()
+
+    def _micro_step(self, batch: Tensor) -> Tensor:
+        """Adds the gradients of one batch, (2, B, T): inputs and targets. Returns its share of the mean loss. The first two batches compile
+        and choose kernels; then the graph is captured. With one micro-step the graph writes the gradients, with several it adds to them."""
+        if self.graph is not None:
+            graph, inputs, loss = self.graph
+            inputs.copy_(batch)
+            graph.replay()
+            return loss.clone()
+        batch = batch.to(self.model.wte.device)
+        loss = self.model(*batch) / self.settings.micro_steps
+        loss.backward()
+        loss = loss.detach()
+        self.eager_batches += 1
+        if batch.is_cuda and self.settings.graph and self.eager_batches == max(2, self.settings.micro_steps):
+            self._capture(batch)
+        return loss
+
+    def _capture(self, batch: Tensor) -> None:
+        saved = [p.grad for p in self.model.parameters()]
+        if self.settings.micro_steps == 1:
+            self.optimizer.zero_grad()
+        graph, inputs = torch.cuda.CUDAGraph(), torch.zeros_like(batch)
+        with torch.cuda.graph(graph):
+            loss = self.model(*inputs) / self.settings.micro_steps
             loss.backward()
-            mean += loss.detach()
-        return mean
+        for p, grad in zip(self.model.parameters(), saved, strict=True):
+            if p.grad is not None and grad is not None and p.grad is not grad:
+                p.grad.copy_(grad)
+        self.graph = graph, inputs, loss.detach()
 
     def _not_finite(self, loss: float, norm: float) -> str:
         """The message, with the first tensor in llm.c's order that is not finite. A finite loss means that the gradient came first."""

@@ -1,5 +1,6 @@
 """attention: softmax(scale q k^T) v, where each query sees the keys up to its own. The products of matrices are torch's."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.causal_softmax import causal_softmax
+from cukern.ops.causal_softmax import NO_WINDOW, causal_softmax, raw_backward, raw_forward
 from cukern.ops.matmul import torch_matmul
 from cukern.ops.softmax import checked_scale, softmax
 from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.registry import Cost, Op, Version, choose, register
+from cukern.runtime.registry import Cost, Op, Version, choose, register, transformed
+
+BLOCK = 512  # queries of a block of v2, at least
 
 
 def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: str | None = None) -> Tensor:
@@ -31,7 +34,8 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
             "sdpa": torch's scaled_dot_product_attention, which writes no scores. It has no second derivative, and on a GPU its gradients
             may differ from run to run.
 
-    v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
+    v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors. v2
+    takes 512 to 1023 queries at a time, which leaves out scores that no query sees.
     Inputs whose leading dimensions do not flatten to one are copied. torch computes the products, with TF32 where its setting allows it.
     Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
 
@@ -80,6 +84,52 @@ def _by_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    kernels = q.is_cuda or backend.simulates(q)
+    if kernels and q.shape[1] >= 2 * BLOCK and not torch.compiler.is_compiling() and not transformed():
+        return _InBlocks.apply(q, k, v, scale)
+    return _at_once(q, k, v, scale)
+
+
+class _InBlocks(torch.autograd.Function):
+    """`_at_once` for one block of queries after another, the last first. A block has no scores for the keys behind its last query: two
+    blocks need 3/4 of the memory and of the products of one, many need half."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, weights = q.new_empty(*q.shape[:2], v.shape[-1]), []
+        with autocast.off(q):
+            for a, b, keys in _blocks(q, k):
+                scores = torch.baddbmm(q.new_empty(()), q[:, a:b], k[:, :keys].mT, beta=0, alpha=scale)
+                weights.append(raw_forward(scores, None, 1.0, NO_WINDOW, "")[0])
+                torch.bmm(weights[-1], v[:, :keys], out=out[:, a:b])
+        ctx.save_for_backward(q, k, v, *weights)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of a gradient that will be differentiated again
+            return *torch.autograd.grad(_at_once(q, k, v, ctx.scale), (q, k, v), dout, create_graph=True, allow_unused=True), None
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        with autocast.off(q):
+            for beta, (a, b, keys), p in zip((0, *[1] * len(weights)), _blocks(q, k), weights, strict=False):
+                dy, dk_seen, dv_seen = dout[:, a:b], dk[:, :keys], dv[:, :keys]  # the first block sees all keys
+                dscores = raw_backward(p, torch.bmm(dy, v[:, :keys].mT), None, None, 1.0, NO_WINDOW, "")[0]
+                torch.baddbmm(dv_seen, p.mT, dy, beta=beta, out=dv_seen)
+                torch.baddbmm(dk_seen, dscores.mT, q[:, a:b], beta=beta, alpha=ctx.scale, out=dk_seen)
+                torch.baddbmm(dq[:, a:b], dscores, k[:, :keys], beta=0, alpha=ctx.scale, out=dq[:, a:b])
+        return dq, dk, dv, None
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, int]]:
+    """First and last query, and number of keys, of each block, from the last block to the first."""
+    queries, count = q.shape[1], q.shape[1] // BLOCK
+    edges = [queries * i // count for i in range(count + 1)]
+    return [(a, b, b + k.shape[1] - queries) for a, b in reversed(list(itertools.pairwise(edges)))]
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if q.dtype == torch.float16:
         q, scale = q * scale, 1.0
     return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)

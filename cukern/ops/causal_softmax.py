@@ -70,7 +70,7 @@ def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sin
     if watched(scores, sinks):
         y, _ = _apply(scores, sinks, scale, window or NO_WINDOW, forward, backward)
     else:
-        y, _ = _causal_softmax(scores, sinks, scale, window or NO_WINDOW, forward)
+        y, _ = raw_forward(scores, sinks, scale, window or NO_WINDOW, forward)
     return y.view(x.shape)
 
 
@@ -165,10 +165,10 @@ def _fake(x: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(rows, dtype=torch.float64, device=x.device)
 
 
-_causal_softmax = raw_op(
+raw_forward = raw_op(
     "_causal_softmax(Tensor x, Tensor? sinks, float scale, int window, str version) -> (Tensor, Tensor)", 2, _launch, _fake
 )
-_causal_softmax_backward = raw_op(
+raw_backward = raw_op(
     "_causal_softmax_backward(Tensor y, Tensor g, Tensor? share, Tensor? share_grad, float scale, int window, str version) "
     "-> (Tensor, Tensor)",
     4,
@@ -182,7 +182,7 @@ _causal_softmax_backward = raw_op(
 class _CausalSoftmax(Differentiable):
     @staticmethod
     def forward(x, sinks, scale, window, forward, backward):
-        return _causal_softmax(x, sinks, scale, window, forward)
+        return raw_forward(x, sinks, scale, window, forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -217,7 +217,7 @@ class _CausalSoftmax(Differentiable):
 
     @staticmethod
     def recorded(ctx, *inputs):
-        output = _causal_softmax(*inputs[:5])
+        output = raw_forward(*inputs[:5])
         _CausalSoftmax.setup_context(ctx, inputs, output)
         return output
 
@@ -225,7 +225,7 @@ class _CausalSoftmax(Differentiable):
 class _CausalSoftmaxBackward(Differentiable):
     @staticmethod
     def forward(y, g, share, share_grad, scale, window, version):
-        return _causal_softmax_backward(y, g, share, share_grad, scale, window, version)
+        return raw_backward(y, g, share, share_grad, scale, window, version)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -274,7 +274,7 @@ def _batch(apply: Callable[..., Any], sinks: bool, rest: Sequence[Any], *batch: 
 
 
 def _gradient(y: Tensor, g: Tensor, share: Tensor | None, share_grad: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    apply = _apply_backward if watched(y, g, share, share_grad) else _causal_softmax_backward
+    apply = _apply_backward if watched(y, g, share, share_grad) else raw_backward
     return apply(y, g, share, share_grad, *options)
 
 

@@ -147,7 +147,7 @@ def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
     loss = torch.empty(x.shape[:1] if reduction == "none" else (), dtype=wide(x.dtype), device=x.device)
-    return loss, torch.empty(x.shape[0] + (reduction != "none"), dtype=torch.float64, device=x.device)
+    return loss, torch.empty(x.shape[0] + int(reduction != "none"), dtype=torch.float64, device=x.device)
 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"

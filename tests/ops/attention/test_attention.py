@@ -1,6 +1,7 @@
 """attention beyond test_ops.py: torch's own attention, fewer queries than keys, views of packed qkv, sizes that overflow, versions."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -89,6 +90,45 @@ def test_later_keys_do_not_matter():
         changed_v[:, 4:] = -2.0
         after = cukern.attention(q, changed_k, changed_v, version=version)
         assert same_bits(before[:, :4], after[:, :4]) and not torch.equal(before, after)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """v2 takes 4 to 7 queries at a time. Returns a list of the calls that it takes in blocks."""
+    module, calls = sys.modules["cukern.ops.attention"], []
+    monkeypatch.setattr(module, "BLOCK", 4)
+    apply = module._InBlocks.apply
+    monkeypatch.setattr(module._InBlocks, "apply", lambda *args: calls.append(args) or apply(*args))
+    return calls
+
+
+@kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (19, 19), (9, 21)])
+def test_blocks_of_queries(dtype, queries, keys, blocks):
+    q, k, v = (torch.randn(3, n, d, dtype=dtype, device=DEVICE, requires_grad=True) for n, d in ((queries, 8), (keys, 8), (keys, 5)))
+    exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
+    expected = truth(*exact, scale=0.3)
+    g = torch.randn_like(expected)
+    y = cukern.attention(q, k, v, scale=0.3)
+    gradients = torch.autograd.grad(y, (q, k, v), g.to(y))
+    assert blocks and y.shape == expected.shape and y.dtype == dtype
+    right = torch.autograd.grad(expected, exact, g.to(dtype).double())
+    for found, true in zip((y, *gradients), (expected, *right), strict=True):
+        torch.testing.assert_close(found.double().cpu(), true, rtol=0, atol=4 * TOLERANCE[dtype])
+    again = cukern.attention(q, k, v, scale=0.3)
+    assert same_bits(again, y) and all(map(same_bits, torch.autograd.grad(again, (q, k, v), g.to(y)), gradients))
+
+
+@kernels
+def test_higher_derivatives_and_transforms_in_blocks(blocks):
+    q, k, v = (torch.randn(1, 8, 2, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(cukern.attention, (q, k, v)) and torch.autograd.gradgradcheck(cukern.attention, (q, k, v))
+    assert blocks
+    blocks.clear()
+    torch.func.jacfwd(cukern.attention)(q.detach(), k.detach(), v.detach())
+    cukern.attention(q[:, :7], k, v)
+    assert not blocks
 
 
 def launched(**options):
