@@ -1,4 +1,4 @@
-"""`cukern gpt2`: trains, evaluates, samples, checks and profiles GPT-2 with llm.c's files, and makes these files."""
+"""`cukern gpt2`: trains, evaluates, samples, checks, times and profiles GPT-2 with llm.c's files, and makes these files."""
 
 import urllib.error
 import urllib.request
@@ -14,6 +14,7 @@ from cukern.bench.environment import float32_products
 from cukern.bench.plot import drawable
 from cukern.cli import common
 from cukern.cli.common import console, say
+from cukern.cli.gpt2_bench import bench
 from cukern.cli.gpt2_train import (
     HELLASWAG,
     Device,
@@ -36,6 +37,7 @@ from cukern.gpt2.train import sample_text
 
 app = typer.Typer(no_args_is_help=True, help="GPT-2 with llm.c's file formats, on cukern's kernels.")
 app.command()(train)
+app.command()(bench)
 
 ModelFile = Annotated[str, typer.Option("-e", "--model", help="A model file, or sizes for random weights: d12, gpt3:c768, small.")]
 Tf32 = Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")]

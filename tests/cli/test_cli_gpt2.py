@@ -176,6 +176,12 @@ def test_profile(folder):
     assert (folder / "shares.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench(folder):
+    arguments = ("gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--no-compile", "--device", "cpu")
+    out = call(*arguments).stdout
+    assert "B=1 T=16 float32 on cpu" in out and re.search(r"cukern +[\d.]+ +[\d.]+ +\d+", out) and "torch " in out
+
+
 def test_data(folder):
     (folder / "a.txt").write_text("one\n\ntwo\n\n" * 10)
     out = call("gpt2", "data", "a.txt", "-o", "new", "--name", "mine", "--encoding", "bytes", "--sections", "--shard-tokens", 60).stdout

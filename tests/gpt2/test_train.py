@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gpt2_files import full_disk
-from helpers import ROOT
+from helpers import ROOT, gpu
 
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config, latest_step, read_model
@@ -45,8 +45,8 @@ def settings(data, **changes):
     return Settings(data / "train_*.bin", data / "val_*.bin", **(defaults | changes))
 
 
-def make(data, say=print, config=TINY, **changes):
-    model = GPT2(config)
+def make(data, say=print, config=TINY, device="cpu", **changes):
+    model = GPT2(config, device=device)
     model.initialize()
     return Trainer(model, settings(data, **changes), byte_tokenizer(), say)
 
@@ -204,6 +204,21 @@ def test_two_runs_and_a_resumed_run_have_equal_bits(data, changes):
     for a, b in zip(checkpoint.paths(data / "full", 12), checkpoint.paths(data / "again", 12), strict=True):
         assert a.read_bytes() == b.read_bytes()
     assert (data / "full/main.log").read_bytes() == (data / "again/main.log").read_bytes()
+
+
+@gpu
+@pytest.mark.parametrize("changes", [{}, {"total_batch": 48}, {"skip_norm": 100.0}, {"overfit": True}], ids=lambda x: "".join(x) or "plain")
+def test_a_graph_gives_the_bits_of_separate_launches(data, changes):
+    changes = changes | {"out": data / "run", "checkpoint_every": 4, "device": "cuda"}
+    graphed, lines = trained(data, **changes)
+    assert graphed.graph is not None
+    (data / "run").rename(data / "full")
+    eager, others = trained(data, graph=False, **changes)
+    assert eager.graph is None and untimed(lines) == untimed(others) and graphed.losses == eager.losses and same(graphed, eager)
+    for step in (8, 12):
+        checkpoint.delete(data / "run", step)
+    resumed, _ = trained(data, resume=True, **changes)
+    assert resumed.graph is not None and resumed.losses == graphed.losses[4:] and same(graphed, resumed)
 
 
 def test_resume_without_a_checkpoint_starts_anew(data):
