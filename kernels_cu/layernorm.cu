@@ -311,8 +311,8 @@ __global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
                 dbias[k][j] += g[j];
             }
         }
-        if (AHEAD) load(row + step);          // the data arrives while this row is reduced and written
-        row_sums(sum_h, sum_hn, sums[half]);  // a barrier separates two uses of the same half
+        if (AHEAD && row + step < rows) load(row + step);  // the data arrives while this row is reduced and written
+        row_sums(sum_h, sum_hn, sums[half]);               // a barrier separates two uses of the same half
         C mean_h = RMS ? C(0) : sum_h * inverse, mean_hn = sum_hn * inverse;
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {

@@ -163,7 +163,7 @@ def _shares(step: Callable[[], None], steps: int, place: str) -> dict[str, tuple
     """The 20 ops with the most time of their own: microseconds and calls of a step."""
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if place == "cuda" else [])
     step()  # compiles
-    with common.progress() as bar, torch.profiler.profile(activities=activities) as profiler:
+    with common.progress() as bar, torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in bar.track(range(steps), description="profiling"):
             step()
         if place == "cuda":

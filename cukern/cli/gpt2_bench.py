@@ -101,7 +101,7 @@ def bench(
     for name, us in times.items():
         timing = summary(us[WARMUP:])
         rows.append(Row("gpt2", "", f"step {model}", (B, T), kind, name, timing.median_us, timing.iqr_us, 0, flops))
-    _show(rows)
+    _show(rows, (place == "cuda" and environment.gpu_name()) or place)
     if record_it:
         record.append(rows, record.default_file())
         say(f"appended to {record.default_file()}", to=common.errors)
@@ -116,9 +116,9 @@ def _peers(ours: GPT2, batch: Tensor, compile: bool) -> dict[str, Callable[[], f
     return peers
 
 
-def _show(rows: list[Row]) -> None:
+def _show(rows: list[Row], where: str) -> None:
     first, torch_us = rows[0], next(r.median_us for r in rows if r.provider == "torch")
-    title = f"gpt2 {first.pass_}, B={first.shape[0]} T={first.shape[1]} {first.dtype} on {environment.gpu_name() or 'cpu'}"
+    title = f"gpt2 {first.pass_}, B={first.shape[0]} T={first.shape[1]} {first.dtype} on {where}"
     table = common.table(title, "provider", "ms", "+- ms", "tokens/s", "TFLOP/s", "x torch")
     for r in rows:
         numbers = r.median_us * 1e-3, r.iqr_us * 1e-3

@@ -460,6 +460,7 @@ def test_a_version_needs_a_gpu():
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # that of the refused capture
 @pytest.mark.parametrize("tensor", (False, True))
 def test_a_captured_step_follows_the_schedule(tensor):
     """Replays with new gradients, in memory that the graph owns, and a step outside of the graph between two of them."""
@@ -497,6 +498,7 @@ def test_a_captured_step_follows_the_schedule(tensor):
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_synchronization():
     params = parameters("cuda", torch.float32, torch.float16)
     optimizer = cukern.AdamW(params, max_norm=1.0)
