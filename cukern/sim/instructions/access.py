@@ -1,5 +1,6 @@
 """Loads, stores, fences and asynchronous copies."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import IN_FLIGHT, STRONG
 from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW, each
+from cukern.sim.memory.spaces import WINDOW, Space, each
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Operand, Register, Symbol, immediate_value
 
@@ -48,16 +49,21 @@ def load(c: Context) -> Step:
     if size * count > 16 or width > 64:
         raise c.unknown()
     strong = _is_strong(c, space) and space != "cluster"  # lanes poll only in their own block's memory
-    constant, acquires = space == "const", "acquire" in c.parts
+    constant, acquires, cached = space == "const", "acquire" in c.parts, "nc" in c.parts
+
+    def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
+        if cached:
+            where.check_unchanged(m, lanes, at, size * count)
+        return where.load(m, lanes, at, size * count, strong)
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         if not constant:
             m.order.clock.tick(pc)
         addresses = offset_by(m.get(group, base), offset)
-        values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
+        values = through(m, space, group.lanes, addresses, functools.partial(access, m))
         if strong and space != "shared":
-            m.order.observe(group.lanes, acquires)
+            m.order.observe(group.lanes, addresses, acquires)
         parts = values.view(UNSIGNED[width]).reshape(-1, count)
         for i, target in enumerate(targets):
             put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
@@ -140,7 +146,7 @@ def store(c: Context) -> Step:
         addresses = offset_by(m.get(group, base), offset)
         through(m, space, group.lanes, addresses, lambda where, lanes, at, v: where.store(m, lanes, at, size * count, v, flags), values)
         if strong and space not in ("shared", "cluster"):
-            m.order.publish(group.lanes, releases)
+            m.order.publish(group.lanes, addresses, releases)
 
     return run
 

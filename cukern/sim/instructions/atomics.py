@@ -32,6 +32,7 @@ def atomic(c: Context) -> Step:
     base, offset = c.address(address)
     sources = [c.source(x, c.types[0]) for x in operands]
     width, signed, pc = WIDTHS[c.types[0]], c.types[0][0] == "s", c.pc
+    narrow, compares = "cta" in c.parts, operation == "cas"
     changes = {name: _change(c, operation, name) for name in ("global", "shared")}
 
     def run(m: Machine, group: Group) -> None:
@@ -41,7 +42,9 @@ def atomic(c: Context) -> Step:
         values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources]
 
         def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
-            return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values)
+            if compares and space.name == "global":
+                m.compare(lanes, at.view(np.int64))
+            return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
 
         old = through(m, space, group.lanes, addresses, access, *values)
         put(m, group, target, old, signed)
@@ -69,16 +72,23 @@ def _change(c: Context, operation: str, space: str) -> Change:
 
 
 def _serially(
-    m: Machine, space: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
+    m: Machine,
+    space: Space,
+    lanes: np.ndarray,
+    addresses: np.ndarray,
+    size: int,
+    change: Change,
+    values: tuple[np.ndarray, ...],
+    narrow: bool,
 ) -> np.ndarray:
-    """Returns the old values. Lanes with the same address execute in the order of their numbers."""
+    """Returns the old values. Lanes with the same address execute in the order of their numbers. `narrow`: atomic for the own block only."""
     at, parts = space.place(m, lanes, addresses, size, "changes")
     for part in parts:
         space.check_written(m, part, size)
-        space.note_write(m, part, size, None, STRONG)
+        space.note_write(m, part, size, None, STRONG, narrow and space.name == "global")
     if space.name == "global":
-        m.order.publish(lanes)
-        m.order.observe(lanes, acquires=True)
+        m.order.publish(lanes, addresses)
+        m.order.observe(lanes, addresses, acquires=True)
     array, index = space.array(at, size)
     old = np.empty(len(lanes), array.dtype)
     order = np.argsort(index, kind="stable")

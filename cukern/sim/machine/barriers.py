@@ -62,7 +62,7 @@ class Barriers:
     def _everybody_met(self) -> None:
         self.m.order.barrier(np.arange(self.m.blocks))
         if self.m.order.blocks_a_cluster == 1:  # else other blocks may have read, too
-            self.m.shared.shadow.forget_reads()
+            self.m.shared.shadow.forget_accesses()
 
     def _complete(self, barrier: int, meeting: _Meeting) -> None:
         """Release the blocks in which all threads have arrived."""

@@ -5,6 +5,7 @@ one element. Barriers and warp-wide instructions are in the files beside this on
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from cukern.runtime.limits import Dim
 from cukern.sim.faults import Fault, Where
 from cukern.sim.machine.program import Program
-from cukern.sim.memory.order import Clock, Order
+from cukern.sim.memory.order import TIME_BITS, Clock, Order
 from cukern.sim.memory.spaces import Global, Private, Space
 from cukern.sim.ptx.module import Register
 
@@ -60,6 +61,9 @@ class Launched:
         self.cluster = program.kernel.cluster
         self.clock = Clock(math.prod(grid))
         self.steps = 0
+        self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
+        self.compared: dict[tuple[int, int], int] = {}  # lane of the launch and address -> time of its last compare-and-swap
+        self.suspects: dict[tuple[int, int], Callable[[], Fault]] = {}  # races of plain reads that a compare-and-swap would forgive
 
 
 class Batch:
@@ -151,6 +155,23 @@ class Batch:
         return self.group(group.lanes[chosen]) if count else None
 
     # ---- faults
+
+    @property
+    def compares(self) -> bool:
+        return self.launched.compares
+
+    def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None:
+        """A lane of the launch reads beside atomics, now or at `stamp`: a race, unless it has executed a compare-and-swap since or does so
+        later."""
+        time = self.launched.compared.get((reader, position), -1)
+        if stamp is None or time < stamp >> TIME_BITS:
+            self.launched.suspects.setdefault((reader, position), fault)
+
+    def compare(self, lanes: np.ndarray, positions: np.ndarray) -> None:
+        """These lanes execute a compare-and-swap."""
+        for key in zip((lanes + self.order.base).tolist(), positions.tolist(), strict=True):
+            self.launched.compared[key] = self.order.clock.now
+            self.launched.suspects.pop(key, None)
 
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]:
         """blockIdx and threadIdx of a lane of the batch."""

@@ -16,7 +16,7 @@ from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.clusters import Clusters, Distributed
 
 LANES_A_BATCH = 1 << 15
-MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute
+MOST_STEPS = 1_500_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: ten seconds or more
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
@@ -29,8 +29,15 @@ def run(launched: Launched, stretches: Stretches) -> None:
     blocks, together = math.prod(launched.grid), math.prod(launched.cluster)
     batch = max(1, LANES_A_BATCH // (launched.warps * 32 * together)) * together
     with np.errstate(all="ignore"):
-        for first in range(0, blocks, batch):
-            Machine(launched, stretches, first, min(batch, blocks - first)).run()
+        started: list[Machine] = []
+        first = 0
+        while started or first < blocks:
+            if first < blocks:  # no batch is there, or those that are wait for others
+                started.append(Machine(launched, stretches, first, min(batch, blocks - first)))
+                first += batch
+            started = [machine for machine in started if not machine.run(yields=first < blocks or len(started) > 1)]
+    for fault in launched.suspects.values():
+        raise fault()
 
 
 class Machine(Batch):
@@ -39,28 +46,32 @@ class Machine(Batch):
     def __init__(self, launched: Launched, stretches: Stretches, first_block: int, blocks: int):
         super().__init__(launched, first_block, blocks)
         self.stretches = stretches
-        self.spinning, self.shares = False, 0
+        self.spinning, self.shares, self.turns, self.steps = False, 0, 0, 0
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
         self.spaces["cluster"] = Distributed(self, self.clusters)
         self.regs = special.registers(self)
-
-    def run(self) -> None:
         self.go(0, self.group(np.flatnonzero(self.alive)))
-        stretches, launched, turns = self.stretches, self.launched, 0
+
+    def run(self, yields: bool) -> bool:
+        """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may come from another batch."""
+        stretches, launched = self.stretches, self.launched
         while self.live:
             while self.waiting:
-                turns += 1
-                pc = self._next(turns)
+                self.turns += 1
+                pc = self._next(self.turns)
+                if yields and self.spinning and self.turns % _TURNS == 0:
+                    return False
                 group = self.waiting.pop(pc)
                 group.whole = len(group.lanes) == self.live
                 steps, end, last = stretches[pc]
                 for step in steps:
                     step(self, group)
-                launched.steps += (len(steps) + 1) * (1 + len(group.lanes) // 2048)
-                if launched.steps > MOST_STEPS:
+                launched.steps += len(steps) + 1
+                self.steps += (len(steps) + 1) * (1 + len(group.lanes) // 8192)
+                if self.steps > MOST_STEPS:
                     self.pc = pc
-                    raise self.fault(StepLimit, group.lanes[0], f"still runs after {launched.steps} steps: does its loop end?")
+                    raise self.fault(StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?")
                 if last is None:
                     self.go(end, group)
                 else:
@@ -68,6 +79,7 @@ class Machine(Batch):
                     last(self, group)
             if self.live:
                 raise self.stuck()
+        return True
 
     def _next(self, turns: int) -> int:
         """The instruction whose group runs now: the one furthest behind, or every _TURNS turns another one."""

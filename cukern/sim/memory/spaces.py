@@ -5,15 +5,18 @@ block or each lane has one part. The top byte of a generic address names its spa
 """
 
 import bisect
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cukern.runtime.limits import Dim
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
-from cukern.sim.memory.order import IN_FLIGHT, Order
+from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
 from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
-from cukern.sim.memory.shadow import Conflict, Shadow
+from cukern.sim.memory.history import Conflict
+from cukern.sim.memory.shadow import Shadow
 
 WINDOW = 56  # the first bit of the space in a generic address: 1 for shared, 2 for local memory
 RANK = 24  # the first bit of the block's rank plus 1 in a shared::cluster address; 0 stands for the own block
@@ -25,6 +28,10 @@ class Accessor(Protocol):
 
     order: Order
     first_block: int
+    pc: int
+    compares: bool  # True if the kernel has a compare-and-swap
+
+    def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None: ...
 
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]: ...
 
@@ -81,9 +88,20 @@ class Space:
                 self.check_written(m, part, size)
                 conflict = part.shadow.read(m.order, part.at - part.region.origin, size, part.lanes, strong)
                 if conflict is not None:
-                    raise self._race(m, part, size, "reads", conflict, "wrote")
+                    self._report(m, part, size, "reads", conflict, "wrote")
         array, index = self.array(at, size)
         return array[index]
+
+    def check_unchanged(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> None:
+        """A load through the read-only cache, which does not see what the launch writes."""
+        for part in self.place(m, lanes, addresses, size, "reads")[1]:
+            found = part.shadow.written_before(part.at - part.region.origin, size) if part.shadow is not None else None
+            if found is not None:
+                row, stamp = found
+                block, thread, line = m.who(stamp)
+                where = f"{self.describe(part.region, int(part.at[row]))}, through the read-only cache (__ldg, or const and __restrict__)"
+                what = f"reads {size} bytes, {where}, though block {block}, thread {thread} wrote it in this launch, at {line}"
+                raise m.fault(Race, part.lanes[row], f"{what}: load it without __ldg or __restrict__")
 
     def store(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: int = 0) -> np.ndarray:
         """Returns the positions."""
@@ -97,25 +115,28 @@ class Space:
                 self._check_agreement(m, part, size, values[part.rows], lost)
         return at
 
-    def note_write(self, m: Accessor, part: Part, size: int, values: np.ndarray | None, flags: int) -> np.ndarray | None:
+    def note_write(
+        self, m: Accessor, part: Part, size: int, values: np.ndarray | None, flags: int, narrow: bool = False
+    ) -> np.ndarray | None:
         """Check a write for races and record it. Two writes of equal values are allowed. Returns the rows that other rows overwrite."""
         if part.shadow is None:
             return None
-        over_writes, over_reads, lost = part.shadow.write(m.order, part.at - part.region.origin, size, part.lanes, flags)
+        over_writes, over_reads, lost = part.shadow.write(m.order, part.at - part.region.origin, size, part.lanes, flags, narrow)
         if over_writes is not None and values is not None:
             rows, stamps = over_writes
             wrong = self._differs(part.at[rows], size, values[rows]) | ((stamps & IN_FLIGHT) != 0)
             over_writes = Conflict(rows[wrong], stamps[wrong]) if wrong.any() else None
         for conflict, did in ((over_writes, "wrote"), (over_reads, "read")):
             if conflict is not None:
-                raise self._race(m, part, size, "writes", conflict, did)
+                self._report(m, part, size, "writes", conflict, did, strong=bool(flags & STRONG))
         return lost
 
     def check_written(self, m: Accessor, part: Part, size: int) -> None:
         missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
         if missing is not None:
-            what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[missing[0]]))}"
-            raise m.fault(Uninitialized, part.lanes[missing[0]], what)
+            row = first_row(missing.any(axis=1))
+            what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[row]))}"
+            raise m.fault(Uninitialized, part.lanes[row], what)
 
     def _differs(self, at: np.ndarray, size: int, values: np.ndarray) -> np.ndarray:
         """The rows where the memory does not have the bits of `values`."""
@@ -134,8 +155,21 @@ class Space:
             what = f"writes {size} bytes, {where}, where block {block}, thread {thread} writes another value"
             raise m.fault(Race, part.lanes[row], what)
 
-    def _race(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str) -> Fault:
-        """The Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did."""
+    def _report(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str, strong: bool = False) -> None:
+        """Raise the Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did; `strong`: it changes by an atomic.
+
+        A plain read beside atomics is forgiven if its lane then executes a compare-and-swap there, as the first read of a loop does."""
+        forgivable = ((conflict.stamps & STRONG) != 0).all() if verb == "reads" else strong and did == "read"
+        if not (forgivable and m.compares and self.name == "global"):
+            raise self._race(m, part, size, verb, conflict, did)
+        for i, row in enumerate(conflict.rows.tolist()):
+            fault = functools.partial(
+                self._race, m, part, size, verb, Conflict(conflict.rows[i : i + 1], conflict.stamps[i : i + 1]), did, m.pc
+            )
+            reader = int(part.lanes[row]) + m.order.base if verb == "reads" else int(m.order.by_lane(conflict.stamps[i]))
+            m.suspect(reader, int(part.at[row]), None if verb == "reads" else int(conflict.stamps[i]), fault)
+
+    def _race(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str, pc: int | None = None) -> Fault:
         mine = (part.lanes[conflict.rows] + m.order.base) // 32
         i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)  # prefer a race between two warps: __syncwarp() repairs the others
         row, stamp = conflict.rows[i], int(conflict.stamps[i])
@@ -143,16 +177,18 @@ class Space:
         block, thread, line = m.who(stamp)
         if stamp & IN_FLIGHT:
             verb += f" {size} bytes, {where}, into which an asynchronous copy still writes:"
-            return m.fault(Race, lane, f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}")
+            return m.fault(Race, lane, f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}", pc)
         if block != m.block_and_thread(lane)[0]:
             other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch"
+            if stamp & STRONG and did == "wrote" and part.shadow is not None and part.shadow.narrow is not None:
+                remedy = "an atomic of .cta scope (atomicAdd_block) does not order blocks"
             if m.order.cluster_of[lane] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
                 remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
         else:
             other = f"thread {thread}"
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
             remedy = "a __syncwarp(), or a barrier, is missing between the two" if same_warp else "no barrier is between the two"
-        return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}")
+        return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc)
 
     def check_aligned(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
         low = addresses & addresses.dtype.type(size - 1)
@@ -227,8 +263,8 @@ class Global(Space):
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None
-            if shadow is None or shadow.writers is None:  # only read so far: two lanes represent all
-                return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]
+            if shadow is None or shadow.writers is None:  # only read so far: some lanes represent all
+                return super().load(m, np.append(lanes[::32], lanes[-1]), addresses, size, strong)[:1]
         return super().load(m, lanes, addresses, size, strong)
 
     def text(self, address: int) -> str:
