@@ -273,25 +273,38 @@ __global__ void k(int* out, const int* x) {
 """),
 ]
 BARRIERS = [
-    Case("a thread ends while others wait", sim.BarrierFault, lambda x, n: x.flip(0),
-         r"waits at barrier 0 for all threads of the block, but thread \(50, 0, 0\) has ended at {there}", """
+    Case("a warp ends while others wait at a named barrier", sim.BarrierFault, lambda x, n: x.flip(0),
+         r"waits at barrier 1 for 64 threads, but thread \(20, 0, 0\) has ended at {there}", """
 __global__ void k(int* out, const int* x, int n) {
     __shared__ int tile[64];
     int i = threadIdx.x;
     [[if (i >= n) return; =>]]
     tile[i] = i < n ? x[i] : 0;
-    __syncthreads();  // here
+    asm volatile("bar.sync 1, 64;" ::: "memory");  // here
     if (i < n) out[i] = tile[n - 1 - i];
 }  // there
-""", arguments=lambda: [ints(50), iota(50), 50]),
+""", arguments=lambda: [ints(20), iota(20), 20]),
     Case("a barrier in one branch", sim.BarrierFault, lambda x: x.flip(0),
-         r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) has ended at", """
+         r"offset \d+ of shared .* wrote at {there}: thread \(32, 0, 0\) waits at the __syncthreads\(\) at .*, which this thread has", """
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];  // there
+    [[if (threadIdx.x >= 32) =>]]
+        __syncthreads();
+    int v = tile[63 - threadIdx.x];  // here
+    __syncthreads();
+    out[threadIdx.x] = v;
+"""),
+    Case("two barriers that threads take for one", sim.BarrierFault, lambda x: x.flip(0),
+         r"that thread \(\d+, 0, 0\) wrote at {there}: the threads of the block have met at different __syncthreads\(\), some at", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
-    [[if (threadIdx.x >= 32) =>]]
-        __syncthreads();  // here
-    [[if (threadIdx.x < 32) out[threadIdx.x] = 0; => out[threadIdx.x] = tile[63 - threadIdx.x];]]
-""", thread=32),
+    if (threadIdx.x >= 32) {
+        [[__syncthreads(); =>]]
+        tile[threadIdx.x] = x[threadIdx.x] + 0 * x[0];  // there
+    }
+    __syncthreads();
+    out[threadIdx.x] = tile[63 - threadIdx.x];  // here
+""", thread=0),
     Case("two barriers for one warp", sim.BarrierFault, lambda x: x,
          r"waits at a barrier, while of its warp thread \(\d+, 0, 0\) waits at another", """
 __global__ void k(int* out, int* x) {

@@ -81,7 +81,7 @@ def _serially(
     values: tuple[np.ndarray, ...],
     narrow: bool,
 ) -> np.ndarray:
-    """Returns the old values. Lanes with the same address execute in the order of their numbers. `narrow`: atomic for the own block only."""
+    """Returns the old values. Lanes with the same address execute in the order of their numbers. `narrow`: for the own block only."""
     at, parts = space.place(m, lanes, addresses, size, "changes")
     for part in parts:
         space.check_written(m, part, size)

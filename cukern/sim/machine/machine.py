@@ -101,5 +101,8 @@ class Machine(Batch):
             self.warp_wide.lanes_left()
         self.clusters.lanes_left(group)
 
+    def divergence(self, lane: int) -> str | None:
+        return self.barriers.divergence(lane)
+
     def stuck(self) -> Fault:
         return self.warp_wide.stuck() or self.barriers.stuck() or self.mbarriers.stuck() or self.clusters.stuck()

@@ -4,8 +4,8 @@ A lane accesses memory, executes a fence, then a strong store; a lane that execu
 knows of the accesses. In between, other lanes may store to the address by atomics. An atomic is both a strong load and a strong store, and
 needs no fence after it; st.release and ld.acquire include the fence. A fence also counts for what its lane knows through barriers, and one
 lane's fence before a barrier for the store of another after it. The simulator executes one instruction after the other, so whoever loads
-an address learns of all releases there so far. Some races between blocks are missed: all lanes of a warp learn what one of them loads, and a
-warp that releases at more than 64 addresses at once tells all blocks.
+an address learns of all releases there so far. Some races between blocks are missed: all lanes of a warp learn what one of them loads,
+and a warp that releases at more than 64 addresses at once tells all blocks.
 """
 
 import bisect

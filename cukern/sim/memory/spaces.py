@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cukern.runtime.limits import Dim
-from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
+from cukern.sim.faults import BarrierFault, Fault, Misaligned, OutOfBounds, Race, Uninitialized
+from cukern.sim.memory.history import Conflict
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
 from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
-from cukern.sim.memory.history import Conflict
 from cukern.sim.memory.shadow import Shadow
 
 WINDOW = 56  # the first bit of the space in a generic address: 1 for shared, 2 for local memory
@@ -30,6 +30,8 @@ class Accessor(Protocol):
     first_block: int
     pc: int
     compares: bool  # True if the kernel has a compare-and-swap
+
+    def divergence(self, lane: int) -> str | None: ...
 
     def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None: ...
 
@@ -186,6 +188,9 @@ class Space:
                 remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
         else:
             other = f"thread {thread}"
+            apart = m.divergence(lane)
+            if apart is not None:
+                return m.fault(BarrierFault, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {apart}", pc)
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
             remedy = "a __syncwarp(), or a barrier, is missing between the two" if same_warp else "no barrier is between the two"
         return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc)
