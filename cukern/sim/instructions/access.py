@@ -11,7 +11,7 @@ from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import IN_FLIGHT, STRONG
 from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW, Space, each
+from cukern.sim.memory.spaces import WINDOW, Space, each, first_row
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Operand, Register, Symbol, immediate_value
 
@@ -54,33 +54,53 @@ def load(c: Context) -> Step:
     def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
         if cached:
             where.check_unchanged(m, lanes, at, size * count)
-        return where.load(m, lanes, at, size * count, strong)
+        return where.load(m, lanes, at, size * count, strong, poison=True)
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         if not constant:
             m.order.clock.tick(pc)
-        addresses = offset_by(m.get(group, base), offset)
+        addresses = address_of(m, group, base, offset)
         values = through(m, space, group.lanes, addresses, functools.partial(access, m))
         if strong and space != "shared":
             m.order.observe(group.lanes, addresses, acquires)
         parts = values.view(UNSIGNED[width]).reshape(-1, count)
         for i, target in enumerate(targets):
             put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
+        if m.poison.fresh:
+            _put_poison(m, group, targets, size, signed)
 
     return run
 
 
+def _put_poison(m: Machine, group: Group, targets: list[Register], size: int, signed: bool) -> None:
+    """Mark the bits of loaded registers that come from uninitialized bytes."""
+    fetched = m.poison.fetched(group, size * len(targets))
+    if fetched is not None:
+        flags, origins = fetched
+        for i, target in enumerate(targets):
+            bytes_ = np.ascontiguousarray(flags[:, i * size : (i + 1) * size]).view(np.uint8) * np.uint8(0xFF)
+            m.poison.put(group, target.number, extended(bytes_.view(UNSIGNED[8 * size])[:, 0], target, signed), origins)
+
+
 def put(m: Machine, group: Group, target: Register, values: np.ndarray, signed: bool) -> None:
     """Write loaded bits to a register, which may be wider."""
+    m.put(group, target.number, extended(values, target, signed))
+
+
+def extended(values: np.ndarray, target: Register, signed: bool) -> np.ndarray:
+    """Loaded bits in the width of a register."""
     bits = values.dtype.itemsize * 8
     if bits < target.width:
         values = (values.view(SIGNED[bits]) if signed else values).astype(UNSIGNED[target.width])
-    m.put(group, target.number, values)
+    return values
 
 
-def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
+def address_of(m: Machine, group: Group, register: int, offset: int) -> np.ndarray:
     """An address register plus an offset, modulo 2^64."""
+    if m.poisoned:
+        m.poison.check(group, (register,), "an address")
+    base = m.get(group, register)
     if base.dtype != np.uint64:
         base = base.astype(np.uint64)
     return base + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) if offset else base
@@ -143,12 +163,34 @@ def store(c: Context) -> Step:
         m.pc = pc
         m.order.clock.tick(pc)
         values = vectors(m, group, sources, dtype)
-        addresses = offset_by(m.get(group, base), offset)
-        through(m, space, group.lanes, addresses, lambda where, lanes, at, v: where.store(m, lanes, at, size * count, v, flags), values)
+        addresses = address_of(m, group, base, offset)
+        codes = _poison_codes(m, group, sources, width // 8, space, addresses) if m.poisoned else np.zeros(1, np.int64)
+
+        def access(where: Space, lanes: np.ndarray, at: np.ndarray, v: np.ndarray, codes: np.ndarray) -> np.ndarray:
+            return where.store(m, lanes, at, size * count, v, flags, codes)
+
+        through(m, space, group.lanes, addresses, access, values, codes)
         if strong and space not in ("shared", "cluster"):
             m.order.publish(group.lanes, addresses, releases)
 
     return run
+
+
+def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: np.ndarray) -> np.ndarray:
+    """For each lane, the uninitialized bytes of what it stores, as bits. Raises Uninitialized for a whole element in global memory."""
+    found = m.poison.bytes_of(group, sources, size)
+    if found is None:
+        return np.zeros(1, np.int64)
+    flags, origins = found
+    outside = each(addresses >> np.uint64(WINDOW) == 0 if space == "generic" else np.full(1, space == "global"), group.lanes)
+    bad = outside & flags.reshape(len(flags), -1, size).all(axis=2).any(axis=1)
+    if bad.any():
+        row = first_row(bad)
+        memory, address = m.launched.memory, each(addresses, group.lanes)[row : row + 1]
+        (part,) = memory.place(m, group.lanes[row : row + 1], address, size * len(sources), "writes")[1]
+        where = memory.describe(part.region, int(part.at[0]))
+        raise m.poison.fault(int(group.lanes[row]), int(origins[row]), f"a store to {where}")
+    return (flags * (1 << np.arange(flags.shape[1]))).sum(axis=1)
 
 
 def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndarray:
@@ -224,14 +266,18 @@ def _start_copy(c: Context) -> Step:
         m.pc = pc
         m.order.clock.tick(pc)
         lanes, n = group.lanes, len(group.lanes)
-        addresses = each(offset_by(m.get(group, source), source_offset), lanes)
+        addresses = each(address_of(m, group, source, source_offset), lanes)
         count = np.full(n, size)
         if read is not None:
             values = m.spread(group, read)
             count = np.where(values ^ negated, 0, size) if ignored else values.astype(np.int64)
+        if m.poisoned and read is not None:
+            m.poison.check(group, (read,), "the size of a copy")
         values = _fetch(m, lanes, addresses, size, count)
+        fetched = m.poison.fetched(group, size)
+        codes = np.zeros(1, np.int64) if fetched is None else (fetched[0] * (1 << np.arange(size))).sum(axis=1)
         m.order.clock.tick(pc)
-        positions = m.shared.store(m, lanes, offset_by(m.get(group, target), target_offset), size, values, IN_FLIGHT)
+        positions = m.shared.store(m, lanes, address_of(m, group, target, target_offset), size, values, IN_FLIGHT, codes)
         m.copies.start(pc, lanes, positions, size)
 
     return run
@@ -242,10 +288,10 @@ def _fetch(m: Machine, lanes: np.ndarray, addresses: np.ndarray, size: int, coun
     memory, values = m.launched.memory, np.zeros(len(lanes), CARRIERS[size])
     whole = np.flatnonzero(count >= size)
     if len(whole):
-        values[whole] = memory.load(m, lanes[whole], addresses[whole], size)
+        values[whole] = memory.load(m, lanes[whole], addresses[whole], size, poison=True)
     part = np.flatnonzero((count > 0) & (count < size))
     bytes_ = values.view(np.uint8).reshape(-1, size)
     for i in range(int(count[part].max()) if len(part) else 0):
         some = part[count[part] > i]
-        bytes_[some, i] = memory.load(m, lanes[some], addresses[some] + np.uint64(i), 1)
+        bytes_[some, i] = memory.load(m, lanes[some], addresses[some] + np.uint64(i), 1, poison=True)
     return values

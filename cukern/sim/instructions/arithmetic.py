@@ -22,6 +22,7 @@ def arithmetic(c: Context) -> Step:
     negated = [isinstance(x, Register) and x.negated for x in c.operands[1:]]
     if c.parts[0] in ("addc", "subc", "madc"):
         sources.append(c.program.carry)
+        c.reads.append(c.program.carry)
         negated.append(False)
     results = []
     for i, target in enumerate(targets):
@@ -30,7 +31,7 @@ def arithmetic(c: Context) -> Step:
             function = _with_negated(function, negated)
         results.append((_extended(function, register, c.types), register))
     if "cc" in c.parts:
-        results.append((alu.find(c.opcode, second=True), Register(c.program.carry, 1)))
+        results.append((alu.find(c.opcode, second=True), c.target(Register(c.program.carry, 1))))
     return _compute_all(results, sources)
 
 

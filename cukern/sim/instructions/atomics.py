@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cukern.sim.instructions.access import offset_by, put, through
+from cukern.sim.instructions.access import address_of, put, through
 from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
@@ -38,7 +38,8 @@ def atomic(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
-        addresses = each(offset_by(m.get(group, base), offset), group.lanes)
+        addresses = each(address_of(m, group, base, offset), group.lanes)
+        m.poison.check(group, sources, "an atomic")
         values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources]
 
         def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:

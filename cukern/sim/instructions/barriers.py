@@ -7,7 +7,7 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault
 from cukern.sim.instructions import warp
-from cukern.sim.instructions.access import offset_by, vectors
+from cukern.sim.instructions.access import address_of, vectors
 from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
@@ -37,6 +37,8 @@ def barrier(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         if outcome is not None:
             m.barriers.outcomes[c.pc] = functools.partial(outcome, m)
+        if holds is not None:
+            m.poison.check(group, (holds,), "the predicate of a barrier")
         numbers, counts = np.broadcast_arrays(m.get(group, number), m.get(group, count))
         for n, threads in set(zip(numbers.tolist(), counts.tolist(), strict=True)):
             chosen = (numbers == n) & (counts == threads)
@@ -86,7 +88,7 @@ def mbarrier(c: Context) -> Step:
 
     def run(m: Machine, group: Group) -> None:
         m.order.clock.tick(m.pc)
-        addresses, numbers = offset_by(m.get(group, base), offset), m.spread(group, number)
+        addresses, numbers = address_of(m, group, base, offset), m.spread(group, number)
         if kind == "init":
             m.mbarriers.init(group, addresses, numbers)
             m.go(m.pc + 1, group)
@@ -115,8 +117,8 @@ def store_async(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         m.order.clock.tick(m.pc)
         values = vectors(m, group, sources, UNSIGNED[width])
-        positions = m.mbarriers.find(group, "cluster", offset_by(m.get(group, barrier), barrier_offset))
-        addresses = offset_by(m.get(group, to), to_offset)
+        positions = m.mbarriers.find(group, "cluster", address_of(m, group, barrier, barrier_offset))
+        addresses = address_of(m, group, to, to_offset)
         m.order.clock.tick(m.pc)
         at = m.spaces["cluster"].store(m, group.lanes, addresses, size, values, IN_FLIGHT)
         if (at // m.shared.stride != positions // m.shared.stride).any():

@@ -23,6 +23,7 @@ def branch_indexed(c: Context) -> Step:
     targets = np.array([c.program.kernel.labels[t] for t in c.program.kernel.tables[table.name]])
 
     def run(m: Machine, group: Group) -> None:
+        m.poison.check(group, (index.number,), "a branch")
         for goal, some in m.groups(group.lanes, targets[m.spread(group, index.number)]):
             m.go(goal, some)
 

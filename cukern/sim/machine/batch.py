@@ -82,6 +82,7 @@ class Batch:
         self.live = int(self.alive.sum())
         self.ended = np.zeros(self.lanes, np.int64)  # the instruction at which a lane exited
         self.pc = 0
+        self.poisoned: dict[int, np.ndarray] = {}  # register -> its uninitialized bits, by lane; see poison.py
         self.waiting: dict[int, Group] = {}  # program counter -> the lanes that continue there
         self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
@@ -132,7 +133,19 @@ class Batch:
         values = self.regs[register]
         return np.broadcast_to(values, group.lanes.shape) if len(values) == 1 else values[group.index]
 
+    def clean(self, group: Group, register: int) -> None:
+        """The register of these lanes is initialized."""
+        mask = self.poisoned.get(register)
+        if mask is not None:
+            mask = mask.copy()
+            mask[group.index] = 0
+            self.poisoned[register] = mask
+            if group.whole or not mask.any():
+                del self.poisoned[register]
+
     def put(self, group: Group, register: int, values: np.ndarray) -> None:
+        if self.poisoned:
+            self.clean(group, register)
         if group.whole and (len(values) == 1 or len(values) == self.lanes):
             self.regs[register] = values
             return

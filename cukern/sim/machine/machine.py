@@ -14,14 +14,17 @@ from cukern.sim.machine.asynchronous import Copies, Mbarriers
 from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.clusters import Clusters, Distributed
+from cukern.sim.machine.poison import Flow, Poison
+from cukern.sim.ptx.module import Register
 
 LANES_A_BATCH = 1 << 15
 MOST_STEPS = 1_500_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: ten seconds or more
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
-# Start of a straight-line stretch -> its steps, its end, and the step at the end if that step itself sets where lanes continue (a jump).
-Stretches = dict[int, tuple[list[Step], int, Step | None]]
+# Start of a straight-line stretch -> its steps, its end, the step at the end if that step itself sets where lanes continue (a jump), and
+# for each of the steps: the same without its guard, the guard, and how it passes uninitialized bits on.
+Stretches = dict[int, tuple[list[Step], int, Step | None, list[tuple[Step, Register | None, Flow]]]]
 
 
 def run(launched: Launched, stretches: Stretches) -> None:
@@ -51,6 +54,7 @@ class Machine(Batch):
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
         self.spaces["cluster"] = Distributed(self, self.clusters)
         self.regs = special.registers(self)
+        self.poison = Poison(self, launched.program.undefined)
         self.go(0, self.group(np.flatnonzero(self.alive)))
 
     def run(self, yields: bool) -> bool:
@@ -64,9 +68,12 @@ class Machine(Batch):
                     return False
                 group = self.waiting.pop(pc)
                 group.whole = len(group.lanes) == self.live
-                steps, end, last = stretches[pc]
-                for step in steps:
-                    step(self, group)
+                steps, end, last, parts = stretches[pc]
+                for i, step in enumerate(steps):
+                    if self.poisoned:
+                        self._step_with_poison(group, *parts[i])
+                    else:
+                        step(self, group)
                 launched.steps += len(steps) + 1
                 self.steps += (len(steps) + 1) * (1 + len(group.lanes) // 8192)
                 if self.steps > MOST_STEPS:
@@ -80,6 +87,18 @@ class Machine(Batch):
             if self.live:
                 raise self.stuck()
         return True
+
+    def _step_with_poison(self, group: Group, step: Step, guard: Register | None, flow: Flow) -> None:
+        if guard is not None:
+            self.poison.check(group, (guard.number,), "a predicate")
+            chosen = self.select(group, guard)
+            if chosen is None:
+                return
+            group = chosen
+        if flow.kind:
+            self.poison.compute(step, flow, group)
+        else:
+            step(self, group)
 
     def _next(self, turns: int) -> int:
         """The instruction whose group runs now: the one furthest behind, or every _TURNS turns another one."""

@@ -22,6 +22,7 @@ class Program:
         self.constants: dict[int, np.ndarray] = {}  # register number -> value
         self.specials: dict[str, int] = {}  # special register's name -> register number
         self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
+        self.undefined: list[int] = []  # registers that the kernel may read before it writes them
         self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
         self._lay_out_variables()
 

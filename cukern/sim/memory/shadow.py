@@ -74,13 +74,11 @@ class Shadow:
             missing = poisoned if missing is None or not missing.any() else missing | poisoned
         return missing if missing is not None and missing.any() else None
 
-    def poison(self, positions: np.ndarray, flags: np.ndarray | None, size: int) -> None:
-        """What was written there is uninitialized where `flags`, of shape (rows, size), says so; None: nowhere."""
+    def poison(self, positions: np.ndarray, size: int, codes: np.ndarray) -> None:
+        """Byte i of what was written to a row is uninitialized if bit i of its code is set."""
         if self.poisoned is None:
-            if flags is None:
-                return
             self.poisoned = np.zeros(self.size, bool)
-        self.poisoned[positions[:, None] + _COUNT[:size]] = False if flags is None else flags
+        self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1).astype(bool)
 
     def write(
         self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0, narrow: bool = False

@@ -29,6 +29,7 @@ class Accessor(Protocol):
     order: Order
     first_block: int
     pc: int
+    poison: Any  # the uninitialized bits of registers
     compares: bool  # True if the kernel has a compare-and-swap
 
     def divergence(self, lane: int) -> str | None: ...
@@ -83,11 +84,14 @@ class Space:
 
     # ---- accesses
 
-    def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    def load(
+        self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False, poison: bool = False
+    ) -> np.ndarray:
+        """`poison`: uninitialized bytes are no fault, but the batch is told of them."""
         at, parts = self.place(m, lanes, addresses, size, "reads")
         for part in parts:
             if part.shadow is not None:
-                self.check_written(m, part, size)
+                self.check_written(m, part, size, poison)
                 conflict = part.shadow.read(m.order, part.at - part.region.origin, size, part.lanes, strong)
                 if conflict is not None:
                     self._report(m, part, size, "reads", conflict, "wrote")
@@ -105,13 +109,26 @@ class Space:
                 what = f"reads {size} bytes, {where}, though block {block}, thread {thread} wrote it in this launch, at {line}"
                 raise m.fault(Race, part.lanes[row], f"{what}: load it without __ldg or __restrict__")
 
-    def store(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: int = 0) -> np.ndarray:
-        """Returns the positions."""
+    def store(
+        self,
+        m: Accessor,
+        lanes: np.ndarray,
+        addresses: np.ndarray,
+        size: int,
+        values: np.ndarray,
+        flags: int = 0,
+        poison: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Returns the positions. `poison`: bit i of a row is set if byte i of its value is uninitialized."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
         values = each(values, lanes)
         overwritten = [self.note_write(m, part, size, values[part.rows], flags) for part in parts]
         array, index = self.array(at, size)
         array[index] = values
+        for part in parts:
+            if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and poison.any())):
+                codes = np.zeros(1, np.int64) if poison is None else each(poison, lanes)[part.rows] if len(poison) > 1 else poison
+                part.shadow.poison(part.at - part.region.origin, size, codes)
         for part, lost in zip(parts, overwritten, strict=True):
             if lost is not None:
                 self._check_agreement(m, part, size, values[part.rows], lost)
@@ -133,9 +150,11 @@ class Space:
                 self._report(m, part, size, "writes", conflict, did, strong=bool(flags & STRONG))
         return lost
 
-    def check_written(self, m: Accessor, part: Part, size: int) -> None:
+    def check_written(self, m: Accessor, part: Part, size: int, poison: bool = False) -> None:
         missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
-        if missing is not None:
+        if missing is not None and poison:
+            m.poison.loaded(self, part, size, missing)
+        elif missing is not None:
             row = first_row(missing.any(axis=1))
             what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[row]))}"
             raise m.fault(Uninitialized, part.lanes[row], what)
@@ -264,13 +283,15 @@ class Global(Space):
                 raise m.fault(OutOfBounds, lanes[0], f"{verb} {self.describe(part.region, low)}, which is constant memory")
         return at, parts
 
-    def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    def load(
+        self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False, poison: bool = False
+    ) -> np.ndarray:
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None
-            if shadow is None or shadow.writers is None:  # only read so far: some lanes represent all
+            if shadow is None or (shadow.writers is None and shadow.before is None):  # only read so far: some lanes represent all
                 return super().load(m, np.append(lanes[::32], lanes[-1]), addresses, size, strong)[:1]
-        return super().load(m, lanes, addresses, size, strong)
+        return super().load(m, lanes, addresses, size, strong, poison)
 
     def text(self, address: int) -> str:
         """A string in the module's memory, for a message."""
