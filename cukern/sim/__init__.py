@@ -11,6 +11,8 @@ import math
 import struct
 from collections.abc import Callable
 
+import numpy as np
+
 from cukern.runtime.compiler import Ptx
 from cukern.runtime.device import SIMULATED_DEVICE
 from cukern.runtime.limits import Dim, exceeded, launch_error
@@ -52,8 +54,11 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
             raise explain_misfit(name, params, args) from None
         static = program.dynamic_start if shared else program.shared_size
         _check_launch(name, grid, block, shared, static, program)
-        memory_ = Global(_regions(program, params, args))
-        run(Launched(name, program, grid, block, static + shared, packed, memory_), code)
+        own = np.frombuffer(packed + bytes(16), np.uint8)  # an aligned load may reach beyond the last parameter
+        start = own.ctypes.data
+        values = Region(start, start + len(own), "the kernel's parameters", writable=False)
+        memory_ = Global(sorted([*_regions(program, params, args), values], key=lambda r: r.start))
+        run(Launched(name, program, grid, block, static + shared, own, memory_), code)
         memory_.finish()
 
     return launch

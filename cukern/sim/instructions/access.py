@@ -42,7 +42,9 @@ def load(c: Context) -> Step:
     space, type_ = space_of(c), c.types[-1]
     targets = [c.target(x) for x in c.items(c.operands[0])]
     if space == "param":
-        return _load_param(c, targets, type_)
+        if isinstance(c.operands[1], Address) and isinstance(c.operands[1].base, Symbol):
+            return _load_param(c, targets, type_)
+        space = "const"  # by its address: parameters are in memory that the launch cannot change
     base, offset = c.address(c.operands[1])
     width, signed = WIDTHS[type_], type_[0] == "s"
     size, count, pc = width // 8, len(targets), c.pc

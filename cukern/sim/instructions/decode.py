@@ -15,7 +15,7 @@ from cukern.sim.faults import NotSimulated
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step, Stretches
 from cukern.sim.machine.poison import Flow
-from cukern.sim.machine.program import Program
+from cukern.sim.machine.program import PARAMETER, Program
 from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector, immediate_bits
 
 
@@ -48,6 +48,8 @@ class Context:
         if isinstance(operand, Symbol):
             if operand.name in program.addresses:
                 return program.constant(program.addresses[operand.name][1] + operand.offset, width)
+            if operand.name in program.params and program.kernel.is_parameter(operand.name):
+                return program.special(f"{PARAMETER}{program.params[operand.name] + operand.offset}")
             if operand.name.startswith("%") or operand.name == "WARP_SZ":
                 return program.special(operand.name)
         raise self.unknown()

@@ -53,7 +53,7 @@ class Group:
 class Launched:
     """The data that all batches of a launch share."""
 
-    def __init__(self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: bytes, memory: Global):
+    def __init__(self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: np.ndarray, memory: Global):
         self.name, self.program, self.grid, self.block = name, program, grid, block
         self.shared, self.params, self.memory = shared, params, memory
         self.threads = math.prod(block)

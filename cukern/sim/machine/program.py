@@ -13,6 +13,9 @@ MODULE_SPACES = ("global", "const")
 SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}  # the others have 32 bits
 
 
+PARAMETER = "%param+"  # and an offset: stands for the address of a parameter
+
+
 class Program:
     """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to launch."""
 
@@ -97,7 +100,7 @@ class Program:
     def special(self, name: str) -> int:
         """The number of the register that holds a special register such as %tid.x."""
         if name not in self.specials:
-            self.specials[name] = self.hidden(SPECIAL_WIDTHS.get(name, 32))
+            self.specials[name] = self.hidden(64 if name.startswith(PARAMETER) else SPECIAL_WIDTHS.get(name, 32))
         return self.specials[name]
 
     def location(self, pc: int) -> str:

@@ -20,7 +20,7 @@ from cukern.sim.memory.shadow import Shadow
 
 WINDOW = 56  # the first bit of the space in a generic address: 1 for shared, 2 for local memory
 RANK = 24  # the first bit of the block's rank plus 1 in a shared::cluster address; 0 stands for the own block
-WINDOWS = {"global": 0, "const": 0, "shared": 1, "local": 2}
+WINDOWS = {"global": 0, "const": 0, "param": 0, "shared": 1, "local": 2}
 
 
 class Accessor(Protocol):

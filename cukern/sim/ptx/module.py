@@ -87,6 +87,9 @@ class Kernel:
     explicit_cluster: bool = False
     start: Line | None = None
 
+    def is_parameter(self, name: str) -> bool:
+        return any(p.name == name for p in self.params)
+
 
 @dataclass
 class Module:
