@@ -95,16 +95,18 @@ def params(kernel: str, mangled: str, text: str = "", ptx: Callable[[], tuple[st
     found = [_param(kernel, name or f"arg{i}", ctype) for i, (name, ctype) in enumerate(zip(names, types, strict=True))]
     if any(p.size for p in found):
         layout = _layout(*ptx())
-        found = [replace(p, size=size, align=align) if p.size else p for p, (align, size) in zip(found, layout, strict=True)]
+        for i, (align, size) in enumerate(layout):
+            if found[i].size:  # an enum is no array of bytes
+                found[i] = replace(found[i], size=size, align=align) if size else Param(found[i].name, "int", pointer=False)
     return tuple(found)
 
 
 def _layout(ptx: str, symbol: str) -> list[tuple[int, int]]:
-    """The alignment and the size in bytes of each parameter that is an array of bytes in PTX, as structs are; (1, 1) for the others."""
+    """The alignment and the size in bytes of each parameter that is an array of bytes in PTX, as structs are; zeros for the others."""
     found = []
     for param in ptx.partition(f".entry {symbol}(")[2].partition(")")[0].split(","):
         align, size = re.search(r"\.align (\d+)", param), re.search(r"\[(\d+)\]", param)
-        found.append((int(align[1]), int(size[1])) if align and size else (1, 1))
+        found.append((int(align[1]), int(size[1])) if align and size else (0, 0))
     return found
 
 

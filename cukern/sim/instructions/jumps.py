@@ -44,6 +44,8 @@ def trap(c: Context) -> Step:
 def call(c: Context) -> Step:
     """Only __assertfail(message, file, line, function, size) is simulated: a failed assert."""
     name = next((x.name for x in c.operands if isinstance(x, Symbol)), c.opcode)
+    if any(isinstance(x, Register) for x in c.operands):
+        name = "a function through a pointer"
     arguments = next((x.items for x in c.operands if isinstance(x, Vector)), ())
     if name != "__assertfail":
         raise NotSimulated(f"call of {name}")

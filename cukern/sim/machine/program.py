@@ -16,6 +16,9 @@ SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explic
 PARAMETER = "%param+"  # and an offset: stands for the address of a parameter
 
 
+NO_ADDRESS = 3 << 56  # of a function, which only a call could use
+
+
 class Program:
     """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to launch."""
 
@@ -70,7 +73,7 @@ class Program:
             buffer, at = buffers[v.name]
             buffer[at : at + len(v.data)] = np.frombuffer(v.data, np.uint8)
             for offset, symbol in v.pointers:
-                address = np.uint64(self.addresses[symbol.name][1] + symbol.offset)
+                address = np.uint64(self.addresses.get(symbol.name, ("", NO_ADDRESS))[1] + symbol.offset)
                 buffer[at + offset : at + offset + 8] = np.array([address]).view(np.uint8)
         self._buffers = buffers
 
