@@ -112,7 +112,8 @@ def _layout(ptx: str, symbol: str) -> list[tuple[int, int]]:
 
 def _param(kernel: str, name: str, ctype: str) -> Param:
     pointer, plain = ctype.endswith("*"), re.sub(r"^(?:const |volatile |__restrict )+", "", ctype).removesuffix("*")
-    if pointer and plain not in _POINTEES and not plain.rstrip("constvlaie_r ").endswith("*"):
+    plain = re.sub(r"\*(?: const| volatile| __restrict)+$", "*", plain)
+    if pointer and plain not in _POINTEES and not plain.endswith("*"):
         raise TypeError(f"{kernel}: cukern does not know what a tensor for {ctype} {name} must hold; declare it void*, which takes any")
     if (not pointer and plain.endswith(("&", "]", ")"))) or plain in _OTHERS.values():
         raise TypeError(f"{kernel}: {ctype} {name} cannot be passed; {', '.join(_SCALARS)}, structs by value and pointers can")

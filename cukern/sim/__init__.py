@@ -26,10 +26,11 @@ from cukern.sim.machine.machine import run
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.regions import Region, regions
 from cukern.sim.memory.spaces import Global
+from cukern.sim.options import checks, collect, current
 from cukern.sim.ptx.parser import parse
 
 __all__ = ["BarrierFault", "Fault", "Launch", "Misaligned", "NotSimulated", "OutOfBounds", "Race", "StepLimit", "Uninitialized"]
-__all__ += ["load", "memory"]
+__all__ += ["checks", "collect", "load", "memory"]
 
 Launch = Callable[..., None]
 
@@ -40,8 +41,9 @@ MOST_SHARED = SIMULATED_DEVICE.shared_bytes  # static and dynamic, per block
 def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
     """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are addresses of CPU memory.
 
-    A launch raises Fault for a bug of the kernel, NotSimulated for an instruction that is not simulated, LaunchError for a geometry that a
-    GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for an argument that does not fit.
+    A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an instruction that is not simulated;
+    LaunchError for a geometry that a GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for
+    an argument that does not fit.
     """
     program = Program(parse(ptx.text), ptx.symbol)
     code = stretches(program, INSTRUCTIONS)
@@ -58,7 +60,7 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
         start = own.ctypes.data
         values = Region(start, start + len(own), "the kernel's parameters", writable=False)
         memory_ = Global(sorted([*_regions(program, params, args), values], key=lambda r: r.start))
-        run(Launched(name, program, grid, block, static + shared, own, memory_), code)
+        run(Launched(name, program, grid, block, static + shared, own, memory_, current()), code)
         memory_.finish()
 
     return launch

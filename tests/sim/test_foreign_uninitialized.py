@@ -48,7 +48,7 @@ __global__ void k(int* out, const int* x) {
     Case("a branch on what nobody wrote", sim.Uninitialized, lambda x: x + 1,
          r"reads 4 bytes that nobody wrote, offset 0 of shared memory .*; the value is used for a (branch|predicate)", """
     __shared__ int flag;
-    if (threadIdx.x == [[x[63] + 1 => 0]]) flag = 1;
+    if (threadIdx.x == [[x[63] + 1 => 0]]) flag = x[1];
     __syncthreads();
     if (flag) out[threadIdx.x] = x[threadIdx.x] + 1;
 """),

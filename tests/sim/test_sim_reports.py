@@ -365,7 +365,7 @@ CASES = [pytest.param(c, id=c.id) for c in (*BOUNDS, *UNWRITTEN, *RACES, *BARRIE
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
-    monkeypatch.setattr("cukern.sim.machine.machine.MOST_STEPS", 20_000)
+    monkeypatch.setattr("cukern.sim.options.MOST_STEPS", 20_000)
 
 
 @pytest.mark.parametrize("case", CASES)

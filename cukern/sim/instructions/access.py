@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cukern.sim.faults import Uninitialized
 from cukern.sim.instructions.decode import Context, compute
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
@@ -186,7 +187,7 @@ def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space
     flags, origins = found
     outside = each(addresses >> np.uint64(WINDOW) == 0 if space == "generic" else np.full(1, space == "global"), group.lanes)
     bad = outside & flags.reshape(len(flags), -1, size).all(axis=2).any(axis=1)
-    if bad.any():
+    if bad.any() and not m.mutes(Uninitialized):
         row = first_row(bad)
         memory, address = m.launched.memory, each(addresses, group.lanes)[row : row + 1]
         (part,) = memory.place(m, group.lanes[row : row + 1], address, size * len(sources), "writes")[1]

@@ -111,7 +111,7 @@ def _poison_of_sources(
             return f"reads a register of lane {source[row]} of its warp, which {why}"
 
         bits_, origins = bits_.copy(), np.where(bad, m.poison.shuffled(describe) + lanes, origins)
-        bits_[bad] = np.iinfo(dtype).max
+        bits_[bad] = 0 if m.poison.off else np.iinfo(dtype).max
     return bits_, origins
 
 

@@ -15,6 +15,7 @@ from cukern.sim.faults import Fault, Where
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import TIME_BITS, Clock, Order
 from cukern.sim.memory.spaces import Global, Private, Space
+from cukern.sim.options import Options
 from cukern.sim.ptx.module import Register
 
 # Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
@@ -53,7 +54,9 @@ class Group:
 class Launched:
     """The data that all batches of a launch share."""
 
-    def __init__(self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: np.ndarray, memory: Global):
+    def __init__(
+        self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: np.ndarray, memory: Global, options: Options
+    ):
         self.name, self.program, self.grid, self.block = name, program, grid, block
         self.shared, self.params, self.memory = shared, params, memory
         self.threads = math.prod(block)
@@ -61,6 +64,8 @@ class Launched:
         self.cluster = program.kernel.cluster
         self.clock = Clock(math.prod(grid))
         self.steps = 0
+        self.options = options
+        self.muted: set[tuple[type[Fault], int]] = set()  # kinds of faults that have been collected, by instruction
         self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
         self.compared: dict[tuple[int, int], int] = {}  # lane of the launch and address -> time of its last compare-and-swap
         self.suspects: dict[tuple[int, int], Callable[[], Fault]] = {}  # races of plain reads that a compare-and-swap would forgive
@@ -200,6 +205,12 @@ class Batch:
         lane, pc = self.order.unpack(stamp)
         return *self.block_and_thread(lane - self.order.base), self.program.location(pc)
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault:
+    def mutes(self, kind: type[Fault]) -> bool:
+        """True if such a fault is not reported at this instruction."""
+        return kind in self.launched.options.off or (kind, self.pc) in self.launched.muted
+
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: np.ndarray | None = None) -> Fault:
+        """`lanes`: all that run into the fault, if they are known."""
         block, thread = self.block_and_thread(lane)
-        return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)))
+        everyone = np.array([lane]) if lanes is None else lanes
+        return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)), everyone)

@@ -8,17 +8,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cukern.sim.faults import Fault, StepLimit
+from cukern.sim import options
+from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, StepLimit, Uninitialized
 from cukern.sim.machine import special
 from cukern.sim.machine.asynchronous import Copies, Mbarriers
 from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.clusters import Clusters, Distributed
 from cukern.sim.machine.poison import Flow, Poison
+from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import Register
 
 LANES_A_BATCH = 1 << 15
-MOST_STEPS = 1_500_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: ten seconds or more
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
@@ -33,14 +34,29 @@ def run(launched: Launched, stretches: Stretches) -> None:
     batch = max(1, LANES_A_BATCH // (launched.warps * 32 * together)) * together
     with np.errstate(all="ignore"):
         started: list[Machine] = []
+        limit = launched.options.steps or options.MOST_STEPS
         first = 0
         while started or first < blocks:
             if first < blocks:  # no batch is there, or those that are wait for others
                 started.append(Machine(launched, stretches, first, min(batch, blocks - first)))
                 first += batch
-            started = [machine for machine in started if not machine.run(yields=first < blocks or len(started) > 1)]
+            try:
+                started = [machine for machine in started if not machine.run(limit, yields=first < blocks or len(started) > 1)]
+            except Fault as fault:
+                _report(launched, fault, -1)
+                return
     for fault in launched.suspects.values():
-        raise fault()
+        _report(launched, fault(), -1)
+
+
+def _report(launched: Launched, fault: Fault, pc: int) -> None:
+    """Raise a fault, or collect it."""
+    collected = launched.options.collected
+    if collected is None:
+        raise fault
+    if (type(fault), pc) not in launched.muted:
+        launched.muted.add((type(fault), pc))
+        collected.append(fault)
 
 
 class Machine(Batch):
@@ -57,9 +73,10 @@ class Machine(Batch):
         self.poison = Poison(self, launched.program.undefined)
         self.go(0, self.group(np.flatnonzero(self.alive)))
 
-    def run(self, yields: bool) -> bool:
+    def run(self, limit: int, yields: bool) -> bool:
         """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may come from another batch."""
         stretches, launched = self.stretches, self.launched
+        tolerant = launched.options.collected is not None or bool(launched.options.off)
         while self.live:
             while self.waiting:
                 self.turns += 1
@@ -70,13 +87,15 @@ class Machine(Batch):
                 group.whole = len(group.lanes) == self.live
                 steps, end, last, parts = stretches[pc]
                 for i, step in enumerate(steps):
-                    if self.poisoned:
+                    if tolerant:
+                        self._tolerant_step(group, *parts[i])
+                    elif self.poisoned:
                         self._step_with_poison(group, *parts[i])
                     else:
                         step(self, group)
                 launched.steps += len(steps) + 1
                 self.steps += (len(steps) + 1) * (1 + len(group.lanes) // 8192)
-                if self.steps > MOST_STEPS:
+                if self.steps > limit:
                     self.pc = pc
                     raise self.fault(StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?")
                 if last is None:
@@ -87,6 +106,25 @@ class Machine(Batch):
             if self.live:
                 raise self.stuck()
         return True
+
+    def _tolerant_step(self, group: Group, step: Step, guard: Register | None, flow: Flow) -> None:
+        """Execute an instruction; a fault is collected, or ignored, and the access of its lanes left out."""
+        while True:
+            try:
+                self._step_with_poison(group, step, guard, flow)
+                return
+            except Fault as fault:
+                pc, kind = self.pc, type(fault)
+                if kind not in self.launched.options.off:
+                    _report(self.launched, fault, pc)
+                if kind in (OutOfBounds, Misaligned):
+                    group = self.group(np.setdiff1d(group.lanes, fault.lanes))
+                    for register in flow.writes:
+                        self.put(self.group(np.asarray(fault.lanes)), register, np.zeros(1, UNSIGNED[self.program.widths[register]]))
+                    if not len(group.lanes):
+                        return
+                elif kind not in (Race, Uninitialized):
+                    raise
 
     def _step_with_poison(self, group: Group, step: Step, guard: Register | None, flow: Flow) -> None:
         if guard is not None:

@@ -42,13 +42,16 @@ class Poison:
         self.origins = {r: np.arange(m.lanes) for r in undefined}  # register -> number of an origin * lanes + lane, by lane
         self.sources = [_Origin(None, lambda lane: "uses a variable that no statement has set")]
         self.fresh: list[tuple[np.ndarray, np.ndarray, int]] = []  # lanes, uninitialized bytes, origin; of the current load
-        for r in self.origins:
+        self.off = Uninitialized in m.launched.options.off
+        for r in () if self.off else self.origins:
             m.poisoned[r] = self._ones(r, m.lanes)
 
     # ---- where it comes from
 
     def loaded(self, space: Space, part: Part, size: int, missing: np.ndarray) -> None:
         """A load of uninitialized bytes; `missing`: (rows, size)."""
+        if self.off:
+            return
         rows = np.flatnonzero(missing.any(axis=1))
         lanes, at = part.lanes[rows], part.at[rows]
 
@@ -110,7 +113,7 @@ class Poison:
         """Raise Uninitialized if one of these registers has uninitialized bits."""
         if any(r in self.m.poisoned for r in registers):
             flags, origins = self.of(group, registers)
-            if flags.any():
+            if flags.any() and not self.m.mutes(Uninitialized):
                 raise self.fault(int(group.lanes[first_row(flags)]), int(origins[first_row(flags)]), use)
 
     def fault(self, lane: int, origin: int, use: str) -> Fault:

@@ -34,13 +34,15 @@ class Accessor(Protocol):
 
     def divergence(self, lane: int) -> str | None: ...
 
+    def mutes(self, kind: type[Fault]) -> bool: ...
+
     def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None: ...
 
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]: ...
 
     def who(self, stamp: int) -> tuple[Dim, Dim, str]: ...
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault: ...
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: np.ndarray | None = None) -> Fault: ...
 
 
 class Part(NamedTuple):
@@ -102,7 +104,7 @@ class Space:
         """A load through the read-only cache, which does not see what the launch writes."""
         for part in self.place(m, lanes, addresses, size, "reads")[1]:
             found = part.shadow.written_before(part.at - part.region.origin, size) if part.shadow is not None else None
-            if found is not None:
+            if found is not None and not m.mutes(Race):
                 row, stamp = found
                 block, thread, line = m.who(stamp)
                 where = f"{self.describe(part.region, int(part.at[row]))}, through the read-only cache (__ldg, or const and __restrict__)"
@@ -154,7 +156,7 @@ class Space:
         missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
         if missing is not None and poison:
             m.poison.loaded(self, part, size, missing)
-        elif missing is not None:
+        elif missing is not None and not m.mutes(Uninitialized):
             row = first_row(missing.any(axis=1))
             what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[row]))}"
             raise m.fault(Uninitialized, part.lanes[row], what)
@@ -169,7 +171,7 @@ class Space:
     def _check_agreement(self, m: Accessor, part: Part, size: int, values: np.ndarray, lost: np.ndarray) -> None:
         """Lanes of one store that write to the same address must write the same value."""
         differs = self._differs(part.at[lost], size, values[lost])
-        if differs.any():
+        if differs.any() and not m.mutes(Race):
             row = lost[differs][0]
             block, thread = m.block_and_thread(part.lanes[np.flatnonzero(part.at == part.at[row])[-1]])
             where = self.describe(part.region, int(part.at[row]))
@@ -180,6 +182,8 @@ class Space:
         """Raise the Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did; `strong`: it changes by an atomic.
 
         A plain read beside atomics is forgiven if its lane then executes a compare-and-swap there, as the first read of a loop does."""
+        if m.mutes(Race):
+            return
         forgivable = ((conflict.stamps & STRONG) != 0).all() if verb == "reads" else strong and did == "read"
         if not (forgivable and m.compares and self.name == "global"):
             raise self._race(m, part, size, verb, conflict, did)
@@ -220,7 +224,13 @@ class Space:
             row = first_row(low)
             address = int(addresses[row])
             where = f"the address {address:#x}" if self.name == "global" else f"the offset {address}"
-            raise m.fault(Misaligned, lanes[row], f"{verb} {size} bytes of {self.name} memory, but {where} is not a multiple of {size}")
+            raise m.fault(
+                Misaligned,
+                lanes[row],
+                f"{verb} {size} bytes of {self.name} memory, but {where} is not a multiple of {size}",
+                None,
+                lanes[each(low, lanes) != 0],
+            )
 
 
 class Private(Space):
@@ -239,13 +249,14 @@ class Private(Space):
         self.check_aligned(m, lanes, addresses, size, verb)
         offsets = addresses.astype(np.int64)
         if int(offsets.max()) > self.size - size or int(offsets.min()) < 0:
-            row = first_row((offsets > self.size - size) | (offsets < 0))
-            offset = int(offsets[row])
+            outside = each((offsets > self.size - size) | (offsets < 0), lanes)
+            row = first_row(outside)
+            offset = int(each(offsets, lanes)[row])
             owner = "the block" if self.name == "shared" else "the thread"
             what = f"{verb} {size} bytes at offset {offset} of {self.name} memory, but {owner} has {self.size} bytes of it"
             if self.name == "shared" and offset >> RANK:
                 what += ": that is an address of shared::cluster, which is another space"
-            raise m.fault(OutOfBounds, lanes[row], what)
+            raise m.fault(OutOfBounds, lanes[row], what, None, lanes[outside])
         at = self.bases[lanes] + offsets
         return at, [Part(self.region, self.shadow, at, lanes)]
 
@@ -309,7 +320,8 @@ class Global(Space):
             inside &= (addresses <= ends[which] - np.uint64(size)) & (ends[which] - starts[which] >= np.uint64(size))
         if not inside.all():
             row = first_row(~inside)
-            raise m.fault(OutOfBounds, lanes[row], f"{verb} {size} bytes of global memory {self._distance(int(addresses[row]), size)}")
+            what = f"{verb} {size} bytes of global memory {self._distance(int(addresses[row]), size)}"
+            raise m.fault(OutOfBounds, lanes[row], what, None, lanes[~inside])
         return {int(i): np.flatnonzero(which == i) for i in np.unique(which)}
 
     def _distance(self, address: int, size: int) -> str:
