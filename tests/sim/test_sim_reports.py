@@ -392,12 +392,6 @@ __global__ void k(int* out, int go) {
         simulate(text, out, 1, block=1)
 
 
-def test_call_of_printf_is_not_simulated():
-    text = '#include <stdio.h>\n__global__ void k(int n) { printf("%d", n); }\n'
-    with pytest.raises(sim.NotSimulated, match="call of vprintf"):
-        simulate(text.replace("#include <stdio.h>", ""), 3)
-
-
 # ---- what only shows from one launch to the next, or beside a kernel
 
 ADD = "__global__ void add(int* out, const int* x, int n) { int i = threadIdx.x; if (i < n) out[i] = x[i] + 1; }\n"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cukern.sim.faults import Uninitialized
-from cukern.sim.instructions.decode import Context, compute
+from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import IN_FLIGHT, STRONG
@@ -133,17 +133,30 @@ def through(
 
 
 def _load_param(c: Context, targets: list[Register], type_: str) -> Step:
-    """Kernel parameters are the same for all lanes."""
+    """A parameter of the kernel, the same for all lanes; or, in a function or after a call, a parameter or result."""
     address = c.operands[1]
-    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in c.program.params:
-        raise c.unknown()
-    at = c.program.params[address.base.name] + address.offset
-    dtype, signed = UNSIGNED[WIDTHS[type_]], type_[0] == "s"
+    assert isinstance(address, Address) and isinstance(address.base, Symbol)
+    dtype, signed, name = UNSIGNED[WIDTHS[type_]], type_[0] == "s", address.base.name
+    if name in c.program.slots:
+        return _load_slot(*c.program.slots[name], address.offset, targets, dtype, signed)
+    at = c.program.params[name] + address.offset
 
     def run(m: Machine, group: Group) -> None:
         values = np.frombuffer(m.launched.params, dtype, len(targets), at)
         for i, target in enumerate(targets):
             put(m, group, target, values[i : i + 1], signed)
+
+    return run
+
+
+def _load_slot(area: str, start: int, offset: int, targets: list[Register], dtype: Any, signed: bool) -> Step:
+    size, first = np.dtype(dtype).itemsize, start + offset
+
+    def run(m: Machine, group: Group) -> None:
+        for i, target in enumerate(targets):
+            at = first + i * size
+            bytes_ = m.calls.area(area)[group.lanes, at : at + size]
+            put(m, group, target, np.ascontiguousarray(bytes_).view(dtype)[:, 0], signed)
 
     return run
 
@@ -208,12 +221,20 @@ def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndar
 
 
 def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> Step:
-    """st.param: an argument of a call, stored in a register of its own."""
-    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
+    """st.param: an argument of a call, or the result of a function."""
+    if not isinstance(address, Address) or not isinstance(address.base, Symbol):
         raise c.unknown()
-    register = Register(c.program.hidden(max(16, WIDTHS[type_])), WIDTHS[type_])
-    c.program.params[address.base.name] = register.number
-    return compute(np.copy, register, [c.source(value, type_)])
+    area, start = c.program.slots[address.base.name]
+    sources, dtype = [c.source(x, type_) for x in c.items(value)], UNSIGNED[WIDTHS[type_]]
+    size, first = np.dtype(dtype).itemsize, start + address.offset
+
+    def run(m: Machine, group: Group) -> None:
+        for i, source in enumerate(sources):
+            values = np.ascontiguousarray(m.spread(group, source).astype(dtype))
+            at = first + i * size
+            m.calls.area(area)[group.lanes, at : at + size] = values.view(np.uint8).reshape(-1, size)
+
+    return run
 
 
 def fence(c: Context) -> Step:

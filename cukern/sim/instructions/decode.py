@@ -97,7 +97,8 @@ def stretches(program: Program, table: Table) -> Stretches:
     decoded = [instruction(program, pc, table) for pc in range(last)]
     jumps = {pc for pc, one in enumerate(decoded) if one.jumps}
     program.undefined = undefined(program, decoded)
-    leaders = sorted({0, last, *program.kernel.labels.values(), *(pc + 1 for pc in jumps)})
+    starts = {f.start for f in program.functions.values()}
+    leaders = sorted({0, last, *starts, *program.kernel.labels.values(), *(pc + 1 for pc in jumps)})
     found: Stretches = {last: ([], last, Machine.leave, [])}
     for start in {*leaders, *jumps} - {last}:  # lanes may have to execute a jump again
         end = leaders[bisect.bisect(leaders, start)]
@@ -161,7 +162,8 @@ def undefined(program: Program, decoded: list[Decoded]) -> list[int]:
     """The registers that a kernel may read before it writes them: those that are live at its start."""
     code, labels = program.kernel.code, program.kernel.labels
     declared = len(program.kernel.widths)
-    leaders = sorted({0, len(code), *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)})
+    starts = {f.start for f in program.functions.values()}
+    leaders = sorted({0, len(code), *starts, *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)})
     blocks = list(itertools.pairwise(leaders))
     needs, gives = {}, {}
     for start, end in blocks:
@@ -184,7 +186,8 @@ def undefined(program: Program, decoded: list[Decoded]) -> list[int]:
             now = needs[start] | after & ~gives[start]
             changed |= now != live[start]
             live[start] = now
-    return [r for r in range(declared) if live[0] >> r & 1] if blocks else []
+    starts |= {0} if blocks else set()
+    return [r for r in range(declared) if any(live[start] >> r & 1 for start in starts)]
 
 
 def _successors(program: Program, pc: int) -> list[int]:

@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, jumps, matrix, warp
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, calls, jumps, matrix, warp
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -24,11 +24,11 @@ _STEPS: dict[str, Maker] = {
 _JUMPS: dict[str, Maker] = {
     "bra": jumps.branch,
     "brx": jumps.branch_indexed,
-    "ret": jumps.leave,
-    "exit": jumps.leave,
+    "ret": calls.leave,
+    "exit": calls.leave,
     "trap": jumps.trap,
     "brkpt": jumps.trap,
-    "call": jumps.call,
+    "call": calls.call,
     "bar": barriers.barrier,
     "barrier": barriers.barrier,
     "mbarrier": barriers.mbarrier,

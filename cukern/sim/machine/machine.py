@@ -14,6 +14,7 @@ from cukern.sim.machine import special
 from cukern.sim.machine.asynchronous import Copies, Mbarriers
 from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
+from cukern.sim.machine.calls import Calls
 from cukern.sim.machine.clusters import Clusters, Distributed
 from cukern.sim.machine.poison import Flow, Poison
 from cukern.sim.numerics.integers import UNSIGNED
@@ -70,6 +71,7 @@ class Machine(Batch):
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
         self.spaces["cluster"] = Distributed(self, self.clusters)
         self.regs = special.registers(self)
+        self.calls = Calls(self)
         self.poison = Poison(self, launched.program.undefined)
         self.go(0, self.group(np.flatnonzero(self.alive)))
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from cukern.sim.memory.regions import Region
 from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.link import link
 from cukern.sim.ptx.module import Module, Register, Variable
 
 MODULE_SPACES = ("global", "const")
@@ -16,14 +17,18 @@ SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explic
 PARAMETER = "%param+"  # and an offset: stands for the address of a parameter
 
 
-NO_ADDRESS = 3 << 56  # of a function, which only a call could use
+FUNCTIONS = 3 << 56  # the address of the first function
 
 
 class Program:
     """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to launch."""
 
     def __init__(self, module: Module, symbol: str):
-        self.module, self.kernel = module, module.kernels[symbol]
+        linked = link(module, module.kernels[symbol])
+        self.module, self.kernel = module, linked.kernel
+        self.functions, self.slots, self.recursive = linked.functions, linked.slots, linked.recursive
+        self.arguments_size, self.result_size = linked.arguments_size, linked.result_size
+        self.function_names = {FUNCTIONS + 16 * i: name for i, name in enumerate(module.declared)}
         self.widths = list(self.kernel.widths)
         self.constants: dict[int, np.ndarray] = {}  # register number -> value
         self.specials: dict[str, int] = {}  # special register's name -> register number
@@ -36,6 +41,7 @@ class Program:
 
     def _lay_out_variables(self) -> None:
         kernel, everything = self.kernel, self.module.variables + self.kernel.variables
+        self.addresses |= {name: ("function", address) for address, name in self.function_names.items()}
         at = 0
         for param in kernel.params:
             at += -at % param.align
@@ -73,7 +79,7 @@ class Program:
             buffer, at = buffers[v.name]
             buffer[at : at + len(v.data)] = np.frombuffer(v.data, np.uint8)
             for offset, symbol in v.pointers:
-                address = np.uint64(self.addresses.get(symbol.name, ("", NO_ADDRESS))[1] + symbol.offset)
+                address = np.uint64(self.addresses[symbol.name][1] + symbol.offset)
                 buffer[at + offset : at + offset + 8] = np.array([address]).view(np.uint8)
         self._buffers = buffers
 
@@ -105,6 +111,10 @@ class Program:
         if name not in self.specials:
             self.specials[name] = self.hidden(64 if name.startswith(PARAMETER) else SPECIAL_WIDTHS.get(name, 32))
         return self.specials[name]
+
+    def function_at(self, pc: int) -> str:
+        """The function that an instruction belongs to; "" for the kernel."""
+        return next((name for name, f in self.functions.items() if f.start <= pc < f.end), "")
 
     def location(self, pc: int) -> str:
         code = self.kernel.code
