@@ -9,13 +9,16 @@ from cukern.sim.instructions.decode import Context, compute
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.machine.special import CLOCKS
-from cukern.sim.numerics import alu
+from cukern.sim.numerics import alu, fp8
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Operand, Register, Symbol, Vector
 
 
 def arithmetic(c: Context) -> Step:
     """An instruction of the ALU."""
+    if {"e4m3x2", "e5m2x2"} & set(c.parts):
+        sources = [c.source(x, "b32") for x in c.operands[1:]]
+        return compute(fp8.convert(c.opcode), c.target(c.operands[0]), sources)
     targets = c.items(c.operands[0])
     types = source_types(c)
     sources = [c.source(x, t) for x, t in zip(c.operands[1:], types, strict=False)]

@@ -15,7 +15,7 @@ from cukern.sim.numerics.integers import UNSIGNED, where
 from cukern.sim.ptx.module import WIDTHS
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
-_MODIFIERS |= {"cluster", "shared::cluster"}
+_MODIFIERS |= {"cluster", "shared::cluster", "v2", "v4", "v8"}
 _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 Change = Callable[..., np.ndarray]  # (old value, operands) -> new value
 
@@ -27,10 +27,11 @@ def atomic(c: Context) -> Step:
     spaces = {"global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster"}
     space = next((spaces[p] for p in c.parts if p in spaces), "generic")
     returns = c.parts[0] == "atom"
-    target = c.target(c.operands[0]) if returns else c.program.sink
     address, *operands = c.operands[1:] if returns else c.operands
+    count = len(c.items(operands[0]))  # of a vector, whose elements change one after the other
+    targets = [c.target(x) for x in c.items(c.operands[0])] if returns else [c.program.sink] * count
     base, offset = c.address(address)
-    sources = [c.source(x, c.types[0]) for x in operands]
+    sources = [[c.source(c.items(x)[i], c.types[0]) for x in operands] for i in range(count)]
     width, signed, pc = WIDTHS[c.types[0]], c.types[0][0] == "s", c.pc
     narrow, compares = "cta" in c.parts, operation == "cas"
     changes = {name: _change(c, operation, name) for name in ("global", "shared")}
@@ -39,16 +40,19 @@ def atomic(c: Context) -> Step:
         m.pc = pc
         m.order.clock.tick(pc)
         addresses = each(address_of(m, group, base, offset), group.lanes)
-        m.poison.check(group, sources, "an atomic")
-        values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources]
+        m.poison.check(group, [s for row in sources for s in row], "an atomic")
+        if count > 1:
+            m.launched.memory.check_aligned(m, group.lanes, addresses, width // 8 * count, "changes")
 
         def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
             if compares and space.name == "global":
                 m.compare(lanes, at.view(np.int64))
             return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
 
-        old = through(m, space, group.lanes, addresses, access, *values)
-        put(m, group, target, old, signed)
+        for i, target in enumerate(targets):
+            values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources[i]]
+            at = addresses + np.uint64(width // 8 * i) if i else addresses
+            put(m, group, target, through(m, space, group.lanes, at, access, *values), signed)
 
     return run
 

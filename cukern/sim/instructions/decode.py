@@ -120,7 +120,9 @@ class Decoded(NamedTuple):
 
 def instruction(program: Program, pc: int, table: Table) -> Decoded:
     c = Context(program, pc)
-    names = ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
+    names = ".".join(c.parts[:3]), ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
+    if c.opcode.startswith("cp.async.bulk.prefetch"):
+        names = names[1:]
     base = next((name for name in names if name in table.steps or name in table.jumps), "")
     jumps = base in table.jumps
     try:

@@ -30,7 +30,7 @@ def mma(c: Context) -> Step:
     function = tensor_core.mma(c.opcode)
     to, *from_ = c.operands
     targets, rows = [c.target(x) for x in c.items(to)], int(c.parts[3][1 : c.parts[3].index("n")])
-    sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in from_]
+    sources = [[c.source(x, "b64" if "f64" in c.types else "b32") for x in c.items(operand)] for operand in from_]
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes)
@@ -101,6 +101,43 @@ def load_matrix(c: Context) -> Step:
             origins = np.repeat(fetched[1].reshape(-1, 32).max(axis=1), 32)
             for target, bits in zip(targets, tensor_core.ldmatrix(masks, transposed), strict=True):
                 m.poison.put(group, target.number, bits.reshape(-1), origins)
+
+    return together(c, _EVERY_LANE, act)
+
+
+def store_matrix(c: Context) -> Step:
+    """stmatrix: lane 8 i + j has the address of row j of tile i."""
+    known = {"stmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
+    if set(c.parts) - known:
+        raise c.unknown()
+    (base, offset), transposed = c.address(c.operands[0]), "trans" in c.parts
+    sources = [c.source(x, "b32") for x in c.items(c.operands[1])]
+    space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes)
+        m.poison.check(group, sources, "a stmatrix")
+        m.order.clock.tick(m.pc)
+        addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
+        some = group.lanes % 32 < 8 * len(sources)
+        rows = tensor_core.stmatrix([m.spread(group, r).reshape(-1, 32) for r in sources], transposed)
+        values = np.ascontiguousarray(rows).view(np.complex128).reshape(-1)
+        through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at, v: where.store(m, lanes, at, 16, v), values)
+
+    return together(c, _EVERY_LANE, act)
+
+
+def move_matrix(c: Context) -> Step:
+    """movmatrix: transposes a tile of 8 x 8 elements in the registers of a warp."""
+    if c.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
+        raise c.unknown()
+    target, source = c.target(c.operands[0]), c.source(c.operands[1], "b32")
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes)
+        m.poison.check(group, (source,), "a movmatrix")
+        tiles = tensor_core.stmatrix([m.spread(group, source).reshape(-1, 32)])
+        _put(m, group, [target], tensor_core.ldmatrix(tiles, transposed=True))
 
     return together(c, _EVERY_LANE, act)
 

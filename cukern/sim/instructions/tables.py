@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, calls, jumps, matrix, warp
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, jumps, matrix, warp
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -33,6 +33,7 @@ _JUMPS: dict[str, Maker] = {
     "barrier": barriers.barrier,
     "mbarrier": barriers.mbarrier,
     "st.async": barriers.store_async,
+    "cp.async.bulk": bulk.copy,
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "match": warp.match,
@@ -40,6 +41,8 @@ _JUMPS: dict[str, Maker] = {
     "elect": warp.elect,
     "mma": matrix.mma,
     "ldmatrix": matrix.load_matrix,
+    "stmatrix": matrix.store_matrix,
+    "movmatrix": matrix.move_matrix,
     "wgmma": matrix.warpgroup,
 }
 INSTRUCTIONS = Table(_STEPS, _JUMPS, other=arithmetic.arithmetic)
