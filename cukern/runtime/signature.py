@@ -159,7 +159,7 @@ def by_value(kernel: str, param: Param, value: Any) -> Any:
 
 def _bfloat16(kernel: str, param: Param, value: Any) -> int:
     try:
-        number = ctypes.c_float(value).value if isinstance(value, int | float | np.number) else None
+        number = ctypes.c_float(float(value)).value if isinstance(value, int | float | np.number) else None
     except OverflowError:
         number = math.inf
     if number is None:

@@ -659,7 +659,7 @@ def test_blocks_that_wait_for_the_flag_of_the_one_before(look, signal):
 
 @pytest.mark.parametrize("blocks", [24, 200], ids=["one batch", "several batches"])
 def test_blocks_that_spin_let_the_others_go_on(blocks, monkeypatch):
-    monkeypatch.setattr("cukern.sim.options.MOST_STEPS", 500_000)
+    monkeypatch.setattr("cukern.sim.machine.options.MOST_STEPS", 500_000)
     monkeypatch.setattr(machine, "LANES_A_BATCH", 1024)
     out, expected = chain("volatile", "exchange", blocks, 960)
     assert out == expected

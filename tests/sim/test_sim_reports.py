@@ -365,7 +365,7 @@ CASES = [pytest.param(c, id=c.id) for c in (*BOUNDS, *UNWRITTEN, *RACES, *BARRIE
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
-    monkeypatch.setattr("cukern.sim.options.MOST_STEPS", 20_000)
+    monkeypatch.setattr("cukern.sim.machine.options.MOST_STEPS", 20_000)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -468,6 +468,28 @@ def test_neighbours_of_a_view_are_out_of_bounds():
         kernel = load(ADD)
         with sim.memory.scope([out]):
             launch(kernel, out, x, 32)
+
+
+@pytest.mark.parametrize(
+    "view, index, ok",
+    [
+        ((slice(None), slice(0, 20)), 32, True),
+        ((slice(None), slice(0, 20)), 20, False),
+        ((slice(None), slice(0, 20, 2)), 1, False),
+        ((slice(None), slice(5, 20)), 28, False),
+    ],
+)
+def test_memory_between_the_rows_of_a_view_is_out_of_bounds(view, index, ok):
+    text = "__global__ void k(int* out, const int* x, int i) { out[0] = x[i]; }"
+    x, out = iota(128).view(4, 32), ints(1)
+    if ok:
+        simulate(text, out, x[view], index, block=1)
+        assert out.item() == x[view].as_strided((1,), (1,), x[view].storage_offset() + index).item()
+    else:
+        with pytest.raises(sim.OutOfBounds, match="of the tensor of argument 'x', which is between the rows or columns of a view"):
+            simulate(text, out, x[view], index, block=1)
+    with sim.memory.scope([x]):
+        simulate(text, out, x[view], index, block=1)
 
 
 def test_scopes_nest():

@@ -10,11 +10,11 @@ from cukern.sim.faults import Uninitialized
 from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import IN_FLIGHT, STRONG
+from cukern.sim.memory.order import STRONG
 from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.memory.spaces import WINDOW, Space, each, first_row
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
-from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Operand, Register, Symbol, immediate_value
+from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
 _IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
@@ -199,7 +199,7 @@ def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space
         return np.zeros(1, np.int64)
     flags, origins = found
     outside = each(addresses >> np.uint64(WINDOW) == 0 if space == "generic" else np.full(1, space == "global"), group.lanes)
-    bad = outside & flags.reshape(len(flags), -1, size).all(axis=2).any(axis=1)
+    bad = outside & np.asarray(flags.reshape(len(flags), -1, size).all(axis=2)).any(axis=1)
     if bad.any() and not m.mutes(Uninitialized):
         row = first_row(bad)
         memory, address = m.launched.memory, each(addresses, group.lanes)[row : row + 1]
@@ -253,69 +253,3 @@ def fence(c: Context) -> Step:
 
 def nothing(c: Context) -> Step:
     return lambda m, group: None
-
-
-# ---- cp.async: copies from global to shared memory, in flight until their thread waits for them
-
-_HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
-
-
-def copy(c: Context) -> Step:
-    if c.parts[:2] != ["cp", "async"]:
-        raise c.unknown()
-    if c.opcode == "cp.async.bulk.prefetch.L2.global":
-        return nothing(c)
-    if c.opcode == "cp.async.commit_group":
-        return lambda m, group: m.copies.commit(group.lanes)
-    if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
-        newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
-        return lambda m, group: m.copies.wait(group.lanes, newest)
-    if not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts:
-        raise c.unknown()
-    return _start_copy(c)
-
-
-def _start_copy(c: Context) -> Step:
-    """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source}."""
-    to, from_, bytes_, *rest = c.operands
-    (target, target_offset), (source, source_offset) = c.address(to), c.address(from_)
-    if not isinstance(bytes_, Immediate):
-        raise c.unknown()
-    size, pc = int(immediate_value(bytes_)), c.pc
-    ignored = isinstance(rest[0], Register) and rest[0].width == 1 if rest else False
-    read = c.source(rest[0], "pred" if ignored else "u32") if rest else None
-    negated = bool(rest) and isinstance(rest[0], Register) and rest[0].negated
-
-    def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        m.order.clock.tick(pc)
-        lanes, n = group.lanes, len(group.lanes)
-        addresses = each(address_of(m, group, source, source_offset), lanes)
-        count = np.full(n, size)
-        if read is not None:
-            values = m.spread(group, read)
-            count = np.where(values ^ negated, 0, size) if ignored else values.astype(np.int64)
-        if m.poisoned and read is not None:
-            m.poison.check(group, (read,), "the size of a copy")
-        values = _fetch(m, lanes, addresses, size, count)
-        fetched = m.poison.fetched(group, size)
-        codes = np.zeros(1, np.int64) if fetched is None else (fetched[0] * (1 << np.arange(size))).sum(axis=1)
-        m.order.clock.tick(pc)
-        positions = m.shared.store(m, lanes, address_of(m, group, target, target_offset), size, values, IN_FLIGHT, codes)
-        m.copies.start(pc, lanes, positions, size)
-
-    return run
-
-
-def _fetch(m: Machine, lanes: np.ndarray, addresses: np.ndarray, size: int, count: np.ndarray) -> np.ndarray:
-    """The first `count` bytes at each address, then zeros."""
-    memory, values = m.launched.memory, np.zeros(len(lanes), CARRIERS[size])
-    whole = np.flatnonzero(count >= size)
-    if len(whole):
-        values[whole] = memory.load(m, lanes[whole], addresses[whole], size, poison=True)
-    part = np.flatnonzero((count > 0) & (count < size))
-    bytes_ = values.view(np.uint8).reshape(-1, size)
-    for i in range(int(count[part].max()) if len(part) else 0):
-        some = part[count[part] > i]
-        bytes_[some, i] = memory.load(m, lanes[some], addresses[some] + np.uint64(i), 1, poison=True)
-    return values

@@ -120,9 +120,9 @@ class Decoded(NamedTuple):
 
 def instruction(program: Program, pc: int, table: Table) -> Decoded:
     c = Context(program, pc)
-    names = ".".join(c.parts[:3]), ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
+    names = [".".join(c.parts[:n]) for n in (3, 2, 1)]  # st.async is found before st
     if c.opcode.startswith("cp.async.bulk.prefetch"):
-        names = names[1:]
+        del names[0]
     base = next((name for name in names if name in table.steps or name in table.jumps), "")
     jumps = base in table.jumps
     try:
@@ -167,16 +167,7 @@ def undefined(program: Program, decoded: list[Decoded]) -> list[int]:
     starts = {f.start for f in program.functions.values()}
     leaders = sorted({0, len(code), *starts, *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)})
     blocks = list(itertools.pairwise(leaders))
-    needs, gives = {}, {}
-    for start, end in blocks:
-        need = give = 0
-        for pc in range(start, end):
-            one = decoded[pc]
-            read = sum(1 << r for r in {*one.flow.reads, *((one.guard.number,) if one.guard else ())} if r < declared)
-            need |= read & ~give
-            if one.guard is None:
-                give |= sum(1 << r for r in set(one.flow.writes) if r < declared)
-        needs[start], gives[start] = need, give
+    needs = {start: _needs(decoded[start:end], declared) for start, end in blocks}
     live = dict.fromkeys(leaders, 0)
     changed = True
     while changed:
@@ -185,11 +176,22 @@ def undefined(program: Program, decoded: list[Decoded]) -> list[int]:
             after = 0
             for successor in _successors(program, end - 1):
                 after |= live[successor]
-            now = needs[start] | after & ~gives[start]
+            now = needs[start][0] | after & ~needs[start][1]
             changed |= now != live[start]
             live[start] = now
     starts |= {0} if blocks else set()
     return [r for r in range(declared) if any(live[start] >> r & 1 for start in starts)]
+
+
+def _needs(decoded: list[Decoded], declared: int) -> tuple[int, int]:
+    """Of a block without jumps inside: the registers that it reads before it writes them, and those that it writes, as bits."""
+    need = give = 0
+    for one in decoded:
+        guard = (one.guard.number,) if one.guard else ()
+        need |= sum(1 << r for r in {*one.flow.reads, *guard} if r < declared) & ~give
+        if not guard:
+            give |= sum(1 << r for r in set(one.flow.writes) if r < declared)
+    return need, give
 
 
 def _successors(program: Program, pc: int) -> list[int]:

@@ -58,7 +58,8 @@ def _poison_of_product(
         return [m.poisoned[r][group.index].reshape(-1, 32) if r in m.poisoned else nothing for r in registers]
 
     def by_quad(some: list[np.ndarray]) -> np.ndarray:
-        return sum((x != 0 for x in some), np.zeros(nothing.shape, bool)).reshape(-1, 8, 4).any(axis=2)
+        found = np.asarray(np.stack([x != 0 for x in (nothing, *some)]).any(axis=0))
+        return np.asarray(found.reshape(-1, 8, 4).any(axis=2))
 
     a, b, c = (masks(registers) for registers in sources[:3])
     halves = [by_quad(a[i::2]) for i in (0, 1)] if rows == 16 else [by_quad(a)]
@@ -66,7 +67,7 @@ def _poison_of_product(
     bits = []
     for i in range(results):
         each_half = results // len(halves)
-        column = columns[:, lane % 4 * 2 + i % 2] if each_half > 1 else columns.reshape(-1, 4, 2).any(axis=2)[:, lane % 4]
+        column = columns[:, lane % 4 * 2 + i % 2] if each_half > 1 else np.asarray(columns.reshape(-1, 4, 2).any(axis=2))[:, lane % 4]
         reached = halves[i // each_half][:, lane // 4] | column
         mask = c[i] if i < len(c) else nothing
         bits.append(np.where(reached, ~mask.dtype.type(0), mask))

@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, jumps, matrix, warp
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, calls, copies, jumps, matrix, warp
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -15,7 +15,7 @@ _STEPS: dict[str, Maker] = {
     "st": access.store,
     "atom": atomics.atomic,
     "red": atomics.atomic,
-    "cp": access.copy,
+    "cp": copies.copy,
     "fence": access.fence,
     "membar": access.fence,
     "activemask": warp.active_mask,
@@ -33,7 +33,7 @@ _JUMPS: dict[str, Maker] = {
     "barrier": barriers.barrier,
     "mbarrier": barriers.mbarrier,
     "st.async": barriers.store_async,
-    "cp.async.bulk": bulk.copy,
+    "cp.async.bulk": copies.bulk_copy,
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "match": warp.match,

@@ -12,10 +12,10 @@ import numpy as np
 
 from cukern.runtime.limits import Dim
 from cukern.sim.faults import Fault, Where
+from cukern.sim.machine.options import Options
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import TIME_BITS, Clock, Order
 from cukern.sim.memory.spaces import Global, Private, Space
-from cukern.sim.options import Options
 from cukern.sim.ptx.module import Register
 
 # Blocks are numbered cluster by cluster, and within a cluster by rank, so that the blocks of a cluster have consecutive numbers.
@@ -75,6 +75,7 @@ class Batch:
     """The state of the lanes: groups that wait for their turn, registers, memory, and the order of accesses."""
 
     regs: list[np.ndarray]
+    poison: Any  # see poison.py
 
     def __init__(self, launched: Launched, first_block: int, blocks: int):
         self.launched, self.program = launched, launched.program
@@ -204,6 +205,10 @@ class Batch:
         """Block, thread and line of an access."""
         lane, pc = self.order.unpack(stamp)
         return *self.block_and_thread(lane - self.order.base), self.program.location(pc)
+
+    def divergence(self, lane: int) -> str | None:
+        """How threads of the lane's block have missed each other at a barrier, if they have."""
+        return None
 
     def mutes(self, kind: type[Fault]) -> bool:
         """True if such a fault is not reported at this instruction."""

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cukern.sim import options
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, StepLimit, Uninitialized
-from cukern.sim.machine import special
+from cukern.sim.machine import options, special
 from cukern.sim.machine.asynchronous import Copies, Mbarriers
 from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
@@ -46,8 +45,8 @@ def run(launched: Launched, stretches: Stretches) -> None:
             except Fault as fault:
                 _report(launched, fault, -1)
                 return
-    for fault in launched.suspects.values():
-        _report(launched, fault(), -1)
+    for race in launched.suspects.values():
+        _report(launched, race(), -1)
 
 
 def _report(launched: Launched, fault: Fault, pc: int) -> None:

@@ -30,7 +30,9 @@ class Accessor(Protocol):
     first_block: int
     pc: int
     poison: Any  # the uninitialized bits of registers
-    compares: bool  # True if the kernel has a compare-and-swap
+
+    @property
+    def compares(self) -> bool: ...  # True if the kernel has a compare-and-swap
 
     def divergence(self, lane: int) -> str | None: ...
 
@@ -157,7 +159,7 @@ class Space:
         if missing is not None and poison:
             m.poison.loaded(self, part, size, missing)
         elif missing is not None and not m.mutes(Uninitialized):
-            row = first_row(missing.any(axis=1))
+            row = first_row(np.asarray(missing.any(axis=1)))
             what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[row]))}"
             raise m.fault(Uninitialized, part.lanes[row], what)
 
@@ -289,6 +291,9 @@ class Global(Space):
         else:
             rows = self._rows(m, lanes, each(addresses, lanes), size, verb)
             parts = [Part(self.regions[i], self.shadows[i], at[some], lanes[some], some) for i, some in rows.items()]
+        for part in parts:
+            if part.region.inside is not None:
+                self._check_inside(m, part, size, verb)
         for part in parts if verb != "reads" else ():
             if not part.region.writable:
                 raise m.fault(OutOfBounds, lanes[0], f"{verb} {self.describe(part.region, low)}, which is constant memory")
@@ -303,6 +308,16 @@ class Global(Space):
             if shadow is None or (shadow.writers is None and shadow.before is None):  # only read so far: some lanes represent all
                 return super().load(m, np.append(lanes[::32], lanes[-1]), addresses, size, strong)[:1]
         return super().load(m, lanes, addresses, size, strong, poison)
+
+    def _check_inside(self, m: Accessor, part: Part, size: int, verb: str) -> None:
+        """An access to a view must not reach the memory between its rows."""
+        assert part.region.inside is not None
+        outside = ~np.asarray(part.region.inside[(part.at - part.region.start)[:, None] + np.arange(size)].all(axis=1))
+        if outside.any():
+            row = first_row(outside)
+            where = self.describe(part.region, int(part.at[row]))
+            what = f"{verb} {size} bytes of global memory, {where}, which is between the rows or columns of a view"
+            raise m.fault(OutOfBounds, part.lanes[row], what, None, part.lanes[outside])
 
     def text(self, address: int) -> str:
         """A string in the module's memory, for a message."""

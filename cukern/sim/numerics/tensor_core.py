@@ -10,6 +10,7 @@ its float16 results by one more rounding.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,10 +36,9 @@ def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]
     For example "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32".
     """
     base, *parts = opcode.split(".")
-    if base == "mma" and parts[:2] == ["sync", "aligned"] and parts[3:5] == ["row", "col"] and parts[5] in ("s32", "f64", "f32"):
-        other = _other_mma(parts[2], [p for p in parts[5:] if p != "satfinite"], "satfinite" in parts)
-        if other is not None:
-            return other
+    other = _other_mma(opcode)
+    if other is not None:
+        return other
     if base != "mma" or parts[:2] != ["sync", "aligned"] or parts[3:5] != ["row", "col"] or len(parts) != 9:
         raise NotSimulated(opcode)
     shape, (d, a, b, c) = parts[2], parts[5:]
@@ -58,9 +58,12 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
     return _apart(d if d.dtype == np.uint32 else d[:, ::2].astype(np.uint32) | d[:, 1::2].astype(np.uint32) << 16)
 
 
-def _other_mma(shape: str, types: list[str], saturate: bool) -> Callable[[Registers, Registers, Registers], list[Array]] | None:
+def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]] | None:
     """The function of an mma.sync of 8-bit integers, 8-bit floats or f64; None for another."""
-    d, a, b, c = types if len(types) == 4 else ("",) * 4
+    match = re.fullmatch(r"mma\.sync\.aligned\.(m\d+n8k\d+)\.row\.col(\.satfinite)?\.(s32|f32|f64)\.(\w+)\.(\w+)\.(\w+)", opcode)
+    if match is None:
+        return None
+    shape, saturate, d, a, b, c = match.groups()
     narrow = {"s8", "u8"} if d == "s32" else {"e4m3", "e5m2"} if d == "f32" else {"f64"}
     if d != c or {a, b} - narrow or shape not in {"s32": ("m16n8k16", "m16n8k32"), "f32": ("m16n8k32",), "f64": ("m8n8k4",)}[d]:
         return None

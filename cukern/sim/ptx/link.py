@@ -38,18 +38,8 @@ def link(module: Module, kernel: Kernel) -> Linked:
     slots: dict[str, tuple[str, int]] = {}
     arguments = results = 16
     for name, function in module.functions.items():
-        start, first = len(merged.code), len(merged.widths)
-        names = {label: f"{name}:{label}" for label in (*function.labels, *function.tables)}
-        for one in function.code:
-            operands = tuple(_moved(x, first, names) for x in one.operands)
-            guard = one.guard and one.guard._replace(number=one.guard.number + first)
-            merged.code.append(Instruction(one.opcode, operands, guard, one.line))
-        merged.code.append(_RETURN)
-        merged.widths += function.widths
-        merged.labels |= {names[label]: pc + start for label, pc in function.labels.items()}
-        merged.tables |= {names[table]: tuple(names[x] for x in labels) for table, labels in function.tables.items()}
-        merged.variables += function.variables
-        functions[name] = Function(start, len(merged.code), range(first, len(merged.widths)), _lay_out(name, function.params, slots))
+        functions[name] = _append(merged, name, function)
+        functions[name].params_size = _lay_out(name, function.params, slots)
         results = max(results, _lay_out("return", function.results, slots))
     sizes = {v.name: v for v in merged.variables if v.space == "param"}
     for one in merged.code:
@@ -58,6 +48,22 @@ def link(module: Module, kernel: Kernel) -> Linked:
             arguments = max(arguments, _lay_out("", [sizes[x.name] for x in given], slots))
             results = max(results, _lay_out("return", [sizes[x.name] for x in taken], slots))
     return Linked(merged, functions, slots, _recursive(module, merged, functions), arguments, results)
+
+
+def _append(merged: Kernel, name: str, function: Kernel) -> Function:
+    """Append the code of a function to that of the kernel."""
+    start, first = len(merged.code), len(merged.widths)
+    names = {label: f"{name}:{label}" for label in (*function.labels, *function.tables)}
+    for one in function.code:
+        operands = tuple(_moved(x, first, names) for x in one.operands)
+        guard = one.guard and one.guard._replace(number=one.guard.number + first)
+        merged.code.append(Instruction(one.opcode, operands, guard, one.line))
+    merged.code.append(_RETURN)
+    merged.widths += function.widths
+    merged.labels |= {names[label]: pc + start for label, pc in function.labels.items()}
+    merged.tables |= {names[table]: tuple(names[x] for x in labels) for table, labels in function.tables.items()}
+    merged.variables += function.variables
+    return Function(start, len(merged.code), range(first, len(merged.widths)))
 
 
 _RETURN = Instruction("ret", (), None, None)
@@ -99,15 +105,19 @@ def _moved(operand: Operand, by: int, names: dict[str, str]) -> Operand:
 
 def _recursive(module: Module, merged: Kernel, functions: dict[str, Function]) -> set[str]:
     """The functions that may call themselves, directly or through others."""
-    pointed_to = {s.name for v in module.variables for _, s in v.pointers} & functions.keys()
-    for one in merged.code:
-        if not one.opcode.startswith("call"):
-            pointed_to |= {x.name for x in one.operands if isinstance(x, Symbol)} & functions.keys()
-    reaches: dict[str, set[str]] = {}
-    for name, function in functions.items():
-        targets = [called(one)[0] for one in merged.code[function.start : function.end] if one.opcode.startswith("call")]
-        direct = {x.name for x in targets if isinstance(x, Symbol)} & functions.keys()
-        reaches[name] = direct | (pointed_to if any(isinstance(x, Register) for x in targets) else set())
+    pointed_to = {s.name for v in module.variables for _, s in v.pointers}
+    pointed_to |= {x.name for one in merged.code if not one.opcode.startswith("call") for x in one.operands if isinstance(x, Symbol)}
+    reaches = {name: _called_by(merged, function, pointed_to) & functions.keys() for name, function in functions.items()}
     for _ in functions:
         reaches = {name: there.union(*(reaches[x] for x in there)) for name, there in reaches.items()}
     return {name for name, there in reaches.items() if name in there}
+
+
+def _called_by(merged: Kernel, function: Function, pointed_to: set[str]) -> set[str]:
+    """What a function may call directly. `pointed_to`: all that a pointer may point to."""
+    found: set[str] = set()
+    for one in merged.code[function.start : function.end]:
+        if one.opcode.startswith("call"):
+            target, _, _ = called(one)
+            found |= {target.name} if isinstance(target, Symbol) else pointed_to
+    return found

@@ -19,7 +19,7 @@ class Options:
     steps: int | None = None  # None: MOST_STEPS
 
 
-_current: contextvars.ContextVar[Options] = contextvars.ContextVar("cukern.sim.options", default=Options())  # noqa: B039, it is frozen
+_current: contextvars.ContextVar[Options] = contextvars.ContextVar("cukern.sim.machine.options", default=Options())  # noqa: B039, it is frozen
 
 
 def current() -> Options:
