@@ -1,8 +1,8 @@
 """A simulator for machines without a GPU: it interprets a kernel's PTX and reports the bugs that it finds.
 
-Bugs are Faults (see faults.py): accesses that are out of bounds, misaligned or of uninitialized memory; races within a block and between
-blocks; barriers that some threads never reach; asynchronous copies that nobody waited for; loops that do not end. Results have the bits
-of a GPU's, except for the approximate functions (ex2.approx and the like), whose last bits differ.
+Bugs are Faults (see faults.py): accesses that are out of bounds or misaligned; uninitialized values that matter; races within a block and
+between blocks; barriers that some threads never reach; asynchronous copies that nobody waited for; loops that do not end. Results have
+the bits of a GPU's, except for the approximate functions (ex2.approx and the like), whose last bits differ.
 
 Each package imports only those before it: ptx, numerics, memory, machine, instructions.
 """

@@ -111,3 +111,16 @@ def test_printf(capsys):
 def test_printf_of_what_nobody_wrote():
     with pytest.raises(sim.Uninitialized, match=re.escape("uninitialized") + "|that nobody wrote"):
         run('int a[4]; a[x[t] % 2] = 1; printf("%d\\n", a[2 + x[t] % 2]);', ints(32), iota(32), 0)
+
+
+def test_recursion_with_a_local_array_is_not_simulated():
+    text = """
+__device__ __noinline__ int f(int n, const int* x) {
+    int a[4];
+    for (int i = 0; i < 4; ++i) a[x[i] & 3] = x[i] + n;
+    return n ? f(n - 1, x) + a[x[n] & 3] : 0;
+}
+__global__ void k(int* out, const int* x) { out[threadIdx.x] = f(threadIdx.x % 4, x); }
+"""
+    with pytest.raises(sim.NotSimulated, match="recursion of a function with a local array, in k"):
+        simulate(text, ints(32), iota(32), name="k")

@@ -1,8 +1,9 @@
 """Calls of functions that are not inlined, and recursion.
 
 The code of all functions follows that of the kernel, with registers of its own. Arguments pass through bytes per lane: the caller's
-variables are laid out one after the other, as the parameters of the function are. A recursive function's registers and local variables are
-saved at a call and restored at the return. Uninitialized arguments are not followed into a function.
+variables are laid out one after the other, as the parameters of the function are. A recursive function's registers are
+saved at a call and restored at the return. Local arrays of a recursive function, and uninitialized arguments, are not simulated so: the
+first raise NotSimulated, and the second count as initialized.
 """
 
 import numpy as np
@@ -43,6 +44,9 @@ class Calls:
                 self.returns.append(np.zeros(m.lanes, np.int64))
             self.returns[depth][some] = m.pc
             if caller in self.program.recursive:
+                if caller in self.program.with_locals:
+                    where = f"{m.launched.name}, {self.program.location(m.pc)}"
+                    raise NotSimulated(f"recursion of a function with a local array, in {where}")
                 self._save(some, depth, caller)
         self.depth[lanes] += 1
         self.parameters[name][lanes, : function.params_size] = self.arguments[lanes, : function.params_size]

@@ -20,6 +20,7 @@ from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import Register
 
 LANES_A_BATCH = 1 << 15
+_TURN = 5  # a turn costs as much time as that many instructions
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
@@ -95,7 +96,7 @@ class Machine(Batch):
                     else:
                         step(self, group)
                 launched.steps += len(steps) + 1
-                self.steps += (len(steps) + 1) * (1 + len(group.lanes) // 8192)
+                self.steps += (len(steps) + _TURN) * (1 + len(group.lanes) // 8192)
                 if self.steps > limit:
                     self.pc = pc
                     raise self.fault(StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?")

@@ -27,6 +27,7 @@ class Program:
         linked = link(module, module.kernels[symbol])
         self.module, self.kernel = module, linked.kernel
         self.functions, self.slots, self.recursive = linked.functions, linked.slots, linked.recursive
+        self.with_locals = {name for name, f in module.functions.items() if any(v.space == "local" for v in f.variables)}
         self.arguments_size, self.result_size = linked.arguments_size, linked.result_size
         self.function_names = {FUNCTIONS + 16 * i: name for i, name in enumerate(module.declared)}
         self.widths = list(self.kernel.widths)
