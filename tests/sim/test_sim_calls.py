@@ -118,7 +118,7 @@ def test_recursion_with_a_local_array_is_not_simulated():
 __device__ __noinline__ int f(int n, const int* x) {
     int a[4];
     for (int i = 0; i < 4; ++i) a[x[i] & 3] = x[i] + n;
-    return n ? f(n - 1, x) + a[x[n] & 3] : 0;
+    return n > 0 ? 3 * f(n - 1, x) + f(n - 2, x) + a[x[n] & 3] : 0;
 }
 __global__ void k(int* out, const int* x) { out[threadIdx.x] = f(threadIdx.x % 4, x); }
 """

@@ -17,17 +17,8 @@ from cukern.sim.memory.spaces import each
 from cukern.sim.ptx.module import Immediate, Register, immediate_value
 
 _CHUNK = 16  # a copy's bytes and addresses are multiples of it
-_BULK_HINTS = {
-    "cp",
-    "async",
-    "bulk",
-    "shared::cluster",
-    "shared::cta",
-    "global",
-    "mbarrier::complete_tx::bytes",
-    "bulk_group",
-    "L2::cache_hint",
-}
+_BULK_HINTS = {"cp", "async", "bulk", "shared::cluster", "shared::cta", "global", "bulk_group", "L2::cache_hint"}
+_BULK_HINTS |= {"mbarrier::complete_tx::bytes"}
 
 
 def bulk_copy(c: Context) -> Step:
