@@ -17,10 +17,10 @@ __global__ void k(int* out, const int* x, int n) {
     if (i < 60) other[i] = v;
     __syncthreads();
     out[i] = other[i];  // unwritten
-    if (i >= 60) out[i] = *(const int*)((const char*)x + i);  // misaligned
+    if (i < 4) out[i] = *(const int*)((const char*)x + i);  // misaligned
 }
 """
-KINDS = {"bounds": sim.OutOfBounds, "race": sim.Race, "unwritten": sim.Uninitialized, "misaligned": sim.Misaligned}
+KINDS = {"bounds": sim.OutOfBounds, "race": sim.Race, "misaligned": sim.Misaligned, "unwritten": sim.Uninitialized}
 
 
 def test_collect_lists_each_fault_once():

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from cukern.sim.faults import Uninitialized
+from cukern.sim.faults import Fault, Uninitialized
 from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import STRONG
 from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW, Space, each, first_row
+from cukern.sim.memory.spaces import WINDOW, Part, Space, each
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
@@ -193,7 +193,8 @@ def store(c: Context) -> Step:
 
 
 def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: np.ndarray) -> np.ndarray:
-    """For each lane, the uninitialized bytes of what it stores, as bits. Raises Uninitialized for a whole element in global memory."""
+    """For each lane, the uninitialized bytes of what it stores, as bits. A whole element in global memory is a fault if it is still there
+    at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
     found = m.poison.bytes_of(group, sources, size)
     if found is None:
         return np.zeros(1, np.int64)
@@ -201,11 +202,18 @@ def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space
     outside = each(addresses >> np.uint64(WINDOW) == 0 if space == "generic" else np.full(1, space == "global"), group.lanes)
     bad = outside & np.asarray(flags.reshape(len(flags), -1, size).all(axis=2)).any(axis=1)
     if bad.any() and not m.mutes(Uninitialized):
-        row = first_row(bad)
-        memory, address = m.launched.memory, each(addresses, group.lanes)[row : row + 1]
-        (part,) = memory.place(m, group.lanes[row : row + 1], address, size * len(sources), "writes")[1]
-        where = memory.describe(part.region, int(part.at[0]))
-        raise m.poison.fault(int(group.lanes[row]), int(origins[row]), f"a store to {where}")
+        pc, rows = m.pc, np.flatnonzero(bad)
+        memory, lanes = m.launched.memory, group.lanes[rows]
+        for part in memory.place(m, lanes, each(addresses, group.lanes)[rows], size * len(sources), "writes")[1]:
+            chosen = rows[part.rows]
+
+            def fault(row: int, part: Part = part, chosen: np.ndarray = chosen) -> Fault:
+                m.pc = pc
+                where = memory.describe(part.region, int(part.at[row]))
+                return m.poison.fault(int(group.lanes[chosen[row]]), int(origins[chosen[row]]), f"a store to {where}")
+
+            assert part.shadow is not None
+            m.launched.stored.append((part.shadow, part.at - part.region.origin, flags[chosen], fault))
     return (flags * (1 << np.arange(flags.shape[1]))).sum(axis=1)
 
 

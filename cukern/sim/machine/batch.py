@@ -15,6 +15,7 @@ from cukern.sim.faults import Fault, Where
 from cukern.sim.machine.options import Options
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import TIME_BITS, Clock, Order
+from cukern.sim.memory.shadow import Shadow
 from cukern.sim.memory.spaces import Global, Private, Space
 from cukern.sim.ptx.module import Register
 
@@ -65,6 +66,8 @@ class Launched:
         self.clock = Clock(math.prod(grid))
         self.steps = 0
         self.options = options
+        # Uninitialized values in global memory: shadow memory, positions, the bytes of each, and the fault of a row
+        self.stored: list[tuple[Shadow, np.ndarray, np.ndarray, Callable[[int], Fault]]] = []
         self.muted: set[tuple[type[Fault], int]] = set()  # kinds of faults that have been collected, by instruction
         self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
         self.compared: dict[tuple[int, int], int] = {}  # lane of the launch and address -> time of its last compare-and-swap

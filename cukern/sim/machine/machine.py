@@ -43,9 +43,14 @@ def run(launched: Launched, stretches: Stretches) -> None:
                 first += batch
             try:
                 started = [machine for machine in started if not machine.run(limit, yields=first < blocks or len(started) > 1)]
-            except Fault as fault:
-                _report(launched, fault, -1)
+            except Fault as error:
+                _report(launched, error, -1)
                 return
+    for shadow, positions, flags, fault_of in launched.stored:
+        left = np.flatnonzero((flags & shadow.poisoned_bytes(positions, flags.shape[1])).any(axis=1))
+        if len(left):
+            fault = fault_of(int(left[0]))
+            _report(launched, fault, hash(fault.where.location))
     for race in launched.suspects.values():
         _report(launched, race(), -1)
 

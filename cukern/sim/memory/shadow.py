@@ -80,6 +80,12 @@ class Shadow:
             self.poisoned = np.zeros(self.size, bool)
         self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1).astype(bool)
 
+    def poisoned_bytes(self, positions: np.ndarray, size: int) -> np.ndarray:
+        """Which bytes of each row hold uninitialized values."""
+        if self.poisoned is None:
+            return np.zeros((len(positions), size), bool)
+        return self.poisoned[positions[:, None] + _COUNT[:size]]
+
     def write(
         self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0, narrow: bool = False
     ) -> tuple[Conflict | None, Conflict | None, np.ndarray | None]:
