@@ -15,7 +15,8 @@ def load(text: str, name: str | None = None) -> sim.Launch:
     source = Source.from_text(text)
     name = name or next(iter(source.kernels))
     ptx = compile_ptx(source, name)
-    return sim.load(name, ptx, signature.params(name, ptx.signature, source.kernels.get(name.partition("<")[0], "")))
+    text = source.kernels.get(name.partition("<")[0], "")
+    return sim.load(name, ptx, signature.params(name, ptx.signature, text, lambda: (ptx.text, ptx.symbol)))
 
 
 def simulate(text: str, *args: Any, grid: Any = 1, block: Any = 32, shared: int = 0, name: str | None = None) -> None:

@@ -143,11 +143,18 @@ def cuda_include() -> Path:
     raise SetupError(f"no cuda_fp16.h in {', '.join(map(str, folders))}. Run: pip install {wheel}")
 
 
+@functools.cache
+def _more_includes() -> list[Path]:
+    """The folders of headers in other wheels of NVIDIA's: CCCL for cuda::barrier and cooperative groups, NVCC for nvcuda::wmma."""
+    return [f for root in _wheel_folders() for part in ("cuda_cccl", "cuda_nvcc") if (f := root / part / "include").is_dir()]
+
+
 @contextlib.contextmanager
 def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[int, list[str], str]]:
     """NVRTC's program of several kernels of a source, their symbols in it, and the compiler's log. Raises as compile_kernel does."""
     binding = nvrtc()
-    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", f"-I{cuda_include()}")
+    includes_ = [cuda_include(), *_more_includes()]
+    options: tuple[str, ...] = (*OPTIONS, f"--gpu-architecture={arch}", *(f"-I{folder}" for folder in includes_))
     if binding.getVersion() >= (12, 9):
         options += ("--no-cache",)  # a hit in NVRTC's own cache (new in 12.9) prints no resource report
     headers = source.program.headers
@@ -175,8 +182,10 @@ def _explained(log: str, source: Source) -> str:
     missing = re.search(r'cannot open source file "([^"]+)"', log)
     if missing and (source.folder / missing[1]).is_file():
         log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"
-    if re.search(r'identifier "u?int(8|16|32|64|ptr)_t" is undefined', log):
-        log += "\nNVRTC does not define int64_t and similar types: #include <cstdint>, which cukern provides"
+    wheels = {"nv/": "nvidia-cuda-cccl", "cuda/": "nvidia-cuda-cccl", "cub/": "nvidia-cuda-cccl", "crt/": "nvidia-cuda-nvcc"}
+    wheel = next((wheel for folder, wheel in wheels.items() if missing and missing[1].startswith(folder)), None)
+    if wheel is not None:
+        log += f"\nThe header is in a wheel of NVIDIA's. Run: pip install {wheel}-cu{nvrtc().getVersion()[0]}"
     return log
 
 

@@ -63,13 +63,21 @@ class Kernel:
     def params_on(self, device: int) -> tuple[signature.Param, ...]:
         params = self._params.get(device)
         if params is None:
-            params = self._params[device] = signature.params(self.name, self._compiled(device).signature, self._text())
+            ptx = functools.partial(self._ptx, device)
+            params = self._params[device] = signature.params(self.name, self._compiled(device).signature, self._text(), ptx)
         return params
 
     def _compiled(self, device: int) -> Cubin | Ptx:
         if device == backend.SIMULATED:
             return compile_ptx(self.source, self.name)
         return self.compile(arch_of(torch.cuda.get_device_capability(device)))
+
+    def _ptx(self, device: int) -> tuple[str, str]:
+        """The text and the symbol of the kernel in PTX, for the layout of structs among its parameters."""
+        compiled = self._compiled(device)
+        if not isinstance(compiled, Ptx):
+            compiled = compile_ptx(self.source, self.name, compiled.arch.replace("sm_", "compute_"))
+        return compiled.text, compiled.symbol
 
     def compile(self, arch: str) -> Cubin:
         """The machine code and resource report for an architecture such as "sm_90a". Needs no GPU."""
@@ -121,8 +129,10 @@ class Kernel:
 
         Args:
             args: one per parameter. For a pointer: a CUDA tensor or DLPack array of the pointee's dtype, or None for a null pointer.
-                Nothing is copied; the kernel gets the address of the first element. For a scalar: a number. In the simulator: CPU tensors,
-                and the kernel may access only them.
+                Nothing is copied; the kernel gets the address of the first element. For a scalar: a number. For a vector such as float2:
+                a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size. For a pointer to pointers: a
+                tensor of int64 addresses. In the simulator: CPU tensors, and the kernel may access only them, and those of an open
+                `cukern.sim.memory.scope([...])`, which addresses in structs need.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory.
 
@@ -139,7 +149,7 @@ class Kernel:
         if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
         launch = self.on(device)
-        values = [_value(p, a) if t is None else t.data_ptr() for p, a, t in zip(params, args, tensors, strict=True)]
+        values = [_value(self.name, p, a) if t is None else t.data_ptr() for p, a, t in zip(params, args, tensors, strict=True)]
         with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
             try:
                 launch(*dims, shared, *values)
@@ -203,10 +213,10 @@ def load(path: str | Path, name: str | None = None) -> Kernel:
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
     Raises FileNotFoundError, and ValueError for a name that the file does not have. The first launch may raise CompileError, and TypeError
-    for a parameter type that cannot be passed: a struct by value, or a pointer to a type that no tensor has. void* accepts any tensor.
+    for a parameter type that cannot be passed: a pointer to a type that no tensor has. void* accepts any tensor.
 
     Headers are found through #include lines and literals in #define lines. <cstdint>, which NVRTC lacks, is provided. Host code (functions
-    that use torch:: or <<<...>>>, bindings) is skipped, so the source of a torch extension loads unchanged.
+    that use torch:: or <<<...>>>, bindings, `main`) is skipped, so the source of a torch extension or a program loads unchanged.
     """
     return _kernel(Source.read(path), name)
 
@@ -257,9 +267,11 @@ def _common_device(kernel: str, params: Iterable[signature.Param], tensors: Iter
     return next(iter(names), default)
 
 
-def _value(param: signature.Param, value: Any) -> Any:
-    """The value of a null pointer or a scalar."""
-    return 0 if param.pointer else checks.flag(str(param), value) if param.ctype == "bool" else value
+def _value(kernel: str, param: signature.Param, value: Any) -> Any:
+    """The value of a null pointer, a scalar or a struct."""
+    if param.pointer:
+        return 0
+    return checks.flag(str(param), value) if param.ctype == "bool" else signature.by_value(kernel, param, value)
 
 
 def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:

@@ -4,10 +4,15 @@ The parameter types come from the mangled name of `cukern_signature<decltype(&ke
 raises an error; without the check, the GPU would reinterpret its bits.
 """
 
+import ctypes
+import math
 import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float", torch.float64: "double"}
@@ -36,32 +41,37 @@ _OTHERS = {"n": "__int128", "o": "unsigned __int128", "e": "long double", "w": "
 _BUILTINS = {letter: name for letter, (name, _, _) in _TYPES.items()} | _OTHERS
 _SCALARS = {name: form for name, form, _ in _TYPES.values() if form} | {"__half": "e"}
 _POINTEES = {name: dtypes for name, _, dtypes in _TYPES.values()} | {name: (dtype,) for dtype, name in CTYPES.items()}
+_SCALARS["__nv_bfloat16"] = "H"
 _POINTEES |= {"__half2": (torch.float16,), "__nv_bfloat162": (torch.bfloat16,)}
 _POINTEES |= {"__nv_fp8_e4m3": (torch.float8_e4m3fn,), "__nv_fp8_e5m2": (torch.float8_e5m2,)}
+_VECTORS: dict[str, str] = {}  # `struct` format of the elements
 for _letter in "chstijlmxyfd":  # vectors, such as uchar4
     _element, _, _dtypes = _TYPES[_letter]
     _vector = _element.replace("unsigned ", "u").replace(" ", "")
     _complex = {"f": (torch.complex64,), "d": (torch.complex128,)}.get(_letter, ())
     _POINTEES |= {f"{_vector}{n}": _dtypes[:1] + _complex * (n == 2) for n in (1, 2, 3, 4)}
+    _VECTORS |= {f"{_vector}{n}": _TYPES[_letter][1] * n for n in (1, 2, 3, 4)}
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter: its name, its C++ type without qualifiers, and whether it is a pointer."""
+    """One parameter: its name, its C++ type without qualifiers, and whether it is a pointer. `size`: bytes of a struct or vector."""
 
     name: str
     ctype: str
     pointer: bool
+    size: int = 0
+    align: int = 0
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The tensor dtypes that a pointer accepts; empty for any."""
-        return _POINTEES.get(self.ctype, ())
+        return _POINTEES.get(self.ctype, ()) if not self.ctype.endswith("*") else (torch.int64, torch.uint64)
 
     @property
     def format(self) -> str:
         """The `struct` format of the value."""
-        return "Q" if self.pointer else _SCALARS[self.ctype]
+        return "Q" if self.pointer else f"{self.size}s" if self.size else _SCALARS[self.ctype]
 
     def __str__(self) -> str:
         return f"{self.ctype}{'*' if self.pointer else ''} {self.name}"
@@ -72,8 +82,9 @@ def probe(kernel: str) -> str:
     return f"cukern_signature<decltype(&{kernel})>"
 
 
-def params(kernel: str, mangled: str, text: str = "") -> tuple[Param, ...]:
-    """The parameters from the mangled name of a kernel's probe. Their names come from the text of the parameter list, if it matches.
+def params(kernel: str, mangled: str, text: str = "", ptx: Callable[[], tuple[str, str]] = lambda: ("", "")) -> tuple[Param, ...]:
+    """The parameters from the mangled name of a kernel's probe. Their names come from the text of the parameter list, if it matches, and
+    the sizes of structs from `ptx()`, the text and the symbol of the kernel in PTX.
 
     Raises TypeError for a type that cannot be passed.
     """
@@ -81,21 +92,82 @@ def params(kernel: str, mangled: str, text: str = "") -> tuple[Param, ...]:
     names = [_name_in(declaration) for declaration in split_list(text)]
     if len(names) != len(types):
         names = [""] * len(types)
-    return tuple(_param(kernel, name or f"arg{i}", ctype) for i, (name, ctype) in enumerate(zip(names, types, strict=True)))
+    found = [_param(kernel, name or f"arg{i}", ctype) for i, (name, ctype) in enumerate(zip(names, types, strict=True))]
+    if any(p.size for p in found):
+        layout = _layout(*ptx())
+        for i, (align, size) in enumerate(layout):
+            if found[i].size:  # an enum is no array of bytes
+                found[i] = replace(found[i], size=size, align=align) if size else Param(found[i].name, "int", pointer=False)
+    return tuple(found)
+
+
+def _layout(ptx: str, symbol: str) -> list[tuple[int, int]]:
+    """The alignment and the size in bytes of each parameter that is an array of bytes in PTX, as structs are; zeros for the others."""
+    found = []
+    for param in ptx.partition(f".entry {symbol}(")[2].partition(")")[0].split(","):
+        align, size = re.search(r"\.align (\d+)", param), re.search(r"\[(\d+)\]", param)
+        found.append((int(align[1]), int(size[1])) if align and size else (0, 0))
+    return found
 
 
 def _param(kernel: str, name: str, ctype: str) -> Param:
     pointer, plain = ctype.endswith("*"), re.sub(r"^(?:const |volatile |__restrict )+", "", ctype).removesuffix("*")
-    if pointer and plain not in _POINTEES:
+    plain = re.sub(r"\*(?: const| volatile| __restrict)+$", "*", plain)
+    if pointer and plain not in _POINTEES and not plain.endswith("*"):
         raise TypeError(f"{kernel}: cukern does not know what a tensor for {ctype} {name} must hold; declare it void*, which takes any")
-    if not pointer and plain not in _SCALARS:
-        raise TypeError(f"{kernel}: {ctype} {name} cannot be passed by value; the types that can are {', '.join(_SCALARS)}, and pointers")
-    return Param(name, plain, pointer)
+    if (not pointer and plain.endswith(("&", "]", ")"))) or plain in _OTHERS.values():
+        raise TypeError(f"{kernel}: {ctype} {name} cannot be passed; {', '.join(_SCALARS)}, structs by value and pointers can")
+    return Param(name, plain, pointer, size=int(not pointer and plain not in _SCALARS))  # the size of a struct is filled in later
 
 
 def packer(params: tuple[Param, ...]) -> struct.Struct:
     """Packs arguments in the layout of a kernel's parameters: each at the next multiple of its size, as in `struct`'s native mode."""
-    return struct.Struct("@" + "".join(p.format for p in params))
+    form, at = "@", 0
+    for p in params:
+        gap = -at % p.align if p.size else 0
+        form += f"{gap}x{p.format}" if gap else p.format
+        at = struct.calcsize(form)
+    return struct.Struct(form)
+
+
+def by_value(kernel: str, param: Param, value: Any) -> Any:
+    """The argument of a scalar, vector or struct as `packer` takes it.
+
+    A struct is bytes, a ctypes.Structure or a numpy record of its size; a vector such as float2 may also be a sequence of its elements. A
+    bfloat16 is a number. Raises TypeError for another type, and ValueError for the wrong size or a number that is too large.
+    """
+    if param.ctype == "__nv_bfloat16":
+        return _bfloat16(kernel, param, value)
+    if not param.size:
+        return value
+    elements = _VECTORS.get(param.ctype)
+    if elements and isinstance(value, tuple | list):
+        if len(value) != len(elements):
+            raise ValueError(f"{kernel}: {param} has {len(elements)} elements, got {len(value)}: {value!r}")
+        try:
+            return struct.pack(f"@{elements}", *value).ljust(param.size, b"\0")
+        except (struct.error, OverflowError) as error:
+            raise TypeError(f"{kernel}: {value!r} does not fit the parameter {param}: {error}") from None
+    takes = f"{'a sequence of its elements, ' if elements else ''}bytes, a ctypes.Structure or a numpy record of {param.size} bytes"
+    if not isinstance(value, bytes | bytearray | memoryview | ctypes.Structure | ctypes.Union | np.void | np.ndarray):
+        raise TypeError(f"{kernel}: {param} takes {takes}, got {value!r}")
+    data = value.tobytes() if isinstance(value, np.void | np.ndarray) else bytes(value)
+    if len(data) != param.size:
+        raise ValueError(f"{kernel}: {param} has {param.size} bytes, got {len(data)}")
+    return data
+
+
+def _bfloat16(kernel: str, param: Param, value: Any) -> int:
+    try:
+        number = ctypes.c_float(float(value)).value if isinstance(value, int | float | np.number) else None
+    except OverflowError:
+        number = math.inf
+    if number is None:
+        raise TypeError(f"{kernel}: {value!r} ({type(value).__name__}) does not fit the parameter {param}")
+    rounded = torch.tensor(number, dtype=torch.float32).to(torch.bfloat16)
+    if rounded.isinf() and abs(value) != math.inf:
+        raise ValueError(f"{kernel}: {value!r} does not fit the parameter {param}")
+    return int(rounded.view(torch.int16).item()) & 0xFFFF
 
 
 def offsets(params: tuple[Param, ...]) -> list[int]:

@@ -21,7 +21,31 @@ typedef uint64_t uintptr_t;
 namespace std { using ::int8_t; using ::int16_t; using ::int32_t; using ::int64_t; using ::intptr_t;
 using ::uint8_t; using ::uint16_t; using ::uint32_t; using ::uint64_t; using ::uintptr_t; }
 """
-_OWN_HEADERS = {"cstdint": _STDINT, "stdint.h": "#include <cstdint>\n"}
+# Stands for the headers of the host's C++ library: what kernels use of them.
+_HOST = """#pragma once
+#include <cstdint>
+#define FLT_MAX 3.402823466e+38f
+#define FLT_MIN 1.175494351e-38f
+#define FLT_EPSILON 1.192092896e-07f
+#define DBL_MAX 1.7976931348623157e+308
+#define DBL_MIN 2.2250738585072014e-308
+#define DBL_EPSILON 2.2204460492503131e-16
+#define INT_MAX 2147483647
+#define INT_MIN (-INT_MAX - 1)
+#define UINT_MAX 4294967295u
+#define LLONG_MAX 9223372036854775807ll
+#define LLONG_MIN (-LLONG_MAX - 1)
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+#ifndef NAN
+#define NAN __int_as_float(0x7fffffff)
+#endif
+#define M_PI 3.14159265358979323846
+#define M_SQRT2 1.41421356237309504880
+#define M_SQRT1_2 0.70710678118654752440
+"""
+_OWN_HEADERS = {"cstdint": _STDINT, "stdint.h": "#include <cstdint>\n", "cukern_host.h": _HOST}
 
 # An unterminated comment or literal extends to the end of its line or file, so that the search is linear in the length of the text.
 _LINE = r"[^\n]*(?:(?<=\\)\n[^\n]*)*"
@@ -42,8 +66,20 @@ _DIRECTIVE = re.compile(rf"^(?<!\\\n){_BLANK}(?:#|%{_SPLICE}:){_LINE}", re.MULTI
 _FILE_NAME = re.compile(r'"([^"]+)"|<([^<>]+)>')
 _TOKEN = re.compile(r"(?P<scope>\b(?:namespace(?:\s+(?P<name>[\w:]+))?|extern)\s*\{)|[{};]|\b__global__\b")  # strings are blanked first
 _WORD = re.compile(r"\s*(\w+)(?:\s*\(|\b)")
-_HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::|\bPYBIND11_MODULE\b|\bTORCH_LIBRARY")
-_HOST_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<(?:torch|ATen|c10|cuda_runtime)[^>\n]*>", re.M)
+_HOST_ONLY = re.compile(r"<<<|\b(?:torch|at|c10|pybind11)::|\bPYBIND11_MODULE\b|\bTORCH_LIBRARY|\bint\s+main\s*\(")
+_HOST_API = re.compile(r"\bstd::|\b(?:cuda|cublas|curand|cudnn)[A-Z]\w*|\bcublas\w*_t\b")  # in device code, too, some of them
+_ON_DEVICE = re.compile(r"\b__(?:global|device|constant|managed)__\b|\bconstexpr\b")
+_FUNCTION = re.compile(r"(?![^({]*\b(?:struct|class|union|enum|namespace|using|typedef)\b)[^={;(]*\([^{;]*\)[\s\w]*\{", re.S)
+_LIBRARY = r"torch|ATen|c10|cuda_runtime|cuda_runtime_api|device_launch_parameters|cublas|curand|cudnn|helper_|nvToolsExt"
+_STANDARD = r"""c?(?:assert|ctype|errno|fenv|float|inttypes|limits|locale|math|setjmp|signal|stdarg|stddef|stdio|stdlib|string|time)
+algorithm any array atomic bitset chrono complex condition_variable deque exception fstream functional future initializer_list iomanip
+ios iostream istream iterator list map memory mutex new numeric optional ostream queue random ratio regex set sstream stack stdexcept
+string string_view thread tuple type_traits typeindex typeinfo unordered_map unordered_set utility valarray variant vector"""
+_HOST_INCLUDE = re.compile(
+    rf"^[ \t]*#[ \t]*include[ \t]*<(?:(?:{_LIBRARY})[^>\n]*|(?:{'|'.join(_STANDARD.split())})(?:\.h)?|sys/\w+\.h|unistd\.h)>", re.M
+)
+_FIXED_WIDTH = re.compile(r"\bu?int(?:8|16|32|64|ptr)_t\b")
+_SHORT_NAMES = {"uint": "unsigned int", "ushort": "unsigned short", "ulong": "unsigned long", "uchar": "unsigned char", "ssize_t": "long"}
 
 
 @functools.cache
@@ -120,7 +156,7 @@ class Program:
             path, text = todo.pop()
             rewritten, reached = self._rewrite(path, text)
             if path is source.path:
-                self.text = rewritten
+                self.text = self._typedefs(blanked(text)) + rewritten
             else:
                 self.headers[_header(path)] = rewritten
             for target in reached - self.files.keys():
@@ -153,6 +189,17 @@ class Program:
                         reached.add(target)
                         self._named.setdefault(quoted or angled, set()).add(target)
         return "".join((*pieces, text[at:])), reached
+
+    def _typedefs(self, code: str) -> str:
+        """Declares the integer types that a source uses and does not define: the host's headers have them, and NVRTC does not."""
+        found = []
+        if _FIXED_WIDTH.search(code):
+            self.headers |= _OWN_HEADERS
+            found.append("#include <cstdint>")
+        for name, meaning in _SHORT_NAMES.items():
+            if re.search(rf"\b{name}\b", code) and not re.search(rf"\b(?:typedef\b[^;{{}}]*|using\s+|#\s*define\s+){name}\b", code):
+                found.append(f"typedef {meaning} {name};")
+        return "\n".join((*found, ""))
 
     def _find(self, name: str, includer: Path, quoted: bool, after: bool) -> Path | None:
         """The file that an #include refers to. `after`: skip the including file, for include_next."""
@@ -187,12 +234,13 @@ def blanked(text: str, literals: bool = False) -> str:
 def without_host_code(text: str) -> str:
     """Remove code for the host compiler: torch's headers, and functions that use torch:: or <<<...>>>.
 
-    The source of a `torch.utils.cpp_extension.load_inline` call then compiles unchanged. Line numbers are kept. The headers are replaced by
-    <cstdint>, which they include.
+    The source of a `torch.utils.cpp_extension.load_inline` call then compiles unchanged, and so does a program with a `main`: of one that
+    includes headers of the host's libraries, functions that are not for the device are removed. Line numbers are kept. The headers are
+    replaced by one with integer types and the constants of <cfloat>, <climits> and <cmath>.
     """
-    text = _HOST_INCLUDE.sub("#include <cstdint>", text)
+    text, headers = _HOST_INCLUDE.subn("#include <cukern_host.h>", text)
     code = blanked(text, literals=True)
-    if not _HOST_ONLY.search(code):
+    if not headers and not _HOST_ONLY.search(code):
         return text
     pieces, start, depth = [], 0, 0
     for match in _TOKEN.finditer(code):
@@ -202,7 +250,14 @@ def without_host_code(text: str) -> str:
             pieces.append((start, match.end()))
             start = match.end()
     pieces.append((start, len(text)))
-    return "".join(_directives(text[a:b]) if _HOST_ONLY.search(code, a, b) else text[a:b] for a, b in pieces)
+    return "".join(_directives(text[a:b]) if _is_host_code(code[a:b]) else text[a:b] for a, b in pieces)
+
+
+def _is_host_code(code: str) -> bool:
+    if _HOST_ONLY.search(code):
+        return True
+    code = _DIRECTIVE.sub("", code)
+    return not _ON_DEVICE.search(code) and bool(_HOST_API.search(code) or _FUNCTION.match(code))
 
 
 def _directives(text: str) -> str:

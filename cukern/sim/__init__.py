@@ -1,8 +1,8 @@
 """A simulator for machines without a GPU: it interprets a kernel's PTX and reports the bugs that it finds.
 
-Bugs are Faults (see faults.py): accesses that are out of bounds, misaligned or of uninitialized memory; races within a block and between
-blocks; barriers that some threads never reach; asynchronous copies that nobody waited for; loops that do not end. Results have the bits
-of a GPU's, except for the approximate functions (ex2.approx and the like), whose last bits differ.
+Bugs are Faults (see faults.py): accesses that are out of bounds or misaligned; uninitialized values that matter; races within a block and
+between blocks; barriers that some threads never reach; asynchronous copies that nobody waited for; loops that do not end. Results have
+the bits of a GPU's, except for the approximate functions (ex2.approx and the like), whose last bits differ.
 
 Each package imports only those before it: ptx, numerics, memory, machine, instructions.
 """
@@ -10,6 +10,8 @@ Each package imports only those before it: ptx, numerics, memory, machine, instr
 import math
 import struct
 from collections.abc import Callable
+
+import numpy as np
 
 from cukern.runtime.compiler import Ptx
 from cukern.runtime.device import SIMULATED_DEVICE
@@ -21,13 +23,14 @@ from cukern.sim.instructions.decode import stretches
 from cukern.sim.instructions.tables import INSTRUCTIONS
 from cukern.sim.machine.batch import Launched
 from cukern.sim.machine.machine import run
+from cukern.sim.machine.options import checks, collect, current
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.regions import Region, regions
 from cukern.sim.memory.spaces import Global
 from cukern.sim.ptx.parser import parse
 
 __all__ = ["BarrierFault", "Fault", "Launch", "Misaligned", "NotSimulated", "OutOfBounds", "Race", "StepLimit", "Uninitialized"]
-__all__ += ["load", "memory"]
+__all__ += ["checks", "collect", "load", "memory"]
 
 Launch = Callable[..., None]
 
@@ -38,8 +41,9 @@ MOST_SHARED = SIMULATED_DEVICE.shared_bytes  # static and dynamic, per block
 def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
     """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are addresses of CPU memory.
 
-    A launch raises Fault for a bug of the kernel, NotSimulated for an instruction that is not simulated, LaunchError for a geometry that a
-    GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for an argument that does not fit.
+    A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an instruction that is not simulated;
+    LaunchError for a geometry that a GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for
+    an argument that does not fit.
     """
     program = Program(parse(ptx.text), ptx.symbol)
     code = stretches(program, INSTRUCTIONS)
@@ -52,8 +56,11 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
             raise explain_misfit(name, params, args) from None
         static = program.dynamic_start if shared else program.shared_size
         _check_launch(name, grid, block, shared, static, program)
-        memory_ = Global(_regions(program, params, args))
-        run(Launched(name, program, grid, block, static + shared, packed, memory_), code)
+        own = np.frombuffer(packed + bytes(16), np.uint8)  # an aligned load may reach beyond the last parameter
+        start = own.ctypes.data
+        values = Region(start, start + len(own), "the kernel's parameters", writable=False)
+        memory_ = Global(sorted([*_regions(program, params, args), values], key=lambda r: r.start))
+        run(Launched(name, program, grid, block, static + shared, own, memory_, current()), code)
         memory_.finish()
 
     return launch

@@ -1,6 +1,6 @@
 """The bugs that the simulator reports: one class for each kind, with the place in every message."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cukern.runtime.limits import Dim
 
@@ -20,9 +20,10 @@ class Where(NamedTuple):
 class Fault(RuntimeError):
     """A bug of a kernel. `where` is the thread that ran into it, and the source line."""
 
-    def __init__(self, what: str, where: Where):
+    def __init__(self, what: str, where: Where, lanes: Any = ()):
         super().__init__(f"{where}: {what}")
         self.where = where
+        self.lanes = lanes  # of the simulator's batch: all that run into it at this instruction, if that is known
 
 
 class OutOfBounds(Fault):

@@ -132,9 +132,9 @@ def test_a_kernel_of_two_namespaces_needs_its_namespace():
     assert x.item() == 2
 
 
-def test_int64_t_without_its_header_is_explained(empty_cache):
-    with pytest.raises(cukern.CompileError, match="#include <cstdint>, which cukern provides"):
-        cukern.compile("__global__ void k(int64_t* x) {}").compile(ARCH)
+def test_integer_types_without_their_header(empty_cache):
+    cukern.compile("__global__ void k(int64_t* x, uint n, uchar* c) {}").compile(ARCH)
+    cukern.compile("typedef unsigned long long ulong;\n__global__ void k(ulong* x) { static_assert(sizeof(*x) == 8); }").compile(ARCH)
 
 
 def test_a_kernel_first_called_inside_of_torch_compile():

@@ -241,5 +241,5 @@ def test_host_code_is_skipped_and_the_lines_stay():
         "#include <torch/extension.h>\n#define ONE 1\ntorch::Tensor host(torch::Tensor x) {\n    f<<<1, 1>>>(x.data_ptr<float>());\n}\n"
         "__global__ void f(float* x) { x[0] = ONE; }\nPYBIND11_MODULE(m, m) { m.def(); }\n"
     )
-    kept = ["#include <cstdint>", "#define ONE 1", "", "", "", "__global__ void f(float* x) { x[0] = ONE; }", "", ""]
+    kept = ["#include <cukern_host.h>", "#define ONE 1", "", "", "", "__global__ void f(float* x) { x[0] = ONE; }", "", ""]
     assert without_host_code(text).split("\n") == kept

@@ -586,7 +586,9 @@ def test_mended_kernel_is_right_and_not_accused(case):
     case.check_mended()
 
 
-@pytest.mark.parametrize("opcode", ["mbarrier.inval.shared.b64 [%0];", "cp.async.bulk.commit_group;"])
+@pytest.mark.parametrize(
+    "opcode", ["mbarrier.arrive_drop.shared.b64 _, [%0];", "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%0], [%0];"]
+)
 def test_what_is_not_simulated_of_mbarriers_and_bulk_copies_by_name(opcode):
     operand = '"r"((unsigned)__cvta_generic_to_shared(&b))'
     text = f'__global__ void k(int* out) {{ __shared__ long long b; asm volatile("{opcode}" :: {operand}); }}'
@@ -657,7 +659,7 @@ def test_blocks_that_wait_for_the_flag_of_the_one_before(look, signal):
 
 @pytest.mark.parametrize("blocks", [24, 200], ids=["one batch", "several batches"])
 def test_blocks_that_spin_let_the_others_go_on(blocks, monkeypatch):
-    monkeypatch.setattr(machine, "MOST_STEPS", 500_000)
+    monkeypatch.setattr("cukern.sim.machine.options.MOST_STEPS", 500_000)
     monkeypatch.setattr(machine, "LANES_A_BATCH", 1024)
     out, expected = chain("volatile", "exchange", blocks, 960)
     assert out == expected

@@ -273,25 +273,38 @@ __global__ void k(int* out, const int* x) {
 """),
 ]
 BARRIERS = [
-    Case("a thread ends while others wait", sim.BarrierFault, lambda x, n: x.flip(0),
-         r"waits at barrier 0 for all threads of the block, but thread \(50, 0, 0\) has ended at {there}", """
+    Case("a warp ends while others wait at a named barrier", sim.BarrierFault, lambda x, n: x.flip(0),
+         r"waits at barrier 1 for 64 threads, but thread \(20, 0, 0\) has ended at {there}", """
 __global__ void k(int* out, const int* x, int n) {
     __shared__ int tile[64];
     int i = threadIdx.x;
     [[if (i >= n) return; =>]]
     tile[i] = i < n ? x[i] : 0;
-    __syncthreads();  // here
+    asm volatile("bar.sync 1, 64;" ::: "memory");  // here
     if (i < n) out[i] = tile[n - 1 - i];
 }  // there
-""", arguments=lambda: [ints(50), iota(50), 50]),
+""", arguments=lambda: [ints(20), iota(20), 20]),
     Case("a barrier in one branch", sim.BarrierFault, lambda x: x.flip(0),
-         r"waits at barrier 0 for all threads of the block, but thread \(0, 0, 0\) has ended at", """
+         r"offset \d+ of shared .* wrote at {there}: thread \(32, 0, 0\) waits at the __syncthreads\(\) at .*, which this thread has", """
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];  // there
+    [[if (threadIdx.x >= 32) =>]]
+        __syncthreads();
+    int v = tile[63 - threadIdx.x];  // here
+    __syncthreads();
+    out[threadIdx.x] = v;
+"""),
+    Case("two barriers that threads take for one", sim.BarrierFault, lambda x: x.flip(0),
+         r"that thread \(\d+, 0, 0\) wrote at {there}: the threads of the block have met at different __syncthreads\(\), some at", """
     __shared__ int tile[64];
     tile[threadIdx.x] = x[threadIdx.x];
-    [[if (threadIdx.x >= 32) =>]]
-        __syncthreads();  // here
-    [[if (threadIdx.x < 32) out[threadIdx.x] = 0; => out[threadIdx.x] = tile[63 - threadIdx.x];]]
-""", thread=32),
+    if (threadIdx.x >= 32) {
+        [[__syncthreads(); =>]]
+        tile[threadIdx.x] = x[threadIdx.x] + 0 * x[0];  // there
+    }
+    __syncthreads();
+    out[threadIdx.x] = tile[63 - threadIdx.x];  // here
+""", thread=0),
     Case("two barriers for one warp", sim.BarrierFault, lambda x: x,
          r"waits at a barrier, while of its warp thread \(\d+, 0, 0\) waits at another", """
 __global__ void k(int* out, int* x) {
@@ -352,7 +365,7 @@ CASES = [pytest.param(c, id=c.id) for c in (*BOUNDS, *UNWRITTEN, *RACES, *BARRIE
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
-    monkeypatch.setattr("cukern.sim.machine.machine.MOST_STEPS", 20_000)
+    monkeypatch.setattr("cukern.sim.machine.options.MOST_STEPS", 20_000)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -377,12 +390,6 @@ __global__ void k(int* out, int go) {
     assert out.item() == 1
     with pytest.raises(sim.NotSimulated, match=rf"discard\.global\.L2, in k, <cukern.compile \w+>:{line_of(text, 'here')}"):
         simulate(text, out, 1, block=1)
-
-
-def test_call_of_printf_is_not_simulated():
-    text = '#include <stdio.h>\n__global__ void k(int n) { printf("%d", n); }\n'
-    with pytest.raises(sim.NotSimulated, match="call of vprintf"):
-        simulate(text.replace("#include <stdio.h>", ""), 3)
 
 
 # ---- what only shows from one launch to the next, or beside a kernel
@@ -461,6 +468,28 @@ def test_neighbours_of_a_view_are_out_of_bounds():
         kernel = load(ADD)
         with sim.memory.scope([out]):
             launch(kernel, out, x, 32)
+
+
+@pytest.mark.parametrize(
+    "view, index, ok",
+    [
+        ((slice(None), slice(0, 20)), 32, True),
+        ((slice(None), slice(0, 20)), 20, False),
+        ((slice(None), slice(0, 20, 2)), 1, False),
+        ((slice(None), slice(5, 20)), 28, False),
+    ],
+)
+def test_memory_between_the_rows_of_a_view_is_out_of_bounds(view, index, ok):
+    text = "__global__ void k(int* out, const int* x, int i) { out[0] = x[i]; }"
+    x, out = iota(128).view(4, 32), ints(1)
+    if ok:
+        simulate(text, out, x[view], index, block=1)
+        assert out.item() == x[view].as_strided((1,), (1,), x[view].storage_offset() + index).item()
+    else:
+        with pytest.raises(sim.OutOfBounds, match="of the tensor of argument 'x', which is between the rows or columns of a view"):
+            simulate(text, out, x[view], index, block=1)
+    with sim.memory.scope([x]):
+        simulate(text, out, x[view], index, block=1)
 
 
 def test_scopes_nest():

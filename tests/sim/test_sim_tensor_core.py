@@ -104,8 +104,8 @@ def test_nan_and_infinity():
 
 
 UNKNOWN = [
-    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
-    "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64",
+    "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32",
+    "mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64",
     "mma.sync.aligned.m16n8k16.col.row.f32.f16.f16.f32",
     "mma.sync.aligned.m16n8k16.row.col.bf16.bf16.bf16.bf16",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32",

@@ -1,18 +1,20 @@
 """Loads, stores, fences and asynchronous copies."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from cukern.sim.instructions.decode import Context, compute
+from cukern.sim.faults import Fault, Uninitialized
+from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
-from cukern.sim.memory.order import IN_FLIGHT, STRONG
+from cukern.sim.memory.order import STRONG
 from cukern.sim.memory.regions import CARRIERS
-from cukern.sim.memory.spaces import WINDOW, each
+from cukern.sim.memory.spaces import WINDOW, Part, Space, each
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
-from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Operand, Register, Symbol, immediate_value
+from cukern.sim.ptx.module import WIDTHS, Address, Operand, Register, Symbol
 
 _SPACES = ("global", "shared", "local", "const", "param", "generic")
 _IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
@@ -41,40 +43,67 @@ def load(c: Context) -> Step:
     space, type_ = space_of(c), c.types[-1]
     targets = [c.target(x) for x in c.items(c.operands[0])]
     if space == "param":
-        return _load_param(c, targets, type_)
+        if isinstance(c.operands[1], Address) and isinstance(c.operands[1].base, Symbol):
+            return _load_param(c, targets, type_)
+        space = "const"  # by its address: parameters are in memory that the launch cannot change
     base, offset = c.address(c.operands[1])
     width, signed = WIDTHS[type_], type_[0] == "s"
     size, count, pc = width // 8, len(targets), c.pc
     if size * count > 16 or width > 64:
         raise c.unknown()
     strong = _is_strong(c, space) and space != "cluster"  # lanes poll only in their own block's memory
-    constant, acquires = space == "const", "acquire" in c.parts
+    constant, acquires, cached = space == "const", "acquire" in c.parts, "nc" in c.parts
+
+    def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
+        if cached:
+            where.check_unchanged(m, lanes, at, size * count)
+        return where.load(m, lanes, at, size * count, strong, poison=True)
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         if not constant:
             m.order.clock.tick(pc)
-        addresses = offset_by(m.get(group, base), offset)
-        values = through(m, space, group.lanes, addresses, lambda where, lanes, at: where.load(m, lanes, at, size * count, strong))
+        addresses = address_of(m, group, base, offset)
+        values = through(m, space, group.lanes, addresses, functools.partial(access, m))
         if strong and space != "shared":
-            m.order.observe(group.lanes, acquires)
+            m.order.observe(group.lanes, addresses, acquires)
         parts = values.view(UNSIGNED[width]).reshape(-1, count)
         for i, target in enumerate(targets):
             put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
+        if m.poison.fresh:
+            _put_poison(m, group, targets, size, signed)
 
     return run
 
 
+def _put_poison(m: Machine, group: Group, targets: list[Register], size: int, signed: bool) -> None:
+    """Mark the bits of loaded registers that come from uninitialized bytes."""
+    fetched = m.poison.fetched(group, size * len(targets))
+    if fetched is not None:
+        flags, origins = fetched
+        for i, target in enumerate(targets):
+            bytes_ = np.ascontiguousarray(flags[:, i * size : (i + 1) * size]).view(np.uint8) * np.uint8(0xFF)
+            m.poison.put(group, target.number, extended(bytes_.view(UNSIGNED[8 * size])[:, 0], target, signed), origins)
+
+
 def put(m: Machine, group: Group, target: Register, values: np.ndarray, signed: bool) -> None:
     """Write loaded bits to a register, which may be wider."""
+    m.put(group, target.number, extended(values, target, signed))
+
+
+def extended(values: np.ndarray, target: Register, signed: bool) -> np.ndarray:
+    """Loaded bits in the width of a register."""
     bits = values.dtype.itemsize * 8
     if bits < target.width:
         values = (values.view(SIGNED[bits]) if signed else values).astype(UNSIGNED[target.width])
-    m.put(group, target.number, values)
+    return values
 
 
-def offset_by(base: np.ndarray, offset: int) -> np.ndarray:
+def address_of(m: Machine, group: Group, register: int, offset: int) -> np.ndarray:
     """An address register plus an offset, modulo 2^64."""
+    if m.poisoned:
+        m.poison.check(group, (register,), "an address")
+    base = m.get(group, register)
     if base.dtype != np.uint64:
         base = base.astype(np.uint64)
     return base + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) if offset else base
@@ -104,17 +133,30 @@ def through(
 
 
 def _load_param(c: Context, targets: list[Register], type_: str) -> Step:
-    """Kernel parameters are the same for all lanes."""
+    """A parameter of the kernel, the same for all lanes; or, in a function or after a call, a parameter or result."""
     address = c.operands[1]
-    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in c.program.params:
-        raise c.unknown()
-    at = c.program.params[address.base.name] + address.offset
-    dtype, signed = UNSIGNED[WIDTHS[type_]], type_[0] == "s"
+    assert isinstance(address, Address) and isinstance(address.base, Symbol)
+    dtype, signed, name = UNSIGNED[WIDTHS[type_]], type_[0] == "s", address.base.name
+    if name in c.program.slots:
+        return _load_slot(*c.program.slots[name], address.offset, targets, dtype, signed)
+    at = c.program.params[name] + address.offset
 
     def run(m: Machine, group: Group) -> None:
         values = np.frombuffer(m.launched.params, dtype, len(targets), at)
         for i, target in enumerate(targets):
             put(m, group, target, values[i : i + 1], signed)
+
+    return run
+
+
+def _load_slot(area: str, start: int, offset: int, targets: list[Register], dtype: Any, signed: bool) -> Step:
+    size, first = np.dtype(dtype).itemsize, start + offset
+
+    def run(m: Machine, group: Group) -> None:
+        for i, target in enumerate(targets):
+            at = first + i * size
+            bytes_ = m.calls.area(area)[group.lanes, at : at + size]
+            put(m, group, target, np.ascontiguousarray(bytes_).view(dtype)[:, 0], signed)
 
     return run
 
@@ -137,12 +179,42 @@ def store(c: Context) -> Step:
         m.pc = pc
         m.order.clock.tick(pc)
         values = vectors(m, group, sources, dtype)
-        addresses = offset_by(m.get(group, base), offset)
-        through(m, space, group.lanes, addresses, lambda where, lanes, at, v: where.store(m, lanes, at, size * count, v, flags), values)
+        addresses = address_of(m, group, base, offset)
+        codes = _poison_codes(m, group, sources, width // 8, space, addresses) if m.poisoned else np.zeros(1, np.int64)
+
+        def access(where: Space, lanes: np.ndarray, at: np.ndarray, v: np.ndarray, codes: np.ndarray) -> np.ndarray:
+            return where.store(m, lanes, at, size * count, v, flags, codes)
+
+        through(m, space, group.lanes, addresses, access, values, codes)
         if strong and space not in ("shared", "cluster"):
-            m.order.publish(group.lanes, releases)
+            m.order.publish(group.lanes, addresses, releases)
 
     return run
+
+
+def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: np.ndarray) -> np.ndarray:
+    """For each lane, the uninitialized bytes of what it stores, as bits. A whole element in global memory is a fault if it is still there
+    at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
+    found = m.poison.bytes_of(group, sources, size)
+    if found is None:
+        return np.zeros(1, np.int64)
+    flags, origins = found
+    outside = each(addresses >> np.uint64(WINDOW) == 0 if space == "generic" else np.full(1, space == "global"), group.lanes)
+    bad = outside & np.asarray(flags.reshape(len(flags), -1, size).all(axis=2)).any(axis=1)
+    if bad.any() and not m.mutes(Uninitialized):
+        pc, rows = m.pc, np.flatnonzero(bad)
+        memory, lanes = m.launched.memory, group.lanes[rows]
+        for part in memory.place(m, lanes, each(addresses, group.lanes)[rows], size * len(sources), "writes")[1]:
+            chosen = rows[part.rows]
+
+            def fault(row: int, part: Part = part, chosen: np.ndarray = chosen) -> Fault:
+                m.pc = pc
+                where = memory.describe(part.region, int(part.at[row]))
+                return m.poison.fault(int(group.lanes[chosen[row]]), int(origins[chosen[row]]), f"a store to {where}")
+
+            assert part.shadow is not None
+            m.launched.stored.append((part.shadow, part.at - part.region.origin, flags[chosen], fault))
+    return (flags * (1 << np.arange(flags.shape[1]))).sum(axis=1)
 
 
 def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndarray:
@@ -157,12 +229,20 @@ def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndar
 
 
 def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> Step:
-    """st.param: an argument of a call, stored in a register of its own."""
-    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.offset:
+    """st.param: an argument of a call, or the result of a function."""
+    if not isinstance(address, Address) or not isinstance(address.base, Symbol):
         raise c.unknown()
-    register = Register(c.program.hidden(max(16, WIDTHS[type_])), WIDTHS[type_])
-    c.program.params[address.base.name] = register.number
-    return compute(np.copy, register, [c.source(value, type_)])
+    area, start = c.program.slots[address.base.name]
+    sources, dtype = [c.source(x, type_) for x in c.items(value)], UNSIGNED[WIDTHS[type_]]
+    size, first = np.dtype(dtype).itemsize, start + address.offset
+
+    def run(m: Machine, group: Group) -> None:
+        for i, source in enumerate(sources):
+            values = np.ascontiguousarray(m.spread(group, source).astype(dtype))
+            at = first + i * size
+            m.calls.area(area)[group.lanes, at : at + size] = values.view(np.uint8).reshape(-1, size)
+
+    return run
 
 
 def fence(c: Context) -> Step:
@@ -181,65 +261,3 @@ def fence(c: Context) -> Step:
 
 def nothing(c: Context) -> Step:
     return lambda m, group: None
-
-
-# ---- cp.async: copies from global to shared memory, in flight until their thread waits for them
-
-_HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
-
-
-def copy(c: Context) -> Step:
-    if c.parts[:2] != ["cp", "async"]:
-        raise c.unknown()
-    if c.opcode == "cp.async.bulk.prefetch.L2.global":
-        return nothing(c)
-    if c.opcode == "cp.async.commit_group":
-        return lambda m, group: m.copies.commit(group.lanes)
-    if c.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
-        newest = int(immediate_value(c.operands[0])) if c.operands and isinstance(c.operands[0], Immediate) else None
-        return lambda m, group: m.copies.wait(group.lanes, newest)
-    if not set(c.parts) <= _HINTS or len(c.operands) < 3 or "global" not in c.parts:
-        raise c.unknown()
-    return _start_copy(c)
-
-
-def _start_copy(c: Context) -> Step:
-    """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source}."""
-    to, from_, bytes_, *rest = c.operands
-    (target, target_offset), (source, source_offset) = c.address(to), c.address(from_)
-    if not isinstance(bytes_, Immediate):
-        raise c.unknown()
-    size, pc = int(immediate_value(bytes_)), c.pc
-    ignored = isinstance(rest[0], Register) and rest[0].width == 1 if rest else False
-    read = c.source(rest[0], "pred" if ignored else "u32") if rest else None
-    negated = bool(rest) and isinstance(rest[0], Register) and rest[0].negated
-
-    def run(m: Machine, group: Group) -> None:
-        m.pc = pc
-        m.order.clock.tick(pc)
-        lanes, n = group.lanes, len(group.lanes)
-        addresses = each(offset_by(m.get(group, source), source_offset), lanes)
-        count = np.full(n, size)
-        if read is not None:
-            values = m.spread(group, read)
-            count = np.where(values ^ negated, 0, size) if ignored else values.astype(np.int64)
-        values = _fetch(m, lanes, addresses, size, count)
-        m.order.clock.tick(pc)
-        positions = m.shared.store(m, lanes, offset_by(m.get(group, target), target_offset), size, values, IN_FLIGHT)
-        m.copies.start(pc, lanes, positions, size)
-
-    return run
-
-
-def _fetch(m: Machine, lanes: np.ndarray, addresses: np.ndarray, size: int, count: np.ndarray) -> np.ndarray:
-    """The first `count` bytes at each address, then zeros."""
-    memory, values = m.launched.memory, np.zeros(len(lanes), CARRIERS[size])
-    whole = np.flatnonzero(count >= size)
-    if len(whole):
-        values[whole] = memory.load(m, lanes[whole], addresses[whole], size)
-    part = np.flatnonzero((count > 0) & (count < size))
-    bytes_ = values.view(np.uint8).reshape(-1, size)
-    for i in range(int(count[part].max()) if len(part) else 0):
-        some = part[count[part] > i]
-        bytes_[some, i] = memory.load(m, lanes[some], addresses[some] + np.uint64(i), 1)
-    return values

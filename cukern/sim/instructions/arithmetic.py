@@ -9,19 +9,23 @@ from cukern.sim.instructions.decode import Context, compute
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.machine.special import CLOCKS
-from cukern.sim.numerics import alu
+from cukern.sim.numerics import alu, fp8
 from cukern.sim.numerics.integers import SIGNED, UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Operand, Register, Symbol, Vector
 
 
 def arithmetic(c: Context) -> Step:
     """An instruction of the ALU."""
+    if {"e4m3x2", "e5m2x2"} & set(c.parts):
+        sources = [c.source(x, "b32") for x in c.operands[1:]]
+        return compute(fp8.convert(c.opcode), c.target(c.operands[0]), sources)
     targets = c.items(c.operands[0])
     types = source_types(c)
     sources = [c.source(x, t) for x, t in zip(c.operands[1:], types, strict=False)]
     negated = [isinstance(x, Register) and x.negated for x in c.operands[1:]]
     if c.parts[0] in ("addc", "subc", "madc"):
         sources.append(c.program.carry)
+        c.reads.append(c.program.carry)
         negated.append(False)
     results = []
     for i, target in enumerate(targets):
@@ -30,7 +34,7 @@ def arithmetic(c: Context) -> Step:
             function = _with_negated(function, negated)
         results.append((_extended(function, register, c.types), register))
     if "cc" in c.parts:
-        results.append((alu.find(c.opcode, second=True), Register(c.program.carry, 1)))
+        results.append((alu.find(c.opcode, second=True), c.target(Register(c.program.carry, 1))))
     return _compute_all(results, sources)
 
 

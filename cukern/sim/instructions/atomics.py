@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cukern.sim.instructions.access import offset_by, put, through
+from cukern.sim.instructions.access import address_of, put, through
 from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
@@ -15,7 +15,7 @@ from cukern.sim.numerics.integers import UNSIGNED, where
 from cukern.sim.ptx.module import WIDTHS
 
 _MODIFIERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "global", "shared", "shared::cta", "noftz"}
-_MODIFIERS |= {"cluster", "shared::cluster"}
+_MODIFIERS |= {"cluster", "shared::cluster", "v2", "v4", "v8"}
 _FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 Change = Callable[..., np.ndarray]  # (old value, operands) -> new value
 
@@ -27,24 +27,32 @@ def atomic(c: Context) -> Step:
     spaces = {"global": "global", "shared": "shared", "shared::cta": "shared", "shared::cluster": "cluster"}
     space = next((spaces[p] for p in c.parts if p in spaces), "generic")
     returns = c.parts[0] == "atom"
-    target = c.target(c.operands[0]) if returns else c.program.sink
     address, *operands = c.operands[1:] if returns else c.operands
+    count = len(c.items(operands[0]))  # of a vector, whose elements change one after the other
+    targets = [c.target(x) for x in c.items(c.operands[0])] if returns else [c.program.sink] * count
     base, offset = c.address(address)
-    sources = [c.source(x, c.types[0]) for x in operands]
+    sources = [[c.source(c.items(x)[i], c.types[0]) for x in operands] for i in range(count)]
     width, signed, pc = WIDTHS[c.types[0]], c.types[0][0] == "s", c.pc
+    narrow, compares = "cta" in c.parts, operation == "cas"
     changes = {name: _change(c, operation, name) for name in ("global", "shared")}
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc
         m.order.clock.tick(pc)
-        addresses = each(offset_by(m.get(group, base), offset), group.lanes)
-        values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources]
+        addresses = each(address_of(m, group, base, offset), group.lanes)
+        m.poison.check(group, [s for row in sources for s in row], "an atomic")
+        if count > 1:
+            m.launched.memory.check_aligned(m, group.lanes, addresses, width // 8 * count, "changes")
 
         def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
-            return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values)
+            if compares and space.name == "global":
+                m.compare(lanes, at.view(np.int64))
+            return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
 
-        old = through(m, space, group.lanes, addresses, access, *values)
-        put(m, group, target, old, signed)
+        for i, target in enumerate(targets):
+            values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources[i]]
+            at = addresses + np.uint64(width // 8 * i) if i else addresses
+            put(m, group, target, through(m, space, group.lanes, at, access, *values), signed)
 
     return run
 
@@ -69,16 +77,23 @@ def _change(c: Context, operation: str, space: str) -> Change:
 
 
 def _serially(
-    m: Machine, space: Space, lanes: np.ndarray, addresses: np.ndarray, size: int, change: Change, values: tuple[np.ndarray, ...]
+    m: Machine,
+    space: Space,
+    lanes: np.ndarray,
+    addresses: np.ndarray,
+    size: int,
+    change: Change,
+    values: tuple[np.ndarray, ...],
+    narrow: bool,
 ) -> np.ndarray:
-    """Returns the old values. Lanes with the same address execute in the order of their numbers."""
+    """Returns the old values. Lanes with the same address execute in the order of their numbers. `narrow`: for the own block only."""
     at, parts = space.place(m, lanes, addresses, size, "changes")
     for part in parts:
         space.check_written(m, part, size)
-        space.note_write(m, part, size, None, STRONG)
+        space.note_write(m, part, size, None, STRONG, narrow and space.name == "global")
     if space.name == "global":
-        m.order.publish(lanes)
-        m.order.observe(lanes, acquires=True)
+        m.order.publish(lanes, addresses)
+        m.order.observe(lanes, addresses, acquires=True)
     array, index = space.array(at, size)
     old = np.empty(len(lanes), array.dtype)
     order = np.argsort(index, kind="stable")

@@ -7,15 +7,17 @@ import numpy as np
 
 from cukern.sim.faults import BarrierFault
 from cukern.sim.instructions import warp
-from cukern.sim.instructions.access import offset_by, vectors
+from cukern.sim.instructions.access import address_of, vectors
 from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.order import IN_FLIGHT
+from cukern.sim.memory.spaces import WINDOW
 from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Register
 
-_SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64"}
+_SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64", "relaxed"}
+_SHARED = {"shared", "shared::cta"}
 
 
 def barrier(c: Context) -> Step:
@@ -37,6 +39,8 @@ def barrier(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         if outcome is not None:
             m.barriers.outcomes[c.pc] = functools.partial(outcome, m)
+        if holds is not None:
+            m.poison.check(group, (holds,), "the predicate of a barrier")
         numbers, counts = np.broadcast_arrays(m.get(group, number), m.get(group, count))
         for n, threads in set(zip(numbers.tolist(), counts.tolist(), strict=True)):
             chosen = (numbers == n) & (counts == threads)
@@ -72,31 +76,43 @@ def _cluster_barrier(c: Context) -> Step:
 
 
 def mbarrier(c: Context) -> Step:
-    """mbarrier.init, .arrive and .arrive.expect_tx without a result, and .try_wait.parity, which waits until it is true."""
+    """mbarrier.init, .inval, .arrive, .expect_tx, .complete_tx, .test_wait, and .try_wait, which waits until it is true.
+
+    The state that an arrival returns is the number of its phase."""
     kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
-    space = "cluster" if "shared::cluster" in c.parts else "shared"
+    space = "cluster" if "shared::cluster" in c.parts else "generic" if not _SHARED & set(c.parts) else "shared"
     operands = list(c.operands)
-    target = c.program.sink if kind == "init" else c.target(operands.pop(0))
-    known = {"init": set(), "arrive": {"expect_tx"} & rest, "try_wait": {"parity"}}
-    wrong_count = kind == "arrive" and (len(operands) > 1) != bool(rest)
-    if rest != known.get(kind) or (target == c.program.sink) != (kind != "try_wait") or wrong_count:
+    target = c.target(operands.pop(0)) if kind in ("arrive", "test_wait", "try_wait") else c.program.sink
+    known = {"init": set(), "inval": set(), "arrive": {"expect_tx"}, "try_wait": {"parity"}, "test_wait": {"parity"}}
+    known |= {"expect_tx": set(), "complete_tx": set()}
+    if kind not in known or rest - known[kind]:
         raise c.unknown()
     base, offset = c.address(operands[0])
-    number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(0, 32)
+    counts = kind == "arrive" and not rest  # the operand is a number of arrivals, else of bytes, or a phase
+    number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(int(counts), 32)
 
     def run(m: Machine, group: Group) -> None:
         m.order.clock.tick(m.pc)
-        addresses, numbers = offset_by(m.get(group, base), offset), m.spread(group, number)
+        addresses, numbers, where = address_of(m, group, base, offset), m.spread(group, number).astype(np.int64), space
+        if space == "generic":
+            addresses, where = addresses & np.uint64((1 << WINDOW) - 1), "cluster"
         if kind == "init":
             m.mbarriers.init(group, addresses, numbers)
             m.go(m.pc + 1, group)
             return
-        positions = m.mbarriers.find(group, space, addresses)
+        positions = m.mbarriers.find(group, where, addresses)
+        if kind in ("try_wait", "test_wait"):
+            m.mbarriers.wait(group, positions, numbers % 2, target.number, blocks=kind == "try_wait")
+            return
+        m.go(m.pc + 1, group)
         if kind == "arrive":
-            m.go(m.pc + 1, group)
-            m.mbarriers.arrive(group, positions, numbers)
+            m.put(group, target.number, m.mbarriers.phases(positions))
+            one = np.ones(len(positions), np.int64)
+            m.mbarriers.arrive(group, positions, *((numbers, 0 * one) if counts else (one, numbers)))
+        elif kind == "inval":
+            m.mbarriers.forget(positions)
         else:
-            m.mbarriers.wait(group, positions, numbers.astype(np.int64), target.number)
+            m.mbarriers.expect(positions, numbers if kind == "expect_tx" else -numbers)
 
     return run
 
@@ -115,13 +131,13 @@ def store_async(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         m.order.clock.tick(m.pc)
         values = vectors(m, group, sources, UNSIGNED[width])
-        positions = m.mbarriers.find(group, "cluster", offset_by(m.get(group, barrier), barrier_offset))
-        addresses = offset_by(m.get(group, to), to_offset)
+        positions = m.mbarriers.find(group, "cluster", address_of(m, group, barrier, barrier_offset))
+        addresses = address_of(m, group, to, to_offset)
         m.order.clock.tick(m.pc)
         at = m.spaces["cluster"].store(m, group.lanes, addresses, size, values, IN_FLIGHT)
         if (at // m.shared.stride != positions // m.shared.stride).any():
             raise m.fault(BarrierFault, group.lanes[0], "writes to one block by st.async, and tells the mbarrier of another")
         m.go(m.pc + 1, group)
-        m.mbarriers.bring(group, positions, at, size)
+        m.mbarriers.bring(group.lanes, positions, at, size)
 
     return run

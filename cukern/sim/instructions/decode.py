@@ -5,6 +5,7 @@ it does not execute. The table of makers (tables.py) is passed in.
 """
 
 import bisect
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 from cukern.sim.faults import NotSimulated
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step, Stretches
-from cukern.sim.machine.program import Program
+from cukern.sim.machine.poison import Flow
+from cukern.sim.machine.program import PARAMETER, Program
 from cukern.sim.ptx.module import WIDTHS, Address, Immediate, Instruction, Operand, Register, Symbol, Vector, immediate_bits
 
 
@@ -26,12 +28,18 @@ class Context:
         self.opcode, self.operands = self.instruction.opcode, self.instruction.operands
         self.parts = self.opcode.split(".")
         self.types = [p for p in self.parts if p in WIDTHS]
+        self.reads: list[int] = []  # the registers of its operands, as the maker asks for them
+        self.writes: list[int] = []
 
     def unknown(self) -> NotSimulated:
         return NotSimulated(self.opcode)
 
     def source(self, operand: Operand, type_: str) -> int:
         """The number of the register that holds an operand; `type_` is the type of a literal."""
+        self.reads.append(self._source(operand, type_))
+        return self.reads[-1]
+
+    def _source(self, operand: Operand, type_: str) -> int:
         program, width = self.program, max(16, WIDTHS[type_]) if type_ != "pred" else 1
         if isinstance(operand, Register):
             return operand.number
@@ -40,6 +48,8 @@ class Context:
         if isinstance(operand, Symbol):
             if operand.name in program.addresses:
                 return program.constant(program.addresses[operand.name][1] + operand.offset, width)
+            if operand.name in program.params and program.kernel.is_parameter(operand.name):
+                return program.special(f"{PARAMETER}{program.params[operand.name] + operand.offset}")
             if operand.name.startswith("%") or operand.name == "WARP_SZ":
                 return program.special(operand.name)
         raise self.unknown()
@@ -47,6 +57,7 @@ class Context:
     def target(self, operand: Operand) -> Register:
         """The register that an operand names, which may be the sink `_`."""
         if isinstance(operand, Register):
+            self.writes.append(operand.number)
             return operand
         if operand == Symbol("_"):
             return self.program.sink
@@ -84,32 +95,114 @@ def stretches(program: Program, table: Table) -> Stretches:
     """The whole program, decoded and divided into stretches without a jump."""
     last = len(program.kernel.code)
     decoded = [instruction(program, pc, table) for pc in range(last)]
-    jumps = {pc for pc, (_, jump) in enumerate(decoded) if jump}
-    leaders = sorted({0, last, *program.kernel.labels.values(), *(pc + 1 for pc in jumps)})
-    found: Stretches = {last: ([], last, Machine.leave)}
+    jumps = {pc for pc, one in enumerate(decoded) if one.jumps}
+    program.undefined = undefined(program, decoded)
+    starts = {f.start for f in program.functions.values()}
+    leaders = sorted({0, last, *starts, *program.kernel.labels.values(), *(pc + 1 for pc in jumps)})
+    found: Stretches = {last: ([], last, Machine.leave, [])}
     for start in {*leaders, *jumps} - {last}:  # lanes may have to execute a jump again
         end = leaders[bisect.bisect(leaders, start)]
-        steps = [step for step, _ in decoded[start:end]]
-        found[start] = (steps[:-1], end - 1, steps[-1]) if end - 1 in jumps else (steps, end, None)
+        steps = [one.step for one in decoded[start:end]]
+        parts = [(one.bare, one.guard, one.flow) for one in decoded[start:end]]
+        found[start] = (steps[:-1], end - 1, steps[-1], parts) if end - 1 in jumps else (steps, end, None, parts)
     return found
 
 
-def instruction(program: Program, pc: int, table: Table) -> tuple[Step, bool]:
-    """The step of an instruction, and True if the step sets where its lanes continue."""
+class Decoded(NamedTuple):
+    """An instruction: its step, the same without its guard, and True if the step sets where its lanes continue."""
+
+    step: Step
+    bare: Step
+    jumps: bool
+    guard: Register | None = None
+    flow: Flow = Flow("")
+
+
+def instruction(program: Program, pc: int, table: Table) -> Decoded:
     c = Context(program, pc)
-    names = ".".join(c.parts[:2]), c.parts[0]  # st.async is found before st
+    names = [".".join(c.parts[:n]) for n in (3, 2, 1)]  # st.async is found before st
+    if c.opcode.startswith("cp.async.bulk.prefetch"):
+        del names[0]
     base = next((name for name in names if name in table.steps or name in table.jumps), "")
     jumps = base in table.jumps
     try:
         step = (table.jumps if jumps else table.steps).get(base, table.other)(c)
     except NotSimulated as error:
-        return _not_simulated(pc, str(error)), True
+        unknown = _not_simulated(pc, str(error))
+        return Decoded(unknown, unknown, jumps=True)
     except (IndexError, KeyError, ValueError, StopIteration):  # operands that the instruction does not have
-        return _not_simulated(pc, c.opcode), True
+        unknown = _not_simulated(pc, c.opcode)
+        return Decoded(unknown, unknown, jumps=True)
     guard = c.instruction.guard
+    flow = flow_of(c, computes=(not jumps and base not in table.steps) or base == "mov")
     if guard is None:
-        return step, jumps
-    return (lambda m, group: _split(step, guard, pc, m, group)) if jumps else (lambda m, group: _guarded(step, guard, m, group)), jumps
+        return Decoded(step, step, jumps, guard, flow)
+    if jumps:
+        return Decoded(lambda m, group: _split(step, guard, pc, m, group), step, jumps, guard, flow)
+    return Decoded(lambda m, group: _guarded(step, guard, m, group), step, jumps, guard, flow)
+
+
+# The operands after which a move of bits does not depend on the bits of the others: for example the count of a shift.
+_MOVES = {"mov": (), "cvt": (), "prmt": (2,), "shl": (1,), "shr": (1,), "shf": (2,), "bfe": (1, 2), "bfi": (2, 3), "selp": (2,), "brev": ()}
+_BITWISE = {"and": "and", "or": "or", "xor": "mix", "not": "mix", "lop3": "mix"}
+
+
+def flow_of(c: Context, computes: bool) -> Flow:
+    """How an instruction passes uninitialized bits on."""
+    base, reads, writes = c.parts[0], tuple(c.reads), tuple(c.writes)
+    if not computes:
+        return Flow("", reads, writes)
+    integers = all(t[0] in "usb" and t != "bf16" for t in c.types) and "sat" not in c.parts
+    if base in _MOVES and (base != "cvt" or integers):
+        return Flow("move", reads, writes, tuple(reads[i] for i in _MOVES[base]))
+    if base in _BITWISE and len(writes) == 1:
+        return Flow(_BITWISE[base], reads, writes)
+    return Flow("halves" if {"f16x2", "bf16x2"} & set(c.types) and base not in ("cvt", "set", "setp") else "all", reads, writes)
+
+
+def undefined(program: Program, decoded: list[Decoded]) -> list[int]:
+    """The registers that a kernel may read before it writes them: those that are live at its start."""
+    code, labels = program.kernel.code, program.kernel.labels
+    declared = len(program.kernel.widths)
+    starts = {f.start for f in program.functions.values()}
+    leaders = sorted({0, len(code), *starts, *labels.values(), *(pc + 1 for pc, one in enumerate(decoded) if one.jumps)})
+    blocks = list(itertools.pairwise(leaders))
+    needs = {start: _needs(decoded[start:end], declared) for start, end in blocks}
+    live = dict.fromkeys(leaders, 0)
+    changed = True
+    while changed:
+        changed = False
+        for start, end in reversed(blocks):
+            after = 0
+            for successor in _successors(program, end - 1):
+                after |= live[successor]
+            now = needs[start][0] | after & ~needs[start][1]
+            changed |= now != live[start]
+            live[start] = now
+    starts |= {0} if blocks else set()
+    return [r for r in range(declared) if any(live[start] >> r & 1 for start in starts)]
+
+
+def _needs(decoded: list[Decoded], declared: int) -> tuple[int, int]:
+    """Of a block without jumps inside: the registers that it reads before it writes them, and those that it writes, as bits."""
+    need = give = 0
+    for one in decoded:
+        guard = (one.guard.number,) if one.guard else ()
+        need |= sum(1 << r for r in {*one.flow.reads, *guard} if r < declared) & ~give
+        if not guard:
+            give |= sum(1 << r for r in set(one.flow.writes) if r < declared)
+    return need, give
+
+
+def _successors(program: Program, pc: int) -> list[int]:
+    """Where lanes may continue after an instruction at the end of a block."""
+    code, labels, tables = program.kernel.code, program.kernel.labels, program.kernel.tables
+    opcode, operands, guard, _ = code[pc]
+    base = opcode.split(".")[0]
+    found = [labels[x.name] for x in operands if isinstance(x, Symbol) and x.name in labels] if base == "bra" else []
+    if base == "brx":
+        found = [labels[t] for x in operands if isinstance(x, Symbol) for t in tables[x.name]]
+    return found if base in ("bra", "brx", "ret", "exit", "trap") and guard is None else [*found, pc + 1]
 
 
 def _guarded(step: Step, guard: Register, m: Machine, group: Group) -> None:
@@ -120,6 +213,9 @@ def _guarded(step: Step, guard: Register, m: Machine, group: Group) -> None:
 
 def _split(step: Step, guard: Register, pc: int, m: Machine, group: Group) -> None:
     """A guarded jump: lanes whose guard is false continue at the next instruction."""
+    if m.poisoned:
+        m.pc = pc
+        m.poison.check(group, (guard.number,), "a branch")
     chosen = m.select(group, guard)
     rest = None if chosen is group else m.select(group, guard._replace(negated=not guard.negated))
     if rest is not None:

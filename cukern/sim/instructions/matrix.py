@@ -3,11 +3,12 @@
 import numpy as np
 
 from cukern.sim.faults import BarrierFault
-from cukern.sim.instructions.access import offset_by, through
+from cukern.sim.instructions.access import address_of, through
 from cukern.sim.instructions.decode import Context
 from cukern.sim.instructions.warp import together
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.memory.spaces import Space
 from cukern.sim.numerics import tensor_core
 from cukern.sim.ptx.module import Immediate, Register, Vector
 
@@ -28,15 +29,49 @@ def _put(m: Machine, group: Group, targets: list[Register], values: list[np.ndar
 def mma(c: Context) -> Step:
     function = tensor_core.mma(c.opcode)
     to, *from_ = c.operands
-    targets = [c.target(x) for x in c.items(to)]
-    sources = [[c.source(x, "b32") for x in c.items(operand)] for operand in from_]
+    targets, rows = [c.target(x) for x in c.items(to)], int(c.parts[3][1 : c.parts[3].index("n")])
+    sources = [[c.source(x, "b64" if "f64" in c.types else "b32") for x in c.items(operand)] for operand in from_]
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes)
+        poison = _poison_of_product(m, group, sources, len(targets), rows) if m.poisoned else None
         fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
         _put(m, group, targets, function(*fragments))
+        if poison is not None:
+            for target, bits in zip(targets, poison[0], strict=True):
+                m.poison.put(group, target.number, bits.reshape(-1), poison[1])
 
     return together(c, _EVERY_LANE, act)
+
+
+def _poison_of_product(
+    m: Machine, group: Group, sources: list[list[int]], results: int, rows: int
+) -> tuple[list[np.ndarray], np.ndarray] | None:
+    """The uninitialized bits of an mma's results, and their origins: an uninitialized element of a reaches its row of the result, and one
+    of b its column. `rows`: of the tile a. See tensor_core.py for which lane has which elements."""
+    flags, origins = m.poison.of(group, [r for registers in sources for r in registers])
+    if not flags.any():
+        return None
+    nothing = np.zeros((len(group.lanes) // 32, 32), np.uint32)
+
+    def masks(registers: list[int]) -> list[np.ndarray]:
+        return [m.poisoned[r][group.index].reshape(-1, 32) if r in m.poisoned else nothing for r in registers]
+
+    def by_quad(some: list[np.ndarray]) -> np.ndarray:
+        found = np.asarray(np.stack([x != 0 for x in (nothing, *some)]).any(axis=0))
+        return np.asarray(found.reshape(-1, 8, 4).any(axis=2))
+
+    a, b, c = (masks(registers) for registers in sources[:3])
+    halves = [by_quad(a[i::2]) for i in (0, 1)] if rows == 16 else [by_quad(a)]
+    columns, lane = by_quad(b), np.arange(32)
+    bits = []
+    for i in range(results):
+        each_half = results // len(halves)
+        column = columns[:, lane % 4 * 2 + i % 2] if each_half > 1 else np.asarray(columns.reshape(-1, 4, 2).any(axis=2))[:, lane % 4]
+        reached = halves[i // each_half][:, lane // 4] | column
+        mask = c[i] if i < len(c) else nothing
+        bits.append(np.where(reached, ~mask.dtype.type(0), mask))
+    return bits, np.repeat(origins.reshape(-1, 32).max(axis=1), 32)
 
 
 def load_matrix(c: Context) -> Step:
@@ -52,11 +87,58 @@ def load_matrix(c: Context) -> Step:
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         _check_whole_warps(m, group.lanes)
         m.order.clock.tick(m.pc)
-        addresses = np.broadcast_to(offset_by(m.get(group, base), offset), group.lanes.shape)
+        addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
         some = group.lanes % 32 < 8 * count
-        rows = through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at: where.load(m, lanes, at, 16))
+
+        def access(where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
+            return where.load(m, lanes, at, 16, poison=True)
+
+        rows = through(m, space, group.lanes[some], addresses[some], access)
         tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
         _put(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
+        fetched = m.poison.fetched(group, 16)
+        if fetched is not None:
+            masks = np.ascontiguousarray(fetched[0][some]).view(np.uint8).reshape(-1, 8 * count, 16) * np.uint8(0xFF)
+            origins = np.repeat(fetched[1].reshape(-1, 32).max(axis=1), 32)
+            for target, bits in zip(targets, tensor_core.ldmatrix(masks, transposed), strict=True):
+                m.poison.put(group, target.number, bits.reshape(-1), origins)
+
+    return together(c, _EVERY_LANE, act)
+
+
+def store_matrix(c: Context) -> Step:
+    """stmatrix: lane 8 i + j has the address of row j of tile i."""
+    known = {"stmatrix", "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
+    if set(c.parts) - known:
+        raise c.unknown()
+    (base, offset), transposed = c.address(c.operands[0]), "trans" in c.parts
+    sources = [c.source(x, "b32") for x in c.items(c.operands[1])]
+    space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes)
+        m.poison.check(group, sources, "a stmatrix")
+        m.order.clock.tick(m.pc)
+        addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
+        some = group.lanes % 32 < 8 * len(sources)
+        rows = tensor_core.stmatrix([m.spread(group, r).reshape(-1, 32) for r in sources], transposed)
+        values = np.ascontiguousarray(rows).view(np.complex128).reshape(-1)
+        through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at, v: where.store(m, lanes, at, 16, v), values)
+
+    return together(c, _EVERY_LANE, act)
+
+
+def move_matrix(c: Context) -> Step:
+    """movmatrix: transposes a tile of 8 x 8 elements in the registers of a warp."""
+    if c.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
+        raise c.unknown()
+    target, source = c.target(c.operands[0]), c.source(c.operands[1], "b32")
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        _check_whole_warps(m, group.lanes)
+        m.poison.check(group, (source,), "a movmatrix")
+        tiles = tensor_core.stmatrix([m.spread(group, source).reshape(-1, 32)])
+        _put(m, group, [target], tensor_core.ldmatrix(tiles, transposed=True))
 
     return together(c, _EVERY_LANE, act)
 
@@ -98,6 +180,8 @@ def warpgroup(c: Context) -> Step:
             first = group.lanes // 32 % 4 * 32
             fragments = tensor_core.rows_of_a(fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0]))
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
+        if m.poisoned:
+            m.poison.check(group, (keeps, *registers, *(old if kept.any() else ())), "a matrix product")
         _put(m, group, targets, function(fragments, b, before, kept))
 
     return together(c, _EVERY_LANE, act)

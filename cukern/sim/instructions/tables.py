@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, jumps, matrix, warp
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, calls, copies, jumps, matrix, warp
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -15,7 +15,7 @@ _STEPS: dict[str, Maker] = {
     "st": access.store,
     "atom": atomics.atomic,
     "red": atomics.atomic,
-    "cp": access.copy,
+    "cp": copies.copy,
     "fence": access.fence,
     "membar": access.fence,
     "activemask": warp.active_mask,
@@ -24,15 +24,16 @@ _STEPS: dict[str, Maker] = {
 _JUMPS: dict[str, Maker] = {
     "bra": jumps.branch,
     "brx": jumps.branch_indexed,
-    "ret": jumps.leave,
-    "exit": jumps.leave,
+    "ret": calls.leave,
+    "exit": calls.leave,
     "trap": jumps.trap,
     "brkpt": jumps.trap,
-    "call": jumps.call,
+    "call": calls.call,
     "bar": barriers.barrier,
     "barrier": barriers.barrier,
     "mbarrier": barriers.mbarrier,
     "st.async": barriers.store_async,
+    "cp.async.bulk": copies.bulk_copy,
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "match": warp.match,
@@ -40,6 +41,8 @@ _JUMPS: dict[str, Maker] = {
     "elect": warp.elect,
     "mma": matrix.mma,
     "ldmatrix": matrix.load_matrix,
+    "stmatrix": matrix.store_matrix,
+    "movmatrix": matrix.move_matrix,
     "wgmma": matrix.warpgroup,
 }
 INSTRUCTIONS = Table(_STEPS, _JUMPS, other=arithmetic.arithmetic)

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from cukern.sim.faults import Uninitialized
 from cukern.sim.instructions.decode import Context
 from cukern.sim.machine.barriers import SYNC, bits, bits_of
 from cukern.sim.machine.batch import Group
@@ -78,22 +77,42 @@ def shuffle(c: Context) -> Step:
         }[mode]()
         valid = source >= largest if mode == "up" else source <= largest
         source = np.where(valid, source, lane)
-        _check_sources(m, lanes, masks, source)
+        poison = _poison_of_sources(m, group, masks, source, value, (distance, clamp))
         values = m.regs[value]
         m.put(group, holds.number, valid)
         m.put(group, target.number, values if len(values) == 1 else values[lanes - lane + source])
+        if poison is not None:
+            m.poison.put(group, target.number, *poison)
 
     return together(c, c.operands[4], act)
 
 
-def _check_sources(m: Machine, lanes: np.ndarray, masks: np.ndarray, source: np.ndarray) -> None:
-    """A lane may read the registers of lanes that its mask names and that take part, and of no others."""
+def _poison_of_sources(
+    m: Machine, group: Group, masks: np.ndarray, source: np.ndarray, value: int, control: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The uninitialized bits of what a shuffle reads, and their origins. Registers of lanes that the mask does not name, or that do not
+    take part, are uninitialized."""
+    lanes = group.lanes
     bad = (m.warp_wide.ballot(lanes) & masks) >> source.astype(np.uint32) & 1 == 0
+    if not m.poisoned and not bad.any():
+        return None
+    m.poison.check(group, control, "the lane of a shuffle")
+    dtype, from_ = UNSIGNED[m.program.widths[value]], lanes - lanes % 32 + source
+    mask = m.poisoned.get(value)
+    bits_, origins = np.zeros(len(lanes), dtype), np.zeros(len(lanes), np.int64)
+    if mask is not None:
+        bits_, origins = mask[from_], m.poison.origins[value][from_]
     if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        named = masks[row] >> np.uint32(source[row]) & 1
-        why = "is not there" if named else f"is not in the mask {masks[row]:#010x}"
-        raise m.fault(Uninitialized, lanes[row], f"reads a register of lane {source[row]} of its warp, which {why}")
+
+        def describe(lane: int) -> str:
+            row = int(np.flatnonzero(lanes == lane)[0])
+            named = masks[row] >> np.uint32(source[row]) & 1
+            why = "is not there" if named else f"is not in the mask {masks[row]:#010x}"
+            return f"reads a register of lane {source[row]} of its warp, which {why}"
+
+        bits_, origins = bits_.copy(), np.where(bad, m.poison.shuffled(describe) + lanes, origins)
+        bits_[bad] = 0 if m.poison.off else np.iinfo(dtype).max
+    return bits_, origins
 
 
 def vote(c: Context) -> Step:
@@ -103,6 +122,7 @@ def vote(c: Context) -> Step:
     predicate, negated = c.source(operand, "pred"), isinstance(operand, Register) and operand.negated
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        m.poison.check(group, (predicate,), "the predicate of a vote")
         here = m.warp_wide.ballot(group.lanes) & masks
         hold = m.warp_wide.ballot(group.lanes, group.lanes[m.spread(group, predicate) ^ negated]) & masks
         result = {
@@ -134,6 +154,7 @@ def match(c: Context) -> Step:
     value = c.source(c.operands[1], type_)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        m.poison.check(group, (value,), "a match")
         members = _members(m, group.lanes, masks)
         equal = members & (_of_warp(m, group.lanes, value) == m.spread(group, value)[:, None])
         result = bits(equal)
@@ -165,6 +186,7 @@ def reduce_(c: Context) -> Step:
     target, value = c.target(c.operands[0]), c.source(c.operands[1], type_)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        m.poison.check(group, (value,), "a reduction of a warp")
         values = _of_warp(m, group.lanes, value).view(dtype)
         result = function.reduce(np.where(_members(m, group.lanes, masks), values, dtype(neutral)), axis=1, dtype=dtype)
         m.put(group, target.number, result.view(np.uint32))

@@ -91,29 +91,57 @@ class Mbarriers:
                 raise m.fault(BarrierFault, group.lanes[row], f"uses {where.describe(m.shared.region, position)}, which is no mbarrier")
         return positions
 
-    def arrive(self, group: Group, positions: np.ndarray, expected: np.ndarray) -> None:
+    def phases(self, positions: np.ndarray) -> np.ndarray:
+        """The numbers of the current phases."""
+        return np.array([self.at[position].phase for position in positions.tolist()], np.uint64)
+
+    def forget(self, positions: np.ndarray) -> None:
+        """mbarrier.inval."""
+        for position in set(positions.tolist()):
+            del self.at[position]
+
+    def expect(self, positions: np.ndarray, bytes_: np.ndarray) -> None:
+        """The current phases also wait for these bytes."""
+        for position in np.unique(positions).tolist():
+            self.at[position].bytes += int(bytes_[positions == position].sum())
+            self._complete(position)
+
+    def arrive(self, group: Group, positions: np.ndarray, counts: np.ndarray, expected: np.ndarray) -> None:
+        """`counts`: arrivals of each lane; `expected`: bytes for which the phase also waits."""
         m, order = self.m, self.m.order
         for position in np.unique(positions).tolist():
             barrier, rows = self.at[position], positions == position
             lanes = group.lanes[rows]
-            if len(lanes) > barrier.missing:
+            count = int(counts[rows].sum())
+            if count > barrier.missing:
                 raise m.fault(BarrierFault, lanes[0], f"arrives at an mbarrier at which only {barrier.missing} arrivals are missing")
-            barrier.missing -= len(lanes)
+            barrier.missing -= count
             barrier.bytes += int(expected[rows].sum())
             for warp in np.unique(order.warp_of[lanes]).tolist():
                 np.maximum(barrier.told, order.knowledge(warp), out=barrier.told)
             self._complete(position)
 
-    def bring(self, group: Group, positions: np.ndarray, to: np.ndarray, size: int) -> None:
-        """These lanes' st.async have written `size` bytes each."""
+    def bring(self, lanes: np.ndarray, positions: np.ndarray, to: np.ndarray, size: int) -> None:
+        """Asynchronous writes of these lanes, of `size` bytes each, have arrived; a lane may have several."""
         for position in np.unique(positions).tolist():
             rows = positions == position
             self.at[position].bytes -= size * int(rows.sum())
-            self.at[position].flights.append((self.m.pc, to[rows], group.lanes[rows], size))
+            self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size))
             self._complete(position)
 
-    def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int) -> None:
-        lanes = group.lanes
+    def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int, blocks: bool = True) -> None:
+        """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended get False."""
+        lanes, m = group.lanes, self.m
+        if not blocks:
+            early = np.array([self.at[p].phase % 2 == parity for p, parity in zip(positions.tolist(), parities.tolist(), strict=True)])
+            m.order.clock.looked = True
+            if early.any():
+                waiting = m.group(lanes[early])
+                m.put(waiting, result, np.zeros(1, bool))
+                m.go(m.pc + 1, waiting)
+                if early.all():
+                    return
+                lanes, positions, parities = lanes[~early], positions[~early], parities[~early]
         self.m.waits_at[lanes], self.positions[lanes], self.parities[lanes] = self.m.pc, positions, parities
         self.results[self.m.pc] = result
         for position in np.unique(positions).tolist():

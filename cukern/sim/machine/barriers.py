@@ -1,7 +1,7 @@
 """The barriers of a block, and warp-wide instructions: the lanes that wait at each of them.
 
 Lanes wait until all others have come: those of the block, or those of the warp that their mask names. Lanes that have exited are not
-waited for at a warp-wide instruction. If no lane of a batch can continue, those that wait would wait forever: a fault.
+waited for. If no lane of a batch can continue, those that wait would wait forever: a fault.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,8 @@ class Barriers:
         self.m = m
         self.meetings: dict[int, _Meeting] = {}
         self.outcomes: dict[int, Callable[[Group, np.ndarray, np.ndarray], None]] = {}  # by instruction: writes the result of a bar.red
+        self.passed = np.full(m.lanes, -1)  # the last barrier that a lane has passed, an instruction
+        self.divergent: dict[int, tuple[int, int]] = {}  # block -> two instructions at which its threads met at one __syncthreads()
 
     def sync(self, group: Group, barrier: int, count: int, holds: np.ndarray | None = None) -> None:
         """These lanes wait."""
@@ -37,6 +39,7 @@ class Barriers:
         everybody = len(group.lanes) == m.blocks * m.launched.threads
         if everybody and not count and holds is None and barrier not in self.meetings:
             self._everybody_met()
+            self.passed[:] = m.pc
             m.go(m.pc + 1, group)
             return
         meeting = self.meetings.setdefault(barrier, _Meeting(m))
@@ -62,7 +65,7 @@ class Barriers:
     def _everybody_met(self) -> None:
         self.m.order.barrier(np.arange(self.m.blocks))
         if self.m.order.blocks_a_cluster == 1:  # else other blocks may have read, too
-            self.m.shared.shadow.forget_reads()
+            self.m.shared.shadow.forget_accesses()
 
     def _complete(self, barrier: int, meeting: _Meeting) -> None:
         """Release the blocks in which all threads have arrived."""
@@ -72,11 +75,14 @@ class Barriers:
         whole_warps[list(meeting.signals)] = True
         counted = whole_warps.reshape(m.blocks, -1).sum(axis=1) * 32
         arrived = by_warp.reshape(m.blocks, -1).sum(axis=1)
-        done = np.where(meeting.count == 0, arrived == m.launched.threads, (meeting.count > 0) & (counted >= meeting.count)) & (arrived > 0)
+        alive = m.alive.reshape(m.blocks, -1).sum(axis=1)
+        done = np.where(meeting.count == 0, arrived == alive, (meeting.count > 0) & (counted >= meeting.count)) & (arrived > 0)
         if not done.any():
             return
         released = np.flatnonzero(meeting.here & done[m.order.block_of])
         self._check_alignment(released)
+        self._note_divergence(released, meeting)
+        self.passed[released] = m.waits_at[released]
         self._order(np.flatnonzero(done), meeting)
         self._go(released, meeting)
         meeting.here[released] = False
@@ -120,6 +126,32 @@ class Barriers:
             other = next(x for x in lanes if m.order.warp_of[x] == m.order.warp_of[lane] and m.waits_at[x] != pc)
             another = f"thread {m.block_and_thread(other)[1]} waits at another, at {m.program.location(m.waits_at[other])}"
             raise m.fault(BarrierFault, lane, f"waits at a barrier, while of its warp {another}", pc)
+
+    def _note_divergence(self, released: np.ndarray, meeting: _Meeting) -> None:
+        """Remember the blocks whose threads meet at __syncthreads() of different lines."""
+        m = self.m
+        pcs, blocks = m.waits_at[released], m.order.block_of[released]
+        if (pcs == pcs[0]).all():
+            return
+        for block in np.unique(blocks).tolist():
+            met = np.unique(pcs[blocks == block]).tolist()
+            others = [pc for pc in met if m.program.location(pc) != m.program.location(met[0])]
+            if others and not meeting.count[block]:
+                self.divergent.setdefault(block, (met[0], others[0]))
+
+    def divergence(self, lane: int) -> str | None:
+        """How threads of the lane's block have missed each other at a __syncthreads(), if they have."""
+        m, block = self.m, int(self.m.order.block_of[lane])
+        if block in self.divergent:
+            here, there = (m.program.location(pc) for pc in self.divergent[block])
+            return f"the threads of the block have met at different __syncthreads(), some at {here} and others at {there}"
+        for meeting in self.meetings.values():
+            passed_by = meeting.here & (m.order.block_of == block) & (m.waits_at < m.pc) & (m.waits_at != self.passed[lane])
+            if passed_by.any() and not meeting.count[block]:
+                other = first_row(passed_by)
+                thread, line = m.block_and_thread(other)[1], m.program.location(int(m.waits_at[other]))
+                return f"thread {thread} waits at the __syncthreads() at {line}, which this thread has passed by"
+        return None
 
     def stuck(self) -> Fault | None:
         """The fault if lanes wait for others that never arrive."""

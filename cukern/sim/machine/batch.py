@@ -5,14 +5,17 @@ one element. Barriers and warp-wide instructions are in the files beside this on
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cukern.runtime.limits import Dim
 from cukern.sim.faults import Fault, Where
+from cukern.sim.machine.options import Options
 from cukern.sim.machine.program import Program
-from cukern.sim.memory.order import Clock, Order
+from cukern.sim.memory.order import TIME_BITS, Clock, Order
+from cukern.sim.memory.shadow import Shadow
 from cukern.sim.memory.spaces import Global, Private, Space
 from cukern.sim.ptx.module import Register
 
@@ -52,7 +55,9 @@ class Group:
 class Launched:
     """The data that all batches of a launch share."""
 
-    def __init__(self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: bytes, memory: Global):
+    def __init__(
+        self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: np.ndarray, memory: Global, options: Options
+    ):
         self.name, self.program, self.grid, self.block = name, program, grid, block
         self.shared, self.params, self.memory = shared, params, memory
         self.threads = math.prod(block)
@@ -60,12 +65,20 @@ class Launched:
         self.cluster = program.kernel.cluster
         self.clock = Clock(math.prod(grid))
         self.steps = 0
+        self.options = options
+        # Uninitialized values in global memory: shadow memory, positions, the bytes of each, and the fault of a row
+        self.stored: list[tuple[Shadow, np.ndarray, np.ndarray, Callable[[int], Fault]]] = []
+        self.muted: set[tuple[type[Fault], int]] = set()  # kinds of faults that have been collected, by instruction
+        self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
+        self.compared: dict[tuple[int, int], int] = {}  # lane of the launch and address -> time of its last compare-and-swap
+        self.suspects: dict[tuple[int, int], Callable[[], Fault]] = {}  # races of plain reads that a compare-and-swap would forgive
 
 
 class Batch:
     """The state of the lanes: groups that wait for their turn, registers, memory, and the order of accesses."""
 
     regs: list[np.ndarray]
+    poison: Any  # see poison.py
 
     def __init__(self, launched: Launched, first_block: int, blocks: int):
         self.launched, self.program = launched, launched.program
@@ -78,6 +91,7 @@ class Batch:
         self.live = int(self.alive.sum())
         self.ended = np.zeros(self.lanes, np.int64)  # the instruction at which a lane exited
         self.pc = 0
+        self.poisoned: dict[int, np.ndarray] = {}  # register -> its uninitialized bits, by lane; see poison.py
         self.waiting: dict[int, Group] = {}  # program counter -> the lanes that continue there
         self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
@@ -128,7 +142,19 @@ class Batch:
         values = self.regs[register]
         return np.broadcast_to(values, group.lanes.shape) if len(values) == 1 else values[group.index]
 
+    def clean(self, group: Group, register: int) -> None:
+        """The register of these lanes is initialized."""
+        mask = self.poisoned.get(register)
+        if mask is not None:
+            mask = mask.copy()
+            mask[group.index] = 0
+            self.poisoned[register] = mask
+            if group.whole or not mask.any():
+                del self.poisoned[register]
+
     def put(self, group: Group, register: int, values: np.ndarray) -> None:
+        if self.poisoned:
+            self.clean(group, register)
         if group.whole and (len(values) == 1 or len(values) == self.lanes):
             self.regs[register] = values
             return
@@ -152,6 +178,23 @@ class Batch:
 
     # ---- faults
 
+    @property
+    def compares(self) -> bool:
+        return self.launched.compares
+
+    def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None:
+        """A lane of the launch reads beside atomics, now or at `stamp`: a race, unless it has executed a compare-and-swap since or does so
+        later."""
+        time = self.launched.compared.get((reader, position), -1)
+        if stamp is None or time < stamp >> TIME_BITS:
+            self.launched.suspects.setdefault((reader, position), fault)
+
+    def compare(self, lanes: np.ndarray, positions: np.ndarray) -> None:
+        """These lanes execute a compare-and-swap."""
+        for key in zip((lanes + self.order.base).tolist(), positions.tolist(), strict=True):
+            self.launched.compared[key] = self.order.clock.now
+            self.launched.suspects.pop(key, None)
+
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]:
         """blockIdx and threadIdx of a lane of the batch."""
         block, thread = divmod(int(lane) + self.order.base, self.lanes_a_block)
@@ -166,6 +209,16 @@ class Batch:
         lane, pc = self.order.unpack(stamp)
         return *self.block_and_thread(lane - self.order.base), self.program.location(pc)
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault:
+    def divergence(self, lane: int) -> str | None:
+        """How threads of the lane's block have missed each other at a barrier, if they have."""
+        return None
+
+    def mutes(self, kind: type[Fault]) -> bool:
+        """True if such a fault is not reported at this instruction."""
+        return kind in self.launched.options.off or (kind, self.pc) in self.launched.muted
+
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: np.ndarray | None = None) -> Fault:
+        """`lanes`: all that run into the fault, if they are known."""
         block, thread = self.block_and_thread(lane)
-        return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)))
+        everyone = np.array([lane]) if lanes is None else lanes
+        return kind(what, Where(self.launched.name, block, thread, self.program.location(self.pc if pc is None else pc)), everyone)

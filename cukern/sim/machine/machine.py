@@ -8,20 +8,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cukern.sim.faults import Fault, StepLimit
-from cukern.sim.machine import special
+from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, StepLimit, Uninitialized
+from cukern.sim.machine import options, special
 from cukern.sim.machine.asynchronous import Copies, Mbarriers
 from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
+from cukern.sim.machine.calls import Calls
 from cukern.sim.machine.clusters import Clusters, Distributed
+from cukern.sim.machine.poison import Flow, Poison
+from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.module import Register
 
 LANES_A_BATCH = 1 << 15
-MOST_STEPS = 10_000_000  # instructions of a launch, each counted once for every 2048 lanes that execute it together: about a minute
+_TURN = 5  # a turn costs as much time as that many instructions
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
-# Start of a straight-line stretch -> its steps, its end, and the step at the end if that step itself sets where lanes continue (a jump).
-Stretches = dict[int, tuple[list[Step], int, Step | None]]
+# Start of a straight-line stretch -> its steps, its end, the step at the end if that step itself sets where lanes continue (a jump), and
+# for each of the steps: the same without its guard, the guard, and how it passes uninitialized bits on.
+Stretches = dict[int, tuple[list[Step], int, Step | None, list[tuple[Step, Register | None, Flow]]]]
 
 
 def run(launched: Launched, stretches: Stretches) -> None:
@@ -29,8 +34,35 @@ def run(launched: Launched, stretches: Stretches) -> None:
     blocks, together = math.prod(launched.grid), math.prod(launched.cluster)
     batch = max(1, LANES_A_BATCH // (launched.warps * 32 * together)) * together
     with np.errstate(all="ignore"):
-        for first in range(0, blocks, batch):
-            Machine(launched, stretches, first, min(batch, blocks - first)).run()
+        started: list[Machine] = []
+        limit = launched.options.steps or options.MOST_STEPS
+        first = 0
+        while started or first < blocks:
+            if first < blocks:  # no batch is there, or those that are wait for others
+                started.append(Machine(launched, stretches, first, min(batch, blocks - first)))
+                first += batch
+            try:
+                started = [machine for machine in started if not machine.run(limit, yields=first < blocks or len(started) > 1)]
+            except Fault as error:
+                _report(launched, error, -1)
+                return
+    for shadow, positions, flags, fault_of in launched.stored:
+        left = np.flatnonzero((flags & shadow.poisoned_bytes(positions, flags.shape[1])).any(axis=1))
+        if len(left):
+            fault = fault_of(int(left[0]))
+            _report(launched, fault, hash(fault.where.location))
+    for race in launched.suspects.values():
+        _report(launched, race(), -1)
+
+
+def _report(launched: Launched, fault: Fault, pc: int) -> None:
+    """Raise a fault, or collect it."""
+    collected = launched.options.collected
+    if collected is None:
+        raise fault
+    if (type(fault), pc) not in launched.muted:
+        launched.muted.add((type(fault), pc))
+        collected.append(fault)
 
 
 class Machine(Batch):
@@ -39,28 +71,40 @@ class Machine(Batch):
     def __init__(self, launched: Launched, stretches: Stretches, first_block: int, blocks: int):
         super().__init__(launched, first_block, blocks)
         self.stretches = stretches
-        self.spinning, self.shares = False, 0
+        self.spinning, self.shares, self.turns, self.steps = False, 0, 0, 0
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
         self.spaces["cluster"] = Distributed(self, self.clusters)
         self.regs = special.registers(self)
-
-    def run(self) -> None:
+        self.calls = Calls(self)
+        self.poison = Poison(self, launched.program.undefined)
         self.go(0, self.group(np.flatnonzero(self.alive)))
-        stretches, launched, turns = self.stretches, self.launched, 0
+
+    def run(self, limit: int, yields: bool) -> bool:
+        """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may come from another batch."""
+        stretches, launched = self.stretches, self.launched
+        tolerant = launched.options.collected is not None or bool(launched.options.off)
         while self.live:
             while self.waiting:
-                turns += 1
-                pc = self._next(turns)
+                self.turns += 1
+                pc = self._next(self.turns)
+                if yields and self.spinning and self.turns % _TURNS == 0:
+                    return False
                 group = self.waiting.pop(pc)
                 group.whole = len(group.lanes) == self.live
-                steps, end, last = stretches[pc]
-                for step in steps:
-                    step(self, group)
-                launched.steps += (len(steps) + 1) * (1 + len(group.lanes) // 2048)
-                if launched.steps > MOST_STEPS:
+                steps, end, last, parts = stretches[pc]
+                for i, step in enumerate(steps):
+                    if tolerant:
+                        self._tolerant_step(group, *parts[i])
+                    elif self.poisoned:
+                        self._step_with_poison(group, *parts[i])
+                    else:
+                        step(self, group)
+                launched.steps += len(steps) + 1
+                self.steps += (len(steps) + _TURN) * (1 + len(group.lanes) // 8192)
+                if self.steps > limit:
                     self.pc = pc
-                    raise self.fault(StepLimit, group.lanes[0], f"still runs after {launched.steps} steps: does its loop end?")
+                    raise self.fault(StepLimit, group.lanes[0], f"still runs after {self.steps} steps: does its loop end?")
                 if last is None:
                     self.go(end, group)
                 else:
@@ -68,6 +112,38 @@ class Machine(Batch):
                     last(self, group)
             if self.live:
                 raise self.stuck()
+        return True
+
+    def _tolerant_step(self, group: Group, step: Step, guard: Register | None, flow: Flow) -> None:
+        """Execute an instruction; a fault is collected, or ignored, and the access of its lanes left out."""
+        while True:
+            try:
+                self._step_with_poison(group, step, guard, flow)
+                return
+            except Fault as fault:
+                pc, kind = self.pc, type(fault)
+                if kind not in self.launched.options.off:
+                    _report(self.launched, fault, pc)
+                if kind in (OutOfBounds, Misaligned):
+                    group = self.group(np.setdiff1d(group.lanes, fault.lanes))
+                    for register in flow.writes:
+                        self.put(self.group(np.asarray(fault.lanes)), register, np.zeros(1, UNSIGNED[self.program.widths[register]]))
+                    if not len(group.lanes):
+                        return
+                elif kind not in (Race, Uninitialized):
+                    raise
+
+    def _step_with_poison(self, group: Group, step: Step, guard: Register | None, flow: Flow) -> None:
+        if guard is not None:
+            self.poison.check(group, (guard.number,), "a predicate")
+            chosen = self.select(group, guard)
+            if chosen is None:
+                return
+            group = chosen
+        if flow.kind:
+            self.poison.compute(step, flow, group)
+        else:
+            step(self, group)
 
     def _next(self, turns: int) -> int:
         """The instruction whose group runs now: the one furthest behind, or every _TURNS turns another one."""
@@ -88,6 +164,9 @@ class Machine(Batch):
             self.barriers.lanes_left()
             self.warp_wide.lanes_left()
         self.clusters.lanes_left(group)
+
+    def divergence(self, lane: int) -> str | None:
+        return self.barriers.divergence(lane)
 
     def stuck(self) -> Fault:
         return self.warp_wide.stuck() or self.barriers.stuck() or self.mbarriers.stuck() or self.clusters.stuck()

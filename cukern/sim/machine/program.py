@@ -7,21 +7,34 @@ import numpy as np
 
 from cukern.sim.memory.regions import Region
 from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.link import link
 from cukern.sim.ptx.module import Module, Register, Variable
 
 MODULE_SPACES = ("global", "const")
 SPECIAL_WIDTHS = {"%clock64": 64, "%globaltimer": 64, "%gridid": 64, "%is_explicit_cluster": 1}  # the others have 32 bits
 
 
+PARAMETER = "%param+"  # and an offset: stands for the address of a parameter
+
+
+FUNCTIONS = 3 << 56  # the address of the first function
+
+
 class Program:
     """One kernel of a module. Its __device__ and __constant__ variables keep their values from launch to launch."""
 
     def __init__(self, module: Module, symbol: str):
-        self.module, self.kernel = module, module.kernels[symbol]
+        linked = link(module, module.kernels[symbol])
+        self.module, self.kernel = module, linked.kernel
+        self.functions, self.slots, self.recursive = linked.functions, linked.slots, linked.recursive
+        self.with_locals = {name for name, f in module.functions.items() if any(v.space == "local" for v in f.variables)}
+        self.arguments_size, self.result_size = linked.arguments_size, linked.result_size
+        self.function_names = {FUNCTIONS + 16 * i: name for i, name in enumerate(module.declared)}
         self.widths = list(self.kernel.widths)
         self.constants: dict[int, np.ndarray] = {}  # register number -> value
         self.specials: dict[str, int] = {}  # special register's name -> register number
         self.addresses: dict[str, tuple[str, int]] = {}  # variable's name -> space and address
+        self.undefined: list[int] = []  # registers that the kernel may read before it writes them
         self.params: dict[str, int] = {}  # parameter's name -> offset; name of a call's argument -> register number
         self._lay_out_variables()
 
@@ -29,6 +42,7 @@ class Program:
 
     def _lay_out_variables(self) -> None:
         kernel, everything = self.kernel, self.module.variables + self.kernel.variables
+        self.addresses |= {name: ("function", address) for address, name in self.function_names.items()}
         at = 0
         for param in kernel.params:
             at += -at % param.align
@@ -96,8 +110,12 @@ class Program:
     def special(self, name: str) -> int:
         """The number of the register that holds a special register such as %tid.x."""
         if name not in self.specials:
-            self.specials[name] = self.hidden(SPECIAL_WIDTHS.get(name, 32))
+            self.specials[name] = self.hidden(64 if name.startswith(PARAMETER) else SPECIAL_WIDTHS.get(name, 32))
         return self.specials[name]
+
+    def function_at(self, pc: int) -> str:
+        """The function that an instruction belongs to; "" for the kernel."""
+        return next((name for name, f in self.functions.items() if f.start <= pc < f.end), "")
 
     def location(self, pc: int) -> str:
         code = self.kernel.code

@@ -5,7 +5,7 @@ import numpy as np
 from cukern.runtime.device import KNOWN
 from cukern.sim.faults import NotSimulated
 from cukern.sim.machine.batch import Batch, block_index, clusters, xyz
-from cukern.sim.machine.program import SPECIAL_WIDTHS
+from cukern.sim.machine.program import PARAMETER, SPECIAL_WIDTHS
 from cukern.sim.numerics.integers import UNSIGNED
 
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
@@ -25,6 +25,8 @@ def registers(m: Batch) -> list[np.ndarray]:
 
 def _value(m: Batch, name: str) -> np.ndarray:
     """A special register: one element per lane, or a single one if it is the same for all."""
+    if name.startswith(PARAMETER):
+        return np.array([m.launched.params.ctypes.data + int(name.removeprefix(PARAMETER))], np.uint64)
     register, _, axis = name.partition(".")
     launched, axis_number = m.launched, "xyz".find(axis) if axis else 0
     cluster, blocks = launched.cluster, m.order.block_of + m.first_block

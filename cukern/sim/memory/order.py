@@ -4,16 +4,15 @@ Time counts the memory instructions of the launch. A stamp records an access: it
 whether it is an asynchronous copy still in flight. A lane knows its own accesses, those of its block before the last barrier, and those of
 its warp before the last `__syncwarp()`; a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
-A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a cluster. Other blocks are ordered only by strong accesses
-(atomics, volatile and the like) with fences: a block accesses memory, executes a fence, then a strong store; every block that later
-executes a strong load and then a fence knows of the access. An atomic is both a strong load and a strong store, and needs no fence after
-it; st.release and ld.acquire include the fence. Neither the addresses of the strong accesses nor the fencing threads are compared. So some
-races between blocks are missed, but correct kernels are not accused, such as those in which a block waits for the flag of another.
+A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a cluster. Other blocks are ordered by strong accesses
+(atomics, volatile and the like) with fences, see between_blocks.py.
 """
 
 from typing import Any
 
 import numpy as np
+
+from cukern.sim.memory.between_blocks import Releases
 
 IN_FLIGHT = 1 << 62
 STRONG = 1
@@ -22,15 +21,13 @@ _LANES = (1 << TIME_BITS - 1) - 1
 
 
 class Clock:
-    """The time of one launch, and what its blocks have released and acquired by strong accesses."""
+    """The time of one launch, and what its blocks have told each other by strong accesses."""
 
     def __init__(self, blocks: int):
         self.blocks = blocks
         self.pcs: list[int] = [0]  # time -> the instruction that accessed memory
         self.looked = False  # True after a strong load, until the scheduler resets it
-        self.ordering = False  # True after the first strong store
-        self.released = np.zeros(blocks, np.int64)  # by block: time of the last fence that a strong store followed
-        self.acquired = np.zeros(blocks, np.int64)  # by block: time of the last strong load that a fence followed
+        self.releases = Releases()
 
     @property
     def now(self) -> int:
@@ -56,8 +53,10 @@ class Order:
         self.known = np.zeros((blocks * warps, self.warps_a_cluster), np.int64)
         self.floor = np.zeros(self.lanes, np.int64)  # a lane knows every access of its cluster with a lower stamp
         self.lane_known: np.ndarray | None = None  # [lane, lane of its warp]: times; after a __syncwarp of part of a warp
-        self.fenced = np.zeros(blocks, np.int64)
-        self.seen = np.zeros(blocks, np.int64)  # the last strong load
+        self.fenced = np.zeros(self.lanes, np.int64)  # time of a lane's last fence
+        self.fence_knew: np.ndarray | None = None  # `known` of a warp at its last fence
+        self.learned = np.zeros(blocks * warps, np.int64)  # by warp: what it knows of other blocks, as a number of Releases
+        self.seen = self.learned.copy()  # by warp: what it will know of other blocks after a fence
 
     # ---- stamps
 
@@ -86,11 +85,22 @@ class Order:
         if self.lane_known is not None:
             known |= (self.warp_of[lane] == self.warp_of[lanes]) & (times < self.lane_known[lanes, lane % 32])
         result = inside & (self.cluster_of[lane] == self.cluster_of[lanes]) & (known | (lane == lanes))
-        clock = self.clock
-        if clock.ordering:
-            writer = np.minimum(self.by_block(stamps), clock.blocks - 1)
-            result |= (times < clock.released[writer]) & (times < clock.acquired[self.block_of[lanes] + self.first_block])
+        if self.learned.any():
+            result |= self._released(stamps, lanes)
         return result & ~flying
+
+    def _released(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """For each stamp: True if its block has released it, and the warp of the lane in `lanes` knows of that."""
+        times, lane = (stamps & ~IN_FLIGHT) >> TIME_BITS, self.by_lane(stamps)
+        writer, offset = np.divmod(lane, self.lanes_a_block * self.blocks_a_cluster)
+        pairs, which = np.unique(np.stack((writer, self.learned[self.warp_of[lanes]])), axis=1, return_inverse=True)
+        result = np.zeros(len(stamps), bool)
+        for i, (cluster, knowledge) in enumerate(pairs.T.tolist()):
+            until = self.clock.releases.until(cluster, knowledge)
+            if until is not None:
+                rows = np.flatnonzero(which.reshape(-1) == i)
+                result[rows] = times[rows] < until[offset[rows]]
+        return result
 
     # ---- what establishes order
 
@@ -100,7 +110,9 @@ class Order:
         if self.blocks_a_cluster == 1:
             self.known.reshape(self.blocks, -1)[blocks] = now
             self.floor.reshape(self.blocks, -1)[blocks] = now << TIME_BITS
+            self._tell_blocks(blocks)
             return
+        self._tell_blocks(blocks)
         for block in blocks:  # all warps of the block learn what one of them knew about the cluster
             mine, own = np.arange(block * warps, (block + 1) * warps), block % self.blocks_a_cluster * warps
             told = self.known[mine].max(axis=0)
@@ -117,6 +129,19 @@ class Order:
         """These warps learn `told`: one row for all, or one row each."""
         self.known[warps] = np.maximum(self.known[warps], told)
         self._lower_floor(warps)
+        if self.learned.any():  # whichever warp of the cluster told them
+            self._share(np.unique(warps // self.warps_a_cluster), self.warps_a_cluster)
+
+    def _tell_blocks(self, blocks: np.ndarray) -> None:
+        if self.learned.any():
+            self._share(blocks, self.warps_a_block)
+
+    def _share(self, groups: np.ndarray, warps: int) -> None:
+        """All warps of each group, of that many warps, learn what one of them knows of other blocks."""
+        for group in groups.tolist():
+            row = slice(group * warps, (group + 1) * warps)
+            if (self.learned[row] != self.learned[row.start]).any():
+                self.learned[row] = self.clock.releases.joined(self.learned[row].tolist())
 
     def sync_warps(self, warps: np.ndarray) -> None:
         """All lanes of these warps have met at a __syncwarp."""
@@ -138,23 +163,52 @@ class Order:
     # ---- between blocks
 
     def fence(self, lanes: np.ndarray) -> None:
-        blocks = np.unique(self.block_of[lanes])
-        self.fenced[blocks] = self.clock.now + 1
-        there = blocks + self.first_block
-        self.clock.acquired[there] = np.maximum(self.clock.acquired[there], self.seen[blocks])
+        self.fenced[lanes] = self.clock.now + 1
+        warps = np.unique(self.warp_of[lanes])
+        if self.fence_knew is None:
+            self.fence_knew = np.zeros_like(self.known)
+        self.fence_knew[warps] = self.known[warps]
+        if self.seen[warps].any():
+            for warp in warps.tolist():
+                self.learned[warp] = self.clock.releases.joined([int(self.learned[warp]), int(self.seen[warp])])
 
-    def publish(self, lanes: np.ndarray, releases: bool = False) -> None:
+    def publish(self, lanes: np.ndarray, addresses: np.ndarray, releases: bool = False) -> None:
         """These lanes execute a strong store to global memory."""
         if releases:
             self.fence(lanes)
-        blocks = self.block_of[lanes]
-        self.clock.ordering = True
-        self.clock.released[blocks + self.first_block] = self.fenced[blocks]
+        if self.fence_knew is None:
+            return
+        addresses = np.broadcast_to(addresses, lanes.shape)
+        for warp in np.unique(self.warp_of[lanes]).tolist():
+            rows = self.warp_of[lanes] == warp
+            until = self._published(warp, lanes[rows])
+            if until.any():
+                cluster = (self.first_block + warp // self.warps_a_block) // self.blocks_a_cluster
+                self.clock.releases.add(cluster, set(addresses[rows].tolist()), until, int(self.learned[warp]))
 
-    def observe(self, lanes: np.ndarray, acquires: bool) -> None:
+    def _published(self, warp: int, lanes: np.ndarray) -> np.ndarray:
+        """For each lane of the cluster: its accesses before this time are ordered before what these lanes, of that warp, store now. That
+        are those which they knew at their own last fence, and those which they know now and after which the accessing lane had a fence."""
+        assert self.fence_knew is not None
+        first, own = warp // self.warps_a_cluster * self.warps_a_cluster * 32, warp % self.warps_a_cluster * 32
+        knows = np.repeat(self.known[warp], 32)
+        if self.lane_known is not None:
+            knows[own : own + 32] = np.maximum(knows[own : own + 32], self.lane_known[lanes].max(axis=0))
+        knows[lanes - first] = self.clock.now + 1
+        until = np.minimum(knows, self.fenced[first : first + len(knows)])
+        if self.fenced[lanes].any():
+            until = np.maximum(until, np.repeat(self.fence_knew[warp], 32))
+        return until
+
+    def observe(self, lanes: np.ndarray, addresses: np.ndarray, acquires: bool) -> None:
         """These lanes execute a strong load from global memory."""
-        blocks = self.block_of[lanes]
-        self.seen[blocks] = self.clock.now
+        releases = self.clock.releases
         self.clock.looked = True
-        if acquires:
-            self.clock.acquired[blocks + self.first_block] = self.clock.now
+        if not releases.any:
+            return
+        addresses = np.broadcast_to(addresses, lanes.shape)
+        warps = self.warp_of[lanes]
+        for warp in np.unique(warps).tolist():
+            saw = [releases.at(address) for address in set(addresses[warps == warp].tolist())]
+            for knowledge in (self.seen, self.learned) if acquires else (self.seen,):
+                knowledge[warp] = releases.joined([int(knowledge[warp]), *saw])

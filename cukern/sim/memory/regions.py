@@ -33,13 +33,15 @@ def all_memory() -> dict[int, np.ndarray]:
 
 @dataclass
 class Region:
-    """Addresses from `start` up to `end`. `written`: True for each byte from `origin` on that is initialized; None: all are."""
+    """Addresses from `start` up to `end`. `written`: True for each byte from `origin` on that is initialized; None: all are. `inside`: True
+    for each byte from `start` on that belongs to a tensor, and not between the rows of a view; None: all do."""
 
     start: int
     end: int
     name: str = ""
     written: np.ndarray | None = None
     writable: bool = True
+    inside: np.ndarray | None = None
 
     @property
     def origin(self) -> int:
@@ -62,11 +64,22 @@ class _Storage:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
-        found = [Region(start, end) for start, end in merged]
+        found = [Region(start, end, inside=self._inside(start, end)) for start, end in merged]
         if self.written is not None:
             for region in found:
                 region.written = self.written[region.origin - self.start : region.end - self.start]
         return found
+
+    def _inside(self, start: int, end: int) -> np.ndarray | None:
+        """Which bytes of a region belong to a tensor; None: all do."""
+        here = [t for t in self.keep if start <= t.data_ptr() < end]
+        if any(_extent(t) == (start, end) and t.numel() * t.itemsize == end - start for t in here):
+            return None
+        flags = np.zeros(end - start, bool)  # no torch op: an open scope would add its result
+        for t in here:
+            strides = (*(step * t.itemsize for step in t.stride()), 1)
+            np.lib.stride_tricks.as_strided(flags[t.data_ptr() - start :], (*t.shape, t.itemsize), strides)[...] = True
+        return None if flags.all() else flags
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -1,24 +1,16 @@
-"""Shadow memory: for each granule of a memory region the last writer, the last readers, and whether it is initialized.
+"""Shadow memory: for each granule of a memory region its writers, its readers, and whether it is initialized.
 
 A granule has the size of the shortest access so far, so a tile of vectors costs one entry per vector. Reads are only logged; the log is
 processed at the next write, and dropped at a barrier of the whole batch. So a tensor that is only read costs almost nothing.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
-from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
+from cukern.sim.memory.history import Conflict, History
+from cukern.sim.memory.order import STRONG, TIME_BITS, Order
 
 _COUNT = np.arange(16)  # an access has at most 16 bytes
 _LONGEST_LOG = 1 << 21  # reads that are logged before the log is processed
-
-
-class Conflict(NamedTuple):
-    """Unordered accesses: which rows of the current access, and for each the stamp of the other access."""
-
-    rows: np.ndarray
-    stamps: np.ndarray
 
 
 class Shadow:
@@ -31,110 +23,157 @@ class Shadow:
         if written is not None:
             self.before = np.pad(written, (0, -size % 16))
         self.bits = 4  # log2 of a granule's bytes
-        self.writers: np.ndarray | None = None
-        self.readers: list[np.ndarray] = []  # the last one, the last by another lane, and in clusters the last by another block
+        self.writes: History | None = None
+        self.reads: History | None = None
         self.heard: np.ndarray | None = None  # in shared memory: time of the last strong read
+        self.narrow: np.ndarray | None = None  # bytes changed by an atomic that is atomic only for its own block
+        self.poisoned: np.ndarray | None = None  # bytes that hold a value computed from uninitialized ones
         self.log: list[tuple[np.ndarray, int, np.ndarray]] = []
         self.logged = 0
+
+    @property
+    def writers(self) -> np.ndarray | None:
+        """The stamp of the last write of each granule; 0 if there was none."""
+        return None if self.writes is None else self.writes.last
 
     def read(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False) -> Conflict | None:
         """Record a read. Returns the writes that race with it, if any."""
         if not strong and self.reach != "lane":
             self._log(order, positions, size, lanes)
-        if self.writers is None:
+        if self.writes is None:
             return None
         granules = self._granules(positions, size)
         if strong and self.reach == "cluster":
             if self.heard is None:
                 self.heard = np.zeros(self.size >> self.bits, np.int64)
             self.heard[granules] = order.clock.now << TIME_BITS
-        return self._unordered(order, self.writers[granules], lanes, strong)
+        return self._unordered(self.writes, order, granules, lanes, strong)
+
+    def written_before(self, positions: np.ndarray, size: int) -> tuple[int, int] | None:
+        """The first row whose memory this launch has written, and the stamp of the write."""
+        if self.writes is None:
+            return None
+        stamps = self.writes.last[self._granules(positions, size)].reshape(len(positions), -1).max(axis=1)
+        row = int((stamps != 0).argmax())
+        return (row, int(stamps[row])) if stamps[row] else None
 
     def unwritten(self, positions: np.ndarray, size: int) -> np.ndarray | None:
-        """The rows that read uninitialized memory, if any."""
-        if self.before is None:
-            return None
-        if self.writers is None:
-            missing = ~self.before[positions[:, None] + _COUNT[:size]].all(axis=1)
-        else:
-            granules = self._granules(positions, size)
-            missing = self.writers[granules] == 0
-            if missing.any() and self.before.any():
-                missing &= ~self.before.reshape(-1, 1 << self.bits)[granules].all(axis=-1)
-            if missing.ndim > 1:
-                missing = missing.any(axis=-1)
-        return np.flatnonzero(missing) if missing.any() else None
+        """For each row, which of its bytes are uninitialized; None if none is."""
+        missing = None
+        if self.before is not None:
+            if self.writes is None:
+                missing = ~self.before[positions[:, None] + _COUNT[:size]]
+            else:
+                granules = self._granules(positions, size)
+                missing = self.writes.last[granules] == 0
+                if missing.any():
+                    missing = np.repeat(missing.reshape(len(positions), -1), 1 << self.bits, axis=1)
+                    missing = missing & ~self.before[positions[:, None] + _COUNT[:size]]
+        if self.poisoned is not None:
+            poisoned = self.poisoned[positions[:, None] + _COUNT[:size]]
+            missing = poisoned if missing is None or not missing.any() else missing | poisoned
+        return missing if missing is not None and missing.any() else None
+
+    def poison(self, positions: np.ndarray, size: int, codes: np.ndarray) -> None:
+        """Byte i of what was written to a row is uninitialized if bit i of its code is set."""
+        if self.poisoned is None:
+            self.poisoned = np.zeros(self.size, bool)
+        self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1).astype(bool)
+
+    def poisoned_bytes(self, positions: np.ndarray, size: int) -> np.ndarray:
+        """Which bytes of each row hold uninitialized values."""
+        if self.poisoned is None:
+            return np.zeros((len(positions), size), bool)
+        return self.poisoned[positions[:, None] + _COUNT[:size]]
 
     def write(
-        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0
+        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0, narrow: bool = False
     ) -> tuple[Conflict | None, Conflict | None, np.ndarray | None]:
-        """Record a write. Returns the writes and the reads that race with it, and the rows that other rows overwrite."""
+        """Record a write. Returns the writes and the reads that race with it, and the rows that other rows overwrite. `narrow`: the write
+        is atomic for its own block only."""
+        self._process_log(order)
         granules = self._granules(positions, size)
-        if self.writers is None:
-            self.writers = np.zeros(self.size >> self.bits, np.int64)
+        if self.writes is None:
+            self.writes = History(self.size >> self.bits)
         strong = bool(flags & STRONG)
-        over_writes = self._unordered(order, self.writers[granules], lanes, strong)
+        over_writes = self._unordered(self.writes, order, granules, lanes, strong)
+        if strong and (narrow or self.narrow is not None):
+            over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
         over_reads = None
-        self._sort_log(order)
-        for stamps in self.readers:
-            over_reads = over_reads or self._unordered(order, stamps[granules], lanes, False)
+        if self.reads is not None:
+            over_reads = self._unordered(self.reads, order, granules, lanes, False)
+            self.reads.clear(granules, order.clock.now << TIME_BITS)
+        if not strong:
+            self.writes.clear(granules, order.clock.now << TIME_BITS)
         stamps = order.stamps(lanes, flags)
-        stamps = stamps if granules.ndim == 1 else stamps[:, None]
-        self.writers[granules] = stamps
-        lost = self.writers[granules] != stamps
+        stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
+        newest = self.writes.record(order, granules.reshape(-1), stamps.reshape(-1), keep=strong and self.reach != "lane")
+        newest = newest.reshape(stamps.shape)
+        if narrow:
+            apart = np.flatnonzero(order.by_block(newest.reshape(len(lanes), -1)[:, 0]) != order.block_of[lanes] + order.first_block)
+            over_writes = over_writes or (Conflict(apart, newest.reshape(len(lanes), -1)[apart, 0]) if len(apart) else None)
+        lost = newest != stamps
         if not lost.any():
             return over_writes, over_reads, None
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
+    def _too_narrow(self, order: Order, positions: np.ndarray, granules: np.ndarray, lanes: np.ndarray, narrow: bool) -> Conflict | None:
+        """Atomics of several blocks on one location, of which one is atomic only for its own block."""
+        assert self.writes is not None
+        if self.narrow is None:
+            self.narrow = np.zeros(self.size, bool)
+        before = self.writes.last[granules].reshape(len(positions), -1)[:, 0]
+        other = (before != 0) & (order.by_block(before) != order.block_of[lanes] + order.first_block) & (narrow | self.narrow[positions])
+        rows = np.flatnonzero(other)
+        rows = rows[~order.ordered(before[rows], lanes[rows])]
+        self.narrow[positions] |= narrow
+        return Conflict(rows, before[rows]) if len(rows) else None
+
     def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> None:
         """Asynchronous copies have completed: record them as writes of their lanes now."""
-        assert self.writers is not None
+        assert self.writes is not None
         granules = self._granules(positions, size)
         stamps = order.stamps(lanes)
-        self.writers[granules] = stamps if granules.ndim == 1 else stamps[:, None]
+        self.writes.last[granules] = stamps if granules.ndim == 1 else stamps[:, None]
 
-    def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray]]:
-        """The stamps of the last reads and writes of each granule from byte `start` to `end`, each array with its verb. Strong writes that
-        a strong read has seen are left out."""
-        self._sort_log(order)
-        found = [("reads", stamps) for stamps in self.readers]
-        if self.writers is not None:
-            seen = (self.writers & STRONG != 0) & (self.heard > self.writers) if self.heard is not None else False
-            found.append(("writes", np.where(seen, 0, self.writers)))
-        return [(did, stamps[start >> self.bits : end >> self.bits]) for did, stamps in found]
+    def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
+        """The reads and writes of the bytes from `start` to `end`, each with its verb: granules and stamps. Strong writes that a strong
+        read has seen are left out."""
+        self._process_log(order)
+        found = []
+        for did, history in (("reads", self.reads), ("writes", self.writes)):
+            if history is not None:
+                granules = np.arange(start >> self.bits, end >> self.bits)
+                rows, older = history.kept(granules)
+                stamps = np.concatenate((history.last[granules], older))
+                granules = np.concatenate((granules, granules[rows]))
+                if did == "writes" and self.heard is not None:
+                    stamps = np.where((stamps & STRONG != 0) & (self.heard[granules] > stamps), 0, stamps)
+                found.append((did, granules[stamps != 0], stamps[stamps != 0]))
+        return found
 
     def written(self) -> np.ndarray | None:
         """True for each byte that is initialized now; None: all are."""
-        if self.before is None or self.writers is None:
+        if self.before is None or self.writes is None:
             return self.before
-        return self.before | np.repeat(self.writers != 0, 1 << self.bits)
+        now = self.before | np.repeat(self.writes.last != 0, 1 << self.bits)
+        return now if self.poisoned is None else now & ~self.poisoned
 
     def _granules(self, positions: np.ndarray, size: int) -> np.ndarray:
         """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
             finer = (1 << self.bits) // size
             self.bits = size.bit_length() - 1
-            self.writers, self.heard = (None if x is None else np.repeat(x, finer) for x in (self.writers, self.heard))
-            self.readers = [np.repeat(stamps, finer) for stamps in self.readers]
+            self.heard = None if self.heard is None else np.repeat(self.heard, finer)
+            for history in (self.writes, self.reads):
+                if history is not None:
+                    history.refine(finer)
         first = positions >> self.bits
         count = size >> self.bits
         return first if count == 1 else first[:, None] + _COUNT[:count]
 
-    def _unordered(self, order: Order, stamps: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
-        if self.reach == "lane":
-            return None
-        suspect = stamps != 0
-        if self.reach == "cluster":
-            floor = order.floor[lanes]
-            suspect &= stamps >= (floor if stamps.ndim == 1 else floor[:, None])
-        if strong:
-            suspect &= ((stamps & STRONG) == 0) | ((stamps & IN_FLIGHT) != 0)
-        if not suspect.any():
-            return None
-        rows = np.nonzero(suspect)[0]
-        stamps = stamps[suspect]
-        bad = ~order.ordered(stamps, lanes[rows])
-        return Conflict(rows[bad], stamps[bad]) if bad.any() else None
+    def _unordered(self, history: History, order: Order, granules: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
+        return None if self.reach == "lane" else history.conflicts(order, granules, lanes, self.reach == "cluster", strong)
 
     # ---- reads
 
@@ -142,29 +181,27 @@ class Shadow:
         self.log.append((positions, size, order.stamps(lanes)))
         self.logged += len(positions)
         if self.logged > _LONGEST_LOG:
-            self._sort_log(order)
+            self._process_log(order)
 
-    def forget_reads(self) -> None:
-        """Drop the log: a barrier of the whole batch came after these reads."""
+    def forget_accesses(self) -> None:
+        """A barrier of all lanes that can access this memory came after the accesses so far."""
+        self._drop_log()
+        for history in (self.reads, self.writes):
+            if history is not None:
+                history.forget_kept()
+
+    def _drop_log(self) -> None:
         self.log.clear()
         self.logged = 0
 
-    def _sort_log(self, order: Order) -> None:
-        """Process the log: the last read of each granule, and the last by another lane and by another block."""
-        apart = [order.by_lane] if order.blocks_a_cluster == 1 else [order.by_lane, order.by_block]
+    def _process_log(self, order: Order) -> None:
         for _, size, _ in self.log:
             self._granules(np.zeros(1, np.int64), size)
-        if self.log and not self.readers:
-            self.readers = [np.zeros(self.size >> self.bits, np.int64) for _ in range(len(apart) + 1)]
+        if self.log and self.reads is None:
+            self.reads = History(self.size >> self.bits)
         for positions, size, stamps in self.log:
-            last, *others = self.readers
             granules = self._granules(positions, size)
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-            before = last[granules]
-            last[granules] = stamps
-            for other, who in zip(others, apart, strict=True):
-                newest = who(last[granules])
-                for candidates in (before, stamps):
-                    differs = (who(candidates) != newest) & (candidates != 0)
-                    other[granules[differs]] = candidates[differs]
-        self.forget_reads()
+            assert self.reads is not None
+            self.reads.record(order, granules.reshape(-1), stamps.reshape(-1))
+        self._drop_log()

@@ -5,19 +5,22 @@ block or each lane has one part. The top byte of a generic address names its spa
 """
 
 import bisect
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cukern.runtime.limits import Dim
-from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
-from cukern.sim.memory.order import IN_FLIGHT, Order
+from cukern.sim.faults import BarrierFault, Fault, Misaligned, OutOfBounds, Race, Uninitialized
+from cukern.sim.memory.history import Conflict
+from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
 from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
-from cukern.sim.memory.shadow import Conflict, Shadow
+from cukern.sim.memory.shadow import Shadow
 
 WINDOW = 56  # the first bit of the space in a generic address: 1 for shared, 2 for local memory
 RANK = 24  # the first bit of the block's rank plus 1 in a shared::cluster address; 0 stands for the own block
-WINDOWS = {"global": 0, "const": 0, "shared": 1, "local": 2}
+WINDOWS = {"global": 0, "const": 0, "param": 0, "shared": 1, "local": 2}
 
 
 class Accessor(Protocol):
@@ -25,12 +28,23 @@ class Accessor(Protocol):
 
     order: Order
     first_block: int
+    pc: int
+    poison: Any  # the uninitialized bits of registers
+
+    @property
+    def compares(self) -> bool: ...  # True if the kernel has a compare-and-swap
+
+    def divergence(self, lane: int) -> str | None: ...
+
+    def mutes(self, kind: type[Fault]) -> bool: ...
+
+    def suspect(self, reader: int, position: int, stamp: int | None, fault: Callable[[], Fault]) -> None: ...
 
     def block_and_thread(self, lane: int) -> tuple[Dim, Dim]: ...
 
     def who(self, stamp: int) -> tuple[Dim, Dim, str]: ...
 
-    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None) -> Fault: ...
+    def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: np.ndarray | None = None) -> Fault: ...
 
 
 class Part(NamedTuple):
@@ -74,48 +88,80 @@ class Space:
 
     # ---- accesses
 
-    def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    def load(
+        self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False, poison: bool = False
+    ) -> np.ndarray:
+        """`poison`: uninitialized bytes are no fault, but the batch is told of them."""
         at, parts = self.place(m, lanes, addresses, size, "reads")
         for part in parts:
             if part.shadow is not None:
-                self.check_written(m, part, size)
+                self.check_written(m, part, size, poison)
                 conflict = part.shadow.read(m.order, part.at - part.region.origin, size, part.lanes, strong)
                 if conflict is not None:
-                    raise self._race(m, part, size, "reads", conflict, "wrote")
+                    self._report(m, part, size, "reads", conflict, "wrote")
         array, index = self.array(at, size)
         return array[index]
 
-    def store(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, values: np.ndarray, flags: int = 0) -> np.ndarray:
-        """Returns the positions."""
+    def check_unchanged(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> None:
+        """A load through the read-only cache, which does not see what the launch writes."""
+        for part in self.place(m, lanes, addresses, size, "reads")[1]:
+            found = part.shadow.written_before(part.at - part.region.origin, size) if part.shadow is not None else None
+            if found is not None and not m.mutes(Race):
+                row, stamp = found
+                block, thread, line = m.who(stamp)
+                where = f"{self.describe(part.region, int(part.at[row]))}, through the read-only cache (__ldg, or const and __restrict__)"
+                what = f"reads {size} bytes, {where}, though block {block}, thread {thread} wrote it in this launch, at {line}"
+                raise m.fault(Race, part.lanes[row], f"{what}: load it without __ldg or __restrict__")
+
+    def store(
+        self,
+        m: Accessor,
+        lanes: np.ndarray,
+        addresses: np.ndarray,
+        size: int,
+        values: np.ndarray,
+        flags: int = 0,
+        poison: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Returns the positions. `poison`: bit i of a row is set if byte i of its value is uninitialized."""
         at, parts = self.place(m, lanes, addresses, size, "writes")
         values = each(values, lanes)
         overwritten = [self.note_write(m, part, size, values[part.rows], flags) for part in parts]
         array, index = self.array(at, size)
         array[index] = values
+        for part in parts:
+            if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and poison.any())):
+                codes = np.zeros(1, np.int64) if poison is None else each(poison, lanes)[part.rows] if len(poison) > 1 else poison
+                part.shadow.poison(part.at - part.region.origin, size, codes)
         for part, lost in zip(parts, overwritten, strict=True):
             if lost is not None:
                 self._check_agreement(m, part, size, values[part.rows], lost)
         return at
 
-    def note_write(self, m: Accessor, part: Part, size: int, values: np.ndarray | None, flags: int) -> np.ndarray | None:
+    def note_write(
+        self, m: Accessor, part: Part, size: int, values: np.ndarray | None, flags: int, narrow: bool = False
+    ) -> np.ndarray | None:
         """Check a write for races and record it. Two writes of equal values are allowed. Returns the rows that other rows overwrite."""
         if part.shadow is None:
             return None
-        over_writes, over_reads, lost = part.shadow.write(m.order, part.at - part.region.origin, size, part.lanes, flags)
+        over_writes, over_reads, lost = part.shadow.write(m.order, part.at - part.region.origin, size, part.lanes, flags, narrow)
         if over_writes is not None and values is not None:
             rows, stamps = over_writes
             wrong = self._differs(part.at[rows], size, values[rows]) | ((stamps & IN_FLIGHT) != 0)
             over_writes = Conflict(rows[wrong], stamps[wrong]) if wrong.any() else None
         for conflict, did in ((over_writes, "wrote"), (over_reads, "read")):
             if conflict is not None:
-                raise self._race(m, part, size, "writes", conflict, did)
+                self._report(m, part, size, "writes", conflict, did, strong=bool(flags & STRONG))
         return lost
 
-    def check_written(self, m: Accessor, part: Part, size: int) -> None:
+    def check_written(self, m: Accessor, part: Part, size: int, poison: bool = False) -> None:
         missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
-        if missing is not None:
-            what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[missing[0]]))}"
-            raise m.fault(Uninitialized, part.lanes[missing[0]], what)
+        if missing is not None and poison:
+            m.poison.loaded(self, part, size, missing)
+        elif missing is not None and not m.mutes(Uninitialized):
+            row = first_row(np.asarray(missing.any(axis=1)))
+            what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[row]))}"
+            raise m.fault(Uninitialized, part.lanes[row], what)
 
     def _differs(self, at: np.ndarray, size: int, values: np.ndarray) -> np.ndarray:
         """The rows where the memory does not have the bits of `values`."""
@@ -127,15 +173,30 @@ class Space:
     def _check_agreement(self, m: Accessor, part: Part, size: int, values: np.ndarray, lost: np.ndarray) -> None:
         """Lanes of one store that write to the same address must write the same value."""
         differs = self._differs(part.at[lost], size, values[lost])
-        if differs.any():
+        if differs.any() and not m.mutes(Race):
             row = lost[differs][0]
             block, thread = m.block_and_thread(part.lanes[np.flatnonzero(part.at == part.at[row])[-1]])
             where = self.describe(part.region, int(part.at[row]))
             what = f"writes {size} bytes, {where}, where block {block}, thread {thread} writes another value"
             raise m.fault(Race, part.lanes[row], what)
 
-    def _race(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str) -> Fault:
-        """The Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did."""
+    def _report(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str, strong: bool = False) -> None:
+        """Raise the Race for a conflict. `verb`: what the lane does now; `did`: what the other lane did; `strong`: it changes by an atomic.
+
+        A plain read beside atomics is forgiven if its lane then executes a compare-and-swap there, as the first read of a loop does."""
+        if m.mutes(Race):
+            return
+        forgivable = ((conflict.stamps & STRONG) != 0).all() if verb == "reads" else strong and did == "read"
+        if not (forgivable and m.compares and self.name == "global"):
+            raise self._race(m, part, size, verb, conflict, did)
+        for i, row in enumerate(conflict.rows.tolist()):
+            fault = functools.partial(
+                self._race, m, part, size, verb, Conflict(conflict.rows[i : i + 1], conflict.stamps[i : i + 1]), did, m.pc
+            )
+            reader = int(part.lanes[row]) + m.order.base if verb == "reads" else int(m.order.by_lane(conflict.stamps[i]))
+            m.suspect(reader, int(part.at[row]), None if verb == "reads" else int(conflict.stamps[i]), fault)
+
+    def _race(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str, pc: int | None = None) -> Fault:
         mine = (part.lanes[conflict.rows] + m.order.base) // 32
         i = np.argmax(m.order.by_lane(conflict.stamps) // 32 != mine)  # prefer a race between two warps: __syncwarp() repairs the others
         row, stamp = conflict.rows[i], int(conflict.stamps[i])
@@ -143,16 +204,21 @@ class Space:
         block, thread, line = m.who(stamp)
         if stamp & IN_FLIGHT:
             verb += f" {size} bytes, {where}, into which an asynchronous copy still writes:"
-            return m.fault(Race, lane, f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}")
+            return m.fault(Race, lane, f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}", pc)
         if block != m.block_and_thread(lane)[0]:
             other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch"
+            if stamp & STRONG and did == "wrote" and part.shadow is not None and part.shadow.narrow is not None:
+                remedy = "an atomic of .cta scope (atomicAdd_block) does not order blocks"
             if m.order.cluster_of[lane] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
                 remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
         else:
             other = f"thread {thread}"
+            apart = m.divergence(lane)
+            if apart is not None:
+                return m.fault(BarrierFault, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {apart}", pc)
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
             remedy = "a __syncwarp(), or a barrier, is missing between the two" if same_warp else "no barrier is between the two"
-        return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}")
+        return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc)
 
     def check_aligned(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
         low = addresses & addresses.dtype.type(size - 1)
@@ -160,7 +226,13 @@ class Space:
             row = first_row(low)
             address = int(addresses[row])
             where = f"the address {address:#x}" if self.name == "global" else f"the offset {address}"
-            raise m.fault(Misaligned, lanes[row], f"{verb} {size} bytes of {self.name} memory, but {where} is not a multiple of {size}")
+            raise m.fault(
+                Misaligned,
+                lanes[row],
+                f"{verb} {size} bytes of {self.name} memory, but {where} is not a multiple of {size}",
+                None,
+                lanes[each(low, lanes) != 0],
+            )
 
 
 class Private(Space):
@@ -179,13 +251,14 @@ class Private(Space):
         self.check_aligned(m, lanes, addresses, size, verb)
         offsets = addresses.astype(np.int64)
         if int(offsets.max()) > self.size - size or int(offsets.min()) < 0:
-            row = first_row((offsets > self.size - size) | (offsets < 0))
-            offset = int(offsets[row])
+            outside = each((offsets > self.size - size) | (offsets < 0), lanes)
+            row = first_row(outside)
+            offset = int(each(offsets, lanes)[row])
             owner = "the block" if self.name == "shared" else "the thread"
             what = f"{verb} {size} bytes at offset {offset} of {self.name} memory, but {owner} has {self.size} bytes of it"
             if self.name == "shared" and offset >> RANK:
                 what += ": that is an address of shared::cluster, which is another space"
-            raise m.fault(OutOfBounds, lanes[row], what)
+            raise m.fault(OutOfBounds, lanes[row], what, None, lanes[outside])
         at = self.bases[lanes] + offsets
         return at, [Part(self.region, self.shadow, at, lanes)]
 
@@ -218,18 +291,33 @@ class Global(Space):
         else:
             rows = self._rows(m, lanes, each(addresses, lanes), size, verb)
             parts = [Part(self.regions[i], self.shadows[i], at[some], lanes[some], some) for i, some in rows.items()]
+        for part in parts:
+            if part.region.inside is not None:
+                self._check_inside(m, part, size, verb)
         for part in parts if verb != "reads" else ():
             if not part.region.writable:
                 raise m.fault(OutOfBounds, lanes[0], f"{verb} {self.describe(part.region, low)}, which is constant memory")
         return at, parts
 
-    def load(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False) -> np.ndarray:
+    def load(
+        self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False, poison: bool = False
+    ) -> np.ndarray:
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None
-            if shadow is None or shadow.writers is None:  # only read so far: two lanes represent all
-                return super().load(m, lanes[[0, -1]], addresses, size, strong)[:1]
-        return super().load(m, lanes, addresses, size, strong)
+            if shadow is None or (shadow.writers is None and shadow.before is None):  # only read so far: some lanes represent all
+                return super().load(m, np.append(lanes[::32], lanes[-1]), addresses, size, strong)[:1]
+        return super().load(m, lanes, addresses, size, strong, poison)
+
+    def _check_inside(self, m: Accessor, part: Part, size: int, verb: str) -> None:
+        """An access to a view must not reach the memory between its rows."""
+        assert part.region.inside is not None
+        outside = ~np.asarray(part.region.inside[(part.at - part.region.start)[:, None] + np.arange(size)].all(axis=1))
+        if outside.any():
+            row = first_row(outside)
+            where = self.describe(part.region, int(part.at[row]))
+            what = f"{verb} {size} bytes of global memory, {where}, which is between the rows or columns of a view"
+            raise m.fault(OutOfBounds, part.lanes[row], what, None, part.lanes[outside])
 
     def text(self, address: int) -> str:
         """A string in the module's memory, for a message."""
@@ -247,7 +335,8 @@ class Global(Space):
             inside &= (addresses <= ends[which] - np.uint64(size)) & (ends[which] - starts[which] >= np.uint64(size))
         if not inside.all():
             row = first_row(~inside)
-            raise m.fault(OutOfBounds, lanes[row], f"{verb} {size} bytes of global memory {self._distance(int(addresses[row]), size)}")
+            what = f"{verb} {size} bytes of global memory {self._distance(int(addresses[row]), size)}"
+            raise m.fault(OutOfBounds, lanes[row], what, None, lanes[~inside])
         return {int(i): np.flatnonzero(which == i) for i in np.unique(which)}
 
     def _distance(self, address: int, size: int) -> str:

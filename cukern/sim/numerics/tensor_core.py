@@ -10,13 +10,14 @@ its float16 results by one more rounding.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from cukern.sim.faults import NotSimulated
-from cukern.sim.numerics import floats
+from cukern.sim.numerics import floats, fp8
 from cukern.sim.numerics.floats import BF16, F16, FORMATS, TF32, Array, Format
 
 Registers = Sequence[Array]
@@ -35,6 +36,9 @@ def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]
     For example "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32".
     """
     base, *parts = opcode.split(".")
+    other = _other_mma(opcode)
+    if other is not None:
+        return other
     if base != "mma" or parts[:2] != ["sync", "aligned"] or parts[3:5] != ["row", "col"] or len(parts) != 9:
         raise NotSimulated(opcode)
     shape, (d, a, b, c) = parts[2], parts[5:]
@@ -52,6 +56,58 @@ def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: R
     total = tile_a @ tile_b + tile_c
     d = floats.round_to(sums, total[_PLACES_C])
     return _apart(d if d.dtype == np.uint32 else d[:, ::2].astype(np.uint32) | d[:, 1::2].astype(np.uint32) << 16)
+
+
+def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]] | None:
+    """The function of an mma.sync of 8-bit integers, 8-bit floats or f64; None for another."""
+    match = re.fullmatch(r"mma\.sync\.aligned\.(m\d+n8k\d+)\.row\.col(\.satfinite)?\.(s32|f32|f64)\.(\w+)\.(\w+)\.(\w+)", opcode)
+    if match is None:
+        return None
+    shape, saturate, d, a, b, c = match.groups()
+    narrow = {"s8", "u8"} if d == "s32" else {"e4m3", "e5m2"} if d == "f32" else {"f64"}
+    if d != c or {a, b} - narrow or shape not in {"s32": ("m16n8k16", "m16n8k32"), "f32": ("m16n8k32",), "f64": ("m8n8k4",)}[d]:
+        return None
+    if d == "f64":
+        return _mma64
+
+    def function(a_: Registers, b_: Registers, c_: Registers) -> list[Array]:
+        warps, k = len(a_[0]), int(shape[6:])
+        tile_a, tile_b = np.zeros((warps, 16, k)), np.zeros((warps, k, 8))
+        columns = [4 * _QUAD + one + part for part in range(0, k, 16) for one in range(4)]
+        rows = [(_GROUP + row, x) for i in range(0, len(columns), 4) for row in (0, 8) for x in columns[i : i + 4]]
+        tile_a[_EVERY_WARP, np.stack([r for r, _ in rows]), np.stack([x for _, x in rows])] = _bytes(a, a_)
+        tile_b[_EVERY_WARP, np.stack(columns), np.broadcast_to(_GROUP, (len(columns), 32))] = _bytes(b, b_)
+        product = (tile_a @ tile_b)[_PLACES_C]
+        if d == "f32":
+            return _apart(floats.round_to(FORMATS["f32"], product + _elements(FORMATS["f32"], c_)))
+        total = product.astype(np.int64) + np.stack(c_, axis=1).view(np.int32)  # the sum of k products is exact in float64
+        total = np.clip(total, -(1 << 31), (1 << 31) - 1) if saturate else total
+        return _apart(total.astype(np.int32).view(np.uint32))
+
+    return function
+
+
+def _bytes(name: str, registers: Registers) -> Array:
+    """Registers of four 8-bit elements each, as float64 (warps, elements of a lane, 32)."""
+    raw = np.stack(registers, axis=1)
+    parts = np.stack([raw >> np.uint32(8 * i) & np.uint32(0xFF) for i in range(4)], axis=2).reshape(len(raw), -1, 32)
+    if name in fp8.FINITE:
+        return fp8.decode(name, parts)
+    return parts.astype(np.uint8).view(np.int8 if name == "s8" else np.uint8).astype(np.float64)
+
+
+def _mma64(a: Registers, b: Registers, c: Registers) -> list[Array]:
+    """m8n8k4 of f64: one element of a and of b, two of c, for each lane. A GPU chains fused multiply-adds; so does this."""
+    warps = len(a[0])
+    tile_a, tile_b = a[0].view(np.float64).reshape(warps, 8, 4), b[0].view(np.float64).reshape(warps, 8, 4)
+    total = np.stack(c, axis=2).view(np.float64).reshape(warps, 8, 8)
+    fma = floats.arithmetic("fma", FORMATS["f64"])
+    for k in range(4):
+        left, right = np.broadcast_arrays(tile_a[:, :, None, k], tile_b[:, None, :, k])
+        bits = [np.ascontiguousarray(x).view(np.uint64) for x in (left, right, total)]
+        total = fma(*bits).view(np.float64)
+    d = np.ascontiguousarray(total).view(np.uint64).reshape(warps, 32, 2)
+    return [np.ascontiguousarray(d[:, :, i]) for i in (0, 1)]
 
 
 def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
@@ -142,6 +198,14 @@ def _places_a(fmt: Format, k: int) -> Place:
 def _places_b(fmt: Format, k: int) -> Place:
     rows = np.stack(_along_k(fmt, k))
     return _EVERY_WARP, rows, np.broadcast_to(_GROUP, rows.shape)
+
+
+def stmatrix(registers: Registers, transposed: bool = False) -> Array:
+    """stmatrix: the inverse of ldmatrix, as (warps, 8 * tiles, 16 bytes)."""
+    tiles = np.stack(registers, axis=1).astype(np.uint32).view(np.uint16).reshape(len(registers[0]), -1, 8, 8)
+    if transposed:
+        tiles = tiles.swapaxes(2, 3)
+    return np.ascontiguousarray(tiles).view(np.uint8).reshape(len(tiles), -1, 16)
 
 
 def ldmatrix(rows: np.ndarray[Any, Any], transposed: bool = False) -> list[Array]:

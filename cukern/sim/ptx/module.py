@@ -77,6 +77,7 @@ class Variable:
 class Kernel:
     name: str
     params: list[Variable] = field(default_factory=list)
+    results: list[Variable] = field(default_factory=list)  # of a function
     variables: list[Variable] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)  # of the registers
     code: list[Instruction] = field(default_factory=list)
@@ -87,10 +88,15 @@ class Kernel:
     explicit_cluster: bool = False
     start: Line | None = None
 
+    def is_parameter(self, name: str) -> bool:
+        return any(p.name == name for p in self.params)
+
 
 @dataclass
 class Module:
     kernels: dict[str, Kernel] = field(default_factory=dict)
+    functions: dict[str, Kernel] = field(default_factory=dict)  # that are not inlined
+    declared: list[str] = field(default_factory=list)  # functions without a body, too
     variables: list[Variable] = field(default_factory=list)
     files: dict[int, str] = field(default_factory=dict)
 

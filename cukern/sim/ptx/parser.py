@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cukern.sim.ptx import module as ptx
 
@@ -30,7 +30,7 @@ def parse(text: str) -> ptx.Module:
 
 class _Parser:
     kernel: ptx.Kernel  # being read, like the three below
-    registers: dict[str, ptx.Register]  # by name, in the current scope
+    registers: dict[str, Any]  # by name, in the current scope; a Symbol stands for a variable of a call
     line: ptx.Line | None
     callers: dict[tuple[int, int, int], ptx.Line]
 
@@ -90,7 +90,9 @@ class _Parser:
             elif token == ".entry":
                 self.read_kernel()
                 module.kernels[self.kernel.name] = self.kernel
-            elif token in (".func", ".alias", ".pragma"):
+            elif token == ".func":
+                self.read_function(module)
+            elif token in (".alias", ".pragma"):
                 self.skip()
             elif token in (".global", ".const", ".shared", ".local"):
                 module.variables += self.variables(token[1:])
@@ -159,11 +161,7 @@ class _Parser:
     def read_kernel(self) -> None:
         self.kernel = kernel = ptx.Kernel(self.next())
         self.registers, self.line, self.callers = {}, None, {}
-        if self.accept("("):
-            while not self.accept(")"):
-                self.expect(".param")
-                kernel.params.append(self.variable("param", *self.variable_type()))
-                self.accept(",")
+        kernel.params = self.parameters()
         while (token := self.next()) != "{":
             if token == ".maxntid":
                 kernel.max_threads = math.prod(self.list_of(self.number))
@@ -175,6 +173,29 @@ class _Parser:
             elif token == ";":
                 raise self.error("a kernel's body expected")
         self.statements()
+
+    def parameters(self) -> list[ptx.Variable]:
+        """A list of parameters in parentheses, if there is one."""
+        found = []
+        if self.accept("("):
+            while not self.accept(")"):
+                self.expect(".param")
+                found.append(self.variable("param", *self.variable_type()))
+                self.accept(",")
+        return found
+
+    def read_function(self, module: ptx.Module) -> None:
+        """.func: a function with its body, or its declaration."""
+        self.registers, self.line, self.callers = {}, None, {}
+        results = self.parameters()
+        self.kernel = function = ptx.Kernel(self.next(), results=results)
+        function.params = self.parameters()
+        module.declared.append(function.name)
+        while (token := self.next()) not in ("{", ";"):
+            pass
+        if token == "{":
+            self.statements()
+            module.functions[function.name] = function
 
     def block(self) -> None:
         """The statements between inner braces: a scope of register names and labels."""
@@ -194,7 +215,9 @@ class _Parser:
                 self.block()
             elif token == ".reg":
                 self.declare()
-            elif token in (".shared", ".local", ".param", ".global", ".const"):
+            elif token == ".param":
+                self.declare_argument()
+            elif token in (".shared", ".local", ".global", ".const"):
                 self.kernel.variables += self.variables(token[1:])
             elif token == ".pragma":
                 self.skip()
@@ -238,6 +261,14 @@ class _Parser:
                 self.registers[name] = ptx.Register(len(self.kernel.widths), max(width, 16) if width > 1 else 1)
                 self.kernel.widths.append(self.registers[name].width)
         self.expect(";")
+
+    def declare_argument(self) -> None:
+        """.param in a function: a variable of a call, whose name other calls may use, too."""
+        for variable in self.variables("param"):
+            hidden = f"{variable.name}@{self.kernel.name}.{len(self.kernel.variables)}"
+            self.registers[variable.name] = ptx.Symbol(hidden)
+            variable.name = hidden
+            self.kernel.variables.append(variable)
 
     def register_names(self) -> list[str]:
         """A name, or `name<count>` for `count` numbered names."""

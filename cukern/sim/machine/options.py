@@ -1,0 +1,79 @@
+"""What a launch checks, and whether its first fault ends it: `checks` and `collect`."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
+
+MOST_STEPS = 1_500_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: ten seconds or more
+
+
+@dataclass(frozen=True)
+class Options:
+    """`off`: kinds of faults that are not reported. `collected`: the list to which faults go that do not end the launch, or None."""
+
+    off: frozenset[type[Fault]] = frozenset()
+    collected: list[Fault] | None = None
+    steps: int | None = None  # None: MOST_STEPS
+
+
+_current: contextvars.ContextVar[Options] = contextvars.ContextVar("cukern.sim.machine.options", default=Options())  # noqa: B039, it is frozen
+
+
+def current() -> Options:
+    return _current.get()
+
+
+@contextlib.contextmanager
+def _using(options: Options) -> Iterator[None]:
+    token = _current.set(options)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[Fault]]:
+    """Launches inside the block do not end at their first fault. Yields the list of the distinct faults, which grows as they are found.
+
+    One fault is listed for each kind and instruction. After it, an access out of bounds is left out (a load gives zeros), a race is
+    ignored, and an uninitialized value counts as initialized. A barrier that not all threads reach, a failed assert and an endless loop
+    end the launch. A fault may be the consequence of an earlier one. Errors other than Fault are raised as usual. Example:
+
+        with cukern.backend("sim"), sim.collect() as faults:
+            kernel(out, x, n, grid=4, block=256)
+        for fault in faults:
+            print(type(fault).__name__, fault)
+    """
+    found: list[Fault] = []
+    with _using(replace(current(), collected=found)):
+        yield found
+
+
+@contextlib.contextmanager
+def checks(*, races: bool = True, bounds: bool = True, uninitialized: bool = True, steps: int | None = None) -> Iterator[None]:
+    """Switch off single checks of the launches inside the block: `with sim.checks(races=False): kernel(...)`.
+
+    Args:
+        races: False: no Race is reported.
+        bounds: False: no OutOfBounds and no Misaligned. Such a store is left out, and such a load gives zeros.
+        uninitialized: False: no Uninitialized. What nobody wrote reads as the bits that are there, zeros in shared memory.
+        steps: instructions after which a loop is taken as endless (StepLimit); by default 1.5 million for each batch of thread blocks.
+
+    Raises TypeError or ValueError for a switch that is not a bool, and for `steps` that is not a positive int.
+    """
+    for name, value in (("races", races), ("bounds", bounds), ("uninitialized", uninitialized)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool)):
+        raise TypeError(f"steps must be an int or None, got {steps!r}")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    off = set(current().off)
+    for kinds, wanted in (({Race}, races), ({OutOfBounds, Misaligned}, bounds), ({Uninitialized}, uninitialized)):
+        off = off - kinds if wanted else off | kinds
+    with _using(replace(current(), off=frozenset(off), steps=steps)):
+        yield

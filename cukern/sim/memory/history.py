@@ -1,0 +1,124 @@
+"""The accesses of one kind, reads or writes, to each granule of a region: those that a later access must be ordered after.
+
+An access replaces the older ones of its own lane. Those of other lanes are kept until a write that is ordered after them, because order
+with the newest access does not imply order with the others. Most granules have one reader and one writer: two dense arrays are enough.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
+
+_SEVERAL_LANES, _SEVERAL_BLOCKS = 1, 2
+_MOST_KEPT = 1 << 20  # older accesses; beyond, those that a newer one of the same lane replaces are dropped
+
+
+class Conflict(NamedTuple):
+    """Unordered accesses: which rows of the current access, and for each the stamp of the other access."""
+
+    rows: np.ndarray
+    stamps: np.ndarray
+
+
+class History:
+    def __init__(self, granules: int):
+        self.last = np.zeros(granules, np.int64)  # the stamp of the newest access
+        self.many = np.zeros(granules, np.uint8)  # whether accesses of other lanes, or of other blocks, are kept below
+        self.since: np.ndarray | None = None  # kept accesses with a lower stamp do not count any more
+        self.granules, self.stamps = np.zeros(0, np.int64), np.zeros(0, np.int64)  # kept accesses, by granule
+        self.added: list[tuple[np.ndarray, np.ndarray]] = []  # those not yet merged into the two arrays
+        self.limit = _MOST_KEPT
+
+    def refine(self, finer: int) -> None:
+        """Each granule becomes `finer` granules."""
+        self._merge()
+        self.last, self.many = np.repeat(self.last, finer), np.repeat(self.many, finer)
+        self.since = None if self.since is None else np.repeat(self.since, finer)
+        self.granules = (self.granules[:, None] * finer + np.arange(finer)).reshape(-1)
+        self.stamps = np.repeat(self.stamps, finer)
+
+    def record(self, order: Order, granules: np.ndarray, stamps: np.ndarray, keep: bool = True) -> np.ndarray:
+        """Note an access; `granules` and `stamps` have one row per lane and granule. `keep` those of other lanes. Returns the newest."""
+        before = self.last[granules]
+        self.last[granules] = stamps
+        now = self.last[granules]
+        if keep:
+            lanes = order.by_lane(now)
+            for old in (before, stamps):  # `stamps`: of several lanes in this access, one is the newest
+                apart = (old != 0) & (order.by_lane(old) != lanes)
+                if apart.any():
+                    self._keep(order, granules[apart], old[apart], now[apart])
+        return now
+
+    def _keep(self, order: Order, granules: np.ndarray, stamps: np.ndarray, newer: np.ndarray) -> None:
+        self.many[granules] |= _SEVERAL_LANES
+        self.many[granules[order.by_block(stamps) != order.by_block(newer)]] |= _SEVERAL_BLOCKS
+        self.added.append((granules, stamps))
+        if len(self.granules) + sum(len(g) for g, _ in self.added) > self.limit:
+            self._merge()
+            by = np.lexsort((self.stamps, order.by_lane(self.stamps), self.granules))
+            granules, stamps = self.granules[by], self.stamps[by]
+            newest = np.ones(len(by), bool)
+            newest[:-1] = (np.diff(granules) != 0) | (np.diff(order.by_lane(stamps)) != 0)
+            self.granules, self.stamps = granules[newest], stamps[newest]
+            self.limit = max(_MOST_KEPT, 2 * len(self.granules))
+
+    def clear(self, granules: np.ndarray, now: int) -> None:
+        """A write is ordered after all accesses to these granules."""
+        if self.many[granules].any():
+            if self.since is None:
+                self.since = np.zeros_like(self.last)
+            self.since[granules] = now
+            self.many[granules] = 0
+        self.last[granules] = 0
+
+    def forget_kept(self) -> None:
+        """All lanes that can access these granules are ordered after the accesses so far."""
+        self.granules, self.stamps = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.added.clear()
+
+    def _merge(self) -> None:
+        if self.added:
+            granules = np.concatenate([self.granules, *(g for g, _ in self.added)])
+            stamps = np.concatenate([self.stamps, *(s for _, s in self.added)])
+            by = np.argsort(granules, kind="stable")
+            self.granules, self.stamps = granules[by], stamps[by]
+            self.added.clear()
+
+    def kept(self, granules: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The kept accesses of these granules: indices into `granules`, and stamps."""
+        self._merge()
+        first = np.searchsorted(self.granules, granules)
+        count = np.searchsorted(self.granules, granules, side="right") - first
+        rows = np.repeat(np.arange(len(granules)), count)
+        stamps = self.stamps[np.arange(len(rows)) + np.repeat(first - np.cumsum(count) + count, count)]
+        if self.since is not None:
+            counts = stamps >= self.since[granules][rows]
+            rows, stamps = rows[counts], stamps[counts]
+        return rows, stamps
+
+    def conflicts(self, order: Order, granules: np.ndarray, lanes: np.ndarray, inside: bool, strong: bool) -> Conflict | None:
+        """The accesses that the current one, by these lanes, is not ordered after. `granules`: (rows,), or (rows, granules of a row).
+        `inside`: only the lanes of one cluster access a granule. A `strong` access does not race with strong ones."""
+        stamps = self.last[granules]
+        suspect = stamps != 0
+        if inside:  # floor: a lane knows all that its cluster did before
+            floor = order.floor[lanes]
+            suspect &= stamps >= (floor if stamps.ndim == 1 else floor[:, None])
+        if not suspect.any():
+            return None
+        rows, stamps, granules = np.nonzero(suspect)[0], stamps[suspect], granules[suspect]
+        many = self.many[granules]
+        if many.any():
+            if not inside:
+                known = (many == _SEVERAL_LANES) & (order.by_block(stamps) == order.block_of[lanes[rows]] + order.first_block)
+                many = np.where(known & (stamps < order.floor[lanes[rows]]), 0, many)
+            several = np.flatnonzero(many)
+            more, others = self.kept(granules[several])
+            rows, stamps = np.concatenate((rows, rows[several[more]])), np.concatenate((stamps, others))
+        if strong:
+            weak = ((stamps & STRONG) == 0) | ((stamps & IN_FLIGHT) != 0)
+            rows, stamps = rows[weak], stamps[weak]
+        bad = ~order.ordered(stamps, lanes[rows])
+        return Conflict(rows[bad], stamps[bad]) if bad.any() else None

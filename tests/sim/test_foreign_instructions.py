@@ -1,0 +1,251 @@
+"""Instructions that other people's kernels use: vector atomics, stmatrix, movmatrix, 8-bit floats, mbarriers in all forms, bulk copies."""
+
+import numpy as np
+import pytest
+import torch
+from sim_cases import ints, iota
+from sim_kernels import simulate
+
+from cukern import sim
+from cukern.sim.numerics import fp8
+
+
+def test_vector_atomics():
+    text = """
+__global__ void k(float4* four, float2* two, float2* old) {
+    atomicAdd(four + threadIdx.x % 2, make_float4(1, 2, 3, threadIdx.x));
+    old[threadIdx.x] = atomicAdd(two, make_float2(1, -1));
+}
+"""
+    four, two, old = torch.zeros(8), torch.zeros(2), torch.zeros(64)
+    simulate(text, four, two, old)
+    assert four.tolist() == [16, 32, 48, 240, 16, 32, 48, 256] and two.tolist() == [32, -32]
+    assert sorted(old[::2].tolist()) == list(range(32))
+    with pytest.raises(sim.Misaligned, match="changes 16 bytes"):
+        simulate(text, torch.zeros(9)[1:], two, old)
+
+
+MATRICES = """
+__global__ void k(unsigned* out, const unsigned* x) {
+    __shared__ alignas(16) unsigned tile[4][8][4];
+    unsigned r[4], t = threadIdx.x;
+    for (int i = 0; i < 4; ++i) r[i] = x[32 * i + t];
+    unsigned to = (unsigned)__cvta_generic_to_shared(&tile[t / 8][t % 8][0]);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4TRANS.shared.b16 [%0], {%1, %2, %3, %4};" 
+                 :: "r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]));
+    __syncwarp();
+    for (int i = 0; i < 4; ++i) out[32 * i + t] = (&tile[0][0][0])[32 * i + t];
+    unsigned moved;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(moved) : "r"(r[0]));
+    out[128 + t] = moved;
+}
+"""
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stmatrix_and_movmatrix(transposed):
+    x, out = torch.randint(0, 1 << 30, (128,), dtype=torch.int32), ints(160)
+    simulate(MATRICES.replace("TRANS", ".trans" if transposed else ""), out, x)
+    tiles = x.numpy().view(np.int16).reshape(4, 8, 8)  # lane l holds row l / 4, columns 2 (l % 4) and the next
+    stored = out[:128].numpy().view(np.int16).reshape(4, 8, 8)
+    assert (stored == (tiles.swapaxes(1, 2) if transposed else tiles)).all()
+    assert (out[128:].numpy().view(np.int16).reshape(8, 8) == tiles[0].T).all()
+
+
+@pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_8_bit_floats(name, dtype):
+    text = f"""
+#include <cuda_fp8.h>
+__global__ void k(__nv_fp8_{name}* out, float* back, const float* x) {{
+    out[threadIdx.x] = __nv_fp8_{name}(x[threadIdx.x]);
+    back[threadIdx.x] = (float)out[threadIdx.x];
+}}
+"""
+    largest = torch.finfo(dtype).max
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    finite = codes[codes.isfinite()]
+    middles = (finite.sort()[0][1:] + finite.sort()[0][:-1]) / 2
+    x = torch.cat(
+        (finite, middles, middles.nextafter(torch.tensor(9.0)), torch.randn(200), torch.tensor([1e9, -1e9, torch.inf, torch.nan]))
+    )
+    x = x[torch.arange(1024) % len(x)]
+    out, back = torch.zeros(1024, dtype=dtype), torch.zeros(1024)
+    simulate(text, out, back, x, block=1024)
+    expected = x.clamp(-largest, largest).to(dtype)
+    assert torch.equal(out.float().nan_to_num(nan=1234.0), expected.float().nan_to_num(nan=1234.0))
+    assert torch.equal(back.nan_to_num(nan=1234.0), expected.float().nan_to_num(nan=1234.0))
+    assert (fp8.decode(name, np.arange(256)) == codes.numpy())[codes.isfinite().numpy()].all()
+
+
+RING = """
+__device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__global__ void k(int* out, const int* x, int rounds) {
+    __shared__ unsigned long long full, empty;
+    __shared__ int tile[32];
+    int t = threadIdx.x;
+    if (t == 0) {
+        asm volatile("mbarrier.init.shared.b64 [%0], 32;" :: "r"(at(&full)) : "memory");
+        asm volatile("mbarrier.init.shared.b64 [%0], 32;" :: "r"(at(&empty)) : "memory");
+    }
+    __syncthreads();
+    int sum = 0;
+    for (int i = 0; i < rounds; ++i) {
+        if (t < 32) {
+            unsigned long long state;
+            tile[t] = x[32 * i + t];
+            asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(state) : "r"(at(&full)) : "memory");
+            unsigned done = 0;
+            while (!done) asm volatile("{ .reg .pred p; mbarrier.WAIT.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                                       : "=r"(done) : "r"(at(&empty)), "r"(i & 1) : "memory");
+        } else {
+            unsigned done = 0;
+            while (!done) asm volatile("{ .reg .pred p; mbarrier.WAIT.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                                       : "=r"(done) : "r"(at(&full)), "r"(i & 1) : "memory");
+            sum += tile[63 - t];
+            asm volatile("mbarrier.arrive.shared.b64 _, [%0], 1;" :: "r"(at(&empty)) : "memory");
+        }
+    }
+    if (t >= 32) out[t - 32] = sum;
+}
+"""
+
+
+@pytest.mark.parametrize("wait", ["try_wait", "test_wait"])
+def test_ring_of_mbarriers(wait):
+    x, out = iota(160), ints(32)
+    simulate(RING.replace("WAIT", wait), out, x, 5, block=64, name="k")
+    assert torch.equal(out, x.view(5, 32).sum(0, dtype=torch.int32).flip(0))
+
+
+def test_ring_without_its_empty_mbarrier():
+    text = RING.replace("WAIT", "try_wait").replace("while (!done) asm", "if (t >= 32) while (!done) asm", 1)
+    with pytest.raises(sim.Fault):
+        simulate(text, ints(32), iota(160), 5, block=64, name="k")
+
+
+def test_mbarrier_wait_for_a_state():
+    text = """
+__device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__global__ void k(int* out, const int* x) {
+    __shared__ unsigned long long bar;
+    __shared__ int tile[64];
+    int t = threadIdx.x;
+    if (t == 0) asm volatile("mbarrier.init.shared.b64 [%0], 64;" :: "r"(at(&bar)) : "memory");
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < 3; ++i) {
+        tile[t] = x[t] + i;
+        unsigned long long state;
+        unsigned done = 0;
+        for (int half = 0; half < 2; ++half) {
+            asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1];" : "=l"(state) : "r"(at(&bar)) : "memory");
+            done = 0;
+            while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                                       : "=r"(done) : "r"(at(&bar)), "l"(state) : "memory");
+            if (half == 0) out[t] = tile[63 - t];
+        }
+    }
+    __syncthreads();
+    if (t == 0) asm volatile("mbarrier.inval.shared.b64 [%0];" :: "r"(at(&bar)) : "memory");
+}
+"""
+    out = ints(64)
+    simulate(text, out, iota(64), block=64, name="k")
+    assert out.tolist() == (iota(64).flip(0) + 2).tolist()
+
+
+BULK = """
+__device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__global__ void k(int* out, const int* x, int bytes) {
+    __shared__ alignas(16) int tile[256];
+    __shared__ unsigned long long bar;
+    int t = threadIdx.x;
+    if (t == 0) asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(at(&bar)) : "memory");
+    __syncthreads();
+    if (t == 0) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at(&bar)), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(at(tile)), "l"(x), "r"(bytes), "r"(at(&bar)) : "memory");
+    }
+    unsigned done = 0;
+    while (WAIT) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                               : "=r"(done) : "r"(at(&bar)) : "memory");
+    for (int i = t; i < bytes / 4; i += 64) tile[i] += 1;
+    __syncthreads();
+    if (t == 0) {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(out), "r"(at(tile)), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+}
+"""
+
+
+def test_bulk_copies():
+    out = ints(256)
+    simulate(BULK.replace("WAIT", "!done"), out, iota(256), 800, block=64, name="k")
+    assert out.tolist() == [*range(1, 201), *[-1] * 56]
+
+
+def test_bulk_copy_that_nobody_waits_for():
+    with pytest.raises(sim.Race, match=r"reads 4 bytes, offset 128 of shared memory .*, that thread \(0, 0, 0\) wrote"):
+        simulate(BULK.replace("WAIT", "bytes < 0"), ints(256), iota(256), 800, block=64, name="k")
+
+
+@pytest.mark.parametrize(
+    "change, bytes_, words",
+    [
+        (("[%0], [%1], %2, [%3]", "[%0], [%1], %2, [%3]"), 808, "the size of a cp.async.bulk is 808, which is not a multiple of 16"),
+        (('"l"(x)', '"l"(x + 1)'), 800, "the source of a cp.async.bulk is .*, which is not a multiple of 16"),
+        (('"l"(x)', '"l"(x + 200)'), 800, "0 bytes after the end of the tensor of argument 'x'"),
+    ],
+)
+def test_wrong_bulk_copies(change, bytes_, words):
+    with pytest.raises(sim.Fault, match=words):
+        simulate(BULK.replace("WAIT", "!done").replace(*change), ints(256), iota(256), bytes_, block=64, name="k")
+
+
+MMA = """
+__global__ void k(int* d, const int* a, const int* b, const int* c) {
+    unsigned t = threadIdx.x, r[4];
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.TYPES {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(a[t / 4 * 8 + t % 4]), "r"(a[(t / 4 + 8) * 8 + t % 4]), "r"(a[t / 4 * 8 + t % 4 + 4]),
+                   "r"(a[(t / 4 + 8) * 8 + t % 4 + 4]), "r"(b[t / 4 * 8 + t % 4]), "r"(b[t / 4 * 8 + t % 4 + 4]),
+                   "r"(c[t / 4 * 8 + t % 4 * 2]), "r"(c[t / 4 * 8 + t % 4 * 2 + 1]), "r"(c[(t / 4 + 8) * 8 + t % 4 * 2]),
+                   "r"(c[(t / 4 + 8) * 8 + t % 4 * 2 + 1]));
+    for (int i = 0; i < 4; ++i) d[(t / 4 + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = r[i];
+}
+"""
+
+
+@pytest.mark.parametrize("types, dtypes", [("s32.s8.s8.s32", (torch.int8, torch.int8)), ("s32.u8.s8.s32", (torch.uint8, torch.int8))])
+def test_mma_of_8_bit_integers(types, dtypes):
+    a, b = (torch.randint(0, 256, shape).to(torch.uint8).view(dtype) for shape, dtype in (((16, 32), dtypes[0]), ((8, 32), dtypes[1])))
+    c, d = torch.randint(-1000, 1000, (16, 8), dtype=torch.int32), ints(128)
+    simulate(MMA.replace("TYPES", types), d, a, b, c)
+    assert torch.equal(d.view(16, 8), a.int() @ b.int().T + c)
+
+
+def test_mma_of_8_bit_floats():
+    a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(8, 32).to(torch.float8_e5m2)
+    c, d = torch.randn(16, 8), torch.zeros(16, 8)
+    simulate(MMA.replace("TYPES", "f32.e4m3.e5m2.f32"), d, a, b, c)
+    torch.testing.assert_close(d, (a.double() @ b.double().T + c).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_mma_of_doubles():
+    text = """
+__global__ void k(double* d, const double* a, const double* b, const double* c) {
+    int t = threadIdx.x;
+    double x, y;
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%4, %5};"
+                 : "=d"(x), "=d"(y) : "d"(a[t]), "d"(b[t]), "d"(c[2 * t]), "d"(c[2 * t + 1]));
+    d[2 * t] = x;
+    d[2 * t + 1] = y;
+}
+"""
+    a, b, c, d = (torch.randn(shape, dtype=torch.float64) for shape in ((8, 4), (8, 4), (8, 8), (8, 8)))
+    simulate(text, d, a, b, c)
+    torch.testing.assert_close(d, a @ b.T + c, rtol=1e-14, atol=1e-14)
