@@ -130,9 +130,15 @@ __device__ __forceinline__ C row_reduce(C value, C* shared) {
     return blockDim.x == 32 ? warp_reduce<Op>(value) : block_reduce<Op>(value, shared);
 }
 
+// The logit of the target, for thread 0. Loaded before the row is read, it costs no waiting afterwards.
+template <typename T>
+__device__ __forceinline__ compute_t<T> target_logit(const T* x, long long target, long long vocab) {
+    return threadIdx.x == 0 && target >= 0 && target < vocab ? load_as(x[target]) : compute_t<T>(0);
+}
+
 // Adds up what the threads have read, and writes the loss and lse of the row.
 template <typename T, bool SOFTCAP>
-__device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, const T* x, const OnlineSum<T, SOFTCAP>& online,
+__device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, compute_t<T> at_target, const OnlineSum<T, SOFTCAP>& online,
                                            long long target, long long vocab, long long ignored, double smoothing, double z_loss) {
     __shared__ compute_t<T> maxima[32];
     __shared__ sum_t<T> sums[32], totals[32];
@@ -143,7 +149,7 @@ __device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, cons
     if (threadIdx.x != 0) return;
     double log_sum = log(sum);
     if (target != ignored && target >= 0 && target < vocab) {
-        result = (base - (1 - smoothing) * online.capped(load_as(x[target]))) + log_sum;
+        result = (base - (1 - smoothing) * online.capped(at_target)) + log_sum;
         if (smoothing != 0) result -= smoothing / vocab * total;
         if (z_loss != 0) result += z_loss * (base + log_sum) * (base + log_sum);
     }
@@ -201,12 +207,13 @@ __global__ void cross_entropy_v1(compute_t<T>* loss, double* lse, const T* x, co
     long long row = blockIdx.x, target = target_of(targets, wide, row);
     long long shown = target == ignored ? 0 : vocab;  // an ignored row is not read
     x += row * x_row;
+    compute_t<T> at_target = target_logit(x, target, vocab);
     OnlineSum<T, SOFTCAP> online(softcap, smoothing);
     for (long long i = threadIdx.x; i < shown; i += blockDim.x) {
         C c[1] = {load_as(x[i])};
         online(i, c);
     }
-    write_loss(loss + row, lse + row, x, online, target, vocab, ignored, smoothing, z_loss);
+    write_loss(loss + row, lse + row, at_target, online, target, vocab, ignored, smoothing, z_loss);
 }
 
 // The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null. Grid rows, block 256.
@@ -232,7 +239,7 @@ __global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, con
 // ---- v2
 
 template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 6 : 1)
+__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     cross_entropy_v2(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long rows, long long x_row,
                      long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
     wait_for_previous();
@@ -240,9 +247,10 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 6 : 1)
     if (row >= rows) return;
     long long target = target_of(targets, wide, row);
     x += row * x_row;
+    compute_t<T> at_target = target_logit(x, target, vocab);
     OnlineSum<T, SOFTCAP> online(softcap, smoothing);
     read_row<sizeof(T) == 8 ? 2 : 4>(x, x, target == ignored ? 0 : vocab, true, online);
-    write_loss(loss + row, lse + row, x, online, target, vocab, ignored, smoothing, z_loss);
+    write_loss(loss + row, lse + row, at_target, online, target, vocab, ignored, smoothing, z_loss);
 }
 
 template <typename T, bool SOFTCAP>
@@ -280,10 +288,21 @@ __global__ void cross_entropy_reduce(C* out, double* count, const C* loss, const
     __shared__ double sums[32], counts[32];
     wait_for_previous();
     double sum = 0, number = 0;
-#pragma unroll 8
-    for (long long row = threadIdx.x; row < rows; row += blockDim.x) {
-        sum += loss[row];
-        number += target_of(targets, wide, row) != ignored;
+    constexpr int LOADS = 8;
+    for (long long first = threadIdx.x; first < rows; first += LOADS * blockDim.x) {
+        C terms[LOADS];
+        long long found[LOADS];
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) {
+            long long row = first + k * blockDim.x;
+            terms[k] = row < rows ? loss[row] : C(0);
+            found[k] = row < rows ? target_of(targets, wide, row) : ignored;
+        }
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) {
+            sum += terms[k];
+            number += found[k] != ignored;
+        }
     }
     sum = block_reduce<Sum>(sum, sums);
     number = block_reduce<Sum>(number, counts);

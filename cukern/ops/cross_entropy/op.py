@@ -217,7 +217,7 @@ def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: 
 
 def _short_or_long(row_bytes: int) -> tuple[int, int]:
     """The block of v2: four rows of one warp, or one row whose threads have at least four vectors each, up to 256 threads."""
-    return (32, 4) if row_bytes <= 4096 else (min(256, -(-row_bytes // (64 * 32)) * 32), 1)
+    return (32, 4) if row_bytes <= 16384 else (min(256, -(-row_bytes // (64 * 32)) * 32), 1)
 
 
 def _version(idea: str, name: str, block: Callable[[int], tuple[int, int]]) -> Version:
