@@ -10,16 +10,16 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cukern.gpt2.data import LoaderState, Mt19937
-from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, read_header, read_tensor, replace, write_header, write_tensor
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, read_tensor, replace, write_header, write_tensor
 
 MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of a model file -> dtype of all its tensors
@@ -58,13 +58,9 @@ class Config:
     def __post_init__(self) -> None:
         if self.padded_vocab_size == 0:
             object.__setattr__(self, "padded_vocab_size", -(-self.vocab_size // 128) * 128)
-        expect(min(self.sizes) > 0, "sizes of at least 1", self)
+        expect(min(astuple(self)) > 0, "sizes of at least 1", self)
         expect(self.channels % self.num_heads == 0, "channels that are a multiple of num_heads", self)
         expect(self.padded_vocab_size >= self.vocab_size, "a padded_vocab_size of at least vocab_size", self)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -100,36 +96,28 @@ def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype) -> dict
     return {name: read_tensor(file, shape, dtype) for name, shape in config.shapes.items()}
 
 
-# ---- weights
-
-
 def write_model(path: PathLike, config: Config, parameters: Parameters) -> None:
     """Write weights: all float32 (version 3) or all bfloat16 (version 5). The rows of wte beyond the vocabulary must be 0."""
     dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
     with replace(path) as file:
-        write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == dtype), *config.sizes)
+        write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == dtype), *astuple(config))
         _write_parameters(file, parameters)
 
 
 def read_model(path: PathLike, expected: Config | None = None) -> tuple[Config, dict[str, Tensor]]:
     """The sizes and the weights, float32 or bfloat16 as in the file. With `expected`, a file of other sizes is refused."""
-    with open(path, "rb") as file:
-        header = read_header(file, MODEL, tuple(DTYPES), "a model")
-        expect(min(header[2:8]) > 0, "sizes of at least 1 in slots 2 to 7", header[2:8], path)
-        try:
-            config, dtype = Config(*header[2:8]), DTYPES[header[1]]
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        expect(expected in (None, config), expected, config, path)
+    with read(path, MODEL, tuple(DTYPES), "a model") as (file, header):
+        expect(min(header[2:8]) > 0, "sizes of at least 1 in slots 2 to 7", header[2:8])
+        config, dtype = Config(*header[2:8]), DTYPES[header[1]]
+        expect(expected in (None, config), expected, config)
         check_size(file, HEADER_BYTES + config.num_parameters * dtype.itemsize, f"{config.num_parameters} parameters of {dtype}")
         return config, _read_parameters(file, config, dtype)
 
 
-# ---- debug state: a batch, and what a correct model computes from it
-
-
 @dataclass(frozen=True)
 class DebugState:
+    """A batch, and what a correct model computes from it."""
+
     x: Tensor  # (B, T), int64
     y: Tensor  # (B, T), int64
     logits: Tensor  # (B, T, vocab_size), float32
@@ -152,18 +140,15 @@ def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None
 
 def read_debug_state(path: PathLike, config: Config) -> DebugState:
     """The file holds B and T; the other sizes are those of `config`."""
-    with open(path, "rb") as file:
-        B, T = read_header(file, DEBUG, (2,), "a debug state")[2:4]
-        expect(B > 0 and T > 0, "B and T of at least 1", f"{B=}, {T=}", path)
+    with read(path, DEBUG, (2,), "a debug state") as (file, header):
+        B, T = header[2:4]
+        expect(B > 0 and T > 0, "B and T of at least 1", f"{B=}, {T=}")
         numbers = 2 * B * T + B * T * config.vocab_size + 1 + config.num_parameters
         check_size(file, HEADER_BYTES + 4 * numbers, f"{B=}, {T=} and {config}")
         x, y = (read_tensor(file, (B, T), torch.int32).long() for _ in range(2))
         logits = read_tensor(file, (B, T, config.vocab_size), torch.float32)
         loss = read_tensor(file, (), torch.float32).item()
         return DebugState(x, y, logits, loss, _read_parameters(file, config, torch.float32))
-
-
-# ---- optimizer state
 
 
 @dataclass(frozen=True)
@@ -205,10 +190,9 @@ def write_state(path: PathLike, config: Config, state: State) -> None:
 
 def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1) -> State:
     """The state of one rank. The file does not hold the sizes of the model. States that ZeRO divides among the ranks are refused."""
-    with open(path, "rb") as file:
-        header = read_header(file, STATE, (1,), "an optimizer state")
+    with read(path, STATE, (1,), "an optimizer state") as (file, header):
         _, _, processes, found, has_master, shuffles, step, *counters = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
-        expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}", path)
+        expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}")
         count = 3 if has_master else 2
         if not shuffles:
             check_size(file, HEADER_BYTES + 4 * count * config.num_parameters, f"{count} arrays of {config}")
@@ -223,16 +207,13 @@ def _read_shuffle(file: BinaryIO, shard: int, sample: int) -> LoaderState:
     orders = []
     for what in ("shards", "samples"):
         length = int(read_tensor(file, (), torch.int64))
-        expect(length > 0, f"a number of {what} before byte {file.tell()}", length, file.name)
+        expect(length > 0, f"a number of {what} before byte {file.tell()}", length)
         order = read_tensor(file, (length,), torch.int32).numpy()
         is_permutation = np.array_equal(np.sort(order), np.arange(length))
-        expect(is_permutation, f"a permutation of {length} {what} before byte {file.tell()}", "other numbers", file.name)
+        expect(is_permutation, f"a permutation of {length} {what} before byte {file.tell()}", "other numbers")
         orders.append(order)
     check_size(file, file.tell() + Mt19937.STRUCT.itemsize, f"{len(orders[0])} shards and {len(orders[1])} samples")
-    try:
-        rng = Mt19937.from_bytes(file.read())
-    except ValueError as error:
-        raise ValueError(f"{file.name}: {error}") from None
+    rng = Mt19937.from_bytes(file.read())
     return LoaderState(shard, sample, (orders[0], orders[1], rng.to_bytes()))
 
 
@@ -284,17 +265,9 @@ def _hf_views(config: Config, parameters: Parameters) -> dict[str, Tensor]:
     return views
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError("Hugging Face's weights need the package safetensors: pip install safetensors") from None
-    return safetensors.torch
-
-
 def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters) -> None:
     """Write model.safetensors and config.json, which transformers.GPT2LMHeadModel.from_pretrained reads."""
-    library = _safetensors()
+    library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
     dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
     tensors = {f"transformer.{name}": view.detach().cpu().contiguous() for name, view in _hf_views(config, parameters).items()}
     sizes = {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
@@ -308,7 +281,7 @@ def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters)
 
 def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
     """Read a GPT-2 of any size in its own dtype, e.g. a clone of huggingface.co/openai-community/gpt2. wte is padded with zeros."""
-    library = _safetensors()
+    library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
     entries = json.loads((path := Path(folder, "config.json")).read_text())
     for key, value in HF_FIXED.items():
         expect(entries.get(key, value) == value, f"{key} = {value!r}", repr(entries.get(key)), path)

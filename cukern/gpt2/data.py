@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, read_header, replace, write_header
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, replace, write_header
 from cukern.gpt2.tokenizer import GPT2_EOT, Tokenizer, byte_tokenizer
 
 MAGIC, VERSION = 20240520, 1
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
-
-# ---- token shards
 
 
 def write_shard(path: PathLike, tokens: np.ndarray) -> None:
@@ -36,10 +34,10 @@ def write_shard(path: PathLike, tokens: np.ndarray) -> None:
 
 def shard_length(path: PathLike) -> int:
     """The number of tokens in a shard, after checks of the header and of the size of the file."""
-    with open(path, "rb") as file:
-        count = read_header(file, MAGIC, (VERSION,), "a token shard")[2]
+    with read(path, MAGIC, (VERSION,), "a token shard") as (file, header):
+        count = header[2]
         check_size(file, HEADER_BYTES + 2 * count, f"{count} tokens")
-    return count
+        return count
 
 
 def read_shard(path: PathLike) -> np.ndarray:
@@ -77,11 +75,7 @@ def tokenize(texts: Iterable[str], encoding: str = "auto") -> tuple[np.ndarray, 
     expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
     if encoding == "bytes" or (encoding == "auto" and not tiktoken_at_hand()):
         return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(np.uint16), byte_tokenizer()
-    try:
-        import tiktoken
-    except ImportError:
-        raise ImportError("the encoding 'gpt2' needs the package tiktoken: pip install tiktoken") from None
-    gpt2 = tiktoken.get_encoding("gpt2")
+    gpt2 = optional("tiktoken", "tiktoken", "the encoding 'gpt2' needs").get_encoding("gpt2")
     parts = [np.array([GPT2_EOT, *gpt2.encode_ordinary(text)], np.uint16) for text in texts]
     tokenizer = Tokenizer(tuple(gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)), GPT2_EOT)
     return np.concatenate([np.empty(0, np.uint16), *parts]), tokenizer
@@ -103,15 +97,12 @@ def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: 
     expect(len(tokens) >= 10 or val_first, "at least 10 tokens", len(tokens))
     expect(shard_tokens > 0, "at least 1 token in a shard", f"{shard_tokens=}")
     train, val = np.split(tokens, [len(tokens) - len(tokens) // 10]) if val_first is None else (tokens[val_first:], tokens[:val_first])
-    starts = range(0, len(train), shard_tokens)
-    shards = {f"{name}_train_{i:06}.bin": train[start : start + shard_tokens] for i, start in enumerate(starts, 1)}
+    parts = [val, *np.split(train, range(shard_tokens, len(train), shard_tokens))]
+    paths = [Path(folder, f"{name}_{'train' if i else 'val'}_{i:06}.bin") for i in range(len(parts))]
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for file, part in (shards := {f"{name}_val_000000.bin": val} | shards).items():
-        write_shard(Path(folder, file), part)
-    return [Path(folder, file) for file in shards]
-
-
-# ---- the loader
+    for path, part in zip(paths, parts, strict=True):
+        write_shard(path, part)
+    return paths
 
 
 class Mt19937:
@@ -122,9 +113,8 @@ class Mt19937:
     MATRIX = (0, 0x9908B0DF)
 
     def __init__(self, seed: int) -> None:
-        self._bits = np.random.MT19937()
-        state: Any = np.random.RandomState(seed).get_state(legacy=False)
-        self._bits.state = state
+        self._bits: Any = np.random.MT19937()
+        self._bits.state = np.random.RandomState(seed).get_state(legacy=False)  # not what MT19937(seed) begins with
         self._unused = True
 
     def permute(self, array: np.ndarray) -> None:
@@ -137,8 +127,8 @@ class Mt19937:
     def to_bytes(self) -> bytes:
         """llm.c's struct of 2520 bytes. Its field `seed` is never set in llm.c; here it is 0."""
         state = self._bits.state["state"]
-        position = 0 if self._unused else state["pos"]
-        return np.array((0, 1 if self._unused else 625 - position, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
+        left, position = (1, 0) if self._unused else (625 - state["pos"], state["pos"])
+        return np.array((0, left, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Mt19937":
@@ -189,11 +179,12 @@ class DataLoader:
         expect(self.paths, f"files that match {os.fspath(pattern)!r}", "none", error=FileNotFoundError)
         self.B, self.T, self.rank, self.num_processes = B, T, rank, num_processes
         self.shuffle, self.vocab_size = shuffle, vocab_size
-        self._lengths = [shard_length(path) for path in self.paths]
-        self.num_tokens = sum(self._lengths)  # of all shards
+        lengths = [shard_length(path) for path in self.paths]
+        self.num_tokens = sum(lengths)  # of all shards
         least = num_processes * B * T + 1
-        for path, length in zip(self.paths, self._lengths, strict=True):
+        for path, length in zip(self.paths, lengths, strict=True):
             expect(length >= least, f"at least num_processes * B * T + 1 = {least} tokens", length, path)
+        self._num_samples = [(length - 1) // (least - 1) for length in lengths]
         self._rng = Mt19937(42 + rank)
         self._shard_order = np.arange(len(self.paths), dtype=np.int32)
         self.reset()
@@ -212,10 +203,7 @@ class DataLoader:
 
     @property
     def num_samples(self) -> int:  # of the current shard
-        return self._samples_of(self._shard_order[self._shard])
-
-    def _samples_of(self, file: int) -> int:
-        return (self._lengths[file] - 1) // (self.num_processes * self.B * self.T)
+        return self._num_samples[self._shard_order[self._shard]]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """x and y, int64 CPU tensors of shape (B, T). A new shard or epoch begins with the call after the last sample."""
@@ -245,7 +233,7 @@ class DataLoader:
         order = state.shuffle[0] if state.shuffle else self._shard_order
         expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
         expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
-        samples = self._samples_of(order[state.shard])
+        samples = self._num_samples[order[state.shard]]
         sample_order = state.shuffle[1] if state.shuffle else np.arange(samples, dtype=np.int32)
         expect(len(sample_order) == samples, f"a loader state of {samples} samples", len(sample_order))
         expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)

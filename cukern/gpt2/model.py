@@ -77,8 +77,6 @@ class GPT2(torch.nn.Module):
             parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
             setattr(self, name, ParameterList(parts) if stacked else parts[0])
 
-    # ---- forward
-
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The logits (B, T, padded_vocab_size) of tokens (B, T), int32 or int64; with targets (B, T), the mean loss, a float32 number.
 
@@ -135,21 +133,23 @@ class GPT2(torch.nn.Module):
 
     # ---- parameters by llm.c's names
 
-    def _named(self) -> dict[str, list[Parameter]]:
+    def parts(self) -> dict[str, list[Parameter]]:
+        """The parameters with llm.c's names, one per layer."""
         parameters = {name: getattr(self, name) for name in PARAMETERS}
         return {name: list(p) if isinstance(p, ParameterList) else [p] for name, p in parameters.items()}
 
-    def _stacked(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    def stack(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Stack the parts of each name over the layers, as in llm.c's files."""
         return {name: torch.stack(parts).view(self.config.shapes[name]) for name, parts in tensors.items()}
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Copies of the parameters with llm.c's names, stacked over the layers."""
-        return self._stacked({name: [p.detach() for p in parts] for name, parts in self._named().items()})
+        return self.stack({name: [p.detach() for p in parts] for name, parts in self.parts().items()})
 
     def gradients_by_name(self) -> dict[str, Tensor]:
         """Copies of the gradients, as `parameters_by_name`; those that are None are 0."""
-        named = self._named().items()
-        return self._stacked({name: [torch.zeros_like(p) if p.grad is None else p.grad for p in parts] for name, parts in named})
+        named = self.parts().items()
+        return self.stack({name: [torch.zeros_like(p) if p.grad is None else p.grad for p in parts] for name, parts in named})
 
     @torch.no_grad()
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
@@ -157,7 +157,7 @@ class GPT2(torch.nn.Module):
         shapes, expected = {name: tuple(tensor.shape) for name, tensor in parameters.items()}, self.config.shapes
         for name in {**shapes, **expected}:
             expect(shapes.get(name) == expected.get(name), f"{name} of shape {expected.get(name)}", shapes.get(name))
-        for name, parts in self._named().items():
+        for name, parts in self.parts().items():
             for part, tensor in zip(parts, parameters[name].view(len(parts), *parts[0].shape), strict=True):
                 part.copy_(tensor)
 
@@ -166,18 +166,18 @@ class GPT2(torch.nn.Module):
         layers), drawn as torch's normal_ draws in float32 on the CPU. Biases are 0, layernorm's weights 1, and so is the padding 0."""
         c, rng, std = self.config, torch.Generator().manual_seed(seed), np.float32(0.02)
         branch_std = std * (np.float32(1) / np.sqrt(np.float32(2 * c.num_layers)))
-        parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self._named().items()}
+        parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self.parts().items()}
         draws = [(parts["wte"][0][: c.vocab_size], std), (parts["wpe"][0], std)]
         for i in range(c.num_layers):
             draws += [(parts[name][i], branch_std if name.endswith("projw") else std) for name in DECAYED[2:]]
         for tensor, one in draws:
             tensor.normal_(0, float(one), generator=rng)
-        self.load_parameters(self._stacked(parts))
+        self.load_parameters(self.stack(parts))
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Groups of parameters for an optimizer: weight decay on the matrices only, as llm.c."""
         groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
-        for name, parts in self._named().items():
+        for name, parts in self.parts().items():
             groups[name not in DECAYED]["params"] += parts
         return groups
 

@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,18 +182,12 @@ class Trainer:
 
     # ---- checkpoints and main.log
 
-    def _parts(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """llm.c's names, and the parameters, one per layer."""
-        for name in self.model.config.shapes:
-            parameter = getattr(self.model, name)
-            yield name, [parameter] if isinstance(parameter, Tensor) else list(parameter)
-
     def save(self) -> None:
         """Write a checkpoint, then delete the one that is too old."""
         s, config, slots, parameters = self.settings, self.model.config, self.optimizer.state, self.model.parameters_by_name()
         assert s.out is not None
         m, v = (
-            {name: torch.stack([slots[p][key].cpu() for p in parts]).view(config.shapes[name]) for name, parts in self._parts()}
+            self.model.stack({name: [slots[p][key].cpu() for p in parts] for name, parts in self.model.parts().items()})
             for key in ("exp_avg", "exp_avg_sq")
         )
         state = checkpoint.State(self.step, m, v, self.train_data.state(), parameters if s.master else None, RNG, RNG)
@@ -223,7 +217,7 @@ class Trainer:
         expect(state.step == step, f"the state of step {step}", state.step, optimizer)
         self.train_data.resume(state.loader)
         self.model.load_parameters(state.master or parameters)
-        for name, parts in self._parts():
+        for name, parts in self.model.parts().items():
             for p, m, v in zip(parts, state.m[name].view(len(parts), -1), state.v[name].view(len(parts), -1), strict=True):
                 self.optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": m.view_as(p), "exp_avg_sq": v.view_as(p)}
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
