@@ -14,12 +14,11 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cukern.gpt2.data import LoaderState, Mt19937
-from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, read_tensor, replace, write_header, write_tensor
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, read_tensor, replace, write_header, write_tensors
 
 MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of a model file -> dtype of all its tensors
@@ -58,9 +57,13 @@ class Config:
     def __post_init__(self) -> None:
         if self.padded_vocab_size == 0:
             object.__setattr__(self, "padded_vocab_size", -(-self.vocab_size // 128) * 128)
-        expect(min(astuple(self)) > 0, "sizes of at least 1", self)
+        expect(min(self.sizes) > 0, "sizes of at least 1", self)
         expect(self.channels % self.num_heads == 0, "channels that are a multiple of num_heads", self)
         expect(self.padded_vocab_size >= self.vocab_size, "a padded_vocab_size of at least vocab_size", self)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return astuple(self)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,8 +78,8 @@ class Config:
         return sum(map(math.prod, self.shapes.values()))
 
 
-def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
-    """The common dtype of tensors that have the names and shapes of `config` and zeros in the padding of wte."""
+def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+    """In the order of the files, tensors of one dtype that have the names and shapes of `config` and zeros in the padding of wte."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in {**shapes, **config.shapes}:
         expect(shapes.get(name) == config.shapes.get(name), f"{what} {name} of shape {config.shapes.get(name)}", shapes.get(name))
@@ -84,12 +87,7 @@ def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.d
         expect(tensor.dtype in dtypes, f"{what} {name} of {' or '.join(map(str, dtypes))}", tensor.dtype, error=TypeError)
         dtypes = (tensor.dtype,)
     expect(not tensors["wte"][config.vocab_size :].count_nonzero(), f"zeros in wte from row {config.vocab_size} on", "other values")
-    return dtypes[0]
-
-
-def _write_parameters(file: BinaryIO, parameters: Parameters) -> None:
-    for name in PARAMETERS:
-        write_tensor(file, parameters[name])
+    return [tensors[name] for name in PARAMETERS]
 
 
 def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -98,10 +96,10 @@ def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype) -> dict
 
 def write_model(path: PathLike, config: Config, parameters: Parameters) -> None:
     """Write weights: all float32 (version 3) or all bfloat16 (version 5). The rows of wte beyond the vocabulary must be 0."""
-    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
+    tensors = _check(config, parameters, "parameter", tuple(DTYPES.values()))
     with replace(path) as file:
-        write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == dtype), *astuple(config))
-        _write_parameters(file, parameters)
+        write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == tensors[0].dtype), *config.sizes)
+        write_tensors(file, *tensors)
 
 
 def read_model(path: PathLike, expected: Config | None = None) -> tuple[Config, dict[str, Tensor]]:
@@ -126,16 +124,14 @@ class DebugState:
 
 
 def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None:
-    _check(config, state.gradients, "gradient", (torch.float32,))
+    gradients = _check(config, state.gradients, "gradient", (torch.float32,))
     (B, T), V = state.x.shape, config.vocab_size
     expect(state.logits.dtype == torch.float32, "logits of torch.float32", state.logits.dtype, error=TypeError)
     shapes = tuple(state.y.shape), tuple(state.logits.shape)
     expect(shapes == ((B, T), (B, T, V)), f"y and logits of shapes {(B, T)} and {(B, T, V)}", f"{shapes[0]} and {shapes[1]}")
     with replace(path) as file:
         write_header(file, DEBUG, 2, B, T)
-        for tensor in (state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32)):
-            write_tensor(file, tensor)
-        _write_parameters(file, state.gradients)
+        write_tensors(file, state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32), *gradients)
 
 
 def read_debug_state(path: PathLike, config: Config) -> DebugState:
@@ -171,16 +167,13 @@ _STATE_HEADER = struct.Struct("<6i16xi36x2Q24x2Q")
 
 
 def write_state(path: PathLike, config: Config, state: State) -> None:
-    arrays = [("m", state.m), ("v", state.v)] + ([("master", state.master)] if state.master else [])
-    for name, array in arrays:
-        _check(config, array, name, (torch.float32,))
-    loader = state.loader
+    arrays, loader = {"m": state.m, "v": state.v} | ({"master": state.master} if state.master else {}), state.loader
+    tensors = [tensor for name, array in arrays.items() for tensor in _check(config, array, name, (torch.float32,))]
     integers = (STATE, 1, state.num_processes, state.rank, len(arrays) == 3, loader.shuffle is not None, state.step)
     header = _STATE_HEADER.pack(*integers, state.rng_state, state.rng_state_last_update, loader.shard, loader.sample)
     with replace(path) as file:
         file.write(header.ljust(HEADER_BYTES, b"\0"))
-        for _, array in arrays:
-            _write_parameters(file, array)
+        write_tensors(file, *tensors)
         if loader.shuffle:
             *orders, rng = loader.shuffle
             for order in orders:
@@ -209,15 +202,11 @@ def _read_shuffle(file: BinaryIO, shard: int, sample: int) -> LoaderState:
         length = int(read_tensor(file, (), torch.int64))
         expect(length > 0, f"a number of {what} before byte {file.tell()}", length)
         order = read_tensor(file, (length,), torch.int32).numpy()
-        is_permutation = np.array_equal(np.sort(order), np.arange(length))
-        expect(is_permutation, f"a permutation of {length} {what} before byte {file.tell()}", "other numbers")
+        expect(sorted(order) == list(range(length)), f"a permutation of {length} {what} before byte {file.tell()}", "other numbers")
         orders.append(order)
     check_size(file, file.tell() + Mt19937.STRUCT.itemsize, f"{len(orders[0])} shards and {len(orders[1])} samples")
     rng = Mt19937.from_bytes(file.read())
     return LoaderState(shard, sample, (orders[0], orders[1], rng.to_bytes()))
-
-
-# ---- the checkpoints of a run with one process
 
 
 def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]:
@@ -226,7 +215,7 @@ def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]
 
 
 def save(folder: PathLike, config: Config, parameters: Parameters, state: State) -> None:
-    """Write the checkpoint after `state.step` updates. Until all of it is on disk, an older one is the latest."""
+    """Write the checkpoint of a run with one process after `state.step` updates. Until all of it is on disk, an older one is the latest."""
     model, optimizer, done = paths(folder, state.step)
     Path(folder).mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
@@ -268,7 +257,7 @@ def _hf_views(config: Config, parameters: Parameters) -> dict[str, Tensor]:
 def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters) -> None:
     """Write model.safetensors and config.json, which transformers.GPT2LMHeadModel.from_pretrained reads."""
     library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
-    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
+    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))[0].dtype
     tensors = {f"transformer.{name}": view.detach().cpu().contiguous() for name, view in _hf_views(config, parameters).items()}
     sizes = {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
     names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": str(dtype).removeprefix("torch.")}

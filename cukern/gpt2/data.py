@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,9 +42,6 @@ def shard_length(path: PathLike) -> int:
 def read_shard(path: PathLike) -> np.ndarray:
     """All tokens of a shard, uint16."""
     return np.fromfile(path, "<u2", shard_length(path), offset=HEADER_BYTES)
-
-
-# ---- text to tokens
 
 
 def builtin_text() -> str:
@@ -113,8 +109,8 @@ class Mt19937:
     MATRIX = (0, 0x9908B0DF)
 
     def __init__(self, seed: int) -> None:
-        self._bits: Any = np.random.MT19937()
-        self._bits.state = np.random.RandomState(seed).get_state(legacy=False)  # not what MT19937(seed) begins with
+        self._bits = np.random.MT19937()
+        np.random.RandomState(self._bits).seed(seed)  # not as MT19937(seed)
         self._unused = True
 
     def permute(self, array: np.ndarray) -> None:

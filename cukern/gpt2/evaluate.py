@@ -85,8 +85,8 @@ def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4)
     for some in (examples[i : i + step] for i in range(0, len(examples), step)):
         rows = [(torch.from_numpy(example.context), torch.from_numpy(part)) for example in some for part in example.completions]
         tokens = pad_sequence([torch.cat(row) for row in rows], batch_first=True)
-        targets = [pad(completion, (len(context) - 1, 1), value=-100) for context, completion in rows]  # -100: ignored
-        targets = pad_sequence(targets, batch_first=True, padding_value=-100).to(device)
+        goals = [pad(completion, (len(context) - 1, 1), value=-100) for context, completion in rows]  # -100: ignored
+        targets = pad_sequence(goals, batch_first=True, padding_value=-100).to(device)
         logits = model(tokens.to(device))
         losses = cukern.cross_entropy(logits, targets, reduction="none", vocab_size=model.config.vocab_size)
         best = (losses.sum(1) / (targets >= 0).sum(1)).view(-1, CHOICES).argmin(1).tolist()

@@ -88,5 +88,6 @@ def read_tensor(file: BinaryIO, shape: Sequence[int], dtype: torch.dtype) -> Ten
     return tensor
 
 
-def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def write_tensors(file: BinaryIO, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -47,14 +47,17 @@ def read_tokenizer(path: PathLike) -> Tokenizer:
     tokens = []
     with read(path, MAGIC, (1, 2), "a tokenizer") as (file, header):
         version, count, eot = header[1:4]
-        expect(version == 2 or count == GPT2_VOCAB, f"{GPT2_VOCAB} tokens in version 1", count)
+        if version == 1:
+            expect(count == GPT2_VOCAB, f"{GPT2_VOCAB} tokens in version 1", count)
+            eot = GPT2_EOT
+        expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot)
         for i in range(count):
             length = file.read(1)
             expect(length, f"{count} tokens", f"the end of the file after {i} tokens")
             tokens.append(file.read(length[0]))
             expect(0 < length[0] == len(tokens[i]), f"1 to 255 bytes for token {i}", f"{len(tokens[i])} bytes of {length[0]}")
         check_size(file, file.tell(), f"{count} tokens")
-        return Tokenizer(tuple(tokens), eot if version == 2 else GPT2_EOT)
+        return Tokenizer(tuple(tokens), eot)
 
 
 def write_tokenizer(path: PathLike, tokenizer: Tokenizer) -> None:

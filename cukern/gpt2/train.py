@@ -180,8 +180,6 @@ class Trainer:
         self._start()
         self.windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)  # of losses and norms
 
-    # ---- checkpoints and main.log
-
     def save(self) -> None:
         """Write a checkpoint, then delete the one that is too old."""
         s, config, slots, parameters = self.settings, self.model.config, self.optimizer.state, self.model.parameters_by_name()
@@ -198,18 +196,17 @@ class Trainer:
 
     def _start(self) -> None:
         """Go to the newest checkpoint if there is one to resume. main.log keeps the lines of the steps before it: the others come again."""
-        s, lines = self.settings, list[str]()
+        s = self.settings
         if s.out is None:
             return
         log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out) if s.resume else None
         if newest is not None:
             self._load(*checkpoint.paths(s.out, newest)[:2], newest)
-            lines = log.read_text().splitlines(keepends=True) if log.exists() else lines
+        text = log.read_text() if newest is not None and log.exists() else ""
+        kept = [match[0] for match in re.finditer(r"^s:(\d+) .*\n", text, re.MULTILINE) if int(match[1]) < self.step]
         Path(s.out).mkdir(parents=True, exist_ok=True)
         with replace(log) as file:
-            for line in lines:
-                match = re.fullmatch(r"s:(\d+) .*\n", line)
-                file.write(line.encode() if match and int(match[1]) < self.step else b"")
+            file.write("".join(kept).encode())
 
     def _load(self, weights: Path, optimizer: Path, step: int) -> None:
         config, parameters = checkpoint.read_model(weights, self.model.config)
@@ -227,8 +224,6 @@ class Trainer:
         if self.settings.out is not None:
             with open(Path(self.settings.out, "main.log"), "a") as file:
                 file.write(f"s:{self.step} {text}\n")
-
-    # ---- the loop
 
     def run(self, report: Callable[[Step], object] = print) -> None:
         """Train to the end. `report` is called after each update; str(step) is llm.c's line. Raises FloatingPointError if the loss or the
