@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +11,12 @@ from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
-from cukern.ops.adamw.rules import Numbers, check_numbers, check_param
+from cukern.ops.adamw.op import Numbers, check_numbers, check_param
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
 _MOST_TABLES = 64
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
-
-
-class _Options(NamedTuple):
-    max_norm: float | None
-    master_weights: bool
-    stochastic_rounding: bool
-    seed: int
-    version: str
 
 
 class AdamW(torch.optim.Optimizer):
@@ -67,10 +60,15 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         if max_norm is not None and checks.number("max_norm", max_norm) <= 0:
             raise ValueError(f"max_norm must be positive, got {max_norm!r}")
-        flags = checks.flag("master_weights", master_weights), checks.flag("stochastic_rounding", stochastic_rounding)
         checks.version("adamw", version, VERSIONS)
         self._captured: list[Any] = []  # memory that CUDA graphs use
-        self._options = _Options(max_norm, *flags, checks.integer("seed", seed, 0, 2**64 - 1), version or "")
+        self._options = SimpleNamespace(
+            max_norm=max_norm,
+            master_weights=checks.flag("master_weights", master_weights),
+            stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding),
+            seed=checks.integer("seed", seed, 0, 2**64 - 1),
+            version=version or "",
+        )
         check_numbers(lr, betas, eps, weight_decay)
         self._forget()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -179,16 +177,12 @@ class AdamW(torch.optim.Optimizer):
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
             self.grad_norm = None if options.max_norm is None else first.new_empty((), dtype=torch.float32)
         self.update_groups()
-        places = tuple(grads[i].data_ptr() for i in table.order)
-        addresses = torch.empty_like(table.grads) if capturing else table.grads  # a replay must not change those of other steps
         if capturing:
             self._captured.append((table, self._groups, self.grad_norm))
-            write(addresses, places)
-        elif places != table.places:
-            write(addresses, places)
-            table.places = places
-        random = options.seed, options.stochastic_rounding
-        table.launch(addresses, self._groups, options.version, options.max_norm, self.grad_norm, *scaling, *random)
+        table.launch(
+            grads, self._groups, options.version, max_norm=options.max_norm, norm=self.grad_norm, grad_scale=scaling[0],
+            found_inf=scaling[1], seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
+        )  # fmt: skip
 
     def _step_on_cpu(
         self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], grad_scale: Tensor | None, found_inf: Tensor | None
@@ -204,9 +198,13 @@ class AdamW(torch.optim.Optimizer):
         if factor != 1:
             torch._foreach_mul_(grads, factor)
         targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]
-        for group, (lr, *others) in enumerate(numbers):
+        for group, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
             tensors = [(t, g, r.exp_avg, r.exp_avg_sq, r.step) for t, g, r in zip(targets, grads, rows, strict=True) if r.group == group]
-            _torch_adamw(tensors, float(lr), *others)
+            params, gradients, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
+            torch_adamw.adamw(
+                params, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=float(lr), beta1=beta1,
+                beta2=beta2, eps=eps, weight_decay=weight_decay,
+            )  # fmt: skip
         for row, target in zip(rows, targets, strict=True):
             if target is not row.param:
                 row.param.copy_(target)
@@ -225,14 +223,6 @@ class AdamW(torch.optim.Optimizer):
             return contextlib.nullcontext()
         tables = [table.memory for table in self._tables.values()]
         return backend.simulated_memory(tree_leaves([*tensors, tables, self._groups, self.grad_norm, list(map(dict, self.state.values()))]))
-
-
-def _torch_adamw(tensors: Sequence[tuple[Tensor, ...]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-    params, grads, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
-    torch_adamw.adamw(
-        params, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2,
-        eps=eps, weight_decay=weight_decay,
-    )  # fmt: skip
 
 
 def _gradient(index: int, p: Tensor) -> Tensor:
