@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,9 +62,7 @@ class Config:
         expect(self.channels % self.num_heads == 0, "channels that are a multiple of num_heads", self)
         expect(self.padded_vocab_size >= self.vocab_size, "a padded_vocab_size of at least vocab_size", self)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return astuple(self)
+    sizes = property(astuple)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -184,19 +183,20 @@ def write_state(path: PathLike, config: Config, state: State) -> None:
 def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1) -> State:
     """The state of one rank. The file does not hold the sizes of the model. States that ZeRO divides among the ranks are refused."""
     with read(path, STATE, (1,), "an optimizer state") as (file, header):
-        _, _, processes, found, has_master, shuffles, step, *counters = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
+        _, _, processes, found, has_master, shuffles, step, rng, last_rng, shard, sample = _STATE_HEADER.unpack_from(
+            struct.pack("<256i", *header)
+        )
         expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}")
         count = 3 if has_master else 2
         if not shuffles:
             check_size(file, HEADER_BYTES + 4 * count * config.num_parameters, f"{count} arrays of {config}")
-        arrays = [_read_parameters(file, config, torch.float32) for _ in range(count)]
-        loader = _read_shuffle(file, *counters[2:]) if shuffles else LoaderState(*counters[2:])
-        master = arrays[2] if has_master else None
-        return State(step, arrays[0], arrays[1], loader, master, counters[0], counters[1], rank, num_processes)
+        m, v, *master = (_read_parameters(file, config, torch.float32) for _ in range(count))
+        loader = LoaderState(shard, sample, _read_shuffle(file) if shuffles else None)
+        return State(step, m, v, loader, master[0] if master else None, rng, last_rng, rank, num_processes)
 
 
-def _read_shuffle(file: BinaryIO, shard: int, sample: int) -> LoaderState:
-    """The end of the file of a loader that shuffles."""
+def _read_shuffle(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """The end of the file of a loader that shuffles, as in LoaderState."""
     orders = []
     for what in ("shards", "samples"):
         length = int(read_tensor(file, (), torch.int64))
@@ -205,8 +205,7 @@ def _read_shuffle(file: BinaryIO, shard: int, sample: int) -> LoaderState:
         expect(sorted(order) == list(range(length)), f"a permutation of {length} {what} before byte {file.tell()}", "other numbers")
         orders.append(order)
     check_size(file, file.tell() + Mt19937.STRUCT.itemsize, f"{len(orders[0])} shards and {len(orders[1])} samples")
-    rng = Mt19937.from_bytes(file.read())
-    return LoaderState(shard, sample, (orders[0], orders[1], rng.to_bytes()))
+    return orders[0], orders[1], Mt19937.from_bytes(file.read()).to_bytes()
 
 
 def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]:
@@ -259,13 +258,13 @@ def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters)
     library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
     dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))[0].dtype
     tensors = {f"transformer.{name}": view.detach().cpu().contiguous() for name, view in _hf_views(config, parameters).items()}
-    sizes = {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
+    entries = HF_FIXED | {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
     names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": str(dtype).removeprefix("torch.")}
     Path(folder).mkdir(parents=True, exist_ok=True)
     with replace(Path(folder, "model.safetensors")) as file:
         file.write(library.save(tensors, metadata={"format": "pt"}))
     with replace(Path(folder, "config.json")) as file:
-        file.write(json.dumps({**names, **HF_FIXED, **sizes}, indent=2).encode())
+        file.write(json.dumps(names | entries, indent=2).encode())
 
 
 def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:

@@ -133,9 +133,8 @@ class Mt19937:
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
         expect(unused or (left + position == 625 and position), "left + next = 625 in the state of MT19937", f"{left} + {position}")
         rng = cls(0)
-        state = rng._bits.state
-        state["state"]["key"], state["state"]["pos"] = np.array(key, np.uint32), 624 if unused else position
-        rng._bits.state, rng._unused = state, unused
+        rng._unused = unused
+        rng._bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, np.uint32), "pos": 624 if unused else position}}
         return rng
 
 

@@ -1,6 +1,6 @@
 """How good a model is: the mean validation loss, and the accuracy on HellaSwag's file of llm.c."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,21 +57,17 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
             example, words = words[5 : size // 2], words[size // 2 :]
             complete = 10 < size <= min(longest, 2 * len(example) + 10)
             expect(complete, f"a size from 12 to {longest}, that of the longest, in the file", size, where)
-            context, *completions = _parts(example, vocab_size, where)
-            examples.append(Example(label, context, tuple(completions)))
+            parts = []
+            for _ in range(1 + CHOICES):  # the context and the completions: a length and as many tokens
+                length = int(example[0]) if len(example) else 0
+                part, example = example[1 : 1 + length], example[1 + length :]
+                expect(0 < length == len(part), "a part of at least 1 token", f"{len(part)} tokens of {length}", where)
+                expect(part.max() < vocab_size, f"tokens below the vocabulary size {vocab_size}", part.max(), where)
+                parts.append(part.astype(np.int64))
+            expect(not len(example), "the end of the example after its parts", f"{2 * len(example)} more bytes", where)
+            examples.append(Example(label, parts[0], tuple(parts[1:])))
         check_size(file, file.tell() - 2 * len(words), f"{count} examples")
         return examples
-
-
-def _parts(words: np.ndarray, vocab_size: int, where: str) -> Iterator[np.ndarray]:
-    """The context and the completions. Each is a length and as many tokens."""
-    for _ in range(1 + CHOICES):
-        length = int(words[0]) if len(words) else 0
-        part, words = words[1 : 1 + length], words[1 + length :]
-        expect(0 < length == len(part), "a part of at least 1 token", f"{len(part)} tokens of {length}", where)
-        expect(part.max() < vocab_size, f"tokens below the vocabulary size {vocab_size}", part.max(), where)
-        yield part.astype(np.int64)
-    expect(not len(words), "the end of the example after its parts", f"{2 * len(words)} more bytes", where)
 
 
 @torch.no_grad()

@@ -57,10 +57,7 @@ def write_header(file: BinaryIO, *slots: int) -> None:
 
 @contextlib.contextmanager
 def read(path: PathLike, magic: int, versions: Sequence[int], what: str) -> Iterator[tuple[BinaryIO, list[int]]]:
-    """Open a file. Yields it, after its header, and the 256 int32 of the header, whose magic number and version are checked.
-
-    A ValueError inside the block gets the path before its message.
-    """
+    """Open a file: yields it and the 256 int32 of its header, which is checked. A ValueError inside the block gets the path before it."""
     with Path(path).open("rb") as file:
         try:
             data = file.read(HEADER_BYTES)

@@ -31,10 +31,7 @@ CONFIGS |= {f"gpt3:c{sizes[2]}": Config(2048, 50257, *sizes) for sizes in GPT3_S
 
 
 def config_of(descriptor: str) -> Config:
-    """The sizes of llm.c's descriptors: "d12" or "gpt2:d12" by the number of layers, "gpt3:c768" by the number of channels.
-
-    Raises ValueError for another one, with those that there are.
-    """
+    """The sizes of llm.c's descriptors: "d12" or "gpt2:d12" by layers, "gpt3:c768" by channels. Raises ValueError for another one."""
     expect(descriptor in CONFIGS, f"one of {', '.join(CONFIGS)}", repr(descriptor))
     return CONFIGS[descriptor]
 
@@ -58,7 +55,6 @@ class GPT2(torch.nn.Module):
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
         device, dtype: of the parameters; float32, bfloat16 or float16.
-
     The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
     """
 
@@ -82,7 +78,6 @@ class GPT2(torch.nn.Module):
 
         With a cache, and torch.no_grad(), the tokens follow those before, and only they are computed. Logits from vocab_size on are
         padding. The loss overwrites the logits by their gradient: its backward can run once.
-
         Raises ValueError for more than max_seq_len tokens. On the CPU also for tokens outside the vocabulary; on the GPU, where that would
         need a synchronization, they make the result NaN: see cukern.embedding and cukern.cross_entropy.
         """
@@ -130,8 +125,6 @@ class GPT2(torch.nn.Module):
         c = self.config
         expect(isinstance(batch, int) and batch > 0, "a batch of at least 1", batch)
         return Cache(self.wte.detach().new_zeros(c.num_layers, 2, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads))
-
-    # ---- parameters by llm.c's names
 
     def parts(self) -> dict[str, list[Parameter]]:
         """The parameters with llm.c's names, one per layer."""

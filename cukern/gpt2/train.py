@@ -150,7 +150,6 @@ class Trainer:
 
     Args:
         model: float32, on any device. Its parameters are trained, or replaced by those of the checkpoint.
-        settings: see Settings.
         tokenizer: decodes samples; without one there are none.
         say: is called with each printed line, but those of the updates.
 
@@ -184,10 +183,8 @@ class Trainer:
         """Write a checkpoint, then delete the one that is too old."""
         s, config, slots, parameters = self.settings, self.model.config, self.optimizer.state, self.model.parameters_by_name()
         assert s.out is not None
-        m, v = (
-            self.model.stack({name: [slots[p][key].cpu() for p in parts] for name, parts in self.model.parts().items()})
-            for key in ("exp_avg", "exp_avg_sq")
-        )
+        parts = self.model.parts()
+        m, v = (self.model.stack({n: [slots[p][key].cpu() for p in parts[n]] for n in parts}) for key in ("exp_avg", "exp_avg_sq"))
         state = checkpoint.State(self.step, m, v, self.train_data.state(), parameters if s.master else None, RNG, RNG)
         checkpoint.save(s.out, config, parameters, state)
         old = self.step - s.keep * s.checkpoint_every
@@ -285,7 +282,8 @@ class Trainer:
         assert norm is not None
         numbers = torch.stack([mean, norm.float()]).tolist()
         if not all(map(math.isfinite, numbers)):
-            raise FloatingPointError(self._not_finite(*numbers))
+            values = f"step {self.step + 1}: loss {numbers[0]}, norm of the gradient {numbers[1]}"
+            raise FloatingPointError(f"{values}; the first tensor that is not finite: {self._not_finite(numbers[0])}")
         z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
         if decide:
             what = "loss" if 0 < s.skip_loss < z[0] else "grad" if 0 < s.skip_norm < z[1] else ""  # false for NaN
@@ -338,10 +336,10 @@ class Trainer:
                 p.grad.copy_(grad)
         self.graph = graph, inputs, loss.detach()
 
-    def _not_finite(self, loss: float, norm: float) -> str:
-        """The message, with the first tensor in llm.c's order that is not finite. A finite loss means that the gradient came first."""
-        tensors = [] if math.isfinite(loss) else [("parameter", self.model.parameters_by_name())]
-        tensors += [("gradient of", self.model.gradients_by_name())]
-        found = (f"{kind} {name}" for kind, named in tensors for name, tensor in named.items() if not tensor.isfinite().all())
-        numbers = f"step {self.step + 1}: loss {loss}, norm of the gradient {norm}"
-        return f"{numbers}; the first tensor that is not finite: {next(found, 'the loss')}"
+    def _not_finite(self, loss: float) -> str:
+        """The first tensor in llm.c's order that is not finite. A finite loss means that the gradient came first."""
+        tensors = {"gradient of": self.model.gradients_by_name()}
+        if not math.isfinite(loss):
+            tensors = {"parameter": self.model.parameters_by_name()} | tensors
+        found = (f"{kind} {name}" for kind, named in tensors.items() for name, tensor in named.items() if not tensor.isfinite().all())
+        return next(found, "the loss")
