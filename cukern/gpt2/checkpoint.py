@@ -183,9 +183,8 @@ def write_state(path: PathLike, config: Config, state: State) -> None:
 def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1) -> State:
     """The state of one rank. The file does not hold the sizes of the model. States that ZeRO divides among the ranks are refused."""
     with read(path, STATE, (1,), "an optimizer state") as (file, header):
-        _, _, processes, found, has_master, shuffles, step, rng, last_rng, shard, sample = _STATE_HEADER.unpack_from(
-            struct.pack("<256i", *header)
-        )
+        fields = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
+        processes, found, has_master, shuffles, step, rng, last_rng, shard, sample = fields[2:]
         expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}")
         count = 3 if has_master else 2
         if not shuffles:

@@ -64,10 +64,8 @@ def tiktoken_at_hand() -> bool:
 
 def tokenize(texts: Iterable[str], encoding: str = "auto") -> tuple[np.ndarray, Tokenizer]:
     """The tokens of documents as uint16, EOT before each document, and the tokenizer that decodes them.
-
     `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once), "bytes" (the bytes of UTF-8; EOT is 0), or "auto":
-    "gpt2" if that needs no download, else "bytes". "<|endoftext|>" in a text is ordinary text.
-    """
+    "gpt2" if that needs no download, else "bytes". "<|endoftext|>" in a text is ordinary text."""
     expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
     if encoding == "bytes" or (encoding == "auto" and not tiktoken_at_hand()):
         return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(np.uint16), byte_tokenizer()
@@ -85,10 +83,8 @@ def sections(text: str) -> list[str]:
 
 def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: int | None = None, shard_tokens: int = 10**8) -> list[Path]:
     """Write NAME_val_000000.bin and NAME_train_000001.bin, NAME_train_000002.bin, ... and return their paths, validation first.
-
     The last 10 % of the tokens are for validation; with `val_first` the first `val_first` tokens, as in llm.c's tiny_shakespeare (32768).
-    A training shard has `shard_tokens` tokens, the last one the remainder.
-    """
+    A training shard has `shard_tokens` tokens, the last one the remainder."""
     expect(val_first is None or 0 < val_first < len(tokens), f"val_first from 1 to {len(tokens) - 1}", val_first)
     expect(len(tokens) >= 10 or val_first, "at least 10 tokens", len(tokens))
     expect(shard_tokens > 0, "at least 1 token in a shard", f"{shard_tokens=}")

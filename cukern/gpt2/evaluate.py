@@ -20,9 +20,7 @@ START, CHOICES = 65535, 4  # the first word of an example, and its number of com
 @torch.no_grad()
 def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = None) -> float:
     """The mean loss over so many batches from the start of the loader; None: llm.c's number for all, tokens / (processes * B * T).
-
-    After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times.
-    """
+    After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times."""
     expect(num_batches is None or num_batches > 0, "at least 1 batch", num_batches)
     loader.reset()
     count = num_batches or loader.num_tokens // (loader.num_processes * loader.B * loader.T)
@@ -73,9 +71,7 @@ def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
 @torch.no_grad()
 def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4) -> tuple[int, int]:
     """How many examples are right, of how many: the right completion has the least mean loss of its tokens.
-
-    `batch` is the number of rows, at least 4; each example has 4. Raises ValueError for an example longer than max_seq_len.
-    """
+    `batch` is the number of rows, at least 4; each example has 4. Raises ValueError for an example longer than max_seq_len."""
     expect(batch >= CHOICES, f"a batch of at least {CHOICES} rows", batch)
     right, step, device = 0, batch // CHOICES, model.wte.device
     for some in (examples[i : i + step] for i in range(0, len(examples), step)):

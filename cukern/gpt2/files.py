@@ -33,9 +33,7 @@ def expect(true: object, expected: object, found: object, path: object = None, e
 @contextlib.contextmanager
 def replace(path: PathLike) -> Iterator[BinaryIO]:
     """Open PATH.tmp for writing. At the end of the block it is flushed to disk and renamed to `path` in one step.
-
-    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it.
-    """
+    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it."""
     temporary = f"{os.fspath(path)}.tmp"
     try:
         with open(temporary, "wb") as file:

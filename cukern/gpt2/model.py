@@ -1,6 +1,7 @@
 """GPT-2 of any size on cukern's public ops, with the layout of llm.c's weights. The choice of kernels as in the fork of llm.c.
 
-model = GPT2.from_descriptor("d12", device="cuda")  # 124M random weights
+model = GPT2(config_of("d12"), device="cuda")
+model.initialize()  # 124M random weights
 loss = model(tokens, targets)  # (B, T) each
 loss.backward()
 """

@@ -110,10 +110,8 @@ class Step:
 
 def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", warmup: int = 0, final_fraction: float = 1.0) -> float:
     """The learning rate of update `step`, counted from 0, of `total`, as in llm.c.
-
     During warmup it grows linearly to `lr`; "constant" ignores warmup. Then it falls to lr * final_fraction: with half a cosine, linearly,
-    or for "wsd" from 80 % of the updates on with 1 - sqrt.
-    """
+    or for "wsd" from 80 % of the updates on with 1 - sqrt."""
     if schedule == "constant":
         return lr
     if step < warmup:
@@ -146,7 +144,7 @@ class Trainer:
     """One training run.
 
         settings = Settings("data/*_train_*.bin", "data/*_val_*.bin", batch=4, seq_len=1024, out="run", checkpoint_every=100)
-        Trainer(GPT2.from_descriptor("d12", device="cuda"), settings).run()
+        Trainer(model, settings).run()
 
     Args:
         model: float32, on any device. Its parameters are trained, or replaced by those of the checkpoint.
@@ -172,8 +170,7 @@ class Trainer:
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
-        groups = self.model.decay_groups(s.weight_decay)
-        self.optimizer = AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8, weight_decay=s.weight_decay, max_norm=s.max_norm)
+        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, eps=1e-8, max_norm=s.max_norm)
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of a micro-step; its inputs and loss
         self.eager_batches = 0
         self._start()
