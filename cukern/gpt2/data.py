@@ -55,8 +55,8 @@ def tiktoken_at_hand() -> bool:
     """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
     if importlib.util.find_spec("tiktoken") is None:
         return False
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
     url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
     return all(os.path.isfile(os.path.join(folder, name)) for name in names)

@@ -129,8 +129,7 @@ class GPT2(torch.nn.Module):
 
     def parts(self) -> dict[str, list[Parameter]]:
         """The parameters with llm.c's names, one per layer."""
-        parameters = {name: getattr(self, name) for name in PARAMETERS}
-        return {name: list(p) if isinstance(p, ParameterList) else [p] for name, p in parameters.items()}
+        return {name: list(p) if isinstance(p := getattr(self, name), ParameterList) else [p] for name in PARAMETERS}
 
     def stack(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         """Stack the parts of each name over the layers, as in llm.c's files."""

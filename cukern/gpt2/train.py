@@ -148,8 +148,7 @@ class Trainer:
 
     Args:
         model: float32, on any device. Its parameters are trained, or replaced by those of the checkpoint.
-        tokenizer: decodes samples; without one there are none.
-        say: is called with each printed line, but those of the updates.
+        tokenizer: decodes samples; without one there are none. say: is called with each printed line, but those of the updates.
 
     Two runs with equal settings on one machine give the same bits, and so does a run that was stopped and resumed; only with skip_loss or
     skip_norm the windows of the z-scores start empty, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of

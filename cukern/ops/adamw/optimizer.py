@@ -1,6 +1,5 @@
 """AdamW as a torch.optim.Optimizer: state, parameter groups, clipping and loss scaling around the launches of a step."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -125,19 +124,20 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        every = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        every = ((p, g) for g, group in enumerate(self.param_groups) for p in group["params"])
         found = [(i, p, g) for i, (p, g) in enumerate(every) if p.grad is not None]
         if not found:
             return loss
         numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
         scaling: tuple[Tensor | None, Tensor | None] = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found[0][1].is_cuda or backend.simulates(found[0][1]):
-            with self._memory(found, grads, scaling, numbers):
-                self._launch(found, grads, scaling)
+        if found[0][1].is_cuda:
+            self._launch(found, grads, *scaling)
+        elif backend.simulating():
+            state = self._groups, self.grad_norm, [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
+            with backend.simulated_memory(tree_leaves([found, grads, scaling, numbers, *state])):
+                self._launch(found, grads, *scaling)
         else:
             self._step_on_cpu(found, grads, numbers, *scaling)
         return loss
@@ -162,7 +162,7 @@ class AdamW(torch.optim.Optimizer):
             state["master"] = p.detach().float()
         return Row(p, state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"], group, index)
 
-    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: tuple[Tensor | None, Tensor | None]) -> None:
+    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         first, options = found[0][1], self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         if not self.state or len(self._tables) > _MOST_TABLES:  # the user has cleared it, or other parameters have gradients each time
@@ -180,8 +180,8 @@ class AdamW(torch.optim.Optimizer):
         if capturing:
             self._captured.append((table, self._groups, self.grad_norm))
         table.launch(
-            grads, self._groups, options.version, max_norm=options.max_norm, norm=self.grad_norm, grad_scale=scaling[0],
-            found_inf=scaling[1], seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
+            grads, self._groups, options.version, max_norm=options.max_norm, norm=self.grad_norm, grad_scale=grad_scale,
+            found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
         )  # fmt: skip
 
     def _step_on_cpu(
@@ -205,9 +205,7 @@ class AdamW(torch.optim.Optimizer):
                 params, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=float(lr), beta1=beta1,
                 beta2=beta2, eps=eps, weight_decay=weight_decay,
             )  # fmt: skip
-        for row, target in zip(rows, targets, strict=True):
-            if target is not row.param:
-                row.param.copy_(target)
+        torch._foreach_copy_([row.param for row in rows], targets)
 
     def _factor_on_cpu(self, grads: list[Tensor], grad_scale: Tensor | None) -> float:
         """What the gradients are multiplied by. Sets grad_norm."""
@@ -216,13 +214,6 @@ class AdamW(torch.optim.Optimizer):
             return factor
         self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
         return factor * max_norm / self.grad_norm.item() if self.grad_norm > max_norm else factor
-
-    def _memory(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
-        """What the kernels may access in the simulator."""
-        if not backend.simulating():
-            return contextlib.nullcontext()
-        tables = [table.memory for table in self._tables.values()]
-        return backend.simulated_memory(tree_leaves([*tensors, tables, self._groups, self.grad_norm, list(map(dict, self.state.values()))]))
 
 
 def _gradient(index: int, p: Tensor) -> Tensor:
