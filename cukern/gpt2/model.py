@@ -141,8 +141,7 @@ class GPT2(torch.nn.Module):
 
     def gradients_by_name(self) -> dict[str, Tensor]:
         """Copies of the gradients, as `parameters_by_name`; those that are None are 0."""
-        named = self.parts().items()
-        return self.stack({name: [torch.zeros_like(p) if p.grad is None else p.grad for p in parts] for name, parts in named})
+        return self.stack({n: [torch.zeros_like(p) if p.grad is None else p.grad for p in ps] for n, ps in self.parts().items()})
 
     @torch.no_grad()
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:

@@ -38,7 +38,7 @@ def adamw(
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
-    lists = [check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
+    lists = [_check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
     numbers = check_numbers(checks.number("lr", lr), betas, eps, weight_decay)
     checks.integer("step", step, 1, 2**24)  # float32 counts so far
     checks.version("adamw", version, VERSIONS)
@@ -81,7 +81,7 @@ def check_param(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: its elements must lie side by side")
 
 
-def check_tensors(name: str, tensors: Any, written: bool) -> list[Tensor]:
+def _check_tensors(name: str, tensors: Any, written: bool) -> list[Tensor]:
     """A list of tensors or arrays, as tensors."""
     if not isinstance(tensors, Iterable) or isinstance(tensors, str | bytes | dict | Tensor):
         raise TypeError(f"{name} must be a list of tensors, got {checks.brief(tensors)}")
@@ -151,11 +151,8 @@ def _build(params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tenso
 
 _adamw = raw_op(
     "_adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int step, float[] numbers, str version)"
-    " -> ()",
-    4,
-    _launch,
-    lambda *_: None,
-)
+    " -> ()", 4, _launch, lambda *_: None,
+)  # fmt: skip
 
 # ---- for the tools: TENSORS tensors are the rows of one
 

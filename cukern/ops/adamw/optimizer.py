@@ -168,18 +168,17 @@ class AdamW(torch.optim.Optimizer):
         if not self.state or len(self._tables) > _MOST_TABLES:  # the user has cleared it, or other parameters have gradients each time
             self._forget()
         key = tuple((i, p.data_ptr()) for i, p, _ in found)
-        table = self._tables.get(key)
-        if table is None:
+        if key not in self._tables:
             if capturing:
                 raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
-            table = self._tables[key] = Table([self._row(*one) for one in found])
+            self._tables[key] = Table([self._row(*one) for one in found])
         if self._groups is None:
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
             self.grad_norm = None if options.max_norm is None else first.new_empty((), dtype=torch.float32)
         self.update_groups()
         if capturing:
-            self._captured.append((table, self._groups, self.grad_norm))
-        table.launch(
+            self._captured.append((self._tables[key], self._groups, self.grad_norm))
+        self._tables[key].launch(
             grads, self._groups, options.version, max_norm=options.max_norm, norm=self.grad_norm, grad_scale=grad_scale,
             found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
         )  # fmt: skip
