@@ -10,16 +10,16 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cukern.gpt2.data import LoaderState, Mt19937
-from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, read_header, read_tensor, replace, write_header, write_tensor
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, read_tensor, replace, write_header, write_tensors
 
 MODEL, DEBUG, STATE = 20240326, 20240327, 20240527  # magic numbers
 DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of a model file -> dtype of all its tensors
@@ -62,9 +62,7 @@ class Config:
         expect(self.channels % self.num_heads == 0, "channels that are a multiple of num_heads", self)
         expect(self.padded_vocab_size >= self.vocab_size, "a padded_vocab_size of at least vocab_size", self)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    sizes = property(astuple)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -79,8 +77,8 @@ class Config:
         return sum(map(math.prod, self.shapes.values()))
 
 
-def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
-    """The common dtype of tensors that have the names and shapes of `config` and zeros in the padding of wte."""
+def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+    """In the order of the files, tensors of one dtype that have the names and shapes of `config` and zeros in the padding of wte."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in {**shapes, **config.shapes}:
         expect(shapes.get(name) == config.shapes.get(name), f"{what} {name} of shape {config.shapes.get(name)}", shapes.get(name))
@@ -88,48 +86,35 @@ def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.d
         expect(tensor.dtype in dtypes, f"{what} {name} of {' or '.join(map(str, dtypes))}", tensor.dtype, error=TypeError)
         dtypes = (tensor.dtype,)
     expect(not tensors["wte"][config.vocab_size :].count_nonzero(), f"zeros in wte from row {config.vocab_size} on", "other values")
-    return dtypes[0]
-
-
-def _write_parameters(file: BinaryIO, parameters: Parameters) -> None:
-    for name in PARAMETERS:
-        write_tensor(file, parameters[name])
+    return [tensors[name] for name in PARAMETERS]
 
 
 def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: read_tensor(file, shape, dtype) for name, shape in config.shapes.items()}
 
 
-# ---- weights
-
-
 def write_model(path: PathLike, config: Config, parameters: Parameters) -> None:
     """Write weights: all float32 (version 3) or all bfloat16 (version 5). The rows of wte beyond the vocabulary must be 0."""
-    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
+    tensors = _check(config, parameters, "parameter", tuple(DTYPES.values()))
     with replace(path) as file:
-        write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == dtype), *config.sizes)
-        _write_parameters(file, parameters)
+        write_header(file, MODEL, next(version for version in DTYPES if DTYPES[version] == tensors[0].dtype), *config.sizes)
+        write_tensors(file, *tensors)
 
 
 def read_model(path: PathLike, expected: Config | None = None) -> tuple[Config, dict[str, Tensor]]:
     """The sizes and the weights, float32 or bfloat16 as in the file. With `expected`, a file of other sizes is refused."""
-    with open(path, "rb") as file:
-        header = read_header(file, MODEL, tuple(DTYPES), "a model")
-        expect(min(header[2:8]) > 0, "sizes of at least 1 in slots 2 to 7", header[2:8], path)
-        try:
-            config, dtype = Config(*header[2:8]), DTYPES[header[1]]
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        expect(expected in (None, config), expected, config, path)
+    with read(path, MODEL, tuple(DTYPES), "a model") as (file, header):
+        expect(min(header[2:8]) > 0, "sizes of at least 1 in slots 2 to 7", header[2:8])
+        config, dtype = Config(*header[2:8]), DTYPES[header[1]]
+        expect(expected in (None, config), expected, config)
         check_size(file, HEADER_BYTES + config.num_parameters * dtype.itemsize, f"{config.num_parameters} parameters of {dtype}")
         return config, _read_parameters(file, config, dtype)
 
 
-# ---- debug state: a batch, and what a correct model computes from it
-
-
 @dataclass(frozen=True)
 class DebugState:
+    """A batch, and what a correct model computes from it."""
+
     x: Tensor  # (B, T), int64
     y: Tensor  # (B, T), int64
     logits: Tensor  # (B, T, vocab_size), float32
@@ -138,32 +123,27 @@ class DebugState:
 
 
 def write_debug_state(path: PathLike, config: Config, state: DebugState) -> None:
-    _check(config, state.gradients, "gradient", (torch.float32,))
+    gradients = _check(config, state.gradients, "gradient", (torch.float32,))
     (B, T), V = state.x.shape, config.vocab_size
     expect(state.logits.dtype == torch.float32, "logits of torch.float32", state.logits.dtype, error=TypeError)
     shapes = tuple(state.y.shape), tuple(state.logits.shape)
     expect(shapes == ((B, T), (B, T, V)), f"y and logits of shapes {(B, T)} and {(B, T, V)}", f"{shapes[0]} and {shapes[1]}")
     with replace(path) as file:
         write_header(file, DEBUG, 2, B, T)
-        for tensor in (state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32)):
-            write_tensor(file, tensor)
-        _write_parameters(file, state.gradients)
+        write_tensors(file, state.x.int(), state.y.int(), state.logits, torch.tensor(state.loss, dtype=torch.float32), *gradients)
 
 
 def read_debug_state(path: PathLike, config: Config) -> DebugState:
     """The file holds B and T; the other sizes are those of `config`."""
-    with open(path, "rb") as file:
-        B, T = read_header(file, DEBUG, (2,), "a debug state")[2:4]
-        expect(B > 0 and T > 0, "B and T of at least 1", f"{B=}, {T=}", path)
+    with read(path, DEBUG, (2,), "a debug state") as (file, header):
+        B, T = header[2:4]
+        expect(B > 0 and T > 0, "B and T of at least 1", f"{B=}, {T=}")
         numbers = 2 * B * T + B * T * config.vocab_size + 1 + config.num_parameters
         check_size(file, HEADER_BYTES + 4 * numbers, f"{B=}, {T=} and {config}")
         x, y = (read_tensor(file, (B, T), torch.int32).long() for _ in range(2))
         logits = read_tensor(file, (B, T, config.vocab_size), torch.float32)
         loss = read_tensor(file, (), torch.float32).item()
         return DebugState(x, y, logits, loss, _read_parameters(file, config, torch.float32))
-
-
-# ---- optimizer state
 
 
 @dataclass(frozen=True)
@@ -186,16 +166,13 @@ _STATE_HEADER = struct.Struct("<6i16xi36x2Q24x2Q")
 
 
 def write_state(path: PathLike, config: Config, state: State) -> None:
-    arrays = [("m", state.m), ("v", state.v)] + ([("master", state.master)] if state.master else [])
-    for name, array in arrays:
-        _check(config, array, name, (torch.float32,))
-    loader = state.loader
+    arrays, loader = {"m": state.m, "v": state.v} | ({"master": state.master} if state.master else {}), state.loader
+    tensors = [tensor for name, array in arrays.items() for tensor in _check(config, array, name, (torch.float32,))]
     integers = (STATE, 1, state.num_processes, state.rank, len(arrays) == 3, loader.shuffle is not None, state.step)
     header = _STATE_HEADER.pack(*integers, state.rng_state, state.rng_state_last_update, loader.shard, loader.sample)
     with replace(path) as file:
         file.write(header.ljust(HEADER_BYTES, b"\0"))
-        for _, array in arrays:
-            _write_parameters(file, array)
+        write_tensors(file, *tensors)
         if loader.shuffle:
             *orders, rng = loader.shuffle
             for order in orders:
@@ -205,38 +182,29 @@ def write_state(path: PathLike, config: Config, state: State) -> None:
 
 def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1) -> State:
     """The state of one rank. The file does not hold the sizes of the model. States that ZeRO divides among the ranks are refused."""
-    with open(path, "rb") as file:
-        header = read_header(file, STATE, (1,), "an optimizer state")
-        _, _, processes, found, has_master, shuffles, step, *counters = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
-        expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}", path)
+    with read(path, STATE, (1,), "an optimizer state") as (file, header):
+        fields = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
+        processes, found, has_master, shuffles, step, rng, last_rng, shard, sample = fields[2:]
+        expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}")
         count = 3 if has_master else 2
         if not shuffles:
             check_size(file, HEADER_BYTES + 4 * count * config.num_parameters, f"{count} arrays of {config}")
-        arrays = [_read_parameters(file, config, torch.float32) for _ in range(count)]
-        loader = _read_shuffle(file, *counters[2:]) if shuffles else LoaderState(*counters[2:])
-        master = arrays[2] if has_master else None
-        return State(step, arrays[0], arrays[1], loader, master, counters[0], counters[1], rank, num_processes)
+        m, v, *master = (_read_parameters(file, config, torch.float32) for _ in range(count))
+        loader = LoaderState(shard, sample, _read_shuffle(file) if shuffles else None)
+        return State(step, m, v, loader, master[0] if master else None, rng, last_rng, rank, num_processes)
 
 
-def _read_shuffle(file: BinaryIO, shard: int, sample: int) -> LoaderState:
-    """The end of the file of a loader that shuffles."""
+def _read_shuffle(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """The end of the file of a loader that shuffles, as in LoaderState."""
     orders = []
     for what in ("shards", "samples"):
         length = int(read_tensor(file, (), torch.int64))
-        expect(length > 0, f"a number of {what} before byte {file.tell()}", length, file.name)
+        expect(length > 0, f"a number of {what} before byte {file.tell()}", length)
         order = read_tensor(file, (length,), torch.int32).numpy()
-        is_permutation = np.array_equal(np.sort(order), np.arange(length))
-        expect(is_permutation, f"a permutation of {length} {what} before byte {file.tell()}", "other numbers", file.name)
+        expect(sorted(order) == list(range(length)), f"a permutation of {length} {what} before byte {file.tell()}", "other numbers")
         orders.append(order)
     check_size(file, file.tell() + Mt19937.STRUCT.itemsize, f"{len(orders[0])} shards and {len(orders[1])} samples")
-    try:
-        rng = Mt19937.from_bytes(file.read())
-    except ValueError as error:
-        raise ValueError(f"{file.name}: {error}") from None
-    return LoaderState(shard, sample, (orders[0], orders[1], rng.to_bytes()))
-
-
-# ---- the checkpoints of a run with one process
+    return orders[0], orders[1], Mt19937.from_bytes(file.read()).to_bytes()
 
 
 def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]:
@@ -245,7 +213,7 @@ def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]
 
 
 def save(folder: PathLike, config: Config, parameters: Parameters, state: State) -> None:
-    """Write the checkpoint after `state.step` updates. Until all of it is on disk, an older one is the latest."""
+    """Write the checkpoint of a run with one process after `state.step` updates. Until all of it is on disk, an older one is the latest."""
     model, optimizer, done = paths(folder, state.step)
     Path(folder).mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
@@ -284,31 +252,23 @@ def _hf_views(config: Config, parameters: Parameters) -> dict[str, Tensor]:
     return views
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError("Hugging Face's weights need the package safetensors: pip install safetensors") from None
-    return safetensors.torch
-
-
 def write_hugging_face(folder: PathLike, config: Config, parameters: Parameters) -> None:
     """Write model.safetensors and config.json, which transformers.GPT2LMHeadModel.from_pretrained reads."""
-    library = _safetensors()
-    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))
+    library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
+    dtype = _check(config, parameters, "parameter", tuple(DTYPES.values()))[0].dtype
     tensors = {f"transformer.{name}": view.detach().cpu().contiguous() for name, view in _hf_views(config, parameters).items()}
-    sizes = {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
+    entries = HF_FIXED | {theirs: getattr(config, ours) for theirs, ours in HF_SIZES.items()}
     names = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": str(dtype).removeprefix("torch.")}
     Path(folder).mkdir(parents=True, exist_ok=True)
     with replace(Path(folder, "model.safetensors")) as file:
         file.write(library.save(tensors, metadata={"format": "pt"}))
     with replace(Path(folder, "config.json")) as file:
-        file.write(json.dumps({**names, **HF_FIXED, **sizes}, indent=2).encode())
+        file.write(json.dumps(names | entries, indent=2).encode())
 
 
 def read_hugging_face(folder: PathLike) -> tuple[Config, dict[str, Tensor]]:
     """Read a GPT-2 of any size in its own dtype, e.g. a clone of huggingface.co/openai-community/gpt2. wte is padded with zeros."""
-    library = _safetensors()
+    library = optional("safetensors", "safetensors.torch", "Hugging Face's weights need")
     entries = json.loads((path := Path(folder, "config.json")).read_text())
     for key, value in HF_FIXED.items():
         expect(entries.get(key, value) == value, f"{key} = {value!r}", repr(entries.get(key)), path)

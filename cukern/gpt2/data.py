@@ -8,19 +8,16 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, read_header, replace, write_header
+from cukern.gpt2.files import HEADER_BYTES, PathLike, check_size, expect, optional, read, replace, write_header
 from cukern.gpt2.tokenizer import GPT2_EOT, Tokenizer, byte_tokenizer
 
 MAGIC, VERSION = 20240520, 1
 MAX_TOKENS = (2**31 - HEADER_BYTES - 1) // 2  # of a shard: llm.c's loader holds offsets in bytes as int32
-
-# ---- token shards
 
 
 def write_shard(path: PathLike, tokens: np.ndarray) -> None:
@@ -36,18 +33,15 @@ def write_shard(path: PathLike, tokens: np.ndarray) -> None:
 
 def shard_length(path: PathLike) -> int:
     """The number of tokens in a shard, after checks of the header and of the size of the file."""
-    with open(path, "rb") as file:
-        count = read_header(file, MAGIC, (VERSION,), "a token shard")[2]
+    with read(path, MAGIC, (VERSION,), "a token shard") as (file, header):
+        count = header[2]
         check_size(file, HEADER_BYTES + 2 * count, f"{count} tokens")
-    return count
+        return count
 
 
 def read_shard(path: PathLike) -> np.ndarray:
     """All tokens of a shard, uint16."""
     return np.fromfile(path, "<u2", shard_length(path), offset=HEADER_BYTES)
-
-
-# ---- text to tokens
 
 
 def builtin_text() -> str:
@@ -61,8 +55,8 @@ def tiktoken_at_hand() -> bool:
     """True if tiktoken is installed and has GPT-2's vocabulary in its cache, so that it downloads nothing."""
     if importlib.util.find_spec("tiktoken") is None:
         return False
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
+    default = os.environ.get("DATA_GYM_CACHE_DIR", os.path.join(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", default)
     url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     names = (hashlib.sha1((url + name).encode()).hexdigest() for name in ("vocab.bpe", "encoder.json"))
     return all(os.path.isfile(os.path.join(folder, name)) for name in names)
@@ -70,18 +64,12 @@ def tiktoken_at_hand() -> bool:
 
 def tokenize(texts: Iterable[str], encoding: str = "auto") -> tuple[np.ndarray, Tokenizer]:
     """The tokens of documents as uint16, EOT before each document, and the tokenizer that decodes them.
-
     `encoding` is "gpt2" (by the package tiktoken, which downloads its vocabulary once), "bytes" (the bytes of UTF-8; EOT is 0), or "auto":
-    "gpt2" if that needs no download, else "bytes". "<|endoftext|>" in a text is ordinary text.
-    """
+    "gpt2" if that needs no download, else "bytes". "<|endoftext|>" in a text is ordinary text."""
     expect(encoding in ("auto", "gpt2", "bytes"), "the encoding 'auto', 'gpt2' or 'bytes'", repr(encoding))
     if encoding == "bytes" or (encoding == "auto" and not tiktoken_at_hand()):
         return np.frombuffer(b"".join(b"\0" + text.encode() for text in texts), np.uint8).astype(np.uint16), byte_tokenizer()
-    try:
-        import tiktoken
-    except ImportError:
-        raise ImportError("the encoding 'gpt2' needs the package tiktoken: pip install tiktoken") from None
-    gpt2 = tiktoken.get_encoding("gpt2")
+    gpt2 = optional("tiktoken", "tiktoken", "the encoding 'gpt2' needs").get_encoding("gpt2")
     parts = [np.array([GPT2_EOT, *gpt2.encode_ordinary(text)], np.uint16) for text in texts]
     tokenizer = Tokenizer(tuple(gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)), GPT2_EOT)
     return np.concatenate([np.empty(0, np.uint16), *parts]), tokenizer
@@ -95,23 +83,18 @@ def sections(text: str) -> list[str]:
 
 def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: int | None = None, shard_tokens: int = 10**8) -> list[Path]:
     """Write NAME_val_000000.bin and NAME_train_000001.bin, NAME_train_000002.bin, ... and return their paths, validation first.
-
     The last 10 % of the tokens are for validation; with `val_first` the first `val_first` tokens, as in llm.c's tiny_shakespeare (32768).
-    A training shard has `shard_tokens` tokens, the last one the remainder.
-    """
+    A training shard has `shard_tokens` tokens, the last one the remainder."""
     expect(val_first is None or 0 < val_first < len(tokens), f"val_first from 1 to {len(tokens) - 1}", val_first)
     expect(len(tokens) >= 10 or val_first, "at least 10 tokens", len(tokens))
     expect(shard_tokens > 0, "at least 1 token in a shard", f"{shard_tokens=}")
     train, val = np.split(tokens, [len(tokens) - len(tokens) // 10]) if val_first is None else (tokens[val_first:], tokens[:val_first])
-    starts = range(0, len(train), shard_tokens)
-    shards = {f"{name}_train_{i:06}.bin": train[start : start + shard_tokens] for i, start in enumerate(starts, 1)}
+    parts = [val, *np.split(train, range(shard_tokens, len(train), shard_tokens))]
+    paths = [Path(folder, f"{name}_{'train' if i else 'val'}_{i:06}.bin") for i in range(len(parts))]
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for file, part in (shards := {f"{name}_val_000000.bin": val} | shards).items():
-        write_shard(Path(folder, file), part)
-    return [Path(folder, file) for file in shards]
-
-
-# ---- the loader
+    for path, part in zip(paths, parts, strict=True):
+        write_shard(path, part)
+    return paths
 
 
 class Mt19937:
@@ -123,8 +106,7 @@ class Mt19937:
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.MT19937()
-        state: Any = np.random.RandomState(seed).get_state(legacy=False)
-        self._bits.state = state
+        np.random.RandomState(self._bits).seed(seed)  # not as MT19937(seed)
         self._unused = True
 
     def permute(self, array: np.ndarray) -> None:
@@ -137,8 +119,8 @@ class Mt19937:
     def to_bytes(self) -> bytes:
         """llm.c's struct of 2520 bytes. Its field `seed` is never set in llm.c; here it is 0."""
         state = self._bits.state["state"]
-        position = 0 if self._unused else state["pos"]
-        return np.array((0, 1 if self._unused else 625 - position, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
+        left, position = (1, 0) if self._unused else (625 - state["pos"], state["pos"])
+        return np.array((0, left, position, state["key"], self.MATRIX), self.STRUCT).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Mt19937":
@@ -147,9 +129,8 @@ class Mt19937:
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
         expect(unused or (left + position == 625 and position), "left + next = 625 in the state of MT19937", f"{left} + {position}")
         rng = cls(0)
-        state = rng._bits.state
-        state["state"]["key"], state["state"]["pos"] = np.array(key, np.uint32), 624 if unused else position
-        rng._bits.state, rng._unused = state, unused
+        rng._unused = unused
+        rng._bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, np.uint32), "pos": 624 if unused else position}}
         return rng
 
 
@@ -189,11 +170,12 @@ class DataLoader:
         expect(self.paths, f"files that match {os.fspath(pattern)!r}", "none", error=FileNotFoundError)
         self.B, self.T, self.rank, self.num_processes = B, T, rank, num_processes
         self.shuffle, self.vocab_size = shuffle, vocab_size
-        self._lengths = [shard_length(path) for path in self.paths]
-        self.num_tokens = sum(self._lengths)  # of all shards
+        lengths = [shard_length(path) for path in self.paths]
+        self.num_tokens = sum(lengths)  # of all shards
         least = num_processes * B * T + 1
-        for path, length in zip(self.paths, self._lengths, strict=True):
+        for path, length in zip(self.paths, lengths, strict=True):
             expect(length >= least, f"at least num_processes * B * T + 1 = {least} tokens", length, path)
+        self._num_samples = [(length - 1) // (least - 1) for length in lengths]
         self._rng = Mt19937(42 + rank)
         self._shard_order = np.arange(len(self.paths), dtype=np.int32)
         self.reset()
@@ -212,10 +194,7 @@ class DataLoader:
 
     @property
     def num_samples(self) -> int:  # of the current shard
-        return self._samples_of(self._shard_order[self._shard])
-
-    def _samples_of(self, file: int) -> int:
-        return (self._lengths[file] - 1) // (self.num_processes * self.B * self.T)
+        return self._num_samples[self._shard_order[self._shard]]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """x and y, int64 CPU tensors of shape (B, T). A new shard or epoch begins with the call after the last sample."""
@@ -245,7 +224,7 @@ class DataLoader:
         order = state.shuffle[0] if state.shuffle else self._shard_order
         expect(len(order) == len(self.paths), f"a loader state of {len(self.paths)} shards", len(order))
         expect(0 <= state.shard < len(order), f"a shard from 0 to {len(order) - 1}", state.shard)
-        samples = self._samples_of(order[state.shard])
+        samples = self._num_samples[order[state.shard]]
         sample_order = state.shuffle[1] if state.shuffle else np.arange(samples, dtype=np.int32)
         expect(len(sample_order) == samples, f"a loader state of {samples} samples", len(sample_order))
         expect(0 <= state.sample <= samples, f"a sample from 0 to {samples}", state.sample)

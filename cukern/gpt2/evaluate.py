@@ -1,14 +1,16 @@
 """How good a model is: the mean validation loss, and the accuracy on HellaSwag's file of llm.c."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 import cukern
 from cukern.gpt2.data import DataLoader
-from cukern.gpt2.files import HEADER_BYTES, PathLike, expect, read_header
+from cukern.gpt2.files import PathLike, check_size, expect, read
 from cukern.gpt2.model import GPT2
 
 MAGIC, VERSION = 20240522, 1
@@ -18,14 +20,11 @@ START, CHOICES = 65535, 4  # the first word of an example, and its number of com
 @torch.no_grad()
 def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = None) -> float:
     """The mean loss over so many batches from the start of the loader; None: llm.c's number for all, tokens / (processes * B * T).
-
-    After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times.
-    """
+    After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times."""
     expect(num_batches is None or num_batches > 0, "at least 1 batch", num_batches)
     loader.reset()
     count = num_batches or loader.num_tokens // (loader.num_processes * loader.B * loader.T)
-    batches = (loader.next_batch() for _ in range(count))
-    losses = [model(x.to(model.wte.device), y.to(model.wte.device)) for x, y in batches]
+    losses = [model(*(part.to(model.wte.device) for part in loader.next_batch())) for _ in range(count)]
     return torch.stack(losses).double().mean().item()
 
 
@@ -40,56 +39,47 @@ class Example:
 
 def read_hellaswag(path: PathLike, vocab_size: int = START) -> list[Example]:
     """The examples of llm.c's hellaswag_val.bin. Raises ValueError for a malformed file and for tokens that are not below vocab_size."""
-    with open(path, "rb") as file:
-        _, _, count, longest = read_header(file, MAGIC, (VERSION,), "HellaSwag")[:4]
+    examples = []
+    with read(path, MAGIC, (VERSION,), "HellaSwag") as (file, header):
+        count, longest = header[2:4]
         data = file.read()
-    expect(len(data) % 2 == 0, "a file of 16-bit words", f"{HEADER_BYTES + len(data)} bytes", path)
-    words, examples, position = np.frombuffer(data, "<u2"), list[Example](), 0
-    for i in range(count):
-        where = f"{path}: example {i}, byte {HEADER_BYTES + 2 * position}"
-        head = words[position : position + 5].tolist()
-        expect(len(head) == 5, f"{count} examples", "the end of the file", where)
-        start, size, index, label, choices = head
-        known = (start, index, choices) == (START, i, CHOICES) and label < CHOICES
-        expect(known, f"{START}, a size, {i}, a label below {CHOICES}, {CHOICES}", head, where)
-        example, position = words[position + 5 : position + size // 2], position + size // 2
-        complete = 10 < size <= min(longest, 2 * len(example) + 10)
-        expect(complete, f"a size from 12 to {longest}, that of the longest, in the file", size, where)
-        context, *completions = _parts(example, vocab_size, where)
-        examples.append(Example(label, context, tuple(completions)))
-    expect(position == len(words), f"{HEADER_BYTES + 2 * position} bytes, for {count} examples", HEADER_BYTES + len(data), path)
-    return examples
-
-
-def _parts(words: np.ndarray, vocab_size: int, where: str) -> Iterator[np.ndarray]:
-    """The context and the completions. Each is a length and as many tokens."""
-    for _ in range(1 + CHOICES):
-        length = int(words[0]) if len(words) else 0
-        part, words = words[1 : 1 + length], words[1 + length :]
-        expect(0 < length == len(part), "a part of at least 1 token", f"{len(part)} tokens of {length}", where)
-        expect(part.max() < vocab_size, f"tokens below the vocabulary size {vocab_size}", part.max(), where)
-        yield part.astype(np.int64)
-    expect(not len(words), "the end of the example after its parts", f"{2 * len(words)} more bytes", where)
+        expect(len(data) % 2 == 0, "a file of 16-bit words", f"{file.tell()} bytes")
+        words = np.frombuffer(data, "<u2")
+        for i in range(count):
+            where = f"example {i}, byte {file.tell() - 2 * len(words)}"
+            head = words[:5].tolist()
+            expect(len(head) == 5, f"{count} examples", "the end of the file", where)
+            start, size, index, label, choices = head
+            known = (start, index, choices) == (START, i, CHOICES) and label < CHOICES
+            expect(known, f"{START}, a size, {i}, a label below {CHOICES}, {CHOICES}", head, where)
+            example, words = words[5 : size // 2], words[size // 2 :]
+            complete = 10 < size <= min(longest, 2 * len(example) + 10)
+            expect(complete, f"a size from 12 to {longest}, that of the longest, in the file", size, where)
+            parts = []
+            for _ in range(1 + CHOICES):  # the context and the completions: a length and as many tokens
+                length = int(example[0]) if len(example) else 0
+                part, example = example[1 : 1 + length], example[1 + length :]
+                expect(0 < length == len(part), "a part of at least 1 token", f"{len(part)} tokens of {length}", where)
+                expect(part.max() < vocab_size, f"tokens below the vocabulary size {vocab_size}", part.max(), where)
+                parts.append(part.astype(np.int64))
+            expect(not len(example), "the end of the example after its parts", f"{2 * len(example)} more bytes", where)
+            examples.append(Example(label, parts[0], tuple(parts[1:])))
+        check_size(file, file.tell() - 2 * len(words), f"{count} examples")
+        return examples
 
 
 @torch.no_grad()
 def hellaswag_accuracy(model: GPT2, examples: Sequence[Example], batch: int = 4) -> tuple[int, int]:
     """How many examples are right, of how many: the right completion has the least mean loss of its tokens.
-
-    `batch` is the number of rows, at least 4; each example has 4. Raises ValueError for an example longer than max_seq_len.
-    """
+    `batch` is the number of rows, at least 4; each example has 4. Raises ValueError for an example longer than max_seq_len."""
     expect(batch >= CHOICES, f"a batch of at least {CHOICES} rows", batch)
     right, step, device = 0, batch // CHOICES, model.wte.device
     for some in (examples[i : i + step] for i in range(0, len(examples), step)):
-        rows = [(example.context, completion) for example in some for completion in example.completions]
-        longest = max(len(context) + len(completion) for context, completion in rows)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
-        targets = torch.full((len(rows), longest), -100)  # ignored
-        for i, (context, completion) in enumerate(rows):
-            row, first = torch.from_numpy(np.concatenate((context, completion))), len(context)
-            tokens[i, : len(row)] = row
-            targets[i, first - 1 : len(row) - 1] = row[first:]
-        logits, targets = model(tokens.to(device)), targets.to(device)
+        rows = [(torch.from_numpy(example.context), torch.from_numpy(part)) for example in some for part in example.completions]
+        tokens = pad_sequence([torch.cat(row) for row in rows], batch_first=True)
+        goals = [pad(completion, (len(context) - 1, 1), value=-100) for context, completion in rows]  # -100: ignored
+        targets = pad_sequence(goals, batch_first=True, padding_value=-100).to(device)
+        logits = model(tokens.to(device))
         losses = cukern.cross_entropy(logits, targets, reduction="none", vocab_size=model.config.vocab_size)
         best = (losses.sum(1) / (targets >= 0).sum(1)).view(-1, CHOICES).argmin(1).tolist()
         right += sum(choice == example.label for choice, example in zip(best, some, strict=True))

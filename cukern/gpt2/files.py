@@ -1,10 +1,12 @@
 """What llm.c's binary files have in common: a header of 256 int32, an exact size, little-endian arrays. Files are replaced whole."""
 
 import contextlib
+import importlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -12,6 +14,14 @@ from torch import Tensor
 
 HEADER_BYTES = 1024
 PathLike = str | os.PathLike
+
+
+def optional(package: str, module: str, needed_by: str) -> Any:
+    """Import a module of a package that is not installed with cukern. Raises ImportError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ImportError(f"{needed_by} the package {package}: pip install {package}") from None
 
 
 def expect(true: object, expected: object, found: object, path: object = None, error: type[Exception] = ValueError) -> None:
@@ -23,9 +33,7 @@ def expect(true: object, expected: object, found: object, path: object = None, e
 @contextlib.contextmanager
 def replace(path: PathLike) -> Iterator[BinaryIO]:
     """Open PATH.tmp for writing. At the end of the block it is flushed to disk and renamed to `path` in one step.
-
-    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it.
-    """
+    On an error, a full disk or a kill, `path` keeps its old content. A kill leaves PATH.tmp; the next write to `path` overwrites it."""
     temporary = f"{os.fspath(path)}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -45,30 +53,36 @@ def write_header(file: BinaryIO, *slots: int) -> None:
     file.write(header.tobytes())
 
 
-def read_header(file: BinaryIO, magic: int, versions: Sequence[int], what: str) -> list[int]:
-    """The 256 int32 of the header, after checks of its length, magic number and version."""
-    data = file.read(HEADER_BYTES)
-    expect(len(data) == HEADER_BYTES, f"a header of {HEADER_BYTES} bytes", f"a file of {len(data)} bytes", file.name)
-    header = np.frombuffer(data, "<i4").tolist()
-    expect(header[0] == magic, f"magic number {magic}, of {what}", header[0], file.name)
-    expect(header[1] in versions, f"version {' or '.join(map(str, versions))} of {what}", f"version {header[1]}", file.name)
-    return header
+@contextlib.contextmanager
+def read(path: PathLike, magic: int, versions: Sequence[int], what: str) -> Iterator[tuple[BinaryIO, list[int]]]:
+    """Open a file: yields it and the 256 int32 of its header, which is checked. A ValueError inside the block gets the path before it."""
+    with Path(path).open("rb") as file:
+        try:
+            data = file.read(HEADER_BYTES)
+            expect(len(data) == HEADER_BYTES, f"a header of {HEADER_BYTES} bytes", f"a file of {len(data)} bytes")
+            header = np.frombuffer(data, "<i4").tolist()
+            expect(header[0] == magic, f"magic number {magic}, of {what}", header[0])
+            expect(header[1] in versions, f"version {' or '.join(map(str, versions))} of {what}", f"version {header[1]}")
+            yield file, header
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def check_size(file: BinaryIO, expected: int, what: str) -> None:
     found = os.fstat(file.fileno()).st_size
-    expect(found == expected, f"{expected} bytes, for {what}", f"{found} bytes", file.name)
+    expect(found == expected, f"{expected} bytes, for {what}", f"{found} bytes")
 
 
 def read_tensor(file: BinaryIO, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The next tensor. The size of the file is checked before memory is allocated."""
     offset, nbytes = file.tell(), math.prod(shape) * dtype.itemsize
     left = os.fstat(file.fileno()).st_size - offset
-    expect(nbytes <= left, f"{nbytes} more bytes at byte {offset}, for a tensor of shape {tuple(shape)}", f"{left} bytes", file.name)
+    expect(nbytes <= left, f"{nbytes} more bytes at byte {offset}, for a tensor of shape {tuple(shape)}", f"{left} bytes")
     tensor = torch.empty(tuple(shape), dtype=dtype)
     file.readinto(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[attr-defined]
     return tensor
 
 
-def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def write_tensors(file: BinaryIO, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

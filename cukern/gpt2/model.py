@@ -1,6 +1,7 @@
 """GPT-2 of any size on cukern's public ops, with the layout of llm.c's weights. The choice of kernels as in the fork of llm.c.
 
-model = GPT2.from_descriptor("d12", device="cuda")  # 124M random weights
+model = GPT2(config_of("d12"), device="cuda")
+model.initialize()  # 124M random weights
 loss = model(tokens, targets)  # (B, T) each
 loss.backward()
 """
@@ -31,10 +32,7 @@ CONFIGS |= {f"gpt3:c{sizes[2]}": Config(2048, 50257, *sizes) for sizes in GPT3_S
 
 
 def config_of(descriptor: str) -> Config:
-    """The sizes of llm.c's descriptors: "d12" or "gpt2:d12" by the number of layers, "gpt3:c768" by the number of channels.
-
-    Raises ValueError for another one, with those that there are.
-    """
+    """The sizes of llm.c's descriptors: "d12" or "gpt2:d12" by layers, "gpt3:c768" by channels. Raises ValueError for another one."""
     expect(descriptor in CONFIGS, f"one of {', '.join(CONFIGS)}", repr(descriptor))
     return CONFIGS[descriptor]
 
@@ -58,7 +56,6 @@ class GPT2(torch.nn.Module):
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
         device, dtype: of the parameters; float32, bfloat16 or float16.
-
     The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
     """
 
@@ -77,14 +74,11 @@ class GPT2(torch.nn.Module):
             parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
             setattr(self, name, ParameterList(parts) if stacked else parts[0])
 
-    # ---- forward
-
     def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The logits (B, T, padded_vocab_size) of tokens (B, T), int32 or int64; with targets (B, T), the mean loss, a float32 number.
 
         With a cache, and torch.no_grad(), the tokens follow those before, and only they are computed. Logits from vocab_size on are
         padding. The loss overwrites the logits by their gradient: its backward can run once.
-
         Raises ValueError for more than max_seq_len tokens. On the CPU also for tokens outside the vocabulary; on the GPU, where that would
         need a synchronization, they make the result NaN: see cukern.embedding and cukern.cross_entropy.
         """
@@ -133,23 +127,21 @@ class GPT2(torch.nn.Module):
         expect(isinstance(batch, int) and batch > 0, "a batch of at least 1", batch)
         return Cache(self.wte.detach().new_zeros(c.num_layers, 2, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads))
 
-    # ---- parameters by llm.c's names
+    def parts(self) -> dict[str, list[Parameter]]:
+        """The parameters with llm.c's names, one per layer."""
+        return {name: list(p) if isinstance(p := getattr(self, name), ParameterList) else [p] for name in PARAMETERS}
 
-    def _named(self) -> dict[str, list[Parameter]]:
-        parameters = {name: getattr(self, name) for name in PARAMETERS}
-        return {name: list(p) if isinstance(p, ParameterList) else [p] for name, p in parameters.items()}
-
-    def _stacked(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    def stack(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Stack the parts of each name over the layers, as in llm.c's files."""
         return {name: torch.stack(parts).view(self.config.shapes[name]) for name, parts in tensors.items()}
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Copies of the parameters with llm.c's names, stacked over the layers."""
-        return self._stacked({name: [p.detach() for p in parts] for name, parts in self._named().items()})
+        return self.stack({name: [p.detach() for p in parts] for name, parts in self.parts().items()})
 
     def gradients_by_name(self) -> dict[str, Tensor]:
         """Copies of the gradients, as `parameters_by_name`; those that are None are 0."""
-        named = self._named().items()
-        return self._stacked({name: [torch.zeros_like(p) if p.grad is None else p.grad for p in parts] for name, parts in named})
+        return self.stack({n: [torch.zeros_like(p) if p.grad is None else p.grad for p in ps] for n, ps in self.parts().items()})
 
     @torch.no_grad()
     def load_parameters(self, parameters: Mapping[str, Tensor]) -> None:
@@ -157,7 +149,7 @@ class GPT2(torch.nn.Module):
         shapes, expected = {name: tuple(tensor.shape) for name, tensor in parameters.items()}, self.config.shapes
         for name in {**shapes, **expected}:
             expect(shapes.get(name) == expected.get(name), f"{name} of shape {expected.get(name)}", shapes.get(name))
-        for name, parts in self._named().items():
+        for name, parts in self.parts().items():
             for part, tensor in zip(parts, parameters[name].view(len(parts), *parts[0].shape), strict=True):
                 part.copy_(tensor)
 
@@ -166,18 +158,18 @@ class GPT2(torch.nn.Module):
         layers), drawn as torch's normal_ draws in float32 on the CPU. Biases are 0, layernorm's weights 1, and so is the padding 0."""
         c, rng, std = self.config, torch.Generator().manual_seed(seed), np.float32(0.02)
         branch_std = std * (np.float32(1) / np.sqrt(np.float32(2 * c.num_layers)))
-        parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self._named().items()}
+        parts = {name: [torch.full(p.shape, float(name in ("ln1w", "ln2w", "lnfw"))) for p in ps] for name, ps in self.parts().items()}
         draws = [(parts["wte"][0][: c.vocab_size], std), (parts["wpe"][0], std)]
         for i in range(c.num_layers):
             draws += [(parts[name][i], branch_std if name.endswith("projw") else std) for name in DECAYED[2:]]
         for tensor, one in draws:
             tensor.normal_(0, float(one), generator=rng)
-        self.load_parameters(self._stacked(parts))
+        self.load_parameters(self.stack(parts))
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Groups of parameters for an optimizer: weight decay on the matrices only, as llm.c."""
         groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
-        for name, parts in self._named().items():
+        for name, parts in self.parts().items():
             groups[name not in DECAYED]["params"] += parts
         return groups
 

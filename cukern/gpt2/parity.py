@@ -4,6 +4,7 @@ llm.c's published losses hold for its published model and debug state. Besides l
 error of each gradient is at most 1e-4.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,32 +59,24 @@ def _compare(model: GPT2, state: DebugState, losses: Sequence[float], optimizer:
     expect(model.wte.dtype == torch.float32, "a float32 model", model.wte.dtype, error=TypeError)
     expect(state.logits.shape[-1] == V, f"logits of {V} tokens", state.logits.shape[-1])
     x, y = state.x.to(device), state.y.to(device)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.no_grad():
-            error = (model(x)[..., :V] - state.logits.to(device)).abs().max()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        error = (model(x).detach()[..., :V] - state.logits.to(device)).abs().max()
         rows.append(Row("logits, largest error", 0.0, error.item(), limits[0]))
         for step, expected in enumerate(losses):
             model.zero_grad()
             loss = model(x, y)
             loss.backward()
             if step == 0:
-                rows += [Row("loss of the debug state", state.loss, loss.item(), limits[1]), *_gradients(model, state, limits)]
+                rows.append(Row("loss of the debug state", state.loss, loss.item(), limits[1]))
+                for name, found in model.gradients_by_name().items():
+                    gradient = state.gradients[name].to(device)
+                    error = found - gradient
+                    share = (error.abs() / (limits[2] + limits[3] * gradient.abs())).max().item()
+                    rows.append(Row(f"gradient of {name}, largest share of llm.c's limit", 0.0, share, 1.0))
+                    rows.append(Row(f"gradient of {name}, relative L2 error", 0.0, (error.norm() / gradient.norm()).item(), 1e-4))
             rows.append(Row(f"loss of step {step}", expected, loss.item(), limits[1]))
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    return rows
-
-
-def _gradients(model: GPT2, state: DebugState, limits: Limits) -> list[Row]:
-    rows = []
-    for name, found in model.gradients_by_name().items():
-        expected = state.gradients[name].to(found.device)
-        error = found - expected
-        share = (error.abs() / (limits[2] + limits[3] * expected.abs())).max().item()
-        rows.append(Row(f"gradient of {name}, largest share of llm.c's limit", 0.0, share, 1.0))
-        rows.append(Row(f"gradient of {name}, relative L2 error", 0.0, (error.norm() / expected.norm()).item(), 1e-4))
     return rows

@@ -19,12 +19,10 @@ class Xorshift:
         self.state = state
 
     def uint32(self) -> int:
-        s = self.state
-        s ^= s >> 12
-        s ^= (s << 25) % 2**64
-        s ^= s >> 27
-        self.state = s
-        return (s * 0x2545F4914F6CDD1D) % 2**64 >> 32
+        self.state ^= self.state >> 12
+        self.state ^= (self.state << 25) % 2**64
+        self.state ^= self.state >> 27
+        return (self.state * 0x2545F4914F6CDD1D) % 2**64 >> 32
 
     def uniform(self) -> float:
         """From 0 to 1 - 2^-24, a multiple of 2^-24."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cukern.gpt2.files import HEADER_BYTES, PathLike, expect, read_header, replace, write_header
+from cukern.gpt2.files import PathLike, check_size, expect, read, replace, write_header
 
 MAGIC = 20240328
 GPT2_VOCAB, GPT2_EOT = 50257, 50256
@@ -44,22 +44,20 @@ def byte_tokenizer() -> Tokenizer:
 
 def read_tokenizer(path: PathLike) -> Tokenizer:
     """Read gpt2_tokenizer.bin. Version 1 has no slot for EOT; it is GPT-2's, 50256."""
-    with open(path, "rb") as file:
-        _, version, count, eot = read_header(file, MAGIC, (1, 2), "a tokenizer")[:4]
-        data = file.read()
-    if version == 1:
-        expect(count == GPT2_VOCAB, f"{GPT2_VOCAB} tokens in version 1", count, path)
-        eot = GPT2_EOT
-    expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot, path)
-    tokens, offset = [], 0
-    for i in range(count):
-        expect(offset < len(data), f"{count} tokens", f"the end of the file after {i} tokens", path)
-        length, offset = data[offset], offset + 1
-        tokens.append(data[offset : offset + length])
-        expect(0 < length == len(tokens[i]), f"1 to 255 bytes for token {i}", f"{len(tokens[i])} bytes of {length}", path)
-        offset += length
-    expect(offset == len(data), f"{HEADER_BYTES + offset} bytes, for {count} tokens", f"{HEADER_BYTES + len(data)} bytes", path)
-    return Tokenizer(tuple(tokens), eot)
+    tokens = []
+    with read(path, MAGIC, (1, 2), "a tokenizer") as (file, header):
+        version, count, eot = header[1:4]
+        if version == 1:
+            expect(count == GPT2_VOCAB, f"{GPT2_VOCAB} tokens in version 1", count)
+            eot = GPT2_EOT
+        expect(0 <= eot < count, f"an EOT token from 0 to {count - 1}", eot)
+        for i in range(count):
+            length = file.read(1)
+            expect(length, f"{count} tokens", f"the end of the file after {i} tokens")
+            tokens.append(file.read(length[0]))
+            expect(0 < length[0] == len(tokens[i]), f"1 to 255 bytes for token {i}", f"{len(tokens[i])} bytes of {length[0]}")
+        check_size(file, file.tell(), f"{count} tokens")
+        return Tokenizer(tuple(tokens), eot)
 
 
 def write_tokenizer(path: PathLike, tokenizer: Tokenizer) -> None:

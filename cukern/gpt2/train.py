@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,10 +110,8 @@ class Step:
 
 def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", warmup: int = 0, final_fraction: float = 1.0) -> float:
     """The learning rate of update `step`, counted from 0, of `total`, as in llm.c.
-
     During warmup it grows linearly to `lr`; "constant" ignores warmup. Then it falls to lr * final_fraction: with half a cosine, linearly,
-    or for "wsd" from 80 % of the updates on with 1 - sqrt.
-    """
+    or for "wsd" from 80 % of the updates on with 1 - sqrt."""
     if schedule == "constant":
         return lr
     if step < warmup:
@@ -146,13 +144,11 @@ class Trainer:
     """One training run.
 
         settings = Settings("data/*_train_*.bin", "data/*_val_*.bin", batch=4, seq_len=1024, out="run", checkpoint_every=100)
-        Trainer(GPT2.from_descriptor("d12", device="cuda"), settings).run()
+        Trainer(model, settings).run()
 
     Args:
         model: float32, on any device. Its parameters are trained, or replaced by those of the checkpoint.
-        settings: see Settings.
-        tokenizer: decodes samples; without one there are none.
-        say: is called with each printed line, but those of the updates.
+        tokenizer: decodes samples; without one there are none. say: is called with each printed line, but those of the updates.
 
     Two runs with equal settings on one machine give the same bits, and so does a run that was stopped and resumed; only with skip_loss or
     skip_norm the windows of the z-scores start empty, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of
@@ -173,29 +169,18 @@ class Trainer:
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
-        groups = self.model.decay_groups(s.weight_decay)
-        self.optimizer = AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8, weight_decay=s.weight_decay, max_norm=s.max_norm)
+        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, eps=1e-8, max_norm=s.max_norm)
         self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of a micro-step; its inputs and loss
         self.eager_batches = 0
         self._start()
         self.windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)  # of losses and norms
 
-    # ---- checkpoints and main.log
-
-    def _parts(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """llm.c's names, and the parameters, one per layer."""
-        for name in self.model.config.shapes:
-            parameter = getattr(self.model, name)
-            yield name, [parameter] if isinstance(parameter, Tensor) else list(parameter)
-
     def save(self) -> None:
         """Write a checkpoint, then delete the one that is too old."""
         s, config, slots, parameters = self.settings, self.model.config, self.optimizer.state, self.model.parameters_by_name()
         assert s.out is not None
-        m, v = (
-            {name: torch.stack([slots[p][key].cpu() for p in parts]).view(config.shapes[name]) for name, parts in self._parts()}
-            for key in ("exp_avg", "exp_avg_sq")
-        )
+        parts = self.model.parts()
+        m, v = (self.model.stack({n: [slots[p][key].cpu() for p in parts[n]] for n in parts}) for key in ("exp_avg", "exp_avg_sq"))
         state = checkpoint.State(self.step, m, v, self.train_data.state(), parameters if s.master else None, RNG, RNG)
         checkpoint.save(s.out, config, parameters, state)
         old = self.step - s.keep * s.checkpoint_every
@@ -204,18 +189,17 @@ class Trainer:
 
     def _start(self) -> None:
         """Go to the newest checkpoint if there is one to resume. main.log keeps the lines of the steps before it: the others come again."""
-        s, lines = self.settings, list[str]()
+        s = self.settings
         if s.out is None:
             return
         log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out) if s.resume else None
         if newest is not None:
             self._load(*checkpoint.paths(s.out, newest)[:2], newest)
-            lines = log.read_text().splitlines(keepends=True) if log.exists() else lines
+        text = log.read_text() if newest is not None and log.exists() else ""
+        kept = [match[0] for match in re.finditer(r"^s:(\d+) .*\n", text, re.MULTILINE) if int(match[1]) < self.step]
         Path(s.out).mkdir(parents=True, exist_ok=True)
         with replace(log) as file:
-            for line in lines:
-                match = re.fullmatch(r"s:(\d+) .*\n", line)
-                file.write(line.encode() if match and int(match[1]) < self.step else b"")
+            file.write("".join(kept).encode())
 
     def _load(self, weights: Path, optimizer: Path, step: int) -> None:
         config, parameters = checkpoint.read_model(weights, self.model.config)
@@ -223,7 +207,7 @@ class Trainer:
         expect(state.step == step, f"the state of step {step}", state.step, optimizer)
         self.train_data.resume(state.loader)
         self.model.load_parameters(state.master or parameters)
-        for name, parts in self._parts():
+        for name, parts in self.model.parts().items():
             for p, m, v in zip(parts, state.m[name].view(len(parts), -1), state.v[name].view(len(parts), -1), strict=True):
                 self.optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": m.view_as(p), "exp_avg_sq": v.view_as(p)}
         self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
@@ -233,8 +217,6 @@ class Trainer:
         if self.settings.out is not None:
             with open(Path(self.settings.out, "main.log"), "a") as file:
                 file.write(f"s:{self.step} {text}\n")
-
-    # ---- the loop
 
     def run(self, report: Callable[[Step], object] = print) -> None:
         """Train to the end. `report` is called after each update; str(step) is llm.c's line. Raises FloatingPointError if the loss or the
@@ -296,7 +278,8 @@ class Trainer:
         assert norm is not None
         numbers = torch.stack([mean, norm.float()]).tolist()
         if not all(map(math.isfinite, numbers)):
-            raise FloatingPointError(self._not_finite(*numbers))
+            values = f"step {self.step + 1}: loss {numbers[0]}, norm of the gradient {numbers[1]}"
+            raise FloatingPointError(f"{values}; the first tensor that is not finite: {self._not_finite(numbers[0])}")
         z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
         if decide:
             what = "loss" if 0 < s.skip_loss < z[0] else "grad" if 0 < s.skip_norm < z[1] else ""  # false for NaN
@@ -349,10 +332,10 @@ class Trainer:
                 p.grad.copy_(grad)
         self.graph = graph, inputs, loss.detach()
 
-    def _not_finite(self, loss: float, norm: float) -> str:
-        """The message, with the first tensor in llm.c's order that is not finite. A finite loss means that the gradient came first."""
-        tensors = [] if math.isfinite(loss) else [("parameter", self.model.parameters_by_name())]
-        tensors += [("gradient of", self.model.gradients_by_name())]
-        found = (f"{kind} {name}" for kind, named in tensors for name, tensor in named.items() if not tensor.isfinite().all())
-        numbers = f"step {self.step + 1}: loss {loss}, norm of the gradient {norm}"
-        return f"{numbers}; the first tensor that is not finite: {next(found, 'the loss')}"
+    def _not_finite(self, loss: float) -> str:
+        """The first tensor in llm.c's order that is not finite. A finite loss means that the gradient came first."""
+        tensors = {"gradient of": self.model.gradients_by_name()}
+        if not math.isfinite(loss):
+            tensors = {"parameter": self.model.parameters_by_name()} | tensors
+        found = (f"{kind} {name}" for kind, named in tensors.items() for name, tensor in named.items() if not tensor.isfinite().all())
+        return next(found, "the loss")

@@ -236,7 +236,7 @@ def test_resume(tmp_path, shuffle, taken):
     expected = [first.next_batch() for _ in range(40)]
     second.next_batch()
     second.resume(state)
-    assert second.num_samples == second._samples_of(second._shard_order[state.shard])
+    assert second.num_samples == second._num_samples[second._shard_order[state.shard]]
     for (x, y), (rx, ry) in zip(expected, (second.next_batch() for _ in range(40)), strict=True):
         assert torch.equal(x, rx) and torch.equal(y, ry)
     assert (state.shuffle is not None) == shuffle

@@ -4,14 +4,14 @@ A launch writes the tables, not a copy from the host: it needs no synchronizatio
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cukern.runtime import checks
-from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.kernel import Template
 from cukern.runtime.registry import Version, choose
 from cukern.runtime.tensors import pointers
 
@@ -32,9 +32,7 @@ class Row(NamedTuple):
 
 
 class Table:
-    """Rows in device memory, sorted by dtype, with scratch memory for a step. `order`: the number of the Row in each place.
-
-    `places`: the addresses of gradients that are in `grads`."""
+    """Rows in device memory, sorted by dtype, with scratch memory for a step. `order`: the number of the Row in each place."""
 
     def __init__(self, rows: Sequence[Row]):
         self.order = sorted(range(len(rows)), key=lambda i: checks.FLOATS.index(rows[i].param.dtype))
@@ -50,17 +48,23 @@ class Table:
         self.rows, self.grads, numbers, partials = (
             rows[0].step.new_empty(size, dtype=torch.int64) for size in (8 * len(rows), len(rows), 9 * len(rows), self.chunks)
         )
-        self.places: tuple[int, ...] = ()
+        self.places: tuple[int, ...] = ()  # the addresses that are in self.grads
         self.memory = self.rows, self.grads, numbers, partials
         self.numbers, self.partials = pointers(numbers, partials)
         write(self.rows, struct.unpack(f"{len(words) // 8}Q", words))
 
     def launch(
-        self, grads: Tensor, groups: Tensor, version: str, max_norm: float | None = None, norm: Tensor | None = None,
-        grad_scale: Tensor | None = None, found_inf: Tensor | None = None, seed: int = 0, randomly: bool = False,
+        self, grads: Sequence[Tensor], groups: Tensor, version: str, *, max_norm: float | None = None, norm: Tensor | None = None,
+        grad_scale: Tensor | None = None, found_inf: Tensor | None = None, seed: int = 0, randomly: bool = False, capturing: bool = False,
     ) -> None:  # fmt: skip
-        """A step. `grads`: addresses in order. `norm` gets the norm of the gradients if there is a max_norm."""
-        rows, at, count = self.rows.data_ptr(), grads.data_ptr(), len(self.tensors)
+        """A step. `norm` gets the norm of the gradients if there is a max_norm."""
+        places = tuple(grads[i].data_ptr() for i in self.order)
+        addresses = torch.empty_like(self.grads) if capturing else self.grads  # a replay must not change those of other steps
+        if capturing or places != self.places:
+            write(addresses, places)
+        if not capturing:
+            self.places = places
+        rows, at, count = self.rows.data_ptr(), addresses.data_ptr(), len(self.tensors)
         partials = 0 if max_norm is None else self.partials
         if partials and self.chunks:
             _NORM[THREADS].on(self.device)((self.chunks, 1, 1), (THREADS, 1, 1), 0, partials, rows, at, count)
@@ -103,14 +107,8 @@ def _forward_v2(table: Table, rows: int, grads: int, *random: Any) -> None:
             _V2[dtype].on(table.device)((count, 1, 1), (THREADS, 1, 1), 0, rows, grads, table.numbers, first, tensors, *random)
 
 
-def _instances(update: Template) -> Any:
-    def instances(dtype: torch.dtype) -> Iterable[Kernel]:
-        return update[dtype], _WRITE[WORDS], _NORM[THREADS], _PREPARE[PREPARING]
-
-    return instances
-
-
+_EACH = _WRITE[WORDS], _NORM[THREADS], _PREPARE[PREPARING]
 VERSIONS = {
-    "v1": Version("one launch per tensor", _forward_v1, instances=_instances(_V1)),
-    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=_instances(_V2)),
+    "v1": Version("one launch per tensor", _forward_v1, instances=lambda dtype: (_V1[dtype], *_EACH)),
+    "v2": Version("one launch per dtype, vectors", _forward_v2, instances=lambda dtype: (_V2[dtype], *_EACH)),
 }

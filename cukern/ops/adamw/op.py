@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
-from cukern.ops.adamw.rules import check_numbers, check_tensors
-from cukern.runtime import autocast, backend, checks
+from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.registry import Cost, Op, raw_op, register
 from cukern.runtime.tensors import wide
+
+Numbers = tuple[Any, float, float, float, float]  # lr, beta1, beta2, eps, weight_decay; lr may be a tensor
 
 
 def adamw(
@@ -37,7 +38,7 @@ def adamw(
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
-    lists = [check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
+    lists = [_check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
     numbers = check_numbers(checks.number("lr", lr), betas, eps, weight_decay)
     checks.integer("step", step, 1, 2**24)  # float32 counts so far
     checks.version("adamw", version, VERSIONS)
@@ -54,6 +55,40 @@ def adamw(
         for param, *rest in zip(*lists, strict=True):
             for old, new in zip((param, *rest[1:]), reference(param, *rest, step, *numbers), strict=True):
                 old.copy_(new)
+
+
+def check_numbers(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> Numbers:
+    """lr, beta1, beta2, eps and weight_decay. A learning rate in a float32 tensor stays one."""
+    numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    if isinstance(lr, Tensor):
+        if lr.ndim or lr.dtype != torch.float32:
+            raise TypeError(f"lr must be a number or a float32 tensor of shape (), got {lr.dtype} of shape {tuple(lr.shape)}")
+        del numbers["lr"]
+    for name, value in numbers.items():
+        if checks.number(name, value) < 0:
+            raise ValueError(f"{name} must be at least 0, got {value!r}")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas must be a pair of numbers, got {checks.brief(betas)}")
+    for i, beta in enumerate(betas):
+        if not 0 <= checks.number(f"betas[{i}]", beta) < 1:
+            raise ValueError(f"betas[{i}] must be at least 0 and less than 1, got {beta!r}")
+    return lr if isinstance(lr, Tensor) else float(lr), float(betas[0]), float(betas[1]), float(eps), float(weight_decay)
+
+
+def check_param(name: str, tensor: Tensor) -> None:
+    checks.dtype(name, tensor, checks.FLOATS)
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: its elements must lie side by side")
+
+
+def _check_tensors(name: str, tensors: Any, written: bool) -> list[Tensor]:
+    """A list of tensors or arrays, as tensors."""
+    if not isinstance(tensors, Iterable) or isinstance(tensors, str | bytes | dict | Tensor):
+        raise TypeError(f"{name} must be a list of tensors, got {checks.brief(tensors)}")
+    found = [interop.to_torch(f"{name}[{i}]", t, written) for i, t in enumerate(tensors)]
+    for i, t in enumerate(found):
+        check_param(f"{name}[{i}]", t)
+    return found
 
 
 _NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs")
@@ -93,11 +128,10 @@ def _launch(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], step: int, numbers: list[float],
     version: str,
 ) -> None:  # fmt: skip
-    place = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
-    lists = params, grads, exp_avgs, exp_avg_sqs
-    key = place, *numbers, *((t.data_ptr(), t.numel(), t.dtype) for tensors in lists for t in tensors)
-    entry = _tables.get(key) or _build(lists, numbers)
-    if place and torch.cuda.is_current_stream_capturing():
+    stream = torch.cuda.current_stream(params[0].device).cuda_stream if params[0].is_cuda else 0
+    key = stream, *numbers, *((t.data_ptr(), t.numel(), t.dtype) for t in (*params, *grads, *exp_avgs, *exp_avg_sqs))
+    entry = _tables.get(key) or _build(params, exp_avgs, exp_avg_sqs, numbers)
+    if stream and torch.cuda.is_current_stream_capturing():
         _captured.append(entry)
     elif params[0].is_cuda:
         if len(_tables) >= _MOST_TABLES:
@@ -105,32 +139,26 @@ def _launch(
         _tables[key] = entry
     table, steps, group = entry
     steps.fill_(step - 1)
-    table.launch(table.grads, group, version)
+    table.launch(grads, group, version)
 
 
-def _build(lists: Sequence[list[Tensor]], numbers: list[float]) -> tuple[Table, Tensor, Tensor]:
-    params, grads, exp_avgs, exp_avg_sqs = lists
-    steps = torch.empty(len(params), device=params[0].device)
-    table = Table([Row(p, m, v, None, steps[i], 0, i) for i, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True))])
-    group = torch.empty(6, dtype=torch.int64, device=params[0].device)
+def _build(params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], numbers: list[float]) -> tuple[Table, Tensor, Tensor]:
+    steps, group = torch.empty(len(params), device=params[0].device), torch.empty(6, dtype=torch.int64, device=params[0].device)
     write(group, group_words(*numbers))
-    write(table.grads, [grads[i].data_ptr() for i in table.order])
-    return table, steps, group
+    rows = enumerate(zip(params, exp_avgs, exp_avg_sqs, steps, strict=True))
+    return Table([Row(*tensors[:3], None, tensors[3], 0, i) for i, tensors in rows]), steps, group
 
 
 _adamw = raw_op(
     "_adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int step, float[] numbers, str version)"
-    " -> ()",
-    4,
-    _launch,
-    lambda *_: None,
-)
+    " -> ()", 4, _launch, lambda *_: None,
+)  # fmt: skip
 
 # ---- for the tools: TENSORS tensors are the rows of one
 
 
 def _spread(*inputs: Tensor, version: str | None = None) -> tuple[Tensor, ...]:
-    param, grad, exp_avg, exp_avg_sq = (list(x.unbind()) for x in inputs)
+    param, grad, exp_avg, exp_avg_sq = (x.unbind() for x in inputs)
     adamw(param, grad, exp_avg, exp_avg_sq, version=version)
     return inputs[0], *inputs[2:]
 

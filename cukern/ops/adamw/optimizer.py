@@ -1,8 +1,8 @@
 """AdamW as a torch.optim.Optimizer: state, parameter groups, clipping and loss scaling around the launches of a step."""
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +10,12 @@ from torch.optim import adamw as torch_adamw
 from torch.utils._pytree import tree_leaves
 
 from cukern.ops.adamw.launch import VERSIONS, Row, Table, group_words, write
-from cukern.ops.adamw.rules import Numbers, check_numbers, check_param
+from cukern.ops.adamw.op import Numbers, check_numbers, check_param
 from cukern.runtime import backend, checks
 from cukern.runtime.tensors import wide
 
 _MOST_TABLES = 64
 _Found = tuple[int, Tensor, int]  # the number of a parameter, the parameter, its group
-
-
-class _Options(NamedTuple):
-    max_norm: float | None
-    master_weights: bool
-    stochastic_rounding: bool
-    seed: int
-    version: str
 
 
 class AdamW(torch.optim.Optimizer):
@@ -67,10 +59,15 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         if max_norm is not None and checks.number("max_norm", max_norm) <= 0:
             raise ValueError(f"max_norm must be positive, got {max_norm!r}")
-        flags = checks.flag("master_weights", master_weights), checks.flag("stochastic_rounding", stochastic_rounding)
         checks.version("adamw", version, VERSIONS)
         self._captured: list[Any] = []  # memory that CUDA graphs use
-        self._options = _Options(max_norm, *flags, checks.integer("seed", seed, 0, 2**64 - 1), version or "")
+        self._options = SimpleNamespace(
+            max_norm=max_norm,
+            master_weights=checks.flag("master_weights", master_weights),
+            stochastic_rounding=checks.flag("stochastic_rounding", stochastic_rounding),
+            seed=checks.integer("seed", seed, 0, 2**64 - 1),
+            version=version or "",
+        )
         check_numbers(lr, betas, eps, weight_decay)
         self._forget()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -127,19 +124,20 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. Returns what `closure`, which computes the loss and the gradients, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        every = [(p, g) for g, group in enumerate(self.param_groups) for p in group["params"]]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        every = ((p, g) for g, group in enumerate(self.param_groups) for p in group["params"])
         found = [(i, p, g) for i, (p, g) in enumerate(every) if p.grad is not None]
         if not found:
             return loss
         numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
         scaling: tuple[Tensor | None, Tensor | None] = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found[0][1].is_cuda or backend.simulates(found[0][1]):
-            with self._memory(found, grads, scaling, numbers):
-                self._launch(found, grads, scaling)
+        if found[0][1].is_cuda:
+            self._launch(found, grads, *scaling)
+        elif backend.simulating():
+            state = self._groups, self.grad_norm, [table.memory for table in self._tables.values()], list(map(dict, self.state.values()))
+            with backend.simulated_memory(tree_leaves([found, grads, scaling, numbers, *state])):
+                self._launch(found, grads, *scaling)
         else:
             self._step_on_cpu(found, grads, numbers, *scaling)
         return loss
@@ -164,31 +162,26 @@ class AdamW(torch.optim.Optimizer):
             state["master"] = p.detach().float()
         return Row(p, state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"], group, index)
 
-    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], scaling: tuple[Tensor | None, Tensor | None]) -> None:
+    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         first, options = found[0][1], self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         if not self.state or len(self._tables) > _MOST_TABLES:  # the user has cleared it, or other parameters have gradients each time
             self._forget()
         key = tuple((i, p.data_ptr()) for i, p, _ in found)
-        table = self._tables.get(key)
-        if table is None:
+        if key not in self._tables:
             if capturing:
                 raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
-            table = self._tables[key] = Table([self._row(*one) for one in found])
+            self._tables[key] = Table([self._row(*one) for one in found])
         if self._groups is None:
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
             self.grad_norm = None if options.max_norm is None else first.new_empty((), dtype=torch.float32)
         self.update_groups()
-        places = tuple(grads[i].data_ptr() for i in table.order)
-        addresses = torch.empty_like(table.grads) if capturing else table.grads  # a replay must not change those of other steps
         if capturing:
-            self._captured.append((table, self._groups, self.grad_norm))
-            write(addresses, places)
-        elif places != table.places:
-            write(addresses, places)
-            table.places = places
-        random = options.seed, options.stochastic_rounding
-        table.launch(addresses, self._groups, options.version, options.max_norm, self.grad_norm, *scaling, *random)
+            self._captured.append((self._tables[key], self._groups, self.grad_norm))
+        self._tables[key].launch(
+            grads, self._groups, options.version, max_norm=options.max_norm, norm=self.grad_norm, grad_scale=grad_scale,
+            found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
+        )  # fmt: skip
 
     def _step_on_cpu(
         self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], grad_scale: Tensor | None, found_inf: Tensor | None
@@ -204,12 +197,14 @@ class AdamW(torch.optim.Optimizer):
         if factor != 1:
             torch._foreach_mul_(grads, factor)
         targets = [row.param.to(row.exp_avg.dtype) if row.master is None else row.master for row in rows]
-        for group, (lr, *others) in enumerate(numbers):
+        for group, (lr, beta1, beta2, eps, weight_decay) in enumerate(numbers):
             tensors = [(t, g, r.exp_avg, r.exp_avg_sq, r.step) for t, g, r in zip(targets, grads, rows, strict=True) if r.group == group]
-            _torch_adamw(tensors, float(lr), *others)
-        for row, target in zip(rows, targets, strict=True):
-            if target is not row.param:
-                row.param.copy_(target)
+            params, gradients, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
+            torch_adamw.adamw(
+                params, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=float(lr), beta1=beta1,
+                beta2=beta2, eps=eps, weight_decay=weight_decay,
+            )  # fmt: skip
+        torch._foreach_copy_([row.param for row in rows], targets)
 
     def _factor_on_cpu(self, grads: list[Tensor], grad_scale: Tensor | None) -> float:
         """What the gradients are multiplied by. Sets grad_norm."""
@@ -218,21 +213,6 @@ class AdamW(torch.optim.Optimizer):
             return factor
         self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
         return factor * max_norm / self.grad_norm.item() if self.grad_norm > max_norm else factor
-
-    def _memory(self, *tensors: Any) -> contextlib.AbstractContextManager[Any]:
-        """What the kernels may access in the simulator."""
-        if not backend.simulating():
-            return contextlib.nullcontext()
-        tables = [table.memory for table in self._tables.values()]
-        return backend.simulated_memory(tree_leaves([*tensors, tables, self._groups, self.grad_norm, list(map(dict, self.state.values()))]))
-
-
-def _torch_adamw(tensors: Sequence[tuple[Tensor, ...]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-    params, grads, exp_avgs, exp_avg_sqs, steps = ([each[i] for each in tensors] for i in range(5))
-    torch_adamw.adamw(
-        params, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2,
-        eps=eps, weight_decay=weight_decay,
-    )  # fmt: skip
 
 
 def _gradient(index: int, p: Tensor) -> Tensor:
