@@ -61,7 +61,7 @@ def evaluate_model(
     expect(val_data or hellaswag, "-j or --hellaswag", "neither")
     expect(val_batches > 0 or val_batches == -1, "-m of at least 1, or -1", val_batches)
     place = pick_device(device)
-    B, T = batch or 4, seq_len or 1024
+    B, T = 4 if batch is None else batch, 1024 if seq_len is None else seq_len
     made = make_model(model, T, place)
     with use_kernels(softmax_forward_kernel, None, matmul_forward_kernel), float32_products(bool(tf32)):
         if val_data:
@@ -135,7 +135,7 @@ def profile(
     if plot is not None:
         drawable(plot)
         common.check_target("--plot", plot)
-    place, B, T = pick_device(device), batch or 4, seq_len or 1024
+    place, B, T = pick_device(device), 4 if batch is None else batch, 1024 if seq_len is None else seq_len
     made = make_model(model, T, place)
     expect(B > 0 and 0 < T <= made.config.max_seq_len, f"-b of at least 1 and -t from 1 to {made.config.max_seq_len}", f"{B} and {T}")
     optimizer = cukern.AdamW(made.decay_groups(0.1), lr=1e-4, max_norm=1.0)
@@ -150,17 +150,17 @@ def profile(
         shares = _shares(step, steps, place)
     title = f"GPT-2, B={B} T={T}, {'device' if place == 'cuda' else 'CPU'} time of an update"
     table = common.table(title, "op", "us", "% of all", "calls")
-    total = sum(us for us, _ in shares.values())
-    for name, (us, calls) in shares.items():
+    total, most = sum(us for us, _ in shares.values()), dict(list(shares.items())[:20])
+    for name, (us, calls) in most.items():
         table.add_row(common.shorten(name, console.width - 30), f"{us:.1f}", f"{100 * us / total:.1f}", f"{calls:g}")
     console.print(table)
     if plot is not None:
-        _plot(title, {name: 100 * us / total for name, (us, _) in shares.items()}, plot)
+        _plot(title, {name: 100 * us / total for name, (us, _) in most.items()}, plot)
         say(f"drawn to {plot}")
 
 
 def _shares(step: Callable[[], None], steps: int, place: str) -> dict[str, tuple[float, float]]:
-    """The 20 ops with the most time of their own: microseconds and calls of a step."""
+    """Ops, or on a GPU kernels, by the time of their own: microseconds and calls of a step."""
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if place == "cuda" else [])
     step()  # compiles
     with common.progress() as bar, torch.profiler.profile(activities=activities, acc_events=True) as profiler:
@@ -172,8 +172,9 @@ def _shares(step: Callable[[], None], steps: int, place: str) -> dict[str, tuple
     def time_of(event: Any) -> float:
         return event.self_device_time_total if place == "cuda" else event.self_cpu_time_total
 
-    events = sorted(profiler.key_averages(), key=time_of, reverse=True)[:20]
-    return {event.key: (time_of(event) / steps, event.count / steps) for event in events if time_of(event) > 0}
+    kind = torch.autograd.DeviceType.CUDA if place == "cuda" else torch.autograd.DeviceType.CPU  # an op's device time is its kernels'
+    events = [event for event in profiler.key_averages() if event.device_type == kind and time_of(event) > 0]
+    return {event.key: (time_of(event) / steps, event.count / steps) for event in sorted(events, key=time_of, reverse=True)}
 
 
 def _plot(title: str, percent: dict[str, float], file: Path) -> None:

@@ -76,7 +76,7 @@ def bench(
     """Time a training step of cukern, torch and torch.compile in turn, with random tokens and all that an update does."""
     if record_it and environment.facts()["dirty"]:
         raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
-    B, T, place = batch or 4, seq_len or 1024, pick_device(device)
+    B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
     with environment.float32_products(bool(tf32)), tempfile.TemporaryDirectory() as folder:
         ours = make_model(model, T, place)
         vocabulary = ours.config.vocab_size

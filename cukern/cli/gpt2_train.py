@@ -1,6 +1,7 @@
 """`cukern gpt2 train`: llm.c's flags; without -i a small model on a text that every machine has."""
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,7 @@ def peak_flops(device: str, tf32: bool) -> float | None:
     if torch.device(device).type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if part in name), None)
+    return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if re.search(rf"\b{part}\b", name)), None)
 
 
 def make_model(name: str, seq_len: int, device: str) -> GPT2:

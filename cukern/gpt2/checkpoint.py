@@ -238,7 +238,11 @@ def delete(folder: PathLike, step: int) -> None:
 
 HF_SIZES = {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "num_layers", "n_head": "num_heads", "n_embd": "channels"}
 HF_FIXED = dict(  # what else changes the result
-    activation_function="gelu_new", layer_norm_epsilon=1e-5, scale_attn_by_inverse_layer_idx=False, tie_word_embeddings=True
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    scale_attn_by_inverse_layer_idx=False,
+    scale_attn_weights=True,
+    tie_word_embeddings=True,
 )
 
 

@@ -91,6 +91,8 @@ def write_shards(folder: PathLike, name: str, tokens: np.ndarray, *, val_first: 
     train, val = np.split(tokens, [len(tokens) - len(tokens) // 10]) if val_first is None else (tokens[val_first:], tokens[:val_first])
     parts = [val, *np.split(train, range(shard_tokens, len(train), shard_tokens))]
     paths = [Path(folder, f"{name}_{'train' if i else 'val'}_{i:06}.bin") for i in range(len(parts))]
+    others = set(Path(folder).glob(f"{glob.escape(name)}_train_*.bin")) - set(paths)
+    expect(not others, f"no shards in the folder that would stay, beside the {len(parts)} new ones", ", ".join(map(str, sorted(others))))
     Path(folder).mkdir(parents=True, exist_ok=True)
     for path, part in zip(paths, parts, strict=True):
         write_shard(path, part)
@@ -127,7 +129,9 @@ class Mt19937:
         _, left, position, key, matrix = np.frombuffer(data, cls.STRUCT, 1)[0].tolist()
         unused = (left, position) == (1, 0)
         expect(tuple(matrix) == cls.MATRIX, f"the constants {cls.MATRIX} of MT19937", tuple(matrix))
-        expect(unused or (left + position == 625 and position), "left + next = 625 in the state of MT19937", f"{left} + {position}")
+        expect(
+            unused or (left + position == 625 and 0 < position < 625), "left + next = 625 in the state of MT19937", f"{left} + {position}"
+        )
         rng = cls(0)
         rng._unused = unused
         rng._bits.state = {"bit_generator": "MT19937", "state": {"key": np.array(key, np.uint32), "pos": 624 if unused else position}}

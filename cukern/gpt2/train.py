@@ -188,11 +188,12 @@ class Trainer:
             checkpoint.delete(s.out, old)
 
     def _start(self) -> None:
-        """Go to the newest checkpoint if there is one to resume. main.log keeps the lines of the steps before it: the others come again."""
+        """Go to the newest checkpoint, if there is one. Lines of main.log from its step on are removed, because those steps run again."""
         s = self.settings
         if s.out is None:
             return
-        log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out) if s.resume else None
+        log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out)
+        expect(s.resume or newest is None, "a folder without checkpoints, or resume", f"a checkpoint of step {newest}", s.out)
         if newest is not None:
             self._load(*checkpoint.paths(s.out, newest)[:2], newest)
         text = log.read_text() if newest is not None and log.exists() else ""

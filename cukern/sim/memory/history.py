@@ -35,8 +35,9 @@ class History:
         self._merge()
         self.last, self.many = np.repeat(self.last, finer), np.repeat(self.many, finer)
         self.since = None if self.since is None else np.repeat(self.since, finer)
-        self.granules = (self.granules[:, None] * finer + np.arange(finer)).reshape(-1)
-        self.stamps = np.repeat(self.stamps, finer)
+        granules = (self.granules[:, None] * finer + np.arange(finer)).reshape(-1)
+        by_granule = np.argsort(granules, kind="stable")  # a granule with several accesses
+        self.granules, self.stamps = granules[by_granule], np.repeat(self.stamps, finer)[by_granule]
 
     def record(self, order: Order, granules: np.ndarray, stamps: np.ndarray, keep: bool = True) -> np.ndarray:
         """Note an access; `granules` and `stamps` have one row per lane and granule. `keep` those of other lanes. Returns the newest."""
