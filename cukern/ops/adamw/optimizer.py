@@ -51,6 +51,7 @@ class AdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
     grad_norm: Tensor | None = None
+    _groups: Tensor | None = None  # numbers of the parameter groups, in device memory
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -105,15 +106,18 @@ class AdamW(torch.optim.Optimizer):
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=True):
             for name, value in state_dict["state"].get(i, {}).items():
-                if name in ("step", "exp_avg", "exp_avg_sq", "master"):
-                    dtype = torch.float32 if name in ("step", "master") else wide(p.dtype)
-                    self.state[p][name] = torch.as_tensor(value).to(p.device, dtype, copy=True)
+                if name == "step":
+                    self.state[p][name] = torch.tensor(float(value), device=p.device)
+                elif name in ("exp_avg", "exp_avg_sq", "master"):
+                    dtype = torch.float32 if name == "master" else wide(p.dtype)
+                    self.state[p][name] = _like_parameter(f"{name} of parameter {i}", value, p, dtype)
 
     def _forget(self) -> None:
-        """Forget the tables in device memory, whose tensors have changed."""
-        self._tables: dict[tuple[tuple[int, int], ...], Table] = {}
-        self._groups: Tensor | None = None  # in device memory
-        self._words: tuple[int, ...] = ()  # what is in it
+        """Forget the tables in device memory, whose tensors have changed. The groups keep their memory, which CUDA graphs may read."""
+        self._tables: dict[tuple[tuple[int, ...], ...], Table] = {}
+        self._words: tuple[int, ...] = ()  # what is in _groups
+        if self._groups is not None and self._groups.numel() != 6 * len(self.param_groups):
+            self._groups = None
 
     def _numbers(self, group: dict[str, Any]) -> Any:
         lr, *rest = check_numbers(group["lr"], group["betas"], group["eps"], group["weight_decay"])
@@ -160,18 +164,27 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, dtype=wide(p.dtype)) for _ in range(2))
         if self._options.master_weights and p.dtype.itemsize == 2 and "master" not in state:
             state["master"] = p.detach().float()
+        for name in ("exp_avg", "exp_avg_sq", "master"):
+            if name in state and state[name].stride() != p.stride():  # the parameter has another memory format than before
+                state[name] = _like_parameter(f"{name} of parameter {index}", state[name], p, state[name].dtype)
         return Row(p, state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"], group, index)
+
+    def _key(self, found: Sequence[_Found]) -> tuple[tuple[int, ...], ...]:
+        """The addresses in a table."""
+        return tuple((i, p.data_ptr(), *(t.data_ptr() for t in self.state[p].values() if isinstance(t, Tensor))) for i, p, _ in found)
 
     def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         first, options = found[0][1], self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not self.state or len(self._tables) > _MOST_TABLES:  # the user has cleared it, or other parameters have gradients each time
+        if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
             self._forget()
-        key = tuple((i, p.data_ptr()) for i, p, _ in found)
+        key = self._key(found)
         if key not in self._tables:
             if capturing:
                 raise RuntimeError("before the capture of step() in a CUDA graph, call it once with gradients of the same parameters")
-            self._tables[key] = Table([self._row(*one) for one in found])
+            table = Table([self._row(*one) for one in found])
+            key = self._key(found)
+            self._tables[key] = table
         if self._groups is None:
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
             self.grad_norm = None if options.max_norm is None else first.new_empty((), dtype=torch.float32)
@@ -213,6 +226,14 @@ class AdamW(torch.optim.Optimizer):
             return factor
         self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
         return factor * max_norm / self.grad_norm.item() if self.grad_norm > max_norm else factor
+
+
+def _like_parameter(name: str, value: Any, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a tensor of the state with the parameter's strides, which the kernels expect."""
+    value = torch.as_tensor(value)
+    if value.shape != p.shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, it must be that of the parameter, {tuple(p.shape)}")
+    return torch.empty_like(p, dtype=dtype).copy_(value)
 
 
 def _gradient(index: int, p: Tensor) -> Tensor:

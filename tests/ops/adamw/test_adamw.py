@@ -456,6 +456,30 @@ def test_a_version_needs_a_gpu():
     assert cukern.adamw([], [], [], []) is None
 
 
+@PLACES
+def test_the_state_may_be_replaced(device):
+    """Tensors of the state in other memory, other strides and other shapes, between two steps."""
+    p, exact = (torch.randn(3, 4, device=device, dtype=dtype).requires_grad_() for dtype in (torch.float32, torch.float64))
+    with torch.no_grad():
+        exact.copy_(p)
+    ours, theirs = cukern.AdamW([p], 0.1), torch.optim.AdamW([exact], 0.1)
+    for change in (lambda t: t, lambda t: t.clone(), lambda t: t.mT.contiguous().mT):
+        p.grad = torch.randn_like(p)
+        exact.grad = p.grad.double()
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in ours.state[p]:
+                old = ours.state[p][name]
+                ours.state[p][name] = change(old)
+                old.fill_(7.0) if change(old).data_ptr() != old.data_ptr() else None
+        ours.step()
+        theirs.step()
+        torch.testing.assert_close(p.double(), exact, rtol=0, atol=1e-5)
+    saved = ours.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(4, 3\), it must be that of the parameter, \(3, 4\)"):
+        ours.load_state_dict(saved)
+
+
 # ---- CUDA graphs
 
 
