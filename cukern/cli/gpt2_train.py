@@ -29,8 +29,8 @@ SMALL = "small"
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
 SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.5, prompt=tuple(b"The "))
 
-# Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first name counts that is
-# a part of the GPU's name.
+# Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first row whose
+# words are part of the GPU's name counts.
 PEAKS = (
     ("GB200", 1250, 80),
     ("B200", 1100, 75),
@@ -113,7 +113,7 @@ def train(
     sample_every: Annotated[int | None, Flag("-s", "--sample-every", help="Updates between samples; 0: never (20).")] = None,
     sample_tokens: Annotated[int | None, Flag("-g", "--sample-tokens", help="Tokens of a sample (64).")] = None,
     temperature: Temperature = None,
-    run_hellaswag: Annotated[int, Flag("-h", "--run-hellaswag", min=0, max=1, help="1: HellaSwag after each validation.")] = 0,
+    run_hellaswag: Annotated[int, Flag("-h", "--run-hellaswag", min=0, max=1, help="1: HellaSwag with each validation but the first.")] = 0,
     hellaswag: Annotated[Path, Flag("--hellaswag", help="Its file.")] = HELLASWAG,
     overfit: Annotated[int, Flag("-a", "--overfit", min=0, max=1, help="1: train on the first validation batch only.")] = 0,
     tf32: Annotated[int, Flag("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")] = 1,

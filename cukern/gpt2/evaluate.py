@@ -19,7 +19,7 @@ START, CHOICES = 65535, 4  # the first word of an example, and its number of com
 
 @torch.no_grad()
 def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = None) -> float:
-    """The mean loss over so many batches from the start of the loader; None: llm.c's number for all, tokens / (processes * B * T).
+    """The mean loss of the first batches of the loader. None: num_tokens // (num_processes * B * T) batches, as in llm.c.
     After its last batch the loader starts again, as in llm.c: 20 batches of a file with 7 count its batches two or three times."""
     expect(num_batches is None or num_batches > 0, "at least 1 batch", num_batches)
     loader.reset()

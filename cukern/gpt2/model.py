@@ -176,7 +176,7 @@ class GPT2(torch.nn.Module):
 
 # ---- the kernels of the fork of llm.c
 
-_matmul = [""]  # of models whose matmul is None, the innermost block's last; "": the faster; "cukern": the version of cukern.use
+_matmul = [""]  # a stack; its last applies to models whose matmul is None. "": the faster one; "cukern": cukern.use decides
 
 
 def _is_strict(x: Tensor) -> bool:
@@ -195,7 +195,7 @@ def use_kernels(
         with use_kernels(softmax_forward=5, softmax_backward=5):
             model(tokens, targets).backward()
 
-    The arguments `attention` and `matmul` of a model go before. Raises ValueError for another number.
+    A model's own arguments `attention` and `matmul` take precedence. Raises ValueError for another number.
     """
     forward, backward = _version("softmax_forward", softmax_forward), _version("softmax_backward", softmax_backward)
     matmul = _version("matmul_forward", matmul_forward)

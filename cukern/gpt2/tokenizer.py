@@ -38,7 +38,7 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte. EOT is the byte 0, which text does not contain."""
+    """One token per byte. EOT is byte 0, which ordinary text does not contain."""
     return Tokenizer(tuple(bytes([i]) for i in range(256)), eot=0)
 
 

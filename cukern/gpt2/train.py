@@ -125,7 +125,8 @@ def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", wa
 
 
 def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0, prompt: Sequence[int] = ()) -> str:
-    """Text from llm.c's sampler with its first seed: `count` tokens after EOT or with the prompt. Beyond max_seq_len other texts follow."""
+    """Text from llm.c's sampler with its first seed. `count` includes the prompt, or the EOT that replaces it. A count above max_seq_len
+    gives several texts."""
     rng, most, options = Xorshift(), model.config.max_seq_len, {"temperature": temperature, "prompt": prompt or None}
     lengths = [max(len(prompt), min(most, count - start)) for start in range(0, count, most)]
     return "\n".join(tokenizer.decode([*prompt, *generate(model, tokenizer, n, rng, **options)]) for n in lengths)  # type: ignore[arg-type]
@@ -150,8 +151,8 @@ class Trainer:
         model: float32, on any device. Its parameters are trained, or replaced by those of the checkpoint.
         tokenizer: decodes samples; without one there are none. say: is called with each printed line, but those of the updates.
 
-    Two runs with equal settings on one machine give the same bits, and so does a run that was stopped and resumed; only with skip_loss or
-    skip_norm the windows of the z-scores start empty, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of
+    Runs with equal settings on one machine give the same bits, also after a stop and a resume. Exception: with skip_loss or skip_norm the
+    windows of the z-scores are empty after a resume, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of
     another shape or rank, and sequences longer than the model's; FileNotFoundError for files that are not there.
     """
 
@@ -304,8 +305,9 @@ class Trainer:
         return torch.stack([self._micro_step(torch.stack(batch)) for batch in batches]).sum()
 
     def _micro_step(self, batch: Tensor) -> Tensor:
-        """Adds the gradients of one batch, (2, B, T): inputs and targets. Returns its share of the mean loss. The first two batches compile
-        and choose kernels; then the graph is captured. With one micro-step the graph writes the gradients, with several it adds to them."""
+        """Adds the gradients of one batch, (2, B, T): inputs and targets. Returns its share of the mean loss. The first
+        max(2, micro_steps) batches run eagerly, which compiles kernels; then the graph is captured. With one micro-step the graph writes
+        the gradients, with several it adds to them."""
         if self.graph is not None:
             graph, inputs, loss = self.graph
             inputs.copy_(batch)
@@ -334,7 +336,7 @@ class Trainer:
         self.graph = graph, inputs, loss.detach()
 
     def _not_finite(self, loss: float) -> str:
-        """The first tensor in llm.c's order that is not finite. A finite loss means that the gradient came first."""
+        """The first tensor in llm.c's order that is not finite. If the loss is finite, only gradients are searched."""
         tensors = {"gradient of": self.model.gradients_by_name()}
         if not math.isfinite(loss):
             tensors = {"parameter": self.model.parameters_by_name()} | tensors

@@ -7,16 +7,18 @@
 //            memory. A launch of adamw_write changes them, so that a CUDA graph may do so too.
 // Types      m and v are float, or double for double parameters. 16-bit parameters may have float masters, which are then updated, and
 //            rounded to the parameter. bfloat16 parameters may be rounded stochastically.
-// Launch     adamw_norm (only with max_norm) and adamw_v2: one block per chunk of CHUNK elements of a tensor, all tensors in one launch.
-//            adamw_prepare, one block, adds the partial sums of the norm in a fixed order, increments the steps, and computes the Numbers
-//            of each tensor in double. If *found_inf is not 0, all tensors are skipped.
+// Launch     In order: adamw_norm (only with max_norm; one launch for all tensors), adamw_prepare (one block), adamw_v2 (one launch per
+//            dtype). adamw_norm and adamw_v2 run one block per chunk of CHUNK elements. adamw_prepare adds the partial sums of the norm in
+//            a fixed order, increments the steps, and computes the coefficients of each tensor in double. If *found_inf is not 0, all
+//            tensors are skipped.
 //
-// version  idea                                                                     of copy
-// v1       one thread per element, one launch per tensor                            -
-// v2       one launch per dtype, chunks of 8192 elements, vectors of 4 elements     -
+// version  idea                                                                     of a copy (H200, float32)
+// v1       one thread per element, one launch per tensor                            0.66 to 0.91
+// v2       one launch per dtype, chunks of 8192 elements, vectors of 4 elements     0.91 to 0.95
 //
-// v2: a thread has four or five independent loads of 16 bytes (float) in flight. A block finds its tensor by bisection: 8 loads of 8 bytes
-// for 148 tensors, which stay in L1. Predictions: docs/notes/adamw.md.
+// v2: each thread has four independent loads in flight: grad, exp_avg, exp_avg_sq, and param or master. They have 16 bytes each, or 8 for
+// a 16-bit grad or param. A block finds its tensor by bisection: 8 loads of 8 bytes for 148 tensors, which stay in L1.
+// Experiments: docs/notes/adamw.md.
 #include "common/pack.cuh"
 #include "common/reduce.cuh"
 #include "stochastic_rounding.cuh"
@@ -36,7 +38,7 @@ struct Group {
     double lr, beta1, beta2, eps, weight_decay;
 };
 
-// The numbers of a tensor. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
+// The coefficients of a tensor, which adamw_prepare computes. WEIGHT1 and WEIGHT2 are 1 - beta; STEP is -1 if the tensor is skipped.
 enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
 
 using Word = unsigned long long;
@@ -52,7 +54,7 @@ __global__ void adamw_write(Word* to, int count, Word w0, Word w1, Word w2, Word
         if (i < count) to[i] = words[i];
 }
 
-// The tensor of a chunk: the last whose first chunk is not larger.
+// The tensor of a chunk. Binary search: the last tensor with first_chunk <= chunk, which skips empty tensors.
 __device__ __forceinline__ int tensor_of(const Row* rows, int tensors, long long chunk) {
     int low = 0, high = tensors;
     while (high - low > 1) {

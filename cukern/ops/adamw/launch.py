@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 class Table:
-    """Rows in device memory, sorted by dtype, with scratch memory for a step. `order`: the number of the Row in each place."""
+    """Rows in device memory, sorted by dtype, with scratch memory for a step. order[i]: the index in `rows` of entry i."""
 
     def __init__(self, rows: Sequence[Row]):
         self.order = sorted(range(len(rows)), key=lambda i: checks.FLOATS.index(rows[i].param.dtype))

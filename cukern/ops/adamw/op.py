@@ -40,7 +40,7 @@ def adamw(
     given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
     lists = [_check_tensors(name, tensors, written=name != "grads") for name, tensors in given]
     numbers = check_numbers(checks.number("lr", lr), betas, eps, weight_decay)
-    checks.integer("step", step, 1, 2**24)  # float32 counts so far
+    checks.integer("step", step, 1, 2**24)  # float32 counts exactly up to 2^24
     checks.version("adamw", version, VERSIONS)
     _check_lists(*lists)
     if not lists[0]:

@@ -32,8 +32,8 @@ class AdamW(torch.optim.Optimizer):
         lr: a number, or a float32 tensor of shape () on the device of the parameters, which is read there at each step.
         betas, eps, weight_decay: as in torch.optim.AdamW (decoupled weight decay, bias correction).
         max_norm: None, or the largest 2-norm of all gradients together. If their norm is larger, they are scaled by max_norm / norm, as
-            llm.c does; `grad_norm` is the norm before that. Kernels do not write the gradients; on a CPU they are scaled in place. If the
-            norm is inf, finite gradients become 0 and infinite ones NaN. If it is NaN, nothing is scaled: the NaN reaches its parameters.
+            llm.c does; `grad_norm` is the norm before that. Kernels do not write the gradients; on a CPU float32 and float64 ones are
+            scaled in place. If the norm is inf, finite gradients become 0 and infinite ones NaN. If it is NaN, nothing is scaled: the NaN reaches its parameters.
         master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter.
         stochastic_rounding: round bfloat16 parameters to one of the two neighbours, so that the expectation is exact. The random numbers
             are Philox4x32-10 of (seed, step, number of the parameter, number of the element), whatever the launch. Not on CPUs.

@@ -1,7 +1,8 @@
 """Uninitialized bits of registers. They travel with the values and are judged where they matter.
 
-A move, a bit operation, a shuffle or a store to shared or local memory passes them on; arithmetic makes its whole result uninitialized. A
-store to a tensor, an address, a branch, a predicate or an atomic that depends on them is a fault. The message names where they came from.
+Moves, bit operations, shuffles, and stores to shared or local memory propagate them bit by bit. Other arithmetic makes the whole result
+uninitialized; packed 16-bit arithmetic, only the affected half. A store to a tensor, an address, a branch, a predicate or an atomic that
+depends on them is a fault. The message names where they came from.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +40,9 @@ class Poison:
     def __init__(self, m: Batch, undefined: Iterable[int]):
         """`undefined`: the registers that the kernel may read before it writes them."""
         self.m = m
-        self.origins = {r: np.arange(m.lanes) for r in undefined}  # register -> number of an origin * lanes + lane, by lane
+        self.origins = {
+            r: np.arange(m.lanes) for r in undefined
+        }  # register -> array by lane: index of the origin * lanes + lane of the origin
         self.sources = [_Origin(None, lambda lane: "uses a variable that no statement has set")]
         self.fresh: list[tuple[np.ndarray, np.ndarray, int]] = []  # lanes, uninitialized bytes, origin; of the current load
         self.off = Uninitialized in m.launched.options.off

@@ -1,11 +1,10 @@
 """What the blocks of a launch have told each other: the happens-before relation across blocks.
 
-A lane accesses memory, executes a fence, then a strong store; a lane that executes a strong load of the same address, and then a fence,
-knows of the accesses. In between, other lanes may store to the address by atomics. An atomic is both a strong load and a strong store, and
-needs no fence after it; st.release and ld.acquire include the fence. A fence also counts for what its lane knows through barriers, and one
-lane's fence before a barrier for the store of another after it. The simulator executes one instruction after the other, so whoever loads
-an address learns of all releases there so far. Some races between blocks are missed: all lanes of a warp learn what one of them loads,
-and a warp that releases at more than 64 addresses at once tells all blocks.
+Release: access, fence, strong store. Acquire: strong load of the same address, fence. Everything before the release happens before
+everything after the acquire. Other lanes may change the address by atomics in between. An atomic is both a strong load and a strong store
+and needs no fence after it. st.release and ld.acquire include the fence. Fences are cumulative over barriers. A load sees all earlier
+releases at its address, because the simulator executes one instruction after the other. Missed races: a warp acquires as a whole, and a
+warp that releases at more than 64 addresses in one instruction releases to all blocks.
 """
 
 import bisect

@@ -24,7 +24,7 @@ class Conflict(NamedTuple):
 class History:
     def __init__(self, granules: int):
         self.last = np.zeros(granules, np.int64)  # the stamp of the newest access
-        self.many = np.zeros(granules, np.uint8)  # whether accesses of other lanes, or of other blocks, are kept below
+        self.many = np.zeros(granules, np.uint8)  # flags: older accesses of other lanes (1), of other blocks (2) are in granules, stamps
         self.since: np.ndarray | None = None  # kept accesses with a lower stamp do not count any more
         self.granules, self.stamps = np.zeros(0, np.int64), np.zeros(0, np.int64)  # kept accesses, by granule
         self.added: list[tuple[np.ndarray, np.ndarray]] = []  # those not yet merged into the two arrays
@@ -40,7 +40,8 @@ class History:
         self.granules, self.stamps = granules[by_granule], np.repeat(self.stamps, finer)[by_granule]
 
     def record(self, order: Order, granules: np.ndarray, stamps: np.ndarray, keep: bool = True) -> np.ndarray:
-        """Note an access; `granules` and `stamps` have one row per lane and granule. `keep` those of other lanes. Returns the newest."""
+        """Record an access. granules, stamps: one row per lane and granule. keep: also keep earlier accesses of other lanes. Returns the
+        stamps that are now the newest."""
         before = self.last[granules]
         self.last[granules] = stamps
         now = self.last[granules]
