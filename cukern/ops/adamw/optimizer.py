@@ -33,7 +33,8 @@ class AdamW(torch.optim.Optimizer):
         betas, eps, weight_decay: as in torch.optim.AdamW (decoupled weight decay, bias correction).
         max_norm: None, or the largest 2-norm of all gradients together. If their norm is larger, they are scaled by max_norm / norm, as
             llm.c does; `grad_norm` is the norm before that. Kernels do not write the gradients; on a CPU float32 and float64 ones are
-            scaled in place. If the norm is inf, finite gradients become 0 and infinite ones NaN. If it is NaN, nothing is scaled: the NaN reaches its parameters.
+            scaled in place. If the norm is inf, finite gradients become 0 and infinite ones NaN. If it is NaN, nothing is scaled: the NaN
+            reaches its parameters.
         master_weights: keep a float32 copy of each 16-bit parameter in the state ("master"), and round it to the parameter.
         stochastic_rounding: round bfloat16 parameters to one of the two neighbours, so that the expectation is exact. The random numbers
             are Philox4x32-10 of (seed, step, number of the parameter, number of the element), whatever the launch. Not on CPUs.
@@ -187,7 +188,7 @@ class AdamW(torch.optim.Optimizer):
             self._tables[key] = table
         if self._groups is None:
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
-            self.grad_norm = None if options.max_norm is None else first.new_empty((), dtype=torch.float32)
+            self.grad_norm = None if options.max_norm is None else first.new_zeros((), dtype=torch.float32)
         self.update_groups()
         if capturing:
             self._captured.append((self._tables[key], self._groups, self.grad_norm))
