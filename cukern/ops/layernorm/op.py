@@ -180,7 +180,7 @@ def _backward_in_torch(s: Tensor, dy: Tensor, ds: Tensor | None, stats: Any, wei
     dx, dweight = gradients(lambda s, weight: reference(s, None, weight, None, eps, rms), (s, weight), (dy,))
     none = (s if weight is None else weight).new_zeros(0)
     dbias = dy.sum(0, dtype=wide(s.dtype)).to(none.dtype)
-    return dx if ds is None else ds + dx, dweight if affine else none, dbias if affine > 1 else none
+    return dx if ds is None or dx is None else ds + dx, dweight if affine else none, dbias if affine > 1 else none
 
 
 _apply_backward = differentiable(_layernorm_backward, _backward_in_torch, 3)
