@@ -172,8 +172,7 @@ class _CrossEntropy(Differentiable):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, targets, ctx.inplace, *options = inputs
-        ctx.options = Options(*options)
+        x, targets, ctx.inplace, *ctx.options = inputs
         ctx.mark_non_differentiable(output[1])
         save(ctx, x, targets, output[1])
 
@@ -184,7 +183,7 @@ class _CrossEntropy(Differentiable):
         if again and ctx.inplace:
             raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
         if again:
-            dx, *_ = gradients(reference, (x, targets, ctx.options), (dloss,))
+            dx, *_ = gradients(reference, (x, targets, Options(*ctx.options)), (dloss,))
         elif ctx.inplace:
             _backward_in_place(x, targets, stats, dloss, *ctx.options)
             torch.autograd.graph.increment_version(x)
@@ -196,7 +195,7 @@ class _CrossEntropy(Differentiable):
     @staticmethod
     def tangent(ctx, dx, *_):
         x, targets, _ = ctx.saved_tensors
-        return tangents(reference, (x, targets, ctx.options), (dx,))[0], None
+        return tangents(reference, (x, targets, Options(*ctx.options)), (dx,))[0], None
 
     @staticmethod
     def batch(info, in_dims, *args):
