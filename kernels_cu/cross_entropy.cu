@@ -29,13 +29,8 @@
 
 constexpr float LOG2E = 1.4426950408889634f;
 
-__device__ __forceinline__ double nan_value() { return __longlong_as_double(0x7ff8000000000000ll); }
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
-
-__device__ __forceinline__ long long target_of(const void* targets, bool wide, long long row) {
-    return wide ? static_cast<const long long*>(targets)[row] : static_cast<const int*>(targets)[row];
-}
 
 // -inf, the maximum of a row of -inf, becomes 0, so that c - base is never NaN for c = -inf.
 template <typename C>
@@ -91,6 +86,15 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
     }
 }
 
+// The same for v1, with single columns only.
+template <typename T, class F>
+__device__ __forceinline__ void read_elements(const T* x, long long columns, F& use) {
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+        compute_t<T> value[1] = {load_as(x[i])};
+        use(i, value);
+    }
+}
+
 // The largest c, the sum of exp(c - largest) and, for smoothing, the sum of c of what a thread has read.
 template <typename T, bool SOFTCAP>
 struct OnlineSum {
@@ -130,25 +134,25 @@ __device__ __forceinline__ C row_reduce(C value, C* shared) {
     return blockDim.x == 32 ? warp_reduce<Op>(value) : block_reduce<Op>(value, shared);
 }
 
-// The logit of the target, for thread 0. Loaded before the row is read, it costs no waiting afterwards.
-template <typename T>
-__device__ __forceinline__ compute_t<T> target_logit(const T* x, long long target, long long vocab) {
-    return threadIdx.x == 0 && target >= 0 && target < vocab ? load_as(x[target]) : compute_t<T>(0);
-}
-
-// Adds up what the threads have read, and writes the loss and lse of the row.
-template <typename T, bool SOFTCAP>
-__device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, compute_t<T> at_target, const OnlineSum<T, SOFTCAP>& online,
-                                           long long target, long long vocab, long long ignored, double smoothing, double z_loss) {
+// The loss and lse of a row, by all threads of the row. LOADS is that of read_row; 0: read_elements.
+template <int LOADS, bool SOFTCAP, typename T>
+__device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, const T* x, long long target, long long vocab,
+                                           long long ignored, double smoothing, double z_loss, double softcap) {
+    bool is_valid = target >= 0 && target < vocab;
+    compute_t<T> at_target = threadIdx.x == 0 && is_valid ? load_as(x[target]) : compute_t<T>(0);  // early, so that nothing waits for it
+    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
+    long long shown = target == ignored ? 0 : vocab;  // an ignored row is not read
+    if constexpr (LOADS == 0) read_elements(x, shown, online);
+    else read_row<LOADS>(x, x, shown, true, online);
     __shared__ compute_t<T> maxima[32];
     __shared__ sum_t<T> sums[32], totals[32];
     compute_t<T> largest = row_reduce<Max>(online.largest, maxima);
-    double base = base_of(largest), total = 0, result = target == ignored ? 0.0 : nan_value();
+    double base = base_of(largest), total = 0, result = target == ignored ? 0.0 : not_a_number();
     sum_t<T> sum = row_reduce<Sum>(online.sum * exponential(online.largest - base_of(largest)), sums);
     if (online.adds_all) total = row_reduce<Sum>(online.total, totals);
     if (threadIdx.x != 0) return;
     double log_sum = log(sum);
-    if (target != ignored && target >= 0 && target < vocab) {
+    if (target != ignored && is_valid) {
         result = (base - (1 - smoothing) * online.capped(at_target)) + log_sum;
         if (smoothing != 0) result -= smoothing / vocab * total;
         if (z_loss != 0) result += z_loss * (base + log_sum) * (base + log_sum);
@@ -157,7 +161,7 @@ __device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, comp
     *lse = base + log_sum;
 }
 
-// The gradient of a column, from what all columns of a row have in common.
+// Writes the gradient of columns to dx, from what all columns of a row have in common.
 template <typename T, bool SOFTCAP>
 struct Gradient {
     using C = compute_t<T>;
@@ -165,10 +169,12 @@ struct Gradient {
     C high, low, of_p, of_target, of_all;  // high + low is lse; for float, low is multiplied by LOG2E
     long long target, vocab;
     bool is_zero;
-    __device__ __forceinline__ Gradient(C weight, double lse, long long target, long long vocab, long long ignored, double smoothing,
-                                        double z_loss, double softcap)
-        : capped(softcap), high(lse), target(target), vocab(vocab), is_zero(target == ignored) {
-        if (target < 0 || target >= vocab) weight = nan_value();
+    T* dx;
+    __device__ __forceinline__ Gradient(T* dx, C dloss, const double* count, double lse, long long target, long long vocab,
+                                        long long ignored, double smoothing, double z_loss, double softcap)
+        : capped(softcap), high(lse), target(target), vocab(vocab), is_zero(target == ignored), dx(dx) {
+        C weight = dloss / (count ? C(*count) : C(1));
+        if (target < 0 || target >= vocab) weight = not_a_number();
         low = abs(lse) <= 3.4e38 ? C(lse - static_cast<double>(high)) * C(LOG2E) : C(0);
         of_p = weight * (1 + C(2 * z_loss) * high);
         of_target = weight * C(1 - smoothing);
@@ -184,7 +190,7 @@ struct Gradient {
         return (1 - t) * (1 + t) * (of_p * share(c) - of_all - extra);
     }
     template <int N>
-    __device__ __forceinline__ void replace(C (&x)[N], long long column) const {
+    __device__ __forceinline__ void operator()(long long column, C (&x)[N]) const {
         bool has_target = target >= column && target < column + N;
         if (!is_zero && !has_target && column + N <= vocab) {
 #pragma unroll
@@ -193,47 +199,31 @@ struct Gradient {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], column + j == target ? of_target : C(0));
         }
+        store_vec(dx + column, pack<T, N>(x));
     }
 };
 
-// ---- v1
+// ---- v1. Grid rows, block 256.
 
-// Grid rows, block 256.
 template <typename T, bool SOFTCAP>
 __global__ void cross_entropy_v1(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long rows,
                                  long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
-    using C = compute_t<T>;
     wait_for_previous();
-    long long row = blockIdx.x, target = target_of(targets, wide, row);
-    long long shown = target == ignored ? 0 : vocab;  // an ignored row is not read
-    x += row * x_row;
-    compute_t<T> at_target = target_logit(x, target, vocab);
-    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
-    for (long long i = threadIdx.x; i < shown; i += blockDim.x) {
-        C c[1] = {load_as(x[i])};
-        online(i, c);
-    }
-    write_loss(loss + row, lse + row, at_target, online, target, vocab, ignored, smoothing, z_loss);
+    long long row = blockIdx.x, target = index_at(targets, wide, row);
+    write_loss<0, SOFTCAP>(loss + row, lse + row, x + row * x_row, target, vocab, ignored, smoothing, z_loss, softcap);
 }
 
-// The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null. Grid rows, block 256.
+// The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null.
 template <typename T, bool SOFTCAP>
 __global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss,
                                      const double* count, bool wide, long long rows, long long dx_row, long long x_row, long long columns,
                                      long long vocab, long long ignored, long long dloss_step, double smoothing, double z_loss,
                                      double softcap) {
     wait_for_previous();
-    long long row = blockIdx.x, target = target_of(targets, wide, row);
-    using C = compute_t<T>;
-    Gradient<T, SOFTCAP> gradient(dloss[row * dloss_step] / (count ? C(*count) : C(1)), lse[row], target, vocab, ignored, smoothing, z_loss,
-                                  softcap);
-    dx += row * dx_row;
-    x += row * x_row;
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-        C value[1] = {load_as(x[i])};
-        gradient.replace(value, i);
-        dx[i] = T(value[0]);
-    }
+    long long row = blockIdx.x;
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
+                                  smoothing, z_loss, softcap);
+    read_elements(x + row * x_row, columns, gradient);
 }
 
 // ---- v2
@@ -245,24 +235,10 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     wait_for_previous();
     long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    long long target = target_of(targets, wide, row);
-    x += row * x_row;
-    compute_t<T> at_target = target_logit(x, target, vocab);
-    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
-    read_row<sizeof(T) == 8 ? 2 : 4>(x, x, target == ignored ? 0 : vocab, true, online);
-    write_loss(loss + row, lse + row, at_target, online, target, vocab, ignored, smoothing, z_loss);
+    constexpr int LOADS = sizeof(T) == 8 ? 2 : 4;
+    long long target = index_at(targets, wide, row);
+    write_loss<LOADS, SOFTCAP>(loss + row, lse + row, x + row * x_row, target, vocab, ignored, smoothing, z_loss, softcap);
 }
-
-template <typename T, bool SOFTCAP>
-struct GradientWriter {
-    T* dx;
-    const Gradient<T, SOFTCAP>& gradient;
-    template <int N>
-    __device__ __forceinline__ void operator()(long long column, compute_t<T> (&x)[N]) const {
-        gradient.replace(x, column);
-        store_vec(dx + column, pack<T, N>(x));
-    }
-};
 
 template <typename T, bool SOFTCAP>
 __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
@@ -272,11 +248,9 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     wait_for_previous();
     long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
     if (row >= rows) return;
-    using C = compute_t<T>;
-    Gradient<T, SOFTCAP> gradient(dloss[row * dloss_step] / (count ? C(*count) : C(1)), lse[row], target_of(targets, wide, row), vocab,
-                                  ignored, smoothing, z_loss, softcap);
-    GradientWriter<T, SOFTCAP> writer{dx + row * dx_row, gradient};
-    read_row<2>(x + row * x_row, writer.dx, columns, !gradient.is_zero, writer);
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
+                                  smoothing, z_loss, softcap);
+    read_row<2>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
@@ -296,7 +270,7 @@ __global__ void cross_entropy_reduce(C* out, double* count, const C* loss, const
         for (int k = 0; k < LOADS; ++k) {
             long long row = first + k * blockDim.x;
             terms[k] = row < rows ? loss[row] : C(0);
-            found[k] = row < rows ? target_of(targets, wide, row) : ignored;
+            found[k] = row < rows ? index_at(targets, wide, row) : ignored;
         }
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {

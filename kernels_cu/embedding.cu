@@ -27,16 +27,7 @@ constexpr int ROWS = 4;    // of a thread of embedding_v2
 constexpr int CHUNK = 64;  // sorted tokens per block
 constexpr int UNROLL = 8;  // rows that a thread loads at a time, so that enough bytes are in flight
 
-__device__ __forceinline__ long long token_at(const void* tokens, bool wide, long long i) {
-    return wide ? static_cast<const long long*>(tokens)[i] : static_cast<const int*>(tokens)[i];
-}
-
 __device__ __forceinline__ bool is_inside(long long token, long long vocabulary) { return token >= 0 && token < vocabulary; }
-
-template <typename T>
-__device__ __forceinline__ compute_t<T> not_a_number() {
-    return static_cast<compute_t<T>>(__int_as_float(0x7fc00000));
-}
 
 // ---- v1
 
@@ -45,8 +36,8 @@ __global__ void embedding_v1(T* out, const void* tokens, const T* weight, const 
                              long long vocabulary, long long features, bool wide) {
     long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (i >= rows * features) return;
-    long long row = i / features, column = i % features, token = token_at(tokens, wide, row);
-    compute_t<T> y = is_inside(token, vocabulary) ? load_as(weight[token * features + column]) : not_a_number<T>();
+    long long row = i / features, column = i % features, token = index_at(tokens, wide, row);
+    compute_t<T> y = is_inside(token, vocabulary) ? load_as(weight[token * features + column]) : not_a_number();
     if (positions) y += load_as(positions[row % time * features + column]);
     out[i] = T(y);
 }
@@ -59,20 +50,12 @@ __global__ void embedding_v1_bwd(T* dweight, const T* dout, const void* tokens, 
     long long token = i / features, column = i % features;
     compute_t<T> sum = 0;
     for (long long row = 0; row < rows; row++) {
-        if (token_at(tokens, wide, row) == token) sum += load_as(dout[row * features + column]);
+        if (index_at(tokens, wide, row) == token) sum += load_as(dout[row * features + column]);
     }
     dweight[i] = T(sum);
 }
 
 // ---- v2: vectors of N elements
-
-template <typename T, int N>
-__device__ __forceinline__ void add_to(compute_t<T> (&sum)[N], const Vec<T, N>& v) {
-    compute_t<T> x[N];
-    unpack(x, v);
-#pragma unroll
-    for (int j = 0; j < N; j++) sum[j] += x[j];
-}
 
 // The first column of this thread's vector.
 template <int N>
@@ -92,7 +75,7 @@ __device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* 
     Vec<T, N> w[ROWS], p[ROWS];
 #pragma unroll
     for (int k = 0; k < ROWS; k++) {
-        long long row = min(first + k * blockDim.y, rows - 1), token = token_at(tokens, wide, row);
+        long long row = min(first + k * blockDim.y, rows - 1), token = index_at(tokens, wide, row);
         inside[k] = is_inside(token, vocabulary);
         w[k] = load_vec<T, N>(weight + (inside[k] ? token : 0) * features);  // not used if the token is not inside
         if constexpr (POSITIONS) p[k] = load_vec<T, N>(positions + time_of(row, time) * features);
@@ -105,7 +88,7 @@ __device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* 
         unpack(y, w[k]);
         if constexpr (POSITIONS) add_to(y, p[k]);
 #pragma unroll
-        for (int j = 0; j < N; j++) y[j] = inside[k] ? y[j] : not_a_number<T>();
+        for (int j = 0; j < N; j++) y[j] = inside[k] ? y[j] : not_a_number();
         store_vec(out + row * features, pack<T, N>(y));
     }
 }
@@ -128,8 +111,8 @@ __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* do
     long long column = column_of_thread<N>(), chunk = blockIdx.x, first = chunk * CHUNK, end = min(first + CHUNK, rows);
     if (column >= features) return;
     compute_t<T> sum[N] = {};
-    long long token = token_at(sorted, wide, first);
-    bool continues = first > 0 && token_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
+    long long token = index_at(sorted, wide, first);
+    bool continues = first > 0 && index_at(sorted, wide, first - 1) == token;  // the run started in an earlier chunk
     for (long long i = first; i < end; i += UNROLL) {
         Vec<T, N> v[UNROLL];
 #pragma unroll
@@ -140,7 +123,7 @@ __global__ void embedding_v2_bwd(T* dweight, compute_t<T>* partials, const T* do
         for (int k = 0; k < UNROLL; k++) {
             if (i + k >= end) break;
             add_to(sum, v[k]);
-            long long next = i + k + 1 < rows ? token_at(sorted, wide, i + k + 1) : -1;
+            long long next = i + k + 1 < rows ? index_at(sorted, wide, i + k + 1) : -1;
             bool ends = i + k + 1 == rows || next != token;
             if (!ends && i + k + 1 < end) continue;
             if (continues || !ends) {
@@ -165,13 +148,13 @@ __global__ void embedding_v2_bwd_runs(T* dweight, const compute_t<T>* partials, 
     wait_for_previous();
     long long column = column_of_thread<1>(), chunk = blockIdx.x, first = chunk * CHUNK, next = first + CHUNK;
     if (column >= features || next >= rows) return;
-    long long token = token_at(sorted, wide, next);
-    if (!is_inside(token, vocabulary) || token_at(sorted, wide, next - 1) != token) return;
-    if (first > 0 && token_at(sorted, wide, first - 1) == token) return;
+    long long token = index_at(sorted, wide, next);
+    if (!is_inside(token, vocabulary) || index_at(sorted, wide, next - 1) != token) return;
+    if (first > 0 && index_at(sorted, wide, first - 1) == token) return;
     long long last = chunk + 1, beyond = (rows + CHUNK - 1) / CHUNK;  // bisection: the run reaches the start of `last`, not of `beyond`
     while (beyond - last > 1) {
         long long middle = (last + beyond) / 2;
-        (token_at(sorted, wide, middle * CHUNK) == token ? last : beyond) = middle;
+        (index_at(sorted, wide, middle * CHUNK) == token ? last : beyond) = middle;
     }
     compute_t<T> sum = partials[(2 * chunk + 1) * features + column];
 #pragma unroll 8

@@ -74,11 +74,7 @@ __device__ __forceinline__ Gate<compute_t<T>> gate(compute_t<T> x) {
 template <typename T, typename B, int N>
 __device__ __forceinline__ void load_sum(compute_t<T> (&v)[N], const T* x, const B* bias) {
     unpack(v, load_vec<T, N>(x));
-    if (!bias) return;
-    compute_t<B> b[N];
-    unpack(b, load_vec<B, N>(bias));
-#pragma unroll
-    for (int j = 0; j < N; j++) v[j] += b[j];
+    if (bias) add_to(v, load_vec<B, N>(bias));
 }
 
 // Offsets of this thread's N elements of a row, and their column.
@@ -103,14 +99,9 @@ template <int FUNCTION, int N, typename T, typename B>
 __device__ __forceinline__ void forward(T* out, const T* x, const T* up, const B* bias, const Place& at) {
     compute_t<T> v[N], u[N];
     load_sum(v, x + at.x, bias ? bias + at.col : bias);
-    if (up) {
-        unpack(u, load_vec<T, N>(up + at.up));
+    if (up) unpack(u, load_vec<T, N>(up + at.up));
 #pragma unroll
-        for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value * u[j];
-    } else {
-#pragma unroll
-        for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value;
-    }
+    for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value * (up ? u[j] : 1);
     store_vec(out + at.out, pack<T, N>(v));
 }
 

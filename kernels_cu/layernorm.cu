@@ -27,15 +27,10 @@
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
-// x + residual, rounded to T.
-template <typename T>
-__device__ __forceinline__ T add_rounded(T x, T residual) {
-    return T(load_as(x) + load_as(residual));
-}
-
-template <typename T, typename C>
-__device__ __forceinline__ T normalized(C x, C mean, C rstd, C weight, C bias) {
-    return T((x - mean) * rstd * weight + bias);
+// from[i], or `missing` for a null pointer.
+template <typename W, typename C>
+__device__ __forceinline__ C value_or(const W* from, long long i, C missing) {
+    return from ? C(load_as(from[i])) : missing;
 }
 
 // One element of the gradient. mean_h and mean_hn are the means of h and of h * n over the row.
@@ -56,7 +51,7 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
         const T* from = x + row * x_row;
         if (residual) {
             for (long long i = threadIdx.x; i < columns; i += blockDim.x)
-                s[row * columns + i] = add_rounded(from[i], residual[row * residual_row + i]);
+                s[row * columns + i] = T(load_as(from[i]) + load_as(residual[row * residual_row + i]));
             from = s + row * columns;  // each thread reads the elements that it wrote
         }
         C mean = 0, sum = 0;
@@ -67,9 +62,10 @@ __global__ void layernorm_v1(T* y, T* s, compute_t<T>* stats, const T* x, const 
         }
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) sum += (load_as(from[i]) - mean) * (load_as(from[i]) - mean);
         C rstd = 1 / sqrt(block_reduce<Sum>(sum, sums[1]) / columns + C(eps));
-        for (long long i = threadIdx.x; i < columns; i += blockDim.x)
-            y[row * columns + i] =
-                normalized<T>(load_as(from[i]), mean, rstd, weight ? C(load_as(weight[i])) : C(1), bias ? C(load_as(bias[i])) : C(0));
+        for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
+            C n = (load_as(from[i]) - mean) * rstd, w = value_or(weight, i, C(1)), b = value_or(bias, i, C(0));
+            y[row * columns + i] = T(n * w + b);
+        }
         if (threadIdx.x == 0) {
             stats[2 * row] = mean;
             stats[2 * row + 1] = rstd;
@@ -88,15 +84,15 @@ __global__ void layernorm_v1_bwd(T* dx, const T* s, const T* dy, const T* ds, co
         C mean = stats[2 * row], rstd = stats[2 * row + 1], sum_h = 0, sum_hn = 0;
         const T *row_s = s + row * s_row, *row_dy = dy + row * dy_row;
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C h = load_as(row_dy[i]) * (weight ? C(load_as(weight[i])) : C(1));
+            C h = load_as(row_dy[i]) * value_or(weight, i, C(1));
             sum_h += h;
             sum_hn += h * (load_as(row_s[i]) - mean) * rstd;
         }
         C mean_h = RMS ? C(0) : block_reduce<Sum>(sum_h, sums[0]) / columns;
         C mean_hn = block_reduce<Sum>(sum_hn, sums[1]) / columns;
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-            C h = load_as(row_dy[i]) * (weight ? C(load_as(weight[i])) : C(1)), n = (load_as(row_s[i]) - mean) * rstd;
-            dx[row * columns + i] = T(gradient(h, n, mean_h, mean_hn, rstd) + (ds ? load_as(ds[row * ds_row + i]) : C(0)));
+            C h = load_as(row_dy[i]) * value_or(weight, i, C(1)), n = (load_as(row_s[i]) - mean) * rstd;
+            dx[row * columns + i] = T(gradient(h, n, mean_h, mean_hn, rstd) + value_or(ds, row * ds_row + i, C(0)));
         }
         __syncthreads();
     }
@@ -175,6 +171,21 @@ struct Row {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) v[k] = load_vec<T, N>(from + (column(k) < end ? column(k) : 0));
     }
+
+    // This thread's sum of f(x) over the columns before `end`.
+    template <typename F>
+    __device__ __forceinline__ compute_t<T> sum(int end, F f) const {
+        compute_t<T> result = 0;
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) {
+            if (column(k) >= end) break;
+            compute_t<T> a[N];
+            unpack(a, v[k]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) result += f(a[j]);
+        }
+        return result;
+    }
 };
 
 // N elements of the weight or bias, in vectors of at most 16 bytes; `missing` for a null pointer.
@@ -207,41 +218,23 @@ __global__ void __launch_bounds__(512)
         added.load(residual + from * residual_row, columns);
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
-            C sum[N], other[N];
+            C sum[N];
             unpack(sum, values.v[k]);
-            unpack(other, added.v[k]);
-#pragma unroll
-            for (int j = 0; j < N; ++j) sum[j] += other[j];
+            add_to(sum, added.v[k]);
             values.v[k] = pack<T, N>(sum);
             int column = values.column(k);
             if (column < end) store_vec(s + row * columns + column, values.v[k]);
         }
     }
-    C mean = 0, sum = 0, a[N];
-    if (!RMS) {
-#pragma unroll
-        for (int k = 0; k < VECTORS; ++k) {
-            if (values.column(k) >= columns) break;
-            unpack(a, values.v[k]);
-#pragma unroll
-            for (int j = 0; j < N; ++j) sum += a[j];
-        }
-        mean = row_sum(sum, sums[0]) / columns;
-        sum = 0;
-    }
-#pragma unroll
-    for (int k = 0; k < VECTORS; ++k) {
-        if (values.column(k) >= columns) break;
-        unpack(a, values.v[k]);
-#pragma unroll
-        for (int j = 0; j < N; ++j) sum += (a[j] - mean) * (a[j] - mean);
-    }
-    C rstd = 1 / sqrt(row_sum(sum, sums[1]) / columns + C(eps));
+    C mean = 0;
+    if (!RMS) mean = row_sum(values.sum(columns, [](C a) { return a; }), sums[0]) / columns;
+    C squares = row_sum(values.sum(columns, [mean](C a) { return (a - mean) * (a - mean); }), sums[1]);
+    C rstd = 1 / sqrt(squares / columns + C(eps));
 #pragma unroll
     for (int k = 0; k < VECTORS; ++k) {
         int column = values.column(k);
         if (column >= end) break;
-        C w[N], b[N];
+        C a[N], w[N], b[N];
         load_affine(w, weight, column, C(1));
         load_affine(b, bias, column, C(0));
         unpack(a, values.v[k]);

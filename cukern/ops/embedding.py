@@ -263,20 +263,12 @@ def _cost(positions: bool, dims: Sequence[int], itemsize: int) -> dict[str, Cost
 for _name, _inputs in (("embedding", ("weight", "positions", "tokens")), ("embedding_tokens", ("weight", "tokens"))):
     register(
         Op(
-            name=_name,
-            stem="embedding",
-            function=embedding,
-            reference=reference,
-            versions=VERSIONS,
-            dtypes=checks.FLOATS,
-            dims="BATCH TIME VOCABULARY FEATURES",
+            name=_name, stem="embedding", function=embedding, reference=reference, versions=VERSIONS, dtypes=checks.FLOATS,
+            dims="BATCH TIME VOCABULARY FEATURES", make=partial(_make, "positions" in _inputs), inputs=_inputs,
+            cost=partial(_cost, "positions" in _inputs), bound="memory",
+            spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
             check_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24), (4, 1024, 1000, 768)),
             sim_dims=((1, 1, 1, 1), (2, 5, 7, 3), (3, 67, 11, 24)),
             bench_dims=((32, 1024, 50304, 768), (8, 1024, 32000, 4096)),
-            make=partial(_make, "positions" in _inputs),
-            inputs=_inputs,
-            cost=partial(_cost, "positions" in _inputs),
-            bound="memory",
-            spread=lambda weight, *rest, version=None: embedding(rest[-1], weight, *rest[:-1], version=version),
         )
-    )
+    )  # fmt: skip

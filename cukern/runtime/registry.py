@@ -164,6 +164,21 @@ def each(apply: Callable[..., Any], size: int, in_dims: Sequence[int | None], ar
     return outputs, tuple(None if out is None else 0 for out in outputs)
 
 
+def rows_of_each(
+    apply: Callable[..., Any], matrices: int, size: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The vmap rule of an op on rows: one call, with the batch merged into the rows of the first `matrices` arguments. Other arguments
+    that have a batch dimension need `each`. Returns (outputs, out_dims)."""
+    if any(dim is not None for dim in in_dims[matrices:]):
+        return each(apply, size, in_dims, args)
+    full = [t if t is None else batched(t, dim, size) for t, dim in zip(args[:matrices], in_dims, strict=False)]
+    outs = apply(*(t if t is None else t.flatten(0, 1) for t in full), *args[matrices:])
+    shape = next(t.shape[:2] for t in full if t is not None)
+    if isinstance(outs, torch.Tensor):
+        return outs.unflatten(0, shape), 0
+    return tuple(out.unflatten(0, shape) for out in outs), (0,) * len(outs)
+
+
 def _no_backward(*_: Any) -> None:
     raise NotImplementedError("the gradients of this op use its forward kernels")
 

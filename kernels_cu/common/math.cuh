@@ -1,4 +1,4 @@
-// Types for computation, and an exponential. 16-bit types are computed in float, as torch does.
+// Types for computation, an exponential, NaN and indices. 16-bit types are computed in float, as torch does.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -24,6 +24,13 @@ using sum_t = conditional_t<sizeof(T) == 2, float, double>;
 template <typename T>
 __device__ __forceinline__ compute_t<T> load_as(T x) {
     return static_cast<compute_t<T>>(x);
+}
+
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fc00000); }
+
+// Element i of an array of long long if `wide`, else of int.
+__device__ __forceinline__ long long index_at(const void* indices, bool wide, long long i) {
+    return wide ? static_cast<const long long*>(indices)[i] : static_cast<const int*>(indices)[i];
 }
 
 // 2^x for x in [-1/2, 1/2], with an error of at most 1.12 * 2^-24. The polynomial of degree 7 is 1 at 0 and has the least relative error,

@@ -41,6 +41,14 @@ __device__ __forceinline__ void unpack(A (&to)[N], const Vec<T, N>& from) {
 }
 
 template <typename T, int N, typename A>
+__device__ __forceinline__ void add_to(A (&sum)[N], const Vec<T, N>& v) {
+    A x[N];
+    unpack(x, v);
+#pragma unroll
+    for (int i = 0; i < N; i++) sum[i] += x[i];
+}
+
+template <typename T, int N, typename A>
 __device__ __forceinline__ Vec<T, N> pack(const A (&from)[N]) {
     Vec<T, N> to;
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {

@@ -156,6 +156,20 @@ def test_vmap(name, device):
     close(nested(*twice), torch.func.vmap(torch.func.vmap(theirs, -1), 0)(*twice), "vmap of vmap")
 
 
+@kernels
+@pytest.mark.parametrize("name", ("layernorm", "gelu_bias", "swiglu", "cross_entropy"))
+def test_second_derivatives_inside_of_saved_tensor_hooks(name):
+    """torch.func.vjp, which computes derivatives under transforms, refuses to run inside of the hooks."""
+    ours, theirs, inputs = problem(name, DEVICE)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    found = []
+    for function in (ours, theirs):
+        with torch.autograd.graph.save_on_cpu():
+            firsts = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+            found.append(torch.autograd.grad(sum(first.square().sum() for first in firsts), leaves))
+    close(*found)
+
+
 class Layer(torch.nn.Module):
     def __init__(self, function, inputs):
         super().__init__()

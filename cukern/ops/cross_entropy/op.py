@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.reference import Options, gradient, reduce, reference
+from cukern.ops.cross_entropy.reference import Options, reference
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.device import cached
+from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
@@ -179,20 +180,22 @@ class _CrossEntropy(Differentiable):
     def backward(ctx, dloss, _):
         x, targets, stats = ctx.saved_tensors
         again = watched(x, dloss) and not torch.compiler.is_compiling()
-        if not ctx.inplace:
-            dx = gradient(x, targets, dloss, Options(*ctx.options)) if again else _backward(x, targets, stats, dloss, *ctx.options)
-            return dx, *(None,) * 9
-        if again:
+        if again and ctx.inplace:
             raise NotImplementedError("with inplace_backward, the gradient of cross_entropy cannot be differentiated")
-        _backward_in_place(x, targets, stats, dloss, *ctx.options)
-        torch.autograd.graph.increment_version(x)
-        return x.detach(), *(None,) * 9
+        if again:
+            dx, *_ = gradients(reference, (x, targets, Options(*ctx.options)), (dloss,))
+        elif ctx.inplace:
+            _backward_in_place(x, targets, stats, dloss, *ctx.options)
+            torch.autograd.graph.increment_version(x)
+            dx = x.detach()
+        else:
+            dx = _backward(x, targets, stats, dloss, *ctx.options)
+        return dx, *(None,) * 9
 
     @staticmethod
     def tangent(ctx, dx, *_):
-        (x, targets, _), options = ctx.saved_tensors, Options(*ctx.options)
-        g = gradient(x.to(wide(x.dtype)), targets, torch.ones_like(targets, dtype=wide(x.dtype)), options._replace(reduction="none"))
-        return reduce((g * dx).sum(1), targets, options), None
+        x, targets, _ = ctx.saved_tensors
+        return tangents(reference, (x, targets, Options(*ctx.options)), (dx,))[0], None
 
     @staticmethod
     def batch(info, in_dims, *args):

@@ -31,18 +31,8 @@ def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
         inner = "none" if z_loss else reduction
         loss = functional.cross_entropy(x, flat, ignore_index=ignored, reduction=inner, label_smoothing=smoothing)
         if z_loss:
-            loss = reduce(loss + (z_loss * x.logsumexp(-1).square()).masked_fill(flat == ignored, 0.0), flat, options)
+            rows = loss + (z_loss * x.logsumexp(-1).square()).masked_fill(flat == ignored, 0.0)
+            loss = rows if reduction == "none" else rows.sum()
+            if reduction == "mean":
+                loss = loss / (flat != ignored).sum()
         return loss.view(targets.shape) if reduction == "none" else loss
-
-
-def reduce(rows: Tensor, targets: Tensor, options: Options) -> Tensor:
-    """The rows' losses as `reduction` says."""
-    if options.reduction == "none":
-        return rows
-    return rows.sum() / (targets != options.ignored).sum() if options.reduction == "mean" else rows.sum()
-
-
-def gradient(x: Tensor, targets: Tensor, dloss: Tensor, options: Options) -> Tensor:
-    """The gradient of the logits x (rows, columns), in operations that can be differentiated again."""
-    with off(x):
-        return torch.func.vjp(lambda logits: reference(logits, targets, options), x)[1](dloss)[0]

@@ -12,7 +12,8 @@ from torch.nn import functional
 from cukern.ops.gelu.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, each, raw_op, register, save, watched
+from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, raw_op, register, rows_of_each, save, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
 
@@ -153,48 +154,32 @@ class _Gelu(Differentiable):
         x, up, bias = ctx.saved_tensors
         bias_grad = bias is not None and ctx.needs_input_grad[2]
         if watched(x, up, bias, dout) and not torch.compiler.is_dynamo_compiling():
-            return *_gradients(x, up, bias, dout, ctx.function), None, None
+            return gradients(_in_torch, (x, up, bias, ctx.function, ctx.version), (dout,))
         dx, dup, dbias = _gelu_backward(x, up, bias, dout, ctx.function, bias_grad, ctx.version)
         return dx, None if up is None else dup, dbias if bias_grad else None, None, None
 
     @staticmethod
-    def tangent(ctx, dx, dup, dbias, *_):
-        with off(dx):
-            f, slope, up, dx, dup, dbias = _derivatives(*ctx.saved_tensors, ctx.function, dx, dup, dbias)
-            dv = slope * (dx if dbias is None else dx + dbias)
-            return (dv if up is None else dv * up + f * dup).to(ctx.saved_tensors[0].dtype)
+    def tangent(ctx, *dinputs):
+        return tangents(_in_torch, (*ctx.saved_tensors, ctx.function, ctx.version), dinputs)[0]
 
     @staticmethod
-    def batch(info, in_dims, x, up, bias, *options):
-        if in_dims[2] is not None:
-            return each(_apply, info.batch_size, in_dims, (x, up, bias, *options))
-        x, up = (t if t is None else batched(t, dim, info.batch_size) for t, dim in zip((x, up), in_dims, strict=False))
-        return _apply(x.flatten(0, 1), up if up is None else up.flatten(0, 1), bias, *options).view(x.shape), 0
+    def batch(info, in_dims, *args):
+        return rows_of_each(_apply, 2, info.batch_size, in_dims, args)
 
 
 _apply = apply_of(_Gelu)
 
 
-def _gradients(x: Tensor, up: Tensor | None, bias: Tensor | None, dout: Tensor, function: str) -> tuple[Tensor | None, ...]:
-    """The gradients of x, up and bias in operations that torch differentiates and transforms."""
-    with off(x):
-        f, slope, wide_up, g = _derivatives(x, up, bias, function, dout)
-        dx = g * slope if wide_up is None else g * slope * wide_up
-        return dx.to(x.dtype), None if up is None else (g * f).to(x.dtype), None if bias is None else dx.sum(0).to(bias.dtype)
-
-
-def _derivatives(x: Tensor, up: Any, bias: Any, function: str, *others: Any) -> tuple[Any, ...]:
-    """f(x + bias), f'(x + bias), up and others, in float32, or in float64 for float64."""
-    up, bias, *rest = (t if t is None else t.to(wide(x.dtype)) for t in (up, bias, *others))
+def _in_torch(x: Tensor, up: Tensor | None, bias: Tensor | None, function: str, *_: Any) -> Tensor:
+    """The op for derivatives: computed in float32, or in float64 for float64, and finite where torch's derivative of gelu overflows."""
     v = x.to(wide(x.dtype)) if bias is None else x.to(wide(x.dtype)) + bias
     if function == "none":
-        gate, slope = 0.5 * (1 + torch.erf(v * math.sqrt(0.5))), torch.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
+        gate = 0.5 * (1 + torch.erf(v * math.sqrt(0.5)))
     else:  # gate = sigmoid(a v + b v^3)
         a, b = (1.0, 0.0) if function == "silu" else (2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715)
-        square = v.square().clamp(max=1600)  # beyond, the gate is 0 or 1
-        gate = torch.sigmoid(v * (a + b * square))
-        slope = gate * (1 - gate) * (a + 3 * b * square)
-    return v * gate, gate + v * slope, up, *rest
+        gate = torch.sigmoid(v * (a + b * v.square().clamp(max=1600)))  # beyond, the gate is 0 or 1
+    y = v * gate
+    return (y if up is None else y * up).to(x.dtype)
 
 
 # ---- for the tools

@@ -17,7 +17,8 @@ from torch import Tensor
 from cukern.ops.layernorm.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.autocast import off
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, batched, choose, each, raw_op, register, row_counts, save, watched
+from cukern.runtime.higher import differentiable, gradients, tangents
+from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, raw_op, register, row_counts, rows_of_each, save, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
 _tracing = torch.compiler.is_dynamo_compiling
@@ -63,13 +64,21 @@ def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, residual: Any = None, ver
     return _public("rmsnorm", x, weight, None, eps, residual, version)
 
 
-def reference(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None) -> Any:
+def reference(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, *_: Any) -> Any:
     """The op in torch's operations. Not torch.nn.functional.layer_norm, whose second derivative by x and weight is wrong in torch 2.13."""
     with off(x):
         s = x if residual is None else x + residual
-        t, w, b = _widened(x, s, weight, bias)
-        y = (_normalized(t, eps, op == "rmsnorm")[0] * (1.0 if weight is None else w) + b).to(x.dtype)
-        return y if residual is None else (y, s)
+        y, _ = _normalized(s.to(wide(s.dtype)), eps, rms)
+        if weight is not None:
+            y = y * weight if bias is None else y * weight + bias
+        return y.to(x.dtype) if residual is None else (y.to(x.dtype), s)
+
+
+def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Any, Any]:
+    """n and r."""
+    s = s if rms else s - s.mean(-1, keepdim=True)
+    r = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return s * r, r
 
 
 def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, version: str | None) -> Any:
@@ -93,7 +102,7 @@ def _public(op: str, x: Any, weight: Any, bias: Any, eps: Any, residual: Any, ve
     if not x.is_cuda and not backend.simulates(x):
         if version is not None:
             checks.needs_gpu(op, version, x.device)
-        return reference(op, x, weight, bias, eps, residual)
+        return reference(x, residual, weight, bias, eps, op == "rmsnorm")
     matrices = _matrix(x), None if residual is None else _matrix(residual)
     run = _apply if watched(x, residual, weight, bias) else _layernorm
     outs = run(*matrices, weight, bias, eps, op == "rmsnorm", version or "")
@@ -163,24 +172,18 @@ _layernorm_backward = raw_op(
     5, _launch_backward, _fake_backward,
 )  # fmt: skip
 
-# ---- autograd. Derivatives beyond the first, and forward-mode ones, are in torch's operations, so that they can be differentiated again.
+# ---- autograd
 
 
-def _normalized(s: Tensor, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
-    """n and r."""
-    s = s if rms else s - s.mean(-1, keepdim=True)
-    r = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return s * r, r
+def _backward_in_torch(s: Tensor, dy: Tensor, ds: Tensor | None, stats: Any, weight: Tensor | None, *options: Any) -> tuple[Any, ...]:
+    eps, rms, affine, _ = options
+    dx, dweight = gradients(lambda s, weight: reference(s, None, weight, None, eps, rms), (s, weight), (dy,))
+    none = (s if weight is None else weight).new_zeros(0)
+    dbias = dy.sum(0, dtype=wide(s.dtype)).to(none.dtype)
+    return dx if ds is None or dx is None else ds + dx, dweight if affine else none, dbias if affine > 1 else none
 
 
-def _project(t: Tensor, n: Tensor, rms: bool) -> Tensor:
-    """t without its components along n and, but for rmsnorm, along 1. The derivative of n along t is r times this."""
-    return (t if rms else t - t.mean(-1, keepdim=True)) - n * (n * t).mean(-1, keepdim=True)
-
-
-def _widened(like: Tensor, *tensors: Tensor | None) -> list[Any]:
-    """The tensors in the dtype of the computation; 0 for those that are missing."""
-    return [0.0 if t is None else t.to(wide(like.dtype)) for t in tensors]
+_apply_backward = differentiable(_layernorm_backward, _backward_in_torch, 3)
 
 
 class _LayerNorm(Differentiable):
@@ -203,7 +206,7 @@ class _LayerNorm(Differentiable):
         eps, rms, version = ctx.options
         dy = torch.zeros_like(s) if dy is None else dy
         affine = 2 if ctx.has_bias and ctx.needs_input_grad[3] else int(ctx.needs_input_grad[2])
-        run = _apply_backward if watched(s, dy, ds, weight) else _layernorm_backward
+        run = _apply_backward if watched(s, dy, ds, weight) and not _tracing() else _layernorm_backward
         dx, dweight, dbias = run(s, dy, ds, stats, weight, eps, rms, affine, version)
         wanted = zip((dx, dx, dweight, dbias), ctx.needs_input_grad, strict=False)
         return *(d if needed else None for d, needed in wanted), None, None, None
@@ -211,70 +214,16 @@ class _LayerNorm(Differentiable):
     @staticmethod
     def tangent(ctx, dx, dresidual, dweight, dbias, *_):
         s, _, weight = ctx.saved_tensors
-        eps, rms, _ = ctx.options
-        t, a, w, dw, db = _widened(s, s, None, weight, dweight, dbias)
-        n, r = _normalized(t, eps, rms)
-        ds = torch.zeros_like(t) + sum(_widened(s, dx, dresidual), a)
-        dy = r * _project(ds, n, rms) * (1.0 if weight is None else w) + n * dw + db
-        return (dy.to(s.dtype), None, ds.to(s.dtype))[: 3 if ctx.has_residual else 2]
-
-    @staticmethod
-    def batch(info, in_dims, x, residual, weight, bias, *options):
-        if in_dims[2] is not None or in_dims[3] is not None:
-            return each(_apply, info.batch_size, in_dims, (x, residual, weight, bias, *options))
-        x, residual = (None if t is None else batched(t, d, info.batch_size) for t, d in zip((x, residual), in_dims, strict=False))
-        merged = (None if t is None else t.flatten(0, 1) for t in (x, residual))
-        outs = tuple(out.unflatten(0, x.shape[:2]) for out in _apply(*merged, weight, bias, *options))
-        return outs, (0,) * len(outs)
-
-
-class _LayerNormBackward(Differentiable):
-    @staticmethod
-    def forward(*args):
-        return _layernorm_backward(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        s, dy, ds, _, weight, *ctx.options = inputs
-        ctx.has_ds = ds is not None
-        save(ctx, s, dy, weight)
-
-    @staticmethod
-    def backward(ctx, u, v, z):
-        """u, v and z are the gradients of dx, dweight and dbias."""
-        s, dy, weight = ctx.saved_tensors
-        eps, rms, affine, _ = ctx.options
-        t, g, w, a, b, c = _widened(s, s, dy, weight, u, v if affine else None, z if affine > 1 else None)
-        w = 1.0 if weight is None else w
-        n, r = _normalized(t, eps, rms)
-        h, q = g * w, r * _project(a, n, rms)
-        dn = g * b - r * (a * (n * h).mean(-1, keepdim=True) + h * (n * a).mean(-1, keepdim=True))
-        dt = r * (_project(dn, n, rms) - n * (r * a * _project(h, n, rms)).mean(-1, keepdim=True))
-        dweight = None if weight is None else (g * q).sum(0).to(weight.dtype)
-        return dt.to(s.dtype), (q * w + n * b + c).to(s.dtype), u if ctx.has_ds else None, None, dweight, None, None, None, None
-
-    @staticmethod
-    def tangent(ctx, ds, ddy, dds, _, dweight, *rest):
-        s, dy, weight = ctx.saved_tensors
-        eps, rms, affine, _ = ctx.options
-        t, g, w, dt, dg, dw, a = _widened(s, s, dy, weight, ds, ddy, dweight, dds)
-        w = 1.0 if weight is None else w
-        n, r = _normalized(t, eps, rms)
-        dt = torch.zeros_like(t) + dt
-        h, dh, dn = g * w, dg * w + g * dw, r * _project(dt, n, rms)
-        dr = -r * (n * dt).mean(-1, keepdim=True)  # relative to r
-        turn = dn * (n * h).mean(-1, keepdim=True) + n * (dn * h).mean(-1, keepdim=True)
-        dx = r * (dr * _project(h, n, rms) + _project(dh, n, rms) - turn) + a
-        sums = (dg * n + g * dn).sum(0), (torch.zeros_like(t) + dg).sum(0)
-        like = s if weight is None else weight
-        return dx.to(s.dtype), *(d.to(like.dtype) if affine > i else like.new_zeros(0) for i, d in enumerate(sums))
+        ds = torch.zeros_like(s) + sum(d for d in (dx, dresidual) if d is not None)
+        (dy,) = tangents(reference, (s, None, weight, dbias, *ctx.options), (ds, None, dweight, dbias))  # any bias will do
+        return (dy, None, ds)[: 3 if ctx.has_residual else 2]
 
     @staticmethod
     def batch(info, in_dims, *args):
-        return each(_apply_backward, info.batch_size, in_dims, args)
+        return rows_of_each(_apply, 2, info.batch_size, in_dims, args)
 
 
-_apply, _apply_backward = apply_of(_LayerNorm), apply_of(_LayerNormBackward)
+_apply = apply_of(_LayerNorm)
 
 # ---- for the tools: x with a residual is an op of its own
 
@@ -306,8 +255,8 @@ def _magnitude(eps: float, rms: bool, residual: bool, inputs: tuple[Tensor, ...]
     return *outs, *([dx, dx] if residual else [dx]), *affine[: len(others)]
 
 
-def _reference(op: str, eps: float, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
-    return reference(op, x, weight, bias, eps, residual)
+def _reference(rms: bool, eps: float, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Any:
+    return reference(x, residual, weight, bias, eps, rms)
 
 
 def _register(name: str, function: Callable[..., Any], plain: Callable[..., Any], eps: float, *inputs: str) -> None:
@@ -325,9 +274,9 @@ def _register(name: str, function: Callable[..., Any], plain: Callable[..., Any]
     )  # fmt: skip
 
 
-_register("layernorm", layernorm, partial(_reference, "layernorm", 1e-5), 1e-5, "x", "weight", "bias")
-_register("rmsnorm", rmsnorm, partial(_reference, "rmsnorm", 1e-6), 1e-6, "x", "weight")
+_register("layernorm", layernorm, partial(_reference, False, 1e-5), 1e-5, "x", "weight", "bias")
+_register("rmsnorm", rmsnorm, partial(_reference, True, 1e-6), 1e-6, "x", "weight")
 _register(
-    "layernorm_residual", partial(_with_residual, layernorm), partial(_with_residual, partial(_reference, "layernorm", 1e-5)), 1e-5,
+    "layernorm_residual", partial(_with_residual, layernorm), partial(_with_residual, partial(_reference, False, 1e-5)), 1e-5,
     "x", "residual", "weight", "bias",
 )  # fmt: skip
