@@ -13,9 +13,10 @@
 //            gelu_v2_bias_bwd: a block (32, 8) has rows_per_block rows of 32 vectors of columns; 1-D grid, column tiles first. A warp adds
 //            every eighth row in registers, then the block adds its warps in order and writes a row of `partials`.
 //
-// version  idea                                                                                  speed: not measured yet (docs/notes/gelu.md)
+// version  idea                                                                                  (experiments: docs/notes/gelu.md)
 // v1       one thread per element; dbias is torch's sum of dx
-// v2       one thread per 16-byte vector; dbias from partial sums, without reading dx again
+// v2       one thread per 16-byte vector; dbias from partial sums, without reading dx again. H200, gelu of 32768 x 3072 with erf: 0.92
+//          (bfloat16) and 0.97 (float32) of a copy of the same bytes, backward 1.02
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/math.cuh"
@@ -82,7 +83,7 @@ struct Place {
     long long out, x, up, dout, col;
 };
 
-// False behind the end. One row needs no division; several need one of 32 bits where that suffices.
+// Computes this thread's offsets. Returns false past the last element. No division for one row; a 32-bit one if i and cols fit.
 template <int N>
 __device__ __forceinline__ bool locate(Place& at, long long rows, long long cols, long long x_row, long long up_row,
                                        long long dout_row = 0) {

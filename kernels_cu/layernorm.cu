@@ -2,10 +2,10 @@
 //
 //     s = x + residual, rounded to T               n = (s - mean) * rstd            rstd = 1 / sqrt(variance + eps)
 //     y = n * weight + bias                        h = dy * weight
-//     ds += rstd * (h - mean(h) - n * mean(h n))   dweight = sum(dy n), dbias = sum(dy), over the rows
+//     dx = ds + rstd * (h - mean(h) - n * mean(h n))   dweight = sum(dy n), dbias = sum(dy), over the rows
 //
 // rmsnorm (RMS) is the same with mean = 0, mean(h) = 0, and the mean of squares as the variance. The gradient of x and that of the residual
-// are both dx = ds + the last term, where ds is the gradient of the output s (null: 0).
+// are both dx, where ds is the gradient of the output s (null: 0).
 //
 // Types      T: x, y, s and their gradients. W: weight and bias, T or float. C: float, or double for double. Null pointers: no residual,
 //            no weight (1), no bias (0), no partial sums wanted.
@@ -19,8 +19,9 @@
 //
 // version  idea
 // v1       one block per row, read three times; backward: a second kernel reads s and dy again for the sums over rows
-// v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers
-// Nothing is measured yet. Predictions: docs/notes/layernorm.md
+// v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
+//          H200, 32768 x 768: forward 0.88 (bfloat16) and 0.96 (float32) of a copy of the same bytes, backward 0.73 and 0.92
+// Experiments: docs/notes/layernorm.md
 #include "common/math.cuh"
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
@@ -166,7 +167,7 @@ struct Row {
 
     static __device__ __forceinline__ int column(int k) { return (k * blockDim.x + threadIdx.x) * N; }
 
-    // Loads of columns from `end` on load the first column instead. Without a branch, the compiler keeps pairs of 16 bits in one register.
+    // Out-of-range columns load column 0. An unconditional load lets the compiler keep a pair of 16 bits in one register.
     __device__ __forceinline__ void load(const T* from, int end) {
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) v[k] = load_vec<T, N>(from + (column(k) < end ? column(k) : 0));
@@ -245,7 +246,8 @@ __global__ void __launch_bounds__(512)
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
-// The sums of the rows of the block, one row after another. `shared` has room for `columns` values; with one row it is not used.
+// Adds the sums of the block's threadIdx.y rows in a fixed order and writes them to `out`. `shared` has room for `columns` values; it is
+// not used if blockDim.y is 1.
 template <typename T, typename C, int N, int VECTORS>
 __device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
     for (int y = 0; y < blockDim.y; ++y) {
@@ -261,8 +263,8 @@ __device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C*
     }
 }
 
-// Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. At most THREADS
-// threads, and two blocks per SM for fewer than 512.
+// Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. Blocks have
+// at most THREADS threads. THREADS < 512 is compiled for at least two resident blocks per SM.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
 __global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
     layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
         row_dy.load(dy + from * dy_row, columns);
     };
     if (AHEAD) load(row);
-    for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {  // as often in all threads of a block
+    for (int half = 0; row - threadIdx.y < rows; row += step, half ^= 1) {  // the same number of iterations in all threads
         int end = row < rows ? columns : 0;
         if (!AHEAD) load(row);
         C mean = mean_rstd.v[0], rstd = mean_rstd.v[1], sum_h = 0, sum_hn = 0, n[VECTORS][N], h[VECTORS][N];

@@ -34,8 +34,9 @@ def attention(q: Any, k: Any, v: Any, *, scale: float | None = None, version: st
             "sdpa": torch's scaled_dot_product_attention, which writes no scores. It has no second derivative, and on a GPU its gradients
             may differ from run to run.
 
-    v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors. v2
-    takes 512 to 1023 queries at a time, which leaves out scores that no query sees.
+    v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
+    From 1024 queries on, v2's kernels process blocks of 512 to 768 queries and skip the scores behind a block's last query. CPU tensors,
+    torch.compile and torch.func transforms use one block.
     Inputs whose leading dimensions do not flatten to one are copied. torch computes the products, with TF32 where its setting allows it.
     Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
 
@@ -91,8 +92,8 @@ def _by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class _InBlocks(torch.autograd.Function):
-    """`_at_once` for one block of queries after another, the last first. A block has no scores for the keys behind its last query: two
-    blocks need 3/4 of the memory and of the products of one, many need half."""
+    """`_at_once` for blocks of queries, the last first. A block computes no scores for keys behind its last query. Two blocks take 3/4 of
+    the memory and FLOP of one; many approach 1/2."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -110,7 +111,9 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *weights = ctx.saved_tensors
         if torch.is_grad_enabled():  # of a gradient that will be differentiated again
-            return *torch.autograd.grad(_at_once(q, k, v, ctx.scale), (q, k, v), dout, create_graph=True, allow_unused=True), None
+            wanted = [x for x in (q, k, v) if x.requires_grad]
+            found = iter(torch.autograd.grad(_at_once(q, k, v, ctx.scale), wanted, dout, create_graph=True))
+            return *(next(found) if x.requires_grad else None for x in (q, k, v)), None
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with autocast.off(q):
             for beta, (a, b, keys), p in zip((0, *[1] * len(weights)), _blocks(q, k), weights, strict=False):

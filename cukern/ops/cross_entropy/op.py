@@ -90,8 +90,10 @@ def _options(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss:
 def _in_place(logits: Tensor, inplace: bool) -> bool:
     if not checks.flag("inplace_backward", inplace) or torch.compiler.is_compiling() or not watched(logits):
         return False
-    if logits.is_leaf:
+    if logits.is_leaf or (logits._base is not None and logits._base.is_leaf and logits._base.requires_grad):
         raise ValueError("inplace_backward writes over the logits, which must not be a leaf that requires grad, such as a parameter")
+    if any(n > 1 and stride == 0 for n, stride in zip(logits.shape, logits.stride(), strict=True)):
+        raise ValueError(f"inplace_backward writes over the logits, which must not overlap: their strides are {logits.stride()}")
     if transformed():
         raise NotImplementedError("inplace_backward of cross_entropy has no rule for torch.func transforms and forward-mode derivatives")
     return True

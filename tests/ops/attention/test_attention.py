@@ -124,6 +124,9 @@ def test_blocks_of_queries(dtype, queries, keys, blocks):
 def test_higher_derivatives_and_transforms_in_blocks(blocks):
     q, k, v = (torch.randn(1, 8, 2, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(3))
     assert torch.autograd.gradcheck(cukern.attention, (q, k, v)) and torch.autograd.gradgradcheck(cukern.attention, (q, k, v))
+    for i in range(3):  # the others need no gradient
+        inputs = [x.detach().requires_grad_(i == j) for j, x in enumerate((q, k, v))]
+        assert torch.autograd.gradgradcheck(lambda *x: cukern.attention(*x).square(), inputs)
     assert blocks
     blocks.clear()
     torch.func.jacfwd(cukern.attention)(q.detach(), k.detach(), v.detach())

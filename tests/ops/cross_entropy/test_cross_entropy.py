@@ -157,8 +157,11 @@ def test_inplace_backward(version):
     (dpart,) = torch.autograd.grad(cukern.cross_entropy(part, targets, inplace_backward=True, **options), part)
     (same,) = torch.autograd.grad(cukern.cross_entropy(part.detach().requires_grad_(), targets), part, allow_unused=True)
     assert same is None and dpart.data_ptr() == part.data_ptr()
-    with pytest.raises(ValueError, match="must not be a leaf"):
-        cukern.cross_entropy(logits, targets, inplace_backward=True, **options)
+    for leaf in (logits, logits.view(*logits.shape)):
+        with pytest.raises(ValueError, match="must not be a leaf"):
+            cukern.cross_entropy(leaf, targets, inplace_backward=True, **options)
+    with pytest.raises(ValueError, match="must not overlap"):
+        cukern.cross_entropy((logits[:1] * 2).expand(logits.shape), targets, inplace_backward=True, **options)
     with pytest.raises(NotImplementedError, match="cannot be differentiated"):
         torch.autograd.grad(cukern.cross_entropy(logits * 2, targets, inplace_backward=True), logits, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"no rule for torch\.func"):
