@@ -23,14 +23,14 @@ from cukern.sim.instructions.decode import stretches
 from cukern.sim.instructions.tables import INSTRUCTIONS
 from cukern.sim.machine.batch import Launched
 from cukern.sim.machine.machine import run
-from cukern.sim.machine.options import checks, collect, current
+from cukern.sim.machine.options import checks, collect, coverage, current
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.regions import Region, regions
 from cukern.sim.memory.spaces import Global
 from cukern.sim.ptx.parser import parse
 
 __all__ = ["BarrierFault", "Fault", "Launch", "Misaligned", "NotSimulated", "OutOfBounds", "Race", "StepLimit", "Uninitialized"]
-__all__ += ["checks", "collect", "load", "memory"]
+__all__ += ["checks", "collect", "coverage", "load", "memory"]
 
 Launch = Callable[..., None]
 

@@ -68,6 +68,8 @@ class Launched:
         self.options = options
         # Uninitialized values in global memory: shadow memory, positions, the bytes of each, and the fault of a row
         self.stored: list[tuple[Shadow, np.ndarray, np.ndarray, Callable[[int], Fault]]] = []
+        # For each instruction HELD and FAILED of coverage.py, if that is recorded
+        self.seen = np.zeros(len(program.kernel.code), np.uint8) if options.coverage is not None else None
         self.muted: set[tuple[type[Fault], int]] = set()  # kinds of faults that have been collected, by instruction
         self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
         self.compared: dict[tuple[int, int], int] = {}  # lane of the launch and address -> time of its last compare-and-swap
