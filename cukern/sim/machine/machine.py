@@ -35,7 +35,7 @@ def run(launched: Launched, stretches: Stretches) -> None:
     try:
         _run(launched, stretches)
     finally:
-        if launched.options.coverage is not None:
+        if launched.options.coverage is not None and launched.seen is not None:
             launched.options.coverage.add(launched.program, launched.seen)
 
 
