@@ -6,6 +6,7 @@ line. A "line" is a row of a row-major matrix, or a column of a column-major one
 """
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,14 @@ def places(role: str, shape: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     m, n, k = _SHAPES[shape]
     along = 2 if role in "cd" else max(1, 4 // size)  # neighbours in a lane
     width = 8 if role in "cd" else k
-    inner = [_QUAD * along + start + e for start in range(0, width, 4 * along) for e in range(along)]
-    found = []
-    if role == "b":
-        found = [(x, _GROUP + tile) for tile in range(0, n, 8) for x in inner]
-    elif role == "a":
-        found = [(_GROUP + row, x) for i in range(0, len(inner), along) for row in range(0, m, 8) for x in inner[i : i + along]]
+    parts = [[_QUAD * along + start + e for e in range(along)] for start in range(0, width, 4 * along)]
+    inner, rows, tiles = [x for part in parts for x in part], range(0, m, 8), range(0, n, 8)
+    if role == "a":
+        found = [(_GROUP + row, x) for part, row in itertools.product(parts, rows) for x in part]
+    elif role == "b":
+        found = [(x, _GROUP + tile) for tile, x in itertools.product(tiles, inner)]
     else:
-        found = [(_GROUP + row, x + tile) for tile in range(0, n, 8) for row in range(0, m, 8) for x in inner]
+        found = [(_GROUP + row, x + tile) for tile, row, x in itertools.product(tiles, rows, inner)]
     return np.stack([row for row, _ in found]), np.stack([column for _, column in found])
 
 
