@@ -103,7 +103,7 @@ def test_release_and_acquire_in_shared_memory():
     assert torch.equal(out, iota(32).flip(0))
 
 
-@pytest.mark.parametrize("store, load", [("relaxed", "acquire"), ("release", "relaxed")])
+@pytest.mark.parametrize("store, load", [("relaxed", "acquire"), ("release", "relaxed"), ("release", "release")])
 def test_flags_in_shared_memory_that_order_nothing(store, load):
     with pytest.raises(sim.Race, match="no barrier is between the two"):
         simulate(HANDOVER.replace("STORE", store).replace("LOAD", load), ints(32), iota(32), block=64)

@@ -47,7 +47,7 @@ def test_launches_of_one_block_add_up():
     assert covered.missed == [] and line_of(TAIL, "whole") not in numbers(covered.one_way)
 
 
-def test_a_guarded_instruction_counts_if_its_guard_held():
+def test_a_branch_around_one_line():
     text = "\n__global__ void k(int* out, int n) {\n    if (threadIdx.x < n)\n        out[threadIdx.x] = 1;\n}\n"
     for n, missed in ((0, [4]), (5, [])):
         with sim.coverage() as covered:

@@ -6,7 +6,7 @@ import numpy as np
 
 from cukern.sim.machine.program import Program
 
-HELD, FAILED = 1, 2  # some lane came to the instruction with a true guard, or none; with a false guard
+HELD, FAILED = 1, 2  # some lane came to the instruction with a true guard, or without a guard; some lane with a false one
 
 
 @dataclass
@@ -23,9 +23,8 @@ class Coverage:
             if line is None:
                 continue
             file, _, number = program.module.place(line).rpartition(":")
-            is_branch = instruction.opcode.startswith("bra") and instruction.guard is not None
-            self._lines[file, int(number)] = self._lines.get((file, int(number)), False) or bool(bits if is_branch else bits & HELD)
-            if is_branch:
+            self._lines[file, int(number)] = self._lines.get((file, int(number)), False) or bool(bits)
+            if instruction.opcode.startswith("bra") and instruction.guard is not None:
                 place = file, int(number), line.column
                 self._branches[place] = self._branches.get(place, 0) | bits
 
