@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import cukern
-from cukern.cli import bench, check, compile, doctor, gpt2, profile, tune
+from cukern.cli import bench, check, compile, doctor, gpt2, profile, sim, tune
 from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
@@ -79,6 +79,7 @@ def _root(
 
 for _command in (check.check, bench.bench, profile.profile, compile.compile, tune.tune, doctor.doctor):
     app.command()(_command)
+app.command("sim")(sim.simulate)
 app.add_typer(gpt2.app, name="gpt2")
 
 

@@ -9,7 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Param:
     pointer: bool
     size: int = 0
     align: int = 0
+    const: bool = field(default=False, compare=False)  # a pointer to const
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -117,7 +118,8 @@ def _param(kernel: str, name: str, ctype: str) -> Param:
         raise TypeError(f"{kernel}: cukern does not know what a tensor for {ctype} {name} must hold; declare it void*, which takes any")
     if (not pointer and plain.endswith(("&", "]", ")"))) or plain in _OTHERS.values():
         raise TypeError(f"{kernel}: {ctype} {name} cannot be passed; {', '.join(_SCALARS)}, structs by value and pointers can")
-    return Param(name, plain, pointer, size=int(not pointer and plain not in _SCALARS))  # the size of a struct is filled in later
+    const = pointer and ctype.startswith(("const ", "volatile const "))
+    return Param(name, plain, pointer, size=int(not pointer and plain not in _SCALARS), const=const)  # a size is filled in later
 
 
 def packer(params: tuple[Param, ...]) -> struct.Struct:

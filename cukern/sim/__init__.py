@@ -23,14 +23,14 @@ from cukern.sim.instructions.decode import stretches
 from cukern.sim.instructions.tables import INSTRUCTIONS
 from cukern.sim.machine.batch import Launched
 from cukern.sim.machine.machine import run
-from cukern.sim.machine.options import checks, collect, current
+from cukern.sim.machine.options import checks, collect, coverage, current
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.regions import Region, regions
 from cukern.sim.memory.spaces import Global
 from cukern.sim.ptx.parser import parse
 
 __all__ = ["BarrierFault", "Fault", "Launch", "Misaligned", "NotSimulated", "OutOfBounds", "Race", "StepLimit", "Uninitialized"]
-__all__ += ["checks", "collect", "load", "memory"]
+__all__ += ["checks", "collect", "coverage", "load", "memory"]
 
 Launch = Callable[..., None]
 
@@ -59,8 +59,11 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
         own = np.frombuffer(packed + bytes(16), np.uint8)  # an aligned load may reach beyond the last parameter
         start = own.ctypes.data
         values = Region(start, start + len(own), "the kernel's parameters", writable=False)
-        memory_ = Global(sorted([*_regions(program, params, args), values], key=lambda r: r.start))
-        run(Launched(name, program, grid, block, static + shared, own, memory_, current()), code)
+        of_grid = np.zeros(2, np.uint64)  # what grid.sync() counts in: every launch counts as a cooperative one
+        counter = Region(of_grid.ctypes.data, of_grid.ctypes.data + of_grid.nbytes, "the barrier of the grid")
+        more = [values, counter] if "%envreg2" in program.specials else [values]
+        memory_ = Global(sorted([*_regions(program, params, args), *more], key=lambda r: r.start))
+        run(Launched(name, program, grid, block, static + shared, own, memory_, current(), counter.start), code)
         memory_.finish()
 
     return launch

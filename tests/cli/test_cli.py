@@ -74,8 +74,8 @@ def test_as_a_module():
 
 def test_version_and_help():
     assert call("--version").stdout.startswith("cukern ")
-    assert all(word in call("--help").stdout for word in ("check", "bench", "profile", "compile", "tune", "doctor", *OPS))
-    for command in ("check", "bench", "profile", "compile", "tune", "doctor"):
+    assert all(word in call("--help").stdout for word in ("check", "bench", "profile", "compile", "sim", "tune", "doctor", *OPS))
+    for command in ("check", "bench", "profile", "compile", "sim", "tune", "doctor"):
         assert call(command, "--help")
 
 

@@ -154,6 +154,47 @@ __global__ void k(int* out, const int* x) {
     assert out.tolist() == (iota(64).flip(0) + 2).tolist()
 
 
+DROP = """
+__device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__global__ void k(int* out) {
+    __shared__ unsigned long long bar;
+    __shared__ int tile[64];
+    int t = threadIdx.x, sum = 0;
+    if (t == 0) asm volatile("mbarrier.init.shared.b64 [%0], 64;" :: "r"(at(&bar)) : "memory");
+    __syncthreads();
+    tile[t] = t;
+    if (t >= 32) {
+        asm volatile("mbarrier.DROP.shared.b64 _, [%0];" :: "r"(at(&bar)) : "memory");
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 3; ++i) {
+        unsigned long long state;
+        unsigned done = 0;
+        asm volatile("mbarrier.ARRIVE.shared.b64 %0, [%1], 1;" : "=l"(state) : "r"(at(&bar)) : "memory");
+        while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                                   : "=r"(done) : "r"(at(&bar)), "l"(state) : "memory");
+        sum += tile[63 - t];
+    }
+    out[t] = sum;
+}
+"""
+
+
+def test_arrive_drop():
+    """Half of the threads leave after the first phase."""
+    out, text = ints(32), DROP.replace("ARRIVE", "arrive")
+    simulate(text.replace("DROP", "arrive_drop"), out, block=64, name="k")
+    assert out.tolist() == [3 * (63 - t) for t in range(32)]
+    with pytest.raises(sim.BarrierFault, match="waits at an mbarrier for 32 arrivals and 0 bytes"):
+        simulate(text.replace("DROP", "arrive"), out, block=64, name="k")
+
+
+def test_arrive_that_must_not_complete_a_phase():
+    with pytest.raises(sim.BarrierFault, match=r"thread \(31, 0, 0\).* arrives with .noComplete at an mbarrier, and completes its phase"):
+        simulate(DROP.replace("DROP", "arrive_drop").replace("ARRIVE", "arrive.noComplete"), ints(32), block=64, name="k")
+
+
 BULK = """
 __device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 __global__ void k(int* out, const int* x, int bytes) {

@@ -586,10 +586,8 @@ def test_mended_kernel_is_right_and_not_accused(case):
     case.check_mended()
 
 
-@pytest.mark.parametrize(
-    "opcode", ["mbarrier.arrive_drop.shared.b64 _, [%0];", "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%0], [%0];"]
-)
-def test_what_is_not_simulated_of_mbarriers_and_bulk_copies_by_name(opcode):
+@pytest.mark.parametrize("opcode", ["cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%0], [%0];"])
+def test_what_is_not_simulated_of_bulk_copies_by_name(opcode):
     operand = '"r"((unsigned)__cvta_generic_to_shared(&b))'
     text = f'__global__ void k(int* out) {{ __shared__ long long b; asm volatile("{opcode}" :: {operand}); }}'
     with pytest.raises(sim.NotSimulated, match=opcode.split()[0].rstrip(";")):

@@ -105,12 +105,28 @@ def test_nan_and_infinity():
 
 UNKNOWN = [
     "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32",
-    "mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64",
+    "mma.sync.aligned.m8n8k8.row.col.f64.f64.f64.f64",
     "mma.sync.aligned.m16n8k16.col.row.f32.f16.f16.f32",
     "mma.sync.aligned.m16n8k16.row.col.bf16.bf16.bf16.bf16",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32",
     "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16",
 ]
+
+
+@pytest.mark.parametrize("rows, k", [(8, 4), (16, 4), (16, 8), (16, 16)])
+def test_mma_of_f64(rows, k):
+    """PTX ISA: a register has one element; A's go down the rows, then along k."""
+    rng = np.random.default_rng(4)
+    a, b, c = rng.standard_normal((rows, k)), rng.standard_normal((k, 8)), rng.standard_normal((rows, 8))
+    group, quad = np.arange(32) // 4, np.arange(32) % 4
+    registers_a = [a[group + row, quad + part][None] for part in range(0, k, 4) for row in range(0, rows, 8)]
+    registers_b = [b[quad + part, group][None] for part in range(0, k, 4)]
+    places_c = [(group + row, 2 * quad + i) for row in range(0, rows, 8) for i in (0, 1)]
+    bits = [[x.copy().view(np.uint64) for x in xs] for xs in (registers_a, registers_b, [c[place][None] for place in places_c])]
+    d = mma(f"mma.sync.aligned.m{rows}n8k{k}.row.col.f64.f64.f64.f64")(*bits)
+    assert len(d) == len(places_c)
+    for register, place in zip(d, places_c, strict=True):
+        assert np.allclose(register.view(np.float64)[0], (a @ b + c)[place], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

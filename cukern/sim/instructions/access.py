@@ -57,7 +57,10 @@ def load(c: Context) -> Step:
     def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
         if cached:
             where.check_unchanged(m, lanes, at, size * count)
-        return where.load(m, lanes, at, size * count, strong, poison=True)
+        values = where.load(m, lanes, at, size * count, strong, poison=True)
+        if acquires and where.name == "shared":
+            m.order.acquire_shared(lanes, where.place(m, lanes, at, size * count, "reads")[0])
+        return values
 
     def run(m: Machine, group: Group) -> None:
         m.pc = pc

@@ -34,6 +34,7 @@ def atomic(c: Context) -> Step:
     sources = [[c.source(c.items(x)[i], c.types[0]) for x in operands] for i in range(count)]
     width, signed, pc = WIDTHS[c.types[0]], c.types[0][0] == "s", c.pc
     narrow, compares = "cta" in c.parts, operation == "cas"
+    releases, acquires = (bool({kind, "acq_rel"} & set(c.parts)) for kind in ("release", "acquire"))
     changes = {name: _change(c, operation, name) for name in ("global", "shared")}
 
     def run(m: Machine, group: Group) -> None:
@@ -47,7 +48,17 @@ def atomic(c: Context) -> Step:
         def access(space: Space, lanes: np.ndarray, at: np.ndarray, *values: np.ndarray) -> np.ndarray:
             if compares and space.name == "global":
                 m.compare(lanes, at.view(np.int64))
-            return _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
+            old = _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
+            if space.name == "global":
+                m.order.publish(lanes, at, releases and not narrow)
+                m.order.observe(lanes, at, acquires=True)
+            elif space.name == "shared" and (releases or acquires):
+                positions = space.place(m, lanes, at, width // 8, "changes")[0]
+                if releases:
+                    m.order.release_shared(lanes, positions)
+                if acquires:
+                    m.order.acquire_shared(lanes, positions)
+            return old
 
         for i, target in enumerate(targets):
             values = [m.spread(group, s).astype(UNSIGNED[width]) for s in sources[i]]
@@ -91,9 +102,6 @@ def _serially(
     for part in parts:
         space.check_written(m, part, size)
         space.note_write(m, part, size, None, STRONG, narrow and space.name == "global")
-    if space.name == "global":
-        m.order.publish(lanes, addresses)
-        m.order.observe(lanes, addresses, acquires=True)
     array, index = space.array(at, size)
     old = np.empty(len(lanes), array.dtype)
     order = np.argsort(index, kind="stable")

@@ -17,6 +17,7 @@ from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import WIDTHS, Register
 
 _SCOPES = {"release", "acquire", "cta", "cluster", "shared", "shared::cta", "shared::cluster", "b64", "relaxed"}
+_ARRIVALS = ("arrive", "arrive_drop")
 _SHARED = {"shared", "shared::cta"}
 
 
@@ -76,19 +77,20 @@ def _cluster_barrier(c: Context) -> Step:
 
 
 def mbarrier(c: Context) -> Step:
-    """mbarrier.init, .inval, .arrive, .expect_tx, .complete_tx, .test_wait, and .try_wait, which waits until it is true.
+    """mbarrier.init, .inval, .arrive, .arrive_drop, .expect_tx, .complete_tx, .test_wait, and .try_wait, which waits until it is true.
 
     The state that an arrival returns is the number of its phase."""
     kind, rest = c.parts[1], set(c.parts[2:]) - _SCOPES
     space = "cluster" if "shared::cluster" in c.parts else "generic" if not _SHARED & set(c.parts) else "shared"
     operands = list(c.operands)
-    target = c.target(operands.pop(0)) if kind in ("arrive", "test_wait", "try_wait") else c.program.sink
-    known = {"init": set(), "inval": set(), "arrive": {"expect_tx"}, "try_wait": {"parity"}, "test_wait": {"parity"}}
-    known |= {"expect_tx": set(), "complete_tx": set()}
+    target = c.target(operands.pop(0)) if kind in (*_ARRIVALS, "test_wait", "try_wait") else c.program.sink
+    arrival = {"expect_tx", "noComplete"}
+    known: dict[str, set[str]] = {"init": set(), "inval": set(), "arrive": arrival, "arrive_drop": arrival}
+    known |= {"try_wait": {"parity"}, "test_wait": {"parity"}, "expect_tx": set(), "complete_tx": set()}
     if kind not in known or rest - known[kind]:
         raise c.unknown()
     base, offset = c.address(operands[0])
-    counts = kind == "arrive" and not rest  # the operand is a number of arrivals, else of bytes, or a phase
+    counts = kind in _ARRIVALS and "expect_tx" not in rest  # the operand is a number of arrivals, else of bytes, or a phase
     number = c.source(operands[1], "u32") if len(operands) > 1 else c.program.constant(int(counts), 32)
 
     def run(m: Machine, group: Group) -> None:
@@ -105,10 +107,13 @@ def mbarrier(c: Context) -> Step:
             m.mbarriers.wait(group, positions, numbers % 2, target.number, blocks=kind == "try_wait")
             return
         m.go(m.pc + 1, group)
-        if kind == "arrive":
+        if kind in _ARRIVALS:
+            if "noComplete" in rest:
+                m.mbarriers.check_incomplete(group, positions, numbers)
             m.put(group, target.number, m.mbarriers.phases(positions))
             one = np.ones(len(positions), np.int64)
-            m.mbarriers.arrive(group, positions, *((numbers, 0 * one) if counts else (one, numbers)))
+            arrivals, expected = (numbers, 0 * one) if counts else (one, numbers)
+            m.mbarriers.arrive(group, positions, arrivals, expected, drop=kind == "arrive_drop")
         elif kind == "inval":
             m.mbarriers.forget(positions)
         else:

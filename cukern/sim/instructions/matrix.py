@@ -12,16 +12,16 @@ from cukern.sim.memory.spaces import Space
 from cukern.sim.numerics import tensor_core
 from cukern.sim.ptx.module import Immediate, Register, Vector
 
-_EVERY_LANE = Immediate("0xFFFFFFFF")
+EVERY_LANE = Immediate("0xFFFFFFFF")
 
 
-def _check_whole_warps(m: Machine, lanes: np.ndarray) -> None:
+def check_whole_warps(m: Machine, lanes: np.ndarray) -> None:
     apart = m.warp_wide.ballot(lanes) != 0xFFFFFFFF
     if apart.any():
         raise m.fault(BarrierFault, lanes[apart][0], "wants all 32 lanes of its warp, and some are not there")
 
 
-def _put(m: Machine, group: Group, targets: list[Register], values: list[np.ndarray]) -> None:
+def put_all(m: Machine, group: Group, targets: list[Register], values: list[np.ndarray]) -> None:
     for target, fragment in zip(targets, values, strict=True):
         m.put(group, target.number, fragment.reshape(-1))
 
@@ -33,18 +33,18 @@ def mma(c: Context) -> Step:
     sources = [[c.source(x, "b64" if "f64" in c.types else "b32") for x in c.items(operand)] for operand in from_]
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes)
-        poison = _poison_of_product(m, group, sources, len(targets), rows) if m.poisoned else None
+        check_whole_warps(m, group.lanes)
+        poison = poison_of_product(m, group, sources, len(targets), rows) if m.poisoned else None
         fragments = [[m.spread(group, r).reshape(-1, 32) for r in registers] for registers in sources]
-        _put(m, group, targets, function(*fragments))
+        put_all(m, group, targets, function(*fragments))
         if poison is not None:
             for target, bits in zip(targets, poison[0], strict=True):
                 m.poison.put(group, target.number, bits.reshape(-1), poison[1])
 
-    return together(c, _EVERY_LANE, act)
+    return together(c, EVERY_LANE, act)
 
 
-def _poison_of_product(
+def poison_of_product(
     m: Machine, group: Group, sources: list[list[int]], results: int, rows: int
 ) -> tuple[list[np.ndarray], np.ndarray] | None:
     """The uninitialized bits of an mma's results, and their origins: an uninitialized element of a reaches its row of the result, and one
@@ -85,7 +85,7 @@ def load_matrix(c: Context) -> Step:
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes)
+        check_whole_warps(m, group.lanes)
         m.order.clock.tick(m.pc)
         addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
         some = group.lanes % 32 < 8 * count
@@ -95,7 +95,7 @@ def load_matrix(c: Context) -> Step:
 
         rows = through(m, space, group.lanes[some], addresses[some], access)
         tiles = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 8 * count, 16)
-        _put(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
+        put_all(m, group, targets, tensor_core.ldmatrix(tiles, transposed))
         fetched = m.poison.fetched(group, 16)
         if fetched is not None:
             masks = np.ascontiguousarray(fetched[0][some]).view(np.uint8).reshape(-1, 8 * count, 16) * np.uint8(0xFF)
@@ -103,7 +103,7 @@ def load_matrix(c: Context) -> Step:
             for target, bits in zip(targets, tensor_core.ldmatrix(masks, transposed), strict=True):
                 m.poison.put(group, target.number, bits.reshape(-1), origins)
 
-    return together(c, _EVERY_LANE, act)
+    return together(c, EVERY_LANE, act)
 
 
 def store_matrix(c: Context) -> Step:
@@ -116,7 +116,7 @@ def store_matrix(c: Context) -> Step:
     space = "shared" if {"shared", "shared::cta"} & set(c.parts) else "generic"
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes)
+        check_whole_warps(m, group.lanes)
         m.poison.check(group, sources, "a stmatrix")
         m.order.clock.tick(m.pc)
         addresses = np.broadcast_to(address_of(m, group, base, offset), group.lanes.shape)
@@ -125,7 +125,7 @@ def store_matrix(c: Context) -> Step:
         values = np.ascontiguousarray(rows).view(np.complex128).reshape(-1)
         through(m, space, group.lanes[some], addresses[some], lambda where, lanes, at, v: where.store(m, lanes, at, 16, v), values)
 
-    return together(c, _EVERY_LANE, act)
+    return together(c, EVERY_LANE, act)
 
 
 def move_matrix(c: Context) -> Step:
@@ -135,19 +135,19 @@ def move_matrix(c: Context) -> Step:
     target, source = c.target(c.operands[0]), c.source(c.operands[1], "b32")
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes)
+        check_whole_warps(m, group.lanes)
         m.poison.check(group, (source,), "a movmatrix")
         tiles = tensor_core.stmatrix([m.spread(group, source).reshape(-1, 32)])
-        _put(m, group, [target], tensor_core.ldmatrix(tiles, transposed=True))
+        put_all(m, group, [target], tensor_core.ldmatrix(tiles, transposed=True))
 
-    return together(c, _EVERY_LANE, act)
+    return together(c, EVERY_LANE, act)
 
 
 def warpgroup(c: Context) -> Step:
     """wgmma: operand a is in registers or in shared memory, b in shared memory. It is executed at once: wgmma.fence, .commit_group and
     .wait_group do nothing, and a result that is read too early is not reported."""
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
-        return together(c, _EVERY_LANE, lambda m, group, masks: _check_whole_warps(m, group.lanes))
+        return together(c, EVERY_LANE, lambda m, group, masks: check_whole_warps(m, group.lanes))
     columns, pairs, function = tensor_core.wgmma(c.opcode)
     d, a, descriptor, keep, *flags = c.operands
     held = isinstance(a, Vector)
@@ -172,7 +172,7 @@ def warpgroup(c: Context) -> Step:
         return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 32 * times, 8), down)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
-        _check_whole_warps(m, group.lanes)
+        check_whole_warps(m, group.lanes)
         m.order.clock.tick(m.pc)
         b = fetch(m, group.lanes, m.get(group, described_b), np.zeros_like(group.lanes), columns, down[-1])
         before, fragments = ([m.spread(group, r).reshape(-1, 32) for r in rs] for rs in (old, registers))
@@ -182,6 +182,6 @@ def warpgroup(c: Context) -> Step:
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
         if m.poisoned:
             m.poison.check(group, (keeps, *registers, *(old if kept.any() else ())), "a matrix product")
-        _put(m, group, targets, function(fragments, b, before, kept))
+        put_all(m, group, targets, function(fragments, b, before, kept))
 
-    return together(c, _EVERY_LANE, act)
+    return together(c, EVERY_LANE, act)

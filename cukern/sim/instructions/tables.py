@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, calls, copies, jumps, matrix, warp
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, calls, copies, jumps, matrix, warp, wmma
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -44,5 +44,8 @@ _JUMPS: dict[str, Maker] = {
     "stmatrix": matrix.store_matrix,
     "movmatrix": matrix.move_matrix,
     "wgmma": matrix.warpgroup,
+    "wmma.load": wmma.load,
+    "wmma.store": wmma.store,
+    "wmma.mma": wmma.multiply,
 }
 INSTRUCTIONS = Table(_STEPS, _JUMPS, other=arithmetic.arithmetic)

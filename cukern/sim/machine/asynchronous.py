@@ -106,8 +106,15 @@ class Mbarriers:
             self.at[position].bytes += int(bytes_[positions == position].sum())
             self._complete(position)
 
-    def arrive(self, group: Group, positions: np.ndarray, counts: np.ndarray, expected: np.ndarray) -> None:
-        """`counts`: arrivals of each lane; `expected`: bytes for which the phase also waits."""
+    def check_incomplete(self, group: Group, positions: np.ndarray, counts: np.ndarray) -> None:
+        """An arrival with .noComplete must not be the last one of its phase."""
+        for position in np.unique(positions).tolist():
+            if int(counts[positions == position].sum()) >= self.at[position].missing:
+                lane = group.lanes[positions == position][-1]
+                raise self.m.fault(BarrierFault, lane, "arrives with .noComplete at an mbarrier, and completes its phase")
+
+    def arrive(self, group: Group, positions: np.ndarray, counts: np.ndarray, expected: np.ndarray, drop: bool = False) -> None:
+        """`counts`: arrivals of each lane; `expected`: bytes for which the phase also waits; `drop`: later phases have fewer arrivals."""
         m, order = self.m, self.m.order
         for position in np.unique(positions).tolist():
             barrier, rows = self.at[position], positions == position
@@ -116,6 +123,7 @@ class Mbarriers:
             if count > barrier.missing:
                 raise m.fault(BarrierFault, lanes[0], f"arrives at an mbarrier at which only {barrier.missing} arrivals are missing")
             barrier.missing -= count
+            barrier.count -= count if drop else 0
             barrier.bytes += int(expected[rows].sum())
             for warp in np.unique(order.warp_of[lanes]).tolist():
                 np.maximum(barrier.told, order.knowledge(warp), out=barrier.told)

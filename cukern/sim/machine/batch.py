@@ -56,10 +56,22 @@ class Launched:
     """The data that all batches of a launch share."""
 
     def __init__(
-        self, name: str, program: Program, grid: Dim, block: Dim, shared: int, params: np.ndarray, memory: Global, options: Options
+        self,
+        name: str,
+        program: Program,
+        grid: Dim,
+        block: Dim,
+        shared: int,
+        params: np.ndarray,
+        memory: Global,
+        options: Options,
+        workspace: int,
     ):
         self.name, self.program, self.grid, self.block = name, program, grid, block
         self.shared, self.params, self.memory = shared, params, memory
+        self.workspace = workspace  # the address of the memory of grid.sync()
+        self.reserved_start = shared + -shared % 16  # of the shared memory that CUDA reserves, if the kernel uses it
+        self.all_shared = self.reserved_start + RESERVED_BYTES if RESERVED_SHARED in program.specials else shared
         self.threads = math.prod(block)
         self.warps = -(-self.threads // 32)
         self.cluster = program.kernel.cluster
@@ -68,10 +80,16 @@ class Launched:
         self.options = options
         # Uninitialized values in global memory: shadow memory, positions, the bytes of each, and the fault of a row
         self.stored: list[tuple[Shadow, np.ndarray, np.ndarray, Callable[[int], Fault]]] = []
+        # For each instruction HELD and FAILED of coverage.py, if that is recorded
+        self.seen = np.zeros(len(program.kernel.code), np.uint8) if options.coverage is not None else None
         self.muted: set[tuple[type[Fault], int]] = set()  # kinds of faults that have been collected, by instruction
         self.compares = any(i.opcode.startswith("atom") and ".cas" in i.opcode for i in program.kernel.code)
         self.compared: dict[tuple[int, int], int] = {}  # lane of the launch and address -> time of its last compare-and-swap
         self.suspects: dict[tuple[int, int], Callable[[], Fault]] = {}  # races of plain reads that a compare-and-swap would forgive
+
+
+RESERVED_SHARED = "%reserved_smem_offset_1"
+RESERVED_BYTES = 288  # cooperative groups of several warps use no more
 
 
 class Batch:
@@ -96,7 +114,9 @@ class Batch:
         self.waits_at = np.full(self.lanes, -1)  # the instruction at which a lane waits for other lanes, or -1
         self.spaces: dict[str, Space] = {"global": launched.memory, "const": launched.memory}
         names = self.program.shared_names
-        self.spaces["shared"] = self.shared = Private("shared", blocks, launched.shared, self.order.block_of, names)
+        self.spaces["shared"] = self.shared = Private("shared", blocks, launched.all_shared, self.order.block_of, names)
+        if launched.all_shared > launched.shared and self.shared.shadow.before is not None:  # the reserved part has zeros
+            self.shared.shadow.before.reshape(blocks, -1)[:, launched.reserved_start :] = True
         if self.program.local_size:
             lanes = np.arange(self.lanes)
             self.spaces["local"] = Private("local", self.lanes, self.program.local_size, lanes, self.program.local_names)

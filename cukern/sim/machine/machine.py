@@ -15,6 +15,7 @@ from cukern.sim.machine.barriers import Barriers, Warps
 from cukern.sim.machine.batch import Batch, Group, Launched
 from cukern.sim.machine.calls import Calls
 from cukern.sim.machine.clusters import Clusters, Distributed
+from cukern.sim.machine.coverage import FAILED, HELD
 from cukern.sim.machine.poison import Flow, Poison
 from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import Register
@@ -31,6 +32,14 @@ Stretches = dict[int, tuple[list[Step], int, Step | None, list[tuple[Step, Regis
 
 def run(launched: Launched, stretches: Stretches) -> None:
     """Execute a launch, batch by batch. Raises Fault or NotSimulated."""
+    try:
+        _run(launched, stretches)
+    finally:
+        if launched.options.coverage is not None and launched.seen is not None:
+            launched.options.coverage.add(launched.program, launched.seen)
+
+
+def _run(launched: Launched, stretches: Stretches) -> None:
     blocks, together = math.prod(launched.grid), math.prod(launched.cluster)
     batch = max(1, LANES_A_BATCH // (launched.warps * 32 * together)) * together
     with np.errstate(all="ignore"):
@@ -84,6 +93,7 @@ class Machine(Batch):
         """Run to the end. Returns False before, if it `yields`, when lanes only poll: what they wait for may come from another batch."""
         stretches, launched = self.stretches, self.launched
         tolerant = launched.options.collected is not None or bool(launched.options.off)
+        seen = launched.seen
         while self.live:
             while self.waiting:
                 self.turns += 1
@@ -94,6 +104,8 @@ class Machine(Batch):
                 group.whole = len(group.lanes) == self.live
                 steps, end, last, parts = stretches[pc]
                 for i, step in enumerate(steps):
+                    if seen is not None:
+                        self._see(seen, pc + i, group, parts[i][1])
                     if tolerant:
                         self._tolerant_step(group, *parts[i])
                     elif self.poisoned:
@@ -109,10 +121,17 @@ class Machine(Batch):
                     self.go(end, group)
                 else:
                     self.pc = end
+                    if seen is not None:
+                        self._see(seen, end, group, parts[-1][1])
                     last(self, group)
             if self.live:
                 raise self.stuck()
         return True
+
+    def _see(self, seen: np.ndarray, pc: int, group: Group, guard: Register | None) -> None:
+        """These lanes come to an instruction: record it for the coverage."""
+        holds = np.ones(1, bool) if guard is None else self.get(group, guard.number) ^ guard.negated
+        seen[pc] |= HELD * bool(holds.any()) | FAILED * bool(not holds.all())
 
     def _tolerant_step(self, group: Group, step: Step, guard: Register | None, flow: Flow) -> None:
         """Execute an instruction; a fault is collected, or ignored, and the access of its lanes left out."""

@@ -1,4 +1,4 @@
-"""What a launch checks, and whether its first fault ends it: `checks` and `collect`."""
+"""What a launch checks and records, and whether its first fault ends it: `checks`, `collect` and `coverage`."""
 
 import contextlib
 import contextvars
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
+from cukern.sim.machine.coverage import Coverage
 
 MOST_STEPS = 1_500_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: ten seconds or more
 
@@ -17,6 +18,7 @@ class Options:
     off: frozenset[type[Fault]] = frozenset()
     collected: list[Fault] | None = None
     steps: int | None = None  # None: MOST_STEPS
+    coverage: Coverage | None = None
 
 
 _current: contextvars.ContextVar[Options] = contextvars.ContextVar("cukern.sim.machine.options", default=Options())  # noqa: B039, it is frozen
@@ -51,6 +53,22 @@ def collect() -> Iterator[list[Fault]]:
     found: list[Fault] = []
     with _using(replace(current(), collected=found)):
         yield found
+
+
+@contextlib.contextmanager
+def coverage() -> Iterator[Coverage]:
+    """Record which source lines the launches inside the block execute. Yields the record, which is complete after a launch has ended:
+    `missed`, the lines that have code and that no thread executed, and `one_way`, the lines with a branch that always went the same way.
+
+    The lines are those of the optimized code: a short `if` may have become a selection, which always executes. Example:
+
+        with cukern.backend("sim"), sim.coverage() as covered:
+            kernel(out, x, 1024, grid=4, block=256)
+        print(covered.missed)  # ["scale.cu:9"]: no size had a tail
+    """
+    record = Coverage()
+    with _using(replace(current(), coverage=record)):
+        yield record
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import numpy as np
 
 from cukern.runtime.device import KNOWN
 from cukern.sim.faults import NotSimulated
-from cukern.sim.machine.batch import Batch, block_index, clusters, xyz
+from cukern.sim.machine.batch import RESERVED_SHARED, Batch, block_index, clusters, xyz
 from cukern.sim.machine.program import PARAMETER, SPECIAL_WIDTHS
 from cukern.sim.numerics.integers import UNSIGNED
 
@@ -67,6 +67,9 @@ def _value(m: Batch, name: str) -> np.ndarray:
         "%gridid": 1,
         "%dynamic_smem_size": max(0, launched.shared - m.program.dynamic_start),
         "%total_smem_size": launched.shared,
+        "%envreg1": launched.workspace >> 32,
+        "%envreg2": launched.workspace & 0xFFFFFFFF,
+        RESERVED_SHARED: launched.reserved_start,
         "WARP_SZ": 32,
     }
     if register not in uniform:

@@ -4,6 +4,7 @@ Time counts the memory instructions of the launch. A stamp records an access: it
 whether it is an asynchronous copy still in flight. A lane knows its own accesses, those of its block before the last barrier, and those of
 its warp before the last `__syncwarp()`; a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
+A .release atomic in shared memory tells what its warp knows to those who .acquire at the same address, whatever atomics come between.
 A cluster barrier and mbarriers (machine/asynchronous.py) order the blocks of a cluster. Other blocks are ordered by strong accesses
 (atomics, volatile and the like) with fences, see between_blocks.py.
 """
@@ -57,6 +58,7 @@ class Order:
         self.fence_knew: np.ndarray | None = None  # `known` of a warp at its last fence
         self.learned = np.zeros(blocks * warps, np.int64)  # by warp: what it knows of other blocks, as a number of Releases
         self.seen = self.learned.copy()  # by warp: what it will know of other blocks after a fence
+        self.told: dict[int, np.ndarray] = {}  # position in shared memory -> what was known to the warps that released there
 
     # ---- stamps
 
@@ -159,6 +161,17 @@ class Order:
 
     def _lower_floor(self, warps: np.ndarray) -> None:
         self.floor.reshape(-1, 32)[warps] = (self.known[warps].min(axis=1) << TIME_BITS)[:, None]
+
+    def release_shared(self, lanes: np.ndarray, positions: np.ndarray) -> None:
+        """These lanes execute a .release atomic in shared memory."""
+        for position in np.unique(positions).tolist():
+            for warp in np.unique(self.warp_of[lanes[positions == position]]).tolist():
+                self.told[position] = np.maximum(self.told.get(position, 0), self.knowledge(warp))
+
+    def acquire_shared(self, lanes: np.ndarray, positions: np.ndarray) -> None:
+        """These lanes execute an .acquire load or atomic in shared memory."""
+        for position in set(np.unique(positions).tolist()) & self.told.keys():
+            self.learn(np.unique(self.warp_of[lanes[positions == position]]), self.told[position])
 
     # ---- between blocks
 

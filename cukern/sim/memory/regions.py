@@ -133,6 +133,14 @@ class Scope(TorchDispatchMode):
                 start, end = _extent(tensor)
                 storage.written[start - storage.start : end - storage.start] = True
 
+    def unwritten(self, tensor: torch.Tensor) -> int:
+        """How many bytes from the first to the last element of a tensor are uninitialized."""
+        storage = self.find(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if storage is None or storage.written is None:
+            return 0
+        start, end = _extent(tensor)
+        return int((~storage.written[start - storage.start : end - storage.start]).sum())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -27,6 +27,7 @@ _LANE = np.arange(32)
 _GROUP, _QUAD = _LANE // 4, _LANE % 4
 _PLACES_C = _EVERY_WARP, np.stack([_GROUP, _GROUP, _GROUP + 8, _GROUP + 8]), np.stack([2 * _QUAD, 2 * _QUAD + 1] * 2)
 _SHAPES = {"m16n8k16": ("f16", "bf16"), "m16n8k8": ("f16", "bf16", "tf32"), "m16n8k4": ("tf32",)}
+_SHAPES_64 = ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")
 
 
 @functools.cache
@@ -65,10 +66,10 @@ def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[
         return None
     shape, saturate, d, a, b, c = match.groups()
     narrow = {"s8", "u8"} if d == "s32" else {"e4m3", "e5m2"} if d == "f32" else {"f64"}
-    if d != c or {a, b} - narrow or shape not in {"s32": ("m16n8k16", "m16n8k32"), "f32": ("m16n8k32",), "f64": ("m8n8k4",)}[d]:
+    if d != c or {a, b} - narrow or shape not in {"s32": ("m16n8k16", "m16n8k32"), "f32": ("m16n8k32",), "f64": _SHAPES_64}[d]:
         return None
     if d == "f64":
-        return _mma64
+        return functools.partial(_mma64, int(shape[1 : shape.index("n")]), int(shape.partition("k")[2]))
 
     def function(a_: Registers, b_: Registers, c_: Registers) -> list[Array]:
         warps, k = len(a_[0]), int(shape[6:])
@@ -96,18 +97,18 @@ def _bytes(name: str, registers: Registers) -> Array:
     return parts.astype(np.uint8).view(np.int8 if name == "s8" else np.uint8).astype(np.float64)
 
 
-def _mma64(a: Registers, b: Registers, c: Registers) -> list[Array]:
-    """m8n8k4 of f64: one element of a and of b, two of c, for each lane. A GPU chains fused multiply-adds; so does this."""
-    warps = len(a[0])
-    tile_a, tile_b = a[0].view(np.float64).reshape(warps, 8, 4), b[0].view(np.float64).reshape(warps, 8, 4)
-    total = np.stack(c, axis=2).view(np.float64).reshape(warps, 8, 8)
+def _mma64(rows: int, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
+    """f64: one element in each register, rows first. A GPU chains fused multiply-adds along k for m8n8k4; so do all shapes here."""
+    warps, halves = len(a[0]), range(rows // 8)
+    tile_a = np.stack(a, axis=1).view(np.float64).reshape(warps, k // 4, rows // 8, 8, 4).transpose(0, 2, 3, 1, 4).reshape(warps, rows, k)
+    tile_b = np.stack(b, axis=1).view(np.float64).reshape(warps, k // 4, 8, 4).swapaxes(2, 3).reshape(warps, k, 8)
+    total = np.concatenate([np.stack(c[2 * i : 2 * i + 2], axis=2).view(np.float64).reshape(warps, 8, 8) for i in halves], axis=1)
     fma = floats.arithmetic("fma", FORMATS["f64"])
-    for k in range(4):
-        left, right = np.broadcast_arrays(tile_a[:, :, None, k], tile_b[:, None, :, k])
-        bits = [np.ascontiguousarray(x).view(np.uint64) for x in (left, right, total)]
-        total = fma(*bits).view(np.float64)
-    d = np.ascontiguousarray(total).view(np.uint64).reshape(warps, 32, 2)
-    return [np.ascontiguousarray(d[:, :, i]) for i in (0, 1)]
+    for i in range(k):
+        factors = np.broadcast_arrays(tile_a[:, :, i, None], tile_b[:, None, i], total)
+        total = fma(*[np.ascontiguousarray(x).view(np.uint64) for x in factors]).view(np.float64)
+    d = np.ascontiguousarray(total).view(np.uint64).reshape(warps, rows // 8, 32, 2)
+    return [np.ascontiguousarray(d[:, half, :, i]) for half in halves for i in (0, 1)]
 
 
 def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:

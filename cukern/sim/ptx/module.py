@@ -104,14 +104,15 @@ class Module:
         """file:line; for an inlined function also the lines of the calls, innermost first."""
         if line is None:
             return "a line that is not known"
-        text, callers, last = self._place(line), [], ""
+        text, callers, last = self.place(line), [], ""
         while line := line.caller:
-            place = self._place(line)
+            place = self.place(line)
             callers.append(str(line.line) if place.rpartition(":")[0] == last else place)
             last = place.rpartition(":")[0]
         return f"{text} (inlined at {', '.join(callers)})" if callers else text
 
-    def _place(self, line: Line) -> str:
+    def place(self, line: Line) -> str:
+        """file:line, without the calls."""
         path = self.files.get(line.file, "?")
         made_up = path.rfind("<")  # a source given as text has a name in <>; NVRTC prepends the current folder
         return f"{path[made_up:] if made_up >= 0 and path.endswith('>') else path}:{line.line}"
