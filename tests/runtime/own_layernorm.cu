@@ -1,4 +1,6 @@
 // layernorm over the last dimension, with its gradients: the kernels of own_layernorm.py.
+#include <cuda_bf16.h>
+
 // The sum over a thread block of 256 threads, in all of them.
 __device__ float block_sum(float v) {
     __shared__ float part[8];

@@ -95,6 +95,7 @@ def test_gradients_whatever_the_strides(layernorm, module):
 
 
 @kernels
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_without_a_graph_break(layernorm, module, dynamic):
     torch._dynamo.reset()
