@@ -6,8 +6,8 @@ from the Cauchy distribution, then the change of y, divided by h, is Cauchy dist
 distribution is 1-stable (P. Indyk, "Stable distributions, pseudorandom generators, embeddings, and data stream computation", J. ACM 53,
 2006). The geometric mean of a few draws estimates it, because the mean of log |c| is 0.
 
-Intermediate results may cancel too, as in the gradient of a layernorm over two numbers. So the largest error of the reference in float32, in
-units of its epsilon, is added to the scale. It is measured for inputs that differ by some roundings.
+Intermediate results may cancel too, as in the gradient of a layernorm over two numbers. So the largest error of the reference in float32,
+in units of its epsilon, is added to the scale. It is measured for inputs that differ by some roundings.
 """
 
 from collections.abc import Callable, Sequence
