@@ -39,7 +39,7 @@ def _ops_of(file: Path, changed: int) -> list[str]:
         sys.path.insert(0, str(file.parent))  # as `python my_op.py` does
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
         where = lines[-1] if lines else getattr(error, "lineno", None)
         raise ValueError(f"{file}:{where or 1}: {type(error).__name__}: {error}") from error
