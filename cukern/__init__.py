@@ -3,7 +3,8 @@
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
 lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, adamw, the optimizer AdamW, and the module
 KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
-Your own kernels: load, compile. Before a CUDA graph: warmup. One version for a block: use. The simulator: backend("sim").
+Your own kernels: load, compile; a differentiable op made of them: op. Before a CUDA graph: warmup. One version for a block: use.
+The simulator: backend("sim").
 """
 
 from cukern.ops.adamw import AdamW, adamw
@@ -22,6 +23,7 @@ from cukern.runtime.backend import backend
 from cukern.runtime.compiler import CompileError, SetupError
 from cukern.runtime.kernel import compile, load
 from cukern.runtime.limits import LaunchError
+from cukern.runtime.own_op import op
 from cukern.runtime.registry import use
 from cukern.runtime.warmup import warmup
 
@@ -49,6 +51,7 @@ __all__ = [
     "log_softmax",
     "lokr_linear",
     "matmul",
+    "op",
     "rmsnorm",
     "rope",
     "rope_",

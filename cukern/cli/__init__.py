@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import cukern
-from cukern.cli import bench, check, compile, doctor, gpt2, profile, sim, tune
+from cukern.cli import bench, check, compile, doctor, gpt2, new, profile, sim, tune
 from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
@@ -66,7 +66,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help=f"CUDA kernels for PyTorch with nothing to build. OP is one of {', '.join(OPS)}.")
+@app.callback(help=f"CUDA kernels for PyTorch with nothing to build. OP is one of {', '.join(OPS)}, or a file that makes one: my_op.py.")
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
@@ -77,7 +77,7 @@ def _root(
         context.default_map = {command: {"dtype": dtype} for command in ("check", "bench", "profile")}
 
 
-for _command in (check.check, bench.bench, profile.profile, compile.compile, tune.tune, doctor.doctor):
+for _command in (check.check, bench.bench, profile.profile, compile.compile, new.new, tune.tune, doctor.doctor):
     app.command()(_command)
 app.command("sim")(sim.simulate)
 app.add_typer(gpt2.app, name="gpt2")

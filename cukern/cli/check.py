@@ -45,7 +45,7 @@ def check(
         _print(found, verdict)
     listed("version", {name: found.versions[name].idea for name in functions})
     listed("not run:", skipped)
-    _sum_up(op, verdicts, "the simulator" if simulated else environment.gpu_name())
+    _sum_up(found.name, verdicts, "the simulator" if simulated else environment.gpu_name())
 
 
 def _sum_up(op: str, verdicts: list[Verdict], where: str | None) -> None:

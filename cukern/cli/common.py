@@ -15,6 +15,7 @@ from rich.table import Table
 import cukern.ops  # noqa: F401  fills the registry
 from cukern.bench import environment
 from cukern.bench.measure import name_of
+from cukern.cli import own_file
 from cukern.runtime.registry import OPS, Op
 
 _WIDTH = 80  # columns at least, so that no number in a table is cut
@@ -29,15 +30,17 @@ console, errors = _console(stderr=False), _console(stderr=True)
 
 DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.float16, "b": torch.bfloat16}
 
-OpName = Annotated[str, typer.Argument(metavar="OP", help="An op, such as square.")]
+OpName = Annotated[str, typer.Argument(metavar="OP", help="An op, such as square, or a file that makes one: my_op.py.")]
 Dims = Annotated[list[int] | None, typer.Argument(metavar="DIMS", help="Its sizes; the op's own list if left out.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="d|f|h|b", help="float64, float32, float16 or bfloat16.")]
 
 
 def find_op(name: str) -> Op:
-    """Raises ValueError for an unknown op."""
+    """The op of this name, or of a Python file; see own_file.py. Raises ValueError for an unknown op."""
+    if own_file.is_file(name):
+        return own_file.find(name)
     if name not in OPS:
-        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(OPS)}")
+        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(OPS)}, and those of files: my_op.py")
     return OPS[name]
 
 

@@ -26,7 +26,7 @@ Outcome = Report | CompileError
 
 
 def compile(
-    op: Annotated[str | None, typer.Argument(metavar="OP", help="One op; all if left out.")] = None,
+    op: Annotated[str | None, typer.Argument(metavar="OP", help="One op, or a file such as my_op.py; all ops if left out.")] = None,
     arch: Annotated[
         str | None, typer.Option(metavar="sm_90a,...", help=f"Architectures; by default this GPU's, else {WITHOUT_GPU}.")
     ] = None,

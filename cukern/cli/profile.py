@@ -50,10 +50,10 @@ def profile(
         raise ValueError(f"{op} {version} {refused[str(version)]}")
     name = list(functions)[-1]
     if ncu:
-        raise typer.Exit(_nsight(found, name, shape, kind))
+        raise typer.Exit(_nsight(op, found, name, shape, kind))
     if place.type != "cuda" and name == REFERENCE:
         say("There is no GPU: this profiles the torch reference for CPU tensors, not a kernel.", "yellow")
-    out = out or Path(f"{op}_{name}.trace.json")
+    out = out or Path(f"{found.name}_{name}.trace.json")
     file = out if out.is_dir() else unused(out)
     common.check_target("--out", file)
     step = stepper(found, shape, kind, name, place)
@@ -135,7 +135,7 @@ def kernel_names(op: Op, version: str, dtype: torch.dtype) -> list[str]:
     return sorted({k.name.partition("<")[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
 
 
-def _nsight(op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
+def _nsight(spelled: str, op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
     program = shutil.which("ncu")
     if program is None:
         raise SetupError(_NOT_INSTALLED)
@@ -144,7 +144,7 @@ def _nsight(op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> in
     letter = next(k for k, v in common.DTYPES.items() if v == dtype)
     names = f"regex:^({'|'.join(kernel_names(op, version, dtype))})$"
     options = ["--clock-control", "none", "--kernel-name", names, "--launch-count", str(_LAUNCHES)]
-    command = [program, *options, sys.executable, "-c", _CHILD, op.name, version, letter, *map(str, dims)]
+    command = [program, *options, sys.executable, "-c", _CHILD, spelled, version, letter, *map(str, dims)]
     with errors.status("running Nsight Compute"):
         env = environment.with_cukern()
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

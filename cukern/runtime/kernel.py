@@ -198,7 +198,7 @@ class Template:
     def __getitem__(self, key: Any) -> Kernel:
         kernel = self._instances.get(key)
         if kernel is None:
-            arguments = ", ".join(_cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
+            arguments = ", ".join(cpp(a) for a in (key if isinstance(key, tuple) else (key,)))
             kernel = Kernel(_shipped(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
             kernel = self._instances.setdefault(key, kernel)  # of two threads that create it, both get the same one
         return kernel
@@ -281,7 +281,8 @@ def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:
     return (*dims, 1, 1)[:3]  # type: ignore[return-value]
 
 
-def _cpp(argument: Any) -> str:
+def cpp(argument: Any) -> str:
+    """A template argument as C++ text: a dtype, a bool or a number."""
     if isinstance(argument, torch.dtype):
         return signature.CTYPES[argument]
     return str(argument).lower() if isinstance(argument, bool) else str(argument)

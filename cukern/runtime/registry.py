@@ -25,7 +25,9 @@ _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 
 
-def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def raw_op(
+    schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[..., Any], library: torch.library.Library = _library
+) -> Callable[..., Any]:
     """Register a launch as `torch.ops.cukern.<name>`. Returns a function that calls it with the least host time.
 
     Args:
@@ -33,27 +35,29 @@ def raw_op(schema: str, tensors: int, impl: Callable[..., Any], fake: Callable[.
             differentiable; the autograd Function that calls it is.
         tensors: the number of arguments that are tensors or lists of tensors.
         impl, fake: the launch, and its version for fake tensors.
+        library: the namespace in torch.ops.
 
     The result skips torch's dispatcher (1.7 us) unless one of these needs it: torch.compile, torch.export, dispatch modes such as
     FakeTensorMode, functorch transforms, tensor subclasses, the simulator.
     """
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, impl, "CUDA")
+    short = schema.partition("(")[0]
+    name = f"{library.ns}::{short}"
+    library.define(schema)
+    library.impl(short, impl, "CUDA")
 
     def simulate(*args: Any) -> Any:
         if not backend.simulating() and torch._C._current_graph_task_id() < 0:  # a backward pass follows a simulated forward
-            raise ValueError(f"cukern::{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
+            raise ValueError(f"{name} runs kernels, and the tensors are on the CPU; {checks.SIMULATOR}")
         with backend.simulated_memory(_flat(args)):
             return impl(*args)
 
-    _library.impl(name, simulate, "CPU")
-    torch.library.register_fake(f"cukern::{name}", fake, lib=_library)
-    packet = getattr(torch.ops.cukern, name).default
+    library.impl(short, simulate, "CPU")
+    torch.library.register_fake(name, fake, lib=library)
+    packet = getattr(getattr(torch.ops, library.ns), short).default
 
     def op(*args: Any) -> Any:
         if not _tracing() and _transforms() and any(isinstance(x, torch.Tensor) and _wrapped(x) for x in _flat(args)):
-            raise NotImplementedError(f"cukern::{name} has no rule for this torch.func transform")
+            raise NotImplementedError(f"{name} has no rule for this torch.func transform")
         return packet(*args)
 
     def call_one(x: torch.Tensor, *rest: Any) -> Any:
@@ -295,6 +299,7 @@ DEFAULT = "default"
 
 def register(op: Op) -> Op:
     OPS[op.name] = op
+    choose.cache_clear()  # type: ignore[attr-defined]
     return op
 
 

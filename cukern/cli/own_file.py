@@ -1,0 +1,46 @@
+"""OP as a Python file: `cukern check my_op.py`, or my_op.py:NAME, imports the file and uses an op that it makes with cukern.op."""
+
+import functools
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+
+from cukern.runtime.registry import OPS, Op
+
+
+def is_file(name: str) -> bool:
+    return name.partition(":")[0].endswith(".py")
+
+
+def find(name: str) -> Op:
+    """The op that a file defines. Raises ValueError for a file that fails or has no such op, or several; FileNotFoundError."""
+    path, _, wanted = name.partition(":")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path!r}")
+    file = Path(path).resolve()
+    names = _ops_of(file, file.stat().st_mtime_ns)
+    listed = ", ".join(names) or "none: make one with cukern.op"
+    if wanted and wanted not in names:
+        raise ValueError(f"{path} has no op {wanted!r}; its ops: {listed}")
+    if not wanted and len(names) != 1:
+        raise ValueError(f"{path} must have one op, or name one: {path}:NAME; its ops: {listed}")
+    return OPS[wanted or names[0]]
+
+
+@functools.lru_cache
+def _ops_of(file: Path, changed: int) -> list[str]:
+    """Run the file once. Returns the names of the ops that it defined."""
+    before = dict(OPS)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))  # as `python my_op.py` does
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+        where = lines[-1] if lines else getattr(error, "lineno", None)
+        raise ValueError(f"{file}:{where or 1}: {type(error).__name__}: {error}") from error
+    return [name for name, op in OPS.items() if before.get(name) is not op]

@@ -1,0 +1,248 @@
+"""The raw ops, the autograd Function and the public function of a user's own op; see own_op.py."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.kernel import Kernel, collecting, cpp, load, planning
+from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, raw_op, save, watched
+
+NAMESPACE = "cukern_own"  # in torch.ops
+_library = torch.library.Library(NAMESPACE, "DEF")
+_defined: dict[str, int] = {}  # by name, how often the op was defined: torch keeps each raw op for the life of the process
+
+
+class Pair(NamedTuple):
+    """One version: the functions that launch it, and the least compute capability."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    requires: int = 75
+
+
+def is_own(name: str) -> bool:
+    """True if `cukern.op` defined an op of this name."""
+    return name in _defined
+
+
+class Kernels:
+    """The kernels of a .cu file by name and template arguments, as forward and backward of a version get them."""
+
+    def __init__(self, source: Path):
+        self.source = source
+        self._launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __call__(self, name: str, *arguments: Any) -> Callable[..., None]:
+        key = (name, *arguments)
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            text = f"{name}<{', '.join(map(cpp, arguments))}>" if arguments else name
+            launcher = self._launchers[key] = _launcher(load(self.source, text))
+        return launcher
+
+
+def _launcher(kernel: Kernel) -> Callable[..., None]:
+    def launch(*args: Any, grid: Any, block: Any, shared: int = 0) -> None:
+        if planning():
+            kernel.on(backend.SIMULATED)  # only lists the kernel
+        elif grid != 0 and not (isinstance(grid, tuple | list) and 0 in grid):
+            kernel(*args, grid=grid, block=block, shared=shared)
+
+    return launch
+
+
+def _no_kernels(*_: Any) -> Callable[..., None]:
+    """In place of _Kernels: launches nothing, for fake tensors."""
+    return lambda *args, **options: None
+
+
+class Own:
+    """The raw ops, the autograd Function and the public function of one own op."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        constants: tuple[str, ...],
+        outputs: int,
+        source: Path,
+        dtypes: tuple[torch.dtype, ...],
+        reference: Callable[..., Tensor | Tensors],
+        versions: dict[str, Pair],
+    ):
+        self.name, self.inputs, self.constants, self.outputs = name, inputs, constants, outputs
+        self.kernels, self.dtypes, self.reference, self.versions = Kernels(source), dtypes, reference, versions
+        self.signature = inspect.Signature([inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in inputs])
+        self.newest, self.newest_backward, _ = list(versions.values())[-1]
+        self.differentiable = self.newest_backward is not None
+        self.kept, self.results = self._signature_of_backward() if self.differentiable else ((), outputs)
+
+    def _signature_of_backward(self) -> tuple[tuple[bool, ...], int]:
+        """Which inputs and results some version's backward uses, and the number of results."""
+        names = {v: list(inspect.signature(b).parameters)[1:] for v, (_, b, _) in self.versions.items() if b}
+        counts = {v: len(one) - len(self.inputs) - self.outputs for v, one in names.items()}
+        for version, count in counts.items():
+            if count < self.outputs or count != next(iter(counts.values())):
+                raise ValueError(
+                    f"backward of version {version!r} of {self.name} takes {len(names[version])} tensors ({', '.join(names[version])}); "
+                    f"it must take the {len(self.inputs)} inputs, at least {self.outputs} results of forward, as many in every version, "
+                    f"and {self.outputs} gradients"
+                )
+        results = next(iter(counts.values()))
+        places = range(len(self.inputs) + results)
+        return tuple(any(not one[i].startswith("_") for one in names.values()) for i in places), results
+
+    def forward(self, kernels: Any, function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+        tensors = [_dense(x) for x in inputs]
+        return self._checked("forward", function(kernels, *tensors), self.results, tensors)
+
+    def backward(self, kernels: Any, function: Callable[..., Any], saved: Sequence[Tensor | None], douts: Sequence[Tensor]) -> list[Tensor]:
+        tensors = [None if x is None else _dense(x) for x in (*saved, *douts)]
+        return self._checked("backward", function(kernels, *tensors), len(self.inputs) - len(self.constants), tensors)
+
+    def _checked(self, pass_: str, found: Any, count: int, given: Sequence[Tensor | None]) -> list[Tensor]:
+        tensors = as_tuple(found)
+        if not all(isinstance(t, Tensor) for t in tensors):
+            raise TypeError(f"{pass_} of {self.name} must return tensors, got {', '.join(type(t).__name__ for t in tensors)}")
+        if len(tensors) != count:
+            raise ValueError(f"{pass_} of {self.name} must return {count} tensors, got {len(tensors)}")
+        if any(t is x for t in tensors for x in given):
+            raise ValueError(f"{pass_} of {self.name} must return new tensors, got one of its arguments")
+        return list(tensors)
+
+    def instances(self, version: str, cases: Sequence[Tensors]) -> list[Kernel]:
+        """The kernels that a version launches for these inputs, which may be on the meta device."""
+        forward, backward, _ = self.versions[version]
+        with collecting() as found, torch.no_grad():
+            for inputs in cases:
+                results = self.forward(self.kernels, forward, inputs)
+                if backward:
+                    self.backward(self.kernels, backward, (*inputs, *results), [torch.empty_like(y) for y in results[: self.outputs]])
+        return list(found.values())
+
+    def _raw(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def launch(*args: Any) -> list[Tensor]:
+            *inputs, version = args
+            chosen = choose(self.name, version, inputs[0].get_device())
+            return self.forward(self.kernels, chosen.forward, inputs)
+
+        def fake(*args: Any) -> list[Tensor]:
+            return self.forward(_no_kernels, self.newest, args[:-1])
+
+        def launch_backward(douts: list[Tensor], saved: list[Tensor | None], version: str) -> list[Tensor]:
+            chosen = choose(self.name, version, douts[0].get_device())
+            return self.backward(self.kernels, chosen.backward, saved, douts)
+
+        def fake_backward(douts: list[Tensor], saved: list[Tensor | None], version: str) -> list[Tensor]:
+            assert self.newest_backward
+            return self.backward(_no_kernels, self.newest_backward, saved, douts)
+
+        again = _defined[self.name] = _defined.get(self.name, 0) + 1
+        mark = f"_{again}" if again > 1 else ""
+        schema = f"{self.name}{mark}({', '.join(f'Tensor {x}' for x in self.inputs)}, str version) -> Tensor[]"
+        forward = raw_op(schema, len(self.inputs), launch, fake, _library)
+        schema = f"{self.name}_backward{mark}(Tensor[] douts, Tensor?[] saved, str version) -> Tensor[]"
+        return forward, raw_op(schema, 2, launch_backward, fake_backward, _library)
+
+    def function(self) -> Callable[..., Any]:
+        """Register the raw ops. Returns the public function."""
+        raw, raw_backward = self._raw()
+        apply = self._autograd(raw, raw_backward)
+        name, outputs, reference, versions = self.name, self.outputs, self.reference, tuple(self.versions)
+        differentiable = self.differentiable
+
+        def call(*inputs: Any, version: str | None = None, **named: Any) -> Any:
+            tensors = self.tensors(inputs, named)
+            checks.version(name, version, versions)
+            if not tensors[0].is_cuda and not backend.simulates(tensors[0]):
+                if version is not None:
+                    checks.needs_gpu(name, version, tensors[0].device)
+                with autocast.off(tensors[0]):
+                    return reference(*tensors)
+            recorded = differentiable and watched(*tensors)
+            results = apply(version or "", *tensors) if recorded else raw(*tensors, version or "")
+            return results[0] if outputs == 1 else tuple(results[:outputs])
+
+        call.__name__ = call.__qualname__ = name
+        call.__doc__ = reference.__doc__
+        return call
+
+    def _autograd(self, raw: Callable[..., Any], raw_backward: Callable[..., Any]) -> Callable[..., Any]:
+        op, outputs, kept, count = self.name, self.outputs, self.kept, len(self.inputs)
+        gradients = [i for i, name in enumerate(self.inputs) if name not in self.constants]
+
+        class Backward(Differentiable):
+            """Only so that torch.func transforms may contain the backward pass."""
+
+            @staticmethod
+            def forward(version, *tensors):
+                return tuple(raw_backward(list(tensors[:outputs]), list(tensors[outputs:]), version))
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                pass
+
+            @staticmethod
+            def backward(ctx, *_):
+                raise NotImplementedError(f"{op} has no second derivatives: its backward is a kernel without a backward")
+
+            @staticmethod
+            def batch(info, in_dims, *args):
+                return each(apply_backward, info.batch_size, in_dims, args)
+
+        class Forward(Differentiable):
+            @staticmethod
+            def forward(version, *inputs):
+                return tuple(raw(*inputs, version))
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                ctx.version = inputs[0]
+                ctx.mark_non_differentiable(*output[outputs:])
+                save(ctx, *[x if keep else None for x, keep in zip((*inputs[1:], *output), kept, strict=True)])
+
+            @staticmethod
+            def backward(ctx, *douts):
+                # torch.compile does not trace a Function inside the backward of another
+                backward = Backward.forward if torch.compiler.is_dynamo_compiling() else apply_backward
+                found = iter(backward(ctx.version, *douts[:outputs], *ctx.saved_tensors))
+                grads = [next(found) if i in gradients else None for i in range(count)]
+                return None, *[grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True)]
+
+            @staticmethod
+            def batch(info, in_dims, *args):
+                return each(apply, info.batch_size, in_dims, args)
+
+        apply, apply_backward = apply_of(Forward), apply_of(Backward)
+        return apply
+
+    def tensors(self, inputs: Sequence[Any], named: dict[str, Any]) -> list[Tensor]:
+        """The inputs of a call in their order, checked. Raises TypeError and ValueError."""
+        if named or len(inputs) != len(self.inputs):
+            try:
+                inputs = self.signature.bind(*inputs, **named).args
+            except TypeError as error:
+                raise TypeError(f"{self.name}({', '.join(self.inputs)}, *, version=None): {error}") from None
+        tensors = [x if isinstance(x, Tensor) else interop.to_torch(n, x) for n, x in zip(self.inputs, inputs, strict=True)]
+        for name, x in zip(self.inputs, tensors, strict=True):
+            if x.is_floating_point():
+                checks.dtype(name, x, self.dtypes)
+            elif name not in self.constants and self.differentiable:
+                raise TypeError(f"{self.name}: {name} is {x.dtype}, which has no gradient: name it in constants=")
+        if len(tensors) > 1:
+            checks.one_device(**dict(zip(self.inputs, tensors, strict=True)))
+        return tensors
+
+
+def as_tuple(found: Any) -> tuple[Any, ...]:
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, contiguous and without the negative bit: a copy if necessary."""
+    return x.resolve_neg().contiguous()

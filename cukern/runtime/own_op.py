@@ -1,0 +1,232 @@
+"""`cukern.op`: makes a differentiable op from the kernels of a user's own .cu file."""
+
+import inspect
+import keyword
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.runtime import checks
+from cukern.runtime.error_scale import measured
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.own_launch import Own, Pair, as_tuple, is_own
+from cukern.runtime.registry import OPS, Cost, Op, Tensors, Version, register
+
+ELEMENTWISE = ((1,), (1023,), (64, 100))
+ELEMENTWISE_BENCH = ((1 << 26,),)
+
+
+def op(
+    name: str,
+    source: str | Path,
+    reference: Callable[..., Tensor | Tensors],
+    versions: Mapping[str, Any],
+    *,
+    make: Callable[..., Any] | None = None,
+    cases: Sequence[Sequence[int]] | None = None,
+    bench: Sequence[Sequence[int]] | None = None,
+    dtypes: Sequence[torch.dtype] = checks.FLOATS,
+    outputs: int = 1,
+    constants: Collection[str] = (),
+    flops: Callable[..., int] | None = None,
+    roundings: int = 1,
+    magnitude: Callable[[Tensors, Tensors], Tensors] | None = None,
+) -> Callable[..., Any]:
+    """Make a differentiable op from the kernels of a .cu file.
+
+    Args:
+        name: an identifier. `cukern check NAME` and `cukern.use(NAME, version)` know the op by it. A second definition replaces the first.
+        source: the .cu file. Give its path from the Python file's: `Path(__file__).with_name("scale.cu")`.
+        reference: the math in plain torch, of the same inputs. It runs for CPU tensors. Parameters without a default are the op's inputs,
+            all tensors. It returns a tensor or a tuple of them.
+        versions: by name, such as "v1", the pair (forward, backward), or only forward for an op without gradients, or the triple with the
+            least compute capability, such as 90. The last that a GPU supports is the default.
+        make: `make(*sizes, dtype=, device=)` draws the inputs at random. Its parameters name the sizes of DIMS on the command line.
+            None: each input is torch.randn(*sizes).
+        cases: the sizes for `cukern check`. Small ones, since the simulator runs them too. They may be left out if make is.
+        bench: the sizes for `cukern bench` on a GPU. None: the last of `cases`.
+        dtypes: those of floating-point inputs.
+        outputs: the number of results of `reference`.
+        constants: the names of inputs that have no gradient. Inputs of integers belong here.
+        flops: `flops(*sizes)`, the floating-point operations of the forward. With it, the limit of `cukern bench` is the peak rate instead
+            of a copy; the backward counts as twice as many.
+        roundings, magnitude: how many roundings to the dtype a result may have, and `magnitude(inputs, douts)`, the scale of errors. None:
+            measured, as |y| plus the sum over the inputs of |dy/dx * x|.
+
+    `forward(kernels, *inputs)` allocates the results with torch.empty and its kind, launches, and returns a tensor or a tuple: first the
+    outputs, then what backward needs besides. All versions return tensors of the same shapes. `backward(kernels, *inputs, *results,
+    *douts)` returns a gradient for each input that is not among the constants, in their order, with the shape and dtype of the input. A
+    parameter of backward whose name starts with "_" gets None, and its tensor is not kept. Inputs and douts are contiguous.
+
+    `kernels(NAME, *arguments)` is a kernel, or an instance of a template: `kernels("scale", x.dtype, 4)` is `scale<float, 4>`. It is called
+    like the result of `cukern.load`, with `grid=`, `block=` and `shared=`. Nothing is launched for a grid with a 0. On fake tensors
+    nothing is launched at all, so forward and backward are shape functions too.
+
+    Returns a function `f(*inputs, version=None)`, under autograd, torch.compile(fullgraph=True), CUDA graphs and in the simulator. Its raw
+    ops are torch.ops.cukern_own.NAME and NAME_backward. There is no double backward. Check, bench, profile and compile take the Python
+    file instead of a name: `cukern check scale.py`.
+
+    Raises TypeError and ValueError for a wrong argument, FileNotFoundError for a missing .cu. The function raises TypeError for a wrong
+    number or dtype of inputs and ValueError for an unknown version or several devices; a launch raises the errors of `cukern.load`.
+
+    Example, for `template <typename T> __global__ void square(T* out, const T* x, long long n)` and square_bwd in square.cu:
+        def forward(kernels, x):
+            out = torch.empty_like(x)
+            kernels("square", x.dtype)(out, x, x.numel(), grid=-(-x.numel() // 256), block=256)
+            return out
+
+        def backward(kernels, x, _out, dout):
+            dx = torch.empty_like(x)
+            kernels("square_bwd", x.dtype)(dx, x, dout, x.numel(), grid=-(-x.numel() // 256), block=256)
+            return dx
+
+        square = cukern.op("my_square", "square.cu", lambda x: x * x, {"v1": (forward, backward)})
+    """
+    _check_name(name)
+    inputs = _inputs(reference)
+    pairs = _pairs(versions)
+    outputs, roundings = checks.integer("outputs", outputs, 1), checks.integer("roundings", roundings, 0)
+    constants, dtypes = _constants(constants, inputs), _dtypes(dtypes)
+    if make is None:
+        cases, bench = cases or ELEMENTWISE, bench or ELEMENTWISE_BENCH
+    elif not callable(make):
+        raise TypeError(f"make must be a function, got {checks.brief(make)}")
+    drawn = _maker(make, len(inputs))
+    check_dims = _sizes("cases", cases)
+    bench_dims = _sizes("bench", bench if bench is not None else check_dims[-1:])
+    if not isinstance(source, str | Path):
+        raise TypeError(f"source must be a path, got {checks.brief(source)}")
+    if not Path(source).is_file():
+        raise FileNotFoundError(f"source: there is no file {str(source)!r}")
+    own = Own(name, inputs, constants, outputs, Path(source), dtypes, reference, pairs)
+    wanted = [i for i, one in enumerate(inputs) if own.differentiable and one not in constants]
+    function = own.function()
+
+    def instances(version: str) -> Callable[[torch.dtype], list[Kernel]]:
+        return lambda dtype: own.instances(version, [drawn(dims, dtype, "meta") for dims in (*check_dims, *bench_dims)])
+
+    def cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+        kind = next((d for d in dtypes if d.itemsize == itemsize), dtypes[0])
+        tensors = drawn(dims, kind, "meta")
+        read, written = _bytes(tensors), _bytes(as_tuple(reference(*tensors)))
+        work = int(flops(*dims)) if flops else 0
+        costs = {"fwd": Cost(read + written, work)}
+        if own.differentiable:
+            costs["bwd"] = Cost(read + written + _bytes([tensors[i] for i in wanted]), 2 * work)
+        return costs
+
+    register(
+        Op(
+            name=name,
+            stem=name,
+            function=function,
+            reference=reference,
+            versions={v: _version(pair, instances(v)) for v, pair in pairs.items()},
+            dtypes=dtypes,
+            dims=_dims(make),
+            check_dims=check_dims,
+            sim_dims=check_dims,
+            bench_dims=bench_dims,
+            make=drawn,
+            inputs=inputs,
+            cost=cost,
+            bound="compute" if flops else "memory",
+            roundings=roundings,
+            magnitude=magnitude or measured(reference, wanted),
+            constants=constants,
+            differentiable=own.differentiable,
+        )
+    )
+    return function
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {checks.brief(name)}")
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"name must be an identifier of Python, got {name!r}")
+    if name in OPS and not is_own(name):
+        raise ValueError(f"name must not be that of an op of cukern, got {name!r}")
+
+
+def _inputs(reference: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of the reference without a default."""
+    if not callable(reference):
+        raise TypeError(f"reference must be a function, got {checks.brief(reference)}")
+    parameters = [p for p in inspect.signature(reference).parameters.values() if p.default is p.empty]
+    if not parameters or any(p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
+        raise ValueError(f"reference must name each input as a parameter, got {inspect.signature(reference)}")
+    return tuple(p.name for p in parameters)
+
+
+def _pairs(versions: Mapping[str, Any]) -> dict[str, Pair]:
+    rule = "versions must be a dict such as {'v1': (forward, backward)}"
+    if not isinstance(versions, Mapping) or not versions:
+        raise TypeError(f"{rule}, got {checks.brief(versions)}")
+    pairs = {}
+    for version, value in versions.items():
+        functions = value if isinstance(value, tuple) else (value,)
+        if not isinstance(version, str) or not 1 <= len(functions) <= 3 or not all(f is None or callable(f) for f in functions[:2]):
+            raise TypeError(f"{rule}, got {version!r}: {checks.brief(value)}")
+        pairs[version] = Pair(*functions)
+        checks.integer(f"the compute capability of version {version!r}", pairs[version].requires, 75)
+    if len({pair.backward is None for pair in pairs.values()}) > 1:
+        raise ValueError(f"versions must all have a backward or none, got {', '.join(v for v, p in pairs.items() if p.backward)} with one")
+    return pairs
+
+
+def _constants(constants: Collection[str], inputs: Sequence[str]) -> tuple[str, ...]:
+    names = (constants,) if isinstance(constants, str) else tuple(constants)
+    for name in names:
+        checks.choice("a name in constants", name, inputs)
+    return names
+
+
+def _dtypes(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
+    found = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    if not found or not all(d in checks.FLOATS for d in found):
+        raise ValueError(f"dtypes must be some of {', '.join(map(str, checks.FLOATS))}, got {checks.brief(dtypes)}")
+    return found
+
+
+def _sizes(name: str, cases: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    if not cases:
+        raise ValueError(f"{name} must be sizes for make, such as [(3, 1000), (64, 768)], got {cases!r}")
+    return tuple(tuple(checks.integer(f"a size in {name}", n, 0) for n in (c if isinstance(c, Sequence) else (c,))) for c in cases)
+
+
+def _maker(make: Callable[..., Any] | None, inputs: int) -> Callable[[Sequence[int], torch.dtype, torch.device | str], Tensors]:
+    def drawn(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensors:
+        if make is None:
+            return tuple(torch.randn(*dims, dtype=dtype, device=device) for _ in range(inputs))
+        found = as_tuple(make(*dims, dtype=dtype, device=device))
+        if len(found) != inputs:
+            raise ValueError(f"make must return the {inputs} inputs, got {len(found)}")
+        return found
+
+    return drawn
+
+
+def _dims(make: Callable[..., Any] | None) -> str:
+    """The names of DIMS: the parameters of make, without dtype and device."""
+    if make is None:
+        return "SHAPE..."
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    sizes = [p for p in inspect.signature(make).parameters.values() if p.kind in kinds and p.name not in ("dtype", "device")]
+    return " ".join(p.name.upper() + ("..." if p.kind == p.VAR_POSITIONAL else "") for p in sizes)
+
+
+def _version(pair: Pair, instances: Callable[[torch.dtype], list[Kernel]]) -> Version:
+    backward = {"backward": pair.backward} if pair.backward else {}
+    return Version(_idea(pair.forward), pair.forward, instances=instances, requires=pair.requires, **backward)
+
+
+def _idea(forward: Callable[..., Any]) -> str:
+    return (inspect.getdoc(forward) or "").partition("\n")[0] or getattr(forward, "__name__", "forward")
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)

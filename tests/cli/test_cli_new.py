@@ -1,0 +1,137 @@
+"""`cukern new`, and commands that take a Python file: from an empty folder to a checked op."""
+
+import sys
+
+import pytest
+import torch
+from helpers import no_gpu, run
+from test_cli import call, refused
+
+from cukern.bench import environment
+from cukern.runtime.registry import OPS
+
+KINDS = ("elementwise", "row", "tiled")
+QUICK = {
+    "bench": ("--seconds", "0.05"),
+    "profile": ("--wait", 0, "--warmup", 1, "--active", 1),
+    "check": (),
+    "compile": ("--arch", "sm_90a"),
+}
+SAYS = {"bench": "my_silu bwd 1000", "profile": "trace: my_silu_", "check": "nothing wrong", "compile": "my_silu_bwd<float>"}
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """Ops that a test defines leave the registry at its end."""
+    before, path = dict(OPS), list(sys.path)
+    yield
+    OPS.clear()
+    OPS.update(before)
+    sys.path[:] = path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_commands_from_an_empty_folder_to_a_passing_test(kind, folder):
+    env = environment.with_cukern()
+    run([sys.executable, "-m", "cukern", "new", "my_silu", "--kind", kind], cwd=folder, env=env)
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "bench_my_silu.py", "my_silu.cu", "my_silu.py", "test_my_silu.py"]
+    assert not any("my_op" in p.read_text() for p in folder.iterdir())
+    assert "5 passed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env).stdout
+    source = folder / "my_silu.cu"
+    source.write_text(source.read_text().replace("out[", "if (threadIdx.x) out[", 1))
+    assert "failed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env, ok=False).stdout
+
+
+@pytest.mark.parametrize("verb", QUICK)
+def test_commands_take_a_file(verb, folder):
+    call("new", "my_silu")
+    sizes = () if verb == "compile" else (1000,)
+    assert SAYS[verb] in call(verb, "my_silu.py", *sizes, *QUICK[verb]).output
+    assert call(verb, "my_silu.py:my_silu", *sizes, *QUICK[verb])
+
+
+def test_an_edited_file_is_read_again(folder):
+    call("new", "my_silu")
+    call("check", "my_silu.py", 100, "--dtype", "f", "--sim")
+    python, source = folder / "my_silu.py", folder / "my_silu.cu"
+    source.write_text(source.read_text().replace("1 + exp(-a)", "2 + exp(-a)"))
+    python.write_text(python.read_text() + "\n")
+    assert "WRONG" in call("check", "my_silu.py", 100, "--dtype", "f", "--sim", status=1).output
+
+
+def test_a_benchmark_runs(folder):
+    call("new", "my_silu", "--kind", "row")
+    done = run(
+        [sys.executable, "bench_my_silu.py", "8", "64", "--seconds", "0.05", "--pass", "fwd"], cwd=folder, env=environment.with_cukern()
+    )
+    assert "my_silu fwd 8 x 64 float32" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("two words", "NAME must be an identifier, of letters, digits and _, got 'two words'"),
+        ("my-op", "got 'my-op'"),
+        ("2x", "got '2x'"),
+        ("", "got ''"),
+        ("../x", "got '../x'"),
+        ("lambda", "got 'lambda'"),
+        ("größe", "got 'größe'"),
+        ("softmax", "NAME must not be 'softmax', which is an op of cukern"),
+        ("forward", "NAME must not be 'forward', which the files use"),
+        ("torch", "NAME must not be that of an installed module, got 'torch'"),
+    ],
+)
+def test_names_that_are_refused(name, says, folder):
+    assert says in refused("new", name)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", ["my_silu.cu", "test_my_silu.py", "README.md", "my_silu"])
+def test_an_existing_file_or_folder_is_refused(there, folder):
+    (folder / there).mkdir() if there == "my_silu" else (folder / there).write_text("mine")
+    assert f"{there!r} exists: choose another NAME or an empty folder" in refused("new", "my_silu")
+    assert [p.name for p in folder.iterdir()] == [there]
+
+
+FILES = {
+    "": "empty.py must have one op, or name one: empty.py:NAME; its ops: none: make one with cukern.op",
+    "x = 1 +\n": "empty.py:1: SyntaxError: invalid syntax",
+    "import nowhere\n": "empty.py:1: ModuleNotFoundError: No module named 'nowhere'",
+    "import torch\n\ntorch.ones(2) + torch.ones(3)\n": "empty.py:3: RuntimeError: The size of tensor a",
+    "raise SystemExit(3)\n": "empty.py:1: SystemExit: 3",
+}
+
+
+@pytest.mark.parametrize("text", FILES, ids=["empty", "syntax", "import", "torch", "exit"])
+def test_files_without_an_op(text, folder):
+    (folder / "empty.py").write_text(text)
+    assert FILES[text] in refused("check", "empty.py")
+
+
+def test_names_of_files_and_ops(folder):
+    assert "there is no file 'absent.py'" in refused("bench", "absent.py")
+    assert "and those of files: my_op.py" in refused("bench", "absent")
+    call("new", "my_silu")
+    assert "my_silu.py has no op 'other'; its ops: my_silu" in refused("profile", "my_silu.py:other")
+    text = (folder / "my_silu.py").read_text()
+    other = text.replace('"my_silu"', '"one"')
+    (folder / "two.py").write_text(text + other[other.index("my_silu = ") :])
+    assert "two.py must have one op, or name one: two.py:NAME; its ops: my_silu, one" in refused("check", "two.py")
+    call("compile", "two.py:my_silu", "--arch", "sm_90a")
+
+
+@no_gpu
+def test_a_missing_kernel_is_named(folder):
+    call("new", "my_silu")
+    text = (folder / "my_silu.py").read_text()
+    (folder / "my_silu.py").write_text(text.replace('"my_silu_fwd"', '"my_silu_forward"'))
+    assert "has no __global__ function 'my_silu_forward'; it has my_silu_fwd, my_silu_bwd" in refused("check", "my_silu.py", 100)
+    assert not torch.cuda.is_available()
