@@ -69,7 +69,8 @@ def test_as_a_module():
     done = run([sys.executable, "-m", "cukern", "check", "square", "10", "--dtype", "f"])
     assert "square 10 float32" in done.stdout and "nothing wrong" in done.stdout
     done = run([sys.executable, "-m", "cukern", "bench", "nothing"], ok=False)
-    assert done.returncode == 2 and done.stderr == f"error: there is no op 'nothing'; the ops are {', '.join(OPS)}\n"
+    known = f"{', '.join(OPS)}, and those of files: my_op.py"
+    assert done.returncode == 2 and done.stderr == f"error: there is no op 'nothing'; the ops are {known}\n"
 
 
 def test_version_and_help():
@@ -293,7 +294,7 @@ def test_ncu_refused_is_explained(tmp_path, monkeypatch, capsys, says, status):
     ncu.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert profile._nsight(SQUARE, "v2", (64,), torch.float32) == status
+    assert profile._nsight("square", SQUARE, "v2", (64,), torch.float32) == status
     out, err = capsys.readouterr()
     assert says in out and "regex:^(square_v2|square_v2_bwd)$" in out and "\nnone\n" in out
     assert ("NVreg_RestrictProfilingToAdminUsers=0" in err) == bool(status)
