@@ -204,7 +204,7 @@ __device__ __forceinline__ void load_affine(C (&to)[N], const W* from, int colum
 
 // Grid ceil(rows / blockDim.y).
 template <typename T, typename W, int N, int VECTORS, bool RMS>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; with 1, whole vectors would get more registers than they need
     layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                  int columns, long long x_row, long long residual_row, double eps) {
     wait_for_previous();

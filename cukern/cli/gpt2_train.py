@@ -27,7 +27,7 @@ HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 SMALL = "small"
 # Without -i: a model for byte tokens that learns in 40 s on two CPU cores; what else was tried is in docs/notes/gpt2.md.
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
-SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.5, prompt=tuple(b"The "))
+SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
 
 # Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first row whose
 # words are part of the GPU's name counts.
@@ -85,7 +85,7 @@ def pick_device(device: str | None) -> str:
 Device = Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to run; the GPU by default, if there is one.")]
 Rows = Annotated[int | None, typer.Option("-b", "--batch", help="B: rows of a forward pass (4; small run: 12).")]
 Length = Annotated[int | None, typer.Option("-t", "--seq-len", help="T: tokens of a row (1024; small run: 64).")]
-Temperature = Annotated[float | None, typer.Option(help="Divides the logits of a sample; 0: the likeliest token (1; small run: 0.5).")]
+Temperature = Annotated[float | None, typer.Option(help="Divides the logits of a sample; 0: the likeliest token (1; small run: 0.3).")]
 TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", help="Decodes samples (gpt2_tokenizer.bin here; bytes for 256 tokens).")]
 _KERNEL = "of the fork of llm.c: 1 to 5; or the environment variable"
 SoftmaxForward = Annotated[str | None, typer.Option("--softmax-forward-kernel", help=f"{_KERNEL} SOFTMAX_FORWARD_KERNEL.")]

@@ -191,7 +191,7 @@ __device__ __forceinline__ void multiply_first(float (&v)[N], const unsigned (&x
     } else {
 #pragma unroll
         for (int r = 0; r < N; r += 2) {
-            float2 two = widen(reinterpret_cast<const typename PairOf<T>::type&>(x[r / 2]));
+            float2 two = widen(typename PairOf<T>::type(), x[r / 2]);
             v[r] = two.x, v[r + 1] = two.y;
         }
         multiply_cut<S, T>(v, weights);
