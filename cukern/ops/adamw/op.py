@@ -33,8 +33,10 @@ def adamw(
         lr, betas, eps, weight_decay: numbers as in torch.optim.AdamW.
         version: "v1" or "v2"; default: the fastest.
 
-    Parameters of 16 bits are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator. Not
-    differentiable. Raises TypeError and ValueError for tensors or numbers that do not fit, before anything is written.
+    Parameters of 16 bits are computed in float32 and rounded once. CPU tensors use torch's operations, or the simulator. So does
+    torch.compile, which fuses them, whatever the version. Not differentiable.
+
+    Raises TypeError and ValueError for tensors or numbers that do not fit, before anything is written.
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """
     given = zip(_NAMES, (params, grads, exp_avgs, exp_avg_sqs), strict=True)
@@ -46,10 +48,11 @@ def adamw(
     if not lists[0]:
         return
     first = lists[0][0]
-    if first.is_cuda or backend.simulates(first):
+    has_kernels = first.is_cuda or backend.simulates(first)
+    if has_kernels and not torch.compiler.is_dynamo_compiling():
         _adamw(*lists, step, list(numbers), version or "")
         return
-    if version is not None:
+    if version is not None and not has_kernels:
         checks.needs_gpu("adamw", version, first.device)
     with torch.no_grad(), autocast.off(first):
         for param, *rest in zip(*lists, strict=True):
