@@ -1,17 +1,12 @@
 """rope under pytest-benchmark: `pytest benchmarks/bench_rope.py`."""
 
 import pytest
-from conftest import cases
-
-from cukern.runtime.registry import OPS
+from conftest import family
 
 pytestmark = pytest.mark.filterwarnings("default")  # peers may warn
-WAYS = [name for name, op in OPS.items() if op.stem == "rope"]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(
-    ("name", "dims", "provider"), [pytest.param(n, *c.values, marks=c.marks, id=f"{n}-{c.id}") for n in WAYS for c in cases(n)]
-)
+@pytest.mark.parametrize(("name", "dims", "provider"), family("rope"))
 def test_rope(run, name, dims, provider, backward):
     run(name, dims, provider, backward)

@@ -23,6 +23,11 @@ def cases(name: str) -> list:
     return found + [pytest.param((), (peer, ""), marks=pytest.mark.skip(reason=f"{peer}: {why}"), id=peer) for peer, why in missing.items()]
 
 
+def family(stem: str) -> list:
+    """(name, dims, provider) of all ops of this stem."""
+    return [pytest.param(n, *c.values, marks=c.marks, id=f"{n}-{c.id}") for n, op in OPS.items() if op.stem == stem for c in cases(n)]
+
+
 def _by(dims: tuple[int, ...]) -> str:
     return "x".join(map(str, dims))
 

@@ -39,7 +39,8 @@ def bench(
     """Time every version and peer of OP. OP `startup` times the import and first calls in fresh processes."""
     if op == STARTUP and dims:
         raise ValueError(f"{STARTUP} takes no sizes, got {' '.join(map(str, dims))}")
-    record_to = _record_file(record, record_to, plot)
+    record_to = record_file(record, record_to)
+    check_plot(plot)
     tables, missing = [], dict[str, str]()
     if op == STARTUP:
         found = _startup()
@@ -73,7 +74,7 @@ def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple
     return kernel or "", without or []
 
 
-def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Path | None:
+def record_file(record: bool, record_to: Path | None = None) -> Path | None:
     """The file to append to, if any. Raises ValueError for a file that cannot be written, and for --record with uncommitted changes."""
     if record:
         if environment.facts()["dirty"]:
@@ -81,10 +82,14 @@ def _record_file(record: bool, record_to: Path | None, plot: Path | None) -> Pat
         record_to = default_file()
     if record_to:
         common.check_target("--record-to", record_to)
-    if plot:
+    return record_to
+
+
+def check_plot(plot: Path | None) -> None:
+    """Check that a picture can be drawn to this file, if there is one. Raises ValueError, and SetupError without matplotlib."""
+    if plot is not None:
         drawable(plot)
         common.check_target("--plot", plot)
-    return record_to
 
 
 def _measure(

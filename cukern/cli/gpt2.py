@@ -11,8 +11,8 @@ import typer
 
 import cukern
 from cukern.bench.environment import float32_products
-from cukern.bench.plot import drawable
 from cukern.cli import common
+from cukern.cli.bench import check_plot
 from cukern.cli.common import console, say
 from cukern.cli.gpt2_bench import bench
 from cukern.cli.gpt2_train import (
@@ -132,9 +132,7 @@ def profile(
     matmul_forward_kernel: MatmulForward = None,
 ) -> None:
     """The share of each op in an update, on random tokens: device time on the GPU, else CPU time."""
-    if plot is not None:
-        drawable(plot)
-        common.check_target("--plot", plot)
+    check_plot(plot)
     place, B, T = pick_device(device), 4 if batch is None else batch, 1024 if seq_len is None else seq_len
     made = make_model(model, T, place)
     expect(B > 0 and 0 < T <= made.config.max_seq_len, f"-b of at least 1 and -t from 1 to {made.config.max_seq_len}", f"{B} and {T}")

@@ -14,6 +14,7 @@ from cukern.bench import environment, record
 from cukern.bench.measure import Row
 from cukern.bench.timing import summary
 from cukern.cli import common
+from cukern.cli.bench import record_file
 from cukern.cli.common import say
 from cukern.cli.gpt2_train import Device, Length, Rows, make_model, pick_device
 from cukern.gpt2.checkpoint import Config
@@ -74,8 +75,7 @@ def bench(
     record_it: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
 ) -> None:
     """Time a training step of cukern, torch and torch.compile in turn, with random tokens and all that an update does."""
-    if record_it and environment.facts()["dirty"]:
-        raise ValueError("--record needs a clean tree: commit your changes first, so that the record names the code that it measured")
+    file = record_file(record_it)
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
     with environment.float32_products(bool(tf32)), tempfile.TemporaryDirectory() as folder:
         ours = make_model(model, T, place)
@@ -102,9 +102,9 @@ def bench(
         timing = summary(us[WARMUP:])
         rows.append(Row("gpt2", "", f"step {model}", (B, T), kind, name, timing.median_us, timing.iqr_us, 0, flops))
     _show(rows, (place == "cuda" and environment.gpu_name()) or place)
-    if record_it:
-        record.append(rows, record.default_file())
-        say(f"appended to {record.default_file()}", to=common.errors)
+    if file:
+        record.append(rows, file)
+        say(f"appended to {file}", to=common.errors)
 
 
 def _peers(ours: GPT2, batch: Tensor, compile: bool) -> dict[str, Callable[[], float]]:

@@ -1,7 +1,6 @@
 """`cukern gpt2 train`: llm.c's flags; without -i a small model on a text that every machine has."""
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,9 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cukern.bench import environment
 from cukern.bench.environment import float32_products
-from cukern.bench.plot import drawable
-from cukern.cli import common
+from cukern.cli.bench import check_plot
 from cukern.cli.common import console, say
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config
@@ -22,6 +21,7 @@ from cukern.gpt2.model import GPT2, config_of, use_kernels
 from cukern.gpt2.tokenizer import FILE as TOKENIZER
 from cukern.gpt2.tokenizer import tokenizer_for
 from cukern.gpt2.train import SCHEDULES, Settings, Step, Trainer
+from cukern.runtime.device import tf32_flops
 
 HELLASWAG = Path("dev/data/hellaswag/hellaswag_val.bin")  # llm.c's
 SMALL = "small"
@@ -29,32 +29,15 @@ SMALL = "small"
 SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warmup=100, final_fraction=0.05, weight_decay=0.1)
 SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
 
-# Peak TFLOP/s without sparsity of TF32 (float32 where there is no TF32) and of float32, from the data sheets. The first row whose
-# words are part of the GPU's name counts.
-PEAKS = (
-    ("GB200", 1250, 80),
-    ("B200", 1100, 75),
-    ("H200", 494.4, 66.9),
-    ("H100 PCIe", 378, 51.2),
-    ("H100", 494.4, 66.9),
-    ("A100", 156, 19.5),
-    ("V100", 15.7, 15.7),
-    ("T4", 8.1, 8.1),
-    ("L40S", 183, 91.6),
-    ("L4", 60, 30.3),
-    ("A10G", 35, 35),
-    ("RTX 3090", 35.6, 35.6),
-    ("RTX 4090", 82.6, 82.6),
-    ("RTX 5090", 104.8, 104.8),
-)
-
 
 def peak_flops(device: str, tf32: bool) -> float | None:
     """Peak FLOP/s of matrix products on this GPU, or None if it is unknown or there is none."""
-    if torch.device(device).type != "cuda":
+    place = torch.device(device)
+    if place.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((1e12 * (with_tf32 if tf32 else float32) for part, with_tf32, float32 in PEAKS if re.search(rf"\b{part}\b", name)), None)
+    if tf32 and torch.cuda.get_device_capability(place) >= (8, 0):
+        return tf32_flops(torch.cuda.get_device_name(place))
+    return environment.peak_flops(place, torch.float32)
 
 
 def make_model(name: str, seq_len: int, device: str) -> GPT2:
@@ -140,9 +123,7 @@ def train(
     given |= {name: bool(given[name]) for name in ("overfit", "master", "resume")}
     place = pick_device(device)
     given |= {"peak_flops": peak_flops(place, bool(tf32)), "hellaswag": hellaswag if run_hellaswag else None}
-    if plot is not None:
-        drawable(plot)
-        common.check_target("--plot", plot)
+    check_plot(plot)
     kernels = use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel)
     with kernels, float32_products(bool(tf32)), _data(given) as settings:
         made = make_model(model or _default_model(settings, "train_data" in given), settings.seq_len, place)

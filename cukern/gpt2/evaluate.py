@@ -30,7 +30,7 @@ def validation_loss(model: GPT2, loader: DataLoader, num_batches: int | None = N
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens of a text and of four ways to go on, of which `label` is right."""
+    """The tokens of a context and of its four completions. `label` is the index of the right completion."""
 
     label: int
     context: np.ndarray

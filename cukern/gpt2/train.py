@@ -323,6 +323,7 @@ class Trainer:
         return loss
 
     def _capture(self, batch: Tensor) -> None:
+        """Capture a micro-step. A graph that writes the gradients has its own memory for them, to which those of now are copied."""
         saved = [p.grad for p in self.model.parameters()]
         if self.settings.micro_steps == 1:
             self.optimizer.zero_grad()

@@ -7,6 +7,7 @@ derived from the driver's attributes. Only cost models use the rates: they decid
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -52,6 +53,17 @@ KNOWN = {
     "rtx5090": _nominal("NVIDIA GeForce RTX 5090", 120, 170, 99, 1792, 2407),
     "t4": _nominal("Tesla T4", 75, 40, 64, 320, 1590),
 }
+
+# Peak TFLOP/s of TF32 without sparsity, from data sheets. The first row whose words are part of the GPU's name counts.
+_TF32_TFLOPS = {
+    "GB200": 1250, "B200": 1100, "H200": 494.4, "H100 PCIe": 378, "H100": 494.4, "A100": 156, "L40S": 183, "L4": 60, "A10G": 35,
+    "RTX 3090": 35.6, "RTX 4090": 82.6, "RTX 5090": 104.8,
+}  # fmt: skip
+
+
+def tf32_flops(name: str) -> float | None:
+    """The peak FLOP/s of TF32 matrix products on the GPU of this name, or None if it is unknown."""
+    return next((1e12 * peak for words, peak in _TF32_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def representative(capability: int) -> Device:

@@ -59,7 +59,8 @@ def _function_of(math: Math, inputs: Sequence[Any], where: Sequence[int], select
 
 
 def differentiable(raw: Callable[..., Any], math: Math, outputs: int) -> Callable[..., Any]:
-    """`raw`, a raw op with so many outputs, with the derivatives of `math`, the same function in torch's operations."""
+    """Make a raw op differentiable. `math` is the same function in torch's operations; its derivatives are used. `outputs`: the number of
+    tensors that `raw` returns."""
 
     class _Higher(Differentiable):
         forward = staticmethod(raw)

@@ -57,7 +57,7 @@ def _launcher(kernel: Kernel) -> Callable[..., None]:
 
 
 def _no_kernels(*_: Any) -> Callable[..., None]:
-    """In place of _Kernels: launches nothing, for fake tensors."""
+    """In place of Kernels, for fake tensors: launches nothing."""
     return lambda *args, **options: None
 
 

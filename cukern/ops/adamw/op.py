@@ -49,6 +49,7 @@ def adamw(
         return
     first = lists[0][0]
     has_kernels = first.is_cuda or backend.simulates(first)
+    # Inside of torch.compile: with the raw op, inductor on a GPU gave other values (torch 2.11); the cause is not known.
     if has_kernels and not torch.compiler.is_dynamo_compiling():
         _adamw(*lists, step, list(numbers), version or "")
         return

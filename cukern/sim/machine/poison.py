@@ -40,9 +40,8 @@ class Poison:
     def __init__(self, m: Batch, undefined: Iterable[int]):
         """`undefined`: the registers that the kernel may read before it writes them."""
         self.m = m
-        self.origins = {
-            r: np.arange(m.lanes) for r in undefined
-        }  # register -> array by lane: index of the origin * lanes + lane of the origin
+        # register -> array by lane: index of the origin * lanes + lane of the origin
+        self.origins = {r: np.arange(m.lanes) for r in undefined}
         self.sources = [_Origin(None, lambda lane: "uses a variable that no statement has set")]
         self.fresh: list[tuple[np.ndarray, np.ndarray, int]] = []  # lanes, uninitialized bytes, origin; of the current load
         self.off = Uninitialized in m.launched.options.off
