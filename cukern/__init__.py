@@ -3,7 +3,7 @@
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
 lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, adamw, the optimizer AdamW, and the module
 KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
-Your own kernels: load, compile, tensor_map; a differentiable op made of them: op. Before a CUDA graph: warmup. One version for a block: use.
+Your own kernels: load, compile, tensor_map; a differentiable op of them: op. Before a CUDA graph: warmup. One version for a block: use.
 The simulator: backend("sim").
 """
 

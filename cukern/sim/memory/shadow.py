@@ -129,7 +129,7 @@ class Shadow:
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
     def _too_narrow(self, order: Order, positions: np.ndarray, granules: np.ndarray, lanes: np.ndarray, narrow: bool) -> Conflict | None:
-        """Atomics of several blocks on one location, of which one is atomic only for its own block."""
+        """Atomics of several blocks on one location. One of them is atomic only within its own block."""
         assert self.writes is not None
         if self.narrow is None:
             self.narrow = np.zeros(self.size, bool)
