@@ -1,7 +1,8 @@
 """The happens-before relation between the memory accesses of a launch. Two accesses that it does not order may race.
 
 Time counts the memory instructions of the launch. A stamp records an access: its time, its lane, whether it is strong (an atomic), and
-whether it is an asynchronous copy still in flight. A lane knows its own accesses, those of its block before the last barrier, and those of
+whether it is an asynchronous copy still in flight, or a read by a whole warpgroup (wgmma), which any of its four warps may report to
+others. A lane knows its own accesses, those of its block before the last barrier, and those of
 its warp before the last `__syncwarp()`; a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
 A .release atomic in shared memory tells what its warp knows to those who .acquire at the same address, whatever atomics come between.
@@ -17,8 +18,9 @@ from cukern.sim.memory.between_blocks import Releases
 
 IN_FLIGHT = 1 << 62
 STRONG = 1
-TIME_BITS = 28
-_LANES = (1 << TIME_BITS - 1) - 1
+TIME_BITS = 29
+WARPGROUP = 1 << TIME_BITS - 1
+_LANES = (1 << TIME_BITS - 2) - 1
 
 
 class Clock:
@@ -55,6 +57,7 @@ class Order:
         self.floor = np.zeros(self.lanes, np.int64)  # a lane knows every access of its cluster with a lower stamp
         self.lane_known: np.ndarray | None = None  # [lane, lane of its warp]: times; after a __syncwarp of part of a warp
         self.fenced = np.zeros(self.lanes, np.int64)  # time of a lane's last fence
+        self.proxy_fenced = self.fenced.copy()  # time of a lane's last fence.proxy.async
         self.fence_knew: np.ndarray | None = None  # `known` of a warp at its last fence
         self.learned = np.zeros(blocks * warps, np.int64)  # by warp: what it knows of other blocks, as a number of Releases
         self.seen = self.learned.copy()  # by warp: what it will know of other blocks after a fence
@@ -86,6 +89,13 @@ class Order:
         known = times < self.known[self.warp_of[lanes], self.warp_of[lane] % self.warps_a_cluster]
         if self.lane_known is not None:
             known |= (self.warp_of[lane] == self.warp_of[lanes]) & (times < self.lane_known[lanes, lane % 32])
+        together = np.flatnonzero(stamps & WARPGROUP)
+        if len(together):
+            warps, mine = self.warp_of[lane[together]], self.warp_of[lanes[together]]
+            first = warps % self.warps_a_cluster - warps % self.warps_a_block % 4
+            for i in range(4):
+                known[together] |= times[together] < self.known[mine, np.minimum(first + i, self.warps_a_cluster - 1)]
+            known[together] |= self.warpgroup_of(warps) == self.warpgroup_of(mine)
         result = inside & (self.cluster_of[lane] == self.cluster_of[lanes]) & (known | (lane == lanes))
         if self.learned.any():
             result |= self._released(stamps, lanes)
@@ -103,6 +113,10 @@ class Order:
                 rows = np.flatnonzero(which.reshape(-1) == i)
                 result[rows] = times[rows] < until[offset[rows]]
         return result
+
+    def warpgroup_of(self, warps: np.ndarray) -> np.ndarray:
+        """The number of the first warp of the warpgroup of each warp."""
+        return warps - warps % self.warps_a_block % 4
 
     # ---- what establishes order
 
