@@ -65,6 +65,14 @@ class Copies:
             if landed.any():
                 self._land(flight if landed.all() else flight.rows(landed))
 
+    def take(self, lanes: np.ndarray) -> list[Flight]:
+        """The accesses of these lanes, which from now on something else waits for."""
+        chosen = np.zeros(self.m.lanes, bool)
+        chosen[lanes] = True
+        flights, self.flights = self.flights, []
+        self.flights = [rest for f in flights if len((rest := f.rows(~chosen[f.lanes])).lanes)]
+        return [mine for f in flights if len((mine := f.rows(chosen[f.lanes])).lanes)]
+
     def _land(self, flight: Flight) -> None:
         m, shadow = self.m, self.m.shared.shadow
         if not flight.read:
@@ -166,6 +174,16 @@ class Mbarriers:
             self.at[position].bytes -= size * int(rows.sum())
             self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size))
             self._complete(position)
+
+    def follow(self, copies: Copies, lanes: np.ndarray, positions: np.ndarray) -> None:
+        """The phase of the mbarrier of each lane ends after the copies that the lane has started."""
+        of_lane = np.full(self.m.lanes, -1)
+        of_lane[lanes] = positions
+        for flight in copies.take(lanes):
+            mine = of_lane[flight.lanes]
+            for position in np.unique(mine).tolist():
+                rows = mine == position
+                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size))
 
     def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int, blocks: bool = True) -> None:
         """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended get False."""
