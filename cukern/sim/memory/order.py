@@ -111,7 +111,7 @@ class Order:
             until = self.clock.releases.until(cluster, knowledge)
             if until is not None:
                 rows = np.flatnonzero(which.reshape(-1) == i)
-                result[rows] = times[rows] < until[offset[rows]]
+                result[rows] = times[rows] < until[stamps[rows] & STRONG, offset[rows]]
         return result
 
     def warpgroup_of(self, warps: np.ndarray) -> np.ndarray:
@@ -215,7 +215,8 @@ class Order:
 
     def _published(self, warp: int, lanes: np.ndarray) -> np.ndarray:
         """For each lane of the cluster: its accesses before this time are ordered before what these lanes, of that warp, store now. That
-        are those which they knew at their own last fence, and those which they know now and after which the accessing lane had a fence."""
+        are those which they knew at their own last fence, and those which they know now and after which the accessing lane had a fence.
+        Row 0: plain accesses; row 1: strong accesses, to which the store itself belongs."""
         assert self.fence_knew is not None
         first, own = warp // self.warps_a_cluster * self.warps_a_cluster * 32, warp % self.warps_a_cluster * 32
         knows = np.repeat(self.known[warp], 32)
@@ -225,7 +226,21 @@ class Order:
         until = np.minimum(knows, self.fenced[first : first + len(knows)])
         if self.fenced[lanes].any():
             until = np.maximum(until, np.repeat(self.fence_knew[warp], 32))
-        return until
+        strong = until.copy()
+        strong[lanes[self.fenced[lanes] > 0] - first] = self.clock.now + 1
+        return np.stack((until, strong))
+
+    def exchange(self, lanes: np.ndarray, addresses: np.ndarray, releases: bool) -> None:
+        """These lanes execute an atomic in global memory, one warp after the other: each sees what those before it have released."""
+        if releases:
+            self.fence(lanes)
+        if self.fence_knew is None and not self.clock.releases.any:
+            self.clock.looked = True
+            return
+        for warp in np.unique(self.warp_of[lanes]).tolist():
+            rows = self.warp_of[lanes] == warp
+            self.publish(lanes[rows], addresses[rows])
+            self.observe(lanes[rows], addresses[rows], acquires=True)
 
     def observe(self, lanes: np.ndarray, addresses: np.ndarray, acquires: bool) -> None:
         """These lanes execute a strong load from global memory."""

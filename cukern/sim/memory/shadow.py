@@ -41,8 +41,8 @@ class Shadow:
         self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False, flags: int | None = 0
     ) -> Conflict | None:
         """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that race with it, if any."""
-        if not strong and self.reach != "lane" and flags is not None:
-            self._log(order, positions, size, order.stamps(lanes, flags))
+        if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):
+            self._log(order, positions, size, order.stamps(lanes, (flags or 0) | STRONG * strong))
         if self.writes is None:
             return None
         granules = self._granules(positions, size)
@@ -128,7 +128,7 @@ class Shadow:
             over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
         over_reads = None
         if self.reads is not None:
-            over_reads = self._unordered(self.reads, order, granules, lanes, False)
+            over_reads = self._unordered(self.reads, order, granules, lanes, strong)
             self.reads.clear(granules, order.clock.now << TIME_BITS)
         if not strong:
             self.writes.clear(granules, order.clock.now << TIME_BITS)
