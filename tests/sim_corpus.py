@@ -1,7 +1,7 @@
 """Correct kernels of the simulator's corpus, each with small edits that plant a bug. The kernels are in tests/sim/corpus/."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ class Kernel:
     block: Any = 64
     shared: int = 0
     close: bool = False  # floats: not the same bits
-    edits: dict[str, str] = field(default_factory=dict)
 
     def source(self, bug: Bug | None = None) -> str:
         text = self.text

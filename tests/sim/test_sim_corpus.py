@@ -7,14 +7,14 @@ import torch
 
 from cukern import sim
 
-FAMILIES = ("reductions", "scans")
+FAMILIES = ("reductions", "scans", "tiles", "elements", "flags", "warps", "copies")
 KERNELS = {f"{name}-{kernel.id}": kernel for name in FAMILIES for kernel in importlib.import_module(f"corpus.{name}").KERNELS}
 BUGS = [(id_, i) for id_, kernel in KERNELS.items() for i in range(len(kernel.bugs))]
 
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
-    monkeypatch.setattr("cukern.sim.machine.options.MOST_STEPS", 100_000)
+    monkeypatch.setattr("cukern.sim.machine.options.MOST_STEPS", 10_000)
 
 
 def test_size_of_the_corpus():

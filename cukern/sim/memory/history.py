@@ -11,7 +11,7 @@ import numpy as np
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
 
 _SEVERAL_LANES, _SEVERAL_BLOCKS = 1, 2
-_MOST_KEPT = 1 << 20  # older accesses; beyond, those that a newer one of the same lane replaces are dropped
+_MOST_KEPT = 1 << 12  # older accesses; beyond, those that a newer one of the same lane replaces are dropped
 
 
 class Conflict(NamedTuple):
