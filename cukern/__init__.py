@@ -8,7 +8,7 @@ The simulator: backend("sim").
 """
 
 from cukern.ops.adamw import AdamW, adamw
-from cukern.ops.attention import attention
+from cukern.ops.attention import attention, attention_packed
 from cukern.ops.causal_softmax import causal_softmax
 from cukern.ops.cross_entropy import cross_entropy
 from cukern.ops.embedding import embedding
@@ -37,6 +37,7 @@ __all__ = [
     "adamw",
     "apply_rotary_pos_emb",
     "attention",
+    "attention_packed",
     "backend",
     "causal_softmax",
     "compile",

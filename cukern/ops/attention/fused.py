@@ -1,0 +1,239 @@
+"""The fused kernels of attention, without the matrix of scores: raw ops and autograd. Math: kernels_cu/attention/attention.cu."""
+
+import math
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.attention import plan
+from cukern.ops.attention.reference import Options, reference
+from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
+from cukern.runtime.tensors import pointers
+
+_FORWARD, _BACKWARD, _PREPROCESS = (Template("attention/attention.cu", f"attention_v3{name}") for name in ("", "_bwd", "_preprocess"))
+DTYPES = torch.bfloat16, torch.float16
+_LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
+
+
+def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if the kernels take these dtypes and head dimensions."""
+    d = q.shape[-1]
+    return q.dtype in DTYPES and d == v.shape[-1] and 0 < d <= plan.MOST_HEAD_DIM and d % 8 == 0
+
+
+def instances(dtype: torch.dtype) -> list[Kernel]:
+    found = []
+    for d in (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ():
+        found.append(_PREPROCESS[dtype, d])
+        for softcap in (False, True):
+            found += [_forward_kernel(dtype, d, tile, softcap) for tile in plan.FORWARD[d]]
+            found += [_backward_kernel(dtype, d, tile, softcap) for tile in plan.BACKWARD[d]]
+    return found
+
+
+def _forward_kernel(dtype: torch.dtype, d: int, tile: plan.Tile, softcap: bool) -> Kernel:
+    return _FORWARD[dtype, d, tile.rows, tile.columns, tile.warps, tile.per_sm, softcap]
+
+
+def _backward_kernel(dtype: torch.dtype, d: int, tile: plan.Tile, softcap: bool) -> Kernel:
+    return _BACKWARD[dtype, d, tile.row_blocks, tile.columns, tile.warps, tile.per_sm, softcap]
+
+
+# ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
+
+
+def _like(x: Tensor) -> Tensor:
+    """An empty tensor of x's shape, dense, with heads inside of rows where x has them so."""
+    batch, heads, rows, d = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty((batch, rows, heads, d)).transpose(1, 2)
+    return x.new_empty((batch, heads, rows, d))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary."""
+    x = x.resolve_neg()
+    b, h, t, d = x.stride()
+    return x if d == 1 and (b | h | t) % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(*tensors: Tensor) -> list[bytes]:
+    return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
+
+
+def _factors(options: Options) -> tuple[float, float]:
+    """What scores are multiplied by before tanh, and what the exponent of 2 is a multiple of."""
+    _, scale, softcap = options
+    return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    options, (out, lse) = Options(*rest), _fake(q, k, v)
+    (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
+    if not lse.numel():
+        return out, lse
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    device, padded = q.get_device(), plan.padded_head_dim(d)
+    tile, _ = plan.tiles(padded, device)
+    blocks = -(-queries // tile.rows)
+    numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
+    launch = _forward_kernel(q.dtype, padded, tile, options.softcap != 0).on(device)
+    grid, shared = (blocks * batch * heads, 1, 1), plan.forward_bytes(tile, padded)
+    arguments = *pointers(out, lse, q, k, v), *_strides(out, q, k, v), *numbers, *_factors(options)
+    launch(grid, (32 * tile.warps, 1, 1), shared, *arguments)
+    return out, lse
+
+
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def _write_gradients(
+    grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
+):
+    """Write dq, dk and dv. `inputs`: q, k, v and out."""
+    q, k, v, out = (_aligned(x) for x in inputs)
+    (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
+    if not (lse.numel() and k.numel()):
+        for x in grads:
+            x.zero_()
+        return
+    dout, lse, dlse = _aligned(dout), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
+    device, padded_d = q.get_device(), plan.padded_head_dim(d)
+    padded = -(-queries // plan.PADDING) * plan.PADDING
+    stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
+    per_block = 256 // (padded_d // 8)  # rows
+    _PREPROCESS[q.dtype, padded_d].on(device)(
+        (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
+        *pointers(stats[0], stats[1], out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
+    )  # fmt: skip
+    _, tile = plan.tiles(padded_d, device)
+    key_blocks, query_blocks = -(-keys // tile.rows), -(-queries // tile.rows)
+    section = plan.section(keys, d, group, batch * heads)
+    numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
+    grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
+    _backward_kernel(q.dtype, padded_d, tile, options.softcap != 0).on(device)(
+        grid, (32 * tile.warps, 1, 1), plan.backward_bytes(tile, padded_d),
+        *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *_strides(*grads, q, k, v, dout),
+        *numbers, *_factors(options), options.scale,
+    )  # fmt: skip
+
+
+def _launch_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any):
+    grads = _fake_backward(q, k, v)
+    _write_gradients(grads, (q, k, v, out), dout, lse, dlse, Options(*rest))
+    return grads
+
+
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return _like(q), _like(k), _like(v)
+
+
+def parts(qkv: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v, (batch, heads, T, D), of packed qkv (batch, T, 3, heads, D)."""
+    return tuple(x.transpose(1, 2) for x in qkv.unbind(2))
+
+
+def _launch_packed_backward(qkv: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any) -> Tensor:
+    dqkv = _fake_packed_backward(qkv)
+    _write_gradients(parts(dqkv), (*parts(qkv), out), dout, lse, dlse, Options(*rest))
+    return dqkv
+
+
+def _fake_packed_backward(qkv: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+_SCALARS = "bool causal, float scale, float softcap"
+_GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
+_forward = raw_op(f"_attention(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)", 3, _launch, _fake)
+_backward = raw_op(
+    f"_attention_backward(Tensor q, Tensor k, Tensor v, {_GRADS}) -> (Tensor, Tensor, Tensor)", 7, _launch_backward, _fake_backward
+)
+_packed_backward = raw_op(f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward, _fake_packed_backward)
+
+# ---- autograd: the outputs are out and lse
+
+
+class _Attention(Differentiable):
+    """(q, k, v, *Options) -> out, lse."""
+
+    @staticmethod
+    def forward(q, k, v, *options):
+        return _forward(q, k, v, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, *ctx.options = inputs
+        ctx.set_materialize_grads(False)
+        save(ctx, q, k, v, *output)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 6
+        if watched(q, k, v, dout, dlse) and not torch.compiler.is_compiling():
+            return *gradients(reference, (q, k, v, Options(*ctx.options)), (dout, dlse))[:3], None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *_backward(q, k, v, out, dout, lse, dlse, *ctx.options), None, None, None
+
+    @staticmethod
+    def tangent(ctx, dq, dk, dv, *_):
+        q, k, v, _, _ = ctx.saved_tensors
+        return tangents(reference, (q, k, v, Options(*ctx.options)), (dq, dk, dv, None), outputs=2)
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply, info.batch_size, in_dims, args)
+
+
+def _packed_reference(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    return reference(*parts(qkv), options)  # type: ignore[arg-type]
+
+
+class _Packed(Differentiable):
+    """(qkv, *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
+
+    @staticmethod
+    def forward(qkv, *options):
+        return _forward(*parts(qkv), *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        qkv, *ctx.options = inputs
+        ctx.set_materialize_grads(False)
+        save(ctx, qkv, *output)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        qkv, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 4
+        if watched(qkv, dout, dlse) and not torch.compiler.is_compiling():
+            return gradients(_packed_reference, (qkv, Options(*ctx.options)), (dout, dlse))[0], None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout
+        return _packed_backward(qkv, out, dout, lse, dlse, *ctx.options), None, None, None
+
+    @staticmethod
+    def tangent(ctx, dqkv, *_):
+        return tangents(_packed_reference, (ctx.saved_tensors[0], Options(*ctx.options)), (dqkv, None), outputs=2)
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply_packed, info.batch_size, in_dims, args)
+
+
+_apply, _apply_packed = apply_of(_Attention), apply_of(_Packed)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    return _apply(q, k, v, *options) if watched(q, k, v) else _forward(q, k, v, *options)
+
+
+def fused_packed(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    return _apply_packed(qkv, *options) if watched(qkv) else _forward(*parts(qkv), *options)
