@@ -45,12 +45,12 @@ def _reference(softcap: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _packed_reference(qkv: Tensor) -> Tensor:
-    return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)  # type: ignore[arg-type]
+    return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)
 
 
 def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """Of (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. The error of an exponent is one of its
-    whole row. The softcap's slope, which is at most 1, is left out."""
+    """Of (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. The error of an exponent is one of
+    its whole row. The softcap's slope, which is at most 1, is left out."""
     heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
     k, v = repeated(k, heads), repeated(v, heads)
     scores, hidden = q @ k.mT * scale, hidden_keys(q, k)
@@ -70,7 +70,7 @@ def _magnitude(softcap: float, inputs: Tensors, douts: Tensors) -> Tensors:
 
 
 def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
-    out, *grads = _sizes(0.0, *parts(inputs[0]), douts[0].transpose(1, 2))  # type: ignore[arg-type]
+    out, *grads = _sizes(0.0, *parts(inputs[0]), douts[0].transpose(1, 2))
     return out.transpose(1, 2), torch.stack([x.transpose(1, 2) for x in grads], 2)
 
 

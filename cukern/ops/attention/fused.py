@@ -123,7 +123,9 @@ def _write_gradients(
     )  # fmt: skip
 
 
-def _launch_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any):
+def _launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
     grads = _fake_backward(q, k, v)
     _write_gradients(grads, (q, k, v, out), dout, lse, dlse, Options(*rest))
     return grads
@@ -133,9 +135,10 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ..
     return _like(q), _like(k), _like(v)
 
 
-def parts(qkv: Tensor) -> tuple[Tensor, ...]:
+def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (batch, heads, T, D), of packed qkv (batch, T, 3, heads, D)."""
-    return tuple(x.transpose(1, 2) for x in qkv.unbind(2))
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    return q, k, v
 
 
 def _launch_packed_backward(qkv: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any) -> Tensor:
@@ -193,7 +196,7 @@ class _Attention(Differentiable):
 
 
 def _packed_reference(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    return reference(*parts(qkv), options)  # type: ignore[arg-type]
+    return reference(*parts(qkv), options)
 
 
 class _Packed(Differentiable):

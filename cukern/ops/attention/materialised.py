@@ -27,11 +27,12 @@ def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_
     plain = options.causal and not options.softcap and q.shape[:2] == k.shape[:2] and q.shape[2] <= k.shape[2]
     if not plain or return_lse:
         return by_softmax(q, k, v, options, return_lse)
-    matrices = (x.flatten(0, 1) for x in (q, k, v))
+    leading = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     kernels = q.is_cuda or backend.simulates(q)
-    if kernels and q.shape[2] >= 2 * BLOCK and not torch.compiler.is_compiling() and not transformed():
-        return _InBlocks.apply(*matrices, options.scale).unflatten(0, q.shape[:2]), None
-    return _at_once(*matrices, options.scale).unflatten(0, q.shape[:2]), None
+    if kernels and q.shape[1] >= 2 * BLOCK and not torch.compiler.is_compiling() and not transformed():
+        return _InBlocks.apply(q, k, v, options.scale).unflatten(0, leading), None
+    return _at_once(q, k, v, options.scale).unflatten(0, leading), None
 
 
 class _InBlocks(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """attention: softmax(scale q k^T) v. Checks, versions and the public functions."""
 
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -10,17 +10,11 @@ from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.registry import Version, choose
 
-_Result = Tensor | tuple[Tensor, Tensor]
 
-
-@overload
-def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
-@overload
-def attention(q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
     version: str | None = None,
-) -> _Result:  # fmt: skip
+) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
         q, k, v = (torch.randn(4, 12, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -75,7 +69,7 @@ def attention(
 def attention_packed(
     qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
     version: str | None = None,
-) -> _Result:  # fmt: skip
+) -> Any:  # fmt: skip
     """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor too. Differentiable.
 
         qkv = torch.randn(4, 1024, 3, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

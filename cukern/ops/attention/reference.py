@@ -35,7 +35,7 @@ def repeated(k: Tensor, heads: int) -> Tensor:
 def by_scores(
     softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is along the last dimension."""
+    """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
     causal, scale, softcap = options
     if not k.shape[-2]:
         return torch_matmul(q @ k.mT, v), (q * 0).sum(-1) - math.inf if return_lse else None
