@@ -290,9 +290,9 @@ __device__ __forceinline__ void backward_block(const Gradients<T>& g, int index,
     }
 }
 
-// The first key_blocks * batch * (heads / group) blocks own keys. They do more work, so they start first. A warp owns 16 R rows. Shared
-// memory: 2 tiles of 16 R WARPS rows, 4 tiles of N rows, 4 N floats.
-template <typename T, int D, int R, int N, int WARPS, int BLOCKS_PER_SM, bool SOFTCAP>
+// The first key_blocks * batch * (heads / group) blocks own keys. They do more work, so they start first. A warp owns 16 KEY_R keys or
+// 16 QUERY_R queries. Shared memory, with R and N of either kind: 2 tiles of 16 R WARPS rows, 4 tiles of N rows, 4 N floats.
+template <typename T, int D, int KEY_R, int KEY_N, int QUERY_R, int QUERY_N, int WARPS, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     attention_v3_bwd(T* dq, T* dk, T* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse, const float* delta,
                      Strides of_dq, Strides of_dk, Strides of_dv, Strides of_q, Strides of_k, Strides of_v, Strides of_dout, int key_blocks,
@@ -302,6 +302,6 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     Gradients<T> g{dq,   dk,      dv,    q,       k,     v,       dout,    lse,  delta,  of_dq,    of_dk,  of_dv,  of_q, of_k,
                    of_v, of_dout, heads, batches, group, section, queries, keys, padded, head_dim, causal, before, c,    scale};
     int with_keys = key_blocks * batches * (heads / group);
-    if (int(blockIdx.x) < with_keys) backward_block<true, T, D, R, N, WARPS, SOFTCAP>(g, blockIdx.x, key_blocks, shared);
-    else backward_block<false, T, D, R, N, WARPS, SOFTCAP>(g, blockIdx.x - with_keys, query_blocks, shared);
+    if (int(blockIdx.x) < with_keys) backward_block<true, T, D, KEY_R, KEY_N, WARPS, SOFTCAP>(g, blockIdx.x, key_blocks, shared);
+    else backward_block<false, T, D, QUERY_R, QUERY_N, WARPS, SOFTCAP>(g, blockIdx.x - with_keys, query_blocks, shared);
 }

@@ -39,8 +39,8 @@ def _forward_kernel(dtype: torch.dtype, d: int, tile: plan.Tile, softcap: bool) 
     return _FORWARD[dtype, d, tile.rows, tile.columns, tile.warps, tile.per_sm, softcap]
 
 
-def _backward_kernel(dtype: torch.dtype, d: int, tile: plan.Tile, softcap: bool) -> Kernel:
-    return _BACKWARD[dtype, d, tile.row_blocks, tile.columns, tile.warps, tile.per_sm, softcap]
+def _backward_kernel(dtype: torch.dtype, d: int, tile: plan.BackwardTile, softcap: bool) -> Kernel:
+    return _BACKWARD[(dtype, d, *tile.keys[:2], *tile.queries, softcap)]
 
 
 # ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
@@ -82,7 +82,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     blocks = -(-queries // tile.rows)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
     launch = _forward_kernel(q.dtype, padded, tile, options.softcap != 0).on(device)
-    grid, shared = (blocks * batch * heads, 1, 1), plan.forward_bytes(tile, padded)
+    grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded)
     arguments = *pointers(out, lse, q, k, v), *_strides(out, q, k, v), *numbers, *_factors(options)
     launch(grid, (32 * tile.warps, 1, 1), shared, *arguments)
     return out, lse
@@ -112,12 +112,12 @@ def _write_gradients(
         *pointers(stats[0], stats[1], out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
     )  # fmt: skip
     _, tile = plan.tiles(padded_d, device)
-    key_blocks, query_blocks = -(-keys // tile.rows), -(-queries // tile.rows)
+    key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
     section = plan.section(keys, d, group, batch * heads)
     numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
     _backward_kernel(q.dtype, padded_d, tile, options.softcap != 0).on(device)(
-        grid, (32 * tile.warps, 1, 1), plan.backward_bytes(tile, padded_d),
+        grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *_strides(*grads, q, k, v, dout),
         *numbers, *_factors(options), options.scale,
     )  # fmt: skip
