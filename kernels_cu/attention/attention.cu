@@ -175,7 +175,7 @@ template <bool KEYS, typename T, int D, int R, int N, int WARPS, bool SOFTCAP>
 __device__ __forceinline__ void backward_block(const Gradients<T>& g, int index, int blocks, unsigned char* shared) {
     constexpr int ROWS = 16 * R * WARPS, THREADS = 32 * WARPS, FIXED = ROWS * D * sizeof(T), TILE = N * D * sizeof(T);
     unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;     // X, Y, then two stages of X', Y'
-    float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 4 * TILE);  // KEYS: two stages of lse and delta
+    float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 4 * TILE);  // lse and delta: of the ROWS queries, or two stages
     int owners = KEYS ? g.heads / g.group : g.heads;
     int section = KEYS ? max(1, g.section / g.group) : g.section;
     Work work = work_of(index, blocks, owners, g.batches, section, !KEYS && g.causal);
@@ -215,13 +215,10 @@ __device__ __forceinline__ void backward_block(const Gradients<T>& g, int index,
                                     g.head_dim);
         copy_moving(tile, 0);
     }
-    float row_lse[R][2], row_delta[R][2];
     if constexpr (!KEYS) {
-#pragma unroll
-        for (int i = 0; i < 2 * R; i++) {
-            long long at = of_stats + min(row + i / 2 * 16 + lane / 4 + i % 2 * 8, g.padded - 1);
-            row_lse[i / 2][i % 2] = g.lse[at];
-            row_delta[i / 2][i % 2] = g.delta[at];
+        for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
+            int query = min(first + i % ROWS, g.padded - 1);
+            stats[i] = (i < ROWS ? g.lse : g.delta)[of_stats + query];
         }
     }
     unsigned a = fixed + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
@@ -248,30 +245,27 @@ __device__ __forceinline__ void backward_block(const Gradients<T>& g, int index,
         unsigned b = moving + stage * 2 * TILE;
         multiply_transposed<T, D, ROWS>(s, a, b + along_columns(lane));
         multiply_transposed<T, D, ROWS>(dp, a + FIXED, b + TILE + along_columns(lane));
+        // lse of the elements that a lane holds in an 8-column block of row block r; delta is ROWS or N numbers behind.
+        const float* of_lane = KEYS ? stats + stage * 2 * N + lane % 4 * 2 : stats + warp_row + lane / 4;
 #pragma unroll
-        for (int n = 0; n < N / 8; n++) {
-            float2 lse, delta;
-            if constexpr (KEYS) {
-                const float* at = stats + stage * 2 * N + 8 * n + lane % 4 * 2;
-                lse = *reinterpret_cast<const float2*>(at), delta = *reinterpret_cast<const float2*>(at + N);
-            }
+        for (int i = 0; i < R * N / 2; i++) {
+            int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, at = KEYS ? 8 * n + j % 2 : 16 * r + j / 2 * 8;
+            float x = s[r][n][j];
+            dp[r][n][j] -= of_lane[at + (KEYS ? N : ROWS)];
+            if constexpr (SOFTCAP) x = tanh_approx(x * g.before), dp[r][n][j] *= 1 - x * x;
+            s[r][n][j] = exp2_approx(fmaf(x, g.c, -of_lane[at]));
+        }
+        if (masked) {
+            int mine = row + lane / 4, other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other;
+            int columns = KEYS ? 0 : g.keys - other;  // hidden are the columns before `end` if KEYS, else those after it
 #pragma unroll
-            for (int i = 0; i < R * 4; i++) {
-                int r = i / 4, j = i % 4;
-                float x = s[r][n][j], slope = 1;
-                if constexpr (SOFTCAP) x = tanh_approx(x * g.before), slope = 1 - x * x;
-                float minus = KEYS ? (j % 2 ? lse.y : lse.x) : row_lse[r][j / 2],
-                      d = KEYS ? (j % 2 ? delta.y : delta.x) : row_delta[r][j / 2];
-                float p = exp2_approx(fmaf(x, g.c, -minus));
-                if (masked) {
-                    int mine = row + r * 16 + lane / 4 + j / 2 * 8, other = now + 8 * n + lane % 4 * 2 + j % 2;
-                    int query = KEYS ? other : mine, key = KEYS ? mine : other;
-                    if (key > min(query + offset, g.keys - 1)) p = 0;
-                }
-                s[r][n][j] = p;
-                dp[r][n][j] = SOFTCAP ? p * (dp[r][n][j] - d) * slope : p * (dp[r][n][j] - d);
+            for (int i = 0; i < R * N / 2; i++) {
+                int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, down = 16 * r + j / 2 * 8, along = 8 * n + j % 2;
+                if (KEYS ? along < end + down : along > end + down || along >= columns) s[r][n][j] = 0;
             }
         }
+#pragma unroll
+        for (int i = 0; i < R * N / 2; i++) dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
         if constexpr (KEYS) multiply<T, D>(dy, s, b + TILE + down_rows(lane));
         multiply<T, D>(dx, dp, b + down_rows(lane));
     }

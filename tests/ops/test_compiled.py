@@ -76,9 +76,11 @@ def test_every_kernel_compiles_without_spills(stem, arch):
     kernels = {}
     for op in OPS.values():
         if op.stem == stem:
-            kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,)))
+            kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,))) or op.kernels(number, (torch.bfloat16,))
     kernels = selected(kernels, arch)
-    assert kernels
+    if not kernels:
+        assert not any(op.kernels(number) for op in OPS.values() if op.stem == stem)
+        pytest.skip(f"{stem} has no kernels of its own on {arch}")
     halves = [dict(list(kernels.items())[i::2]) for i in range(min(2, len(kernels)))]
     with ThreadPoolExecutor(2) as pool:
         found = {name: each for half in pool.map(compiled, halves, [arch] * 2) for name, each in half.items()}

@@ -30,17 +30,19 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     for d in (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ():
         found.append(_PREPROCESS[dtype, d])
         for softcap in (False, True):
-            found += [_forward_kernel(dtype, d, tile, softcap) for tile in plan.FORWARD[d]]
-            found += [_backward_kernel(dtype, d, tile, softcap) for tile in plan.BACKWARD[d]]
+            found += [_forward_kernel(dtype, d, softcap), _backward_kernel(dtype, d, softcap)]
     return found
 
 
-def _forward_kernel(dtype: torch.dtype, d: int, tile: plan.Tile, softcap: bool) -> Kernel:
+def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
+    tile = plan.FORWARD[d][softcap]
     return _FORWARD[dtype, d, tile.rows, tile.columns, tile.warps, tile.per_sm, softcap]
 
 
-def _backward_kernel(dtype: torch.dtype, d: int, tile: plan.BackwardTile, softcap: bool) -> Kernel:
-    return _BACKWARD[(dtype, d, *tile.keys[:2], *tile.queries, softcap)]
+def _backward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
+    tile = plan.BACKWARD[d][softcap]
+    key = dtype, d, *tile.keys[:2], *tile.queries, softcap
+    return _BACKWARD[key]
 
 
 # ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
@@ -78,10 +80,11 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     device, padded = q.get_device(), plan.padded_head_dim(d)
-    tile, _ = plan.tiles(padded, device)
+    softcap = options.softcap != 0
+    tile = plan.FORWARD[padded][softcap]
     blocks = -(-queries // tile.rows)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
-    launch = _forward_kernel(q.dtype, padded, tile, options.softcap != 0).on(device)
+    launch = _forward_kernel(q.dtype, padded, softcap).on(device)
     grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded)
     arguments = *pointers(out, lse, q, k, v), *_strides(out, q, k, v), *numbers, *_factors(options)
     launch(grid, (32 * tile.warps, 1, 1), shared, *arguments)
@@ -104,19 +107,20 @@ def _write_gradients(
         return
     dout, lse, dlse = _aligned(dout), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
     device, padded_d = q.get_device(), plan.padded_head_dim(d)
-    padded = -(-queries // plan.PADDING) * plan.PADDING
+    softcap = options.softcap != 0
+    tile = plan.BACKWARD[padded_d][softcap]
+    padded = -(-queries // tile.keys.columns) * tile.keys.columns  # as many queries as are copied together
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
     per_block = 256 // (padded_d // 8)  # rows
     _PREPROCESS[q.dtype, padded_d].on(device)(
         (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
         *pointers(stats[0], stats[1], out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
     )  # fmt: skip
-    _, tile = plan.tiles(padded_d, device)
     key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
     section = plan.section(keys, d, group, batch * heads)
     numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
-    _backward_kernel(q.dtype, padded_d, tile, options.softcap != 0).on(device)(
+    _backward_kernel(q.dtype, padded_d, softcap).on(device)(
         grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *_strides(*grads, q, k, v, dout),
         *numbers, *_factors(options), options.scale,
@@ -137,7 +141,7 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ..
 
 def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (batch, heads, T, D), of packed qkv (batch, T, 3, heads, D)."""
-    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    q, k, v = (qkv.select(2, i).transpose(1, 2) for i in range(3))  # the gradient of unbind fails under autocast in float64
     return q, k, v
 
 

@@ -37,8 +37,6 @@ def by_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
     causal, scale, softcap = options
-    if not k.shape[-2]:
-        return torch_matmul(q @ k.mT, v), (q * 0).sum(-1) - math.inf if return_lse else None
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
     s = torch_matmul((q * scale).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
     if softcap:
