@@ -27,6 +27,9 @@ __device__ __forceinline__ int last_key(int query, int queries, int keys, bool c
     return causal ? min(query + keys - queries, keys - 1) : keys - 1;
 }
 
+// tanh(x) with an absolute error of about 2^-22.
+__device__ __forceinline__ float tanh_approx(float x) { return 1 - 2 * reciprocal_approx(1 + exp2_approx(x * 2.885390081777927f)); }
+
 // ---- forward
 
 // One tile of scores to weights. `limit`: the last visible column of this lane's first row, relative to the tile and this lane; under
@@ -54,8 +57,9 @@ __device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&most)[
 #pragma unroll
         for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[r][n][j], s[r][n][j + 1]));
         top = warp_reduce<Max>(top, 4);
-        float base = top == minus_infinity<float>() ? 0 : top * c;  // of a row without a visible key so far
-        float shrink = exp2_approx(fmaf(most[r][i % 2], c, -base)), total = sum[r][i % 2] * shrink;
+        // Of a row without a visible key so far, 0. The rounding of the product is a factor of the whole row, which the sum has too.
+        float base = top == minus_infinity<float>() ? 0 : __fmul_rn(top, c);
+        float shrink = exp2_approx(__fmul_rn(most[r][i % 2], c) - base), total = sum[r][i % 2] * shrink;
         most[r][i % 2] = top;
 #pragma unroll
         for (int n = 0; n < N; n++) {
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         float sum = warp_reduce<Sum>(total[r][i % 2], 4);
         factor[r][i % 2] = sum == 0 ? 0 : 1 / sum;
         if (lane % 4 == 0 && query < queries)
-            lse[stats + query] = sum == 0 ? minus_infinity<float>() : (most[r][i % 2] * c + log2_approx(sum)) * LN_2;
+            lse[stats + query] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[r][i % 2], c) + log2_approx(sum)) * LN_2;
     }
     first += warp_row;
     store_rows<T, D, M>(out + first * of_out.row, of_out.row, queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);

@@ -139,6 +139,3 @@ __device__ __forceinline__ Work work_of(int index, int blocks, int heads, int ba
     int head = number * section + inside - rank * here;
     return {last_first ? blocks - 1 - rank : rank, head % heads, head / heads};
 }
-
-// tanh(x) with an absolute error of about 2^-22.
-__device__ __forceinline__ float tanh_approx(float x) { return 1 - 2 * reciprocal_approx(1 + exp2_approx(x * 2.885390081777927f)); }

@@ -95,8 +95,8 @@ def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], g
 _register(
     "attention", attention, ("q", "k", "v"), 1, reference=partial(_reference, 0.0), make=_make, magnitude=partial(_magnitude, 0.0),
     bench_dims=((48, 1024, 64), (64, 4096, 128)),
-    check_dims=((1, 1, 1), (3, 100, 64), (2, 333, 128), (2, 130, 72), (1, 300, 40), (2, 65, 16)),
-    sim_dims=((1, 1, 1), (1, 70, 64), (1, 70, 4), (2, 19, 8)),
+    check_dims=((1, 1, 8), (3, 100, 64), (2, 333, 128), (2, 130, 72), (1, 300, 40), (2, 65, 16)),
+    sim_dims=((1, 1, 8), (1, 70, 64), (2, 19, 72)),
 )  # fmt: skip
 _register(
     "attention_grouped", _grouped, ("q", "k", "v"), _GROUP, reference=partial(_reference, _SOFTCAP), make=_make_grouped,
@@ -105,5 +105,5 @@ _register(
 )  # fmt: skip
 _register(
     "attention_packed", attention_packed, ("qkv",), 1, reference=_packed_reference, make=_make_packed, magnitude=_packed_magnitude,
-    check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 1), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 4096, 128)),
+    check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 4096, 128)),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cukern.ops.attention import fused, materialised
+from cukern.ops.attention import fused, materialised, plan
 from cukern.ops.attention.reference import Options
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
@@ -34,7 +34,7 @@ def attention(
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16 and bfloat16, compute capability 8.0 and newer, and a head_dim
-                that is a multiple of 8, at most 128, and equals value_dim. Other dtypes and sizes take v2.
+                that is a multiple of 8, at most 128, and equals value_dim. Other dtypes take v2. So do other head dimensions by default.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
 
@@ -50,13 +50,14 @@ def attention(
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
-    ValueError for shapes or devices that do not fit, a scale that is negative or not finite, a softcap that is not positive, or an
+    ValueError for shapes or devices that do not fit, version="v3" with another head_dim of 16-bit types, a scale that is negative or not finite, a softcap that is not positive, or an
     unknown version.
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
     options, return_lse = _options(q, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    _check_head_dim(version, q, k, v)
     leading = q.shape[:-1]
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
@@ -88,6 +89,7 @@ def attention_packed(
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
     options, return_lse = _options(q, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    _check_head_dim(version, q, k, v)
     function = _function(version, q)
     if function is _fused and fused.supported(q, k, v):
         out, lse = fused.fused_packed(qkv, options)
@@ -103,6 +105,14 @@ def _options(q: Tensor, causal: Any, scale: Any, softcap: Any) -> Options:
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     return Options(checks.flag("causal", causal), float(scale), float(softcap or 0))
+
+
+def _check_head_dim(version: str | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if version == "v3" and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
+        raise ValueError(
+            f"version 'v3' supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
+            f"{q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
+        )
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
