@@ -51,8 +51,8 @@ class GPT2(torch.nn.Module):
 
     Args:
         config: the sizes.
-        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax) or "sdpa" (torch's fused attention).
-            None: v2, or that of `use_kernels`.
+        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax), "v3" (fused, for 16-bit types) or
+            "sdpa" (torch's fused attention). None: the default of cukern.attention, or v1 under `use_kernels`.
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
         device, dtype: of the parameters; float32, bfloat16 or float16.
@@ -66,7 +66,7 @@ class GPT2(torch.nn.Module):
     def __init__(self, config: Config, *, attention: str | None = None, matmul: str | None = None, device: Any = None, dtype: Any = None):
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
-        expect(attention in (None, "v1", "v2", "sdpa"), "attention v1, v2, sdpa or None", repr(attention))
+        expect(attention in (None, "v1", "v2", "v3", "sdpa"), "attention v1, v2, v3, sdpa or None", repr(attention))
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
         self.config, self.attention, self.matmul = config, attention, matmul
         for name, shape in config.shapes.items():
@@ -109,12 +109,12 @@ class GPT2(torch.nn.Module):
     def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
         (B, T, C), start = x.shape, cache.length if cache else 0
         qkv = self._linear(x, self.qkvw[layer], self.qkvb[layer]).view(B, T, 3, self.config.num_heads, -1)
+        if not cache:
+            return cukern.attention_packed(qkv, version=self.attention).reshape(B, T, C)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
-        if cache:
-            kept = cache.keys_values[layer, ..., : start + T, :]
-            kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
-            k, v = kept
-        return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
+        kept = cache.keys_values[layer, ..., : start + T, :]
+        kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
+        return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).reshape(B, T, C)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if (matmul := self.matmul or _matmul[-1] or ("cukern" if _is_strict(x) else "cublas")) == "cublas":

@@ -141,7 +141,9 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ..
 
 def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (batch, heads, T, D), of packed qkv (batch, T, 3, heads, D)."""
-    q, k, v = (qkv.select(2, i).transpose(1, 2) for i in range(3))  # the gradient of unbind fails under autocast in float64
+    # The gradient of unbind is one copy, that of select three. The former fails in a 16-bit type under an autocast to the other one.
+    found = qkv.unbind(2) if qkv.element_size() > 2 else [qkv.select(2, i) for i in range(3)]
+    q, k, v = (x.transpose(1, 2) for x in found)
     return q, k, v
 
 

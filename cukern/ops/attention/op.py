@@ -50,8 +50,8 @@ def attention(
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
-    ValueError for shapes or devices that do not fit, version="v3" with another head_dim of 16-bit types, a scale that is negative or not finite, a softcap that is not positive, or an
-    unknown version.
+    ValueError for shapes or devices that do not fit, a head_dim that "v3" does not support if it is requested by `version` for a 16-bit
+    type, a scale that is negative or not finite, a softcap that is not positive, or an unknown version.
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))

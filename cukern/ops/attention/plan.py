@@ -36,10 +36,10 @@ class BackwardTile(NamedTuple):
 
 
 # By head_dim, without and with a softcap, which needs more registers.
-FORWARD = {64: (Tile(2, 96, 4, 2), Tile(2, 64, 4, 2)), 128: (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2))}
+FORWARD = {64: (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)), 128: (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2))}
 BACKWARD = {
-    64: (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 32, 4, 2)),) * 2,
-    128: (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)),) * 2,
+    64: (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
+    128: (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 64, 4, 2), Tile(1, 32, 4, 2))),
 }
 
 
