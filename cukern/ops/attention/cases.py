@@ -105,5 +105,5 @@ _register(
 )  # fmt: skip
 _register(
     "attention_packed", attention_packed, ("qkv",), 1, reference=_packed_reference, make=_make_packed, magnitude=_packed_magnitude,
-    check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 4096, 128)),
+    check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
 )  # fmt: skip

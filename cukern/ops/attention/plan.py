@@ -39,7 +39,7 @@ class BackwardTile(NamedTuple):
 FORWARD = {64: (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)), 128: (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2))}
 BACKWARD = {
     64: (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
-    128: (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 64, 4, 2), Tile(1, 32, 4, 2))),
+    128: (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 32, 4, 2), Tile(1, 32, 4, 2))),
 }
 
 
