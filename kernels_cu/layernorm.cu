@@ -272,7 +272,9 @@ __device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C*
 // Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. Blocks have
 // at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : THREADS < 512 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
+                                           : THREADS < 512 ? 2
+                                                           : 1)
     layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
                      long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();

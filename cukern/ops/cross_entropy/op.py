@@ -238,12 +238,14 @@ def _version(idea: str, name: str, block: Callable[[int], tuple[tuple[Any, ...],
     def planned(template: Template) -> Callable[..., Any]:
         def plan(dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, tuple[int, int]]:
             kind, threads = block(columns * dtype.itemsize)
-            return template[(dtype, softcap, *kind)], threads
+            key = (dtype, softcap, *kind)
+            return template[key], threads
 
         return plan
 
     def instances(dtype: torch.dtype) -> list[Kernel]:
-        return [_REDUCE[wide(dtype)], *(t[(dtype, softcap, *kind)] for t in templates for softcap in (False, True) for kind in kinds)]
+        keys = [(dtype, softcap, *kind) for softcap in (False, True) for kind in kinds]
+        return [_REDUCE[wide(dtype)], *(template[key] for template in templates for key in keys)]
 
     return Version(idea, planned(templates[0]), planned(templates[1]), instances)
 
