@@ -122,8 +122,8 @@ def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
         launch((blocks, 1, 1), block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
     if is_reduced:
-        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, added
-        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, blocks, options.reduction == "mean")
+        out, count = loss.data_ptr(), stats.data_ptr() + 8 * rows
+        reducer((1, 1, 1), (1024, 1, 1), 0, out, count, added, blocks, options.reduction == "mean")
     return loss, stats
 
 
