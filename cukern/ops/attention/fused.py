@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,9 @@ def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    found = []
-    for d in (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ():
-        found.append(_PREPROCESS[dtype, d])
-        for softcap in (False, True):
-            found += [_forward_kernel(dtype, d, softcap), _backward_kernel(dtype, d, softcap)]
-    return found
+    dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
+    kernels = [make(dtype, d, softcap) for make in (_forward_kernel, _backward_kernel) for d in dims for softcap in (False, True)]
+    return kernels + [_PREPROCESS[dtype, d] for d in dims]
 
 
 def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
@@ -169,80 +167,52 @@ _packed_backward = raw_op(f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> 
 
 
 class _Attention(Differentiable):
-    """(q, k, v, *Options) -> out, lse."""
+    """(q, k, v, *Options) or (qkv, *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
 
     @staticmethod
-    def forward(q, k, v, *options):
-        return _forward(q, k, v, *options)
+    def forward(*args):
+        return _forward(*_separate(args[:-3]), *args[-3:])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.options = inputs
+        ctx.options = Options(*inputs[-3:])
         ctx.set_materialize_grads(False)
-        save(ctx, q, k, v, *output)
+        save(ctx, *inputs[:-3], *output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse = ctx.saved_tensors
+        *inputs, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * 6
-        if watched(q, k, v, dout, dlse) and not torch.compiler.is_compiling():
-            return *gradients(reference, (q, k, v, Options(*ctx.options)), (dout, dlse))[:3], None, None, None
+            return (None,) * (len(inputs) + 3)
+        if watched(*inputs, dout, dlse) and not torch.compiler.is_compiling():
+            return *gradients(_reference, (*inputs, ctx.options), (dout, dlse))[:-1], None, None, None
         dout = torch.zeros_like(out) if dout is None else dout
-        return *_backward(q, k, v, out, dout, lse, dlse, *ctx.options), None, None, None
+        kernels = _backward if len(inputs) == 3 else _packed_backward
+        grads = kernels(*inputs, out, dout, lse, dlse, *ctx.options)
+        return *(grads if len(inputs) == 3 else (grads,)), None, None, None
 
     @staticmethod
-    def tangent(ctx, dq, dk, dv, *_):
-        q, k, v, _, _ = ctx.saved_tensors
-        return tangents(reference, (q, k, v, Options(*ctx.options)), (dq, dk, dv, None), outputs=2)
+    def tangent(ctx, *tangents_in):
+        *inputs, _, _ = ctx.saved_tensors
+        return tangents(_reference, (*inputs, ctx.options), (*tangents_in[:-3], None), outputs=2)
 
     @staticmethod
     def batch(info, in_dims, *args):
         return each(_apply, info.batch_size, in_dims, args)
 
 
-def _packed_reference(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    return reference(*parts(qkv), options)
+def _separate(inputs: Sequence[Any]) -> Sequence[Any]:
+    return inputs if len(inputs) == 3 else parts(inputs[0])
 
 
-class _Packed(Differentiable):
-    """(qkv, *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
-
-    @staticmethod
-    def forward(qkv, *options):
-        return _forward(*parts(qkv), *options)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        qkv, *ctx.options = inputs
-        ctx.set_materialize_grads(False)
-        save(ctx, qkv, *output)
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        qkv, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 4
-        if watched(qkv, dout, dlse) and not torch.compiler.is_compiling():
-            return gradients(_packed_reference, (qkv, Options(*ctx.options)), (dout, dlse))[0], None, None, None
-        dout = torch.zeros_like(out) if dout is None else dout
-        return _packed_backward(qkv, out, dout, lse, dlse, *ctx.options), None, None, None
-
-    @staticmethod
-    def tangent(ctx, dqkv, *_):
-        return tangents(_packed_reference, (ctx.saved_tensors[0], Options(*ctx.options)), (dqkv, None), outputs=2)
-
-    @staticmethod
-    def batch(info, in_dims, *args):
-        return each(_apply_packed, info.batch_size, in_dims, args)
+def _reference(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = _separate(args[:-1])
+    return reference(q, k, v, args[-1])
 
 
-_apply, _apply_packed = apply_of(_Attention), apply_of(_Packed)
+_apply = apply_of(_Attention)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    return _apply(q, k, v, *options) if watched(q, k, v) else _forward(q, k, v, *options)
-
-
-def fused_packed(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    return _apply_packed(qkv, *options) if watched(qkv) else _forward(*parts(qkv), *options)
+def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
+    """out (batch, heads, queries, D) and lse of (q, k, v) or (qkv,)."""
+    return _apply(*inputs, *options) if watched(*inputs) else _forward(*_separate(inputs), *options)

@@ -56,8 +56,7 @@ def attention(
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
-    options, return_lse = _options(q, causal, scale, softcap), checks.flag("return_lse", return_lse)
-    _check_head_dim(version, q, k, v)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
     leading = q.shape[:-1]
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
@@ -88,31 +87,27 @@ def attention_packed(
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
-    options, return_lse = _options(q, causal, scale, softcap), checks.flag("return_lse", return_lse)
-    _check_head_dim(version, q, k, v)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
     function = _function(version, q)
     if function is _fused and fused.supported(q, k, v):
-        out, lse = fused.fused_packed(qkv, options)
+        out, lse = fused.fused((qkv,), options)
     else:
         out, lse = function(q, k, v, options, return_lse)
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
 
-def _options(q: Tensor, causal: Any, scale: Any, softcap: Any) -> Options:
+def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any) -> Options:
+    if version == "v3" and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
+        raise ValueError(
+            f"version 'v3' supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
+            f"{q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
+        )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     return Options(checks.flag("causal", causal), float(scale), float(softcap or 0))
-
-
-def _check_head_dim(version: str | None, q: Tensor, k: Tensor, v: Tensor) -> None:
-    if version == "v3" and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
-        raise ValueError(
-            f"version 'v3' supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
-            f"{q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
-        )
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +132,7 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _fused(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
     if not fused.supported(q, k, v):
         return materialised.by_causal_softmax(q, k, v, options, return_lse)
-    return fused.fused(q, k, v, options)
+    return fused.fused((q, k, v), options)
 
 
 VERSIONS = {

@@ -161,10 +161,24 @@ def test_higher_and_forward_mode_derivatives_and_vmap():
         torch.testing.assert_close(x.double(), y.double(), rtol=0.05, atol=0.05 * y.abs().max().item())
 
 
+def test_derivatives_of_packed_inputs():
+    qkv, t = (torch.randn(1, 4, 3, 2, 8, dtype=BF16, device=DEVICE) for _ in range(2))
+    separate = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    tangent = torch.func.jvp(cukern.attention_packed, (qkv,), (t,))[1]
+    expected = torch.func.jvp(cukern.attention, tuple(separate), tuple(x.transpose(1, 2) for x in t.unbind(2)))[1]
+    assert same_bits(tangent, expected.transpose(1, 2).contiguous())
+    many = torch.func.vmap(cukern.attention_packed)(torch.stack([qkv, t]))
+    assert same_bits(many[1], cukern.attention_packed(t))
+    qkv.requires_grad_()
+    (first,) = torch.autograd.grad(cukern.attention_packed(qkv).float().square().sum(), qkv, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().square().sum(), qkv)
+    assert second.shape == qkv.shape and second.isfinite().all() and second.any()
+
+
 def test_opcheck():
     q, k, v = (x.detach() for x in draw(1, 2, 1, 5, 6, 8, BF16))
     torch.library.opcheck(torch.ops.cukern._attention.default, (q, k, v, True, 0.3, 0.0))
-    out, lse = fused.fused(q, k, v, Options(True, 0.3, 0.0))
+    out, lse = fused.fused((q, k, v), Options(True, 0.3, 0.0))
     torch.library.opcheck(torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0))
 
 
