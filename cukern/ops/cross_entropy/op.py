@@ -61,12 +61,12 @@ def cross_entropy(
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
     checks.one_device(logits=logits, targets=targets)
-    options = _options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = checked_options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if not logits.is_cuda and not backend.simulates(logits):
         if version is not None:
             checks.needs_gpu("cross_entropy", version, logits.device)
-        _check_targets(targets, options)
+        checked_targets(targets, options)
         return reference(logits, targets, options)
     rows = targets.reshape(-1)
     x = unit_column_stride(as_matrix(logits))
@@ -74,7 +74,7 @@ def cross_entropy(
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
-def _options(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
+def checked_options(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
     ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
     reduction = checks.choice("reduction", reduction, ("none", "sum", "mean"))
     smoothing, z_loss = checks.number("label_smoothing", smoothing), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
@@ -99,7 +99,7 @@ def _in_place(logits: Tensor, inplace: bool) -> bool:
     return True
 
 
-def _check_targets(targets: Tensor, options: Options) -> None:
+def checked_targets(targets: Tensor, options: Options) -> None:
     if torch.compiler.is_compiling() or transformed() or type(targets) not in (Tensor, torch.nn.Parameter) or targets.is_meta:
         return
     wrong = targets[((targets < 0) | (targets >= options.vocab)) & (targets != options.ignored)]

@@ -1,0 +1,252 @@
+"""linear_cross_entropy: the cross-entropy loss of x @ weight.T, in chunks of rows, so that all logits are never in memory.
+
+For each chunk: the logits, one kernel that writes their gradient over them and returns the losses, and two products for the gradients of x
+and weight. So the forward computes the gradients, for a gradient of the loss of 1; the backward only scales them. The kernel and the math
+are in kernels_cu/cross_entropy.cu.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.cross_entropy.op import checked_options, checked_targets
+from cukern.ops.cross_entropy.reference import Options
+from cukern.ops.cross_entropy.reference import reference as loss_of_logits
+from cukern.ops.matmul import torch_matmul
+from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.kernel import Template
+from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, each, raw_op, register, save, transformed, watched
+from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
+
+LEAST_ROWS = 256  # of a chunk: products of fewer rows waste tensor cores
+THREADS = 512  # of a block of cross_entropy_in_place, which has one row
+
+
+def linear_cross_entropy(
+    x: Any, weight: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, vocab_size: int | None = None, chunk_rows: int | None = None,
+    version: str | None = None,
+) -> Tensor:  # fmt: skip
+    """cukern.cross_entropy(x @ weight.T, targets, ...) that never holds all logits, with the gradients of x and weight.
+
+        x = torch.randn(8, 1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        head = torch.randn(50304, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(50257, (8, 1024), device="cuda")
+        cukern.linear_cross_entropy(x, head, targets, vocab_size=50257).backward()
+
+    Args:
+        x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied as in cross_entropy.
+        weight: (V, C), of x's dtype and device.
+        targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
+        reduction: "mean" or "sum", as in cross_entropy. "none" is refused: the gradients are computed before those of the losses are known.
+        chunk_rows: rows whose logits are in memory at a time. None: an eighth of the rows, at least 256; less on a CPU, where torch's
+            operations need more memory per row.
+        version: "v1".
+
+    Returns the loss, a number in float32, or float64 for float64. The logits are rounded to x's dtype. torch computes the products, with
+    TF32 where its setting allows it. Gradients of 16-bit weights are added in float32 and rounded once. Two calls give the same bits.
+    Autocast changes nothing. The forward keeps the gradients for the backward: memory for one x, and one weight in float32. Memory beyond
+    them is that of chunk_rows rows of logits. Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's
+    operations and hold all logits. Targets outside the vocabulary: as in cross_entropy.
+
+    Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
+    """
+    x, weight, targets = (interop.to_torch(n, t) for n, t in (("x", x), ("weight", weight), ("targets", targets)))
+    for name, tensor in (("x", x), ("weight", weight)):
+        checks.dtype(name, tensor, checks.FLOATS)
+    checks.same(x=x, weight=weight)
+    checks.version("linear_cross_entropy", version, VERSIONS)
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    checks.dtype("targets", targets, (torch.int64, torch.int32))
+    checks.shape("targets", targets, tuple(x.shape[:-1]), "that of x without the last dimension")
+    checks.one_device(x=x, targets=targets)
+    checks.choice("reduction", reduction, ("mean", "sum"))
+    options = checked_options(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    rows, kernels = targets.numel(), x.is_cuda or backend.simulates(x)
+    chunk = max(rows // 8, LEAST_ROWS) if kernels else max(rows // 64, LEAST_ROWS // 8)
+    chunk = chunk if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1)
+    if not kernels:
+        if version is not None:
+            checks.needs_gpu("linear_cross_entropy", version, x.device)
+        checked_targets(targets, options)
+        if torch.compiler.is_compiling() or transformed():
+            return reference(x, weight, targets, options)
+    matrix, any_gradient = as_matrix(x), watched(x, weight)
+    wanted = (t.requires_grad or transformed() for t in (x, weight)) if any_gradient else (False, False)
+    arguments = matrix, weight, targets.reshape(-1), *wanted, chunk, *options
+    return _apply(*arguments)[0] if any_gradient else (_raw if kernels else _compute)(*arguments)[0]
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, options: Options, *_: Any) -> Tensor:
+    """The op in torch's operations, with all logits."""
+    return loss_of_logits(torch_matmul(x, weight.mT), targets, options)
+
+
+# ---- x is (rows, C), targets (rows). Returns the loss, the gradients of x and weight for a gradient of the summed losses of 1 (that of
+# weight in the dtype of computation; without elements if they are not wanted), and the number by which the losses were divided.
+
+
+def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, chunk: int, *rest: Any) -> tuple[Tensor, ...]:
+    options, (rows, _), classes = Options(*rest), x.shape, weight.shape[0]
+    kernels = x.is_cuda or backend.simulates(x)
+    loss, dx, dweight, count = _fake(x, weight, targets, wants_dx, wants_dweight)
+    x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
+    losses, logits = x.new_empty(rows, dtype=loss.dtype), x.new_empty(min(chunk, rows), classes)
+    with torch.no_grad(), autocast.off(x):
+        for a in range(0, rows, chunk):
+            x_part, target = x[a : a + chunk], targets[a : a + chunk]
+            part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
+            (_in_place if kernels else _in_torch)(losses[a : a + chunk], part, target, options)
+            if wants_dx:
+                torch.mm(part, weight, out=dx[a : a + chunk])
+            if wants_dweight:
+                _add_product(dweight, part.t(), x_part, first=a == 0)
+        if options.reduction == "mean":
+            torch.sum(targets != options.ignored, 0, dtype=count.dtype, out=count)
+        torch.div(losses.sum(dtype=torch.float64), count if options.reduction == "mean" else 1.0, out=loss)
+    if not rows:
+        dweight.zero_()
+    return loss, dx, dweight, count
+
+
+def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, *_: Any) -> tuple[Tensor, ...]:
+    dtype = wide(x.dtype)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_dx else x.new_empty(0)
+    dweight = x.new_empty(tuple(weight.shape) if wants_dweight else (0,), dtype=dtype)
+    return x.new_empty((), dtype=dtype), dx, dweight, x.new_ones((), dtype=dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a @ b, or = for the first. 16-bit factors are added in float32."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
+    elif not a.is_cuda:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0.0 if first else 1.0, out=total)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _in_place(losses: Tensor, logits: Tensor, targets: Tensor, options: Options) -> None:
+    """Write the losses of rows, and over the logits their gradients."""
+    pointers = losses.data_ptr(), logits.data_ptr(), targets.data_ptr(), targets.dtype == torch.int64
+    launch = choose("linear_cross_entropy", options.version, logits.get_device()).forward(logits.dtype, options.softcap != 0)
+    sizes = logits.stride(0), logits.shape[1], options.vocab, options.ignored
+    launch.on(logits.get_device())((len(logits), 1, 1), (THREADS, 1, 1), 0, *pointers, *sizes, *options[3:6])
+
+
+def _in_torch(losses: Tensor, logits: Tensor, targets: Tensor, options: Options) -> None:
+    vocab, ignored, _, smoothing, z_loss, softcap, _ = options
+    c, targets = logits[:, :vocab].to(losses.dtype), targets.long()
+    c = torch.tanh(c / softcap) * softcap if softcap else c
+    target, valid, lse = targets.clamp(0, vocab - 1)[:, None], (targets != ignored)[:, None], c.logsumexp(1, keepdim=True)
+    loss = lse - (1 - smoothing) * c.gather(1, target) - smoothing / vocab * c.sum(1, keepdim=True) + z_loss * lse.square()
+    losses.copy_(loss.masked_fill(~valid, 0.0)[:, 0])
+    p = (c - lse).exp_().mul_(1 + 2 * z_loss * lse).sub_(smoothing / vocab)
+    p.scatter_add_(1, target, torch.full_like(lse, smoothing - 1))
+    if softcap:
+        p.mul_(1 - (c / softcap).square())
+    logits.zero_()[:, :vocab] = p.masked_fill_(~valid, 0.0)
+
+
+_SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
+_raw = raw_op(
+    f"_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, bool dx, bool dweight, SymInt chunk, {_SCALARS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)", 3, _compute, _fake,
+)  # fmt: skip
+
+
+class _LinearCrossEntropy(Differentiable):
+    @staticmethod
+    def forward(x, *args):
+        return (_raw if x.is_cuda or backend.simulates(x) else _compute)(x, *args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, targets, _, _, _, *ctx.options = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        save(ctx, x, weight, targets, *output[1:])
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        x, weight, targets, dx, dweight, count = ctx.saved_tensors
+        if watched(x, weight, dloss) and not torch.compiler.is_compiling():
+            dx, dweight, *_ = gradients(reference, (x, weight, targets, Options(*ctx.options)), (dloss,))
+        else:
+            with autocast.off(x):
+                scale = dloss / count.clamp(min=1)
+                dx = dx * scale if ctx.needs_input_grad[0] else None
+                dweight = torch.mul(dweight, scale, out=torch.empty_like(weight)) if ctx.needs_input_grad[1] else None
+        return dx, dweight, *(None,) * (len(ctx.options) + 4)
+
+    @staticmethod
+    def tangent(ctx, dx, dweight, *_):
+        x, weight, targets = ctx.saved_tensors[:3]
+        (dloss,) = tangents(reference, (x, weight, targets, Options(*ctx.options)), (dx, dweight))
+        return dloss, None, None, None
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply, info.batch_size, in_dims, args)
+
+
+_apply = apply_of(_LinearCrossEntropy)
+_KERNEL = Template("cross_entropy.cu", "cross_entropy_in_place", pdl=True)
+VERSIONS = {
+    "v1": Version(
+        "chunks of rows, loss and gradient of a row by one block", lambda dtype, softcap: _KERNEL[dtype, softcap],
+        instances=lambda dtype: (_KERNEL[dtype, softcap] for softcap in (False, True)),
+    )
+}  # fmt: skip
+
+# ---- for the tools
+
+
+def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Logits have a standard deviation of 1. One target in four is ignored."""
+    rows, classes, columns = dims
+    targets = torch.randint(classes, (rows,), device=device).masked_fill(torch.arange(rows, device=device) % 4 == 3, -100)
+    x, weight = (torch.randn(n, columns, dtype=dtype, device=device) for n in (rows, classes))
+    return x, weight * columns**-0.5, targets
+
+
+def _plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return reference(x, weight, targets, Options(weight.shape[0])).to(x.dtype)
+
+
+def _spread(*inputs: Tensor, version: str | None = None) -> Tensor:
+    return linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype)  # the tools expect outputs of the inputs' dtype
+
+
+def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The sums of the absolute values of the terms. An error of a logit is one of its probability."""
+    x, weight, targets = inputs
+    c, valid = x @ weight.mT, (targets >= 0)[:, None]
+    size, scale = x.abs() @ weight.abs().mT, valid / valid.sum() * douts[0].abs()
+    share = (c - c.logsumexp(1, keepdim=True)).exp()
+    d = scale * (share * (1 + size) + torch.nn.functional.one_hot(targets.clamp(0), len(weight)))
+    loss = valid / valid.sum() * (c.logsumexp(1, keepdim=True).abs() + size.gather(1, targets.clamp(0)[:, None]))
+    return loss.sum(), d @ weight.abs(), d.mT @ x.abs()
+
+
+def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    rows, classes, columns = dims
+    inputs, flops = (rows + classes) * columns * itemsize, 2 * rows * classes * columns
+    return {"fwd": Cost(inputs, flops), "bwd": Cost(2 * inputs, 2 * flops), **{f"bwd:{name}": Cost(inputs, flops) for name in ("x", "weight")}}
+
+
+register(
+    Op(
+        name="linear_cross_entropy", stem="cross_entropy", function=linear_cross_entropy, reference=_plain, spread=_spread,
+        versions=VERSIONS, dtypes=checks.FLOATS, dims="ROWS CLASSES COLUMNS", make=_make, inputs=("x", "weight", "targets"), cost=_cost,
+        bound="compute", magnitude=_magnitude, roundings=4,
+        check_dims=((1, 1, 1), (129, 65, 33), (700, 1001, 64), (300, 50_304, 768)),
+        sim_dims=((1, 1, 1), (5, 67, 8), (9, 300, 16)),
+        bench_dims=((8192, 50304, 768), (4096, 128256, 2048)),
+    )
+)  # fmt: skip
