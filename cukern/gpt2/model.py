@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 import cukern
 from cukern.gpt2.checkpoint import PARAMETERS, Config
 from cukern.gpt2.files import expect
+from cukern.gpt2.parallel import full
 
 DECAYED = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")  # the matrices: drawn at random, and decayed by AdamW
 MATMULS = ("cublas", "v1", "v2", "v3", "v4", "v5")
@@ -163,7 +164,8 @@ class GPT2(torch.nn.Module):
 
     def stack(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         """Stack the parts of each name over the layers, as in llm.c's files."""
-        return {name: torch.stack(parts).view(self.config.shapes[name]) for name, parts in tensors.items()}
+        stacked = {name: torch.stack([full(part) for part in parts]) for name, parts in tensors.items()}
+        return {name: x if PARAMETERS[name][0].startswith("L") else x[0] for name, x in stacked.items()}
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Copies of the parameters with llm.c's names, stacked over the layers."""

@@ -237,7 +237,11 @@ def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[T
 def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     rows, classes, columns = dims
     inputs, flops = (rows + classes) * columns * itemsize, 2 * rows * classes * columns
-    return {"fwd": Cost(inputs, flops), "bwd": Cost(2 * inputs, 2 * flops), **{f"bwd:{name}": Cost(inputs, flops) for name in ("x", "weight")}}
+    return {
+        "fwd": Cost(inputs, flops),
+        "bwd": Cost(2 * inputs, 2 * flops),
+        **{f"bwd:{name}": Cost(inputs, flops) for name in ("x", "weight")},
+    }
 
 
 register(
