@@ -41,7 +41,7 @@ class Settings:
     skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
     betas: tuple[float, float] = (0.9, 0.95)
     max_norm: float = 1.0  # the norm to which the gradient is clipped
-    graph: bool = True  # on a GPU, with one process: replay forward and backward as a CUDA graph
+    graph: bool = True  # on a GPU, with one process: replay an update as a CUDA graph
     rank: int = 0  # of this process
     num_processes: int = 1
     zero: int = 0  # -z: 1 divides parameters and the optimizer's state among the processes, as FSDP2
@@ -70,6 +70,10 @@ class Settings:
     @property
     def is_divided(self) -> bool:  # the state of the optimizer, among the processes
         return self.zero == 1 and self.num_processes > 1
+
+    @property
+    def skips(self) -> bool:
+        return self.skip_loss > 0 or self.skip_norm > 0
 
     @property
     def micro_steps(self) -> int:  # forward and backward passes of an update

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ class Trainer:
 
     Runs with equal settings on one machine give the same bits, also after a stop and a resume. Exception: with skip_loss or skip_norm the
     windows of the z-scores are empty after a resume, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of
-    another shape, dtype, rank or number of processes, and sequences longer than the model's; FileNotFoundError for files that are not there.
+    another shape, dtype, rank or number of processes, and sequences longer than the model's; FileNotFoundError for missing files.
     """
 
     def __init__(self, model: GPT2, settings: Settings, tokenizer: Tokenizer | None = None, say: Callable[[str], object] = print) -> None:
@@ -68,24 +69,25 @@ class Trainer:
         expect(model.wte.dtype in checkpoint.DTYPES.values(), "a float32 or bfloat16 model", model.wte.dtype, error=TypeError)
         expect(s.seq_len <= config.max_seq_len, f"seq_len of at most the model's max_seq_len = {config.max_seq_len}", s.seq_len)
         pattern, vocabulary = s.val_data if s.overfit else s.train_data, config.vocab_size
-        ranks = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
+        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
         self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, **ranks)
         self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, **ranks)
         self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
-        self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of a micro-step; its inputs and loss
-        self.eager_batches = 0
+        self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
+        self.eager_updates = 0
         state = self._start()
         self.network = parallel.wrap(model, s.zero)  # may replace the parameters
         self.has_masters = s.master and model.wte.dtype == torch.bfloat16
         randomly = model.wte.dtype == torch.bfloat16 and not s.master and model.wte.is_cuda
-        options = {"max_norm": s.max_norm, "master_weights": self.has_masters, "stochastic_rounding": randomly}
+        options: dict[str, Any] = {"max_norm": s.max_norm, "master_weights": self.has_masters, "stochastic_rounding": randomly}
         self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, eps=1e-8, **options)
         if state is not None:
             self._restore(state)
-        self.position, self.ahead = self.train_data.state(), list[Tensor]()  # of the loader before the next batches, and these batches
+        self.position = self.train_data.state()  # of the loader before the next batches
+        self.ahead: Tensor | None = None  # the next batches
         self.windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)  # of losses and norms
 
     def save(self) -> None:
@@ -97,7 +99,7 @@ class Trainer:
         m, v, *masters = (model.stack({n: [parallel.local(slots[p][key]).cpu() for p in parts[n]] for n in parts}) for key in names)
         if s.master and not masters:
             masters = [model.stack({n: [parallel.local(p.detach()) for p in parts[n]] for n in parts})]
-        ranks = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
+        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
         state = checkpoint.State(self.step, m, v, self.position, masters[0] if masters else None, RNG, RNG, **ranks)
         checkpoint.save(s.out, config, parameters, state, parallel.barrier)
         old = self.step - s.keep * s.checkpoint_every
@@ -130,7 +132,7 @@ class Trainer:
         expect(found == s.num_processes, f"a checkpoint of {s.num_processes} processes", f"one of {found}", first)
         config, parameters = checkpoint.read_model(weights, model.config)
         expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
-        ranks = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
+        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
         state = checkpoint.read_state(path, config, **ranks)
         expect(state.step == step, f"the state of step {step}", state.step, path)
         self.train_data.resume(state.loader)
@@ -166,7 +168,7 @@ class Trainer:
             if last:
                 break
             begin = time.perf_counter()
-            loss, norm, lr = self._update()
+            loss, norm, lr = self.update()
             seconds = time.perf_counter() - begin
             tokens_per_s, done = s.tokens * s.micro_steps / seconds, self.step - start - 1
             mfu = None if s.peak_flops is None else self.flops_per_token() * tokens_per_s / s.num_processes / s.peak_flops
@@ -200,85 +202,88 @@ class Trainer:
             self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature, s.prompt)}\n---")
         parallel.reshard(self.network)
 
-    def _update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
+    def update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
         s = self.settings
         lr = learning_rate(self.step, self.total, s.lr, s.schedule, s.warmup, s.final_fraction)
-        mean = parallel.mean(self._backward())
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
-        decide = s.skip_loss > 0 or s.skip_norm > 0
-        if not decide:
-            self.optimizer.step()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = parallel.full(get_total_norm(grads)) if decide else self.optimizer.grad_norm
-        assert norm is not None
+        on_device = self._replay() if self.device.type == "cuda" and s.graph and s.num_processes == 1 else self._launch(self._next())
         self.ahead = self._read()  # while the device works
-        numbers = torch.stack([mean, norm.float()]).tolist()
+        numbers = on_device.tolist()
         if not all(map(math.isfinite, numbers)):
             values = f"step {self.step + 1}: loss {numbers[0]}, norm of the gradient {numbers[1]}"
             raise FloatingPointError(f"{values}; the first tensor that is not finite: {self._not_finite(numbers[0])}")
         z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
-        if decide:
-            what = "loss" if 0 < s.skip_loss < z[0] else "grad" if 0 < s.skip_norm < z[1] else ""  # false for NaN
-            if what:
-                self.say(f"skipping update due to {what} z-score of {z[what == 'grad']:f}")
-                for slot in self.optimizer.state.values():
-                    slot["step"] += 1  # llm.c's bias correction counts skipped updates
-            else:
-                self.optimizer.step()
+        if s.skips:
+            self._apply_or_skip(*z)
         self._log(f"trl:{numbers[0]:.4f} lr:{lr:.6f} norm:{numbers[1]:.2f}")
         self.step += 1
         return (numbers[0], z[0]), (numbers[1], z[1]), lr
 
-    def _read(self) -> list[Tensor]:
-        """The next batches, on their way to the device: (2, B, T) each, inputs and targets."""
+    def _apply_or_skip(self, loss_z: float, norm_z: float) -> None:
+        s = self.settings
+        what = "loss" if 0 < s.skip_loss < loss_z else "grad" if 0 < s.skip_norm < norm_z else ""  # false for NaN
+        if not what:
+            self.optimizer.step()
+            return
+        self.say(f"skipping update due to {what} z-score of {loss_z if what == 'loss' else norm_z:f}")
+        for slot in self.optimizer.state.values():
+            slot["step"] += 1  # llm.c's bias correction counts skipped updates
+
+    def _read(self) -> Tensor:
+        """The next batches, (micro_steps, 2, B, T), inputs and targets, on their way to the device."""
         if self.settings.overfit:
             self.train_data.reset()
         self.position = self.train_data.state()
-        batches = [torch.stack(self.train_data.next_batch()) for _ in range(self.settings.micro_steps)]
-        return [batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch for batch in batches]
+        batches = torch.stack([torch.stack(self.train_data.next_batch()) for _ in range(self.settings.micro_steps)])
+        return batches.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batches
 
-    def _backward(self) -> Tensor:
-        """The gradients of the next batches, and the mean loss, on the device."""
-        if self.graph is None or self.settings.micro_steps > 1:
-            self.optimizer.zero_grad(set_to_none=self.graph is None)
-        batches, self.ahead = self.ahead or self._read(), []
-        last = len(batches) - 1
-        return torch.stack([self._micro_step(batch, i == last) for i, batch in enumerate(batches)]).sum()
+    def _next(self) -> Tensor:
+        batches, self.ahead = self._read() if self.ahead is None else self.ahead, None
+        return batches
 
-    def _micro_step(self, batch: Tensor, last: bool) -> Tensor:
-        """Adds the gradients of one batch. Returns its share of the mean loss. The first max(2, micro_steps) batches run eagerly, which
-        compiles kernels; then the graph is captured. With one micro-step the graph writes the gradients, with several it adds to them."""
-        if self.graph is not None:
-            graph, inputs, loss = self.graph
-            inputs.copy_(batch)
-            graph.replay()
-            return loss.clone()
-        with parallel.averaged(self.network, last):
-            loss = self.network(*batch) / self.settings.micro_steps
-            loss.backward()
-        loss = loss.detach()
-        self.eager_batches += 1
-        graphed = batch.is_cuda and self.settings.graph and self.settings.num_processes == 1
-        if graphed and self.eager_batches == max(2, self.settings.micro_steps):
-            self._capture(batch)
-        return loss
+    def _launch(self, batches: Tensor) -> Tensor:
+        """Update the weights, or with skip_loss and skip_norm only compute the gradients. The mean loss and the norm, on the device."""
+        self.optimizer.zero_grad()
+        mean = parallel.mean(self._backward(batches))
+        self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
+        if self.settings.skips:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = parallel.full(get_total_norm(grads))
+        else:
+            self.optimizer.step()
+            assert self.optimizer.grad_norm is not None
+            norm = self.optimizer.grad_norm
+        return torch.stack([mean, norm.float()])
 
-    def _capture(self, batch: Tensor) -> None:
-        """Capture a micro-step. A graph that writes the gradients has its own memory for them, to which those of now are copied."""
-        saved = [p.grad for p in self.model.parameters()]
-        if self.settings.micro_steps == 1:
+    def _backward(self, batches: Tensor) -> Tensor:
+        """Compute the gradients of batches, and their mean loss. The processes average the gradients after the last one."""
+        losses = []
+        for i, batch in enumerate(batches):
+            with parallel.averaged(self.network, i == len(batches) - 1):
+                loss = self.network(*batch) / len(batches)
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _replay(self) -> Tensor:
+        """`_launch` as a CUDA graph. The first two updates run without, which compiles kernels; then the graph is captured."""
+        batches = self._next()
+        self.optimizer.update_groups()  # a graph reads the learning rate from device memory
+        if self.graph is None and self.eager_updates < 2:
+            self.eager_updates += 1
+            return self._launch(batches)
+        if self.graph is None:
             self.optimizer.zero_grad()
-        graph, inputs = torch.cuda.CUDAGraph(), torch.zeros_like(batch)
-        with torch.cuda.graph(graph):
-            loss = self.model(*inputs) / self.settings.micro_steps
-            loss.backward()
-        for p, grad in zip(self.model.parameters(), saved, strict=True):
-            if p.grad is not None and grad is not None and p.grad is not grad:
-                p.grad.copy_(grad)
-        self.graph = graph, inputs, loss.detach()
+            graph, inputs = torch.cuda.CUDAGraph(), torch.zeros_like(batches)
+            with torch.cuda.graph(graph):
+                numbers = self._launch(inputs)
+            self.graph = graph, inputs, numbers
+        graph, inputs, numbers = self.graph
+        inputs.copy_(batches)
+        graph.replay()
+        return numbers
 
     def _not_finite(self, loss: float) -> str:
         """The first tensor in llm.c's order that is not finite. If the loss is finite, only gradients are searched."""

@@ -177,7 +177,7 @@ def test_profile(folder):
 
 
 def test_bench(folder):
-    arguments = ("gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--no-compile", "--device", "cpu")
+    arguments = ("gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--compile", "no", "--device", "cpu")
     out = call(*arguments).stdout
     assert "B=1 T=16 float32 on cpu" in out and re.search(r"cukern +[\d.]+ +[\d.]+ +\d+", out) and "torch " in out
 

@@ -5,7 +5,6 @@ and weight. So the forward computes the gradients, for a gradient of the loss of
 are in kernels_cu/cross_entropy.cu.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from cukern.ops.matmul import torch_matmul
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Template
-from cukern.runtime.registry import Cost, Differentiable, Op, Version, apply_of, choose, each, raw_op, register, save, transformed, watched
+from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
 LEAST_ROWS = 256  # of a chunk: products of fewer rows waste tensor cores
@@ -54,16 +53,7 @@ def linear_cross_entropy(
 
     Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
     """
-    x, weight, targets = (interop.to_torch(n, t) for n, t in (("x", x), ("weight", weight), ("targets", targets)))
-    for name, tensor in (("x", x), ("weight", weight)):
-        checks.dtype(name, tensor, checks.FLOATS)
-    checks.same(x=x, weight=weight)
-    checks.version("linear_cross_entropy", version, VERSIONS)
-    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    checks.dtype("targets", targets, (torch.int64, torch.int32))
-    checks.shape("targets", targets, tuple(x.shape[:-1]), "that of x without the last dimension")
-    checks.one_device(x=x, targets=targets)
+    x, weight, targets = _checked(x, weight, targets, version)
     checks.choice("reduction", reduction, ("mean", "sum"))
     options = checked_options(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     rows, kernels = targets.numel(), x.is_cuda or backend.simulates(x)
@@ -76,9 +66,23 @@ def linear_cross_entropy(
         if torch.compiler.is_compiling() or transformed():
             return reference(x, weight, targets, options)
     matrix, any_gradient = as_matrix(x), watched(x, weight)
-    wanted = (t.requires_grad or transformed() for t in (x, weight)) if any_gradient else (False, False)
+    wanted = [any_gradient and (t.requires_grad or transformed()) for t in (x, weight)]
     arguments = matrix, weight, targets.reshape(-1), *wanted, chunk, *options
     return _apply(*arguments)[0] if any_gradient else (_raw if kernels else _compute)(*arguments)[0]
+
+
+def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, targets = (interop.to_torch(n, t) for n, t in (("x", x), ("weight", weight), ("targets", targets)))
+    for name, tensor in (("x", x), ("weight", weight)):
+        checks.dtype(name, tensor, checks.FLOATS)
+    checks.same(x=x, weight=weight)
+    checks.version("linear_cross_entropy", version, VERSIONS)
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    checks.dtype("targets", targets, (torch.int64, torch.int32))
+    checks.shape("targets", targets, tuple(x.shape[:-1]), "that of x without the last dimension")
+    checks.one_device(x=x, targets=targets)
+    return x, weight, targets
 
 
 def reference(x: Tensor, weight: Tensor, targets: Tensor, options: Options, *_: Any) -> Tensor:
@@ -175,14 +179,15 @@ class _LinearCrossEntropy(Differentiable):
     @staticmethod
     def backward(ctx, dloss, *_):
         x, weight, targets, dx, dweight, count = ctx.saved_tensors
+        found: tuple[Tensor | None, ...]
         if watched(x, weight, dloss) and not torch.compiler.is_compiling():
-            dx, dweight, *_ = gradients(reference, (x, weight, targets, Options(*ctx.options)), (dloss,))
+            found = gradients(reference, (x, weight, targets, Options(*ctx.options)), (dloss,))[:2]
         else:
             with autocast.off(x):
                 scale = dloss / count.clamp(min=1)
                 dx = dx * scale if ctx.needs_input_grad[0] else None
-                dweight = torch.mul(dweight, scale, out=torch.empty_like(weight)) if ctx.needs_input_grad[1] else None
-        return dx, dweight, *(None,) * (len(ctx.options) + 4)
+                found = dx, torch.mul(dweight, scale, out=torch.empty_like(weight)) if ctx.needs_input_grad[1] else None
+        return *found, *(None,) * (len(ctx.options) + 4)
 
     @staticmethod
     def tangent(ctx, dx, dweight, *_):
@@ -203,54 +208,3 @@ VERSIONS = {
         instances=lambda dtype: (_KERNEL[dtype, softcap] for softcap in (False, True)),
     )
 }  # fmt: skip
-
-# ---- for the tools
-
-
-def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
-    """Logits have a standard deviation of 1. One target in four is ignored."""
-    rows, classes, columns = dims
-    targets = torch.randint(classes, (rows,), device=device).masked_fill(torch.arange(rows, device=device) % 4 == 3, -100)
-    x, weight = (torch.randn(n, columns, dtype=dtype, device=device) for n in (rows, classes))
-    return x, weight * columns**-0.5, targets
-
-
-def _plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return reference(x, weight, targets, Options(weight.shape[0])).to(x.dtype)
-
-
-def _spread(*inputs: Tensor, version: str | None = None) -> Tensor:
-    return linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype)  # the tools expect outputs of the inputs' dtype
-
-
-def _magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The sums of the absolute values of the terms. An error of a logit is one of its probability."""
-    x, weight, targets = inputs
-    c, valid = x @ weight.mT, (targets >= 0)[:, None]
-    size, scale = x.abs() @ weight.abs().mT, valid / valid.sum() * douts[0].abs()
-    share = (c - c.logsumexp(1, keepdim=True)).exp()
-    d = scale * (share * (1 + size) + torch.nn.functional.one_hot(targets.clamp(0), len(weight)))
-    loss = valid / valid.sum() * (c.logsumexp(1, keepdim=True).abs() + size.gather(1, targets.clamp(0)[:, None]))
-    return loss.sum(), d @ weight.abs(), d.mT @ x.abs()
-
-
-def _cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
-    rows, classes, columns = dims
-    inputs, flops = (rows + classes) * columns * itemsize, 2 * rows * classes * columns
-    return {
-        "fwd": Cost(inputs, flops),
-        "bwd": Cost(2 * inputs, 2 * flops),
-        **{f"bwd:{name}": Cost(inputs, flops) for name in ("x", "weight")},
-    }
-
-
-register(
-    Op(
-        name="linear_cross_entropy", stem="cross_entropy", function=linear_cross_entropy, reference=_plain, spread=_spread,
-        versions=VERSIONS, dtypes=checks.FLOATS, dims="ROWS CLASSES COLUMNS", make=_make, inputs=("x", "weight", "targets"), cost=_cost,
-        bound="compute", magnitude=_magnitude, roundings=4,
-        check_dims=((1, 1, 1), (129, 65, 33), (700, 1001, 64), (300, 50_304, 768)),
-        sim_dims=((1, 1, 1), (5, 67, 8), (9, 300, 16)),
-        bench_dims=((8192, 50304, 768), (4096, 128256, 2048)),
-    )
-)  # fmt: skip
