@@ -104,7 +104,7 @@ def bench(
             return Trainer(ours, settings, say=lambda line: None)
 
         trainer, peaks["cukern"] = _warm(make_trainer, Trainer.update)
-        ours, updates = trainer.model, {"cukern": trainer.update}
+        ours, updates = trainer.model, dict[str, Callable[[], object]](cukern=trainer.update)
         kind = "bfloat16" if ours.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
         data = torch.randint(ours.config.vocab_size, (2, B, T), device=place)
         for name, mode in (("torch", "no"), *([("torch.compile", compile)] if compile != "no" else [])):

@@ -213,8 +213,15 @@ _matmul = [""]  # a stack; its last applies to models whose matmul is None. "": 
 
 def _is_strict(x: Tensor) -> bool:
     """True for products in float32 on a GPU without TF32: there cukern.linear takes less time than cuBLAS, see docs/notes/gpt2.md."""
+    return x.is_cuda and x.dtype == torch.float32 and not _allows_tf32()
+
+
+def _allows_tf32() -> bool:
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # torch 2.9 or newer
-    return x.is_cuda and x.dtype == torch.float32 and not (precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32)
+    return precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
+
+
+_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
 
 
 @contextlib.contextmanager
