@@ -136,7 +136,25 @@ def test_a_checkpoint_of_another_world_size_is_refused(data, losses, kind):
 
 
 def test_a_process_that_dies_ends_the_others(data):
-    command = [*TORCHRUN, "-m", "cukern", "gpt2", "train", "--device", "cpu", "-e", "small", "-b", "2", "-t", "8", "-x", "100000", "-v", "0"]
+    command = [
+        *TORCHRUN,
+        "-m",
+        "cukern",
+        "gpt2",
+        "train",
+        "--device",
+        "cpu",
+        "-e",
+        "small",
+        "-b",
+        "2",
+        "-t",
+        "8",
+        "-x",
+        "100000",
+        "-v",
+        "0",
+    ]
     command += ["-s", "0", "-i", str(data / "train_*.bin"), "-j", str(data / "val_*.bin")]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
