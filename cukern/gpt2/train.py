@@ -92,19 +92,21 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint, then delete the one that is too old. Each process calls this."""
-        s, config, model, slots = self.settings, self.model.config, self.model, self.optimizer.state
+        s, model, slots = self.settings, self.model, self.optimizer.state
         assert s.out is not None
-        parts, parameters = model.parts(), model.parameters_by_name()
-        names = ("exp_avg", "exp_avg_sq", *(["master"] if self.has_masters else []))
-        m, v, *masters = (model.stack({n: [parallel.local(slots[p][key]).cpu() for p in parts[n]] for n in parts}) for key in names)
-        if s.master and not masters:
-            masters = [model.stack({n: [parallel.local(p.detach()) for p in parts[n]] for n in parts})]
+        m, v = self._parts(lambda p: slots[p]["exp_avg"]), self._parts(lambda p: slots[p]["exp_avg_sq"])
+        master = self._parts(lambda p: slots[p]["master"] if self.has_masters else p.detach()) if s.master else None
         ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
-        state = checkpoint.State(self.step, m, v, self.position, masters[0] if masters else None, RNG, RNG, **ranks)
-        checkpoint.save(s.out, config, parameters, state, parallel.barrier)
+        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, **ranks)
+        checkpoint.save(s.out, model.config, model.parameters_by_name(), state, parallel.barrier)
         old = self.step - s.keep * s.checkpoint_every
         if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
             checkpoint.delete(s.out, old)
+
+    def _parts(self, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """This process's parts of a tensor for each parameter, with llm.c's names, stacked over the layers."""
+        parts = self.model.parts().items()
+        return self.model.stack({name: [parallel.local(tensor_of(p)).cpu() for p in ps] for name, ps in parts})
 
     def _start(self) -> checkpoint.State | None:
         """Go to the newest checkpoint, if there is one. Lines of main.log from its step on are removed, because those steps run again."""
