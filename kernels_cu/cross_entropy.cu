@@ -282,23 +282,6 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     read_row<2, WARP>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
-// ---- losses, and over the logits their gradients, for linear_cross_entropy
-
-// Grid rows, block 512. Two blocks per SM: the rows in flight, 264 of 100 KB on an H200, fit in L2, where the second read finds them.
-template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(512, sizeof(T) < 8 && !SOFTCAP ? 2 : 1)
-    cross_entropy_in_place(compute_t<T>* loss, T* x, const void* targets, bool wide, long long x_row, long long columns, long long vocab,
-                           long long ignored, double smoothing, double z_loss, double softcap) {
-    __shared__ double lse;
-    wait_for_previous();
-    long long row = blockIdx.x, target = index_at(targets, wide, row);
-    x += row * x_row;
-    write_loss<sizeof(T) == 8 ? 2 : 4, SOFTCAP>(loss + row, &lse, x, target, vocab, ignored, smoothing, z_loss, softcap);
-    __syncthreads();  // all of the row has been read, and lse is written
-    Gradient<T, SOFTCAP> gradient(x, 1, nullptr, lse, target, vocab, ignored, smoothing, z_loss, softcap);
-    read_row<2>(x, x, columns, !gradient.is_zero, gradient);
-}
-
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
 
 // Grid 1, block 1024. There is one partial sum per block of the forward.

@@ -1,8 +1,7 @@
 """linear_cross_entropy: the cross-entropy loss of x @ weight.T, in chunks of rows, so that all logits are never in memory.
 
-For each chunk: the logits, one kernel that writes their gradient over them and returns the losses, and two products for the gradients of x
-and weight. So the forward computes the gradients, for a gradient of the loss of 1; the backward only scales them. The kernel and the math
-are in kernels_cu/cross_entropy.cu.
+For each chunk: the logits, the kernels of cross_entropy, which write the gradient over the logits, and two products for the gradients of x
+and weight. So the forward computes the gradients, for a gradient of the loss of 1; the backward only scales them.
 """
 
 from typing import Any
@@ -10,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.cross_entropy.op import checked_options, checked_targets
+from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
+from cukern.ops.cross_entropy.op import checked_options, checked_targets, launch_forward, write_gradient
 from cukern.ops.cross_entropy.reference import Options
 from cukern.ops.cross_entropy.reference import reference as loss_of_logits
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import autocast, backend, checks, interop
 from cukern.runtime.higher import gradients, tangents
-from cukern.runtime.kernel import Template
-from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
+from cukern.runtime.registry import Differentiable, Version, apply_of, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
-
-LEAST_ROWS = 256  # of a chunk: products of fewer rows waste tensor cores
-THREADS = 512  # of a block of cross_entropy_in_place, which has one row
 
 
 def linear_cross_entropy(
@@ -41,8 +37,7 @@ def linear_cross_entropy(
         weight: (V, C), of x's dtype and device.
         targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
         reduction: "mean" or "sum", as in cross_entropy. "none" is refused: the gradients are computed before those of the losses are known.
-        chunk_rows: rows whose logits are in memory at a time. None: an eighth of the rows, at least 256; less on a CPU, where torch's
-            operations need more memory per row.
+        chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
         version: "v1".
 
     Returns the loss, a number in float32, or float64 for float64. The logits are rounded to x's dtype. torch computes the products, with
@@ -56,9 +51,8 @@ def linear_cross_entropy(
     x, weight, targets = _checked(x, weight, targets, version)
     checks.choice("reduction", reduction, ("mean", "sum"))
     options = checked_options(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
-    rows, kernels = targets.numel(), x.is_cuda or backend.simulates(x)
-    chunk = max(rows // 8, LEAST_ROWS) if kernels else max(rows // 64, LEAST_ROWS // 8)
-    chunk = chunk if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1)
+    kernels = x.is_cuda or backend.simulates(x)
+    chunk = _rows_of_chunk(targets.numel(), weight.shape[1]) if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1)
     if not kernels:
         if version is not None:
             checks.needs_gpu("linear_cross_entropy", version, x.device)
@@ -69,6 +63,12 @@ def linear_cross_entropy(
     wanted = [any_gradient and (t.requires_grad or transformed()) for t in (x, weight)]
     arguments = matrix, weight, targets.reshape(-1), *wanted, chunk, *options
     return _apply(*arguments)[0] if any_gradient else (_raw if kernels else _compute)(*arguments)[0]
+
+
+def _rows_of_chunk(rows: int, columns: int) -> int:
+    """The logits of a chunk take the memory of an eighth of all logits, and of a gradient of weight, which exists only in the backward."""
+    chunks = -(-rows // max(rows // 8 + columns, 1))
+    return -(-rows // (128 * max(chunks, 1))) * 128 or 128
 
 
 def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,23 +95,24 @@ def reference(x: Tensor, weight: Tensor, targets: Tensor, options: Options, *_: 
 
 
 def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, chunk: int, *rest: Any) -> tuple[Tensor, ...]:
-    options, (rows, _), classes = Options(*rest), x.shape, weight.shape[0]
-    kernels = x.is_cuda or backend.simulates(x)
+    options, rows, classes = Options(*rest), x.shape[0], weight.shape[0]
     loss, dx, dweight, count = _fake(x, weight, targets, wants_dx, wants_dweight)
     x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
-    losses, logits = x.new_empty(rows, dtype=loss.dtype), x.new_empty(min(chunk, rows), classes)
+    logits, sums = x.new_empty(min(chunk, rows), classes), [loss.new_zeros(2, dtype=torch.float64)]
+    gradient_of = _by_kernels if x.is_cuda or backend.simulates(x) else _by_torch
     with torch.no_grad(), autocast.off(x):
         for a in range(0, rows, chunk):
             x_part, target = x[a : a + chunk], targets[a : a + chunk]
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
-            (_in_place if kernels else _in_torch)(losses[a : a + chunk], part, target, options)
+            sums.append(torch.stack(gradient_of(part, target, options._replace(reduction="sum", version=""))))
             if wants_dx:
                 torch.mm(part, weight, out=dx[a : a + chunk])
             if wants_dweight:
                 _add_product(dweight, part.t(), x_part, first=a == 0)
+        total, number = torch.stack(sums).sum(0)
         if options.reduction == "mean":
-            torch.sum(targets != options.ignored, 0, dtype=count.dtype, out=count)
-        torch.div(losses.sum(dtype=torch.float64), count if options.reduction == "mean" else 1.0, out=loss)
+            count.copy_(number)
+        torch.div(total, count, out=loss)
     if not rows:
         dweight.zero_()
     return loss, dx, dweight, count
@@ -136,26 +137,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
-def _in_place(losses: Tensor, logits: Tensor, targets: Tensor, options: Options) -> None:
-    """Write the losses of rows, and over the logits their gradients."""
-    pointers = losses.data_ptr(), logits.data_ptr(), targets.data_ptr(), targets.dtype == torch.int64
-    launch = choose("linear_cross_entropy", options.version, logits.get_device()).forward(logits.dtype, options.softcap != 0)
-    sizes = logits.stride(0), logits.shape[1], options.vocab, options.ignored
-    launch.on(logits.get_device())((len(logits), 1, 1), (THREADS, 1, 1), 0, *pointers, *sizes, *options[3:6])
+def _by_kernels(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Writes the gradient of the summed losses over the logits. The sum, and the number of targets that are not ignored, in float64."""
+    loss, stats = launch_forward(logits, targets, *options)
+    write_gradient(logits, logits, targets, stats, loss.new_ones(()), *options)
+    return loss.double(), stats[-1]
 
 
-def _in_torch(losses: Tensor, logits: Tensor, targets: Tensor, options: Options) -> None:
-    vocab, ignored, _, smoothing, z_loss, softcap, _ = options
-    c, targets = logits[:, :vocab].to(losses.dtype), targets.long()
-    c = torch.tanh(c / softcap) * softcap if softcap else c
-    target, valid, lse = targets.clamp(0, vocab - 1)[:, None], (targets != ignored)[:, None], c.logsumexp(1, keepdim=True)
-    loss = lse - (1 - smoothing) * c.gather(1, target) - smoothing / vocab * c.sum(1, keepdim=True) + z_loss * lse.square()
-    losses.copy_(loss.masked_fill(~valid, 0.0)[:, 0])
-    p = (c - lse).exp_().mul_(1 + 2 * z_loss * lse).sub_(smoothing / vocab)
-    p.scatter_add_(1, target, torch.full_like(lse, smoothing - 1))
-    if softcap:
-        p.mul_(1 - (c / softcap).square())
-    logits.zero_()[:, :vocab] = p.masked_fill_(~valid, 0.0)
+def _by_torch(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        loss = loss_of_logits(leaf, targets, options)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    logits.copy_(gradient)
+    return loss.detach().double(), (targets != options.ignored).sum(dtype=torch.float64)
 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
@@ -174,13 +169,16 @@ class _LinearCrossEntropy(Differentiable):
     def setup_context(ctx, inputs, output):
         x, weight, targets, _, _, _, *ctx.options = inputs
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the other outputs would double their memory
         save(ctx, x, weight, targets, *output[1:])
 
     @staticmethod
     def backward(ctx, dloss, *_):
         x, weight, targets, dx, dweight, count = ctx.saved_tensors
-        found: tuple[Tensor | None, ...]
-        if watched(x, weight, dloss) and not torch.compiler.is_compiling():
+        found: tuple[Tensor | None, ...] = (None, None)
+        if dloss is None:
+            pass
+        elif watched(x, weight, dloss) and not torch.compiler.is_compiling():
             found = gradients(reference, (x, weight, targets, Options(*ctx.options)), (dloss,))[:2]
         else:
             with autocast.off(x):
@@ -201,10 +199,4 @@ class _LinearCrossEntropy(Differentiable):
 
 
 _apply = apply_of(_LinearCrossEntropy)
-_KERNEL = Template("cross_entropy.cu", "cross_entropy_in_place", pdl=True)
-VERSIONS = {
-    "v1": Version(
-        "chunks of rows, loss and gradient of a row by one block", lambda dtype, softcap: _KERNEL[dtype, softcap],
-        instances=lambda dtype: (_KERNEL[dtype, softcap] for softcap in (False, True)),
-    )
-}  # fmt: skip
+VERSIONS = {"v1": Version("chunks of rows", _by_kernels, instances=lambda dtype: loss_versions[[*loss_versions][-1]].instances(dtype))}

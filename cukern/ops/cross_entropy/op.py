@@ -112,7 +112,7 @@ def checked_targets(targets: Tensor, options: Options) -> None:
 # ---- the raw ops: x is (rows, columns), targets (rows), stats: each row's logsumexp, and for a sum the number of targets not ignored
 
 
-def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
@@ -135,11 +135,11 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 
 def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
     dx = _like(x)
-    _write_gradient(dx, unit_column_stride(x), *rest)
+    write_gradient(dx, unit_column_stride(x), *rest)
     return dx
 
 
-def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
+def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
@@ -158,11 +158,11 @@ def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
 _TENSORS = "Tensor targets, Tensor stats, Tensor dloss"
-_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, _launch, _fake)
+_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake)
 _backward = raw_op(f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward, _like)
 _backward_in_place = raw_op(
     f"_cross_entropy_backward_(Tensor(a!) x, {_TENSORS}, {_SCALARS}) -> ()", 4,
-    lambda x, *rest: _write_gradient(x, x, *rest), lambda *_: None,
+    lambda x, *rest: write_gradient(x, x, *rest), lambda *_: None,
 )  # fmt: skip
 
 # ---- autograd
