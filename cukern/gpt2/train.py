@@ -279,8 +279,11 @@ class Trainer:
         if self.graph is None:
             self.optimizer.zero_grad()
             graph, inputs = torch.cuda.CUDAGraph(), torch.zeros_like(batches)
+            free_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+            free_workspaces()  # so that the graph has one of its own: others, such as torch.compile, free that of eager calls
             with torch.cuda.graph(graph):
                 numbers = self._launch(inputs)
+            free_workspaces()
             self.graph = graph, inputs, numbers
         graph, inputs, numbers = self.graph
         inputs.copy_(batches)
