@@ -29,10 +29,14 @@ def processes(device: str) -> Iterator[tuple[int, int]]:
     distributed.destroy_process_group()  # not after an error: it could wait for processes that have ended
 
 
+def _is_one_of_many() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def wrap(model: torch.nn.Module, zero: int) -> torch.nn.Module:
     """A module that computes as `model`, and whose backward averages the gradients over the processes. With `zero`, the parameters of the
     model are DTensors from then on, divided by their first dimensions, but for the time of a forward and its backward."""
-    if not distributed.is_initialized():
+    if not _is_one_of_many():
         return model
     if not zero:
         return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -63,7 +67,7 @@ def reshard(network: Any) -> None:
 
 def mean(x: Tensor) -> Tensor:
     """The mean over the processes."""
-    if distributed.is_initialized():
+    if _is_one_of_many():
         x = x.clone()
         distributed.all_reduce(x)
         x /= distributed.get_world_size()
@@ -71,7 +75,7 @@ def mean(x: Tensor) -> Tensor:
 
 
 def barrier() -> None:
-    if distributed.is_initialized():
+    if _is_one_of_many():
         distributed.barrier()
 
 
