@@ -140,7 +140,7 @@ __device__ __forceinline__ C row_reduce(C value, C* shared) {
 // not read, unless it has one warp: that would have to wait for the target before it reads. Thread 0 returns the loss.
 template <int LOADS, bool SOFTCAP, bool WARP = false, typename T>
 __device__ __forceinline__ compute_t<T> write_loss(compute_t<T>* loss, double* lse, const T* x, long long target, long long vocab,
-                                           long long ignored, double smoothing, double z_loss, double softcap) {
+                                                   long long ignored, double smoothing, double z_loss, double softcap) {
     bool is_valid = target >= 0 && target < vocab;
     T at_target = threadIdx.x == 0 && is_valid ? x[target] : T();  // early, and not converted here, so that nothing waits for it
     OnlineSum<T, SOFTCAP> online(softcap, smoothing);

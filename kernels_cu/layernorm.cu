@@ -20,7 +20,7 @@
 // version  idea
 // v1       one block per row, read three times; backward: a second kernel reads s and dy again for the sums over rows
 // v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
-//          H200, 32768 x 768: forward 0.88 (bfloat16) and 0.96 (float32) of a copy of the same bytes, backward 0.73 and 0.92
+//          H200, 32768 x 768: forward 0.88 (bfloat16) and 0.96 (float32) of a copy of the same bytes, backward 0.81 and 0.93
 // Experiments: docs/notes/layernorm.md
 #include "common/math.cuh"
 #include "common/pack.cuh"
@@ -272,7 +272,9 @@ __device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C*
 // Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. Blocks have
 // at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS, THREADS == 128 ? 3 : THREADS < 512 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
+                                           : THREADS < 512 ? 2
+                                                           : 1)
     layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
                      long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();

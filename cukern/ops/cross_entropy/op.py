@@ -124,8 +124,8 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
         pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
         launch((blocks, 1, 1), block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
     if is_reduced:
-        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, added
-        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, blocks, options.reduction == "mean")
+        out, count = loss.data_ptr(), stats.data_ptr() + 8 * rows
+        reducer((1, 1, 1), (1024, 1, 1), 0, out, count, added, blocks, options.reduction == "mean")
     return loss, stats
 
 
@@ -240,12 +240,14 @@ def _version(idea: str, name: str, block: Callable[[int], tuple[tuple[Any, ...],
     def planned(template: Template) -> Callable[..., Any]:
         def plan(dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, tuple[int, int]]:
             kind, threads = block(columns * dtype.itemsize)
-            return template[dtype, softcap, *kind], threads
+            key = (dtype, softcap, *kind)
+            return template[key], threads
 
         return plan
 
     def instances(dtype: torch.dtype) -> list[Kernel]:
-        return [_REDUCE[wide(dtype)], *(t[dtype, softcap, *kind] for t in templates for softcap in (False, True) for kind in kinds)]
+        keys = [(dtype, softcap, *kind) for softcap in (False, True) for kind in kinds]
+        return [_REDUCE[wide(dtype)], *(template[key] for template in templates for key in keys)]
 
     return Version(idea, planned(templates[0]), planned(templates[1]), instances)
 
