@@ -1,8 +1,8 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, adamw, the optimizer AdamW, and the module
-KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, adamw, the optimizer
+AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile; a differentiable op made of them: op. Before a CUDA graph: warmup. One version for a block: use.
 The simulator: backend("sim").
 """
@@ -10,7 +10,7 @@ The simulator: backend("sim").
 from cukern.ops.adamw import AdamW, adamw
 from cukern.ops.attention import attention, attention_packed
 from cukern.ops.causal_softmax import causal_softmax
-from cukern.ops.cross_entropy import cross_entropy
+from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from cukern.ops.embedding import embedding
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
@@ -48,6 +48,7 @@ __all__ = [
     "kron_linear",
     "layernorm",
     "linear",
+    "linear_cross_entropy",
     "load",
     "log_softmax",
     "lokr_linear",
