@@ -11,7 +11,7 @@ import torch
 import typer
 
 from cukern.bench import environment
-from cukern.bench.measure import measure, passes
+from cukern.bench.measure import measure, name_of, passes
 from cukern.bench.verify import candidates, verify
 from cukern.cli import common, own_file
 from cukern.cli.common import errors, listed, say
@@ -114,33 +114,39 @@ def _check_and_time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, secon
     """Print a line per version: right or wrong, and on a GPU its times. Raises CompileError and the errors of a launch."""
     place = environment.device()
     on_gpu = place.type == "cuda"
-    arch = arch_of(torch.cuda.get_device_capability(place)) if on_gpu else "compute_90a"
-    capability = int("".join(filter(str.isdigit, arch)))
-    for outcome in compile_kernels(op.kernels(capability, [kind]).values(), arch).values():
-        if isinstance(outcome, CompileError):
-            raise outcome
+    _compile(op, kind, arch_of(torch.cuda.get_device_capability(place)) if on_gpu else "compute_90a")
     with backend("gpu" if on_gpu else "sim"):
         functions, refused = candidates(op, place, None)
         shapes = common.find_dims(op, dims, op.check_dims if on_gpu else op.sim_dims)
         verdicts = [verify(op, shape, kind, functions, place) for shape in shapes]
     wrong = {r.version: f"WRONG |{r.what}| {r.error:.1e} > {r.allowed:.1e}" for v in verdicts for r in v.results if not r.ok}
-    times: Times = {(version, ""): 0.0 for version in functions}
-    timed = ("pass", "us", "before", "of limit") if on_gpu else ()
-    shown = common.table(f"{op.name} {common.name_of(kind)}", "version", "check", *timed)
+    shown = common.table(f"{op.name} {name_of(kind)}", "version", "check")
     for version in functions:
-        shown.add_row(version, f"[red]{wrong[version]}[/red]" if version in wrong else "[green]right[/green]", *[""] * len(timed))
-    if on_gpu:
-        (bench_dims,) = common.find_dims(op, dims, op.bench_dims[-1:])
-        times = {}
-        for pass_ in passes(op, bench_dims, kind, None):
-            for row in measure(op, bench_dims, kind, pass_, place, ("cukern",), seconds).rows:
-                key = (row.version or row.provider, pass_)
-                times[key] = row.median_us
-                was = last.get(key)
-                limit = "" if row.of_limit is None else f"{row.of_limit:.3f}"
-                shown.add_row(key[0], "", pass_, f"{row.median_us:.2f}", f"{was:.2f}" if was else "", limit)
+        shown.add_row(version, f"[red]{wrong[version]}[/red]" if version in wrong else "[green]right[/green]")
     common.console.print(shown)
     listed("not run:", refused)
+    return _time(op, kind, dims, seconds, last) if on_gpu else {(version, ""): 0.0 for version in functions}
+
+
+def _compile(op: Op, kind: torch.dtype, arch: str) -> None:
+    """Compile what the op needs, several kernels at a time. Raises CompileError."""
+    kernels = op.kernels(int("".join(filter(str.isdigit, arch))), [kind])
+    for outcome in compile_kernels(kernels.values(), arch).values():
+        if isinstance(outcome, CompileError):
+            raise outcome
+
+
+def _time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
+    times: Times = {}
+    place, (shape,) = environment.device(), common.find_dims(op, dims, op.bench_dims[-1:])
+    shown = common.table(f"{op.name} {' x '.join(map(str, shape))}", "version", "pass", "us", "before", "of limit")
+    for pass_ in passes(op, shape, kind, None):
+        for row in measure(op, shape, kind, pass_, place, ("cukern",), seconds).rows:
+            key = (row.version or row.provider, pass_)
+            times[key], was = row.median_us, last.get(key)
+            limit = "" if row.of_limit is None else f"{row.of_limit:.3f}"
+            shown.add_row(*key, f"{row.median_us:.2f}", f"{was:.2f}" if was else "", limit)
+    common.console.print(shown)
     return times
 
 
