@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+import cukern
 from cukern.cli.common import say
 from cukern.runtime.registry import OPS
 
@@ -31,17 +32,12 @@ def new(
     Existing files are not replaced. `pytest` passes at once, on a GPU or in the simulator. Inside cukern's own source tree, the files of
     a new op are written to their places, and its public name is registered.
     """
-    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        raise ValueError(f"NAME must be an identifier, of letters, digits and _, got {name!r}")
-    if name in (*OPS, *_USED):
-        raise ValueError(f"NAME must not be {name!r}, which {'is an op of cukern' if name in OPS else 'the files use'}")
     tree = _tree()
+    _check_name(name, tree)
     texts = _project(name, kind.value) if tree is None else _in_tree(tree, name, kind.value)
     for target in (*texts, name if tree is None else f"cukern/ops/{name}"):
         if (tree or Path()).joinpath(target).exists():
             raise ValueError(f"{target!r} exists: choose another NAME or an empty folder")
-    if tree is None and importlib.util.find_spec(name) is not None:
-        raise ValueError(f"NAME must not be that of an installed module, got {name!r}")
     edits = {} if tree is None else _registered(tree, name)
     for target, text in {**texts, **edits}.items():
         path = (tree or Path()) / target
@@ -53,6 +49,17 @@ def new(
     else:
         say(f"registered in {', '.join(edits)}")
         say(f"next: pytest tests/ops/{name}; cukern check {name}; planted bugs in tests/wrong/{name}/")
+
+
+def _check_name(name: str, tree: Path | None) -> None:
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise ValueError(f"NAME must be an identifier, of letters, digits and _, got {name!r}")
+    if name in (*OPS, *_USED):
+        raise ValueError(f"NAME must not be {name!r}, which {'is an op of cukern' if name in OPS else 'the files use'}")
+    if tree is None and importlib.util.find_spec(name) is not None:
+        raise ValueError(f"NAME must not be that of an installed module, got {name!r}")
+    if tree is not None and hasattr(cukern, name):
+        raise ValueError(f"NAME must not be a public name of cukern, got {name!r}")
 
 
 def _text(template: str, name: str) -> str:
@@ -91,7 +98,7 @@ def _in_tree(tree: Path, name: str, kind: str) -> dict[str, str]:
         f"kernels_cu/{name}.cu": _text(f"{kind}.cu", name),
         f"cukern/ops/{name}.py": op,
         f"tests/ops/{name}/test_{name}.py": _text("tree_test.py.txt", name),
-        f"benchmarks/bench_{name}.py": re.sub(r"\bsquare\b|(?<=test_)square", name, (tree / "benchmarks/bench_square.py").read_text()),
+        f"benchmarks/bench_{name}.py": re.sub(r"(?<![a-z])square\b", name, (tree / "benchmarks/bench_square.py").read_text()),
         f"docs/notes/{name}.md": _text("tree_notes.md", name),
     }
 
