@@ -21,7 +21,7 @@ _HINTS = {
     ),
     r'identifier "(?:load_as|compute_t)" is undefined': 'add #include "common/math.cuh" of cukern',
     r'identifier "(?:INFINITY|NAN|(?:FLT|DBL)_\w+)" is undefined': (
-        'NVRTC has no math.h and float.h: use __int_as_float(0x7f800000) for infinity, 0x7fc00000 for NaN, 3.4028235e38f for FLT_MAX'
+        "NVRTC has no math.h and float.h: use __int_as_float(0x7f800000) for infinity, 0x7fc00000 for NaN, 3.4028235e38f for FLT_MAX"
     ),
     r'identifier "M_PI" is undefined': "NVRTC has no math.h: write 3.14159265358979323846, or use sinpif and cospif",
     r'identifier "assert" is undefined': "NVRTC has no assert.h: use `if (!condition) __trap();`",
