@@ -41,22 +41,17 @@ def roofline(rows: Rows, device: str) -> Figure:
     """FLOP/s over arithmetic intensity: the newest version of each op at its largest shape, below the bandwidth of the fastest copy and
     the highest measured rate."""
     figure, (panel,) = panels_of([5])
-    copies = [r.tbps for r in rows if r.provider == "copy" and r.tbps]
     marks, points = itertools.cycle("osD^v<>PX*"), []
-    for op, group in grouped([r for r in rows if r.bytes and r.flops and r.provider == "cukern"], lambda r: r.op):
-        last = newest_version(group)
-        newest = [r for r in group if r.version == last and r.pass_ == "fwd"]
-        if newest:
-            best = max(newest, key=lambda r: r.bytes)
-            points.append((best.flops / best.bytes, best.tflops or 0.0))
-            panel.plot(*points[-1], next(marks), label=f"{op} {last} {best.dtype}")
-    if copies and points:
+    for row in _largest([r for r in rows if r.bytes and r.flops and r.provider == "cukern" and r.pass_ == "fwd"]):
+        points.append((row.flops / row.bytes, row.tflops or 0.0))
+        panel.plot(*points[-1], next(marks), label=f"{row.op} {row.version} {row.dtype}")
+    copy = max((r.tbps or 0 for r in rows if r.provider == "copy"), default=0)
+    if copy and points:
         peak = max(y for _, y in points)
-        ends = (min(x for x, _ in points) / 2, max(x for x, _ in points) * 2)
-        xs = sorted({ends[0], peak / max(copies), max(ends[1], peak / max(copies))})
-        panel.plot(
-            xs, [min(x * max(copies), peak) for x in xs], "--", color="tab:gray", label=f"copy {max(copies):.2f} TB/s, and best rate"
-        )
+        left, knee, right = min(x for x, _ in points) / 2, peak / copy, max(x for x, _ in points) * 2
+        xs = sorted({left, knee, max(right, knee)})
+        label = f"copy {copy:.2f} TB/s, and best rate"
+        panel.plot(xs, [min(x * copy, peak) for x in xs], "--", color="tab:gray", label=label)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("flop per byte")
@@ -66,6 +61,12 @@ def roofline(rows: Rows, device: str) -> Figure:
         beside(panel)
     panel.set_title(f"roofline, forward, on {device}", loc="left", fontsize=10)
     return figure
+
+
+def _largest(rows: Rows) -> list[Row]:
+    """Of each op, the newest version at the shape with the most bytes."""
+    groups = [[r for r in group if r.version == newest_version(group)] for _, group in grouped(rows, lambda r: r.op)]
+    return [max(group, key=lambda r: r.bytes) for group in groups if group]
 
 
 def ladder(rows: Rows, device: str) -> Figure:

@@ -30,7 +30,7 @@ def quick_values(launches: Quick, args: tuple[Any, ...]) -> tuple[backend.Launch
     values: list[Any] = []
     for a, kind in zip(args, kinds, strict=True):
         if type(a) in _PLAIN:
-            if not kind or a.dtype not in kind or a.get_device() != device or a.is_neg() or a.is_conj():
+            if not kind or a.dtype not in kind or a.get_device() != device or a.is_neg() or (kind is _EVERY and a.is_conj()):
                 return None
             values.append(a.data_ptr())
         elif kind is None and (type(a) is int or type(a) is float):

@@ -207,6 +207,8 @@ class Kernel:
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
         """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as in <<<...>>> of CUDA C++."""
+        if type(launch) is tuple and len(launch) == 2:  # 1 us less than the general case
+            return functools.partial(self, grid=launch[0], block=launch[1])
         if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
             raise TypeError(f"{self.name}[grid, block] or {self.name}[grid, block, shared, stream], got {self.name}[{launch!r}]")
         return functools.partial(self, **dict(zip(("grid", "block", "shared", "stream"), launch, strict=False)))
