@@ -42,7 +42,7 @@ def roofline(rows: Rows, device: str) -> Figure:
     the highest measured rate."""
     figure, (panel,) = panels_of([5])
     marks, points = itertools.cycle("osD^v<>PX*"), []
-    for row in _largest([r for r in rows if r.bytes and r.flops and r.provider == "cukern" and r.pass_ == "fwd"]):
+    for row in _largest(rows):
         points.append((row.flops / row.bytes, row.tflops or 0.0))
         panel.plot(*points[-1], next(marks), label=f"{row.op} {row.version} {row.dtype}")
     copy = max((r.tbps or 0 for r in rows if r.provider == "copy"), default=0)
@@ -64,8 +64,9 @@ def roofline(rows: Rows, device: str) -> Figure:
 
 
 def _largest(rows: Rows) -> list[Row]:
-    """Of each op, the newest version at the shape with the most bytes."""
-    groups = [[r for r in group if r.version == newest_version(group)] for _, group in grouped(rows, lambda r: r.op)]
+    """Of each op, the forward of the newest version at the shape with the most bytes."""
+    known = [r for r in rows if r.bytes and r.flops and r.provider == "cukern" and r.pass_ == "fwd"]
+    groups = [[r for r in group if r.version == newest_version(group)] for _, group in grouped(known, lambda r: r.op)]
     return [max(group, key=lambda r: r.bytes) for group in groups if group]
 
 
