@@ -99,17 +99,20 @@ def _in_tree(tree: Path, name: str, kind: str) -> dict[str, str]:
         f"cukern/ops/{name}.py": op,
         f"tests/ops/{name}/test_{name}.py": _text("tree_test.py.txt", name),
         f"benchmarks/bench_{name}.py": re.sub(r"(?<![a-z])square\b", name, (tree / "benchmarks/bench_square.py").read_text()),
+        f"docs/ops/{name}.md": _text("tree_page.md", name),
         f"docs/notes/{name}.md": _text("tree_notes.md", name),
     }
 
 
 def _registered(tree: Path, name: str) -> dict[str, str]:
     """The files that list the ops, with this one in its place."""
-    ops, public = "cukern/ops/__init__.py", "cukern/__init__.py"
-    texts = {path: (tree / path).read_text() for path in (ops, public)}
+    ops, public, menu = "cukern/ops/__init__.py", "cukern/__init__.py", "mkdocs.yml"
+    texts = {path: (tree / path).read_text() for path in (ops, public, menu)}
     texts[ops] = _inserted(texts[ops], "from cukern.ops import ", f"from cukern.ops import {name} as {name}")
     texts[public] = _inserted(texts[public], "from cukern.ops.", f"from cukern.ops.{name} import {name}")
     texts[public] = _inserted(texts[public], '    "', f'    "{name}",')
+    for folder in ("ops", "notes"):
+        texts[menu] = _inserted(texts[menu], f"      - {folder}/", f"      - {folder}/{name}.md")
     return texts
 
 
