@@ -111,8 +111,8 @@ def progress() -> Progress:
 
 
 def say(text: str, style: str | None = None, to: Console = console) -> None:
-    """Print a line as it is: not wrapped, and no part of it read as markup."""
-    to.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print a line; no part of it is read as markup. On a terminal it is wrapped at words, in a file or a pipe it is not."""
+    to.print(text, style=style, markup=False, highlight=False, soft_wrap=not to.is_terminal)
 
 
 def listed(title: str, reasons: dict[str, str]) -> None:

@@ -51,7 +51,7 @@ def report(
 def page(found: Sequence[Recorded]) -> str:
     """The HTML of the page."""
     gpus = sorted({one.gpu for one in found})
-    links = "".join(f'<a href="#{_anchor(gpu)}">{html.escape(gpu)}</a>' for gpu in gpus)
+    links = " ".join(f'<a href="#{_anchor(gpu)}">{html.escape(gpu)}</a>' for gpu in gpus)
     body = "".join(_of_gpu(gpu, [one for one in found if one.gpu == gpu]) for gpu in gpus)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>cukern: recorded results</title>'
@@ -64,7 +64,7 @@ def _of_gpu(gpu: str, found: Sequence[Recorded]) -> str:
     current = record.newest(found)
     ops = list(dict.fromkeys(one.row.op for one in current))
     rooflines = _svg(charts.roofline([one.row for one in current if one.row.op != "gpt2"], gpu))
-    links = "".join(f'<a href="#{_anchor(gpu, op)}">{html.escape(op)}</a>' for op in ops)
+    links = " ".join(f'<a href="#{_anchor(gpu, op)}">{html.escape(op)}</a>' for op in ops)
     parts = [_of_op(gpu, op, [one for one in found if one.row.op == op], [c.row for c in current if c.row.op == op]) for op in ops]
     return f'<h2 id="{_anchor(gpu)}">{html.escape(gpu)}</h2><nav>{links}</nav>{rooflines}{"".join(parts)}'
 
