@@ -456,7 +456,7 @@ def launch_layernorm(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight:
 
 
 def launch_layernorm_add(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
-    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 32), 2), block=(32, 32))
+    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 8), 2), block=(8, 32))
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:

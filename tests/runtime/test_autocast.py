@@ -1,4 +1,4 @@
-"""Autocast changes nothing: outputs, gradients and second derivatives keep dtypes and values, wherever forward and backward run."""
+"""Autocast changes nothing: outputs, gradients and second derivatives keep their dtypes and values, wherever forward and backward run."""
 
 import pytest
 import torch
