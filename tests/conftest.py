@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import sys
 import time
 
 # torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
@@ -18,6 +19,7 @@ from helpers import DEVICE, PLACE, forget_cache
 
 import cukern
 from cukern.bench.environment import facts
+from cukern.runtime.registry import OPS
 
 START = time.time()
 NO_GPU = "needs a GPU, and torch.cuda sees none"
@@ -84,6 +86,16 @@ def session_cache(tmp_path_factory):
         forget_cache()
         yield folder
     forget_cache()
+
+
+@pytest.fixture
+def registry():
+    """Ops that a test defines leave the registry at its end."""
+    before, path = dict(OPS), list(sys.path)
+    yield
+    OPS.clear()
+    OPS.update(before)
+    sys.path[:] = path
 
 
 @pytest.fixture

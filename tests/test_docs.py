@@ -15,24 +15,15 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 KINDS = {"python", "cuda", "console", "text"}  # "text" is for commands that install, or need a GPU
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """An empty current folder; ops that a page defines leave the registry at its end."""
-    monkeypatch.chdir(tmp_path)
-    before = dict(OPS)
-    yield tmp_path
-    OPS.clear()
-    OPS.update(before)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_every_block_runs(page, folder):
+def test_every_block_runs(page, tmp_path, monkeypatch, registry):
+    monkeypatch.chdir(tmp_path)
     names, text = {"__name__": page.stem}, page.read_text()
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), "a block has an unknown head"
     for kind, title, code in BLOCK.findall(text):
         assert kind in KINDS and (kind != "cuda" or title), f"{kind} {title}"
         if title and kind != "console":
-            (folder / title).write_text(code)
+            (tmp_path / title).write_text(code)
         if kind == "python":
             exec(compile(code, f"{page.name}: {code[:30]!r}", "exec"), names)
         for line in re.findall(r"^\$ cukern (.*)", code, re.MULTILINE) if kind == "console" else ():

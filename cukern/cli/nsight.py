@@ -53,18 +53,10 @@ _STALLS = {  # what the warps wait for, and what helps
     "lg_throttle": "the queue of global memory: fewer, wider accesses",
     "mio_throttle": "the queue of shared memory and shuffles: fewer, wider accesses",
     "barrier": "__syncthreads(): smaller blocks, or fewer barriers",
-    "membar": "a memory fence",
     "math_pipe_throttle": "a busy arithmetic unit: that is its limit",
     "wait": "dependent instructions: more independent work per thread",
     "no_instruction": "the instruction cache: a shorter unrolled loop",
-    "drain": "stores at the end of the kernel",
-    "not_selected": "other warps: enough are ready",
-    "dispatch_stall": "the dispatcher",
-    "sleeping": "__nanosleep()",
     "gmma": "a wgmma: more warpgroups",
-    "branch_resolve": "branches",
-    "imc_miss": "the constant cache",
-    "selected": "nothing: they issue",
 }
 _NEAR = 75  # percent of a peak from which on it is what limits
 

@@ -16,7 +16,9 @@ def test_help(name, monkeypatch):
     assert max(map(len, call(*name, "--help").stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", ["check square 100 --sim", "bench softmax 8 64 --seconds 0.03", "compile square --arch sm_80", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["check square 100 --sim", "bench softmax 8 64 --seconds 0.03", "compile square --arch sm_80", "doctor"]
+)
 def test_output_on_a_terminal(command, monkeypatch):
     text = io.StringIO()
     for name in ("console", "errors"):
