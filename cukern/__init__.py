@@ -21,8 +21,8 @@ from cukern.ops.softmax import log_softmax, softmax
 from cukern.ops.square import square
 from cukern.runtime.backend import backend
 from cukern.runtime.compiler import CompileError, SetupError
-from cukern.runtime.kernel import compile, load
 from cukern.runtime.limits import LaunchError
+from cukern.runtime.load import compile, load
 from cukern.runtime.own_op import op
 from cukern.runtime.registry import use
 from cukern.runtime.warmup import warmup
