@@ -19,6 +19,7 @@
 
 #include "common/ptx/async_copy.cuh"
 #include "common/vec.cuh"
+#include "mma.cuh"
 
 template <typename T>
 __device__ __forceinline__ T bias_or_zero(const T* bias, int n) {
@@ -145,15 +146,16 @@ __global__ void __launch_bounds__(256)
 // to a (chunks, N) workspace, then the workspace, as one chunk, to the result. Deterministic: the order of additions is fixed. Grid ceil(N
 // / 32) * ceil(M / rows_per_chunk), block (32, 8).
 template <typename T>
-__global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
-    __shared__ T sums[8][32];
+__global__ void matmul_bias_grad(compute_t<T>* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
+    using C = compute_t<T>;
+    __shared__ C sums[8][32];
     int tiles_n = (N + 31) / 32;
     int chunk = blockIdx.x / tiles_n, n = blockIdx.x % tiles_n * 32 + threadIdx.x;
     long long first = (long long)chunk * rows_per_chunk;
     int end = first + rows_per_chunk < M ? int(first + rows_per_chunk) : M;
-    T sum = 0;
+    C sum = 0;
     if (n < N)
-        for (int m = int(first) + threadIdx.y; m < end; m += 8) sum += x[m * x_m + n * x_n];
+        for (int m = int(first) + threadIdx.y; m < end; m += 8) sum += load_as(x[m * x_m + n * x_n]);
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y == 0 && n < N) {
@@ -177,8 +179,7 @@ using Tile64x64 = Tile<4, 8, 2, 2, 4>;
 using Tile128x32 = Tile<4, 8, 4, 1, 4>;
 using Tile32x128 = Tile<4, 8, 1, 4, 4>;
 constexpr int THREADS = 128;
-constexpr int BK = 8;    // length of a k tile. With 16, the unrolled loop does not fit into the instruction cache
-constexpr int BAND = 8;  // see tile_origin
+constexpr int BK = 8;  // length of a k tile. With 16, the unrolled loop does not fit into the instruction cache
 
 // How an operand is copied to shared memory. "mn" is m for A and n for B.
 enum CopyMode {
@@ -255,17 +256,6 @@ struct Place {
     __device__ __forceinline__ static int row(int i) { return i / V * 8 * V + i % V; }
     __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
 };
-
-// The origin of tile t of C. Tiles are numbered down a band of BAND tile rows, column by column. The tiles of a wave then form a compact
-// rectangle of C, and their rows of A and columns of B stay in L2.
-template <typename S>
-__device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n0) {
-    int tiles_m = (M + S::BM - 1) / S::BM, tiles_n = (N + S::BN - 1) / S::BN;
-    int band = t / (BAND * tiles_n), in_band = t % (BAND * tiles_n);
-    int height = min(BAND, tiles_m - band * BAND);
-    m0 = (band * BAND + in_band % height) * S::BM;
-    n0 = in_band / height * S::BN;
-}
 
 // acc += column . row, down one column of acc and up the next. One operand of each FMA is the same as in the previous one and is read from
 // the operand reuse cache. See get_vector about register banks.
