@@ -13,6 +13,7 @@ from cukern.runtime import backend, checks, extended_launch, interop, signature
 from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
 from cukern.runtime.sources import Source, kernels_dir
+from cukern.runtime.tensor_map import TensorMap
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -130,8 +131,8 @@ class Kernel:
         Args:
             args: one per parameter. For a pointer: a CUDA tensor or DLPack array of the pointee's dtype, or None for a null pointer.
                 Nothing is copied; the kernel gets the address of the first element. For a scalar: a number. For a vector such as float2:
-                a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size. For a pointer to pointers: a
-                tensor of int64 addresses. In the simulator: CPU tensors, and the kernel may access only them, and those of an open
+                a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
+                `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel may access only them, and those of an open
                 `cukern.sim.memory.scope([...])`, which addresses in structs need.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory.
@@ -144,12 +145,13 @@ class Kernel:
         params = self.params_on(first)
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
-        tensors = [interop.argument(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)]
+        tensors = [_tensor(self.name, p, a) for p, a in zip(params, args, strict=True)]
         device = _common_device(self.name, params, tensors, first)
         if device != backend.SIMULATED or not backend.simulating():
             backend.require_gpu()
         launch = self.on(device)
-        values = [_value(self.name, p, a) if t is None else t.data_ptr() for p, a, t in zip(params, args, tensors, strict=True)]
+        all_ = zip(params, args, tensors, strict=True)
+        values = [t.data_ptr() if p.pointer and t is not None else _value(self.name, p, a) for p, a, t in all_]
         with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
             try:
                 launch(*dims, shared, *values)
@@ -254,6 +256,7 @@ def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
 def _device(args: Iterable[Any]) -> int:
     """The device of the first tensor on a GPU. Without one: the simulator if it is enabled or there is no GPU, else the current GPU."""
     for a in args:
+        a = a.tensor if isinstance(a, TensorMap) else a
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
     return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
@@ -265,6 +268,13 @@ def _common_device(kernel: str, params: Iterable[signature.Param], tensors: Iter
         places = [f"{name} on {'the CPU' if device == backend.SIMULATED else f'cuda:{device}'}" for device, name in names.items()]
         raise ValueError(f"{kernel}: arguments on several devices: {', '.join(places)}")
     return next(iter(names), default)
+
+
+def _tensor(kernel: str, param: signature.Param, value: Any) -> torch.Tensor | None:
+    """The tensor of a pointer or of a tensor map."""
+    if isinstance(value, TensorMap):
+        return value.tensor
+    return interop.argument(param, value, kernel) if param.pointer and value is not None else None
 
 
 def _value(kernel: str, param: signature.Param, value: Any) -> Any:

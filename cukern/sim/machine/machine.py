@@ -83,6 +83,7 @@ class Machine(Batch):
         self.spinning, self.shares, self.turns, self.steps = False, 0, 0, 0
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
+        self.bulk = Copies(self, "a wait for the copy (cp.async.bulk.wait_group)")
         self.spaces["cluster"] = Distributed(self, self.clusters)
         self.regs = special.registers(self)
         self.calls = Calls(self)
@@ -176,6 +177,7 @@ class Machine(Batch):
 
     def leave(self, group: Group) -> None:
         """These lanes exit."""
+        self.bulk.wait(group.lanes, None)
         self.alive[group.lanes] = False
         self.ended[group.lanes] = self.pc
         self.live -= len(group.lanes)

@@ -102,6 +102,15 @@ class Space:
         array, index = self.array(at, size)
         return array[index]
 
+    def unwritten(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
+        """For each row, its uninitialized bytes as bits."""
+        codes = np.zeros(len(lanes), np.int64)
+        for part in self.place(m, lanes, addresses, size, "reads")[1]:
+            missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
+            if missing is not None:
+                codes[part.rows] = (missing * (1 << np.arange(size))).sum(axis=1)
+        return codes
+
     def check_unchanged(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> None:
         """A load through the read-only cache, which does not see what the launch writes."""
         for part in self.place(m, lanes, addresses, size, "reads")[1]:
@@ -211,6 +220,8 @@ class Space:
                 remedy = "an atomic of .cta scope (atomicAdd_block) does not order blocks"
             if m.order.cluster_of[lane] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
                 remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
+        elif did == "wrote" and part.shadow is not None and part.shadow.was_copied(int(part.at[row])):
+            other, remedy = f"the asynchronous copy of thread {thread}", "a wait at its mbarrier is missing"
         else:
             other = f"thread {thread}"
             apart = m.divergence(lane)
