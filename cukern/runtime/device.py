@@ -47,6 +47,11 @@ class Device(NamedTuple):
         sm_90, where mma.sync reaches 62 % of wgmma's rate (measured by others on an H800, arXiv 2402.13499)."""
         return {80: 1024, 90: 1280, 100: 1024}.get(self.capability, 512)
 
+    @property
+    def wgmma_fmas_cycle(self) -> int:
+        """The same for wgmma."""
+        return 2048
+
 
 def _nominal(name: str, capability: int, sms: int, shared_kb: int, gb_s: float, boost_mhz: float) -> Device:
     return Device(name, capability, sms, shared_kb << 10, _BANDWIDTH * gb_s * 1e3 / sms, _CLOCK * boost_mhz)

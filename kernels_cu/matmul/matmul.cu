@@ -20,6 +20,7 @@
 #include "common/ptx/async_copy.cuh"
 #include "common/vec.cuh"
 #include "mma.cuh"
+#include "wgmma.cuh"
 
 template <typename T>
 __device__ __forceinline__ T bias_or_zero(const T* bias, int n) {

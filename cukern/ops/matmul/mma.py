@@ -14,7 +14,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensors import pointers
 
 V6, REDUCE = (Template("matmul/matmul.cu", name) for name in ("matmul_v6", "matmul_v6_reduce"))
-_SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
+SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int) -> None:
@@ -24,21 +24,25 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int) -> None:
     b, b_k, ldb = operand(b.mT)
     index = a.get_device()
     device, a_batch, b_batch = device_of(index), a.stride(0) * (a.ndim == 3), b.stride(0) * (b.ndim == 3)
-    copy = _copy_bytes(a.itemsize, a.data_ptr(), b.data_ptr(), lda, ldb, a_batch, b_batch)
+    copy = copy_bytes(a.itemsize, a.data_ptr(), b.data_ptr(), lda, ldb, a_batch, b_batch)
     splitting = not torch.are_deterministic_algorithms_enabled()
     tile, splits, _ = mma_plan.plan(M, N, K, batch, a.itemsize, terms, copy == 16, device, splitting)
     grid = batch * splits * -(-M // tile.rows) * -(-N // tile.columns)
-    sizes = _SIZES.pack(M, N, K, batch, splits, e.activation, lda, ldb, a_batch, b_batch)
+    sizes = SIZES.pack(M, N, K, batch, splits, e.activation, lda, ldb, a_batch, b_batch)
     partials = torch.empty(splits * out.numel(), dtype=torch.float32, device=out.device) if splits > 1 else None
     kernel = V6[a.dtype, out.dtype, terms, a_k, b_k, copy, tile.name].on(index)
-    results = pointers(out, e.pre)
-    kernel((grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared, *results, *pointers(partials, a, b, e.bias, e.residual), sizes)
+    kernel((grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared, *pointers(out, e.pre, partials, a, b, e.bias, e.residual), sizes)
     if partials is not None:
-        width = 16 // out.itemsize
-        if N % width or any(p % 16 for p in pointers(*(t for t in (out, e.pre, e.residual, e.bias) if t is not None))):
-            width = 1
-        reduce, blocks = REDUCE[a.dtype, out.dtype, width].on(index), -(-out.numel() // (256 * width))
-        reduce((blocks, 1, 1), (256, 1, 1), 0, *results, *pointers(partials, e.bias, e.residual), sizes)
+        reduce(out, partials, a.dtype, e, sizes)
+
+
+def reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, sizes: bytes) -> None:
+    """out = epilogue(the sum of the partial sums). `dtype`: of the operands."""
+    width = 16 // out.itemsize
+    if out.shape[-1] % width or any(p % 16 for p in pointers(out, e.pre, e.residual, e.bias)):
+        width = 1
+    kernel, blocks = REDUCE[dtype, out.dtype, width].on(out.get_device()), -(-out.numel() // (256 * width))
+    kernel((blocks, 1, 1), (256, 1, 1), 0, *pointers(out, e.pre, partials, e.bias, e.residual), sizes)
 
 
 def operand(x: Tensor) -> tuple[Tensor, bool, int]:
@@ -51,7 +55,7 @@ def operand(x: Tensor) -> tuple[Tensor, bool, int]:
     return x.contiguous(), True, k
 
 
-def _copy_bytes(itemsize: int, *numbers: int) -> int:
+def copy_bytes(itemsize: int, *numbers: int) -> int:
     """The most bytes that one copy may have. `numbers`: the two addresses, then strides in elements."""
     a, b, *strides = numbers
     together = a | b

@@ -61,7 +61,7 @@ def plan(M: int, N: int, K: int, batch: int, itemsize: int, terms: int, aligned:
         most = k_tiles // MIN_K_TILES if splitting and tiles < 2 * per_sm * device.sms else 1
         for splits in (s for s in SPLITS if s == 1 or s <= most):
             us = _model_us(tile, per_sm, tiles, k_tiles, splits, itemsize, terms, device)
-            us += _reduce_us(batch * M * N, splits, device)
+            us += reduce_us(batch * M * N, splits, device)
             found.append(Plan(tile, splits, us))
     return min(found, key=lambda p: p.us)
 
@@ -77,6 +77,6 @@ def _model_us(tile: Tile, per_sm: int, tiles: int, k_tiles: int, splits: int, it
     return cycles / device.cycles_us
 
 
-def _reduce_us(results: int, splits: int, device: Device) -> float:
+def reduce_us(results: int, splits: int, device: Device) -> float:
     """The partial sums are written and read once; most of them stay in L2."""
     return 0.0 if splits == 1 else LAUNCH_US + 8 * results * splits / (device.sms * device.sm_bytes_us)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul import mma, plan
+from cukern.ops.matmul import mma, plan, wgmma
 from cukern.ops.matmul.epilogue import Epilogue, finish
 from cukern.runtime import backend
 from cukern.runtime.autocast import off
@@ -61,6 +61,12 @@ def _v6(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
     if a.dtype == torch.float64 or (a.dtype == torch.float32 and precision == "ieee"):
         return _fma_units(_v5)(out, a, b, e, precision)
     mma.launch(out, a, b, e, 3 if a.dtype == torch.float32 and precision == "3xtf32" else 1)
+
+
+def _v9(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
+    one_product = a.dtype.itemsize == 2 or (a.dtype == torch.float32 and precision == "tf32")
+    if not one_product or not wgmma.launch(out, a, b, e):
+        _v6(out, a, b, e, precision)
 
 
 def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Plain:
@@ -129,6 +135,10 @@ def _v6_instances(dtype: torch.dtype) -> list[Kernel]:
     return [*_gradients(dtype), *mma.instances(dtype)]
 
 
+def _v9_instances(dtype: torch.dtype) -> list[Kernel]:
+    return [*_v6_instances(dtype), *wgmma.instances(dtype)]
+
+
 def _fma_version(idea: str, plain: Plain, instances: Callable[[torch.dtype], list[Kernel]], requires: int = 75) -> Version:
     return Version(idea, _fma_units(plain), instances=instances, requires=requires)
 
@@ -141,6 +151,7 @@ VERSIONS = {
     "v4": _fma_version("register tiles", _v4, _v4_instances),
     "v5": _fma_version("asynchronous copies, even split of the last wave", _v5, _v5_instances, 80),
     "v6": Version("tensor cores by mma.sync", _v6, instances=_v6_instances, requires=80),
+    "v9": Version("tensor cores by wgmma, TMA, persistent, clusters", _v9, instances=_v9_instances, requires=90),
 }
 FOR_FLOAT32 = "v5"  # the default's version for products in strict float32 and float64
-TENSOR_CORES = {"v6"}
+TENSOR_CORES = {"v6", "v9"}
