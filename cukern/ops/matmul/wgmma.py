@@ -47,7 +47,8 @@ def _map(x: Tensor, along_k: bool, rows: int) -> bytes:
         x, rows = x.mT, 64
     if x.ndim == 2 or x.stride(0) == 0:
         x = (x if x.ndim == 2 else x[0])[None]
-    return encode(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, rows, 128 // x.itemsize), 128, 256)
+    box, tf32 = (1, rows, 128 // x.itemsize), x.dtype == torch.float32
+    return encode(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box, 128, 256, "zeros", tf32)
 
 
 def instances(dtype: torch.dtype) -> Iterable[Kernel]:
