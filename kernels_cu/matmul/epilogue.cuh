@@ -29,6 +29,8 @@ __device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n
 
 __device__ __forceinline__ float exponential(float x) { return __expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float quotient(float x, float y) { return __fdividef(x, y); }
+__device__ __forceinline__ double quotient(double x, double y) { return x / y; }
 
 template <typename C, int W>
 __device__ __forceinline__ void activate(C (&v)[W], int activation) {
@@ -42,7 +44,7 @@ __device__ __forceinline__ void activate(C (&v)[W], int activation) {
 #pragma unroll
         for (int i = 0; i < W; ++i) {
             C u = activation == SILU ? v[i] : C(1.5957691216057308) * v[i] * (1 + C(0.044715) * v[i] * v[i]);
-            v[i] /= 1 + exponential(-u);
+            v[i] = quotient(v[i], 1 + exponential(-u));
         }
     }
 }
@@ -59,7 +61,7 @@ __device__ __forceinline__ C slope(C v, int activation) {
         a = C(1.5957691216057308) * (1 + C(0.044715) * square);
         b = C(1.5957691216057308) * (1 + C(0.134145) * square);
     }
-    C gate = 1 / (1 + exponential(-a * v));
+    C gate = quotient(C(1), 1 + exponential(-a * v));
     return gate + v * b * gate * (1 - gate);
 }
 

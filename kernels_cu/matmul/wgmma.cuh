@@ -140,16 +140,17 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
             bool whole = s.splits == 1;
             Output<T, O> to{out + w.z * C, pre ? pre + w.z * C : pre, bias, residual ? residual + w.z * C : residual, s.activation};
             Output<T, float> part{partials + ((long long)w.split * s.batch + w.z) * C, nullptr, nullptr, nullptr, NONE};
+            constexpr int ACROSS = S::NJ / 4;
+#pragma unroll 1
+            for (int i = 0; i < S::ROWS * ACROSS; ++i) {  // 16 rows and 32 columns at a time
 #pragma unroll
-            for (int r = 0; r < S::ROWS; ++r)
-#pragma unroll
-                for (int j = 0; j < S::NJ; j += 4) {
-                    int m = w.m0 + row + 64 * r + warp % 4 * 16, n = w.n0 + 8 * j;
-                    S::Staged::put(staged, reinterpret_cast<const float(&)[4][4]>(acc[r][j]), 0);
-                    if (whole) S::Staged::store(to, staged, m, n, s.M, s.N);
-                    else S::Staged::store(part, staged, m, n, s.M, s.N);
-                    __syncwarp();
-                }
+                for (int j = 0; j < S::ROWS * ACROSS; ++j)
+                    if (i == j) S::Staged::put(staged, reinterpret_cast<const float(&)[4][4]>(acc[j / ACROSS][j % ACROSS * 4]), 0);
+                int m = w.m0 + row + i / ACROSS * 64 + warp % 4 * 16, n = w.n0 + i % ACROSS * 32;
+                if (whole) S::Staged::store(to, staged, m, n, s.M, s.N);
+                else S::Staged::store(part, staged, m, n, s.M, s.N);
+                __syncwarp();
+            }
         }
     }
     if constexpr (S::CLUSTER > 1) cluster_sync();  // no block may end while others write to its shared memory

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cukern.ops.matmul.epilogue import Epilogue, activate
-from cukern.ops.matmul.product import PIECES, add_product, column_sums, fake_matmul, product, run, sum_pieces
+from cukern.ops.matmul.product import PIECES, add_product, column_sums, fake_matmul, product, resolved, run, sum_pieces
 from cukern.ops.matmul.reference import torch_matmul
 from cukern.ops.matmul.versions import ACTIVATION_BWD
 from cukern.runtime.higher import gradients, tangents
@@ -21,9 +21,9 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     out, pre = _fake(x, weight, bias, residual, activation, keep)
     if out.numel():
-        bias, residual = (None if t is None else t.resolve_neg().contiguous() for t in (bias, residual))
+        bias, residual = (None if t is None else resolved(t).contiguous() for t in (bias, residual))
         e = Epilogue(bias, activation, pre if keep else None, residual)
-        run(out, x.resolve_neg(), weight.resolve_neg().t(), e, precision, version)
+        run(out, resolved(x), resolved(weight).t(), e, precision, version)
     return out, pre
 
 
@@ -34,7 +34,7 @@ def _fake(x: Tensor, weight: Tensor, bias: Any, residual: Any, activation: int, 
 
 
 def _launch_backward(dout: Tensor, pre: Tensor, activation: int, version: str) -> tuple[Tensor, Tensor]:
-    (rows, columns), dout = dout.shape, dout.resolve_neg().contiguous()
+    (rows, columns), dout = dout.shape, resolved(dout).contiguous()
     dpre, dbias = _fake_backward(dout, pre)
     if not dpre.numel():
         return dpre, dbias.zero_()

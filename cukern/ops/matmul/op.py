@@ -15,6 +15,7 @@ from cukern.ops.matmul.product import product
 from cukern.ops.matmul.reference import torch_matmul
 from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.autocast import enabled
 from cukern.runtime.registry import Cost, Op, register, row_counts
 
 
@@ -140,20 +141,37 @@ def _by_batch(a: torch.Tensor, b: torch.Tensor, *options: str) -> torch.Tensor:
     return out.view(*lead, M, N)
 
 
+_USUAL = frozenset(checks.FLOATS)
+_TENSORS = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
 def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
-    optional = ("bias", "residual")
-    tensors: dict[str, Any] = {n: v if v is None and n in optional else interop.to_torch(n, v) for n, v in values.items()}
-    tensors = dict(zip(tensors, cast(list(tensors.values())), strict=True))
+    """The tensors, cast as autocast wants them. A usual call is recognised first, which saves most of the time of the checks."""
+    found = list(values.values())
+    first = found[0]
+    usual = version is None and _TENSORS.issuperset(map(type, found)) and first is not None and first.is_cuda and not enabled(first)
+    if (
+        usual
+        and first.dtype in _USUAL
+        and all(t is None or (t.dtype is first.dtype and t.device == first.device and _plain(t)) for t in found)
+    ):
+        return found
+    tensors = {n: v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()}
+    tensors = dict[str, Any](zip(tensors, cast(list(tensors.values())), strict=True))
     for name, t in tensors.items():
         if t is not None:
             checks.dtype(name, t, checks.FLOATS)
     checks.same(**tensors)
     if version is not None:
         checks.version(op, version, VERSIONS)
-        first = next(iter(tensors.values()))
-        if not first.is_cuda and not backend.simulates(first) and not VERSIONS[version].in_torch:
-            checks.needs_gpu(op, version, first.device)
+        x = tensors[next(iter(tensors))]
+        if not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
+            checks.needs_gpu(op, version, x.device)
     return list(tensors.values())
+
+
+def _plain(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not t.is_neg()
 
 
 # ---- for the tools

@@ -52,8 +52,13 @@ def _chosen(dtype: torch.dtype, precision: str, version: str, device: int) -> tu
 def _launch_matmul(a: Tensor, b: Tensor, bias: Tensor | None, precision: str, version: str) -> Tensor:
     out = fake_matmul(a, b)
     if out.numel():
-        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(None if bias is None else bias.resolve_neg().contiguous()), precision, version)
+        run(out, resolved(a), resolved(b), Epilogue(None if bias is None else resolved(bias).contiguous()), precision, version)
     return out
+
+
+def resolved(x: Tensor) -> Tensor:
+    """x without a lazy negation."""
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def fake_matmul(a: Tensor, b: Tensor, *_: Any) -> Tensor:
@@ -62,7 +67,7 @@ def fake_matmul(a: Tensor, b: Tensor, *_: Any) -> Tensor:
 
 def _launch_add(out: Tensor, a: Tensor, b: Tensor, precision: str, version: str) -> None:
     if out.numel() and a.shape[-1]:
-        run(out, a.resolve_neg(), b.resolve_neg(), Epilogue(residual=out), precision, version)
+        run(out, resolved(a), resolved(b), Epilogue(residual=out), precision, version)
 
 
 # The gradient of the bias: column sums over PIECES groups of rows, then over these sums, always in the same order.
@@ -72,7 +77,7 @@ PIECES = 64
 def _launch_column_sum(x: Tensor, version: str) -> Tensor:
     if not x.numel():
         return torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
-    sums = x.resolve_neg()
+    sums = resolved(x)
     if x.shape[0] > PIECES:
         sums = sum_pieces(sums, -(-x.shape[0] // PIECES))
     return sum_pieces(sums, sums.shape[0])[0].to(x.dtype)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul import mma, plan, wgmma
+from cukern.ops.matmul import plan, tensor_cores
 from cukern.ops.matmul.epilogue import Epilogue, finish
 from cukern.runtime import backend
 from cukern.runtime.autocast import off
@@ -57,16 +57,17 @@ def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> N
             finish(out, product, e)
 
 
-def _v6(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
-    if a.dtype == torch.float64 or (a.dtype == torch.float32 and precision == "ieee"):
-        return _fma_units(_v5)(out, a, b, e, precision)
-    mma.launch(out, a, b, e, 3 if a.dtype == torch.float32 and precision == "3xtf32" else 1)
+def _tensor_cores(wgmma: bool) -> Forward:
+    strict = _fma_units(_v5)
 
+    def forward(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
+        dtype = a.dtype
+        if dtype == torch.float64 or (dtype == torch.float32 and precision == "ieee"):
+            strict(out, a, b, e, precision)
+        else:
+            tensor_cores.launch(out, a, b, e, 3 if dtype == torch.float32 and precision == "3xtf32" else 1, wgmma)
 
-def _v9(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
-    one_product = a.dtype.itemsize == 2 or (a.dtype == torch.float32 and precision == "tf32")
-    if not one_product or not wgmma.launch(out, a, b, e):
-        _v6(out, a, b, e, precision)
+    return forward
 
 
 def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Plain:
@@ -82,16 +83,16 @@ def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int]
 
 def _v4(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     (M, N), K = out.shape, a.shape[1]
-    a, a_k, lda = mma.operand(a)
-    b, b_k, ldb = mma.operand(b.t())
+    a, a_k, lda = _with_unit_stride(a)
+    b, b_k, ldb = _with_unit_stride(b.t())
     grid = (-(-M // 128) * -(-N // 128), 1, 1)
     _V4[a.dtype, a_k, not b_k].on(a.get_device())(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
 
 
 def _v5(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     (M, N), K, device, itemsize = out.shape, a.shape[1], a.get_device(), a.itemsize
-    a, a_k, lda = mma.operand(a)
-    b, b_k, ldb = mma.operand(b.t())
+    a, a_k, lda = _with_unit_stride(a)
+    b, b_k, ldb = _with_unit_stride(b.t())
     if 128 * itemsize * max(lda, ldb) >= 1 << 32:  # offsets inside a tile have 32 bits
         return _v4(out, a, b.t(), bias)
     tile, grid, shared_blocks, shared_tiles, chain, room = plan.plan(M, N, K, device_of(device).sms, itemsize)
@@ -110,6 +111,16 @@ def _copy_mode(x: Tensor, along_k: bool, ld: int) -> str:
     if along_k:
         return "ALONG_K"
     return "ALONG_MN" if (x.data_ptr() | ld * x.itemsize | x.shape[0] * x.itemsize) % 16 else "ALONG_MN_16B"
+
+
+def _with_unit_stride(x: Tensor) -> tuple[Tensor, bool, int]:
+    """x (rows x K), copied if no stride is 1; True if the stride along K is 1; and the other stride."""
+    rows, k = x.shape
+    if x.stride(1) == 1 or (k <= 1 and x.stride(0) != 1):
+        return x, True, x.stride(0)
+    if x.stride(0) == 1 or rows <= 1:
+        return x, False, x.stride(1)
+    return x.contiguous(), True, k
 
 
 def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:
@@ -131,12 +142,13 @@ def _v5_instances(dtype: torch.dtype) -> list[Kernel]:
     return [*_gradients(dtype), *(_V5_FIXUP[dtype, t] for t in tiles), *(_V5[dtype, a, b, t] for a, b, t in modes)]
 
 
-def _v6_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [*_gradients(dtype), *mma.instances(dtype)]
-
-
-def _v9_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [*_v6_instances(dtype), *wgmma.instances(dtype)]
+def _tensor_core_version(idea: str, wgmma: bool, requires: int) -> Version:
+    return Version(
+        idea,
+        _tensor_cores(wgmma),
+        instances=lambda dtype: [*_gradients(dtype), *tensor_cores.instances(dtype, wgmma)],
+        requires=requires,
+    )
 
 
 def _fma_version(idea: str, plain: Plain, instances: Callable[[torch.dtype], list[Kernel]], requires: int = 75) -> Version:
@@ -150,8 +162,8 @@ VERSIONS = {
     "v3": _fma_version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), _instance(_V3)),
     "v4": _fma_version("register tiles", _v4, _v4_instances),
     "v5": _fma_version("asynchronous copies, even split of the last wave", _v5, _v5_instances, 80),
-    "v6": Version("tensor cores by mma.sync", _v6, instances=_v6_instances, requires=80),
-    "v9": Version("tensor cores by wgmma, TMA, persistent, clusters", _v9, instances=_v9_instances, requires=90),
+    "v6": _tensor_core_version("tensor cores by mma.sync", False, 80),
+    "v9": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
 }
 FOR_FLOAT32 = "v5"  # the default's version for products in strict float32 and float64
 TENSOR_CORES = {"v6", "v9"}

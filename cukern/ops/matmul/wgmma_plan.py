@@ -6,6 +6,7 @@ from typing import NamedTuple
 from cukern.ops.matmul.mma_plan import K_BYTES, L2_BYTES_CYCLE, MIN_K_TILES, SPLITS, reduce_us
 from cukern.runtime.device import Device, cached, eligible
 
+THREADS = 384
 STAGING = 8 * 16 * 40 * 4  # bytes of the results of eight warps, WarpTile<16, 32>
 WORK_CYCLES = 2500  # per tile, for the epilogue, during which the tensor cores wait
 START_US = 3.0  # of a launch, to fill the ring buffer
