@@ -81,23 +81,16 @@ class _Linear(Differentiable):
             if ctx.into is not None:
                 raise NotImplementedError("a call of cukern.linear with accumulate_into has no higher derivatives")
             return *gradients(in_torch, (x, weight, bias, residual, ctx.activation), (dout, dpre_out))[:4], *(None,) * 5
-        _, precision, version = ctx.options
-        d, dbias = dout, None
-        if dout is not None and ctx.activation:
-            d, dbias = _activation_backward(dout, pre, ctx.activation, version)
-        if dpre_out is not None:
-            d, dbias = dpre_out if d is None else d + dpre_out, None
-        dx = product(d, weight, None, precision, version) if ctx.needs_input_grad[0] else None
-        dweight = None
+        d, dbias = _of_pre(dout, dpre_out, pre, ctx.activation, ctx.options[2])
+        options, dweight = ctx.options[1:], None
+        dx = product(d, weight, None, *options) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1] and ctx.into is None:
-            dweight = product(d.mT, x, None, precision, version)
+            dweight = product(d.mT, x, None, *options)
         elif ctx.needs_input_grad[1]:
-            add_product(ctx.into, d.mT, x, precision, version)
-        if not ctx.needs_input_grad[2]:
-            dbias = None
-        elif dbias is None:
-            dbias = column_sums(d, version)
-        return dx, dweight, dbias, dout if ctx.needs_input_grad[3] else None, *(None,) * 5
+            add_product(ctx.into, d.mT, x, *options)
+        if ctx.needs_input_grad[2] and dbias is None:
+            dbias = column_sums(d, options[1])
+        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, dout if ctx.needs_input_grad[3] else None, *(None,) * 5
 
     @staticmethod
     def tangent(ctx, *dinputs):
@@ -108,6 +101,14 @@ class _Linear(Differentiable):
     @staticmethod
     def batch(info, in_dims, *args):
         return each(_apply, info.batch_size, in_dims, args)
+
+
+def _of_pre(dout: Tensor | None, dpre: Tensor | None, pre: Tensor, activation: int, version: str) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the pre-activation from those of the two outputs, and its column sums if a kernel has computed them."""
+    if dout is None:
+        return dpre, None  # type: ignore[return-value]
+    d, sums = _activation_backward(dout, pre, activation, version) if activation else (dout, None)
+    return (d, sums) if dpre is None else (d + dpre, None)
 
 
 _apply = apply_of(_Linear)

@@ -156,8 +156,9 @@ def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
         and all(t is None or (t.dtype is first.dtype and t.device == first.device and _plain(t)) for t in found)
     ):
         return found
-    tensors = {n: v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()}
-    tensors = dict[str, Any](zip(tensors, cast(list(tensors.values())), strict=True))
+    optional = ("bias", "residual")
+    imported = [v if v is None and n in optional else interop.to_torch(n, v) for n, v in values.items()]
+    tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
     for name, t in tensors.items():
         if t is not None:
             checks.dtype(name, t, checks.FLOATS)
