@@ -153,25 +153,34 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     };
     int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WM, n = warp % S::WARPS_N * S::WN;
     float acc[MI][NJ][4] = {};
+    unsigned fa[2][MI][4], fb[2][NJ / 2][4];
+    auto load = [&](int step) {
+#pragma unroll
+        for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % 2][j], read, m + 16 * j, step);
+#pragma unroll
+        for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % 2][j], read + S::BM * 128, n + 16 * j, step);
+    };
+    auto wait = [&] {
+        cp_async_wait<S::STAGES - 2>();
+        __syncthreads();  // the next tile is there, and the stage that is filled next has been read
+    };
 #pragma unroll 1
     for (int i = 0; i < S::STAGES - 1; ++i) start(i);
+    wait();
+    if (count) load(0);
 #pragma unroll 1
-    for (int i = 0; i < count; ++i, advance(read)) {
-        cp_async_wait<S::STAGES - 2>();
-        __syncthreads();  // the tile is there, and the stage that is filled next has been read
+    for (int i = 0; i < count; ++i) {
         start(i + S::STAGES - 1);
-        unsigned fa[2][MI][4], fb[2][NJ / 2][4];
-        auto load = [&](int step) {
-#pragma unroll
-            for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % 2][j], read, m + 16 * j, step);
-#pragma unroll
-            for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % 2][j], read + S::BM * 128, n + 16 * j, step);
-        };
         float sum[TERMS == 3 ? MI : 1][NJ][4] = {};
-        load(0);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            if (step + 1 < STEPS) load(step + 1);
+        for (int step = 0; step < STEPS; ++step) {  // while one step is multiplied, the fragments of the next one are loaded
+            if (step + 1 < STEPS) {
+                load(step + 1);
+            } else if (i + 1 < count) {
+                wait();
+                advance(read);
+                load(0);
+            }
             if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % 2], fb[step % 2]);
             else multiply_tiles<T, TERMS>(acc, fa[step % 2], fb[step % 2]);
         }
