@@ -1,7 +1,7 @@
 """Tensor maps: the 128-byte descriptors (CUtensorMap) by which the Tensor Memory Accelerator (TMA) copies boxes of a tensor (sm_90).
 
-For a tensor on a GPU the driver encodes the map (cuTensorMapEncodeTiled, through ctypes). Its format is not documented. For a CPU tensor the
-map has a format of our own, `_LAYOUT`, which the simulator reads. The rules for arguments are those of the CUDA driver API.
+For a tensor on a GPU the driver encodes the map (cuTensorMapEncodeTiled, through ctypes). Its format is not documented. For a CPU tensor
+the map has a format of our own, `_LAYOUT`, which the simulator reads. The rules for arguments are those of the CUDA driver API.
 """
 
 import ctypes

@@ -1,6 +1,5 @@
 """wgmma in the simulator: every swizzle and layout of its operands as TMA writes them, every shape, and results that are read too early."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -90,4 +89,57 @@ def test_layouts_of_tf32_operands(swizzle):
 @pytest.mark.parametrize("columns", [32, 96, 128, 160, 192, 224, 256])
 def test_numbers_of_columns(columns, dtype):
     found, wanted = product(dtype, 32 * dtype.itemsize, columns, k=32)
+    assert torch.equal(found, wanted)
+
+
+# ---- what the simulator says of wrong products
+
+WRONG = [
+    ("wgmma_wait<0>(d);", "", sim.Race, "uses a result of the wgmma at .*: a wgmma.wait_group .* is missing"),
+    ("wgmma_wait<0>(d);", "wgmma_wait<1>(d);", sim.Race, "uses a result of the wgmma at .*: a wgmma.wait_group .* is missing"),
+    ("wgmma_commit();", "", sim.Race, r"uses a result of the wgmma at .*\(after a wgmma.commit_group\) is missing"),
+    (
+        "wgmma_wait<0>(d);",
+        "tile_b[5] = 1; wgmma_wait<0>(d);",
+        sim.Race,
+        "still reads 16 bytes, .*tile_b.*writes there at .*: a wgmma.wait_group is",
+    ),
+    (
+        "wgmma_wait<0>(d);",
+        "tile_a[5] = 1; wgmma_wait<0>(d);",
+        sim.Race,
+        "still reads 16 bytes, .*tile_a.*writes there at .*: a wgmma.wait_group is",
+    ),
+    ("wgmma_commit();", "wgmma_commit(); for (int i = 0; i < N / 8; ++i) d[i][0] *= 2;", sim.Race, "uses a result of the wgmma"),
+    (
+        "    wgmma_fence();",
+        "    tile_a[threadIdx.x] = out ? tile_a[threadIdx.x] : T(0); __syncthreads(); wgmma_fence();",
+        sim.Race,
+        "a fence.proxy.async is missing",
+    ),
+    (
+        "    wgmma_fence();",
+        "    if (threadIdx.x / 32 == 2) return; wgmma_fence();",
+        sim.BarrierFault,
+        "wants the four warps of its warpgroup",
+    ),
+    (
+        "mbarrier_wait_in_block(barrier, 0);",
+        "if (threadIdx.x / 32 == 2) mbarrier_wait_in_block(barrier, 1); mbarrier_wait_in_block(barrier, 0);",
+        sim.BarrierFault,
+        r"waits for the four warps of its warpgroup, but thread \(64, 0, 0\) waits at",
+    ),
+]
+
+
+@pytest.mark.parametrize("change, to, fault, words", WRONG, ids=range(len(WRONG)))
+def test_wrong_products(change, to, fault, words):
+    assert change in PRODUCT
+    with pytest.raises(fault, match=words):
+        product(torch.bfloat16, 128, text=PRODUCT.replace(change, to))
+
+
+def test_plain_writes_before_a_fence():
+    change = "    tile_a[threadIdx.x] = out ? tile_a[threadIdx.x] : T(0); fence_async(); __syncthreads(); wgmma_fence();"
+    found, wanted = product(torch.bfloat16, 128, text=PRODUCT.replace("    wgmma_fence();", change))
     assert torch.equal(found, wanted)

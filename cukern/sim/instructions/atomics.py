@@ -50,8 +50,7 @@ def atomic(c: Context) -> Step:
                 m.compare(lanes, at.view(np.int64))
             old = _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
             if space.name == "global":
-                m.order.publish(lanes, at, releases and not narrow)
-                m.order.observe(lanes, at, acquires=True)
+                m.order.exchange(lanes, at, releases and not narrow)
             elif space.name == "shared" and (releases or acquires):
                 positions = space.place(m, lanes, at, width // 8, "changes")[0]
                 if releases:

@@ -2,8 +2,8 @@
 
 A copy to shared memory reports its bytes to an mbarrier, and is in flight until the phase has ended. One to global memory is executed at
 once, and reads shared memory until its thread waits; that its result is read before is not reported.
-A copy is executed in units: the largest power of 2, of at most 16 bytes, that divides the box, its place and the tensor. A swizzle exchanges
-units of 16 bytes by their address in shared memory.
+A copy is executed in units: the largest power of 2, of at most 16 bytes, that divides the box, its place and the tensor. A swizzle
+exchanges units of 16 bytes by their address in shared memory.
 """
 
 from typing import NamedTuple
@@ -45,10 +45,10 @@ class Units(NamedTuple):
 
 def copy(c: Context) -> Step:
     if c.parts[-1] == "commit_group":
-        return lambda m, group: (m.bulk.commit(group.lanes), m.go(m.pc + 1, group))[1]
+        return _then_go(lambda m, group: m.bulk.commit(group.lanes))
     if "wait_group" in c.parts and isinstance(c.operands[0], Immediate):
         newest = int(immediate_value(c.operands[0]))
-        return lambda m, group: (m.bulk.wait(group.lanes, newest), m.go(m.pc + 1, group))[1]
+        return _then_go(lambda m, group: m.bulk.wait(group.lanes, newest))
     unknown = set(c.parts) - _HINTS
     operation, types = unknown & _OPERATIONS, [t for t in c.types if t in unknown]
     loads = "mbarrier::complete_tx::bytes" in c.parts and "global" in c.parts
@@ -56,6 +56,14 @@ def copy(c: Context) -> Step:
     if unknown - operation - set(types) - {"noftz"} or not (loads or stores) or (loads and operation) or len(operation) > 1:
         raise c.unknown()
     return _Copy(c, loads, next(iter(operation), ""), types[0] if types else "").run
+
+
+def _then_go(act: Step) -> Step:
+    def run(m: Machine, group: Group) -> None:
+        act(m, group)
+        m.go(m.pc + 1, group)
+
+    return run
 
 
 class _Copy:
@@ -114,8 +122,8 @@ class _Copy:
             found.append(self._units(m, self._box(m, group.lanes[rows[:1]], address), rows, at[:, rows], inside))
         if len({(u.size, u.fill) for u in found}) > 1:
             raise NotSimulated(f"one {self.c.opcode} with several tensor maps, in {m.launched.name}, {m.program.location(m.pc)}")
-        columns = [np.concatenate([u[i] for u in found]) for i in range(4)]
-        return Units(*columns, found[0].size, found[0].fill)
+        rows, outside, within, exists = (np.concatenate([u[i] for u in found]) for i in range(4))
+        return Units(rows, outside, within, exists, found[0].size, found[0].fill)
 
     def _box(self, m: Machine, lanes: np.ndarray, address: int) -> tensor_map.Box:
         """The tensor map at an address."""
@@ -211,6 +219,7 @@ class _Copy:
         lanes, from_ = group.lanes[rows], inside[rows] + units.inside[some].astype(np.uint64)
         m.order.clock.tick(m.pc)
         positions = m.shared.place(m, lanes, from_, size, "reads")[0]
+        m.shared.check_proxy(m, lanes, positions, size)
         values = m.shared.load(m, lanes, from_, size)
         m.bulk.start(m.pc, lanes, positions, size, read=True)
         m.order.clock.tick(m.pc)

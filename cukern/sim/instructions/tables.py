@@ -34,6 +34,7 @@ _JUMPS: dict[str, Maker] = {
     "mbarrier": barriers.mbarrier,
     "st.async": barriers.store_async,
     "cp.async.bulk": bulk.copy,
+    "cp.async.mbarrier": barriers.copies_arrive,
     "cp.reduce.async": bulk.copy,
     "shfl": warp.shuffle,
     "vote": warp.vote,

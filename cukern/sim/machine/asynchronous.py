@@ -2,10 +2,10 @@
 
 The simulator writes the data to shared memory at once. The shadow memory marks it as not yet readable. A cp.async completes when its
 thread waits for it. The phase of an mbarrier ends when all expected arrivals (also from other blocks of the cluster) and all expected
-bytes have come; then the writes of its st.async and bulk copies become visible to those who wait for it. Some races are missed: an arrival or an
-st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block
-that may have exited is reported only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction belong to
-one phase.
+bytes have come; then the writes of its st.async and bulk copies become visible to those who wait for it. Some races are missed: an
+arrival or an st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival
+at a block that may have exited is reported only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction
+belong to one phase.
 """
 
 from dataclasses import dataclass, field
@@ -35,8 +35,9 @@ class Copies:
 
     A read in flight counts as an access when it ends; what was written meanwhile races with it."""
 
-    def __init__(self, m: Batch, wait: str = ""):
-        self.m, self.wait_name = m, wait
+    def __init__(self, m: Batch, wait: str = "", flags: int = 0):
+        """wait: what ends an access; flags: of the stamps of a read."""
+        self.m, self.wait_name, self.flags = m, wait, flags
         self.flights: list[Flight] = []
         self.committed = np.zeros(m.lanes, np.int64)
 
@@ -52,6 +53,10 @@ class Copies:
             return
         limit = np.full(self.m.lanes, -1)
         limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
+        self.land(limit)
+
+    def land(self, limit: np.ndarray) -> None:
+        """The groups of each lane with a lower number than its limit have ended."""
         flights, self.flights = self.flights, []
         for flight in flights:
             landed = flight.numbers < limit[flight.lanes]
@@ -60,11 +65,20 @@ class Copies:
             if landed.any():
                 self._land(flight if landed.all() else flight.rows(landed))
 
+    def take(self, lanes: np.ndarray) -> list[Flight]:
+        """The accesses of these lanes, which from now on something else waits for."""
+        chosen = np.zeros(self.m.lanes, bool)
+        chosen[lanes] = True
+        flights, self.flights = self.flights, []
+        self.flights = [rest for f in flights if len((rest := f.rows(~chosen[f.lanes])).lanes)]
+        return [mine for f in flights if len((mine := f.rows(chosen[f.lanes])).lanes)]
+
     def _land(self, flight: Flight) -> None:
         m, shadow = self.m, self.m.shared.shadow
         if not flight.read:
             m.order.clock.tick(flight.pc)
             shadow.arrived(m.order, flight.positions, flight.size, flight.lanes)
+            m.order.proxy_fenced[flight.lanes] = m.order.clock.now + 1  # cp.async: whether it needs a proxy fence is not documented
             return
         found = shadow.written_since(flight.positions, flight.size, flight.time)
         if found is not None and not m.mutes(Race):
@@ -74,7 +88,7 @@ class Copies:
             what = f"still reads {flight.size} bytes, {where}, when block {block}, thread {thread} writes there at {line}"
             raise m.fault(Race, flight.lanes[row], f"{what}: {self.wait_name} is missing before the write", flight.pc)
         m.order.clock.tick(flight.pc)
-        shadow.read(m.order, flight.positions, flight.size, flight.lanes)
+        shadow.read(m.order, flight.positions, flight.size, flight.lanes, flags=self.flags)
 
 
 @dataclass
@@ -160,6 +174,16 @@ class Mbarriers:
             self.at[position].bytes -= size * int(rows.sum())
             self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size))
             self._complete(position)
+
+    def follow(self, copies: Copies, lanes: np.ndarray, positions: np.ndarray) -> None:
+        """The phase of the mbarrier of each lane ends after the copies that the lane has started."""
+        of_lane = np.full(self.m.lanes, -1)
+        of_lane[lanes] = positions
+        for flight in copies.take(lanes):
+            mine = of_lane[flight.lanes]
+            for position in np.unique(mine).tolist():
+                rows = mine == position
+                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size))
 
     def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int, blocks: bool = True) -> None:
         """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended get False."""

@@ -37,10 +37,12 @@ class Shadow:
         """The stamp of the last write of each granule; 0 if there was none."""
         return None if self.writes is None else self.writes.last
 
-    def read(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False) -> Conflict | None:
-        """Record a read. Returns the writes that race with it, if any."""
-        if not strong and self.reach != "lane":
-            self._log(order, positions, size, lanes)
+    def read(
+        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False, flags: int | None = 0
+    ) -> Conflict | None:
+        """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that race with it, if any."""
+        if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):
+            self._log(order, positions, size, order.stamps(lanes, (flags or 0) | STRONG * strong))
         if self.writes is None:
             return None
         granules = self._granules(positions, size)
@@ -64,6 +66,20 @@ class Shadow:
             return None
         stamps = self.writes.last[self._granules(positions, size)].reshape(len(positions), -1).max(axis=1) & ~IN_FLIGHT
         late = stamps >> TIME_BITS > time
+        row = int(late.argmax())
+        return (row, int(stamps[row])) if late[row] else None
+
+    def unfenced(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> tuple[int, int] | None:
+        """The first row with a plain write after which neither its writer nor the reader had a fence.proxy.async, and its stamp."""
+        if self.writes is None:
+            return None
+        granules = self._granules(positions, size).reshape(len(positions), -1)
+        stamps = self.writes.last[granules]
+        if self.copied is not None:
+            stamps = np.where(self.copied[granules], 0, stamps)
+        stamps = stamps.max(axis=1)
+        writers = np.clip(order.by_lane(stamps) - order.base, 0, order.lanes - 1)
+        late = (stamps != 0) & (stamps >> TIME_BITS >= np.maximum(order.proxy_fenced[writers], order.proxy_fenced[lanes]))
         row = int(late.argmax())
         return (row, int(stamps[row])) if late[row] else None
 
@@ -112,7 +128,7 @@ class Shadow:
             over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
         over_reads = None
         if self.reads is not None:
-            over_reads = self._unordered(self.reads, order, granules, lanes, False)
+            over_reads = self._unordered(self.reads, order, granules, lanes, strong)
             self.reads.clear(granules, order.clock.now << TIME_BITS)
         if not strong:
             self.writes.clear(granules, order.clock.now << TIME_BITS)
@@ -199,8 +215,8 @@ class Shadow:
 
     # ---- reads
 
-    def _log(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        self.log.append((positions, size, order.stamps(lanes)))
+    def _log(self, order: Order, positions: np.ndarray, size: int, stamps: np.ndarray) -> None:
+        self.log.append((positions, size, stamps))
         self.logged += len(positions)
         if self.logged > _LONGEST_LOG:
             self._process_log(order)
