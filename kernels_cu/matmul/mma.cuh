@@ -23,7 +23,6 @@ struct MmaTile {
     static constexpr int STAGE = (BM + BN) * 128, BYTES = STAGES * STAGE;
     static_assert(BYTES >= WARPS * WarpTile<WM, WN>::BYTES);
 };
-using Mma128x256 = MmaTile<128, 256, 64, 64, 3, 1>;
 using Mma128x128 = MmaTile<128, 128, 64, 64, 3, 2>;
 using MmaSplit128x128 = MmaTile<128, 128, 64, 32, 3, 1>;  // for TERMS = 3, which needs more registers per result
 using Mma64x64 = MmaTile<64, 64, 32, 32, 3, 4>;
@@ -134,6 +133,8 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     using A = MmaOperand<T, A_K, S::BM, COPY, S::THREADS>;
     using B = MmaOperand<T, B_K, S::BN, COPY, S::THREADS>;
     constexpr int MI = S::WM / 16, NJ = S::WN / 8, STEPS = 4;
+    constexpr bool AHEAD = sizeof(T) == 2;  // load the first fragments of the next tile early: for float, too few registers
+    constexpr int BUFFERS = sizeof(T) == 4 && !A_K && !B_K ? 1 : 2;  // of fragments, for the same reason
     extern __shared__ __align__(128) char ring[];
     int tiles = ((s.M + S::BM - 1) / S::BM) * ((s.N + S::BN - 1) / S::BN), tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
     int split = part % s.splits, z = part / s.splits, k_tiles = (s.K + A::BK - 1) / A::BK, m0, n0;
@@ -153,12 +154,12 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     };
     int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WM, n = warp % S::WARPS_N * S::WN;
     float acc[MI][NJ][4] = {};
-    unsigned fa[2][MI][4], fb[2][NJ / 2][4];
+    unsigned fa[BUFFERS][MI][4], fb[BUFFERS][NJ / 2][4];
     auto load = [&](int step) {
 #pragma unroll
-        for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % 2][j], read, m + 16 * j, step);
+        for (int j = 0; j < MI; ++j) A::template load<false>(fa[step % BUFFERS][j], read, m + 16 * j, step);
 #pragma unroll
-        for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % 2][j], read + S::BM * 128, n + 16 * j, step);
+        for (int j = 0; j < NJ / 2; ++j) B::template load<true>(fb[step % BUFFERS][j], read + S::BM * 128, n + 16 * j, step);
     };
     auto wait = [&] {
         cp_async_wait<S::STAGES - 2>();
@@ -166,28 +167,35 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     };
 #pragma unroll 1
     for (int i = 0; i < S::STAGES - 1; ++i) start(i);
-    wait();
-    if (count) load(0);
+    if (AHEAD && count) {
+        wait();
+        load(0);
+    }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
+        if (!AHEAD) wait();
         start(i + S::STAGES - 1);
+        if (!AHEAD) load(0);
         float sum[TERMS == 3 ? MI : 1][NJ][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {  // while one step is multiplied, the fragments of the next one are loaded
-            if (step + 1 < STEPS) {
+            if (BUFFERS == 1) {
+                if (step > 0) load(step);
+            } else if (step + 1 < STEPS) {
                 load(step + 1);
-            } else if (i + 1 < count) {
+            } else if (AHEAD && i + 1 < count) {
                 wait();
                 advance(read);
                 load(0);
             }
-            if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % 2], fb[step % 2]);
-            else multiply_tiles<T, TERMS>(acc, fa[step % 2], fb[step % 2]);
+            if constexpr (TERMS == 3) multiply_tiles<T, TERMS>(sum, fa[step % BUFFERS], fb[step % BUFFERS]);
+            else multiply_tiles<T, TERMS>(acc, fa[step % BUFFERS], fb[step % BUFFERS]);
         }
         if constexpr (TERMS == 3) {
 #pragma unroll
             for (int j = 0; j < MI * NJ * 4; ++j) acc[j / (NJ * 4)][j / 4 % NJ][j % 4] += sum[j / (NJ * 4)][j / 4 % NJ][j % 4];
         }
+        if (!AHEAD) advance(read);
     }
     cp_async_wait<0>();
     __syncthreads();  // the ring buffer is free

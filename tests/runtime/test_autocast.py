@@ -1,4 +1,4 @@
-"""Autocast changes nothing: outputs, gradients and second derivatives have the same dtypes and values, wherever forward and backward run.
+"""Autocast changes nothing: outputs, gradients and second derivatives keep their dtypes and values, wherever forward and backward run.
 
 Except for matmul and linear, which follow torch's rules: their inputs are cast.
 """

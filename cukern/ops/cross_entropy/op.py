@@ -114,15 +114,16 @@ def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
-    losses = torch.empty(rows, dtype=loss.dtype, device=x.device) if is_reduced else loss
     launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    blocks = -(-rows // block[1])
+    partials = torch.empty(blocks, 2, dtype=torch.float64, device=x.device) if is_reduced else None
+    added = 0 if partials is None else partials.data_ptr()
     if rows:
-        pointers = losses.data_ptr(), stats.data_ptr(), x.data_ptr(), targets.data_ptr()
-        grid = -(-rows // block[1]), 1, 1
-        launch(grid, block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
+        pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
+        launch((blocks, 1, 1), block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
     if is_reduced:
-        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, losses.data_ptr(), targets.data_ptr()
-        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, is_wide, rows, options.ignored, options.reduction == "mean")
+        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, added
+        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, blocks, options.reduction == "mean")
     return loss, stats
 
 
@@ -220,25 +221,36 @@ def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: 
     return kernel.on(device), _REDUCE[wide(dtype)].on(device), (*block, 1)
 
 
-def _short_or_long(row_bytes: int) -> tuple[int, int]:
-    """The block of v2: four rows of one warp, or one row whose threads have at least four vectors each, up to 256 threads."""
-    return (32, 4) if row_bytes <= 16384 else (min(256, -(-row_bytes // (64 * 32)) * 32), 1)
+def _one_row(_: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    return (), (256, 1)
 
 
-def _version(idea: str, name: str, block: Callable[[int], tuple[int, int]]) -> Version:
-    """`block`: threads per row and rows of a block, for the bytes of a row."""
+def _short_or_long(row_bytes: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    """v2: four rows of one warp, or one row whose threads have at least four vectors each, up to 256 threads."""
+    return ((True,), (32, 4)) if row_bytes <= 16384 else ((False,), (min(256, -(-row_bytes // (64 * 32)) * 32), 1))
+
+
+def _version(idea: str, name: str, block: Callable[[int], tuple[tuple[Any, ...], tuple[int, int]]]) -> Version:
+    """`block`: for the bytes of a row, the last arguments of the template, and the threads per row and rows of a block."""
     templates = [_template(f"cross_entropy_{name}"), _template(f"cross_entropy_{name}_bwd")]
+    kinds = dict.fromkeys(block(row_bytes)[0] for row_bytes in (1, 1 << 20))
 
     def planned(template: Template) -> Callable[..., Any]:
-        return lambda dtype, softcap, columns: (template[dtype, softcap], block(columns * dtype.itemsize))
+        def plan(dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, tuple[int, int]]:
+            kind, threads = block(columns * dtype.itemsize)
+            key = (dtype, softcap, *kind)
+            return template[key], threads
+
+        return plan
 
     def instances(dtype: torch.dtype) -> list[Kernel]:
-        return [_REDUCE[wide(dtype)], *(t[dtype, softcap] for t in templates for softcap in (False, True))]
+        keys = [(dtype, softcap, *kind) for softcap in (False, True) for kind in kinds]
+        return [_REDUCE[wide(dtype)], *(template[key] for template in templates for key in keys)]
 
     return Version(idea, planned(templates[0]), planned(templates[1]), instances)
 
 
 VERSIONS = {
-    "v1": _version("one element per thread and step", "v1", lambda row_bytes: (256, 1)),
+    "v1": _version("one element per thread and step", "v1", _one_row),
     "v2": _version("16-byte vectors", "v2", _short_or_long),
 }

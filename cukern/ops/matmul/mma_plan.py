@@ -33,7 +33,6 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile("Mma128x256", 128, 256, 8, 3, 1),
     Tile("Mma128x128", 128, 128, 4, 3, 2),
     Tile("Mma64x64", 64, 64, 4, 3, 4),
     Tile("Mma16x128", 16, 128, 4, 4, 3),
@@ -49,12 +48,12 @@ class Plan(NamedTuple):
 
 
 @cached(4096)
-def plan(M: int, N: int, K: int, batch: int, itemsize: int, terms: int, aligned: bool, device: Device, splitting: bool) -> Plan:
-    """The plan for `batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1. `aligned`: operands are copied by 16 bytes.
+def plan(M: int, N: int, K: int, batch: int, itemsize: int, terms: int, device: Device, splitting: bool) -> Plan:
+    """The plan for `batch` products (M x K) . (K x N). `terms`: 3 for 3xTF32, else 1.
     Without `splitting`, the order of additions does not depend on M and N."""
     k_tiles = max(1, ceil(K * itemsize / K_BYTES))
     found = []
-    fitting = [t for t in TILES if t.split == (terms == 3) and t.shared <= device.shared_bytes and (aligned or t.columns < 256)]
+    fitting = [t for t in TILES if t.split == (terms == 3) and t.shared <= device.shared_bytes]
     for tile in eligible(fitting, lambda t: t.name):
         per_sm = max(1, min(tile.per_sm, device.sm_shared_bytes // (tile.shared + 1024)))
         tiles = batch * ceil(M / tile.rows) * ceil(N / tile.columns)

@@ -89,7 +89,7 @@ def _prepared(
     for stride in (a.ld, b.ld, a.batch, b.batch):
         copy = min(copy, stride * dtype.itemsize % 16 & -(stride * dtype.itemsize % 16) or 16)
     copy = 2 if copy < 4 else 4 if copy < 16 else 16
-    planned = mma_plan.plan(M, N, K, batch, dtype.itemsize, terms, copy == 16, device, splitting)
+    planned = mma_plan.plan(M, N, K, batch, dtype.itemsize, terms, device, splitting)
     better = None
     if wgmma and copy == 16 and K and terms == 1:
         better = wgmma_plan.plan(M, N, K, batch, dtype.itemsize, a.along_k and b.along_k, device, splitting)
@@ -131,7 +131,7 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     for width in (1, 16 // dtype.itemsize):
         yield REDUCE[dtype, dtype, width]
     for tile, copy in itertools.product(mma_plan.TILES, (16, 4) if dtype.itemsize == 4 else (16, 4, 2)):
-        if (dtype.itemsize == 4 or not tile.split) and (copy == 16 or tile.columns < 256):
+        if dtype.itemsize == 4 or not tile.split:
             for a_k, b_k in layouts:
                 yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, copy, tile.name]
     for wide_tile, (a_k, b_k) in itertools.product(wgmma_plan.TILES if wgmma else (), layouts):

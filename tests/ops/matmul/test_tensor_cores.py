@@ -95,7 +95,7 @@ def test_split_k(device, version, monkeypatch):
     monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
     for N in (40, 41):
         a, b = matrix(24, 1032, False, B, device), matrix(1032, N, True, B, device)
-        assert mma_plan.plan(24, N, 1032, 1, 2, 1, True, KNOWN["h200"]._replace(sms=16), True).splits > 1
+        assert mma_plan.plan(24, N, 1032, 1, 2, 1, KNOWN["h200"]._replace(sms=16), True).splits > 1
         assert_right(multiply(a, b, version), a, b, N)
         assert same_bits(multiply(a, b, version), multiply(a, b, version))
         bias, residual = matrix(1, N, False, B, device)[0], matrix(24, N, False, B, device)
@@ -214,9 +214,9 @@ def test_plans_fit_the_gpu(name):
     device = KNOWN[name]
     for M, N, K, batch in itertools.product((1, 16, 100, 4096, 50257), (8, 768, 50304), (1, 64, 768, 16384), (1, 64)):
         for itemsize, terms in ((2, 1), (4, 1), (4, 3)):
-            plan = mma_plan.plan(M, N, K, batch, itemsize, terms, True, device, True)
+            plan = mma_plan.plan(M, N, K, batch, itemsize, terms, device, True)
             assert plan.tile.shared <= device.shared_bytes and 1 <= plan.splits <= max(1, K * itemsize // 128)
-            assert mma_plan.plan(M, N, K, batch, itemsize, terms, True, device, False).splits == 1
+            assert mma_plan.plan(M, N, K, batch, itemsize, terms, device, False).splits == 1
         wide = wgmma_plan.plan(M, N, K, batch, 2, True, device, True)
         assert (wide is None) == (name != "h200")
         if wide is not None:
