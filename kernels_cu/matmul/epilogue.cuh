@@ -150,31 +150,34 @@ __global__ void __launch_bounds__(256)
 }
 
 // The gradient of the epilogue: dpre = dout * slope(pre), and sums[chunk][n] = the sum of dpre[m][n] over `rows_per_chunk` rows, which
-// matmul_bias_grad adds up. All are contiguous. Grid ceil(N / 64) * ceil(M / rows_per_chunk), block (32, 8): a thread has two columns.
-template <typename T>
+// matmul_bias_grad adds up. All are contiguous. Grid ceil(N / (32 W)) * ceil(M / rows_per_chunk), block (32, 8): a thread has W columns.
+// W is 1, or 16 / sizeof(T) if rows are vectors.
+template <typename T, int W>
 __global__ void __launch_bounds__(256)
     matmul_activation_bwd(T* dpre, compute_t<T>* sums, const T* dout, const T* pre, int M, int N, int rows_per_chunk, int activation) {
     using C = compute_t<T>;
-    __shared__ C shared[8][64];
-    int tiles_n = (N + 63) / 64, chunk = blockIdx.x / tiles_n, n0 = blockIdx.x % tiles_n * 64;
+    __shared__ C shared[8][32 * W];
+    int tiles_n = (N + 32 * W - 1) / (32 * W), chunk = blockIdx.x / tiles_n, n0 = blockIdx.x % tiles_n * 32 * W, n = n0 + threadIdx.x * W;
     long long first = (long long)chunk * rows_per_chunk;
     int end = int(min(first + rows_per_chunk, (long long)M));
-    C sum[2] = {};
-    for (int m = int(first) + threadIdx.y; m < end; m += 8)
+    C sum[W] = {};
+#pragma unroll 2
+    for (int m = int(first) + threadIdx.y; m < end && n < N; m += 8) {
+        long long at = m * (long long)N + n;
+        C d[W], x[W];
+        unpack(d, load_vec<T, W>(dout + at));
+        unpack(x, load_vec<T, W>(pre + at));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int n = n0 + threadIdx.x + 32 * i;
-            if (n >= N) continue;
-            long long at = m * (long long)N + n;
-            C d = load_as(dout[at]) * slope(load_as(pre[at]), activation);
-            dpre[at] = T(d);
-            sum[i] += d;
+        for (int i = 0; i < W; ++i) {
+            d[i] *= slope(x[i], activation);
+            sum[i] += d[i];
         }
+        store_vec(dpre + at, pack<T, W>(d));
+    }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) shared[threadIdx.y][threadIdx.x + 32 * i] = sum[i];
+    for (int i = 0; i < W; ++i) shared[threadIdx.y][threadIdx.x * W + i] = sum[i];
     __syncthreads();
-    int c = threadIdx.y * 32 + threadIdx.x;
-    if (c < 64 && n0 + c < N) {
+    for (int c = threadIdx.y * 32 + threadIdx.x; c < 32 * W && n0 + c < N; c += 256) {
         C total = shared[0][c];
 #pragma unroll
         for (int i = 1; i < 8; ++i) total += shared[i][c];

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     using B = MmaOperand<T, B_K, S::BN, COPY, S::THREADS>;
     constexpr int MI = S::WM / 16, NJ = S::WN / 8, STEPS = 4;
     constexpr bool AHEAD = sizeof(T) == 2;  // load the first fragments of the next tile early: for float, too few registers
-    constexpr int BUFFERS = sizeof(T) == 4 && !A_K && !B_K ? 1 : 2;  // of fragments, for the same reason
+    constexpr int BUFFERS = sizeof(T) == 4 && TERMS == 1 && !A_K && !B_K ? 1 : 2;  // of fragments, for the same reason
     extern __shared__ __align__(128) char ring[];
     int tiles = ((s.M + S::BM - 1) / S::BM) * ((s.N + S::BN - 1) / S::BN), tile = blockIdx.x % tiles, part = blockIdx.x / tiles;
     int split = part % s.splits, z = part / s.splits, k_tiles = (s.K + A::BK - 1) / A::BK, m0, n0;

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,8 +20,17 @@ class Epilogue(NamedTuple):
     residual: Tensor | None = None
 
     @property
-    def only_bias(self) -> bool:
-        return self.activation == 0 and self.pre is None and self.residual is None
+    def only_adds(self) -> bool:
+        """True for out = product + residual."""
+        return self.bias is None and self.activation == 0 and self.pre is None
+
+
+_OUT = {  # of a tensor of products, into another
+    "gelu": lambda x, out: torch.ops.aten.gelu.out(x, approximate="none", out=out),
+    "gelu_tanh": lambda x, out: torch.ops.aten.gelu.out(x, approximate="tanh", out=out),
+    "relu": lambda x, out: torch.ops.aten.relu.out(x, out=out),
+    "silu": lambda x, out: torch.ops.aten.silu.out(x, out=out),
+}
 
 
 def activate(x: Tensor, activation: int) -> Tensor:
@@ -33,8 +43,12 @@ def activate(x: Tensor, activation: int) -> Tensor:
 
 
 def finish(out: Tensor, product: Tensor, e: Epilogue) -> None:
-    """Write the results to `out` by torch's operations, from a product to which the bias has been added."""
-    if e.pre is not None:
+    """Write the results to `out` by torch's operations, from a product, which may be `out` or `e.pre`, to which the bias has been added."""
+    if e.pre is not None and e.pre is not product:
         e.pre.copy_(product)
-    y = activate(product, e.activation)
-    out.copy_(y if e.residual is None else y + e.residual)
+    if e.activation and product.dtype == out.dtype:
+        _OUT[ACTIVATIONS[e.activation]](product, out)
+    elif product is not out:
+        out.copy_(activate(product, e.activation) if e.residual is not out else activate(product, e.activation) + out)
+    if e.residual is not None and e.residual is not out:
+        out.add_(e.residual)

@@ -41,7 +41,10 @@ def _launch_backward(dout: Tensor, pre: Tensor, activation: int, version: str) -
     height = -(-rows // PIECES)
     chunks = -(-rows // height)
     sums = torch.empty((chunks, columns), dtype=wide(dout.dtype), device=dout.device)
-    kernel, grid = ACTIVATION_BWD[dout.dtype].on(dout.get_device()), (chunks * -(-columns // 64), 1, 1)
+    width = 16 // dout.itemsize
+    if columns % width or any(p % 16 for p in pointers(dout, pre)):
+        width = 1
+    kernel, grid = ACTIVATION_BWD[dout.dtype, width].on(dout.get_device()), (chunks * -(-columns // (32 * width)), 1, 1)
     kernel(grid, (32, 8, 1), 0, *pointers(dpre, sums, dout, pre), rows, columns, height, activation)
     return dpre, sum_pieces(sums, chunks)[0].to(dout.dtype)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cukern.ops.matmul.epilogue import Epilogue
 from cukern.ops.matmul.precision import tf32_allowed
-from cukern.ops.matmul.versions import BIAS_GRAD, FOR_FLOAT32, TENSOR_CORES, VERSIONS
+from cukern.ops.matmul.versions import BIAS_GRAD, FOR_3XTF32, FOR_FLOAT32, FOR_OLDER, OTHERWISE, VERSIONS
 from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
 from cukern.runtime.tensors import wide
@@ -34,16 +34,16 @@ def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version:
 
 @cached(4096)
 def _chosen(dtype: torch.dtype, precision: str, version: str, device: int) -> tuple[Version, str]:
-    """A version of tensor cores that is named computes float32 in 3xTF32, unless TF32 is allowed. The default uses tensor cores for float32
-    only if a precision allows them."""
-    chosen = choose("matmul", version, device)
+    """A version of tensor cores that is named computes float32 in 3xTF32, unless TF32 is allowed. The default is the fastest that was
+    measured."""
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
-        return chosen, precision or "3xtf32"
+        return choose("matmul", version, device), precision or "3xtf32"
     strict = dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee"))
-    if strict and any(chosen is VERSIONS[name] for name in TENSOR_CORES) and device_of(device).capability >= VERSIONS[FOR_FLOAT32].requires:
-        chosen = VERSIONS[FOR_FLOAT32]
-    return chosen, precision or "ieee"
+    name = FOR_FLOAT32 if strict else FOR_3XTF32 if precision == "3xtf32" and dtype == torch.float32 else OTHERWISE
+    if VERSIONS[name].requires > device_of(device).capability:
+        return VERSIONS[FOR_OLDER], "ieee"
+    return VERSIONS[name], precision or "ieee"
 
 
 # ---- the raw ops

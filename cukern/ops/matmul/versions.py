@@ -34,27 +34,34 @@ def _fma_units(plain: Plain) -> Forward:
     def forward(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
         dtype = wide(a.dtype)
         a, b, bias = a.to(dtype), b.to(dtype), None if e.bias is None else e.bias.to(dtype)
-        product = out if e.only_bias and out.dtype == dtype else torch.empty_like(out, dtype=dtype)
+        product = _product_of(out, e, dtype)
         matrices = zip(product, a, b, strict=True) if out.ndim == 3 else [(product, a, b)]
         for c, x, y in matrices:
             plain(c, x, y, bias)
-        if product is not out:
-            finish(out, product, e)
+        finish(out, product, e)
 
     return forward
 
 
+def _product_of(out: Tensor, e: Epilogue, dtype: torch.dtype) -> Tensor:
+    """Where the product with its bias goes, before the rest of the epilogue: the pre-activation or the output, if they may hold it."""
+    kept = out if e.pre is None else e.pre
+    return kept if kept.dtype == dtype and e.residual is not out else torch.empty_like(out, dtype=dtype)
+
+
 def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
-    """Follows torch's switches of precision."""
+    """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
+    a, b = a.to(out.dtype), b.to(out.dtype)
     with off(a):
-        a, b = a.to(out.dtype), b.to(out.dtype)
-        product = out if e.only_bias else torch.empty_like(out)
+        if e.residual is out and e.only_adds:
+            out.addmm_(a, b)
+            return
+        product = _product_of(out, e, out.dtype)
         if e.bias is None:
             torch.matmul(a, b, out=product)
         else:
             torch.addmm(e.bias, a, b, out=product)
-        if product is not out:
-            finish(out, product, e)
+        finish(out, product, e)
 
 
 def _tensor_cores(wgmma: bool) -> Forward:
@@ -128,7 +135,7 @@ def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:
 
 
 def _gradients(dtype: torch.dtype) -> list[Kernel]:
-    return [ACTIVATION_BWD[dtype], *(BIAS_GRAD[d] for d in {dtype, wide(dtype)})]
+    return [*(ACTIVATION_BWD[dtype, w] for w in (1, 16 // dtype.itemsize)), *(BIAS_GRAD[d] for d in {dtype, wide(dtype)})]
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
@@ -165,5 +172,8 @@ VERSIONS = {
     "v6": _tensor_core_version("tensor cores by mma.sync", False, 80),
     "v9": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
 }
-FOR_FLOAT32 = "v5"  # the default's version for products in strict float32 and float64
-TENSOR_CORES = {"v6", "v9"}
+# The default's choice, unless a version is named: what was measured to be the fastest, docs/notes/matmul.md.
+FOR_FLOAT32 = "v5"  # strict float32, and float64
+FOR_3XTF32 = "v6"
+FOR_OLDER = "v4"  # the same on a GPU older than sm_80
+OTHERWISE = "cublas"  # 16-bit types and TF32
