@@ -53,8 +53,7 @@ __device__ __forceinline__ void activate(C (&v)[W], int activation) {
 template <typename C>
 __device__ __forceinline__ C slope(C v, int activation) {
     if (activation == RELU) return v > 0 ? C(1) : C(0);
-    if (activation == GELU)
-        return C(0.5) * (1 + erf(v * C(0.7071067811865476))) + v * C(0.3989422804014327) * exponential(C(-0.5) * v * v);
+    if (activation == GELU) return C(0.5) * (1 + erf(v * C(0.7071067811865476))) + v * C(0.3989422804014327) * exponential(C(-0.5) * v * v);
     C a = 1, b = 1;  // v sigmoid(a v), and b is the derivative of a v
     if (activation == GELU_TANH) {
         C square = v * v < 1600 ? v * v : C(1600);  // beyond, the sigmoid is 0 or 1
@@ -140,8 +139,7 @@ struct WarpTile {
 // Split-K: out = epilogue(sum of the partial sums), added in the order of k. `partials` is (splits, batch, M, N). Grid: ceil(batch * M * N /
 // (256 W)), block 256; W is 1, or 16 / sizeof(O) if rows are vectors.
 template <typename T, typename O, int W>
-__global__ void __launch_bounds__(256)
-    matmul_v6_reduce(O* out, O* pre, const float* partials, const T* bias, const O* residual, Sizes s) {
+__global__ void __launch_bounds__(256) matmul_v6_reduce(O* out, O* pre, const float* partials, const T* bias, const O* residual, Sizes s) {
     long long n = (long long)s.batch * s.M * s.N, at = (blockIdx.x * 256ll + threadIdx.x) * W;
     if (at >= n) return;
     float sum[W] = {};

@@ -36,9 +36,9 @@ struct MmaOperand {
     static constexpr int ROW = ALONG_K ? 128 : EXTENT * sizeof(T);  // bytes
     static constexpr int UNITS = ROW / 16;
 
-    const char* x;   // the first row of the tile
-    long long ld;    // bytes
-    int extent, K;   // rows from the tile's first to the last of the matrix, and the matrix's extent along k
+    const char* x;  // the first row of the tile
+    long long ld;   // bytes
+    int extent, K;  // rows from the tile's first to the last of the matrix, and the matrix's extent along k
 
     __device__ __forceinline__ MmaOperand(const T* matrix, long long stride, int row0, int rows, int K)
         : x(reinterpret_cast<const char*>(matrix + row0 * (ALONG_K ? stride : 1))), ld(stride * sizeof(T)), extent(rows - row0), K(K) {}
@@ -95,7 +95,7 @@ struct MmaOperand {
 __device__ __forceinline__ void mma(__half, float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { mma_f16(d, a, b); }
 __device__ __forceinline__ void mma(__nv_bfloat16, float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) { mma_bf16(d, a, b); }
 __device__ __forceinline__ void mma(float, float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    mma_tf32(d, reinterpret_cast<const float(&)[4]>(a), reinterpret_cast<const float(&)[2]>(b));
+    mma_tf32(d, reinterpret_cast<const float (&)[4]>(a), reinterpret_cast<const float (&)[2]>(b));
 }
 
 // acc += a b for MI x NJ tiles of mma. TERMS = 3: a and b are split, and the small products come first.
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[MI][NJ][4], unsigned
 #pragma unroll
         for (int i = 0; i < MI; ++i)
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) mma(T(), acc[i][j], a[i], reinterpret_cast<const unsigned(&)[2]>(b[j / 2][j % 2 * 2]));
+            for (int j = 0; j < NJ; ++j) mma(T(), acc[i][j], a[i], reinterpret_cast<const unsigned (&)[2]>(b[j / 2][j % 2 * 2]));
     }
 }
 

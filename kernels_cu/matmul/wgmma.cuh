@@ -19,7 +19,8 @@
 template <int BM_, int BN_, int STAGES_, int CLUSTER_>
 struct WgmmaTile {
     static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CLUSTER = CLUSTER_;
-    static constexpr int ROWS = BM / 128, NJ = BN / 8, STAGE = (BM + BN) * 128;  // ROWS: blocks of 64 rows of a consumer
+    static constexpr int NJ = BN / 8, STAGE = (BM + BN) * 128;
+    static_assert(BM == 128, "64 rows for each of two consumers");
     using Staged = WarpTile<16, 32>;
     static constexpr int BARRIERS = STAGES * STAGE + 8 * Staged::BYTES, BYTES = BARRIERS + STAGES * 16;
 };
@@ -29,7 +30,6 @@ struct ClusterTile {
     static constexpr int BM = S::BM * S::CLUSTER, BN = S::BN;
 };
 using Wgmma128x256 = WgmmaTile<128, 256, 4, 2>;
-using Wgmma256x128 = WgmmaTile<256, 128, 4, 2>;
 using Wgmma128x192 = WgmmaTile<128, 192, 5, 2>;
 using Wgmma128x128 = WgmmaTile<128, 128, 6, 1>;
 
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
         __syncwarp();
     } else {
         more_registers<232>();
-        int warp = threadIdx.x / 32, row = warpgroup * 64 * S::ROWS;
-        float acc[S::ROWS][S::NJ][4];
+        int warp = threadIdx.x / 32, row = warpgroup * 64;
+        float acc[S::NJ][4];
         auto release = [&](int i) {  // tell each block of the cluster that this warp has read stage i
             if (threadIdx.x % 32 < S::CLUSTER) mbarrier_arrive(shared_of_rank(empty + 8 * i, threadIdx.x % 32));
         };
@@ -124,9 +124,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 wgmma_fence();
 #pragma unroll
                 for (int step = 0; step < 4; ++step)
-#pragma unroll
-                    for (int r = 0; r < S::ROWS; ++r)
-                        wgmma<!A_K, !B_K, T>(acc[r], operand_at<A_K>(a, row + 64 * r, step), operand_at<B_K>(b, 0, step), k + step > 0);
+                    wgmma<!A_K, !B_K, T>(acc, operand_at<A_K>(a, row, step), operand_at<B_K>(b, 0, step), k + step > 0);
                 wgmma_commit();
                 if (k > 0) {
                     wgmma_wait<1>();
@@ -134,19 +132,18 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 }
                 previous = stage;
             }
-            wgmma_wait<0>(reinterpret_cast<float(&)[S::ROWS * S::NJ][4]>(acc));
+            wgmma_wait<0>(acc);
             release(previous);
             long long C = (long long)s.M * s.N;
             bool whole = s.splits == 1;
             Output<T, O> to{out + w.z * C, pre ? pre + w.z * C : pre, bias, residual ? residual + w.z * C : residual, s.activation};
             Output<T, float> part{partials + ((long long)w.split * s.batch + w.z) * C, nullptr, nullptr, nullptr, NONE};
-            constexpr int ACROSS = S::NJ / 4;
 #pragma unroll 1
-            for (int i = 0; i < S::ROWS * ACROSS; ++i) {  // 16 rows and 32 columns at a time
+            for (int i = 0; i < S::NJ / 4; ++i) {  // 16 rows and 32 columns at a time
 #pragma unroll
-                for (int j = 0; j < S::ROWS * ACROSS; ++j)
-                    if (i == j) S::Staged::put(staged, reinterpret_cast<const float(&)[4][4]>(acc[j / ACROSS][j % ACROSS * 4]), 0);
-                int m = w.m0 + row + i / ACROSS * 64 + warp % 4 * 16, n = w.n0 + i % ACROSS * 32;
+                for (int j = 0; j < S::NJ / 4; ++j)
+                    if (i == j) S::Staged::put(staged, reinterpret_cast<const float (&)[4][4]>(acc[4 * j]), 0);
+                int m = w.m0 + warp * 16, n = w.n0 + i * 32;
                 if (whole) S::Staged::store(to, staged, m, n, s.M, s.N);
                 else S::Staged::store(part, staged, m, n, s.M, s.N);
                 __syncwarp();

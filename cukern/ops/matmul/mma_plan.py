@@ -10,7 +10,6 @@ from cukern.runtime.device import Device, cached, eligible
 
 K_BYTES = 128  # of a k tile, as in mma.cuh
 L2_BYTES_CYCLE = 28  # bytes per cycle that an SM receives from L2; 5.5 to 7 TB/s on an H100
-EFFICIENCY = 0.9  # of the rate of mma.sync that the main loop reaches
 BLOCK_CYCLES = 2500  # per block, to fill the ring buffer and to store the tile
 LAUNCH_US = 2.5  # of the kernel that adds partial sums
 SPLITS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
@@ -25,6 +24,7 @@ class Tile(NamedTuple):
     stages: int
     per_sm: int
     split: bool = False  # for 3xTF32
+    efficiency: float = 0.9  # of the rate of mma.sync that the main loop reaches
 
     @property
     def shared(self) -> int:
@@ -34,10 +34,10 @@ class Tile(NamedTuple):
 
 TILES = (
     Tile("Mma128x128", 128, 128, 4, 3, 2),
-    Tile("Mma64x64", 64, 64, 4, 3, 4),
+    Tile("Mma64x64", 64, 64, 4, 3, 4, efficiency=0.75),
     Tile("Mma16x128", 16, 128, 4, 4, 3),
     Tile("MmaSplit128x128", 128, 128, 8, 3, 1, True),
-    Tile("MmaSplit64x64", 64, 64, 4, 3, 3, True),
+    Tile("MmaSplit64x64", 64, 64, 4, 3, 3, True, 0.75),
 )
 
 
@@ -68,10 +68,10 @@ def plan(M: int, N: int, K: int, batch: int, itemsize: int, terms: int, device: 
 def _model_us(tile: Tile, per_sm: int, tiles: int, k_tiles: int, splits: int, itemsize: int, terms: int, device: Device) -> float:
     fmas = tile.rows * tile.columns * (K_BYTES // itemsize) * terms
     rate = device.mma_fmas_cycle * (1 if itemsize == 2 else 0.5)
-    tensor, copy = fmas / (EFFICIENCY * rate), (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE
+    tensor, copy = fmas / (tile.efficiency * rate), (tile.rows + tile.columns) * K_BYTES / L2_BYTES_CYCLE
     blocks = ceil(tiles * splits / device.sms)  # on the busiest SM
     waves = ceil(blocks / per_sm)
-    alone = 1.3 if blocks < per_sm or per_sm == 1 else 1.0  # few warps hide less latency
+    alone = 1.3 if min(blocks, per_sm) * tile.warps < 8 else 1.0  # few warps hide less latency
     cycles = blocks * ceil(k_tiles / splits) * max(tensor, copy) * alone + waves * BLOCK_CYCLES
     return cycles / device.cycles_us
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cukern.ops.matmul import fused_linear, mma_plan
+from cukern.ops.matmul import fused_linear, mma_plan, wgmma_plan
 from cukern.ops.matmul.epilogue import ACTIVATIONS
 from cukern.ops.matmul.plan import TILES
 from cukern.ops.matmul.precision import cast, checked
@@ -84,17 +84,9 @@ def linear(
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
     """
     x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
-    if x.ndim < 1 or weight.ndim != 2:
-        raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the last of weight, {weight.shape[1]}")
-    if bias is not None:
-        checks.shape("bias", bias, (weight.shape[0],), "one value for each row of weight")
+    shape = _check_linear(x, weight, bias, residual)
     keep, options = checks.flag("return_pre_activation", return_pre_activation), (checked(precision), version or "")
     which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
-    shape = (*x.shape[:-1], weight.shape[0])
-    if residual is not None:
-        checks.shape("residual", residual, shape, "the shape of the result")
     if accumulate_into is not None:
         _check_accumulator(accumulate_into, weight)
     elif not which and residual is None and not keep:
@@ -107,6 +99,20 @@ def linear(
     else:
         out, pre = fused_linear.in_torch(rows, weight, bias, residual, which)
     return (out.view(shape), pre.view(shape)) if keep else out.view(shape)
+
+
+def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> tuple[int, ...]:
+    """The shape of the result."""
+    if x.ndim < 1 or weight.ndim != 2:
+        raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the last of weight, {weight.shape[1]}")
+    shape = (*x.shape[:-1], weight.shape[0])
+    if bias is not None:
+        checks.shape("bias", bias, (weight.shape[0],), "one value for each row of weight")
+    if residual is not None:
+        checks.shape("residual", residual, shape, "the shape of the result")
+    return shape
 
 
 def _check_accumulator(into: Any, weight: torch.Tensor) -> None:
@@ -146,18 +152,11 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
-    """The tensors, cast as autocast wants them. A usual call is recognised first, which saves most of the time of the checks."""
+    """The tensors, cast as autocast wants them."""
     found = list(values.values())
-    first = found[0]
-    usual = version is None and _TENSORS.issuperset(map(type, found)) and first is not None and first.is_cuda and not enabled(first)
-    if (
-        usual
-        and first.dtype in _USUAL
-        and all(t is None or (t.dtype is first.dtype and t.device == first.device and _plain(t)) for t in found)
-    ):
+    if version is None and _are_usual(found):
         return found
-    optional = ("bias", "residual")
-    imported = [v if v is None and n in optional else interop.to_torch(n, v) for n, v in values.items()]
+    imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
     tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
     for name, t in tensors.items():
         if t is not None:
@@ -169,6 +168,14 @@ def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
         if not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
             checks.needs_gpu(op, version, x.device)
     return list(tensors.values())
+
+
+def _are_usual(found: list[Any]) -> bool:
+    """True for tensors on a GPU that need no further check: most calls, whose checks would take most of the host's time."""
+    first = found[0]
+    if not _TENSORS.issuperset(map(type, found)) or first is None or not first.is_cuda or first.dtype not in _USUAL or enabled(first):
+        return False
+    return all(t is None or (t.dtype is first.dtype and t.device == first.device and _plain(t)) for t in found)
 
 
 def _plain(t: torch.Tensor) -> bool:
@@ -204,7 +211,7 @@ for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
             name=_name,
             stem="matmul",
             variants=row_counts,
-            candidates=(*(tile.name for tile in TILES[4]), *(tile.name for tile in mma_plan.TILES)),
+            candidates=tuple(tile.name for tiles in (TILES[4], mma_plan.TILES, wgmma_plan.TILES) for tile in tiles),
             function=_function,
             reference=_reference,
             versions=VERSIONS,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cukern.ops.matmul.epilogue import Epilogue
 from cukern.ops.matmul.precision import tf32_allowed
-from cukern.ops.matmul.versions import BIAS_GRAD, FOR_3XTF32, FOR_FLOAT32, FOR_OLDER, OTHERWISE, VERSIONS
+from cukern.ops.matmul.versions import BIAS_GRAD, FOR_FLOAT32, FOR_OLDER, FOR_TF32, OTHERWISE, VERSIONS
 from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
 from cukern.runtime.tensors import wide
@@ -26,8 +26,10 @@ from cukern.runtime.tensors import wide
 
 def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version: str) -> None:
     """Launch out = epilogue(a . b). `precision`: "" for torch's switches; `version`: "" for that of `cukern.use`."""
-    if a.dtype == torch.float32 and not precision and tf32_allowed():
-        precision = "tf32"
+    if a.dtype == torch.float32 and precision != "ieee" and tf32_allowed():
+        precision = precision or "tf32"
+    elif precision == "tf32" and a.dtype == torch.float32:
+        version = version or FOR_TF32  # cuBLAS follows torch's switches
     chosen, precision = _chosen(a.dtype, precision, version, a.get_device())
     chosen.forward(out, a, b, e, precision)
 
@@ -40,7 +42,7 @@ def _chosen(dtype: torch.dtype, precision: str, version: str, device: int) -> tu
     if named not in ("", DEFAULT):
         return choose("matmul", version, device), precision or "3xtf32"
     strict = dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee"))
-    name = FOR_FLOAT32 if strict else FOR_3XTF32 if precision == "3xtf32" and dtype == torch.float32 else OTHERWISE
+    name = FOR_FLOAT32 if strict else FOR_TF32 if precision == "3xtf32" and dtype == torch.float32 else OTHERWISE
     if VERSIONS[name].requires > device_of(device).capability:
         return VERSIONS[FOR_OLDER], "ieee"
     return VERSIONS[name], precision or "ieee"

@@ -4,6 +4,7 @@ Everything that does not depend on addresses is prepared once for the shapes, st
 """
 
 import itertools
+import math
 import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -48,9 +49,7 @@ class _Launch(NamedTuple):
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
     """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for 3xTF32. `wgmma`: allow v9."""
     index, at_a, at_b = a.get_device(), a.data_ptr(), b.data_ptr()
-    together = at_a | at_b
-    copy = 2 if together & 3 else 4 if together & 15 else 16
-    types = out.dtype, a.dtype, terms, wgmma, copy, e.activation
+    types = out.dtype, a.dtype, terms, wgmma, _alignment(at_a | at_b), e.activation
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
@@ -81,31 +80,33 @@ def _prepared(
     wgmma: bool, copy: int, activation: int, index: int, splitting: bool,
 ) -> _Launch | None:  # fmt: skip
     *lead, M, K = a_shape
-    N, batch, device = b_shape[-1], lead[0] if lead else 1, device_of(index)
+    N, batch = b_shape[-1], math.prod(lead)
     a = _operand(a_shape[-2:], a_strides[-2:], a_strides[0] if batch > 1 else 0)
     b = _operand(b_shape[:-3:-1], b_strides[:-3:-1], b_strides[0] if batch > 1 else 0)
     if a is None or b is None:
         return None
-    for stride in (a.ld, b.ld, a.batch, b.batch):
-        copy = min(copy, stride * dtype.itemsize % 16 & -(stride * dtype.itemsize % 16) or 16)
-    copy = 2 if copy < 4 else 4 if copy < 16 else 16
-    planned = mma_plan.plan(M, N, K, batch, dtype.itemsize, terms, device, splitting)
-    better = None
-    if wgmma and copy == 16 and K and terms == 1:
-        better = wgmma_plan.plan(M, N, K, batch, dtype.itemsize, a.along_k and b.along_k, device, splitting)
-        if better and splitting and better.us > planned.us:
-            better = None
-    splits = better.splits if better else planned.splits
-    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-    if better:
-        kernel, shared = V9[dtype, out_dtype, a.along_k, b.along_k, better.tile.name], better.tile.shared
-        parts = (a, M, better.tile.rows), (b, N, better.tile.columns // better.tile.cluster)
+    copy = min(copy, _alignment(math.gcd(*(x * dtype.itemsize for x in (a.ld, b.ld, a.batch, b.batch)))))
+    problem, rest = (M, N, K, batch, dtype.itemsize), (device_of(index), splitting)
+    planned = mma_plan.plan(*problem, terms, *rest)
+    maps: tuple[tuple[Any, ...], ...] = ()
+    wide = wgmma_plan.plan(*problem, a.along_k and b.along_k, *rest) if wgmma and copy == 16 and K and terms == 1 else None
+    if wide is None or (splitting and wide.us > planned.us):
+        tile = planned.tile
+        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name]
+        grid, block = batch * planned.splits * -(-M // tile.rows) * -(-N // tile.columns), 32 * tile.warps
+        splits, shared = planned.splits, tile.shared
+    else:
+        kernel = V9[dtype, out_dtype, a.along_k, b.along_k, wide.tile.name]
+        grid, block, splits, shared = wide.grid, wgmma_plan.THREADS, wide.splits, wide.tile.shared
+        parts = (a, M, wide.tile.rows), (b, N, wide.tile.columns // wide.tile.cluster)
         maps = tuple(_map(x, rows, K, batch, box, dtype) for x, rows, box in parts)
-        return _Launch(kernel, (better.grid, 1, 1), (wgmma_plan.THREADS, 1, 1), shared, sizes, splits, maps)
-    tile = planned.tile
-    grid = batch * splits * -(-M // tile.rows) * -(-N // tile.columns)
-    kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name]
-    return _Launch(kernel, (grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared, sizes, splits, ())
+    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+    return _Launch(kernel, (grid, 1, 1), (block, 1, 1), shared, sizes, splits, maps)
+
+
+def _alignment(n: int) -> int:
+    """The most bytes of a copy whose places are multiples of n."""
+    return 2 if n & 3 else 4 if n & 15 else 16
 
 
 def _operand(shape: Sizes, strides: Sizes, batch: int) -> _Operand | None:

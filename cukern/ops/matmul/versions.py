@@ -174,6 +174,6 @@ VERSIONS = {
 }
 # The default's choice, unless a version is named: what was measured to be the fastest, docs/notes/matmul.md.
 FOR_FLOAT32 = "v5"  # strict float32, and float64
-FOR_3XTF32 = "v6"
+FOR_TF32 = "v6"  # 3xTF32, and TF32 if torch's switches do not allow it to cuBLAS
 FOR_OLDER = "v4"  # the same on a GPU older than sm_80
-OTHERWISE = "cublas"  # 16-bit types and TF32
+OTHERWISE = "cublas"  # 16-bit types, and TF32

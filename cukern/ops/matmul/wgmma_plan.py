@@ -27,7 +27,6 @@ class Tile(NamedTuple):
 
 TILES = (
     Tile("Wgmma128x256", 128, 256, 4, 2, 0.80),
-    Tile("Wgmma256x128", 256, 128, 4, 2, 0.80),
     Tile("Wgmma128x192", 128, 192, 5, 2, 0.78),
     Tile("Wgmma128x128", 128, 128, 6, 1, 0.72),
 )

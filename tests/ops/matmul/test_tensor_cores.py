@@ -14,6 +14,7 @@ from cukern.bench import environment
 from cukern.ops.matmul import mma_plan, wgmma_plan
 from cukern.ops.matmul.epilogue import ACTIVATIONS, Epilogue
 from cukern.ops.matmul.product import run
+from cukern.ops.matmul.tensor_cores import V9
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, device_of, restricted
 
@@ -195,18 +196,21 @@ def test_precision_follows_torchs_switches(device):
     assert errors[0] < 5e-7 and errors[1] < 5e-7 and 5e-5 < errors[2] < 1e-3, errors
     assert not same_bits(strict, three)
     with environment.float32_products(True):
-        assert same_bits(cukern.matmul(a, b), tf32) and same_bits(cukern.matmul(a, b, precision="ieee"), strict)
+        assert same_bits(cukern.matmul(a, b, version="v6"), tf32) and same_bits(cukern.matmul(a, b, precision="ieee"), strict)
+        assert same_bits(cukern.matmul(a, b, version="v6", precision="3xtf32"), three)
     with cukern.use("matmul", "v6"):
         assert same_bits(cukern.matmul(a, b), three)
 
 
 @kernels
-def test_rows_do_not_depend_on_the_number_of_rows(device):
+@pytest.mark.parametrize("version", ("v6", "v9"))
+def test_rows_do_not_depend_on_the_number_of_rows(device, version):
     """In torch's deterministic mode, which the tests of kernels turn on."""
+    need(version)
     assert torch.are_deterministic_algorithms_enabled()
     a, b = torch.randn(300 if PLACE == "cuda" else 150, 520, device=device).to(B), torch.randn(520, 48, device=device).to(B)
-    whole = cukern.matmul(a, b)
-    assert all(same_bits(cukern.matmul(a[:n], b), whole[:n]) for n in (1, 16, 65, 130))
+    whole = cukern.matmul(a, b, version=version)
+    assert all(same_bits(cukern.matmul(a[:n], b, version=version), whole[:n]) for n in (1, 16, 65, 130))
 
 
 @pytest.mark.parametrize("name", ("h200", "a100", "rtx4090", "l40s"))
@@ -221,6 +225,15 @@ def test_plans_fit_the_gpu(name):
         assert (wide is None) == (name != "h200")
         if wide is not None:
             assert wide.tile.shared <= device.shared_bytes and wide.grid % wide.tile.cluster == 0 < wide.grid <= device.sms
+
+
+@pytest.mark.parametrize("tile", wgmma_plan.TILES, ids=lambda t: t.name)
+def test_blocks_of_wgmma_fit_an_sm(tile):
+    """Registers of all threads, before and after setmaxnreg, and shared memory."""
+    kernel = V9[B, B, True, True, tile.name]
+    report = kernel.compile("sm_90a").report
+    assert report.spill_stores == 0 and report.registers * wgmma_plan.THREADS <= 1 << 16 and 2 * 128 * 232 + 128 * 40 <= 1 << 16
+    assert report.shared + tile.shared <= KNOWN["h200"].shared_bytes
 
 
 @gpu
