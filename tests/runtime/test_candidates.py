@@ -63,6 +63,14 @@ def test_a_candidate_is_excluded_and_forced(name):
     assert chosen(op, *CHOSEN[name]) == usual, "the restriction ends with its block"
 
 
+@pytest.mark.parametrize("candidate", ("Mma64x64", "Wgmma128x256", "Wgmma128x128"))
+def test_a_forced_tile_of_v9_is_used(candidate):
+    """Whatever the cost models of v6 and v9 say of it."""
+    for dims in ((4096, 4096, 4096), (256, 512, 512)):
+        tiles = {name.split(", ")[-1] for name in chosen(OPS["matmul"], dims, V9, kernel=candidate) if "reduce" not in name}
+        assert tiles == {f"{candidate}>"}
+
+
 def test_every_candidate_is_tested():
     assert {f"{op.name} {c}" for op in OPS.values() for c in op.candidates if op.name == op.stem} == set(CHOSEN)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cukern.ops.matmul import mma_plan, wgmma_plan
 from cukern.ops.matmul.epilogue import Epilogue
 from cukern.runtime.backend import Dim
-from cukern.runtime.device import cached, device_of
+from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
@@ -90,7 +90,8 @@ def _prepared(
     planned = mma_plan.plan(*problem, terms, *rest)
     maps: tuple[tuple[Any, ...], ...] = ()
     wide = wgmma_plan.plan(*problem, a.along_k and b.along_k, *rest) if wgmma and copy == 16 and K and terms == 1 else None
-    if wide is None or (splitting and wide.us > planned.us):
+    forced = current().forced
+    if wide is None or planned.tile.name == forced or (splitting and wide.us > planned.us and wide.tile.name != forced):
         tile = planned.tile
         kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name]
         grid, block = batch * planned.splits * -(-M // tile.rows) * -(-N // tile.columns), 32 * tile.warps
