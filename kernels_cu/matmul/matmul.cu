@@ -1,10 +1,10 @@
 // matmul: C = A . B (+ bias). The versions are a ladder from one thread per output to tensor cores. v1 to v5, below, use the FMA units. v6
-// (mma.cuh) and v9 (wgmma.cuh) use tensor cores, with activation, saved pre-activation and residual in the epilogue (epilogue.cuh).
+// (mma.cuh) and v7 (wgmma.cuh) use tensor cores, with activation, saved pre-activation and residual in the epilogue (epilogue.cuh).
 //
 // Layout     C is (M, N), row-major and contiguous. A is (M, K), B is (K, N), bias is (N) or a null pointer. A and B have any strides:
-//            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 to v9 require
+//            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 to v7 require
 //            that one stride of each matrix is 1. lda and ldb are the other strides.
-// Types      v1 to v5: T is float or double, and float never uses TF32. v6, v9: 16-bit types, and float in TF32; v6 also in 3xTF32.
+// Types      v1 to v5: T is float or double, and float never uses TF32. v6, v7: 16-bit types, and float in TF32; v6 also in 3xTF32.
 //            K = 0 gives zeros (plus bias).
 // Algorithm  v5 is described above its kernel: tiles in a ring buffer of shared memory, stream-K, chains of additions.
 // Launch     Stated above each kernel. Grids are 1-D, because y and z are limited to 65535. v1 to v5: shared memory is static.
@@ -19,7 +19,7 @@
 //          conflicts, stream-K, short chains of additions (sm_80)             52 TFLOP/s
 // v6       tensor cores: mma.sync, ldmatrix, cp.async, split-K (sm_80)        56 TFLOP/s in 3xTF32, 177 in TF32 (cuBLAS 394);
 //                                                                             bfloat16: 407 (cuBLAS 709)
-// v9       wgmma, TMA with multicast, producer and consumers, persistent
+// v7       wgmma, TMA with multicast, producer and consumers, persistent
 //          (sm_90a)                                                           not measured yet
 // Experiments and dead ends: docs/notes/matmul.md.
 

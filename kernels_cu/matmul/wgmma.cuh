@@ -1,4 +1,4 @@
-// matmul v9: C = A . B on tensor cores by wgmma, with operands copied by TMA, persistent and warp-specialised (sm_90a).
+// matmul v7: C = A . B on tensor cores by wgmma, with operands copied by TMA, persistent and warp-specialised (sm_90a).
 //
 // Operands   T is __half, __nv_bfloat16 or float (TF32). A_K and B_K as in mma.cuh; float requires both, because wgmma reads TF32 operands
 //            only along k. Addresses and strides are multiples of 16 bytes. TMA fills what is outside of a matrix with zeros.
@@ -71,7 +71,7 @@ struct Work {
 
 template <typename T, typename O, bool A_K, bool B_K, class S>
 __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
-    matmul_v9(O* out, O* pre, float* partials, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+    matmul_v7(O* out, O* pre, float* partials, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
               const T* bias, const O* residual, Sizes s) {
     constexpr int BK = 128 / sizeof(T);
     extern __shared__ __align__(1024) char shared[];

@@ -42,8 +42,8 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
 
     Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
     """
-    options = checked(precision), version or ""
     a, b = _inputs("matmul", version, a=a, b=b)
+    options = checked(precision), version or ""
     if a.ndim < 2 or b.ndim < 2:
         raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
     if a.shape[-1] != b.shape[-2]:

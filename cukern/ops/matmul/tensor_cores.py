@@ -1,4 +1,4 @@
-"""The launches of v6 (mma.sync) and v9 (wgmma and TMA), for 16-bit types, TF32 and 3xTF32, in all layouts and with any epilogue.
+"""The launches of v6 (mma.sync) and v7 (wgmma and TMA), for 16-bit types, TF32 and 3xTF32, in all layouts and with any epilogue.
 
 Everything that does not depend on addresses is prepared once for the shapes, strides and dtypes of a call.
 """
@@ -20,7 +20,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-V6, V9, REDUCE = (Template("matmul/matmul.cu", f"matmul_{name}") for name in ("v6", "v9", "v6_reduce"))
+V6, V7, REDUCE = (Template("matmul/matmul.cu", f"matmul_{name}") for name in ("v6", "v7", "v6_reduce"))
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
 _deterministic = torch.are_deterministic_algorithms_enabled
 Sizes = tuple[int, ...]
@@ -35,7 +35,7 @@ class _Operand(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """`maps`: for v9, of each operand the arguments of `encode` after its address and dtype."""
+    """`maps`: for v7, of each operand the arguments of `encode` after its address and dtype."""
 
     kernel: Kernel
     grid: Dim
@@ -47,7 +47,7 @@ class _Launch(NamedTuple):
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
-    """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for 3xTF32. `wgmma`: allow v9."""
+    """out = epilogue(a . b) for matrices, or batches: out (S, M, N), a (S, M, K), b (S, K, N). `terms`: 3 for 3xTF32. `wgmma`: allow v7."""
     index, at_a, at_b = a.get_device(), a.data_ptr(), b.data_ptr()
     types = out.dtype, a.dtype, terms, wgmma, _alignment(at_a | at_b), e.activation
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
@@ -97,7 +97,7 @@ def _prepared(
         grid, block = batch * planned.splits * -(-M // tile.rows) * -(-N // tile.columns), 32 * tile.warps
         splits, shared = planned.splits, tile.shared
     else:
-        kernel = V9[dtype, out_dtype, a.along_k, b.along_k, wide.tile.name]
+        kernel = V7[dtype, out_dtype, a.along_k, b.along_k, wide.tile.name]
         grid, block, splits, shared = wide.grid, wgmma_plan.THREADS, wide.splits, wide.tile.shared
         parts = (a, M, wide.tile.rows), (b, N, wide.tile.columns // wide.tile.cluster)
         maps = tuple(_map(x, rows, K, batch, box, dtype) for x, rows, box in parts)
@@ -138,4 +138,4 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
                 yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, copy, tile.name]
     for wide_tile, (a_k, b_k) in itertools.product(wgmma_plan.TILES if wgmma else (), layouts):
         if dtype.itemsize == 2 or (a_k and b_k):
-            yield V9[dtype, dtype, a_k, b_k, wide_tile.name]
+            yield V7[dtype, dtype, a_k, b_k, wide_tile.name]

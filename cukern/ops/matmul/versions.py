@@ -170,7 +170,7 @@ VERSIONS = {
     "v4": _fma_version("register tiles", _v4, _v4_instances),
     "v5": _fma_version("asynchronous copies, even split of the last wave", _v5, _v5_instances, 80),
     "v6": _tensor_core_version("tensor cores by mma.sync", False, 80),
-    "v9": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
+    "v7": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
 }
 # The default's choice, unless a version is named: what was measured to be the fastest, docs/notes/matmul.md.
 FOR_FLOAT32 = "v5"  # strict float32, and float64

@@ -1,4 +1,4 @@
-"""The plan of matmul v9: the tile of a thread block, split-K, and the grid. Its cost model is that of mma_plan.py, with wgmma's rates."""
+"""The plan of matmul v7: the tile of a thread block, split-K, and the grid. Its cost model is that of mma_plan.py, with wgmma's rates."""
 
 from math import ceil
 from typing import NamedTuple

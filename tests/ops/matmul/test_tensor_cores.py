@@ -14,12 +14,12 @@ from cukern.bench import environment
 from cukern.ops.matmul import mma_plan, wgmma_plan
 from cukern.ops.matmul.epilogue import ACTIVATIONS, Epilogue
 from cukern.ops.matmul.product import run
-from cukern.ops.matmul.tensor_cores import V9
+from cukern.ops.matmul.tensor_cores import V7
 from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, device_of, restricted
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
-TILES = [("v6", t) for t in mma_plan.TILES] + [("v9", t) for t in wgmma_plan.TILES]
+TILES = [("v6", t) for t in mma_plan.TILES] + [("v7", t) for t in wgmma_plan.TILES]
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 EPS = {"tf32": 2.0**-11, "": 0.0}
 ACTIVATE = {
@@ -32,7 +32,7 @@ ACTIVATE = {
 
 
 def need(version: str) -> None:
-    if device_of(0 if PLACE == "cuda" else backend.SIMULATED).capability < (90 if version == "v9" else 80):
+    if device_of(0 if PLACE == "cuda" else backend.SIMULATED).capability < (90 if version == "v7" else 80):
         pytest.skip(f"this GPU is too old for {version}")
 
 
@@ -88,7 +88,7 @@ def test_every_alignment(device, dtype, pad):
 
 
 @kernels
-@pytest.mark.parametrize("version", ("v6", "v9"))
+@pytest.mark.parametrize("version", ("v6", "v7"))
 def test_split_k(device, version, monkeypatch):
     """Partial sums in an order that does not change, with a bias, an activation and a residual after the last."""
     need(version)
@@ -106,7 +106,7 @@ def test_split_k(device, version, monkeypatch):
 
 
 @kernels
-@pytest.mark.parametrize("version", ("v4", "v6", "v9"))
+@pytest.mark.parametrize("version", ("v4", "v6", "v7"))
 def test_batches(device, version):
     """Leading dimensions broadcast; gradients are those of torch."""
     need(version)
@@ -203,7 +203,7 @@ def test_precision_follows_torchs_switches(device):
 
 
 @kernels
-@pytest.mark.parametrize("version", ("v6", "v9"))
+@pytest.mark.parametrize("version", ("v6", "v7"))
 def test_rows_do_not_depend_on_the_number_of_rows(device, version):
     """In torch's deterministic mode, which the tests of kernels turn on."""
     need(version)
@@ -230,7 +230,7 @@ def test_plans_fit_the_gpu(name):
 @pytest.mark.parametrize("tile", wgmma_plan.TILES, ids=lambda t: t.name)
 def test_blocks_of_wgmma_fit_an_sm(tile):
     """Registers of all threads, before and after setmaxnreg, and shared memory."""
-    kernel = V9[B, B, True, True, tile.name]
+    kernel = V7[B, B, True, True, tile.name]
     report = kernel.compile("sm_90a").report
     assert report.spill_stores == 0 and report.registers * wgmma_plan.THREADS <= 1 << 16 and 2 * 128 * 232 + 128 * 40 <= 1 << 16
     assert report.shared + tile.shared <= KNOWN["h200"].shared_bytes
@@ -241,7 +241,7 @@ def test_random_shapes():
     for _ in range(60):
         M, N, K = (int(2 ** (torch.rand(()) * 11)) for _ in range(3))
         (ta, tb), pad = LAYOUTS[int(torch.randint(4, ()))], int(torch.randint(3, ())) * 4
-        for dtype, version in itertools.product((B, F), ("v6", "v9")):
+        for dtype, version in itertools.product((B, F), ("v6", "v7")):
             need(version)
             a, b = matrix(M, K, ta, dtype, DEVICE, pad), matrix(K, N, tb, dtype, DEVICE, pad)
             assert_right(multiply(a, b, version), a, b, (M, N, K, ta, tb, pad, dtype, version))
