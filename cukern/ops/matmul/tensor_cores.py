@@ -90,8 +90,7 @@ def _prepared(
     planned = mma_plan.plan(*problem, terms, *rest)
     maps: tuple[tuple[Any, ...], ...] = ()
     wide = wgmma_plan.plan(*problem, a.along_k and b.along_k, *rest) if wgmma and copy == 16 and K and terms == 1 else None
-    forced = current().forced
-    if wide is None or planned.tile.name == forced or (splitting and wide.us > planned.us and wide.tile.name != forced):
+    if wide is None or not _preferred(wide, planned, splitting):
         tile = planned.tile
         kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name]
         grid, block = batch * planned.splits * -(-M // tile.rows) * -(-N // tile.columns), 32 * tile.warps
@@ -103,6 +102,12 @@ def _prepared(
         maps = tuple(_map(x, rows, K, batch, box, dtype) for x, rows, box in parts)
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     return _Launch(kernel, (grid, 1, 1), (block, 1, 1), shared, sizes, splits, maps)
+
+
+def _preferred(wide: wgmma_plan.Plan, other: mma_plan.Plan, splitting: bool) -> bool:
+    """True for v7 instead of v6: if it is faster, or its tile is forced. Without `splitting`, the number of rows must not decide."""
+    forced = current().forced
+    return other.tile.name != forced and (not splitting or wide.us <= other.us or wide.tile.name == forced)
 
 
 def _alignment(n: int) -> int:
