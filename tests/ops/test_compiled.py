@@ -39,6 +39,15 @@ MAY_SPILL = {
     ("sm_80", "kron_linear_v4_bwd"): 32,
     ("sm_89", "kron_linear_v4_bwd"): 32,
     ("sm_90a", "kron_linear_v4_bwd"): 16,
+    ("sm_80", "attention_v3"): 24,  # attention's accumulators fill the register file too; smaller tiles are slower on an H200
+    ("sm_80", "attention_v3_bwd"): 16,
+    ("sm_89", "attention_v3"): 16,
+    ("sm_89", "attention_v3_bwd"): 8,
+    ("sm_90a", "attention_v3_bwd"): 12,
+    ("sm_100a", "attention_v3"): 72,
+    ("sm_100a", "attention_v3_bwd"): 48,
+    ("sm_120a", "attention_v3"): 112,
+    ("sm_120a", "attention_v3_bwd"): 56,
     ("sm_100a", "causal_softmax_v2"): 4,
     ("sm_100a", "softmax_v8"): 8,
     ("sm_120a", "softmax_v8"): 12,
@@ -78,9 +87,11 @@ def test_every_kernel_compiles_without_spills(stem, arch):
     kernels = {}
     for op in OPS.values():
         if op.stem == stem:
-            kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,)))
+            kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,))) or op.kernels(number, (torch.bfloat16,))
     kernels = selected(kernels, arch)
-    assert kernels
+    if not kernels:
+        assert not any(op.kernels(number) for op in OPS.values() if op.stem == stem)
+        pytest.skip(f"{stem} has no kernels of its own on {arch}")
     halves = [dict(list(kernels.items())[i::2]) for i in range(min(2, len(kernels)))]
     with ThreadPoolExecutor(2) as pool:
         found = {name: each for half in pool.map(compiled, halves, [arch] * 2) for name, each in half.items()}

@@ -61,12 +61,12 @@ def cross_entropy(
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
     checks.one_device(logits=logits, targets=targets)
-    options = _options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = checked_options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if not logits.is_cuda and not backend.simulates(logits):
         if version is not None:
             checks.needs_gpu("cross_entropy", version, logits.device)
-        _check_targets(targets, options)
+        checked_targets(targets, options)
         return reference(logits, targets, options)
     rows = targets.reshape(-1)
     x = unit_column_stride(as_matrix(logits))
@@ -74,7 +74,9 @@ def cross_entropy(
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
-def _options(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
+def checked_options(
+    columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str
+) -> Options:
     ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
     reduction = checks.choice("reduction", reduction, ("none", "sum", "mean"))
     smoothing, z_loss = checks.number("label_smoothing", smoothing), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
@@ -99,7 +101,7 @@ def _in_place(logits: Tensor, inplace: bool) -> bool:
     return True
 
 
-def _check_targets(targets: Tensor, options: Options) -> None:
+def checked_targets(targets: Tensor, options: Options) -> None:
     if torch.compiler.is_compiling() or transformed() or type(targets) not in (Tensor, torch.nn.Parameter) or targets.is_meta:
         return
     wrong = targets[((targets < 0) | (targets >= options.vocab)) & (targets != options.ignored)]
@@ -110,7 +112,7 @@ def _check_targets(targets: Tensor, options: Options) -> None:
 # ---- the raw ops: x is (rows, columns), targets (rows), stats: each row's logsumexp, and for a sum the number of targets not ignored
 
 
-def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
@@ -122,8 +124,8 @@ def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
         launch((blocks, 1, 1), block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
     if is_reduced:
-        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, added
-        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, blocks, options.reduction == "mean")
+        out, count = loss.data_ptr(), stats.data_ptr() + 8 * rows
+        reducer((1, 1, 1), (1024, 1, 1), 0, out, count, added, blocks, options.reduction == "mean")
     return loss, stats
 
 
@@ -133,11 +135,11 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 
 def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
     dx = _like(x)
-    _write_gradient(dx, unit_column_stride(x), *rest)
+    write_gradient(dx, unit_column_stride(x), *rest)
     return dx
 
 
-def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
+def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
@@ -156,11 +158,11 @@ def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
 _TENSORS = "Tensor targets, Tensor stats, Tensor dloss"
-_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, _launch, _fake)
+_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake)
 _backward = raw_op(f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward, _like)
 _backward_in_place = raw_op(
     f"_cross_entropy_backward_(Tensor(a!) x, {_TENSORS}, {_SCALARS}) -> ()", 4,
-    lambda x, *rest: _write_gradient(x, x, *rest), lambda *_: None,
+    lambda x, *rest: write_gradient(x, x, *rest), lambda *_: None,
 )  # fmt: skip
 
 # ---- autograd

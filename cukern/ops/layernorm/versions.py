@@ -40,6 +40,7 @@ class Tile(NamedTuple):
 def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
     """What v2 may use, from the shortest rows to the longest."""
     width = VECTOR_BYTES // itemsize if aligned else 1
+    sizes: tuple[tuple[int, int, int], ...]
     if backward and aligned and itemsize == 2:
         sizes = (24, 32, 128), (16, 512, 512)
     elif backward and aligned:
