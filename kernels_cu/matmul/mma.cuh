@@ -59,7 +59,7 @@ struct MmaOperand {
         int bytes = max(0, min(COPY, columns_left - byte));
         const char* from = x + (ALONG_K ? k0 * (long long)sizeof(T) : k0 * ld) + row0 * ld + byte;
         unsigned to = shared_address(shared);
-#pragma unroll(COPY == 16 ? 16 : 4)
+#pragma unroll(COPY == 16 ? 16 : ALONG_K ? 2 : 1)
         for (int i = 0; i < (ROWS + STEP - 1) / STEP; ++i, from += STEP * ld) {
             int row = row0 + i * STEP;
             if (ROWS % STEP && row >= ROWS) return;  // more threads than copies

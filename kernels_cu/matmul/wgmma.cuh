@@ -73,6 +73,7 @@ template <typename T, typename O, bool A_K, bool B_K, class S>
 __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     matmul_v7(O* out, O* pre, float* partials, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
               const T* bias, const O* residual, Sizes s) {
+#if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     constexpr int BK = 128 / sizeof(T);
     extern __shared__ __align__(1024) char shared[];
     unsigned ring = shared_address(shared), full = ring + S::BARRIERS, empty = full + 8 * S::STAGES;
@@ -151,5 +152,6 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
         }
     }
     if constexpr (S::CLUSTER > 1) cluster_sync();  // no block may end while others write to its shared memory
+#endif
 }
 #endif

@@ -8,7 +8,7 @@ from torch import Tensor
 from cukern.ops.matmul.epilogue import Epilogue, activate
 from cukern.ops.matmul.product import PIECES, add_product, column_sums, fake_matmul, product, resolved, run, sum_pieces
 from cukern.ops.matmul.reference import torch_matmul
-from cukern.ops.matmul.versions import ACTIVATION_BWD
+from cukern.ops.matmul.versions import ACTIVATION_BWD, ACTIVATION_WIDTH
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
 from cukern.runtime.tensors import pointers, wide
@@ -41,7 +41,7 @@ def _launch_backward(dout: Tensor, pre: Tensor, activation: int, version: str) -
     height = -(-rows // PIECES)
     chunks = -(-rows // height)
     sums = torch.empty((chunks, columns), dtype=wide(dout.dtype), device=dout.device)
-    width = 16 // dout.itemsize
+    width = ACTIVATION_WIDTH[dout.itemsize]
     if columns % width or any(p % 16 for p in pointers(dout, pre)):
         width = 1
     kernel, grid = ACTIVATION_BWD[dout.dtype, width].on(dout.get_device()), (chunks * -(-columns // (32 * width)), 1, 1)

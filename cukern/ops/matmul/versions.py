@@ -25,6 +25,7 @@ _V1, _V2, _V3, _V4, _V5 = (Template("matmul/matmul.cu", f"matmul_v{i}") for i in
 _V5_FIXUP = Template("matmul/matmul.cu", "matmul_v5_fixup")
 BIAS_GRAD = Template("matmul/matmul.cu", "matmul_bias_grad")  # used by all versions
 ACTIVATION_BWD = Template("matmul/matmul.cu", "matmul_activation_bwd")  # used by all versions
+ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
 
 
@@ -135,7 +136,8 @@ def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:
 
 
 def _gradients(dtype: torch.dtype) -> list[Kernel]:
-    return [*(ACTIVATION_BWD[dtype, w] for w in (1, 16 // dtype.itemsize)), *(BIAS_GRAD[d] for d in {dtype, wide(dtype)})]
+    widths = {1, ACTIVATION_WIDTH[dtype.itemsize]}
+    return [*(ACTIVATION_BWD[dtype, w] for w in widths), *(BIAS_GRAD[d] for d in {dtype, wide(dtype)})]
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
