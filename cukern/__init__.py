@@ -3,7 +3,7 @@
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
 lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, adamw, the optimizer
 AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
-Your own kernels: load, compile; a differentiable op made of them: op. Before a CUDA graph: warmup. One version for a block: use.
+Your own kernels: load, compile, tensor_map; a differentiable op of them: op. Before a CUDA graph: warmup. One version for a block: use.
 The simulator: backend("sim").
 """
 
@@ -25,6 +25,7 @@ from cukern.runtime.limits import LaunchError
 from cukern.runtime.load import compile, load
 from cukern.runtime.own_op import op
 from cukern.runtime.registry import use
+from cukern.runtime.tensor_map import tensor_map
 from cukern.runtime.warmup import warmup
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ __all__ = [
     "softmax",
     "square",
     "swiglu",
+    "tensor_map",
     "use",
     "warmup",
 ]

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from cukern.runtime import backend, checks, signature
+from cukern.runtime import backend, checks, interop, signature
+from cukern.runtime.tensor_map import TensorMap
 
 Quick = dict[Any, tuple[backend.Launch, tuple[Any, ...]]]  # by GPU: a launch, and `quick` of each parameter
 
@@ -43,9 +44,17 @@ def quick_values(launches: Quick, args: tuple[Any, ...]) -> tuple[backend.Launch
 def device(args: Iterable[Any]) -> int:
     """The device of the first tensor on a GPU. Without one: the simulator if it is enabled or there is no GPU, else the current GPU."""
     for a in args:
+        a = a.tensor if isinstance(a, TensorMap) else a
         if isinstance(a, torch.Tensor) and a.is_cuda:
             return a.get_device()
     return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
+
+
+def tensor(kernel: str, param: signature.Param, given: Any) -> torch.Tensor | None:
+    """The tensor of a pointer or of a tensor map."""
+    if isinstance(given, TensorMap):
+        return given.tensor
+    return interop.argument(param, given, kernel) if param.pointer and given is not None else None
 
 
 def common_device(kernel: str, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], default: int) -> int:

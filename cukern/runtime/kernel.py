@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cukern.runtime import arguments, backend, checks, extended_launch, interop, signature
+from cukern.runtime import arguments, backend, checks, extended_launch, signature
 from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
 from cukern.runtime.limits import LaunchError
@@ -141,9 +141,9 @@ class Kernel:
             args: one per parameter. For a pointer: a CUDA tensor, or an array of another library on the GPU (DLPack: JAX, CuPy; or
                 __cuda_array_interface__: Numba), of the pointee's dtype, or None for a null pointer. Nothing is copied; the kernel gets
                 the address of the first element. A JAX array must be a pointer to const. For a scalar: a number. For a vector such as
-                float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size. For a pointer to
-                pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel may access only them, and those of an
-                open `cukern.sim.memory.scope([...])`, which addresses in structs need.
+                float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
+                `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel
+                may access only them, and those of an open `cukern.sim.memory.scope([...])`, which addresses in structs need.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory; for more than 48 KiB the kernel's limit is raised.
             cluster: one to three ints: thread blocks of a cluster, for a kernel without __cluster_dims__. The grid is a multiple of it.
@@ -164,9 +164,7 @@ class Kernel:
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
         try:
-            tensors = [
-                interop.argument(p, a, self.name) if p.pointer and a is not None else None for p, a in zip(params, args, strict=True)
-            ]
+            tensors = [arguments.tensor(self.name, p, a) for p, a in zip(params, args, strict=True)]
             device = arguments.common_device(self.name, params, tensors, first)
             values = [arguments.value(self.name, p, a, t) for p, a, t in zip(params, args, tensors, strict=True)]
         except (TypeError, ValueError) as error:

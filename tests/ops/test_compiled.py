@@ -27,7 +27,7 @@ COMPILED = {
 PAIR = "sm_80", "sm_89"  # alike in instructions and registers
 
 # matmul_v5 has nine combinations of copy modes, three modes per matrix. sm_90a compiles all nine. Each other architecture compiles three,
-# and these differ between architectures.
+# and these differ between architectures. So it is with matmul_v6's tiles, layouts and copies.
 COMBINATION = re.compile(r"matmul_v5<\w+, (\w+), (\w+)")
 
 # Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers to give: matmul_v5's fill the
@@ -69,6 +69,8 @@ def selected(kernels, arch):
     if arch != "sm_90a":
         modes = {name: [COPY_MODES.index(mode) for mode in match.groups()] for name in kernels if (match := COMBINATION.match(name))}
         kernels = {name: k for name, k in kernels.items() if name not in modes or (sum(modes[name]) - ARCHS.index(arch)) % 3 == 0}
+        third = ARCHS.index(arch) % 3
+        kernels = {name: k for name, k in kernels.items() if "matmul_v6<" not in name or zlib.crc32(name.encode()) % 3 == third}
     if arch in PAIR:  # of float32, what the other does not compile
         kernels = {name: k for name, k in kernels.items() if "<float" not in name or zlib.crc32(name.encode()) % 2 == PAIR.index(arch)}
     return kernels

@@ -230,7 +230,9 @@ def test_bulk_copies():
 
 
 def test_bulk_copy_that_nobody_waits_for():
-    with pytest.raises(sim.Race, match=r"reads 4 bytes, offset 128 of shared memory .*, that thread \(0, 0, 0\) wrote"):
+    with pytest.raises(
+        sim.Race, match=r"reads 4 bytes, offset 128 of shared memory .*, that the asynchronous copy of thread \(0, 0, 0\) wrote"
+    ):
         simulate(BULK.replace("WAIT", "bytes < 0"), ints(256), iota(256), 800, block=64, name="k")
 
 

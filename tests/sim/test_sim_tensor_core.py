@@ -195,8 +195,10 @@ def test_wgmmas_descriptor():
     assert found.tolist() == [4096 + n // 8 * 1024 + n % 8 * 16 + half * 256 for n in range(32) for half in (0, 1)]
     found = described(np.full(64, word), np.arange(64), True)
     assert found.tolist() == [4096 + n * 1024 + k // 8 * 256 + k % 8 * 16 for n in range(4) for k in range(16)]
-    with pytest.raises(NotSimulated, match="swizzle"):
-        described(np.full(1, word | np.uint64(1) << np.uint64(62)), np.arange(1), False)
+    with pytest.raises(NotSimulated, match="several swizzles"):
+        described(np.array([word, word | np.uint64(1) << np.uint64(62)]), np.arange(2), False)
+    with pytest.raises(NotSimulated, match="base offset"):
+        described(np.full(1, word | np.uint64(1) << np.uint64(49)), np.arange(1), False)
     with pytest.raises(NotSimulated, match="m64n32k16"):
         wgmma("wgmma.mma_async.sync.aligned.m64n32k16.f32.tf32.tf32")
 

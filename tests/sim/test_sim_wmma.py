@@ -18,6 +18,13 @@ F16, F16_SUM, BF16, TF32, S8, F64 = (
     ("m16n16k16", "s8", "s32", 2, 2, 8),
     ("m8n8k4", "f64", "f64", 1, 1, 2),
 )
+WIDE, TALL, WIDE_S8, TALL_BF16, WIDE_SUM = (
+    ("m8n32k16", "f16", "f32", 8, 8, 8),
+    ("m32n8k16", "f16", "f32", 8, 8, 8),
+    ("m8n32k16", "s8", "s32", 1, 4, 8),
+    ("m32n8k16", "bf16", "f32", 8, 2, 8),
+    ("m8n32k16", "f16", "f16", 8, 8, 4),
+)
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "f32": torch.float32, "s8": torch.int8, "s32": torch.int32}
 DTYPES["f64"] = torch.float64
 LETTERS = {"f32": ("f", "float"), "f64": ("d", "double")}
@@ -82,7 +89,9 @@ def aligned(x):
 
 @pytest.mark.parametrize("space", ["global", "generic"])
 @pytest.mark.parametrize("layouts", [("row", "col", "row"), ("col", "row", "col"), ("row", "row", "col")])
-@pytest.mark.parametrize("combination", [F16, F16_SUM, BF16, TF32, S8, F64], ids=lambda x: "-".join(map(str, x[:3])))
+@pytest.mark.parametrize(
+    "combination", [F16, F16_SUM, BF16, TF32, S8, F64, WIDE, TALL, WIDE_S8, TALL_BF16, WIDE_SUM], ids=lambda x: "-".join(map(str, x[:3]))
+)
 def test_a_product_of_tiles(combination, layouts, space):
     a, b, c, ab, cd = matrices(combination)
     memory = [aligned(stored(x, layout, dtype, 32)) for x, layout, dtype in zip((a, b, c), layouts, (ab, ab, cd), strict=True)]
@@ -184,8 +193,8 @@ def test_an_uninitialized_operand_of_a_product():
 
 
 def test_what_is_not_there_is_named():
-    with pytest.raises(sim.NotSimulated, match=r"wmma.load.a.sync.aligned.row.m8n32k16.global.f16, in k, .*:\d+"):
-        run(kernel(F16, "row", "row").replace("m16n16k16", "m8n32k16"))
+    with pytest.raises(sim.NotSimulated, match=r"wmma.load.a.sync.aligned.row.m8n8k32.global.s4, in k, .*:\d+"):
+        run(kernel(("m8n8k32", "s4", "s32", 1, 1, 2), "row", "col"))
 
 
 WMMA = """

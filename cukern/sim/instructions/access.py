@@ -249,7 +249,7 @@ def _store_param(c: Context, address: Operand, value: Operand, type_: str) -> St
 
 
 def fence(c: Context) -> Step:
-    proxies = c.opcode == "fence.proxy.async.shared::cta"  # the simulator does not distinguish proxies
+    proxies = c.opcode in ("fence.proxy.async.shared::cta", "fence.proxy.async.global", "fence.proxy.async")
     known = {"cta", "cluster", "gl", "gpu", "sys", "sc", "acq_rel", "acquire", "release", "mbarrier_init"}
     if not proxies and not set(c.parts[1:]) <= known:
         raise c.unknown()
@@ -258,6 +258,8 @@ def fence(c: Context) -> Step:
     def run(m: Machine, group: Group) -> None:
         if not local:
             m.order.fence(group.lanes)
+        elif proxies:
+            m.order.proxy_fenced[group.lanes] = m.order.clock.now + 1
 
     return run
 

@@ -50,8 +50,7 @@ def atomic(c: Context) -> Step:
                 m.compare(lanes, at.view(np.int64))
             old = _serially(m, space, lanes, at, width // 8, changes.get(space.name, changes["shared"]), values, narrow)
             if space.name == "global":
-                m.order.publish(lanes, at, releases and not narrow)
-                m.order.observe(lanes, at, acquires=True)
+                m.order.exchange(lanes, at, releases and not narrow)
             elif space.name == "shared" and (releases or acquires):
                 positions = space.place(m, lanes, at, width // 8, "changes")[0]
                 if releases:
@@ -68,8 +67,13 @@ def atomic(c: Context) -> Step:
     return run
 
 
-def _change(c: Context, operation: str, space: str) -> Change:
-    type_ = c.types[0]
+def reduce(m: Machine, c: Context, operation: str, type_: str, lanes: np.ndarray, addresses: np.ndarray, values: np.ndarray) -> None:
+    """Change global memory by the values of lanes, as cp.reduce.async.bulk does."""
+    _serially(m, m.launched.memory, lanes, addresses, WIDTHS[type_] // 8, _change(c, operation, "global", type_), (values,), False)
+
+
+def _change(c: Context, operation: str, space: str, type_: str = "") -> Change:
+    type_ = type_ or c.types[0]
     if operation == "add" and type_ in _FLOATS:
         flush = ".ftz" if type_ == "f32" and space == "global" else ""  # PTX ISA, atom: only global memory flushes subnormals
         return alu.find(f"add.rn{flush}.{type_}")

@@ -122,6 +122,30 @@ def mbarrier(c: Context) -> Step:
     return run
 
 
+def copies_arrive(c: Context) -> Step:
+    """cp.async.mbarrier.arrive: arrives when the earlier cp.async of the thread are complete. Without .noinc, the phase waits for one more
+    arrival, which is this one."""
+    rest = set(c.parts[4:]) - {"b64"}
+    space = "generic" if not _SHARED & rest else "shared"
+    if c.parts[3] != "arrive" or rest - {"noinc", "shared", "shared::cta"}:
+        raise c.unknown()
+    base, offset = c.address(c.operands[0])
+
+    def run(m: Machine, group: Group) -> None:
+        m.order.clock.tick(m.pc)
+        addresses, where = address_of(m, group, base, offset), space
+        if space == "generic":
+            addresses, where = addresses & np.uint64((1 << WINDOW) - 1), "cluster"
+        positions = m.mbarriers.find(group, where, addresses)
+        m.mbarriers.follow(m.copies, group.lanes, positions)
+        m.go(m.pc + 1, group)
+        if "noinc" in rest:
+            one = np.ones(len(positions), np.int64)
+            m.mbarriers.arrive(group, positions, one, 0 * one)
+
+    return run
+
+
 def store_async(c: Context) -> Step:
     """st.async [to], values, [mbarrier]."""
     type_ = c.types[-1]

@@ -10,7 +10,7 @@ from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
 from cukern.sim.memory.spaces import Space
 from cukern.sim.numerics import tensor_core
-from cukern.sim.ptx.module import Immediate, Register, Vector
+from cukern.sim.ptx.module import Immediate, Register, Vector, immediate_value
 
 EVERY_LANE = Immediate("0xFFFFFFFF")
 
@@ -19,6 +19,12 @@ def check_whole_warps(m: Machine, lanes: np.ndarray) -> None:
     apart = m.warp_wide.ballot(lanes) != 0xFFFFFFFF
     if apart.any():
         raise m.fault(BarrierFault, lanes[apart][0], "wants all 32 lanes of its warp, and some are not there")
+
+
+def check_whole_warpgroups(m: Machine, lanes: np.ndarray) -> None:
+    groups, counts = np.unique(m.order.warpgroup_of(m.order.warp_of[lanes]), return_counts=True)
+    if (counts != 128).any():
+        raise m.fault(BarrierFault, groups[counts != 128][0] * 32, "wants the four warps of its warpgroup, and some are not there")
 
 
 def put_all(m: Machine, group: Group, targets: list[Register], values: list[np.ndarray]) -> None:
@@ -144,10 +150,10 @@ def move_matrix(c: Context) -> Step:
 
 
 def warpgroup(c: Context) -> Step:
-    """wgmma: operand a is in registers or in shared memory, b in shared memory. It is executed at once: wgmma.fence, .commit_group and
-    .wait_group do nothing, and a result that is read too early is not reported."""
+    """wgmma: operand a is in registers or in shared memory, b in shared memory. See machine/warpgroups.py. That a wgmma.fence is missing is
+    not reported: in PTX a register that is written before has another name."""
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
-        return together(c, EVERY_LANE, lambda m, group, masks: check_whole_warps(m, group.lanes))
+        return _wait_for_products(c)
     columns, pairs, function = tensor_core.wgmma(c.opcode)
     d, a, descriptor, keep, *flags = c.operands
     held = isinstance(a, Vector)
@@ -168,11 +174,17 @@ def warpgroup(c: Context) -> Step:
 
         numbers = each(first + lanes % 32) + 32 * np.arange(times)[:, None]
         at = tensor_core.described(words if len(words) == 1 else each(words).reshape(-1), numbers.reshape(-1), down)
-        parts = through(m, "shared", each(lanes).reshape(-1), at, lambda where, lanes, at: where.load(m, lanes, at, 16))
+        every = each(lanes).reshape(-1)
+        parts, places = m.shared.load(m, every, at, 16, flags=None), m.shared.place(m, every, at, 16, "reads")[0]
+        m.shared.check_proxy(m, every, places, 16)
+        # All four warps of a warpgroup read the same b: one of them stands for them.
+        one = slice(None) if count == 16 else m.order.warp_of[every] == m.order.warpgroup_of(m.order.warp_of[every])
+        m.warpgroups.start(m.pc, every[one], places[one], 16, read=True)
         return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 32 * times, 8), down)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         check_whole_warps(m, group.lanes)
+        check_whole_warpgroups(m, group.lanes)
         m.order.clock.tick(m.pc)
         b = fetch(m, group.lanes, m.get(group, described_b), np.zeros_like(group.lanes), columns, down[-1])
         before, fragments = ([m.spread(group, r).reshape(-1, 32) for r in rs] for rs in (old, registers))
@@ -181,7 +193,22 @@ def warpgroup(c: Context) -> Step:
             fragments = tensor_core.rows_of_a(fetch(m, group.lanes, m.get(group, described_a), first, 16, down[0]))
         kept = m.spread(group, keeps).reshape(-1, 32)[:, :1]
         if m.poisoned:
-            m.poison.check(group, (keeps, *registers, *(old if kept.any() else ())), "a matrix product")
+            m.poison.check(group, (keeps, *registers), "a matrix product")
+            m.poison.check(group, old if kept.any() else (), "a matrix product", sums=True)
         put_all(m, group, targets, function(fragments, b, before, kept))
+        m.warpgroups.results(group, [t.number for t in targets])
+
+    return together(c, EVERY_LANE, act, warpgroups=True)
+
+
+def _wait_for_products(c: Context) -> Step:
+    newest = next((int(immediate_value(x)) for x in c.operands if isinstance(x, Immediate)), 0)
+
+    def act(m: Machine, group: Group, masks: np.ndarray) -> None:
+        check_whole_warps(m, group.lanes)
+        if c.parts[1] == "commit_group":
+            m.warpgroups.commit(group.lanes)
+        elif c.parts[1] == "wait_group":
+            m.warpgroups.wait(group.lanes, newest)
 
     return together(c, EVERY_LANE, act)

@@ -1,6 +1,6 @@
 """The maker that decodes each instruction."""
 
-from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, calls, copies, jumps, matrix, warp, wmma
+from cukern.sim.instructions import access, addresses, arithmetic, atomics, barriers, bulk, calls, copies, jumps, matrix, warp, wmma
 from cukern.sim.instructions.decode import Maker, Table
 
 _STEPS: dict[str, Maker] = {
@@ -33,7 +33,9 @@ _JUMPS: dict[str, Maker] = {
     "barrier": barriers.barrier,
     "mbarrier": barriers.mbarrier,
     "st.async": barriers.store_async,
-    "cp.async.bulk": copies.bulk_copy,
+    "cp.async.bulk": bulk.copy,
+    "cp.async.mbarrier": barriers.copies_arrive,
+    "cp.reduce.async": bulk.copy,
     "shfl": warp.shuffle,
     "vote": warp.vote,
     "match": warp.match,

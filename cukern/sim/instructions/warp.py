@@ -15,12 +15,12 @@ from cukern.sim.ptx.module import Operand, Register
 Act = Callable[[Machine, Group, np.ndarray], None]
 
 
-def together(c: Context, mask: Operand, act: Act) -> Step:
-    """A step that calls act(m, group, masks) when all lanes of `mask` have come."""
+def together(c: Context, mask: Operand, act: Act, warpgroups: bool = False) -> Step:
+    """A step that calls act(m, group, masks) when all lanes of `mask` have come, and all warps of their warpgroups if that is given."""
     register = c.source(mask, "u32")
 
     def run(m: Machine, group: Group) -> None:
-        ready = m.warp_wide.meet(group, m.get(group, register), m.pc)
+        ready = m.warp_wide.meet(group, m.get(group, register), m.pc, warpgroups)
         if ready is not None:
             act(m, ready, m.spread(ready, register))
             m.go(m.pc + 1, ready)

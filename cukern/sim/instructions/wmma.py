@@ -1,7 +1,8 @@
-"""wmma.load, wmma.store and wmma.mma, the instructions of nvcuda::wmma, for tiles of 16 x 16 x 16 (tf32: 16 x 16 x 8; f64: 8 x 8 x 4).
+"""wmma.load, wmma.store and wmma.mma, the instructions of nvcuda::wmma, for tiles of 16 x 16 x 16, 8 x 32 x 16 and 32 x 8 x 16
+(tf32: 16 x 16 x 8; f64: 8 x 8 x 4).
 
-PTX does not say which lane has which element of a fragment. Here, as on GPUs since sm_80, a fragment is that of mma.sync: one of A, and two
-of B and C side by side. A warp accesses memory in units of 16 bytes, unit i by lane i % 32; the units of a matrix are numbered line by
+PTX does not say which lane has which element of a fragment. Here, as on GPUs since sm_80, a fragment is made of those of mma.sync, side by
+side. A warp accesses memory in units of 16 bytes, unit i by lane i % 32; the units of a matrix are numbered line by
 line. A "line" is a row of a row-major matrix, or a column of a column-major one.
 """
 
@@ -18,12 +19,13 @@ from cukern.sim.instructions.matrix import EVERY_LANE, check_whole_warps, poison
 from cukern.sim.instructions.warp import together
 from cukern.sim.machine.batch import Group
 from cukern.sim.machine.machine import Machine, Step
+from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.memory.spaces import WINDOW, Space
 from cukern.sim.numerics import tensor_core
 
-_UNIT = 16  # bytes of an access
+_UNIT = 16  # bytes of an access, if a line is not shorter
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "f64": 8, "f32": 4, "s32": 4}
-_SHAPES = {"m16n16k16": (16, 16, 16), "m16n16k8": (16, 16, 8), "m8n8k4": (8, 8, 4)}
+_SHAPES = {"m16n16k16": (16, 16, 16), "m8n32k16": (8, 32, 16), "m32n8k16": (32, 8, 16), "m16n16k8": (16, 16, 8), "m8n8k4": (8, 8, 4)}
 _GROUP, _QUAD = np.arange(32) // 4, np.arange(32) % 4
 
 
@@ -59,7 +61,8 @@ class _Tile:
         self.rows, self.columns = {"a": (m, k), "b": (k, n)}.get(self.role, (m, n))
         self.at = places(self.role, shape, self.size)
         self.lines, self.length = (self.columns, self.rows) if self.across else (self.rows, self.columns)
-        self.units = self.lines * self.length * self.size // _UNIT
+        self.unit = min(_UNIT, self.length * self.size)
+        self.units = self.lines * self.length * self.size // self.unit
         self.base, self.offset = c.address(place)
         rest = c.operands[2:]
         self.stride = c.source(rest[0], "u32") if rest else c.program.constant(self.length, 32)
@@ -78,17 +81,17 @@ class _Tile:
         for bad, what in ((starts % np.uint64(32) != 0, "address is not a multiple of 32"), (strides % 16 != 0, "stride is not one of 16")):
             if bad.any():
                 raise m.fault(Misaligned, group.lanes[bad][0], f"accesses a matrix whose {what} bytes", None, group.lanes[bad])
-        found, a_line = [], self.length * self.size // _UNIT
+        found, a_line = [], self.length * self.size // self.unit
         for first in range(0, self.units, 32):
             unit = first + group.lanes % 32
             some = np.flatnonzero(unit < self.units)
-            to = (unit // a_line * strides + unit % a_line * _UNIT)[some]
+            to = (unit // a_line * strides + unit % a_line * self.unit)[some]
             found.append((some, group.lanes[some], starts[some] + to.astype(np.uint64)))
         return found
 
     def registers(self, units: list[np.ndarray]) -> list[np.ndarray]:
         """The registers of a fragment, each (warps, 32), from the bytes of each access, (lanes, 16)."""
-        bytes_ = np.concatenate([u.reshape(-1, min(32, self.units), _UNIT) for u in units], axis=1)
+        bytes_ = np.concatenate([u.reshape(-1, min(32, self.units), self.unit) for u in units], axis=1)
         matrix = np.ascontiguousarray(bytes_).reshape(len(bytes_), -1).view(f"u{self.size}").reshape(-1, self.lines, self.length)
         matrix = matrix.swapaxes(1, 2) if self.across else matrix
         width = max(4, self.size)
@@ -102,17 +105,17 @@ class _Tile:
         matrix = np.zeros((len(parts), self.rows, self.columns), elements.dtype)
         matrix[:, self.at[0], self.at[1]] = elements
         matrix = np.ascontiguousarray(matrix.swapaxes(1, 2) if self.across else matrix)
-        units = matrix.view(np.uint8).reshape(len(parts), -1, _UNIT)
-        return [np.ascontiguousarray(units[:, i : i + 32]).reshape(-1, _UNIT) for i in range(0, self.units, 32)]
+        units = matrix.view(np.uint8).reshape(len(parts), -1, self.unit)
+        return [np.ascontiguousarray(units[:, i : i + 32]).reshape(-1, self.unit) for i in range(0, self.units, 32)]
 
 
 def load(c: Context) -> Step:
-    """wmma.load: a fragment of half has each element twice, in registers 0 to 3 and 4 to 7."""
+    """wmma.load: a fragment of half has 8 registers. Those of a smaller matrix have each element several times."""
     tile = _Tile(c)
     targets = [c.target(x) for x in c.items(c.operands[0])]
 
     def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray) -> np.ndarray:
-        return where.load(m, lanes, at, _UNIT, poison=True)
+        return where.load(m, lanes, at, tile.unit, poison=True)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         check_whole_warps(m, group.lanes)
@@ -120,14 +123,15 @@ def load(c: Context) -> Step:
         units, poison, origins = [], [], np.zeros(len(group.lanes), np.int64)
         for rows, lanes, at in tile.addresses(m, group):
             units.append(np.ascontiguousarray(through(m, tile.space, lanes, at, functools.partial(access, m))).view(np.uint8))
-            fetched = m.poison.fetched(group, _UNIT)
-            poison.append(np.zeros((len(rows), _UNIT), np.uint8) if fetched is None else fetched[0][rows] * np.uint8(0xFF))
+            fetched = m.poison.fetched(group, tile.unit)
+            poison.append(np.zeros((len(rows), tile.unit), np.uint8) if fetched is None else fetched[0][rows] * np.uint8(0xFF))
             origins = origins if fetched is None else np.maximum(origins, fetched[1])
         fragment = tile.registers(units)
-        put_all(m, group, targets, (fragment * 2)[: len(targets)])
+        times = len(targets) // len(fragment)
+        put_all(m, group, targets, fragment * times)
         if any(p.any() for p in poison):
             origins = np.repeat(origins.reshape(-1, 32).max(axis=1), 32)
-            for target, bits in zip(targets, tile.registers(poison) * 2, strict=False):
+            for target, bits in zip(targets, tile.registers(poison) * times, strict=True):
                 m.poison.put(group, target.number, bits.reshape(-1), origins)
 
     return together(c, EVERY_LANE, act)
@@ -139,7 +143,7 @@ def store(c: Context) -> Step:
     sources = [c.source(x, "b64" if tile.size == 8 else "b32") for x in c.items(c.operands[1])]
 
     def access(m: Machine, where: Space, lanes: np.ndarray, at: np.ndarray, values: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        return where.store(m, lanes, at, _UNIT, values, 0, codes)
+        return where.store(m, lanes, at, tile.unit, values, 0, codes)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         check_whole_warps(m, group.lanes)
@@ -154,43 +158,61 @@ def store(c: Context) -> Step:
             bits = tile.bytes_of(
                 [m.poisoned[r][group.index].reshape(-1, 32) if r in m.poisoned else zeros.reshape(-1, 32) for r in sources]
             )
-            codes = [((unit != 0) * (1 << np.arange(_UNIT))).sum(axis=1) for unit in bits]
+            codes = [((unit != 0) * (1 << np.arange(tile.unit))).sum(axis=1) for unit in bits]
         for (_, lanes, at), unit, code in zip(parts, units, codes, strict=True):
-            values: Any = unit.view(np.complex128)[:, 0]
+            values: Any = unit.view(CARRIERS[tile.unit])[:, 0]
             through(m, tile.space, lanes, at, functools.partial(access, m), values, code)
 
     return together(c, EVERY_LANE, act)
 
 
 def multiply(c: Context) -> Step:
-    """wmma.mma: one mma.sync for each half of B's columns. The layouts in its name matter to wmma.load alone."""
+    """wmma.mma: an mma.sync for each 8 columns and each 16 rows. The layouts in its name matter to wmma.load alone."""
     shape, *types = [p for p in c.parts[6:] if p not in ("rn", "satfinite")]
     saturate = ["satfinite"] if "satfinite" in c.parts else []
     if c.parts[2:4] != ["sync", "aligned"] or shape not in _SHAPES:
         raise c.unknown()
     if len(types) == 2:  # of d and c; a and b are f16
         types = [types[0], "f16", "f16", types[1]]
-    m_, n, k = _SHAPES[shape]
-    function = tensor_core.mma(".".join(["mma.sync.aligned", f"m{m_}n8k{k}", "row.col", *saturate, *types]))
+    rows, n, k = _SHAPES[shape]
     wide = types[0] == "f64"
+    height = 8 if wide else 16  # of a product
+    function = tensor_core.mma(".".join(["mma.sync.aligned", f"m{height}n8k{k}", "row.col", *saturate, *types]))
     d, *from_ = c.operands
     targets = [c.target(x) for x in c.items(d)]
     used = max(4, _BYTES[types[1]])  # bytes of a register
     a, b, old = ([c.source(x, "b64" if wide else "b32") for x in c.items(operand)] for operand in from_)
-    a, b = a[: m_ * k * _BYTES[types[1]] // used // 32], b[: n * k * _BYTES[types[1]] // used // 32]
-    tiles = n // 8
+    a, b = a[: rows * k * _BYTES[types[1]] // used // 32], b[: n * k * _BYTES[types[1]] // used // 32]
+    products = _products(a, b, old, rows, n, 0 if wide else c.program.constant(0, 32))
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         check_whole_warps(m, group.lanes)
         results, poison = [], []
-        for i in range(tiles):
-            mine = [a, *(x[i * len(x) // tiles : (i + 1) * len(x) // tiles] for x in (b, old))]
-            results += function(*([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in mine))
-            poison.append(poison_of_product(m, group, mine, len(targets) // tiles, m_) if m.poisoned else None)
+        for mine in products:
+            count = len(targets) // len(products)
+            results += function(*([m.spread(group, r).reshape(-1, 32) for r in registers] for registers in mine))[:count]
+            poison.append(poison_of_product(m, group, mine, len(mine[2]), height) if m.poisoned else None)
         put_all(m, group, targets, results)
         for i, found in enumerate(poison):
             if found is not None:
-                for target, bits in zip(targets[i * len(targets) // tiles :], found[0], strict=False):
+                for target, bits in zip(
+                    targets[i * len(targets) // len(products) :], found[0][: len(targets) // len(products)], strict=False
+                ):
                     m.poison.put(group, target.number, bits.reshape(-1), found[1])
 
     return together(c, EVERY_LANE, act)
+
+
+def _products(a: list[int], b: list[int], old: list[int], rows: int, columns: int, zero: int) -> list[list[list[int]]]:
+    """The registers of A, B and C of each mma.sync, in the order of C. `zero`: a register for the missing 8 rows, if there are only 8."""
+    blocks, tiles = rows // 8, columns // 8
+    found = []
+    for tile in range(tiles):
+        mine = [x[tile * len(x) // tiles : (tile + 1) * len(x) // tiles] for x in (b, old)]
+        for block in range(0, blocks, 2):
+            some = [r for i in range(0, len(a), blocks) for r in a[i + block : i + min(block + 2, blocks)]]
+            sums = mine[1][block * len(mine[1]) // blocks : (block + 2) * len(mine[1]) // blocks]
+            if blocks == 1 and zero:
+                some, sums = [x for r in some for x in (r, zero)], sums + [zero] * len(sums)
+            found.append([some, mine[0], sums])
+    return found

@@ -1,11 +1,11 @@
-"""Writes in flight: cp.async, and st.async with the mbarrier that it reports to. PTX ISA, cp.async, mbarrier and st.async.
+"""Accesses in flight: cp.async, bulk copies, and st.async with the mbarrier that it reports to. PTX ISA, cp.async, mbarrier, st.async.
 
 The simulator writes the data to shared memory at once. The shadow memory marks it as not yet readable. A cp.async completes when its
 thread waits for it. The phase of an mbarrier ends when all expected arrivals (also from other blocks of the cluster) and all expected
-bytes have come; then the writes of its st.async become visible to those who wait for it. Some races are missed: an arrival or an
-st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival at a block
-that may have exited is reported only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction belong to
-one phase.
+bytes have come; then the writes of its st.async and bulk copies become visible to those who wait for it. Some races are missed: an
+arrival or an st.async publishes all that its warp knows, whatever its scope and lane; a wait of one lane counts for its warp; an arrival
+at a block that may have exited is reported only if the block has exited. One rule is stricter than PTX: all arrivals of one instruction
+belong to one phase.
 """
 
 from dataclasses import dataclass, field
@@ -13,44 +13,82 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukern.sim.faults import BarrierFault, Fault
+from cukern.sim.faults import BarrierFault, Fault, Race
 from cukern.sim.machine.batch import Batch, Group
 
 
-class _Flight(NamedTuple):
-    numbers: np.ndarray  # of the commit group, by lane
+class Flight(NamedTuple):
+    numbers: np.ndarray  # of the commit group, by row
     lanes: np.ndarray
     positions: np.ndarray
     size: int
     pc: int
+    time: int  # of the start
+    read: bool  # of shared memory; else written
+
+    def rows(self, chosen: np.ndarray) -> "Flight":
+        return self._replace(numbers=self.numbers[chosen], lanes=self.lanes[chosen], positions=self.positions[chosen])
 
 
 class Copies:
-    def __init__(self, m: Batch):
-        self.m = m
-        self.flights: list[_Flight] = []
+    """Accesses to shared memory in flight, in groups that threads commit and wait for: the writes of cp.async, or the reads of bulk copies.
+
+    A read in flight counts as an access when it ends; what was written meanwhile races with it."""
+
+    def __init__(self, m: Batch, wait: str = "", flags: int = 0):
+        """wait: what ends an access; flags: of the stamps of a read."""
+        self.m, self.wait_name, self.flags = m, wait, flags
+        self.flights: list[Flight] = []
         self.committed = np.zeros(m.lanes, np.int64)
 
     def commit(self, lanes: np.ndarray) -> None:
         self.committed[lanes] += 1
 
-    def start(self, pc: int, lanes: np.ndarray, positions: np.ndarray, size: int) -> None:
-        self.flights.append(_Flight(self.committed[lanes], lanes, positions, size, pc))
+    def start(self, pc: int, lanes: np.ndarray, positions: np.ndarray, size: int, read: bool = False) -> None:
+        self.flights.append(Flight(self.committed[lanes], lanes, positions, size, pc, self.m.order.clock.now, read))
 
     def wait(self, lanes: np.ndarray, newest: int | None) -> None:
         """These lanes wait until at most their `newest` last groups are in flight; None: until none is."""
+        if not self.flights:
+            return
         limit = np.full(self.m.lanes, -1)
         limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
-        left = []
-        for flight in self.flights:
+        self.land(limit)
+
+    def land(self, limit: np.ndarray) -> None:
+        """The groups of each lane with a lower number than its limit have ended."""
+        flights, self.flights = self.flights, []
+        for flight in flights:
             landed = flight.numbers < limit[flight.lanes]
-            if landed.any():
-                self.m.order.clock.tick(flight.pc)
-                self.m.shared.shadow.arrived(self.m.order, flight.positions[landed], flight.size, flight.lanes[landed])
             if not landed.all():
-                up = ~landed
-                left.append(flight._replace(numbers=flight.numbers[up], lanes=flight.lanes[up], positions=flight.positions[up]))
-        self.flights = left
+                self.flights.append(flight.rows(~landed))
+            if landed.any():
+                self._land(flight if landed.all() else flight.rows(landed))
+
+    def take(self, lanes: np.ndarray) -> list[Flight]:
+        """The accesses of these lanes, which from now on something else waits for."""
+        chosen = np.zeros(self.m.lanes, bool)
+        chosen[lanes] = True
+        flights, self.flights = self.flights, []
+        self.flights = [rest for f in flights if len((rest := f.rows(~chosen[f.lanes])).lanes)]
+        return [mine for f in flights if len((mine := f.rows(chosen[f.lanes])).lanes)]
+
+    def _land(self, flight: Flight) -> None:
+        m, shadow = self.m, self.m.shared.shadow
+        if not flight.read:
+            m.order.clock.tick(flight.pc)
+            shadow.arrived(m.order, flight.positions, flight.size, flight.lanes)
+            m.order.proxy_fenced[flight.lanes] = m.order.clock.now + 1  # cp.async: whether it needs a proxy fence is not documented
+            return
+        found = shadow.written_since(flight.positions, flight.size, flight.time)
+        if found is not None and not m.mutes(Race):
+            row, stamp = found
+            block, thread, line = m.who(stamp)
+            where = m.shared.describe(m.shared.region, int(flight.positions[row]))
+            what = f"still reads {flight.size} bytes, {where}, when block {block}, thread {thread} writes there at {line}"
+            raise m.fault(Race, flight.lanes[row], f"{what}: {self.wait_name} is missing before the write", flight.pc)
+        m.order.clock.tick(flight.pc)
+        shadow.read(m.order, flight.positions, flight.size, flight.lanes, flags=self.flags)
 
 
 @dataclass
@@ -137,6 +175,16 @@ class Mbarriers:
             self.at[position].flights.append((self.m.pc, to[rows], lanes[rows], size))
             self._complete(position)
 
+    def follow(self, copies: Copies, lanes: np.ndarray, positions: np.ndarray) -> None:
+        """The phase of the mbarrier of each lane ends after the copies that the lane has started."""
+        of_lane = np.full(self.m.lanes, -1)
+        of_lane[lanes] = positions
+        for flight in copies.take(lanes):
+            mine = of_lane[flight.lanes]
+            for position in np.unique(mine).tolist():
+                rows = mine == position
+                self.at[position].flights.append((flight.pc, flight.positions[rows], flight.lanes[rows], flight.size))
+
     def wait(self, group: Group, positions: np.ndarray, parities: np.ndarray, result: int, blocks: bool = True) -> None:
         """These lanes wait for the end of a phase; if it does not `block`, those whose phase has not ended get False."""
         lanes, m = group.lanes, self.m
@@ -162,7 +210,7 @@ class Mbarriers:
             return
         for pc, to, lanes, size in barrier.flights:
             order.clock.tick(pc)
-            self.m.shared.shadow.arrived(order, to, size, lanes)
+            self.m.shared.shadow.arrived(order, to, size, lanes, copied=True)
             barrier.told[np.unique(order.warp_of[lanes]) % order.warps_a_cluster] = order.clock.now + 1
         barrier.learned = barrier.told.copy()
         barrier.phase, barrier.missing = barrier.phase + 1, barrier.count

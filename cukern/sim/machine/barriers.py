@@ -178,8 +178,8 @@ class Warps:
         self.at = np.zeros(m.lanes, np.int64)
         self.masks = np.zeros(m.lanes, np.uint32)
 
-    def meet(self, group: Group, masks: np.ndarray, key: int) -> Group | None:
-        """The lanes whose partners have all arrived; the others park."""
+    def meet(self, group: Group, masks: np.ndarray, key: int, warpgroups: bool = False) -> Group | None:
+        """The lanes whose partners have all arrived; the others park. `warpgroups`: the partners are the four warps of a warpgroup."""
         m = self.m
         if key not in self.parked and len(masks) == 1 and masks[0] == 0xFFFFFFFF and group.whole:
             return group
@@ -189,6 +189,10 @@ class Warps:
         if key in self.parked:
             lanes = np.sort(np.concatenate((lanes, self.parked.pop(key))))
         missing = self.masks[lanes] & bits(m.alive)[m.order.warp_of[lanes]] & ~self.ballot(lanes)
+        if warpgroups:
+            groups = m.order.warpgroup_of(np.arange(m.lanes // 32))
+            absent = np.bincount(groups, (bits(m.alive) & ~bits_of(lanes, m.lanes)) != 0, len(groups))
+            missing = absent[groups[m.order.warp_of[lanes]]] != 0
         m.waits_at[lanes] = np.where(missing, self.at[lanes], -1)
         if not missing.any():
             return group if len(lanes) == len(group.lanes) else m.group(lanes)
@@ -219,8 +223,11 @@ class Warps:
             lane = int(lanes[0])
             warp = m.order.warp_of[lane]
             wanted = np.flatnonzero(self.masks[lane] >> np.arange(32, dtype=np.uint32) & 1) + warp * 32
+            whom, first = f"lanes {self.masks[lane]:#010x} of its warp", 32 * int(m.order.warpgroup_of(warp))
+            if np.isin(wanted[m.alive[wanted]], lanes).all():
+                whom, wanted = "four warps of its warpgroup", np.arange(first, min(first + 128, m.lanes))
             missing = next(int(x) for x in wanted if m.alive[x] and x not in lanes)
-            what = f"waits for the lanes {self.masks[lane]:#010x} of its warp, but {m.whereabouts(missing)}"
+            what = f"waits for the {whom}, but {m.whereabouts(missing)}"
             return m.fault(BarrierFault, lane, what, int(self.at[lane]))
         return None
 

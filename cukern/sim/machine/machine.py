@@ -17,6 +17,7 @@ from cukern.sim.machine.calls import Calls
 from cukern.sim.machine.clusters import Clusters, Distributed
 from cukern.sim.machine.coverage import FAILED, HELD
 from cukern.sim.machine.poison import Flow, Poison
+from cukern.sim.machine.warpgroups import Warpgroups
 from cukern.sim.numerics.integers import UNSIGNED
 from cukern.sim.ptx.module import Register
 
@@ -83,6 +84,8 @@ class Machine(Batch):
         self.spinning, self.shares, self.turns, self.steps = False, 0, 0, 0
         self.barriers, self.warp_wide, self.copies = Barriers(self), Warps(self), Copies(self)
         self.clusters, self.mbarriers = Clusters(self), Mbarriers(self)
+        self.bulk = Copies(self, "a wait for the copy (cp.async.bulk.wait_group)")
+        self.warpgroups = Warpgroups(self)
         self.spaces["cluster"] = Distributed(self, self.clusters)
         self.regs = special.registers(self)
         self.calls = Calls(self)
@@ -107,8 +110,10 @@ class Machine(Batch):
                     if seen is not None:
                         self._see(seen, pc + i, group, parts[i][1])
                     if tolerant:
+                        self.pc = pc + i
                         self._tolerant_step(group, *parts[i])
                     elif self.poisoned:
+                        self.pc = pc + i
                         self._step_with_poison(group, *parts[i])
                     else:
                         step(self, group)
@@ -176,6 +181,8 @@ class Machine(Batch):
 
     def leave(self, group: Group) -> None:
         """These lanes exit."""
+        self.bulk.wait(group.lanes, None)
+        self.warpgroups.wait(group.lanes, None)
         self.alive[group.lanes] = False
         self.ended[group.lanes] = self.pc
         self.live -= len(group.lanes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukern.sim.faults import Fault, Uninitialized
+from cukern.sim.faults import Fault, Race, Uninitialized
 from cukern.sim.machine.batch import Batch, Group
 from cukern.sim.memory.spaces import Part, Space, first_row
 from cukern.sim.numerics.integers import UNSIGNED
@@ -44,6 +44,7 @@ class Poison:
         self.origins = {r: np.arange(m.lanes) for r in undefined}
         self.sources = [_Origin(None, lambda lane: "uses a variable that no statement has set")]
         self.fresh: list[tuple[np.ndarray, np.ndarray, int]] = []  # lanes, uninitialized bytes, origin; of the current load
+        self.flying: dict[int, np.ndarray] = {}  # origin that is a wgmma in flight -> its commit group by lane, or -1
         self.off = Uninitialized in m.launched.options.off
         for r in () if self.off else self.origins:
             m.poisoned[r] = self._ones(r, m.lanes)
@@ -80,6 +81,56 @@ class Poison:
         self.sources.append(_Origin(self.m.pc, describe))
         return (len(self.sources) - 1) * self.m.lanes
 
+    # ---- results of wgmma in flight
+
+    def start(self, group: Group, registers: Iterable[int], numbers: np.ndarray) -> None:
+        """These registers are results in flight of these commit groups."""
+        m = self.m
+        self.sources.append(_Origin(m.pc, lambda lane: "uses the result of a wgmma"))
+        number, flight = len(self.sources) - 1, np.full(m.lanes, -1)
+        flight[group.lanes] = numbers
+        self.flying[number] = flight
+        origins = number * m.lanes + np.arange(m.lanes)
+        shared: dict[int, np.ndarray] = {}
+        for r in registers:
+            if group.whole:
+                width = m.program.widths[r]
+                shared[width] = shared[width] if width in shared else self._ones(r, m.lanes)
+                m.poisoned[r], self.origins[r] = shared[width], origins
+            else:
+                self.put(group, r, self._ones(r, len(group.lanes)), origins[group.lanes])
+
+    def land(self, lanes: np.ndarray, limits: np.ndarray) -> None:
+        """The commit groups of these lanes with lower numbers than their limits have ended."""
+        ended = {}
+        for number, flight in list(self.flying.items()):
+            rows = lanes[(flight[lanes] >= 0) & (flight[lanes] < limits)]
+            if len(rows):
+                flight[rows], ended[number] = -1, rows
+                if flight.max() < 0:
+                    del self.flying[number]
+        m, cleared = self.m, {}
+        for r, mask in list(m.poisoned.items()) if ended else []:
+            origins = self.origins[r]
+            key = id(mask), id(origins)  # registers may share both
+            if key not in cleared:
+                new = mask.copy()
+                for number, rows in ended.items():
+                    new[rows[origins[rows] // m.lanes == number]] = 0
+                cleared[key] = new, mask, bool(new.any())
+            m.poisoned[r] = cleared[key][0]
+            if not cleared[key][2]:
+                del m.poisoned[r]
+
+    def _check_landed(self, group: Group, flags: np.ndarray, origins: np.ndarray) -> None:
+        m = self.m
+        early = flags & np.isin(origins // m.lanes, list(self.flying))
+        if early.any() and not m.mutes(Race):
+            row = first_row(early)
+            line = m.program.location(self.sources[int(origins[row]) // m.lanes].pc or 0)
+            what = f"uses a result of the wgmma at {line}, which may still be written: a wgmma.wait_group (after a wgmma.commit_group)"
+            raise m.fault(Race, group.lanes[row], f"{what} is missing between the two")
+
     # ---- where it goes
 
     def _ones(self, register: int, count: int) -> np.ndarray:
@@ -100,8 +151,9 @@ class Poison:
         origin[group.index] = origins
         m.poisoned[register], self.origins[register] = mask, origin
 
-    def of(self, group: Group, registers: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Which lanes of the group have uninitialized bits in one of these registers, and their origins."""
+    def of(self, group: Group, registers: Iterable[int], moves: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Which lanes of the group have uninitialized bits in one of these registers, and their origins. Raises Race for results of a
+        wgmma in flight, unless the instruction only `moves` them."""
         flags, origins = np.zeros(len(group.lanes), bool), np.zeros(len(group.lanes), np.int64)
         for r in registers:
             mask = self.m.poisoned.get(r)
@@ -109,12 +161,15 @@ class Poison:
                 mine = mask[group.index] != 0
                 origins = np.where(mine & ~flags, self.origins[r][group.index], origins)
                 flags |= mine
+        if self.flying and not moves:
+            self._check_landed(group, flags, origins)
         return flags, origins
 
-    def check(self, group: Group, registers: Iterable[int], use: str) -> None:
-        """Raise Uninitialized if one of these registers has uninitialized bits."""
+    def check(self, group: Group, registers: Iterable[int], use: str, sums: bool = False) -> None:
+        """Raise Uninitialized if one of these registers has uninitialized bits. `sums`: it may be the result of a wgmma in flight."""
         if any(r in self.m.poisoned for r in registers):
-            flags, origins = self.of(group, registers)
+            flags, origins = self.of(group, registers, moves=sums)
+            flags &= ~np.isin(origins // self.m.lanes, list(self.flying)) if self.flying else flags
             if flags.any() and not self.m.mutes(Uninitialized):
                 raise self.fault(int(group.lanes[first_row(flags)]), int(origins[first_row(flags)]), use)
 
@@ -148,7 +203,7 @@ class Poison:
         m = self.m
         results = {}
         if any(r in m.poisoned for r in flow.reads):
-            flags, origins = self.of(group, flow.reads)
+            flags, origins = self.of(group, flow.reads, moves=flow.kind == "move")
             if flags.any():
                 results = self._results(step, flow, group, flags)
         step(m, group)

@@ -25,7 +25,8 @@ class Releases:
         self.knew: dict[int, int] = {}  # address -> what those who released there knew
         self.known: list[Knowledge] = [{}]
         self.numbers: dict[frozenset, int] = {frozenset(): 0}
-        # Cluster of blocks -> address -> the numbers of its releases there, and after each for all its lanes: released until this time
+        # Cluster of blocks -> address -> the numbers of its releases there, and after each, for plain and strong accesses of all its lanes:
+        # released until this time
         self.of: dict[int, dict[int, tuple[list[int], list[np.ndarray]]]] = {}
 
     @property
@@ -33,7 +34,7 @@ class Releases:
         return bool(self.counts)
 
     def add(self, cluster: int, addresses: set[int], until: np.ndarray, knowledge: int) -> None:
-        """Lanes of a cluster release at these addresses: `until` has a time for each lane of the cluster."""
+        """Lanes of a cluster release at these addresses: `until` has two times for each lane of the cluster."""
         for address in addresses if len(addresses) <= _MOST_ADDRESSES else {_ANYWHERE}:
             number = self.counts[address] = self.counts.get(address, 0) + 1
             numbers, times = self.of.setdefault(cluster, {}).setdefault(address, ([], []))
@@ -69,7 +70,8 @@ class Releases:
         return number
 
     def until(self, cluster: int, knowledge: int) -> np.ndarray | None:
-        """For each lane of a cluster: whoever has this knowledge knows what the lane did before this time. None: knows nothing."""
+        """For plain and for strong accesses of each lane of a cluster: whoever has this knowledge knows those before this time. None: knows
+        nothing."""
         result, there = None, self.of.get(cluster, {})
         for address, count in self.known[knowledge].items():
             numbers, times = there.get(address, ([], []))

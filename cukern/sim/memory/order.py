@@ -1,7 +1,8 @@
 """The happens-before relation between the memory accesses of a launch. Two accesses that it does not order may race.
 
 Time counts the memory instructions of the launch. A stamp records an access: its time, its lane, whether it is strong (an atomic), and
-whether it is an asynchronous copy still in flight. A lane knows its own accesses, those of its block before the last barrier, and those of
+whether it is an asynchronous copy still in flight, or a read by a whole warpgroup (wgmma), which any of its four warps may report to
+others. A lane knows its own accesses, those of its block before the last barrier, and those of
 its warp before the last `__syncwarp()`; a named barrier tells it all that the participating warps knew. Shuffles and votes order nothing.
 
 A .release atomic in shared memory tells what its warp knows to those who .acquire at the same address, whatever atomics come between.
@@ -17,8 +18,9 @@ from cukern.sim.memory.between_blocks import Releases
 
 IN_FLIGHT = 1 << 62
 STRONG = 1
-TIME_BITS = 28
-_LANES = (1 << TIME_BITS - 1) - 1
+TIME_BITS = 29
+WARPGROUP = 1 << TIME_BITS - 1
+_LANES = (1 << TIME_BITS - 2) - 1
 
 
 class Clock:
@@ -55,6 +57,7 @@ class Order:
         self.floor = np.zeros(self.lanes, np.int64)  # a lane knows every access of its cluster with a lower stamp
         self.lane_known: np.ndarray | None = None  # [lane, lane of its warp]: times; after a __syncwarp of part of a warp
         self.fenced = np.zeros(self.lanes, np.int64)  # time of a lane's last fence
+        self.proxy_fenced = self.fenced.copy()  # time of a lane's last fence.proxy.async
         self.fence_knew: np.ndarray | None = None  # `known` of a warp at its last fence
         self.learned = np.zeros(blocks * warps, np.int64)  # by warp: what it knows of other blocks, as a number of Releases
         self.seen = self.learned.copy()  # by warp: what it will know of other blocks after a fence
@@ -86,6 +89,13 @@ class Order:
         known = times < self.known[self.warp_of[lanes], self.warp_of[lane] % self.warps_a_cluster]
         if self.lane_known is not None:
             known |= (self.warp_of[lane] == self.warp_of[lanes]) & (times < self.lane_known[lanes, lane % 32])
+        together = np.flatnonzero(stamps & WARPGROUP)
+        if len(together):
+            warps, mine = self.warp_of[lane[together]], self.warp_of[lanes[together]]
+            first = warps % self.warps_a_cluster - warps % self.warps_a_block % 4
+            for i in range(4):
+                known[together] |= times[together] < self.known[mine, np.minimum(first + i, self.warps_a_cluster - 1)]
+            known[together] |= self.warpgroup_of(warps) == self.warpgroup_of(mine)
         result = inside & (self.cluster_of[lane] == self.cluster_of[lanes]) & (known | (lane == lanes))
         if self.learned.any():
             result |= self._released(stamps, lanes)
@@ -101,8 +111,12 @@ class Order:
             until = self.clock.releases.until(cluster, knowledge)
             if until is not None:
                 rows = np.flatnonzero(which.reshape(-1) == i)
-                result[rows] = times[rows] < until[offset[rows]]
+                result[rows] = times[rows] < until[stamps[rows] & STRONG, offset[rows]]
         return result
+
+    def warpgroup_of(self, warps: np.ndarray) -> np.ndarray:
+        """The number of the first warp of the warpgroup of each warp."""
+        return warps - warps % self.warps_a_block % 4
 
     # ---- what establishes order
 
@@ -201,7 +215,8 @@ class Order:
 
     def _published(self, warp: int, lanes: np.ndarray) -> np.ndarray:
         """For each lane of the cluster: its accesses before this time are ordered before what these lanes, of that warp, store now. That
-        are those which they knew at their own last fence, and those which they know now and after which the accessing lane had a fence."""
+        are those which they knew at their own last fence, and those which they know now and after which the accessing lane had a fence.
+        Row 0: plain accesses; row 1: strong accesses, to which the store itself belongs."""
         assert self.fence_knew is not None
         first, own = warp // self.warps_a_cluster * self.warps_a_cluster * 32, warp % self.warps_a_cluster * 32
         knows = np.repeat(self.known[warp], 32)
@@ -211,7 +226,21 @@ class Order:
         until = np.minimum(knows, self.fenced[first : first + len(knows)])
         if self.fenced[lanes].any():
             until = np.maximum(until, np.repeat(self.fence_knew[warp], 32))
-        return until
+        strong = until.copy()
+        strong[lanes[self.fenced[lanes] > 0] - first] = self.clock.now + 1
+        return np.stack((until, strong))
+
+    def exchange(self, lanes: np.ndarray, addresses: np.ndarray, releases: bool) -> None:
+        """These lanes execute an atomic in global memory, one warp after the other: each sees what those before it have released."""
+        if releases:
+            self.fence(lanes)
+        if self.fence_knew is None and not self.clock.releases.any:
+            self.clock.looked = True
+            return
+        for warp in np.unique(self.warp_of[lanes]).tolist():
+            rows = self.warp_of[lanes] == warp
+            self.publish(lanes[rows], addresses[rows])
+            self.observe(lanes[rows], addresses[rows], acquires=True)
 
     def observe(self, lanes: np.ndarray, addresses: np.ndarray, acquires: bool) -> None:
         """These lanes execute a strong load from global memory."""

@@ -7,7 +7,7 @@ processed at the next write, and dropped at a barrier of the whole batch. So a t
 import numpy as np
 
 from cukern.sim.memory.history import Conflict, History
-from cukern.sim.memory.order import STRONG, TIME_BITS, Order
+from cukern.sim.memory.order import IN_FLIGHT, STRONG, TIME_BITS, Order
 
 _COUNT = np.arange(16)  # an access has at most 16 bytes
 _LONGEST_LOG = 1 << 21  # reads that are logged before the log is processed
@@ -27,6 +27,7 @@ class Shadow:
         self.reads: History | None = None
         self.heard: np.ndarray | None = None  # in shared memory: time of the last strong read
         self.narrow: np.ndarray | None = None  # bytes changed by an atomic that is atomic only for its own block
+        self.copied: np.ndarray | None = None  # granules last written by an asynchronous copy
         self.poisoned: np.ndarray | None = None  # bytes that hold a value computed from uninitialized ones
         self.log: list[tuple[np.ndarray, int, np.ndarray]] = []
         self.logged = 0
@@ -36,10 +37,12 @@ class Shadow:
         """The stamp of the last write of each granule; 0 if there was none."""
         return None if self.writes is None else self.writes.last
 
-    def read(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False) -> Conflict | None:
-        """Record a read. Returns the writes that race with it, if any."""
-        if not strong and self.reach != "lane":
-            self._log(order, positions, size, lanes)
+    def read(
+        self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, strong: bool = False, flags: int | None = 0
+    ) -> Conflict | None:
+        """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that race with it, if any."""
+        if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):
+            self._log(order, positions, size, order.stamps(lanes, (flags or 0) | STRONG * strong))
         if self.writes is None:
             return None
         granules = self._granules(positions, size)
@@ -56,6 +59,29 @@ class Shadow:
         stamps = self.writes.last[self._granules(positions, size)].reshape(len(positions), -1).max(axis=1)
         row = int((stamps != 0).argmax())
         return (row, int(stamps[row])) if stamps[row] else None
+
+    def written_since(self, positions: np.ndarray, size: int, time: int) -> tuple[int, int] | None:
+        """The first row that was written after this time, and the stamp of the write."""
+        if self.writes is None:
+            return None
+        stamps = self.writes.last[self._granules(positions, size)].reshape(len(positions), -1).max(axis=1) & ~IN_FLIGHT
+        late = stamps >> TIME_BITS > time
+        row = int(late.argmax())
+        return (row, int(stamps[row])) if late[row] else None
+
+    def unfenced(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> tuple[int, int] | None:
+        """The first row with a plain write after which neither its writer nor the reader had a fence.proxy.async, and its stamp."""
+        if self.writes is None:
+            return None
+        granules = self._granules(positions, size).reshape(len(positions), -1)
+        stamps = self.writes.last[granules]
+        if self.copied is not None:
+            stamps = np.where(self.copied[granules], 0, stamps)
+        stamps = stamps.max(axis=1)
+        writers = np.clip(order.by_lane(stamps) - order.base, 0, order.lanes - 1)
+        late = (stamps != 0) & (stamps >> TIME_BITS >= np.maximum(order.proxy_fenced[writers], order.proxy_fenced[lanes]))
+        row = int(late.argmax())
+        return (row, int(stamps[row])) if late[row] else None
 
     def unwritten(self, positions: np.ndarray, size: int) -> np.ndarray | None:
         """For each row, which of its bytes are uninitialized; None if none is."""
@@ -95,13 +121,14 @@ class Shadow:
         granules = self._granules(positions, size)
         if self.writes is None:
             self.writes = History(self.size >> self.bits)
+        self._mark_copied(granules, False)
         strong = bool(flags & STRONG)
         over_writes = self._unordered(self.writes, order, granules, lanes, strong)
         if strong and (narrow or self.narrow is not None):
             over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
         over_reads = None
         if self.reads is not None:
-            over_reads = self._unordered(self.reads, order, granules, lanes, False)
+            over_reads = self._unordered(self.reads, order, granules, lanes, strong)
             self.reads.clear(granules, order.clock.now << TIME_BITS)
         if not strong:
             self.writes.clear(granules, order.clock.now << TIME_BITS)
@@ -118,7 +145,7 @@ class Shadow:
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
 
     def _too_narrow(self, order: Order, positions: np.ndarray, granules: np.ndarray, lanes: np.ndarray, narrow: bool) -> Conflict | None:
-        """Atomics of several blocks on one location, of which one is atomic only for its own block."""
+        """Atomics of several blocks on one location. One of them is atomic only within its own block."""
         assert self.writes is not None
         if self.narrow is None:
             self.narrow = np.zeros(self.size, bool)
@@ -129,12 +156,13 @@ class Shadow:
         self.narrow[positions] |= narrow
         return Conflict(rows, before[rows]) if len(rows) else None
 
-    def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        """Asynchronous copies have completed: record them as writes of their lanes now."""
+    def arrived(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, copied: bool = False) -> None:
+        """Asynchronous copies have completed: record them as writes of their lanes now. `copied`: an mbarrier has told so."""
         assert self.writes is not None
         granules = self._granules(positions, size)
         stamps = order.stamps(lanes)
         self.writes.last[granules] = stamps if granules.ndim == 1 else stamps[:, None]
+        self._mark_copied(granules, copied)
 
     def accesses(self, order: Order, start: int, end: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
         """The reads and writes of the bytes from `start` to `end`, each with its verb: granules and stamps. Strong writes that a strong
@@ -159,12 +187,22 @@ class Shadow:
         now = self.before | np.repeat(self.writes.last != 0, 1 << self.bits)
         return now if self.poisoned is None else now & ~self.poisoned
 
+    def _mark_copied(self, granules: np.ndarray, copied: bool) -> None:
+        if copied or self.copied is not None:
+            self.copied = np.zeros(self.size >> self.bits, bool) if self.copied is None else self.copied
+            self.copied[granules] = copied
+
+    def was_copied(self, position: int) -> bool:
+        """True if an asynchronous copy wrote there last."""
+        return self.copied is not None and bool(self.copied[position >> self.bits])
+
     def _granules(self, positions: np.ndarray, size: int) -> np.ndarray:
         """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
             finer = (1 << self.bits) // size
             self.bits = size.bit_length() - 1
             self.heard = None if self.heard is None else np.repeat(self.heard, finer)
+            self.copied = None if self.copied is None else np.repeat(self.copied, finer)
             for history in (self.writes, self.reads):
                 if history is not None:
                     history.refine(finer)
@@ -177,8 +215,8 @@ class Shadow:
 
     # ---- reads
 
-    def _log(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        self.log.append((positions, size, order.stamps(lanes)))
+    def _log(self, order: Order, positions: np.ndarray, size: int, stamps: np.ndarray) -> None:
+        self.log.append((positions, size, stamps))
         self.logged += len(positions)
         if self.logged > _LONGEST_LOG:
             self._process_log(order)

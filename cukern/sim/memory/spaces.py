@@ -89,18 +89,34 @@ class Space:
     # ---- accesses
 
     def load(
-        self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False, poison: bool = False
+        self,
+        m: Accessor,
+        lanes: np.ndarray,
+        addresses: np.ndarray,
+        size: int,
+        strong: bool = False,
+        poison: bool = False,
+        flags: int | None = 0,
     ) -> np.ndarray:
-        """`poison`: uninitialized bytes are no fault, but the batch is told of them."""
+        """`poison`: uninitialized bytes are no fault, but the batch is told of them. `flags`: of the stamp; None: it is recorded later."""
         at, parts = self.place(m, lanes, addresses, size, "reads")
         for part in parts:
             if part.shadow is not None:
                 self.check_written(m, part, size, poison)
-                conflict = part.shadow.read(m.order, part.at - part.region.origin, size, part.lanes, strong)
+                conflict = part.shadow.read(m.order, part.at - part.region.origin, size, part.lanes, strong, flags)
                 if conflict is not None:
                     self._report(m, part, size, "reads", conflict, "wrote")
         array, index = self.array(at, size)
         return array[index]
+
+    def unwritten(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
+        """For each row, its uninitialized bytes as bits."""
+        codes = np.zeros(len(lanes), np.int64)
+        for part in self.place(m, lanes, addresses, size, "reads")[1]:
+            missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
+            if missing is not None:
+                codes[part.rows] = (missing * (1 << np.arange(size))).sum(axis=1)
+        return codes
 
     def check_unchanged(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> None:
         """A load through the read-only cache, which does not see what the launch writes."""
@@ -211,6 +227,8 @@ class Space:
                 remedy = "an atomic of .cta scope (atomicAdd_block) does not order blocks"
             if m.order.cluster_of[lane] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
                 remedy = "no cluster barrier is between the two, or its arrive is .relaxed"
+        elif did == "wrote" and part.shadow is not None and part.shadow.was_copied(int(part.at[row])):
+            other, remedy = f"the asynchronous copy of thread {thread}", "a wait at its mbarrier is missing"
         else:
             other = f"thread {thread}"
             apart = m.divergence(lane)
@@ -246,6 +264,15 @@ class Private(Space):
         self.bases = piece_of * self.stride
         self.region = Region(0, pieces * self.stride)
         self.shadow = Shadow(pieces * self.stride, np.zeros(pieces * self.stride, bool), reach="cluster" if name == "shared" else "lane")
+
+    def check_proxy(self, m: Accessor, lanes: np.ndarray, at: np.ndarray, size: int) -> None:
+        """These lanes read shared memory asynchronously. After a plain write, the writer or the reader needs a fence.proxy.async."""
+        found = self.shadow.unfenced(m.order, at, size, lanes)
+        if found is not None and not m.mutes(Race):
+            row, stamp = found
+            _, thread, line = m.who(stamp)
+            what = f"reads {size} bytes asynchronously, {self.describe(self.region, int(at[row]))}, that thread {thread} wrote at {line}"
+            raise m.fault(Race, lanes[row], f"{what}: a fence.proxy.async is missing between the two")
 
     def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
         self.check_aligned(m, lanes, addresses, size, verb)
@@ -300,14 +327,21 @@ class Global(Space):
         return at, parts
 
     def load(
-        self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, strong: bool = False, poison: bool = False
+        self,
+        m: Accessor,
+        lanes: np.ndarray,
+        addresses: np.ndarray,
+        size: int,
+        strong: bool = False,
+        poison: bool = False,
+        flags: int | None = 0,
     ) -> np.ndarray:
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None
             if shadow is None or (shadow.writers is None and shadow.before is None):  # only read so far: some lanes represent all
                 return super().load(m, np.append(lanes[::32], lanes[-1]), addresses, size, strong)[:1]
-        return super().load(m, lanes, addresses, size, strong, poison)
+        return super().load(m, lanes, addresses, size, strong, poison, flags)
 
     def _check_inside(self, m: Accessor, part: Part, size: int, verb: str) -> None:
         """An access to a view must not reach the memory between its rows."""

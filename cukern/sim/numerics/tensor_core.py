@@ -143,18 +143,21 @@ def rows_of_a(rows: Array) -> list[Array]:
 
 def described(words: Array, number: Array, down: bool) -> Array:
     """The address of 16 bytes of a wgmma operand, from its matrix descriptor. K-major: half `number` % 2 along k of row (of b: column)
-    `number` // 2. MN-major (`down`): eight rows from `number` // 16 * 8 on, at index `number` % 16 along k; only these may have the
-    128-byte swizzle. Raises NotSimulated for other swizzles."""
-    kinds = set((words >> np.uint64(62)).tolist())
-    if kinds not in ({0}, {1}) or (kinds == {1} and not down):
-        raise NotSimulated("wgmma with such a swizzle")
+    `number` // 2. MN-major (`down`): eight rows from `number` // 16 * 8 on, at index `number` % 16 along k. Raises NotSimulated for a base
+    offset, or several swizzles at once."""
+    kinds, offsets = set((words >> np.uint64(62)).tolist()), words >> np.uint64(49) & np.uint64(7)
+    if len(kinds) > 1 or offsets.any():
+        raise NotSimulated("wgmma with a base offset in its matrix descriptor" if offsets.any() else "wgmma with several swizzles")
     start, first, second = ((words >> np.uint64(bit) & np.uint64(0x3FFF)) << np.uint64(4) for bit in (0, 16, 32))
-    number = number.astype(np.uint64)
+    number, units, unit = number.astype(np.uint64), np.uint64((1, 8, 4, 2)[kinds.pop()]), np.uint64(16)
     eight, in_eight, half = (number // 16, number % 8, number // 8 % 2) if down else (number // 16, number // 2 % 8, number % 2)
-    if kinds == {0}:
-        return start + eight * second + in_eight * np.uint64(16) + half * first
-    place = start + eight // 8 * first + eight % 8 * np.uint64(16) + half * second + in_eight * np.uint64(128)
-    return place ^ (place >> np.uint64(7) & np.uint64(7)) << np.uint64(4)
+    if units == 1:
+        return start + eight * second + in_eight * unit + half * first
+    if down:
+        place = start + eight // units * first + eight % units * unit + half * second + in_eight * units * unit
+    else:
+        place = start + eight * second + in_eight * units * unit + half * unit
+    return place ^ (place >> np.uint64(7) & units - np.uint64(1)) << np.uint64(4)
 
 
 def by_rows(parts: Array, down: bool) -> Array:

@@ -36,6 +36,7 @@ class Symbol(NamedTuple):
 class Address(NamedTuple):
     base: Register | Symbol | None
     offset: int
+    coordinates: tuple = ()  # of a tensor map's box
 
 
 class Vector(NamedTuple):

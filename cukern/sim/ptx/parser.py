@@ -363,6 +363,11 @@ class _Parser:
             offset = self.offset()
         if self.accept("]"):
             return ptx.Address(base, offset)
+        if base is not None and self.tokens[self.at : self.at + 2] == [",", "{"]:
+            self.at += 2
+            coordinates = self.vector("}")
+            self.expect("]")
+            return ptx.Address(base, offset, coordinates.items)
         while (token := self.next()) != "]":
             pass
         return ptx.Symbol(f"[{base}, ...]")  # a form that no simulated instruction has

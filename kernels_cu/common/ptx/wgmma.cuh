@@ -1,10 +1,11 @@
 // Tensor cores by warpgroup: wgmma and setmaxnreg (sm_90a only).
 #pragma once
 
+#include "async_copy.cuh"
+
 // A warpgroup is four neighbouring warps, the first a multiple of 4. wgmma is asynchronous: registers of a and d must not be accessed
 // between wgmma and wgmma_wait, and wgmma_fence must come between earlier writes to them and wgmma. Writes of threads to shared memory are
 // visible to wgmma after fence_async and a barrier.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -19,7 +20,11 @@ __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Wait until at most PENDING committed groups are in flight. d is their accumulator.
+// Wait until at most PENDING committed groups are in flight. d is their accumulator; without it, only operands in shared memory are free.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 template <int PENDING, int N>
 __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -39,8 +44,11 @@ __device__ __forceinline__ void wgmma_wait(unsigned (&a)[N][M][4]) {
 // Without swizzle: elements are contiguous along k, the rows of a core matrix are columns of b, and `along_k` and `across` are the
 // distances in bytes to the next core matrix along k and along the columns. SWIZZLED (128-byte swizzle): elements are contiguous along the
 // columns. A row of 64 columns is 128 bytes, eight units of 16 bytes. Unit i of row r is stored at position i ^ r. Eight rows are 1024
-// bytes. Then `along_k` is the distance in bytes to the next 64 columns, and `across` that to the next eight rows.
-constexpr unsigned long long SWIZZLED = 1ull << 62;
+// bytes. Then `along_k` is the distance in bytes to the next 64 columns, and `across` that to the next eight rows. If the elements are
+// contiguous along k instead, a column of b has 64 elements of k in 128 bytes; `across` is the distance to the next eight columns, `along_k`
+// is not used, and the address of the next 16 elements along k is 32 bytes further. SWIZZLED_64 and SWIZZLED_32: the same with rows of 64
+// and 32 bytes. The matrix starts at a multiple of eight rows. tma_load (tma.cuh) with the same swizzle writes these layouts.
+constexpr unsigned long long SWIZZLED = 1ull << 62, SWIZZLED_64 = 2ull << 62, SWIZZLED_32 = 3ull << 62;
 __device__ __forceinline__ unsigned long long describe(unsigned shared_address, int along_k, int across) {
     return (shared_address & 0x3ffff) >> 4 | (unsigned long long)(along_k >> 4) << 16 | (unsigned long long)(across >> 4) << 32;
 }
@@ -57,6 +65,7 @@ constexpr bool IS_BF16<__nv_bfloat16> = true;
 #define CUKERN_D2(i) CUKERN_D1(i), CUKERN_D1(i + 1)
 #define CUKERN_D4(i) CUKERN_D2(i), CUKERN_D2(i + 2)
 #define CUKERN_D8(i) CUKERN_D4(i), CUKERN_D4(i + 4)
+#define CUKERN_D16(i) CUKERN_D8(i), CUKERN_D8(i + 8)
 #define CUKERN_P16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUKERN_P32 CUKERN_P16 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUKERN_P48 CUKERN_P32 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -67,6 +76,9 @@ constexpr bool IS_BF16<__nv_bfloat16> = true;
 #define CUKERN_P128 CUKERN_P112 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define CUKERN_P144 CUKERN_P128 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define CUKERN_P160 CUKERN_P144 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define CUKERN_P192 CUKERN_P160 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define CUKERN_P224 CUKERN_P192 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define CUKERN_P256 CUKERN_P224 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define CUKERN_WGMMA_OF(n, types, places, a, b, across, add)                                                                      \
     "{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types " {" places "}, " a ", %" #b \
     ", add, 1, 1" across ";\n}"
@@ -91,24 +103,35 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
     CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, 69, 70, CUKERN_D8(0), CUKERN_D8(8));
     CUKERN_WGMMA(144, CUKERN_P144, 72, 73, 74, 75, 76, 77, 78, CUKERN_D8(0), CUKERN_D8(8), CUKERN_D2(16));
     CUKERN_WGMMA(160, CUKERN_P160, 80, 81, 82, 83, 84, 85, 86, CUKERN_D8(0), CUKERN_D8(8), CUKERN_D4(16));
+#undef CUKERN_WGMMA
+#undef CUKERN_WGMMA_IN
 }
 
-// The same for 16-bit types, with both operands in shared memory: 64 columns, or 32 for bfloat16.
+// The same with both operands in shared memory. A_ACROSS: a is contiguous along the rows instead of k. Float (TF32) has neither.
 template <bool A_ACROSS, bool ACROSS, typename T = __nv_bfloat16, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, bool add) {
-    static_assert(N == 8 || N == 4 && IS_BF16<T>, "64 columns, or 32 of bfloat16");
-    if constexpr (N == 4)
-        asm volatile(CUKERN_WGMMA_OF(32, "k16.f32.bf16.bf16", CUKERN_P32, "%16", 17, ", %19, %20", 18)
-                     : CUKERN_D4(0)
-                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
-    else if constexpr (N == 8 && IS_BF16<T>)
-        asm volatile(CUKERN_WGMMA_OF(64, "k16.f32.bf16.bf16", CUKERN_P64, "%32", 33, ", %35, %36", 34)
-                     : CUKERN_D8(0)
-                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
-    else
-        asm volatile(CUKERN_WGMMA_OF(64, "k16.f32.f16.f16", CUKERN_P64, "%32", 33, ", %35, %36", 34)
-                     : CUKERN_D8(0)
-                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));
+    static_assert(N % 4 == 0 && N <= 32 && (sizeof(T) == 2 || !A_ACROSS && !ACROSS), "32, 64, ..., 256 columns");
+#define CUKERN_WGMMA(n, places, at_a, at_b, at_add, flag_a, flag_b, ...)                                                   \
+    if constexpr (N * 8 == n && sizeof(T) == 4)                                                                            \
+        asm volatile(CUKERN_WGMMA_OF(n, "k8.f32.tf32.tf32", places, "%" #at_a, at_b, "", at_add)                           \
+                     : __VA_ARGS__                                                                                         \
+                     : "l"(a), "l"(b), "r"(int(add)));                                                                     \
+    else if constexpr (N * 8 == n && IS_BF16<T>)                                                                           \
+        asm volatile(CUKERN_WGMMA_OF(n, "k16.f32.bf16.bf16", places, "%" #at_a, at_b, ", %" #flag_a ", %" #flag_b, at_add) \
+                     : __VA_ARGS__                                                                                         \
+                     : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)));                               \
+    else if constexpr (N * 8 == n)                                                                                         \
+    asm volatile(CUKERN_WGMMA_OF(n, "k16.f32.f16.f16", places, "%" #at_a, at_b, ", %" #flag_a ", %" #flag_b, at_add)       \
+                 : __VA_ARGS__                                                                                             \
+                 : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)))
+    CUKERN_WGMMA(32, CUKERN_P32, 16, 17, 18, 19, 20, CUKERN_D4(0));
+    CUKERN_WGMMA(64, CUKERN_P64, 32, 33, 34, 35, 36, CUKERN_D8(0));
+    CUKERN_WGMMA(96, CUKERN_P96, 48, 49, 50, 51, 52, CUKERN_D8(0), CUKERN_D4(8));
+    CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, CUKERN_D16(0));
+    CUKERN_WGMMA(160, CUKERN_P160, 80, 81, 82, 83, 84, CUKERN_D16(0), CUKERN_D4(16));
+    CUKERN_WGMMA(192, CUKERN_P192, 96, 97, 98, 99, 100, CUKERN_D16(0), CUKERN_D8(16));
+    CUKERN_WGMMA(224, CUKERN_P224, 112, 113, 114, 115, 116, CUKERN_D16(0), CUKERN_D8(16), CUKERN_D4(24));
+    CUKERN_WGMMA(256, CUKERN_P256, 128, 129, 130, 131, 132, CUKERN_D16(0), CUKERN_D16(16));
 }
 #undef CUKERN_P16
 #undef CUKERN_P32
@@ -120,9 +143,12 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, un
 #undef CUKERN_P128
 #undef CUKERN_P144
 #undef CUKERN_P160
+#undef CUKERN_P192
+#undef CUKERN_P224
+#undef CUKERN_P256
 #undef CUKERN_WGMMA
-#undef CUKERN_WGMMA_IN
 #undef CUKERN_WGMMA_OF
+#undef CUKERN_D16
 #undef CUKERN_D8
 #undef CUKERN_D4
 #undef CUKERN_D2

@@ -1,0 +1,298 @@
+"""Tensor maps and bulk tensor copies in the simulator: boxes of 1 to 5 dimensions, swizzles, the edges of a tensor, multicast, and bugs."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+import cukern
+from cukern import sim
+from cukern.runtime import tensor_map
+
+HEAD = """#include "common/ptx/tma.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/mbarrier.cuh"
+"""
+
+# Blocks load a box each, copy it to `seen` as it lies in shared memory, and store it at the same place of another tensor.
+COPY = (
+    HEAD
+    + """
+__global__ void copy(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to, TYPE* seen, const int* places) {
+    __shared__ alignas(1024) TYPE tile[SIZE];
+    __shared__ unsigned long long full;
+    const int* at = places + blockIdx.x * RANK;
+    unsigned barrier = shared_address(&full), box = shared_address(tile);
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier, 1);
+        mbarriers_made();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        prefetch_tensor_map(&from);
+        mbarrier_arrive(barrier, SIZE * sizeof(TYPE));
+        tma_load(box, &from, barrier, {PLACE});
+    }
+    mbarrier_wait_in_block(barrier, 0);
+    for (int i = threadIdx.x; i < SIZE; i += blockDim.x) seen[blockIdx.x * SIZE + i] = tile[i];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tma_store(&to, box, {PLACE});
+        bulk_commit();
+        bulk_wait<0>();
+    }
+}
+"""
+)
+CTYPES = {torch.float32: "float", torch.bfloat16: "unsigned short", torch.uint8: "unsigned char", torch.float64: "double"}
+CTYPES |= {torch.float16: "unsigned short", torch.int32: "int", torch.int64: "long long"}
+
+
+def copied(x, box, places, swizzle=0, **options):
+    """The boxes of `x` at these places, as they are in shared memory, and the tensor to which they were stored."""
+    size, rank = int(np.prod(box)), x.ndim
+    place = ", ".join(f"at[{rank - 1 - i}]" for i in range(rank))
+    text = COPY
+    for word, value in {"TYPE": CTYPES[x.dtype], "SIZE": size, "RANK": rank, "PLACE": place}.items():
+        text = text.replace(word, str(value))
+    plain = {2: torch.int16, 1: torch.uint8}.get(x.dtype.itemsize, x.dtype)
+    seen, out = torch.zeros(len(places), *box, dtype=x.dtype), torch.zeros_like(x)
+    maps = [cukern.tensor_map(t, box, swizzle, **options) for t in (x, out)]
+    view = seen.view(plain)
+    text = text.replace("unsigned short", "short") if plain == torch.int16 else text
+    with cukern.backend("sim"):
+        cukern.compile(text)(*maps, view, torch.tensor(places, dtype=torch.int32), grid=len(places), block=32)
+    return seen, out
+
+
+def expected(x, box, place, fill=0):
+    """The box at a place, with `fill` outside of the tensor; and which elements of the tensor it covers."""
+    wanted, covered = torch.full(box, fill, dtype=x.dtype), torch.zeros(x.shape, dtype=torch.bool)
+    there = tuple(slice(max(p, 0), max(0, min(p + b, n))) for p, b, n in zip(place, box, x.shape, strict=True))
+    here = tuple(slice(s.start - p, s.start - p + max(0, s.stop - s.start)) for s, p in zip(there, place, strict=True))
+    wanted[here] = x[there]
+    covered[there] = True
+    return wanted, covered
+
+
+def numbers(shape, dtype):
+    if dtype.is_floating_point:
+        return torch.randn(shape).to(dtype)
+    return torch.randint(0, 200, shape, dtype=torch.int64).to(dtype)
+
+
+SHAPES = [
+    ((100,), (32,), [[0], [40], [-8], [96], [300]]),
+    ((20, 48), (8, 16), [[0, 0], [16, 40], [-3, -5], [13, 7], [50, 0]]),
+    ((5, 20, 48), (2, 8, 16), [[0, 0, 0], [4, 16, 40], [-1, 3, 9]]),
+    ((3, 5, 9, 32), (2, 2, 4, 16), [[0, 0, 0, 0], [2, 4, 7, 24], [1, -1, 5, -8]]),
+    ((2, 3, 5, 9, 32), (1, 2, 2, 4, 16), [[0, 0, 0, 0, 0], [1, 2, 4, 7, 24], [1, 1, -1, 5, -8]]),
+]
+
+
+@pytest.mark.parametrize("dtype", CTYPES, ids=str)
+@pytest.mark.parametrize("shape, box, places", SHAPES, ids=["1d", "2d", "3d", "4d", "5d"])
+def test_boxes_of_every_rank(shape, box, places, dtype):
+    x = numbers((*shape[:-1], -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize), dtype)[..., : shape[-1]]
+    seen, out = copied(x, box, places)
+    whole = torch.zeros(x.shape, dtype=torch.bool)
+    for i, place in enumerate(places):
+        wanted, covered = expected(x, box, place)
+        assert torch.equal(seen[i], wanted), place
+        whole |= covered
+    assert torch.equal(out, torch.where(whole, x, torch.zeros_like(x)))
+
+
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_swizzles(swizzle, dtype):
+    """The 16-byte unit i of row r is at i ^ (r * row bytes / 128) % units; a store undoes it."""
+    n = swizzle // dtype.itemsize
+    x = numbers((40, 3 * n), dtype)
+    places = [[0, 0], [8, n], [32, 2 * n]]
+    seen, out = copied(x, (16, n), places, swizzle)
+    units = swizzle // 16
+    r, i = np.arange(16)[:, None], np.arange(units)[None]
+    found = seen.contiguous().view(torch.uint8).view(3, 16, units, 16)[:, r, i ^ r * swizzle // 128 % units]
+    for j, (row, column) in enumerate(places):
+        wanted, _ = expected(x, (16, n), (row, column))
+        assert torch.equal(found[j].reshape(16, -1), wanted.contiguous().view(torch.uint8).view(16, -1))
+        assert torch.equal(out[row : row + 16, column : column + n], wanted[: 40 - row])
+
+
+def test_what_is_outside_can_be_nan():
+    seen, _ = copied(torch.randn(20, 48), (8, 16), [[16, 40]], fill="nan")
+    assert seen[0, :4, :8].isfinite().all() and seen[0, 4:].isnan().all() and seen[0, :, 8:].isnan().all()
+
+
+def test_strided_views():
+    base = torch.randn(6, 20, 64)
+    for x in (base[:, ::2, :48], base[1:, 3:, 4:52], base.transpose(0, 1), base[:, 5:6]):
+        box = (2, 4, 16)
+        seen, out = copied(x, box, [[1, 0, 20]])
+        wanted, covered = expected(x, box, (1, 0, 20))
+        assert torch.equal(seen[0], wanted) and torch.equal(out, torch.where(covered, x, torch.zeros_like(x)))
+
+
+ADD = (
+    HEAD
+    + """
+__global__ void add(const __grid_constant__ CUtensorMap out, const float* x) {
+    __shared__ alignas(128) float tile[4][32];
+    for (int i = 0; i < 4; ++i) tile[i][threadIdx.x] = x[blockIdx.x] * (threadIdx.x + 1);
+    fence_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tma_add(&out, shared_address(tile), {16, 6});
+        bulk_commit();
+        bulk_wait_read<0>();
+    }
+}
+"""
+)
+
+
+def test_blocks_add_to_one_box():
+    out = torch.ones(8, 32)
+    with cukern.backend("sim"):
+        cukern.compile(ADD)(cukern.tensor_map(out, (4, 32)), torch.tensor([1.0, 2, 4]), grid=3, block=32)
+    wanted = torch.ones(8, 32)
+    wanted[6:, 16:] += 7 * torch.arange(1, 17)
+    assert torch.equal(out, wanted)
+
+
+MULTICAST = (
+    HEAD
+    + """
+__global__ void __cluster_dims__(4, 1, 1) share(const __grid_constant__ CUtensorMap map, float* out) {
+    __shared__ alignas(128) float tile[4][32];
+    __shared__ unsigned long long full;
+    unsigned barrier = shared_address(&full), rank = cluster_rank();
+    if (threadIdx.x == 0) {
+        mbarrier_init(barrier, 1);
+        mbarriers_made();
+        mbarrier_arrive(barrier, BYTES);
+    }
+    SYNC
+    if (threadIdx.x == 0) tma_multicast(shared_address(tile[rank]), &map, barrier, {0, int(rank)}, RANKS);
+    mbarrier_wait(barrier, 0);
+    for (int i = 0; i < 4; ++i) out[(blockIdx.x * 4 + i) * 32 + threadIdx.x] = i == rank || RANKS >> rank & 1 ? tile[i][threadIdx.x] : -1;
+    cluster_sync();
+}
+"""
+)
+
+
+def multicast(ranks, bytes_, sync="cluster_sync();"):
+    out, x = torch.full((8, 4, 32), torch.nan), torch.randn(4, 32)
+    text = MULTICAST.replace("RANKS", ranks).replace("BYTES", bytes_).replace("SYNC", sync)
+    with cukern.backend("sim"):
+        cukern.compile(text)(cukern.tensor_map(x, (1, 32)), out, grid=8, block=32)
+    return out, x
+
+
+def test_multicast():
+    out, x = multicast("0xf", "512")
+    assert torch.equal(out, x.expand(8, 4, 32))
+
+
+def test_a_multicast_before_the_others_have_started():
+    with pytest.raises(sim.Race, match="may not have started yet"):
+        multicast("0xf", "512", "__syncthreads();")
+
+
+# ---- what the simulator says of wrong copies
+
+WRONG = [
+    (
+        "mbarrier_wait_in_block(barrier, 0);",
+        "",
+        sim.Race,
+        "that the asynchronous copy of thread .* wrote at .*: a wait at its mbarrier is missing",
+    ),
+    ("SIZE * sizeof(TYPE)", "SIZE", sim.BarrierFault, "waits at an mbarrier for 0 arrivals and -384 bytes"),
+    ("SIZE * sizeof(TYPE)", "2 * SIZE * sizeof(TYPE)", sim.BarrierFault, "waits at an mbarrier for 0 arrivals and 512 bytes"),
+    (
+        "box = shared_address(tile)",
+        "box = shared_address(tile) + 16",
+        sim.Misaligned,
+        "offset 16 of shared memory, which is not a multiple of 128",
+    ),
+    ("const __grid_constant__ CUtensorMap from", "const CUtensorMap from", sim.Fault, "__grid_constant__"),
+    ("{PLACE}", "{at[0]}", sim.Fault, "a box of 1 dimensions, but what is at its address is one of a tensor with 2 dimensions"),
+    ("&from, barrier", "(const CUtensorMap*)seen, barrier", sim.Fault, "what is at its address is no tensor map"),
+    ("bulk_wait<0>();", "tile[5] = 1; bulk_wait<0>();", sim.Race, "still reads .* when block .* thread .* writes there .*wait_group"),
+    ("bulk_wait<0>();", "tile[5] = 1;", sim.Race, "still reads .* when block .* thread .* writes there .*wait_group"),
+]
+
+
+@pytest.mark.parametrize("change, to, fault, words", WRONG, ids=range(len(WRONG)))
+def test_wrong_copies(change, to, fault, words, monkeypatch):
+    monkeypatch.setitem(globals(), "COPY", COPY.replace(change, to))
+    with pytest.raises(fault, match=words):
+        copied(torch.randn(20, 48), (8, 16), [[8, 16]])
+
+
+# ---- the Python side
+
+REFUSED = [
+    ((torch.randn(4, 4, 4, 4, 4, 4), (1,) * 6), {}, ValueError, "1 to 5 dimensions"),
+    ((torch.tensor(1.0), ()), {}, ValueError, "1 to 5 dimensions"),
+    ((torch.randn(8, 32), (8, 32, 1)), {}, ValueError, r"box must have one size for each of the 2 dimensions, got \(8, 32, 1\)"),
+    ((torch.randn(8, 32), (8, 257)), {}, ValueError, r"box\[1\] must be in 1..256, got 257"),
+    ((torch.randn(8, 32), (0, 32)), {}, ValueError, r"box\[0\] must be in 1..256, got 0"),
+    ((torch.randn(8, 32), (8.0, 32)), {}, TypeError, r"box\[0\] must be an int, got float 8.0"),
+    ((torch.randn(8, 30), (8, 16)), {}, ValueError, "must be multiples of 16 bytes, got 120"),
+    ((torch.randn(8, 32), (8, 15)), {}, ValueError, "the last size of box must be a multiple of 16 bytes, got 60"),
+    ((torch.randn(8, 33)[:, 1:], (8, 16)), {}, ValueError, "address .* must be a multiple of 16"),
+    ((torch.randn(8, 32).t(), (16, 8)), {}, ValueError, r"last stride of a tensor with a tensor map must be 1, got \(1, 32\)"),
+    ((torch.randn(8, 1).expand(8, 4), (8, 4)), {}, ValueError, "last stride"),
+    ((torch.randn(1, 32).expand(8, 32), (8, 4)), {}, ValueError, r"in 1..2\^40-1 bytes, got 0"),
+    ((torch.randn(0, 32), (8, 32)), {}, ValueError, r"must be in 1..2\^32, got \(0, 32\)"),
+    ((torch.randn(8, 32), (8, 32)), {"swizzle": 64}, ValueError, "must be at most the swizzle, 64 bytes, got 128"),
+    ((torch.randn(8, 32), (8, 32)), {"swizzle": 48}, ValueError, "swizzle must be one of .*, got 48"),
+    ((torch.randn(8, 32), (8, 32)), {"swizzle": "128B"}, TypeError, "swizzle must be an int, got str '128B'"),
+    ((torch.randn(8, 32), (8, 32)), {"l2": 32}, ValueError, "l2 must be one of .*, got 32"),
+    ((torch.randn(8, 32), (8, 32)), {"fill": "one"}, ValueError, "fill"),
+    ((torch.ones(8, 32, dtype=torch.int32), (8, 32)), {"fill": "nan"}, ValueError, "needs a floating-point tensor"),
+    ((torch.ones(8, 32, dtype=torch.complex64), (8, 2)), {}, TypeError, "a tensor map takes .*, got torch.complex64"),
+    (([1.0], (1,)), {}, TypeError, "tensor must be a torch.Tensor"),
+    ((torch.randn(8, 32), 8), {}, TypeError, "box must be a sequence of ints, got int 8"),
+]
+
+
+@pytest.mark.parametrize("args, options, error, words", REFUSED, ids=range(len(REFUSED)))
+def test_refused_arguments(args, options, error, words):
+    with pytest.raises(error, match=words):
+        cukern.tensor_map(*args, **options)
+
+
+def test_equal_calls_share_one_encoding_and_the_simulator_reads_it():
+    x = torch.randn(3, 8, 32, dtype=torch.float64)
+    first = tensor_map.encode(-1, x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, 8, 16), 128)
+    assert first is tensor_map.encode(-1, x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, 8, 16), 128)
+    assert bytes(cukern.tensor_map(x, (1, 8, 16), 128)) == first and len(first) == 128
+    box = tensor_map.decode(first)
+    assert box.sizes == (32, 8, 3) and box.strides == (256, 2048) and box.box == (16, 8, 1) and box.address == x.data_ptr()
+    assert (box.itemsize, box.code, box.swizzle, box.l2, box.fill) == (8, 8, 128, 128, "zeros")
+    assert tensor_map.decode(bytes(128)) is None
+    assert tensor_map.decode(bytes(cukern.tensor_map(x[:, :1], (1, 1, 2)))).sizes == (32, 1, 3)  # whatever the stride of the middle
+
+
+def test_a_driver_that_has_tensor_maps(monkeypatch):
+    """The arguments of cuTensorMapEncodeTiled, with a function in its place."""
+    calls = []
+
+    def driver(to, *args):
+        calls.append((args[:3], *(list(a) for a in args[3:7]), args[7:]))
+        assert to % 64 == 0
+        ctypes.memmove(to, bytes(range(128)), 128)
+        return len(calls) - 1
+
+    monkeypatch.setattr(tensor_map, "_encoder", lambda: driver)
+    found = tensor_map.encode(0, 4096, torch.bfloat16, (3, 8, 64), (512, 64, 1), (1, 8, 32), 64, 256, "nan")
+    assert found == bytes(range(128))
+    assert calls == [((9, 3, 4096), [64, 8, 3], [128, 1024], [32, 8, 1], [1, 1, 1], (0, 2, 3, 1))]
+    with pytest.raises(RuntimeError, match="CUresult 1"):
+        tensor_map.encode(1, 4096, torch.bfloat16, (3, 8, 64), (512, 64, 1), (1, 8, 32), 64, 256, "nan")
