@@ -1,5 +1,7 @@
-"""Fills the pages of the ops when MkDocs builds the site: {{ head OP }} is the comment at the head of the op's kernel file, with its versions;
-{{ tables OP ... }} are the measurements in benchmarks/tables."""
+"""Fills the pages of the ops when MkDocs builds the site.
+
+{{ head OP }} is the comment at the head of the op's kernel file, with its versions; {{ tables OP ... }} are benchmarks/tables.
+"""
 
 import re
 from itertools import takewhile
