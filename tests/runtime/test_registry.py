@@ -57,9 +57,9 @@ def test_rows_of_versions(name):
     assert versions[f"v{first}"].requires <= 75, "the first rung stands on every GPU"
     for version in versions.values():
         assert version.idea
-        kernels = [k.name for dtype in OPS[name].dtypes for k in version.instances(dtype)]
-        assert kernels or version.instances is Version.instances, "none at all: torch's own operations"
-        assert len(set(kernels)) == len(kernels)
+        kernels = [[k.name for k in version.instances(dtype)] for dtype in OPS[name].dtypes]  # some versions lack a dtype
+        assert any(kernels) or version.instances is Version.instances, "none at all: torch's own operations"
+        assert all(len(set(names)) == len(names) for names in kernels), "a kernel of all dtypes may be in several lists, but once in each"
 
 
 def test_kernels_are_those_of_the_capability_and_dtypes(monkeypatch):
