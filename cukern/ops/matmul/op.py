@@ -20,7 +20,7 @@ from cukern.runtime.registry import Cost, Op, register, row_counts
 
 
 def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> torch.Tensor:
-    """a @ b with float32 sums on tensor cores, or in strict float32 or float64. Differentiable any number of times.
+    """a @ b in 16-bit types with float32 sums, in float32, TF32, 3xTF32 or float64. Differentiable any number of times.
 
         a = torch.randn(8, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = cukern.matmul(a, torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16))  # (8, 512, 1024)
@@ -33,12 +33,12 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
         precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error of 1e-3. "3xtf32": three such
             products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
             "ieee". 16-bit products are exact and added in float32.
-        version: "v1" to "v6", or "cublas" for torch's product, which follows torch's switches only. Default: the fastest that the GPU can
-            run. v6 computes float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". CPU tensors use torch.matmul, or the
-            simulator.
+        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: what was measured to be the
+            fastest, which is v5 for "ieee" and float64, v6 for "3xtf32", and cuBLAS otherwise. v6 and v7 compute float32 as 3xTF32 unless
+            TF32 is allowed; v1 to v5 always as "ieee". CPU tensors use torch.matmul, or the simulator.
 
-    Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True) a row of the result does
-    not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.
+    Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
+    v6 and v7 does not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.
 
     Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
     """
@@ -66,7 +66,7 @@ def linear(
     precision: str | None = None,
     version: str | None = None,
 ) -> Any:
-    """activation(x @ weight.T + bias) + residual in one kernel, like torch.nn.functional.linear with an epilogue.
+    """activation(x @ weight.T + bias) + residual (in one kernel by v6 and v7), like torch.nn.functional.linear with an epilogue.
 
         x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((32, 768), (3072, 768), (3072,)))
         cukern.linear(x, weight, bias, activation="gelu_tanh").square().sum().backward()

@@ -76,6 +76,16 @@ def test_every_tile_and_layout(device, version, tile):
 
 
 @kernels
+@pytest.mark.parametrize("version, tile", TILES, ids=lambda x: getattr(x, "name", x))
+def test_more_k_tiles_than_stages(device, version, tile):
+    """Stages of the ring buffer are filled again, also by the next tile of a persistent block."""
+    need(version)
+    dtype = F if getattr(tile, "split", False) else B
+    a, b = matrix(8, 1040 // dtype.itemsize, False, dtype, device), matrix(1040 // dtype.itemsize, 5 * tile.columns, True, dtype, device)
+    assert_right(multiply(a, b, version, tile.name), a, b, tile.name)
+
+
+@kernels
 @pytest.mark.parametrize("dtype", (B, H, F), ids=str)
 @pytest.mark.parametrize("pad", (0, 1, 2, 4))
 def test_every_alignment(device, dtype, pad):
