@@ -258,12 +258,11 @@ __device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C*
         for (int i = 0; i < VECTORS * N; i += M) {
             int column = Row<T, N, VECTORS>::column(i / N) + i % N;
             if (threadIdx.y != y || column >= columns) break;
-            Vec<C, M> sum, before = {};
-            if (y) before = load_vec<C, M>(shared + column);
+            Vec<C, M> sum = {};
+            if (y) sum = load_vec<C, M>(shared + column);
 #pragma unroll
-            for (int j = 0; j < M; ++j) sum.v[j] = sums[i / N][i % N + j] + before.v[j];
-            if (y == blockDim.y - 1) store_vec(out + column, sum);
-            else store_vec(shared + column, sum);
+            for (int j = 0; j < M; ++j) sum.v[j] += sums[i / N][i % N + j];
+            store_vec((y == blockDim.y - 1 ? out : shared) + column, sum);
         }
         __syncthreads();
     }

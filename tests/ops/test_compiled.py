@@ -39,6 +39,7 @@ MAY_SPILL = {
     ("sm_80", "kron_linear_v4_bwd"): 32,
     ("sm_89", "kron_linear_v4_bwd"): 32,
     ("sm_90a", "kron_linear_v4_bwd"): 16,
+    ("sm_100a", "layernorm_v2_bwd"): 12,  # float32, 8 elements per thread
     ("sm_80", "attention_v3"): 24,  # attention's accumulators fill the register file too; smaller tiles are slower on an H200
     ("sm_80", "attention_v3_bwd"): 16,
     ("sm_89", "attention_v3"): 16,
