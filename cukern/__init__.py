@@ -1,16 +1,16 @@
 """CUDA kernels for PyTorch with nothing to build.
 
 Ops: square, matmul, linear, softmax, log_softmax, causal_softmax, rope, rope_, rope_tables, apply_rotary_pos_emb, kron_linear,
-lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, attention, adamw, the optimizer AdamW, and the module
-KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
+lokr_linear, embedding, layernorm, rmsnorm, gelu, swiglu, geglu, cross_entropy, linear_cross_entropy, attention, adamw, the optimizer
+AdamW, and the module KronLinear. `help(cukern.softmax)` gives shapes, dtypes, errors and an example.
 Your own kernels: load, compile, tensor_map; a differentiable op of them: op. Before a CUDA graph: warmup. One version for a block: use.
 The simulator: backend("sim").
 """
 
 from cukern.ops.adamw import AdamW, adamw
-from cukern.ops.attention import attention
+from cukern.ops.attention import attention, attention_packed
 from cukern.ops.causal_softmax import causal_softmax
-from cukern.ops.cross_entropy import cross_entropy
+from cukern.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from cukern.ops.embedding import embedding
 from cukern.ops.gelu import geglu, gelu, swiglu
 from cukern.ops.kron_linear import KronLinear, kron_linear, lokr_linear
@@ -21,8 +21,8 @@ from cukern.ops.softmax import log_softmax, softmax
 from cukern.ops.square import square
 from cukern.runtime.backend import backend
 from cukern.runtime.compiler import CompileError, SetupError
-from cukern.runtime.kernel import compile, load
 from cukern.runtime.limits import LaunchError
+from cukern.runtime.load import compile, load
 from cukern.runtime.own_op import op
 from cukern.runtime.registry import use
 from cukern.runtime.tensor_map import tensor_map
@@ -38,6 +38,7 @@ __all__ = [
     "adamw",
     "apply_rotary_pos_emb",
     "attention",
+    "attention_packed",
     "backend",
     "causal_softmax",
     "compile",
@@ -48,6 +49,7 @@ __all__ = [
     "kron_linear",
     "layernorm",
     "linear",
+    "linear_cross_entropy",
     "load",
     "log_softmax",
     "lokr_linear",

@@ -14,7 +14,7 @@
 //            lse is kept as a double, and p is computed from its two float parts, so that large logits lose no digits. The backward
 //            has a fast path for vectors that contain neither the target nor padding: 7 instructions per element.
 // Launch     v1: grid = rows, block 256. v2: block (threads per row, rows); a block has several rows if each has one warp, else one row of
-//            up to 256 threads. The sum of the losses is a second launch of one block of 1024.
+//            up to 256 threads. Each block writes the sum of its losses; a second launch of one block of 1024 adds these.
 //
 // version  idea                                                               8192x50304 bf16, H200: forward, backward of a copy
 // v1       one element per thread and step
@@ -53,18 +53,19 @@ struct Softcap {
 
 // Calls use(column, values) for every column of a row, with arrays of consecutive values: fewer than 2^31 16-byte vectors that are aligned
 // in `to`, which has the same columns, and single columns before and after them. LOADS vectors per thread are in flight. Without is_read,
-// values are 0.
-template <int LOADS, typename T, class F>
+// values are 0. WARP: the row has one warp.
+template <int LOADS, bool WARP = false, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use) {
     constexpr int N = 16 / sizeof(T);
+    int threads = WARP ? 32 : blockDim.x;
     unsigned long long from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
     int first = min(columns, static_cast<long long>(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
     x += first;
-    for (int i = threadIdx.x; i < vectors; i += LOADS * blockDim.x) {
+    for (int i = threadIdx.x; i < vectors; i += LOADS * threads) {
         Vec<T, N> loaded[LOADS] = {};
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
-            int vector = i + k * blockDim.x;
+            int vector = i + k * threads;
             if (!is_read || vector >= vectors) continue;
             if ((address - from) % 16 == 0) loaded[k] = reinterpret_cast<const Vec<T, N>*>(x)[vector];
             else
@@ -72,7 +73,7 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
         }
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
-            int vector = i + k * blockDim.x;
+            int vector = i + k * threads;
             if (vector >= vectors) break;
             compute_t<T> values[N];
             unpack(values, loaded[k]);
@@ -129,36 +130,51 @@ struct OnlineSum {
 };
 
 // Reduces over the threads of a row. A row of one warp needs no barrier and does not use `shared`, which has room for 32 values.
-template <class Op, typename C>
+template <class Op, bool WARP, typename C>
 __device__ __forceinline__ C row_reduce(C value, C* shared) {
-    return blockDim.x == 32 ? warp_reduce<Op>(value) : block_reduce<Op>(value, shared);
+    if constexpr (WARP) return warp_reduce<Op>(value);
+    else return block_reduce<Op>(value, shared);
 }
 
-// The loss and lse of a row, by all threads of the row. LOADS is that of read_row; 0: read_elements.
-template <int LOADS, bool SOFTCAP, typename T>
-__device__ __forceinline__ void write_loss(compute_t<T>* loss, double* lse, const T* x, long long target, long long vocab,
-                                           long long ignored, double smoothing, double z_loss, double softcap) {
+// The loss and lse of a row, by all threads of the row. LOADS and WARP are those of read_row; LOADS = 0: read_elements. An ignored row is
+// not read, unless it has one warp: that would have to wait for the target before it reads. Thread 0 returns the loss.
+template <int LOADS, bool SOFTCAP, bool WARP = false, typename T>
+__device__ __forceinline__ compute_t<T> write_loss(compute_t<T>* loss, double* lse, const T* x, long long target, long long vocab,
+                                                   long long ignored, double smoothing, double z_loss, double softcap) {
     bool is_valid = target >= 0 && target < vocab;
-    compute_t<T> at_target = threadIdx.x == 0 && is_valid ? load_as(x[target]) : compute_t<T>(0);  // early, so that nothing waits for it
+    T at_target = threadIdx.x == 0 && is_valid ? x[target] : T();  // early, and not converted here, so that nothing waits for it
     OnlineSum<T, SOFTCAP> online(softcap, smoothing);
-    long long shown = target == ignored ? 0 : vocab;  // an ignored row is not read
+    long long shown = !WARP && target == ignored ? 0 : vocab;
     if constexpr (LOADS == 0) read_elements(x, shown, online);
-    else read_row<LOADS>(x, x, shown, true, online);
+    else read_row<LOADS, WARP>(x, x, shown, true, online);
     __shared__ compute_t<T> maxima[32];
     __shared__ sum_t<T> sums[32], totals[32];
-    compute_t<T> largest = row_reduce<Max>(online.largest, maxima);
+    compute_t<T> largest = row_reduce<Max, WARP>(online.largest, maxima);
     double base = base_of(largest), total = 0, result = target == ignored ? 0.0 : not_a_number();
-    sum_t<T> sum = row_reduce<Sum>(online.sum * exponential(online.largest - base_of(largest)), sums);
-    if (online.adds_all) total = row_reduce<Sum>(online.total, totals);
-    if (threadIdx.x != 0) return;
+    sum_t<T> sum = row_reduce<Sum, WARP>(online.sum * exponential(online.largest - base_of(largest)), sums);
+    if (online.adds_all) total = row_reduce<Sum, WARP>(online.total, totals);
+    if (threadIdx.x != 0) return 0;
     double log_sum = log(sum);
     if (target != ignored && is_valid) {
-        result = (base - (1 - smoothing) * online.capped(at_target)) + log_sum;
+        result = (base - (1 - smoothing) * online.capped(load_as(at_target))) + log_sum;
         if (smoothing != 0) result -= smoothing / vocab * total;
         if (z_loss != 0) result += z_loss * (base + log_sum) * (base + log_sum);
     }
-    *loss = result;
+    if (loss) *loss = result;
     *lse = base + log_sum;
+    return result;
+}
+
+// Writes the sum of the losses of a block's rows, and the number of those that are not ignored. All threads of the block call this;
+// threadIdx.x = 0 of each row has its values.
+__device__ __forceinline__ void write_sums(double2* partials, double loss, bool is_counted) {
+    __shared__ double2 rows[8];
+    if (threadIdx.x == 0) rows[threadIdx.y] = {loss, is_counted ? 1.0 : 0.0};
+    __syncthreads();
+    if (threadIdx.x != 0 || threadIdx.y != 0) return;
+    double2 sum = rows[0];
+    for (int i = 1; i < blockDim.y; ++i) sum.x += rows[i].x, sum.y += rows[i].y;
+    partials[blockIdx.x] = sum;
 }
 
 // Writes the gradient of columns to dx, from what all columns of a row have in common.
@@ -178,7 +194,7 @@ struct Gradient {
         low = abs(lse) <= 3.4e38 ? C(lse - static_cast<double>(high)) * C(LOG2E) : C(0);
         of_p = weight * (1 + C(2 * z_loss) * high);
         of_target = weight * C(1 - smoothing);
-        of_all = weight * C(smoothing) / vocab;
+        of_all = smoothing != 0 ? weight * C(smoothing) / vocab : C(0);
     }
     __device__ __forceinline__ C share(C c) const {
         if constexpr (sizeof(C) == 8) return exp(c - high);
@@ -191,10 +207,14 @@ struct Gradient {
     }
     template <int N>
     __device__ __forceinline__ void operator()(long long column, C (&x)[N]) const {
-        bool has_target = target >= column && target < column + N;
-        if (!is_zero && !has_target && column + N <= vocab) {
+        bool has_target = target >= column && target < column + N, is_whole = !is_zero && column + N <= vocab;
+        if (is_whole && !has_target) {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = of(x[j]);
+        } else if (is_whole) {
+            int at = target - column;
+#pragma unroll
+            for (int j = 0; j < N; ++j) x[j] = of(x[j], j == at ? of_target : C(0));
         } else {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], column + j == target ? of_target : C(0));
@@ -206,11 +226,14 @@ struct Gradient {
 // ---- v1. Grid rows, block 256.
 
 template <typename T, bool SOFTCAP>
-__global__ void cross_entropy_v1(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long rows,
-                                 long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
+__global__ void cross_entropy_v1(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide,
+                                 long long rows, long long x_row, long long vocab, long long ignored, double smoothing, double z_loss,
+                                 double softcap) {
     wait_for_previous();
     long long row = blockIdx.x, target = index_at(targets, wide, row);
-    write_loss<0, SOFTCAP>(loss + row, lse + row, x + row * x_row, target, vocab, ignored, smoothing, z_loss, softcap);
+    double loss = write_loss<0, SOFTCAP>(losses ? losses + row : nullptr, lse + row, x + row * x_row, target, vocab, ignored, smoothing,
+                                         z_loss, softcap);
+    if (partials) write_sums(partials, loss, target != ignored);
 }
 
 // The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null.
@@ -226,21 +249,27 @@ __global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, con
     read_elements(x + row * x_row, columns, gradient);
 }
 
-// ---- v2
+// ---- v2. WARP: a row has one warp, and a block several rows; else a block has one row.
 
-template <typename T, bool SOFTCAP>
+template <typename T, bool SOFTCAP, bool WARP>
 __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
-    cross_entropy_v2(compute_t<T>* loss, double* lse, const T* x, const void* targets, bool wide, long long rows, long long x_row,
-                     long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
+    cross_entropy_v2(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+                     long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
     wait_for_previous();
-    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
-    if (row >= rows) return;
     constexpr int LOADS = sizeof(T) == 8 ? 2 : 4;
-    long long target = index_at(targets, wide, row);
-    write_loss<LOADS, SOFTCAP>(loss + row, lse + row, x + row * x_row, target, vocab, ignored, smoothing, z_loss, softcap);
+    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
+    double loss = 0;
+    bool is_counted = false;
+    if (row < rows) {
+        long long target = index_at(targets, wide, row);
+        is_counted = target != ignored;
+        loss = write_loss<LOADS, SOFTCAP, WARP>(losses ? losses + row : nullptr, lse + row, x + row * x_row, target, vocab, ignored,
+                                                smoothing, z_loss, softcap);
+    }
+    if (partials) write_sums(partials, loss, is_counted);
 }
 
-template <typename T, bool SOFTCAP>
+template <typename T, bool SOFTCAP, bool WARP>
 __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
                          bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
@@ -250,34 +279,19 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     if (row >= rows) return;
     Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
                                   smoothing, z_loss, softcap);
-    read_row<2>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
+    read_row<2, WARP>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
 
-// Grid 1, block 1024.
+// Grid 1, block 1024. There is one partial sum per block of the forward.
 template <typename C>
-__global__ void cross_entropy_reduce(C* out, double* count, const C* loss, const void* targets, bool wide, long long rows,
-                                     long long ignored, bool mean) {
+__global__ void cross_entropy_reduce(C* out, double* count, const double2* partials, long long blocks, bool mean) {
     __shared__ double sums[32], counts[32];
     wait_for_previous();
     double sum = 0, number = 0;
-    constexpr int LOADS = 8;
-    for (long long first = threadIdx.x; first < rows; first += LOADS * blockDim.x) {
-        C terms[LOADS];
-        long long found[LOADS];
-#pragma unroll
-        for (int k = 0; k < LOADS; ++k) {
-            long long row = first + k * blockDim.x;
-            terms[k] = row < rows ? loss[row] : C(0);
-            found[k] = row < rows ? index_at(targets, wide, row) : ignored;
-        }
-#pragma unroll
-        for (int k = 0; k < LOADS; ++k) {
-            sum += terms[k];
-            number += found[k] != ignored;
-        }
-    }
+#pragma unroll 8
+    for (long long i = threadIdx.x; i < blocks; i += blockDim.x) sum += partials[i].x, number += partials[i].y;
     sum = block_reduce<Sum>(sum, sums);
     number = block_reduce<Sum>(number, counts);
     if (threadIdx.x == 0) {

@@ -20,7 +20,7 @@
 // version  idea
 // v1       one block per row, read three times; backward: a second kernel reads s and dy again for the sums over rows
 // v2       row in registers, read once in 16-byte vectors; backward: a block loops over rows and keeps its sums in registers.
-//          H200, 32768 x 768: forward 0.88 (bfloat16) and 0.96 (float32) of a copy of the same bytes, backward 0.73 and 0.92
+//          H200, 32768 x 768: forward 0.88 (bfloat16) and 0.96 (float32) of a copy of the same bytes, backward 0.81 and 0.93
 // Experiments: docs/notes/layernorm.md
 #include "common/math.cuh"
 #include "common/pack.cuh"
@@ -116,23 +116,24 @@ __global__ void layernorm_v1_partials(compute_t<T>* partials, const T* s, const 
     partials[(gridDim.y + blockIdx.y) * columns + i] = dbias;
 }
 
-// dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 32), 1 or 2), block (32, 32).
+// dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 8), 1 or 2), block (8, 4 to 128).
 template <typename C, typename W>
 __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long blocks, long long columns) {
     wait_for_previous();
-    __shared__ C sums[32][32];
-    long long column = blockIdx.x * 32LL + threadIdx.x;
+    __shared__ C sums[128][8];
+    long long column = blockIdx.x * 8LL + threadIdx.x;
     partials += blockIdx.y * blocks * columns + column;
     C sum = 0;
     if (column < columns) {
 #pragma unroll 4
-        for (long long b = threadIdx.y; b < blocks; b += 32) sum += partials[b * columns];
+        for (long long b = threadIdx.y; b < blocks; b += blockDim.y) sum += partials[b * columns];
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y != 0 || column >= columns) return;
-    for (int i = 1; i < 32; ++i) sum += sums[i][threadIdx.x];
-    (blockIdx.y ? dbias : dweight)[column] = W(sum);
+    if (threadIdx.y >= 4) return;  // one warp is left
+    for (int i = 4 + threadIdx.y; i < blockDim.y; i += 4) sum += sums[i][threadIdx.x];
+    sum += __shfl_xor_sync(~0u, sum, 8), sum += __shfl_xor_sync(~0u, sum, 16);
+    if (threadIdx.y == 0 && column < columns) (blockIdx.y ? dbias : dweight)[column] = W(sum);
 }
 
 // ---- v2. A thread has VECTORS vectors of N elements of a row, blockDim.x vectors apart. N = 1 for rows that are not aligned to 16 bytes.
@@ -154,11 +155,12 @@ __device__ __forceinline__ void row_sums(C& a, C& b, C* shared) {
     }
     a = warp_reduce<Sum>(a), b = warp_reduce<Sum>(b);
     if (blockDim.x == 32) return;
-    int lane = threadIdx.x % 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
-    if (lane == 0) shared[first + threadIdx.x / 32] = a, shared[32 + first + threadIdx.x / 32] = b;
+    int warps = blockDim.x / 32, first = threadIdx.y * warps;
+    int width = 1 << (32 - __clz(warps - 1)), i = threadIdx.x % width;  // a power of 2, at least `warps`
+    if (threadIdx.x % 32 == 0) shared[first + threadIdx.x / 32] = a, shared[32 + first + threadIdx.x / 32] = b;
     __syncthreads();
-    a = warp_reduce<Sum>(lane < warps ? shared[first + lane] : C(0));
-    b = warp_reduce<Sum>(lane < warps ? shared[32 + first + lane] : C(0));
+    a = warp_reduce<Sum>(i < warps ? shared[first + i] : C(0), width);
+    b = warp_reduce<Sum>(i < warps ? shared[32 + first + i] : C(0), width);
 }
 
 template <typename T, int N, int VECTORS>
@@ -250,28 +252,33 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
 // not used if blockDim.y is 1.
 template <typename T, typename C, int N, int VECTORS>
 __device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
+    constexpr int M = N * sizeof(C) > 16 ? 16 / sizeof(C) : N;
     for (int y = 0; y < blockDim.y; ++y) {
-        C* to = y == blockDim.y - 1 ? out : shared;
 #pragma unroll
-        for (int k = 0; k < VECTORS; ++k) {
-            int column = Row<T, N, VECTORS>::column(k);
+        for (int i = 0; i < VECTORS * N; i += M) {
+            int column = Row<T, N, VECTORS>::column(i / N) + i % N;
             if (threadIdx.y != y || column >= columns) break;
+            Vec<C, M> sum = {};
+            if (y) sum = load_vec<C, M>(shared + column);
 #pragma unroll
-            for (int j = 0; j < N; ++j) to[column + j] = sums[k][j] + (y ? shared[column + j] : C(0));
+            for (int j = 0; j < M; ++j) sum.v[j] += sums[i / N][i % N + j];
+            store_vec((y == blockDim.y - 1 ? out : shared) + column, sum);
         }
         __syncthreads();
     }
 }
 
 // Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. Blocks have
-// at most THREADS threads. THREADS < 512 is compiled for at least two resident blocks per SM.
+// at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
-__global__ void __launch_bounds__(THREADS, THREADS < 512 ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
+                                           : THREADS < 512 ? 2
+                                                           : 1)
     layernorm_v2_bwd(T* dx, compute_t<T>* partials, const T* s, const T* dy, const T* ds, const compute_t<T>* stats, const W* weight,
                      long long rows, int columns, long long s_row, long long dy_row, long long ds_row) {
     wait_for_previous();
     using C = compute_t<T>;
-    constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 32;  // registers suffice to load the next row early
+    constexpr bool AHEAD = sizeof(T) < 8 && VECTORS * N * sizeof(T) <= 48;  // registers suffice to load the next row early
     __shared__ C sums[2][64];
     C dweight[VECTORS][N] = {}, dbias[VECTORS][N] = {};
     long long step = gridDim.x * (long long)blockDim.y, row = blockIdx.x * (long long)blockDim.y + threadIdx.y;

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import re
+import sys
 import time
 
 # torch reads this when it is imported: several workers, each with a thread for every core, would wait for each other most of the time.
@@ -18,6 +19,7 @@ from helpers import DEVICE, PLACE, forget_cache
 
 import cukern
 from cukern.bench.environment import facts
+from cukern.runtime.registry import OPS
 
 START = time.time()
 NO_GPU = "needs a GPU, and torch.cuda sees none"
@@ -33,7 +35,7 @@ def pytest_report_header(config):
 SLOW = re.compile(
     r"test_compiled|test_kron_linear_(groups|backward|lanes|pages|registers|sixteen)\.|test_fuzz|test_sanitizer|test_torture"
     r"|test_scales|test_small_results|test_every_pair_of_layouts|test_derivatives_of_every_order|gradgradcheck|test_neighbouring_heads"
-    r"|test_every_length|test_sim_speed|test_matmul_v5|test_installed|test_new_version|compile_without_a_graph_break.*-(sim|cuda)|compiled_with_all"
+    r"|test_every_length|test_sim_speed|test_matmul_v5|test_installed|test_new_version|test_cli_new_in_tree|compile_without_a_graph_break.*-(sim|cuda)|compiled_with_all"
     r"|test_every_instruction_of_the_shipped|warmup\[.*(a100|rtx4090)|shorter_sequences"
     r"|test_killed_at_any|test_newcomer|test_ten_steps|test_two_commands"
 )
@@ -84,6 +86,16 @@ def session_cache(tmp_path_factory):
         forget_cache()
         yield folder
     forget_cache()
+
+
+@pytest.fixture
+def registry():
+    """Ops that a test defines leave the registry at its end."""
+    before, path = dict(OPS), list(sys.path)
+    yield
+    OPS.clear()
+    OPS.update(before)
+    sys.path[:] = path
 
 
 @pytest.fixture

@@ -91,3 +91,9 @@ def test_installed_command_line_answers_from_another_folder(wheel, tmp_path):
     site = wheel.parent / "site"
     for command in ([sys.executable, "-m", "cukern"], [str(site / "bin" / "cukern")]):
         assert wheel.name.split("-")[1] in run([*command, "--version"], cwd=tmp_path, env={"PYTHONPATH": str(site)}).stdout
+
+
+def test_twine_accepts_the_wheel(wheel):
+    if run([sys.executable, "-m", "twine", "--version"], ok=False).returncode:
+        pytest.skip("twine, of the extra dev, is not installed")
+    assert "PASSED" in run([sys.executable, "-m", "twine", "check", "--strict", str(wheel)]).stdout

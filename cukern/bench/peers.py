@@ -1,5 +1,6 @@
 """Other implementations of an op: torch, torch.compile, Triton, load_inline. No other file of the tools knows ops by name."""
 
+import contextlib
 import functools
 import importlib.util
 import shutil
@@ -9,9 +10,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cukern.bench.calls import Function
-from cukern.runtime.registry import Op
+from cukern.runtime.registry import OPS, Op
 
 STARTUP_OPS = ("square", "matmul")  # timed by `cukern bench startup`: the least and the most code to compile
 
@@ -157,6 +159,13 @@ def _fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor,
     return param, exp_avg, exp_avg_sq
 
 
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """torch's attention of (MATRICES, T, D): FlashAttention-2 for 16-bit types, else torch's choice."""
+    flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.element_size() == 2 else contextlib.nullcontext()
+    with flash:
+        return torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
 def _flash_attention(op: Op) -> Function:
     from flash_attn.layers.rotary import apply_rotary_emb
 
@@ -195,6 +204,7 @@ _EAGER: dict[str, dict[str, Function]] = {
     "square": {"torch": torch.square, "a*a": lambda a: a * a, "a**2": lambda a: a**2},
     "matmul": {"torch": torch.matmul},
     "adamw": {"torch": _fused_adamw},
+    "attention": {"torch": lambda *qkv: OPS["attention"].reference(*qkv), "sdpa": _sdpa},
     "linear": {"torch": torch.nn.functional.linear},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
     "rmsnorm": {"torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)},

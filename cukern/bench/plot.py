@@ -1,12 +1,23 @@
-"""Draws measurements as bar charts, one panel per table."""
+"""Draws measurements: bars for a few shapes, lines over size for many. The device is in each title. See charts.py for recorded results."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from cukern.bench.measure import Row, Table
+from cukern.bench import environment
+from cukern.bench.measure import Row
 from cukern.runtime.compiler import SetupError
+from cukern.runtime.registry import OPS
 
-_COLORS = {"cukern": "tab:green", "copy": "tab:gray"}
+_COLORS = {"cukern": "tab:green", "copy": "tab:gray", "torch": "tab:orange", "torch.compile": "tab:blue"}
+_OTHERS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")  # for other peers
+MOST_LINES = 8  # in a panel; of more versions, only the newest is drawn
+LEAST_SIZES = 3  # that make a line
+
+Rows = Sequence[Row]
+Figure = Any  # of matplotlib, which is optional
 
 
 def drawable(file: Path) -> None:
@@ -14,7 +25,7 @@ def drawable(file: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise SetupError(f"--plot needs matplotlib ({error}). Run: pip install matplotlib") from error
+        raise SetupError(f"a picture needs matplotlib ({error}). Run: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -22,32 +33,172 @@ def drawable(file: Path) -> None:
         raise ValueError(f"--plot must name a file that ends with .{', .'.join(sorted(FigureCanvasAgg.filetypes))}, got {str(file)!r}")
 
 
-def plot(tables: Sequence[Table], file: Path) -> None:
-    """Write a picture in the format of the file's extension. Raises as `drawable` does."""
-    drawable(file)
+def save(figure: Figure, file: Path) -> None:
+    """Write a picture in the format of the file's extension, and close it."""
     from matplotlib import pyplot
 
-    tables = [t for t in tables if t.rows]
-    heights = [0.8 + 0.35 * len(t.rows) for t in tables]
-    figure, panels = pyplot.subplots(len(tables), 1, figsize=(8, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained")
-    for table, panel in zip(tables, panels[:, 0], strict=True):
-        values, unit = _values(table.rows)
-        colors = [_COLORS.get(r.provider, "tab:blue") for r in table.rows]
-        bars = panel.barh([f"{r.provider} {r.version}" for r in table.rows], values, color=colors)
-        panel.bar_label(bars, fmt="%.3g", padding=3)
-        panel.margins(x=0.12)
-        panel.invert_yaxis()
-        panel.set_xlabel(unit)
-        first = table.rows[0]
-        panel.set_title(f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype}", loc="left", fontsize=10)
     figure.savefig(file)
     pyplot.close(figure)
 
 
-def _values(rows: Sequence[Row]) -> tuple[list[float], str]:
-    """The lengths of the bars: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds."""
-    if all(r.tflops for r in rows) and rows[0].flops > 8 * rows[0].bytes:
-        return [r.tflops or 0.0 for r in rows], "TFLOP/s"
+def drawn(rows: Rows, device: str | None = None) -> Figure:
+    """Lines over size if there are at least LEAST_SIZES sizes, else bars."""
+    sizes = {row.shape for row in rows}
+    return lines(rows, device) if len(sizes) >= LEAST_SIZES else bars(rows, device)
+
+
+def where(device: str | None = None) -> str:
+    return device or environment.gpu_name() or "CPU"
+
+
+def panels_of(heights: Sequence[float], width: float = 8) -> tuple[Figure, Any]:
+    drawable(Path("x.svg"))
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        len(heights), 1, figsize=(width, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
+    )
+    return figure, axes[:, 0]
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[tuple[Any, list[Row]]]:
+    """Rows of equal keys, in the order in which the keys occur."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.items())
+
+
+def name_of(row: Row) -> str:
+    return f"{row.provider} {row.version}".strip()
+
+
+# ---- bars
+
+
+def bars(rows: Rows, device: str | None = None) -> Figure:
+    """One panel per pass, shape and dtype, with a bar per provider."""
+    tables = [group for _, group in grouped(rows, lambda r: (r.op, r.pass_, r.shape, r.dtype))]
+    figure, panels = panels_of([0.8 + 0.35 * len(table) for table in tables])
+    for table, panel in zip(tables, panels, strict=True):
+        unit, value = _unit(table)
+        colors = [_COLORS.get(r.provider, "tab:purple") for r in table]
+        panel.bar_label(panel.barh([name_of(r) for r in table], [value(r) for r in table], color=colors), fmt="%.3g", padding=3)
+        panel.margins(x=0.12)
+        panel.invert_yaxis()
+        panel.set_xlabel(unit)
+        first = table[0]
+        panel.set_title(
+            f"{first.op} {first.pass_} {'x'.join(map(str, first.shape))} {first.dtype} on {where(device)}", loc="left", fontsize=10
+        )
+    return figure
+
+
+def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
+    """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds."""
+    moved = [r for r in rows if r.provider != "copy"] or rows
+    if all(r.tflops for r in moved) and moved[0].flops > 8 * moved[0].bytes:
+        return "TFLOP/s", lambda r: r.tflops or math.nan
     if all(r.tbps for r in rows):
-        return [r.tbps or 0.0 for r in rows], "TB/s"
-    return [r.median_us for r in rows], "us"
+        return "TB/s", lambda r: r.tbps or math.nan
+    return "us", lambda r: r.median_us
+
+
+# ---- lines over size
+
+
+def lines(rows: Rows, device: str | None = None) -> Figure:
+    """Throughput over size, one panel per pass and dtype: cukern, its peers and the limit."""
+    groups = grouped(rows, lambda r: (r.op, r.pass_, r.dtype))
+    figure, panels = panels_of([3.6] * len(groups))
+    for ((op, pass_, dtype), group), panel in zip(groups, panels, strict=True):
+        x_name, x_of = _size(op, group)
+        unit, value = _unit(group)
+        curves = grouped(_readable(group), lambda r: (r.provider, r.version))
+        colors = _line_colors([key for key, _ in curves])
+        for (provider, version), line in curves:
+            points = sorted(line, key=x_of)
+            style = {"ls": "--", "marker": ""} if provider == "copy" else {"marker": "o"}
+            label = "limit: a copy of the same bytes" if provider == "copy" else f"{provider} {version}".strip()
+            xs = [x_of(r) for r in points]
+            panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
+        if unit == "TFLOP/s":
+            _limit(panel, group)
+        panel.set_xscale("log")
+        ticks = sorted({x_of(r) for r in group})
+        panel.set_xticks(ticks, [f"{x:.5g}" if x < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel(x_name)
+        panel.set_ylabel(unit)
+        panel.grid(alpha=0.3)
+        beside(panel)
+        panel.set_title(f"{op} {pass_} {dtype}, {_fixed(op, group)}{where(device)}", loc="left", fontsize=10)
+    return figure
+
+
+def beside(panel: Any) -> None:
+    """The legend, to the right of the panel."""
+    panel.legend(fontsize=7, bbox_to_anchor=(1.01, 1), loc="upper left", borderaxespad=0)
+
+
+def _line_colors(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """Greens for the versions of cukern, from light to dark; a color of its own for each peer."""
+    from matplotlib import colormaps
+
+    own, others = [key for key in keys if key[0] == "cukern"], [key for key in keys if key[0] not in _COLORS]
+    shades = {key: colormaps["Greens"](0.4 + 0.5 * (i + 1) / len(own)) for i, key in enumerate(own)}
+    return {key: _COLORS.get(key[0]) for key in keys} | dict(zip(others, itertools.cycle(_OTHERS), strict=False)) | shades
+
+
+def _readable(rows: Rows) -> Rows:
+    """The rows; without the older versions if there are too many lines."""
+    if len({(r.provider, r.version) for r in rows}) <= MOST_LINES:
+        return rows
+    last = newest_version(rows)
+    return [r for r in rows if r.provider != "cukern" or r.version == last]
+
+
+def newest_version(rows: Rows) -> str:
+    """The highest version of cukern among the rows; versions with forced candidates do not count."""
+    versions = {r.version for r in rows if r.provider == "cukern" and " " not in r.version}
+    return max(versions, key=lambda v: (int(v[1:]) if v[1:].isdigit() else -1, v), default="")
+
+
+def _varying(rows: Rows) -> list[int]:
+    """The positions of the sizes that differ; none if the shapes have different lengths."""
+    shapes = {r.shape for r in rows}
+    if len({len(s) for s in shapes}) != 1:
+        return []
+    return [i for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+
+
+def _names(op: str, count: int) -> list[str]:
+    found = OPS[op].dims.replace("...", "").split() if op in OPS else []
+    return found if len(found) == count else [f"size {i + 1}" for i in range(count)]
+
+
+def _size(op: str, rows: Rows) -> tuple[str, Callable[[Row], float]]:
+    """The x axis: the one size that differs, else the bytes that a call moves."""
+    varying = _varying(rows)
+    if len(varying) == 1:
+        (i,) = varying
+        return _names(op, len(rows[0].shape))[i], lambda r: r.shape[i]
+    if all(r.bytes for r in rows):
+        return "MiB that a call reads and writes", lambda r: r.bytes / 2**20
+    return "elements", lambda r: math.prod(r.shape)
+
+
+def _fixed(op: str, rows: Rows) -> str:
+    varying, shape = _varying(rows), rows[0].shape
+    if len(varying) != 1:
+        return ""
+    kept = [f"{name} {n}" for i, (name, n) in enumerate(zip(_names(op, len(shape)), shape, strict=True)) if i not in varying]
+    return f"{', '.join(kept)}, " if kept else ""
+
+
+def _limit(panel: Any, rows: Rows) -> None:
+    """A horizontal line at the peak rate that the rows' `of_limit` refers to."""
+    row = next((r for r in rows if r.of_limit and r.tflops), None)
+    if row is not None:
+        panel.axhline((row.tflops or 0) / (row.of_limit or 1), ls="--", color="tab:gray", label="limit: peak rate")

@@ -1,8 +1,10 @@
-"""Appends measurements to a .jsonl file: one JSON object per row, with the facts about the environment."""
+"""Appends measurements to a .jsonl file, one JSON object per row with the facts about the environment, and reads them."""
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cukern.bench import environment
 from cukern.bench.measure import Row
@@ -31,3 +33,38 @@ def append(rows: Iterable[Row], file: Path) -> None:
 def _rounded(value: object) -> object:
     """A float with 5 significant digits."""
     return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A row of a file, with the GPU ("CPU" without one), the commit and the date of its measurement."""
+
+    row: Row
+    gpu: str
+    commit: str
+    date: str
+
+
+def read(file: Path) -> list[Recorded]:
+    """The rows of a file that `append` wrote. Raises FileNotFoundError, and ValueError with the line of what is no record."""
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                made = json.loads(line)
+                values: dict[str, Any] = {name: made[name.rstrip("_")] for name in (*_MEASURED, "bytes", "flops", "of_limit")}
+                row = Row(**{**values, "shape": tuple(values["shape"])}, error=made.get("error"))
+                found.append(Recorded(row, made["gpu"] or "CPU", made["commit"] or "", made["date"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file}:{number} is no record of cukern bench: {type(error).__name__}: {error}") from None
+    return found
+
+
+def newest(found: Iterable[Recorded]) -> list[Recorded]:
+    """The last of each measurement: op, version, pass, shape, dtype, provider and GPU."""
+    return list({(r.op, r.version, r.pass_, r.shape, r.dtype, r.provider, one.gpu): one for one in found for r in (one.row,)}.values())
+
+
+def files() -> list[Path]:
+    """The recorded files of the source tree that contains the current folder, else those in the current folder."""
+    return sorted(default_file().parent.glob("*.jsonl"))

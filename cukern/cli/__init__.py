@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import cukern
-from cukern.cli import bench, check, compile, doctor, gpt2, new, profile, sim, tune
+from cukern.cli import bench, check, compile, doctor, gpt2, new, plot, profile, report, sass, sim, tune, watch
 from cukern.cli.common import Dtype, errors, say
 from cukern.runtime.backend import simulating
 from cukern.runtime.compiler import CompileError, SetupError
@@ -74,10 +74,13 @@ def _root(
 ) -> None:
     simulating()  # every command reports a wrong CUKERN_BACKEND
     if dtype is not None:
-        context.default_map = {command: {"dtype": dtype} for command in ("check", "bench", "profile")}
+        context.default_map = {command: {"dtype": dtype} for command in ("check", "bench", "profile", "watch")}
 
 
-for _command in (check.check, bench.bench, profile.profile, compile.compile, new.new, tune.tune, doctor.doctor):
+for _command in (
+    *(check.check, bench.bench, watch.watch, plot.plot, plot.compare, report.report, profile.profile),
+    *(compile.compile, sass.sass, new.new, tune.tune, doctor.doctor),
+):
     app.command()(_command)
 app.command("sim")(sim.simulate)
 app.add_typer(gpt2.app, name="gpt2")

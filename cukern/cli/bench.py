@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from cukern.bench import environment
+from cukern.bench import plot as pictures
 from cukern.bench.measure import Row, Table, measure, measure_host, passes
-from cukern.bench.plot import drawable
-from cukern.bench.plot import plot as draw
 from cukern.bench.record import append, default_file
 from cukern.cli import common
 from cukern.cli.common import console, errors, listed, say
 from cukern.runtime.device import restricted
+from cukern.runtime.registry import Op
 
 STARTUP = "startup"
 
@@ -34,18 +34,24 @@ def bench(
     without: Annotated[str | None, typer.Option(metavar="NAME,...", help="Exclude these candidates of the plans.")] = None,
     record: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
     record_to: Annotated[Path | None, typer.Option(metavar="FILE", help="Append to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result.")] = None,
+    over: Annotated[
+        str | None, typer.Option(metavar="NAME=N,...", help="Measure over these values of a size, such as S=512,1024,2048.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the result: lines over three sizes or more. A folder gets OP_fw.png, OP_bw.png."),
+    ] = None,
 ) -> None:
     """Time every version and peer of OP. OP `startup` times the import and first calls in fresh processes."""
     if op == STARTUP and dims:
         raise ValueError(f"{STARTUP} takes no sizes, got {' '.join(map(str, dims))}")
     record_to = record_file(record, record_to)
-    check_plot(plot)
+    check_plot(plot, folder=True)
     tables, missing = [], dict[str, str]()
     if op == STARTUP:
         found = _startup()
     else:
-        found = _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds)
+        found = _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds, over)
     mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
     with restricted(*_candidates(op, kernel, _split(without))):
         for one in found:
@@ -57,12 +63,16 @@ def bench(
                 console.print(_table(rows))
             listed("note:", one.notes)
     listed("missing:", missing)
+    _keep([row for one in tables for row in one.rows], record_to, plot)
+
+
+def _keep(rows: list[Row], record_to: Path | None, plot: Path | None) -> None:
     if record_to:
-        append([row for one in tables for row in one.rows], record_to)
+        append(rows, record_to)
         say(f"appended to {record_to}", to=errors)
     if plot:
-        draw(tables, plot)
-        say(f"drawn to {plot}")
+        for file in draw(rows, plot):
+            say(f"drawn to {file}")
 
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
@@ -85,11 +95,24 @@ def record_file(record: bool, record_to: Path | None = None) -> Path | None:
     return record_to
 
 
-def check_plot(plot: Path | None) -> None:
+def check_plot(plot: Path | None, folder: bool = False) -> None:
     """Check that a picture can be drawn to this file, if there is one. Raises ValueError, and SetupError without matplotlib."""
-    if plot is not None:
-        drawable(plot)
+    if plot is not None and not (folder and plot.is_dir() and plot != Path()):
+        pictures.drawable(plot)
         common.check_target("--plot", plot)
+
+
+def draw(rows: Sequence[Row], target: Path, device: str | None = None) -> list[Path]:
+    """Draw to a file, or one picture per op and pass to a folder. Returns the files."""
+    if not target.is_dir():
+        pictures.save(pictures.drawn(rows, device), target)
+        return [target]
+    named: dict[Path, list[Row]] = {}
+    for row in rows:
+        named.setdefault(target / f"{row.op}_{row.pass_.replace('wd', 'w').replace(':', '_').replace(' ', '_')}.png", []).append(row)
+    for file, part in named.items():
+        pictures.save(pictures.drawn(part, device), file)
+    return list(named)
 
 
 def _measure(
@@ -101,6 +124,7 @@ def _measure(
     host: bool,
     only: list[str] | None,
     seconds: float,
+    over: str | None = None,
 ) -> Iterator[Table]:
     """Yield each table as soon as it is measured."""
     op, place = common.find_op(name), environment.device()
@@ -108,10 +132,12 @@ def _measure(
     if tf32 and (host or letter != "f"):
         raise ValueError(f"--tf32 is for device times of --dtype f, got {'--host' if host else f'--dtype {letter}'}")
     if host:
+        if over is not None:
+            raise ValueError("--over is for device times, leave out --host")
         (shape,) = common.find_dims(op, dims, op.check_dims[:1])
         yield from measure_host(op, shape, kind, place, only)
         return
-    shapes = common.find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims)
+    shapes = _over(op, common.find_dims(op, dims, op.bench_dims if place.type == "cuda" else op.check_dims), over)
     jobs = [(shape, p) for shape in shapes for p in passes(op, shape, kind, wanted)]
     for i, (shape, p) in enumerate(jobs):
         if op.note and shape not in [s for s, _ in jobs[:i]]:
@@ -120,6 +146,19 @@ def _measure(
             bar.add_task(f"{name} {p} {' x '.join(map(str, shape))}", total=len(jobs), completed=i)
             one = measure(op, shape, kind, p, place, only, seconds, tf32)
         yield one
+
+
+def _over(op: Op, shapes: list[tuple[int, ...]], text: str | None) -> list[tuple[int, ...]]:
+    """The first shape with each of the values of one size."""
+    if text is None:
+        return shapes
+    name, _, values = text.partition("=")
+    names = [word.removesuffix("...") for word in op.dims.split()]
+    sizes = values.replace(" ", "").split(",")
+    if name not in names or not all(size.isdecimal() for size in sizes):
+        raise ValueError(f"--over must be one of {', '.join(names)} with its values, such as {names[0]}=512,1024,2048, got {text!r}")
+    before, after = shapes[0][: names.index(name)], shapes[0][names.index(name) + 1 :]
+    return [shape for size in sizes for shape in common.find_dims(op, [*before, int(size), *after], ())]
 
 
 def _startup() -> Iterator[Table]:

@@ -44,10 +44,16 @@ def find_op(name: str) -> Op:
     return OPS[name]
 
 
-def find_dtype(op: Op, letter: str) -> torch.dtype:
-    """The dtype for a letter. Raises ValueError if the op does not have it."""
+def letter_name(letter: str) -> str:
+    """The name of the dtype for a letter, such as "float32". Raises ValueError."""
     if letter not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(f'{k} ({name_of(v)})' for k, v in DTYPES.items())}, got {letter!r}")
+    return name_of(DTYPES[letter])
+
+
+def find_dtype(op: Op, letter: str) -> torch.dtype:
+    """The dtype for a letter. Raises ValueError if the op does not have it."""
+    letter_name(letter)
     if DTYPES[letter] not in op.dtypes:
         raise ValueError(f"{op.name} has no {name_of(DTYPES[letter])}; it has {', '.join(map(name_of, op.dtypes))}")
     return DTYPES[letter]
@@ -105,8 +111,8 @@ def progress() -> Progress:
 
 
 def say(text: str, style: str | None = None, to: Console = console) -> None:
-    """Print a line as it is: not wrapped, and no part of it read as markup."""
-    to.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print a line; no part of it is read as markup. On a terminal it is wrapped at words, in a file or a pipe it is not."""
+    to.print(text, style=style, markup=False, highlight=False, soft_wrap=not to.is_terminal)
 
 
 def listed(title: str, reasons: dict[str, str]) -> None:

@@ -115,6 +115,14 @@ def _targets(arch: str | None, gpu: str | None) -> list[tuple[str, Device]]:
     return [(name, here.get(name) or representative(_number(name))) for name in names]
 
 
+def kernel_arch(arch: str | None) -> str:
+    """The one architecture named, by default this GPU's, else sm_90a. Raises ValueError."""
+    here = environment.device()
+    default = arch_of(torch.cuda.get_device_capability(here)) if here.type == "cuda" else "sm_90a"
+    ((name, _),) = _targets(arch or default, None)[:1]
+    return name
+
+
 def _number(arch: str) -> int:
     return int(re.sub(r"\D", "", arch))
 

@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -41,11 +42,18 @@ def doctor() -> None:
     findings = list(examine())
     for one in findings:
         console.print(f"{_MARKS[one.state]} [bold]{one.what:<18}[/bold]", end=" ")
-        say(" ".join(one.found.split()))
+        say(_beside(" ".join(one.found.split())))
         if one.mend:
-            say(f"{'':<22}{one.mend}", "yellow")
+            say(f"{'':<22}{_beside(one.mend)}", "yellow")
     if any(one.state == "missing" for one in findings):
         raise typer.Exit(1)
+
+
+def _beside(text: str) -> str:
+    """The text in the columns from the 23rd on; in a file or a pipe one line."""
+    if not console.is_terminal:
+        return text
+    return textwrap.fill(text, console.width - 22, break_on_hyphens=False).replace("\n", "\n" + 22 * " ")
 
 
 def examine() -> Iterator[Finding]:

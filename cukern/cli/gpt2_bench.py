@@ -1,9 +1,11 @@
 """`cukern gpt2 bench`: the time of a training step, next to the same step in torch and with torch.compile."""
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Annotated
+from functools import partial
+from typing import Annotated, TypeVar
 
 import torch
 import typer
@@ -16,24 +18,32 @@ from cukern.bench.timing import summary
 from cukern.cli import common
 from cukern.cli.bench import record_file
 from cukern.cli.common import say
-from cukern.cli.gpt2_train import Device, Length, Rows, make_model, pick_device
+from cukern.cli.gpt2_train import Attention, Device, Dtype, FusedLoss, Length, Recompute, Rows, make_model, pick_device
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import write_shards
+from cukern.gpt2.files import expect
 from cukern.gpt2.model import GPT2
-from cukern.gpt2.train import Settings, Step, Trainer
+from cukern.gpt2.train import Settings, Trainer
 
 WARMUP = 8  # first steps that are not counted: they compile kernels and capture the CUDA graph
+MODES = "default", "reduce-overhead", "max-autotune", "no"  # of torch.compile
+Made = TypeVar("Made")
 
 
 class Plain(torch.nn.Module):
-    """A model's loss in torch's operations, on copies of its parameters."""
+    """A model's loss in torch's operations, on float32 copies of its parameters. For a bfloat16 model under autocast to bfloat16."""
 
     def __init__(self, model: GPT2) -> None:
         super().__init__()
         self.config: Config = model.config
-        self.weights = torch.nn.ParameterDict({name.replace(".", "_"): p.detach().clone() for name, p in model.named_parameters()})
+        self.autocast = model.wte.dtype == torch.bfloat16
+        self.weights = torch.nn.ParameterDict({name.replace(".", "_"): p.detach().float() for name, p in model.named_parameters()})
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+            return self._loss(tokens, targets)
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         w, c, (B, T) = self.weights, self.config, tokens.shape
         x = embedding(tokens, w["wte"]) + w["wpe"][:T]
         for i in range(c.num_layers):
@@ -69,59 +79,75 @@ def bench(
     batch: Rows = None,
     seq_len: Length = None,
     tf32: Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")] = 1,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    fused_loss: FusedLoss = False,
+    recompute: Recompute = 0,
     steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Measured steps.")] = 20,
-    compile: Annotated[bool, typer.Option(help="Measure torch.compile too.")] = True,
+    compile: Annotated[str, typer.Option(metavar="default|reduce-overhead|no", help="torch.compile's mode.")] = "default",
     device: Device = None,
     record_it: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
 ) -> None:
-    """Time a training step of cukern, torch and torch.compile in turn, with random tokens and all that an update does."""
+    """Time a training step of cukern, torch and torch.compile in turn, with random tokens and all that an update does. With --dtype b
+    the peers have float32 weights and compute under autocast. The memory is the most that tensors take, from the first step on."""
     file = record_file(record_it)
+    expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
+    peaks, times = dict[str, float](), dict[str, list[float]]()
     with environment.float32_products(bool(tf32)), tempfile.TemporaryDirectory() as folder:
-        ours = make_model(model, T, place)
-        vocabulary = ours.config.vocab_size
-        tokens = torch.randint(vocabulary, (4 * B * T + 1,)).numpy()
-        val, train = write_shards(folder, "random", tokens, val_first=B * T + 1)
-        settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0)
-        trainer = Trainer(ours, settings, say=lambda line: None)
-        peers = _peers(ours, torch.randint(vocabulary, (2, B, T), device=place), compile)
-        times: dict[str, list[float]] = {"cukern": [], **{name: [] for name in peers}}
 
-        def report(step: Step) -> None:
-            times["cukern"].append(1e3 * step.ms)
-            for name, peer in peers.items():
+        def make_trainer() -> Trainer:
+            ours = make_model(model, T, place, dtype, attention=attention, fused_loss=fused_loss, recompute=recompute)
+            tokens = torch.randint(ours.config.vocab_size, (4 * B * T + 1,)).numpy()
+            val, train = write_shards(folder, "random", tokens, val_first=B * T + 1)
+            settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0)
+            return Trainer(ours, settings, say=lambda line: None)
+
+        trainer, peaks["cukern"] = _warm(make_trainer, Trainer.update)
+        ours, updates = trainer.model, dict[str, Callable[[], object]](cukern=trainer.update)
+        kind = "bfloat16" if ours.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
+        data = torch.randint(ours.config.vocab_size, (2, B, T), device=place)
+        for name, mode in (("torch", "no"), *([("torch.compile", compile)] if compile != "no" else [])):
+            updates[name], peaks[name] = _warm(partial(_peer, ours, data, mode), lambda update: update())
+        for _ in range(steps):
+            for name, update in updates.items():
                 start = time.perf_counter()
-                peer()
-                times[name].append(1e6 * (time.perf_counter() - start))
-
-        trainer.run(report)
-        flops = trainer.flops_per_token() * settings.tokens
-    kind = "tf32" if tf32 and place == "cuda" else "float32"
-    rows = []
+                update()
+                times.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+    rows, flops = [], trainer.flops_per_token() * B * T
     for name, us in times.items():
-        timing = summary(us[WARMUP:])
+        timing = summary(us)
         rows.append(Row("gpt2", "", f"step {model}", (B, T), kind, name, timing.median_us, timing.iqr_us, 0, flops))
-    _show(rows, (place == "cuda" and environment.gpu_name()) or place)
+    _show(rows, peaks, (place == "cuda" and environment.gpu_name()) or place)
     if file:
         record.append(rows, file)
         say(f"appended to {file}", to=common.errors)
 
 
-def _peers(ours: GPT2, batch: Tensor, compile: bool) -> dict[str, Callable[[], float]]:
+def _warm(make: Callable[[], Made], update: Callable[[Made], object]) -> tuple[Made, float]:
+    """Make what trains, and run the first updates, which compile kernels and capture CUDA graphs. The most MiB of tensors that it takes."""
+    gc.collect()
+    before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    made = make()
+    for _ in range(WARMUP):
+        update(made)
+    return made, ((torch.cuda.max_memory_allocated() - before) / 2**20 if torch.cuda.is_available() else 0.0)
+
+
+def _peer(ours: GPT2, batch: Tensor, mode: str) -> Callable[[], float]:
     plain = Plain(ours)
-    peers = {"torch": _step(plain, plain, batch)}
-    if compile:
-        other = Plain(ours)
-        peers["torch.compile"] = _step(torch.compile(other), other, batch)
-    return peers
+    return _step(plain if mode == "no" else torch.compile(plain, mode=mode), plain, batch)
 
 
-def _show(rows: list[Row], where: str) -> None:
+def _show(rows: list[Row], peaks: dict[str, float], where: str) -> None:
     first, torch_us = rows[0], next(r.median_us for r in rows if r.provider == "torch")
     title = f"gpt2 {first.pass_}, B={first.shape[0]} T={first.shape[1]} {first.dtype} on {where}"
-    table = common.table(title, "provider", "ms", "+- ms", "tokens/s", "TFLOP/s", "x torch")
+    table = common.table(title, "provider", "ms", "+- ms", "tokens/s", "TFLOP/s", "x torch", "peak MiB")
     for r in rows:
         numbers = r.median_us * 1e-3, r.iqr_us * 1e-3
         rate, speed = r.shape[0] * r.shape[1] / r.median_us * 1e6, torch_us / r.median_us
-        table.add_row(r.provider, *(f"{n:.2f}" for n in numbers), f"{rate:.0f}", f"{r.tflops:.1f}", f"{speed:.2f}")
+        peak = f"{peaks[r.provider]:.0f}" if peaks[r.provider] else "n/a"
+        table.add_row(r.provider, *(f"{n:.2f}" for n in numbers), f"{rate:.0f}", f"{r.tflops:.1f}", f"{speed:.2f}", peak)
     common.console.print(table)

@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from cukern.bench import environment
 from cukern.bench.environment import float32_products
 from cukern.cli.bench import check_plot
-from cukern.cli.common import console, say
-from cukern.gpt2 import checkpoint
+from cukern.cli.common import DTYPES, console, say
+from cukern.gpt2 import checkpoint, parallel
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import builtin_text, tokenize, write_shards
+from cukern.gpt2.files import expect
 from cukern.gpt2.model import GPT2, config_of, use_kernels
 from cukern.gpt2.tokenizer import FILE as TOKENIZER
 from cukern.gpt2.tokenizer import tokenizer_for
@@ -30,25 +32,30 @@ SMALL_RUN: dict[str, Any] = dict(batch=12, seq_len=64, steps=1500, lr=4e-3, warm
 SMALL_RUN |= dict(val_every=500, val_batches=-1, sample_every=10**9, sample_tokens=512, temperature=0.3, prompt=tuple(b"The "))
 
 
-def peak_flops(device: str, tf32: bool) -> float | None:
+def peak_flops(place: torch.device, dtype: torch.dtype, tf32: bool) -> float | None:
     """Peak FLOP/s of matrix products on this GPU, or None if it is unknown or there is none."""
-    place = torch.device(device)
     if place.type != "cuda":
         return None
+    if dtype == torch.bfloat16:
+        tf32_peak = tf32_flops(torch.cuda.get_device_name(place))
+        return tf32_peak and 2 * tf32_peak
     if tf32 and torch.cuda.get_device_capability(place) >= (8, 0):
         return tf32_flops(torch.cuda.get_device_name(place))
     return environment.peak_flops(place, torch.float32)
 
 
-def make_model(name: str, seq_len: int, device: str) -> GPT2:
-    """What -e names, in float32: a model file NAME.bin, or sizes for llm.c's random weights. "small": byte tokens, seq_len positions."""
+def make_model(name: str, seq_len: int, device: str, dtype: str | None = "f", **options: Any) -> GPT2:
+    """What -e names: a model file NAME.bin, or sizes for llm.c's random weights. "small": byte tokens, seq_len positions. Without a dtype
+    that of the file. `options`: of GPT2."""
+    expect(dtype in (None, "f", "b"), "--dtype f or b", repr(dtype))
     small = Config(max_seq_len=seq_len, vocab_size=256, num_layers=2, num_heads=4, channels=96)
     parameters = None
     if name.endswith(".bin"):
         config, parameters = checkpoint.read_model(name)
     else:
         config = small if name == SMALL else config_of(name)
-    model = GPT2(config, device=device, dtype=torch.float32)
+    own = torch.float32 if parameters is None else parameters["wte"].dtype
+    model = GPT2(config, device=device, dtype=DTYPES[dtype] if dtype else own, **options)
     if parameters is None:
         model.initialize()
     else:
@@ -70,6 +77,10 @@ Rows = Annotated[int | None, typer.Option("-b", "--batch", help="B: rows of a fo
 Length = Annotated[int | None, typer.Option("-t", "--seq-len", help="T: tokens of a row (1024; small run: 64).")]
 Temperature = Annotated[float | None, typer.Option(help="Divides the logits of a sample; 0: the likeliest token (1; small run: 0.3).")]
 TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", help="Decodes samples (gpt2_tokenizer.bin here; bytes for 256 tokens).")]
+Dtype = Annotated[str | None, typer.Option("--dtype", metavar="f|b", help="float32 or bfloat16; by default the model file's, or float32.")]
+Attention = Annotated[str | None, typer.Option("--attention", help="A version of cukern.attention, or sdpa: torch's fused attention.")]
+FusedLoss = Annotated[bool, typer.Option("--fused-loss", help="Compute the loss in chunks of rows: less memory.")]
+Recompute = Annotated[int, typer.Option("-r", "--recompute", min=0, max=2, help="1: gelu again in the backward; 2: layernorm too.")]
 _KERNEL = "of the fork of llm.c: 1 to 5; or the environment variable"
 SoftmaxForward = Annotated[str | None, typer.Option("--softmax-forward-kernel", help=f"{_KERNEL} SOFTMAX_FORWARD_KERNEL.")]
 SoftmaxBackward = Annotated[str | None, typer.Option("--softmax-backward-kernel", help=f"{_KERNEL} SOFTMAX_BACKWARD_KERNEL.")]
@@ -107,10 +118,13 @@ def train(
     resume: Annotated[int, Flag("-y", "--resume", min=0, max=1, help="1: go on from the newest checkpoint in -o, if any.")] = 0,
     skip_loss: Annotated[float | None, Flag("-sl", "--skip-loss", help="Skip updates whose loss has a z-score above; 0: never.")] = None,
     skip_norm: Annotated[float | None, Flag("-sg", "--skip-norm", help="The same for the norm of the gradient.")] = None,
-    recompute: Annotated[int, Flag("-r", "--recompute", min=0, max=2, help="No effect: nothing is recomputed.")] = 0,
-    zero: Annotated[int, Flag("-z", "--zero", min=0, max=3, help="No effect: there is one process.")] = 0,
+    dtype: Dtype = None,
+    attention: Attention = None,
+    fused_loss: FusedLoss = False,
+    recompute: Recompute = 0,
+    zero: Annotated[int, Flag("-z", "--zero", min=0, max=1, help="1: divide weights and optimizer state among the processes.")] = 0,
     gelu_fusion: Annotated[int, Flag("-ge", "--gelu-fusion", min=0, max=2, help="No effect: gelu is not fused into the product.")] = 0,
-    graph: Annotated[bool, Flag(help="On a GPU, replay forward and backward as a CUDA graph.")] = True,
+    graph: Annotated[bool, Flag(help="On one GPU, replay an update as a CUDA graph.")] = True,
     tokenizer: TokenizerFile = None,
     device: Device = None,
     plot: Annotated[Path | None, Flag(metavar="FILE", help="Draw the losses.")] = None,
@@ -118,19 +132,27 @@ def train(
     softmax_backward_kernel: SoftmaxBackward = None,
     matmul_forward_kernel: MatmulForward = None,
 ) -> None:
-    """Train GPT-2. Without arguments: a small model on Python's own help texts, for less than a minute. In parentheses: defaults."""
+    """Train GPT-2. Without arguments: a small model on Python's own help texts, for less than a minute. In parentheses: defaults.
+    Several GPUs: torchrun --nproc-per-node N -m cukern gpt2 train ..."""
     given = {name: value for name, value in locals().items() if value is not None and name in Settings.__dataclass_fields__}
     given |= {name: bool(given[name]) for name in ("overfit", "master", "resume")}
     place = pick_device(device)
-    given |= {"peak_flops": peak_flops(place, bool(tf32)), "hellaswag": hellaswag if run_hellaswag else None}
+    given["hellaswag"] = hellaswag if run_hellaswag else None
     check_plot(plot)
     kernels = use_kernels(softmax_forward_kernel, softmax_backward_kernel, matmul_forward_kernel)
-    with kernels, float32_products(bool(tf32)), _data(given) as settings:
-        made = make_model(model or _default_model(settings, "train_data" in given), settings.seq_len, place)
-        trainer = Trainer(made, settings, tokenizer_for(made.config.vocab_size, tokenizer), say)
-        _describe(trainer, bool(tf32))
-        _run(trainer, 1 if "train_data" in given else 50)
-    if plot is not None:
+    ranks = parallel.processes(place)
+    with kernels, float32_products(bool(tf32)), ranks as (given["rank"], given["num_processes"]), _data(given) as settings:
+        options = {"attention": attention, "fused_loss": fused_loss, "recompute": recompute}
+        made = make_model(model or _default_model(settings, "train_data" in given), settings.seq_len, place, dtype, **options)
+        settings = replace(settings, peak_flops=peak_flops(made.wte.device, made.wte.dtype, bool(tf32)))
+        speaks = settings.rank == 0
+        trainer = Trainer(made, settings, tokenizer_for(made.config.vocab_size, tokenizer), say if speaks else lambda line: None)
+        if speaks:
+            _describe(trainer, bool(tf32))
+            _run(trainer, 1 if "train_data" in given else 50)
+        else:
+            trainer.run(lambda step: None)
+    if plot is not None and speaks:
         _plot({"training": trainer.losses, "validation": trainer.validations}, plot)
         say(f"drawn to {plot}")
 
@@ -159,14 +181,15 @@ def _describe(trainer: Trainer, tf32: bool) -> None:
     """What llm.c prints before the first step."""
     s, c, loader = trainer.settings, trainer.model.config, trainer.train_data
     place = torch.cuda.get_device_name() if trainer.model.wte.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+    kind = "bfloat16" if trainer.model.wte.dtype == torch.bfloat16 else "TF32" if tf32 else "float32"
     rate = "unknown: MFU is not shown" if s.peak_flops is None else f"{s.peak_flops / 1e12:.1f}"
     say(f"train data: {loader.num_tokens} tokens in {len(loader.paths)} shards, {trainer.total} steps")
     say(f"val data: {trainer.val_data.num_tokens} tokens, {trainer.val_batches} batches")
-    say(f"device: {place}, {'TF32' if tf32 else 'float32'} | peak TFlops: {rate}")
+    say(f"device: {place}, {kind} | peak TFlops: {rate}")
     names = {"max_sequence_length": "max_seq_len", "vocab_size": "vocab_size", "padded_vocab_size": "padded_vocab_size"}
     names |= {name: name for name in ("num_layers", "num_heads", "channels", "num_parameters")}
     say(" | ".join(f"{shown} {getattr(c, name)}" for shown, name in names.items()))
-    say(f"batch_size B={s.batch} * seq_len T={s.seq_len} * num_processes=1 and total_batch_size={s.tokens * s.micro_steps}")
+    say(f"batch_size B={s.batch} * seq_len T={s.seq_len} * num_processes={s.num_processes} and total_batch_size={s.tokens * s.micro_steps}")
     say(f"=> setting grad_accum_steps={s.micro_steps}")
     if trainer.tokenizer is None and s.sample_every:
         say(f"no samples: {TOKENIZER} is not in this folder, and --tokenizer names no other one")

@@ -28,6 +28,11 @@ def find(name: str) -> Op:
     return OPS[wanted or names[0]]
 
 
+def forget() -> None:
+    """Run the files again at the next `find`, since a kernel of theirs changed."""
+    _ops_of.cache_clear()
+
+
 @functools.lru_cache
 def _ops_of(file: Path, changed: int) -> list[str]:
     """Run the file once. Returns the names of the ops that it defined."""

@@ -1,9 +1,7 @@
 """`cukern profile`: profiles one version with torch's profiler or Nsight Compute."""
 
 import itertools
-import shutil
-import subprocess
-import sys
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,31 +11,26 @@ import typer
 
 from cukern.bench import environment
 from cukern.bench.calls import draw_douts, results
+from cukern.bench.peers import names as peer_names
+from cukern.bench.peers import peers
 from cukern.bench.verify import REFERENCE, candidates
-from cukern.cli import common
-from cukern.cli.common import console, errors, say
-from cukern.runtime.compiler import SetupError
+from cukern.cli import common, nsight
+from cukern.cli.common import console, say
 from cukern.runtime.registry import Op
-
-_REFUSED = """\
-Only administrators may read performance counters (ERR_NVGPUCTRPERM). The administrator of the machine can allow it for everyone:
-    echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf
-and reload the driver (reboot). Or run this command as root; in a container, start that with --cap-add SYS_ADMIN.
-See https://developer.nvidia.com/ERR_NVGPUCTRPERM"""
-
-_NOT_INSTALLED = """\
-Nsight Compute (ncu) is not on the PATH. It comes with the CUDA toolkit, or alone from
-https://developer.nvidia.com/nsight-compute; with conda: conda install -c nvidia nsight-compute"""
 
 
 def profile(
     op: common.OpName,
     dims: common.Dims = None,
     dtype: common.Dtype = "f",
-    version: Annotated[str | None, typer.Option("--version", "--implementation", help="The version; by default the fastest.")] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", "--implementation", help="A version, or a peer such as torch; by default the fastest.")
+    ] = None,
     wait: Annotated[int, typer.Option(min=0, max=10**6, help="Steps before tracing starts.")] = 1,
     warmup: Annotated[int, typer.Option(min=0, max=10**6, help="Steps to trace and discard.")] = 3,
     active: Annotated[int, typer.Option(min=1, max=10**6, help="Steps to trace.")] = 10,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Repeat these steps; each time writes a trace.")] = 1,
+    tensorboard: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the traces for TensorBoard's profiler plugin.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The trace; an existing file is kept and a numbered name used.")] = None,
     ncu: Annotated[bool, typer.Option("--ncu", help="Run Nsight Compute on this version's kernels.")] = False,
 ) -> None:
@@ -45,25 +38,52 @@ def profile(
     found, place = common.find_op(op), environment.device()
     kind = common.find_dtype(found, "f" if dtype is None else dtype)
     (shape,) = common.find_dims(found, dims, (found.bench_dims if place.type == "cuda" else found.check_dims)[-1:])
-    functions, refused = candidates(found, place, version)
-    if not functions:
-        raise ValueError(f"{op} {version} {refused[str(version)]}")
-    name = list(functions)[-1]
+    name = chosen(found, place, version)
     if ncu:
-        raise typer.Exit(_nsight(op, found, name, shape, kind))
+        raise typer.Exit(nsight.run(op, found, name, shape, kind))
     if place.type != "cuda" and name == REFERENCE:
         say("There is no GPU: this profiles the torch reference for CPU tensors, not a kernel.", "yellow")
-    out = out or Path(f"{found.name}_{name}.trace.json")
-    file = out if out.is_dir() else unused(out)
-    common.check_target("--out", file)
+    out = out or Path(re.sub(r"[^\w.]+", "_", f"{found.name}_{name}") + ".trace.json")
+    written: list[Path] = []
+    if tensorboard is None:
+        common.check_target("--out", out if out.is_dir() else unused(out))
+    else:
+        tensorboard.mkdir(parents=True, exist_ok=True)
     step = stepper(found, shape, kind, name, place)
-    profiler = _trace(step, wait, warmup, active, place)
-    console.print(_averages(profiler, "device" if place.type == "cuda" else "cpu", active))
-    profiler.export_chrome_trace(str(file))
-    whole = file.suffix == ".gz" or (file.is_file() and file.read_bytes().rstrip().endswith(b"}"))
-    if not whole:  # torch does not raise if it cannot write
-        raise ValueError(f"the trace {str(file)!r} could not be written: is the disk full?")
-    say(f"trace: {file}")
+    profiler = _trace(step, (wait, warmup, active, repeat), place, _writer(tensorboard, out, written))
+    console.print(_averages(profiler, "device" if place.type == "cuda" else "cpu", active * repeat))
+    for file in written:
+        say(f"trace: {file}")
+    if tensorboard is not None:
+        say(f"traces: {tensorboard}; pip install torch-tb-profiler; tensorboard --logdir {tensorboard}")
+
+
+def chosen(op: Op, place: torch.device, version: str | None) -> str:
+    """The name of the version or peer to profile. Raises ValueError for one that there is not, or that does not run here."""
+    if version is not None and version not in op.versions and version in peer_names(op):
+        if version not in (found := peers(op, place, [version]))[0]:
+            raise ValueError(f"{op.name} {version}: {found[1][version]}")
+        return version
+    functions, refused = candidates(op, place, version)
+    if not functions:
+        raise ValueError(f"{op.name} {version} {refused[str(version)]}")
+    return list(functions)[-1]
+
+
+def _writer(tensorboard: Path | None, out: Path, written: list[Path]) -> Callable[[torch.profiler.profile], None]:
+    """What torch calls with the profiler at the end of each repetition."""
+    if tensorboard is not None:
+        return torch.profiler.tensorboard_trace_handler(str(tensorboard))
+
+    def write(profiler: torch.profiler.profile) -> None:
+        file = unused(out)
+        profiler.export_chrome_trace(str(file))
+        whole = file.suffix == ".gz" or (file.is_file() and file.read_bytes().rstrip().endswith(b"}"))
+        if not whole:  # torch does not raise if it cannot write
+            raise ValueError(f"the trace {str(file)!r} could not be written: is the disk full?")
+        written.append(file)
+
+    return write
 
 
 def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> object:
@@ -83,8 +103,9 @@ def _averages(profiler: torch.profiler.profile, place: str, steps: int) -> objec
 
 
 def stepper(op: Op, dims: Sequence[int], dtype: torch.dtype, version: str, device: torch.device) -> Callable[[], object]:
-    """One step: forward and backward of a version on random inputs."""
-    function = candidates(op, device)[0][version]
+    """One step: forward and backward of a version or peer on random inputs."""
+    own = candidates(op, device)[0]
+    function = own[version] if version in own else peers(op, device, [version])[0][version]
     inputs = op.make(dims, dtype, device)
     douts = draw_douts(op, inputs)
     return lambda: results(op, function, inputs, douts)
@@ -97,14 +118,19 @@ def unused(file: Path) -> Path:
     return next(free for free in itertools.chain([file], numbered) if not free.exists())
 
 
-def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, place: torch.device) -> torch.profiler.profile:
+def _trace(
+    step: Callable[[], object], counts: tuple[int, int, int, int], place: torch.device, write: Callable[[torch.profiler.profile], None]
+) -> torch.profiler.profile:
+    """Profile steps: (wait, warmup, active, repeat)."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if place.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     step()  # compiles, which must not be in the trace
-    total = wait + warmup + active
-    schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-    with common.progress() as bar, torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
+    wait, warmup, active, repeat = counts
+    total = (wait + warmup + active) * repeat
+    schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
+    options: dict[str, Any] = {"activities": activities, "schedule": schedule, "on_trace_ready": write, "acc_events": True}
+    with common.progress() as bar, torch.profiler.profile(**options) as profiler:
         task = bar.add_task("profiling", total=total)
         for _ in range(total):
             step()
@@ -113,43 +139,3 @@ def _trace(step: Callable[[], object], wait: int, warmup: int, active: int, plac
             profiler.step()
             bar.advance(task)
     return profiler
-
-
-# ---- Nsight Compute
-
-_LAUNCHES = 4  # of the version's kernels; each is replayed dozens of times to read all counters
-_CHILD = """
-import sys
-from cukern.bench import environment
-from cukern.cli import common
-from cukern.cli.profile import stepper
-op, version, letter, *dims = sys.argv[1:]
-step = stepper(common.find_op(op), [int(d) for d in dims], common.DTYPES[letter], version, environment.device())
-for _ in range(3):
-    step()
-"""
-
-
-def kernel_names(op: Op, version: str, dtype: torch.dtype) -> list[str]:
-    """The names, without template arguments, of the kernels of a version."""
-    return sorted({k.name.partition("<")[0].rpartition("::")[2] for k in op.versions[version].instances(dtype)})
-
-
-def _nsight(spelled: str, op: Op, version: str, dims: Sequence[int], dtype: torch.dtype) -> int:
-    program = shutil.which("ncu")
-    if program is None:
-        raise SetupError(_NOT_INSTALLED)
-    if not torch.cuda.is_available():
-        raise SetupError("--ncu needs a GPU, and torch.cuda sees none")
-    letter = next(k for k, v in common.DTYPES.items() if v == dtype)
-    names = f"regex:^({'|'.join(kernel_names(op, version, dtype))})$"
-    options = ["--clock-control", "none", "--kernel-name", names, "--launch-count", str(_LAUNCHES)]
-    command = [program, *options, sys.executable, "-c", _CHILD, spelled, version, letter, *map(str, dims)]
-    with errors.status("running Nsight Compute"):
-        env = environment.with_cukern()
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    say(done.stdout)
-    refused = "ERR_NVGPUCTRPERM" in done.stdout
-    if refused:
-        say(_REFUSED, "red", errors)
-    return 1 if refused or done.returncode else 0

@@ -13,7 +13,8 @@ from cukern.bench import environment
 from cukern.cli.common import say
 from cukern.runtime import checks
 from cukern.runtime.backend import backend
-from cukern.runtime.kernel import Kernel, load
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.load import load
 from cukern.runtime.signature import Param
 from cukern.runtime.sources import Source
 from cukern.sim import collect, coverage, memory

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -71,26 +71,37 @@ class Config:
         sizes = {"V": self.padded_vocab_size, "T": self.max_seq_len, "L": self.num_layers, "C": C, "3C": 3 * C, "4C": 4 * C}
         return {name: tuple(sizes[size] for size in shape.split()) for name, (shape, _) in PARAMETERS.items()}
 
+    def shapes_of(self, processes: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of one process's part, as llm.c's -z 1 divides each layer's tensors, along their first dimension."""
+        shapes = {}
+        for name, shape in self.shapes.items():
+            i = int(PARAMETERS[name][0].startswith("L"))
+            expect(shape[i] % processes == 0, f"a {name} that {processes} processes can divide", shape)
+            shapes[name] = (*shape[:i], shape[i] // processes, *shape[i + 1 :])
+        return shapes
+
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, the padding of wte included."""
         return sum(map(math.prod, self.shapes.values()))
 
 
-def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-    """In the order of the files, tensors of one dtype that have the names and shapes of `config` and zeros in the padding of wte."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in {**shapes, **config.shapes}:
-        expect(shapes.get(name) == config.shapes.get(name), f"{what} {name} of shape {config.shapes.get(name)}", shapes.get(name))
+def _check(config: Config, tensors: Parameters, what: str, dtypes: tuple[torch.dtype, ...], parts: int = 1) -> list[Tensor]:
+    """In the order of the files, tensors of one dtype that have the names and shapes of `config`, or of one of `parts`. All of wte must
+    have zeros in the padding."""
+    shapes, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.shapes_of(parts)
+    for name in {**shapes, **expected}:
+        expect(shapes.get(name) == expected.get(name), f"{what} {name} of shape {expected.get(name)}", shapes.get(name))
     for name, tensor in tensors.items():
         expect(tensor.dtype in dtypes, f"{what} {name} of {' or '.join(map(str, dtypes))}", tensor.dtype, error=TypeError)
         dtypes = (tensor.dtype,)
-    expect(not tensors["wte"][config.vocab_size :].count_nonzero(), f"zeros in wte from row {config.vocab_size} on", "other values")
+    padding = tensors["wte"][config.vocab_size :] if parts == 1 else torch.empty(0)
+    expect(not padding.count_nonzero(), f"zeros in wte from row {config.vocab_size} on", "other values")
     return [tensors[name] for name in PARAMETERS]
 
 
-def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: read_tensor(file, shape, dtype) for name, shape in config.shapes.items()}
+def _read_parameters(file: BinaryIO, config: Config, dtype: torch.dtype, parts: int = 1) -> dict[str, Tensor]:
+    return {name: read_tensor(file, shape, dtype) for name, shape in config.shapes_of(parts).items()}
 
 
 def write_model(path: PathLike, config: Config, parameters: Parameters) -> None:
@@ -159,6 +170,11 @@ class State:
     rng_state_last_update: int = 0
     rank: int = 0
     num_processes: int = 1
+    is_divided: bool = False  # llm.c's -z 1: m, v and master are the part of this rank
+
+    @property
+    def parts(self) -> int:
+        return self.num_processes if self.is_divided else 1
 
 
 # int32 at 0: magic, version, num_processes, rank, has master, shuffles; 40: step. uint64 at 80: the two rng states; 120: shard, sample
@@ -167,7 +183,7 @@ _STATE_HEADER = struct.Struct("<6i16xi36x2Q24x2Q")
 
 def write_state(path: PathLike, config: Config, state: State) -> None:
     arrays, loader = {"m": state.m, "v": state.v} | ({"master": state.master} if state.master else {}), state.loader
-    tensors = [tensor for name, array in arrays.items() for tensor in _check(config, array, name, (torch.float32,))]
+    tensors = [tensor for name, array in arrays.items() for tensor in _check(config, array, name, (torch.float32,), state.parts)]
     integers = (STATE, 1, state.num_processes, state.rank, len(arrays) == 3, loader.shuffle is not None, state.step)
     header = _STATE_HEADER.pack(*integers, state.rng_state, state.rng_state_last_update, loader.shard, loader.sample)
     with replace(path) as file:
@@ -180,18 +196,24 @@ def write_state(path: PathLike, config: Config, state: State) -> None:
             file.write(rng)
 
 
-def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1) -> State:
-    """The state of one rank. The file does not hold the sizes of the model. States that ZeRO divides among the ranks are refused."""
+def num_processes_of(path: PathLike) -> int:
+    """The number of processes of the run that wrote an optimizer state."""
+    with read(path, STATE, (1,), "an optimizer state") as (_, header):
+        return header[2]
+
+
+def read_state(path: PathLike, config: Config, *, rank: int = 0, num_processes: int = 1, is_divided: bool = False) -> State:
+    """The state of one rank. The file holds neither the sizes of the model nor whether it is divided: another size is refused."""
     with read(path, STATE, (1,), "an optimizer state") as (file, header):
         fields = _STATE_HEADER.unpack_from(struct.pack("<256i", *header))
         processes, found, has_master, shuffles, step, rng, last_rng, shard, sample = fields[2:]
         expect((found, processes) == (rank, num_processes), f"rank {rank} of {num_processes}", f"rank {found} of {processes}")
-        count = 3 if has_master else 2
+        count, parts = 3 if has_master else 2, num_processes if is_divided else 1
         if not shuffles:
-            check_size(file, HEADER_BYTES + 4 * count * config.num_parameters, f"{count} arrays of {config}")
-        m, v, *master = (_read_parameters(file, config, torch.float32) for _ in range(count))
+            check_size(file, HEADER_BYTES + 4 * count * (config.num_parameters // parts), f"{count} arrays of {config}")
+        m, v, *master = (_read_parameters(file, config, torch.float32, parts) for _ in range(count))
         loader = LoaderState(shard, sample, _read_shuffle(file) if shuffles else None)
-        return State(step, m, v, loader, master[0] if master else None, rng, last_rng, rank, num_processes)
+        return State(step, m, v, loader, master[0] if master else None, rng, last_rng, rank, num_processes, is_divided)
 
 
 def _read_shuffle(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, bytes]:
@@ -212,14 +234,20 @@ def paths(folder: PathLike, step: int, rank: int = 0) -> tuple[Path, Path, Path]
     return Path(folder, f"model_{step:08}.bin"), Path(folder, f"state_{step:08}_{rank:05}.bin"), Path(folder, f"DONE_{step:08}")
 
 
-def save(folder: PathLike, config: Config, parameters: Parameters, state: State) -> None:
-    """Write the checkpoint of a run with one process after `state.step` updates. Until all of it is on disk, an older one is the latest."""
-    model, optimizer, done = paths(folder, state.step)
+def save(folder: PathLike, config: Config, parameters: Parameters, state: State, barrier: Callable[[], object] = lambda: None) -> None:
+    """Write the checkpoint of a run after `state.step` updates. Until all of it is on disk, an older one is the latest. Each process of the
+    run calls this with its own state; `barrier` waits for the others. The first one writes the weights."""
+    model, optimizer, done = paths(folder, state.step, state.rank)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    done.unlink(missing_ok=True)
-    write_model(model, config, parameters)
+    if state.rank == 0:
+        done.unlink(missing_ok=True)
+    barrier()
+    if state.rank == 0:
+        write_model(model, config, parameters)
     write_state(optimizer, config, state)
-    done.touch()
+    barrier()
+    if state.rank == 0:
+        done.touch()
 
 
 def latest_step(folder: PathLike) -> int | None:
@@ -229,8 +257,9 @@ def latest_step(folder: PathLike) -> int | None:
 
 
 def delete(folder: PathLike, step: int) -> None:
-    """Delete a checkpoint, the mark of completeness first."""
-    for path in reversed(paths(folder, step)):
+    """Delete a checkpoint of any number of processes, the mark of completeness first."""
+    model, _, done = paths(folder, step)
+    for path in (done, *Path(folder).glob(f"state_{step:08}_*.bin"), model):
         path.unlink(missing_ok=True)
 
 

@@ -8,7 +8,7 @@ loss.backward()
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 import cukern
 from cukern.gpt2.checkpoint import PARAMETERS, Config
 from cukern.gpt2.files import expect
+from cukern.gpt2.parallel import full
 
 DECAYED = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")  # the matrices: drawn at random, and decayed by AdamW
 MATMULS = ("cublas", "v1", "v2", "v3", "v4", "v5")
@@ -51,10 +52,13 @@ class GPT2(torch.nn.Module):
 
     Args:
         config: the sizes.
-        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax) or "sdpa" (torch's fused attention).
-            None: v2, or that of `use_kernels`.
+        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax), "v3" (fused, for 16-bit types) or
+            "sdpa" (torch's fused attention). None: the default of cukern.attention, or v1 under `use_kernels`.
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
+        fused_loss: compute the loss by cukern.linear_cross_entropy, which never holds all logits.
+        recompute: llm.c's -r. 1: the backward computes the results of gelu again instead of keeping them, 4 of the 16 tensors (B, T, C)
+            that a layer keeps; 2: those of layernorm too, 2 more. The bits are the same. No effect inside torch.compile, which decides.
         device, dtype: of the parameters; float32, bfloat16 or float16.
     The versions of the other ops are those of `cukern.use`. Raises ValueError for an unknown choice.
     """
@@ -63,12 +67,16 @@ class GPT2(torch.nn.Module):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def __init__(self, config: Config, *, attention: str | None = None, matmul: str | None = None, device: Any = None, dtype: Any = None):
+    def __init__(
+        self, config: Config, *, attention: str | None = None, matmul: str | None = None, fused_loss: bool = False, recompute: int = 0,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
-        expect(attention in (None, "v1", "v2", "sdpa"), "attention v1, v2, sdpa or None", repr(attention))
+        expect(attention in (None, "v1", "v2", "v3", "sdpa"), "attention v1, v2, v3, sdpa or None", repr(attention))
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
-        self.config, self.attention, self.matmul = config, attention, matmul
+        expect(recompute in (0, 1, 2), "recompute 0, 1 or 2", recompute)
+        self.config, self.attention, self.matmul, self.fused_loss, self.recompute = config, attention, matmul, bool(fused_loss), recompute
         for name, shape in config.shapes.items():
             stacked = PARAMETERS[name][0].startswith("L")
             parts = [Parameter(torch.zeros(shape[stacked:], device=device, dtype=dtype)) for _ in range(shape[0] if stacked else 1)]
@@ -78,7 +86,7 @@ class GPT2(torch.nn.Module):
         """The logits (B, T, padded_vocab_size) of tokens (B, T), int32 or int64; with targets (B, T), the mean loss, a float32 number.
 
         With a cache, and torch.no_grad(), the tokens follow those before, and only they are computed. Logits from vocab_size on are
-        padding. The loss overwrites the logits by their gradient: its backward can run once.
+        padding. Without fused_loss, the loss overwrites the logits by their gradient: its backward can run once.
         Raises ValueError for more than max_seq_len tokens. On the CPU also for tokens outside the vocabulary; on the GPU, where that would
         need a synchronization, they make the result NaN: see cukern.embedding and cukern.cross_entropy.
         """
@@ -94,27 +102,50 @@ class GPT2(torch.nn.Module):
             low, high = tokens.min().item(), tokens.max().item()
             expect(low >= 0 and high < c.vocab_size, f"tokens from 0 to {c.vocab_size - 1}", low if low < 0 else high)
         x = cukern.embedding(tokens, self.wte, self.wpe[start:] if start else self.wpe)
-        y = cukern.layernorm(x, self.ln1w[0], self.ln1b[0])
-        weights, biases = [*self.ln1w[1:], self.lnfw], [*self.ln1b[1:], self.lnfb]
-        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            attended = self._attend(i, y, cache)
-            y, x = cukern.layernorm(self._linear(attended, self.attprojw[i], self.attprojb[i]), self.ln2w[i], self.ln2b[i], residual=x)
-            hidden = cukern.gelu(self._linear(y, self.fcw[i]), self.fcb[i], approximate="tanh")
-            y, x = cukern.layernorm(self._linear(hidden, self.fcprojw[i], self.fcprojb[i]), weight, bias, residual=x)
+        norms = [*zip(self.ln1w, self.ln1b, strict=True), (self.lnfw, self.lnfb)]  # of each layer's attention, and of the head
+        y = cukern.layernorm(x, *norms[0])
+        for i in range(c.num_layers):
+            with self._kept(y, 2, cukern.layernorm, x, *norms[i]):
+                qkv = self._linear(y, self.qkvw[i], self.qkvb[i])
+            attended = self._attend(i, qkv, cache)
+            norm = self.ln2w[i], self.ln2b[i]
+            y, x = cukern.layernorm(self._linear(attended, self.attprojw[i], self.attprojb[i]), *norm, residual=x)
+            with self._kept(y, 2, cukern.layernorm, x, *norm):
+                hidden = self._linear(y, self.fcw[i])
+            y = cukern.gelu(hidden, self.fcb[i], approximate="tanh")
+            with self._kept(y, 1, cukern.gelu, hidden, self.fcb[i], approximate="tanh"):
+                y = self._linear(y, self.fcprojw[i], self.fcprojb[i])
+            y, x = cukern.layernorm(y, *norms[i + 1], residual=x)
         if cache:
             cache.length = end
+        if targets is not None and self.fused_loss:
+            return cukern.linear_cross_entropy(y, self.wte, targets, vocab_size=c.vocab_size)
         logits = self._linear(y, self.wte)
         return logits if targets is None else cukern.cross_entropy(logits, targets, vocab_size=c.vocab_size, inplace_backward=True)
 
-    def _attend(self, layer: int, x: Tensor, cache: Cache | None) -> Tensor:
-        (B, T, C), start = x.shape, cache.length if cache else 0
-        qkv = self._linear(x, self.qkvw[layer], self.qkvb[layer]).view(B, T, 3, self.config.num_heads, -1)
+    def _kept(self, y: Tensor, level: int, op: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> contextlib.AbstractContextManager:
+        """Inside the block, autograd keeps the inputs of op(*inputs) = y in place of y, if self.recompute is at least `level`."""
+        if self.recompute < level or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        inputs, place = tuple(x.detach() for x in inputs), y.data_ptr()
+
+        def pack(saved: Tensor) -> Tensor | torch.Size:
+            return saved.shape if saved.data_ptr() == place and saved.numel() else saved
+
+        def unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else op(*inputs, **options).view(packed)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _attend(self, layer: int, qkv: Tensor, cache: Cache | None) -> Tensor:
+        (B, T, _), start = qkv.shape, cache.length if cache else 0
+        qkv = qkv.view(B, T, 3, self.config.num_heads, -1)
+        if not cache:
+            return cukern.attention_packed(qkv, version=self.attention).reshape(B, T, -1)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, T, head_dim)
-        if cache:
-            kept = cache.keys_values[layer, ..., : start + T, :]
-            kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
-            k, v = kept
-        return cukern.attention(q, k, v, version=self.attention).transpose(1, 2).reshape(B, T, C)
+        kept = cache.keys_values[layer, ..., : start + T, :]
+        kept[0, ..., start:, :], kept[1, ..., start:, :] = k, v
+        return cukern.attention(q, *kept, version=self.attention).transpose(1, 2).reshape(B, T, -1)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if (matmul := self.matmul or _matmul[-1] or ("cukern" if _is_strict(x) else "cublas")) == "cublas":
@@ -125,7 +156,8 @@ class GPT2(torch.nn.Module):
         """An empty cache for `batch` rows of at most max_seq_len tokens."""
         c = self.config
         expect(isinstance(batch, int) and batch > 0, "a batch of at least 1", batch)
-        return Cache(self.wte.detach().new_zeros(c.num_layers, 2, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads))
+        shape = c.num_layers, 2, batch, c.num_heads, c.max_seq_len, c.channels // c.num_heads
+        return Cache(torch.zeros(shape, dtype=self.wte.dtype, device=self.wte.device))
 
     def parts(self) -> dict[str, list[Parameter]]:
         """The parameters with llm.c's names, one per layer."""
@@ -133,7 +165,8 @@ class GPT2(torch.nn.Module):
 
     def stack(self, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
         """Stack the parts of each name over the layers, as in llm.c's files."""
-        return {name: torch.stack(parts).view(self.config.shapes[name]) for name, parts in tensors.items()}
+        stacked = {name: torch.stack([full(part) for part in parts]) for name, parts in tensors.items()}
+        return {name: x if PARAMETERS[name][0].startswith("L") else x[0] for name, x in stacked.items()}
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Copies of the parameters with llm.c's names, stacked over the layers."""
@@ -181,8 +214,15 @@ _matmul = [""]  # a stack; its last applies to models whose matmul is None. "": 
 
 def _is_strict(x: Tensor) -> bool:
     """True for products in float32 on a GPU without TF32: there cukern.linear takes less time than cuBLAS, see docs/notes/gpt2.md."""
+    return x.is_cuda and x.dtype == torch.float32 and not _allows_tf32()
+
+
+def _allows_tf32() -> bool:
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # torch 2.9 or newer
-    return x.is_cuda and x.dtype == torch.float32 and not (precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32)
+    return precision == "tf32" if precision else torch.backends.cuda.matmul.allow_tf32
+
+
+_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo
 
 
 @contextlib.contextmanager

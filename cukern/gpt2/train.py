@@ -1,12 +1,12 @@
-"""Training as llm.c's train_gpt2cu: the same batches, schedules, printed lines, main.log and checkpoints, in float32 or TF32."""
+"""Training as llm.c's train_gpt2cu: the same batches, schedules, printed lines, main.log and checkpoints, in float32, TF32 or bfloat16."""
 
 import math
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,114 +14,18 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from cukern import AdamW
-from cukern.gpt2 import checkpoint
+from cukern.gpt2 import checkpoint, parallel
 from cukern.gpt2.data import DataLoader
 from cukern.gpt2.evaluate import hellaswag_accuracy, read_hellaswag, validation_loss
-from cukern.gpt2.files import PathLike, expect, replace
+from cukern.gpt2.files import expect, replace
 from cukern.gpt2.model import GPT2
 from cukern.gpt2.sample import Xorshift, generate
+from cukern.gpt2.settings import SCHEDULES as SCHEDULES
+from cukern.gpt2.settings import Settings, Step, learning_rate
 from cukern.gpt2.tokenizer import Tokenizer
 
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
 WINDOW = 128  # steps over which z-scores are computed
-RNG = 13371337  # llm.c's first state of stochastic rounding; float32 draws nothing
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a run; the letters are llm.c's flags. Raises ValueError for a value out of range."""
-
-    train_data: PathLike  # -i, token shards: a glob pattern
-    val_data: PathLike  # -j
-    out: PathLike | None = None  # -o: the folder of main.log and the checkpoints
-    batch: int = 4  # -b: rows in a forward pass
-    seq_len: int = 1024  # -t
-    total_batch: int = 0  # -d: tokens in an update; 0 means batch * seq_len
-    steps: int = -1  # -x: updates; -1 means one epoch
-    schedule: str = "cosine"  # -k
-    lr: float = 3e-4  # -l
-    warmup: int = 0  # -u: updates
-    final_fraction: float = 1.0  # -q: the last learning rate as a fraction of lr
-    weight_decay: float = 0.0  # -c: of matrices and embeddings
-    val_every: int = 20  # -v; 0 means never
-    val_batches: int = 20  # -m; -1 means all of the validation data
-    sample_every: int = 20  # -s; 0 means never
-    sample_tokens: int = 64  # -g
-    temperature: float = 1.0  # of samples; llm.c has no other
-    prompt: tuple[int, ...] = ()  # tokens with which samples begin; llm.c has none
-    hellaswag: PathLike | None = None  # -h: the file
-    overfit: bool = False  # -a: train on the first batch of the validation data
-    master: bool = True  # -w: write the float32 weights into the optimizer state too, as llm.c expects
-    checkpoint_every: int = 0  # -n; 0 means never
-    keep: int = 0  # -nk: the number of checkpoints to keep; 0 means all
-    major_every: int = 0  # -nm: checkpoints at multiples of this are never deleted
-    resume: bool = False  # -y: go on from the newest checkpoint in `out`, if there is one
-    skip_loss: float = 0.0  # -sl: skip an update if the z-score of its loss exceeds this; 0 means never
-    skip_norm: float = 0.0  # -sg: the same for the norm of the gradient
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_norm: float = 1.0  # the norm to which the gradient is clipped
-    graph: bool = True  # on a GPU, replay forward and backward as a CUDA graph
-    peak_flops: float | None = None  # of the GPU, per second, for MFU; None: unknown
-
-    def __post_init__(self) -> None:
-        positive = ("batch", "seq_len", "sample_tokens", "max_norm")
-        not_negative = ("warmup", "final_fraction", "weight_decay", "val_every", "sample_every", "checkpoint_every", "keep", "major_every")
-        for name in (*positive, *not_negative, "lr", "temperature", "skip_loss", "skip_norm", "total_batch"):
-            value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
-            expect(math.isfinite(value) and (value > 0 or (value == 0 and name not in positive)), f"{name} {least}", value)
-        for name in ("steps", "val_batches"):
-            expect(getattr(self, name) > 0 or getattr(self, name) == -1, f"{name} of at least 1, or -1", getattr(self, name))
-        expect(self.schedule in SCHEDULES, f"a schedule of {', '.join(SCHEDULES)}", repr(self.schedule))
-        expect(self.total_batch % self.tokens == 0, f"total_batch a multiple of batch * seq_len = {self.tokens}", self.total_batch)
-        needs_out = "resume" if self.resume else "checkpoint_every" if self.checkpoint_every else ""
-        expect(self.out is not None or not needs_out, f"out, a folder, for {needs_out}", None)
-
-    @property
-    def tokens(self) -> int:  # of a forward pass
-        return self.batch * self.seq_len
-
-    @property
-    def micro_steps(self) -> int:  # forward and backward passes of an update
-        return max(1, self.total_batch // self.tokens)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What an update reports. `number` counts from 1; z-scores are NaN until WINDOW updates are done; `mfu`: None for unknown peaks."""
-
-    number: int
-    total: int
-    loss: float
-    loss_z: float
-    norm: float
-    norm_z: float
-    lr: float
-    ms: float
-    mfu: float | None
-    tokens_per_s: float
-
-    def __str__(self) -> str:
-        mfu = "n/a" if self.mfu is None else f"{100 * self.mfu:.1f}%"
-        return (
-            f"step {self.number:4d}/{self.total} | loss {self.loss:7.6f} ({self.loss_z:+.2f}z)| norm {self.norm:6.4f} ({self.norm_z:+.2f}z)"
-            f"| lr {self.lr:.2e} | {self.ms:.2f} ms | {mfu} bf16 MFU | {self.tokens_per_s:.0f} tok/s"
-        )
-
-
-def learning_rate(step: int, total: int, lr: float, schedule: str = "cosine", warmup: int = 0, final_fraction: float = 1.0) -> float:
-    """The learning rate of update `step`, counted from 0, of `total`, as in llm.c.
-    During warmup it grows linearly to `lr`; "constant" ignores warmup. Then it falls to lr * final_fraction: with half a cosine, linearly,
-    or for "wsd" from 80 % of the updates on with 1 - sqrt."""
-    if schedule == "constant":
-        return lr
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    start = int(0.8 * total) if schedule == "wsd" else warmup
-    if step < start:
-        return lr
-    done = (step - start) / (total - start) if total > start else 0.0
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "wsd": 1 - math.sqrt(done)}[schedule]
-    return lr * (final_fraction + left * (1 - final_fraction))
+RNG = 13371337  # llm.c's first state of stochastic rounding, which cukern draws from the step
 
 
 def sample_text(model: GPT2, tokenizer: Tokenizer, count: int, temperature: float = 1.0, prompt: Sequence[int] = ()) -> str:
@@ -148,75 +52,109 @@ class Trainer:
         Trainer(model, settings).run()
 
     Args:
-        model: float32, on any device. Its parameters are trained, or replaced by those of the checkpoint.
+        model: float32 or bfloat16, on any device. Its parameters are trained, or replaced by those of the checkpoint. With bfloat16 the
+            optimizer keeps float32 weights, or without `master` rounds stochastically (on a CPU: to the nearest).
         tokenizer: decodes samples; without one there are none. say: is called with each printed line, but those of the updates.
 
     Runs with equal settings on one machine give the same bits, also after a stop and a resume. Exception: with skip_loss or skip_norm the
     windows of the z-scores are empty after a resume, as in llm.c. Raises ValueError for data shorter than a batch, a checkpoint of
-    another shape or rank, and sequences longer than the model's; FileNotFoundError for files that are not there.
+    another shape, dtype, rank or number of processes, and sequences longer than the model's; FileNotFoundError for missing files.
     """
 
     def __init__(self, model: GPT2, settings: Settings, tokenizer: Tokenizer | None = None, say: Callable[[str], object] = print) -> None:
         s, config = settings, model.config
         self.model, self.settings, self.tokenizer, self.say = model, settings, tokenizer, say
-        self.step = 0  # completed updates
+        self.step, self.device = 0, model.wte.device  # step: completed updates
         self.losses, self.validations = list[tuple[int, float]](), list[tuple[int, float]]()  # step and loss of each
-        expect(model.wte.dtype == torch.float32, "a float32 model", model.wte.dtype, error=TypeError)
+        expect(model.wte.dtype in checkpoint.DTYPES.values(), "a float32 or bfloat16 model", model.wte.dtype, error=TypeError)
         expect(s.seq_len <= config.max_seq_len, f"seq_len of at most the model's max_seq_len = {config.max_seq_len}", s.seq_len)
         pattern, vocabulary = s.val_data if s.overfit else s.train_data, config.vocab_size
-        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, vocab_size=vocabulary)
-        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, vocab_size=vocabulary)
+        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "vocab_size": vocabulary}
+        self.train_data = DataLoader(pattern, s.batch, s.seq_len, shuffle=not s.overfit, **ranks)
+        self.val_data = DataLoader(s.val_data, s.batch, s.seq_len, **ranks)
         self.total = s.steps if s.steps > 0 else self.train_data.num_tokens // (s.tokens * s.micro_steps)
         expect(self.total > 0, f"at least one update's {s.tokens * s.micro_steps} tokens", self.train_data.num_tokens, pattern)
         self.val_batches = s.val_batches if s.val_batches > 0 else self.val_data.num_tokens // s.tokens
         self.examples = read_hellaswag(s.hellaswag, vocabulary) if s.hellaswag else []
-        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, eps=1e-8, max_norm=s.max_norm)
-        self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of a micro-step; its inputs and loss
-        self.eager_batches = 0
-        self._start()
+        self.graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None  # of an update; its batches; loss and norm
+        self.eager_updates = 0
+        state = self._start()
+        self.network = parallel.wrap(model, s.zero)  # may replace the parameters
+        self.has_masters = s.master and model.wte.dtype == torch.bfloat16
+        randomly = model.wte.dtype == torch.bfloat16 and not s.master and model.wte.is_cuda
+        options: dict[str, Any] = {"max_norm": s.max_norm, "master_weights": self.has_masters, "stochastic_rounding": randomly}
+        self.optimizer = AdamW(model.decay_groups(s.weight_decay), lr=s.lr, betas=s.betas, eps=1e-8, **options)
+        if state is not None:
+            self._restore(state)
+        self.position = self.train_data.state()  # of the loader before the next batches
+        self.ahead: Tensor | None = None  # the next batches
         self.windows = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)  # of losses and norms
 
     def save(self) -> None:
-        """Write a checkpoint, then delete the one that is too old."""
-        s, config, slots, parameters = self.settings, self.model.config, self.optimizer.state, self.model.parameters_by_name()
+        """Write a checkpoint, then delete the one that is too old. Each process calls this."""
+        s, model, slots = self.settings, self.model, self.optimizer.state
         assert s.out is not None
-        parts = self.model.parts()
-        m, v = (self.model.stack({n: [slots[p][key].cpu() for p in parts[n]] for n in parts}) for key in ("exp_avg", "exp_avg_sq"))
-        state = checkpoint.State(self.step, m, v, self.train_data.state(), parameters if s.master else None, RNG, RNG)
-        checkpoint.save(s.out, config, parameters, state)
+        m, v = self._parts(lambda p: slots[p]["exp_avg"]), self._parts(lambda p: slots[p]["exp_avg_sq"])
+        master = self._parts(lambda p: slots[p]["master"] if self.has_masters else p.detach()) if s.master else None
+        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
+        state = checkpoint.State(self.step, m, v, self.position, master, RNG, RNG, **ranks)
+        checkpoint.save(s.out, model.config, model.parameters_by_name(), state, parallel.barrier)
         old = self.step - s.keep * s.checkpoint_every
-        if s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
+        if s.rank == 0 and s.keep and old > 0 and not (s.major_every and old % s.major_every == 0):
             checkpoint.delete(s.out, old)
 
-    def _start(self) -> None:
+    def _parts(self, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """This process's parts of a tensor for each parameter, with llm.c's names, stacked over the layers."""
+        parts = self.model.parts().items()
+        return self.model.stack({name: [parallel.local(tensor_of(p)).cpu() for p in ps] for name, ps in parts})
+
+    def _start(self) -> checkpoint.State | None:
         """Go to the newest checkpoint, if there is one. Lines of main.log from its step on are removed, because those steps run again."""
         s = self.settings
         if s.out is None:
-            return
+            return None
         log, newest = Path(s.out, "main.log"), checkpoint.latest_step(s.out)
         expect(s.resume or newest is None, "a folder without checkpoints, or resume", f"a checkpoint of step {newest}", s.out)
-        if newest is not None:
-            self._load(*checkpoint.paths(s.out, newest)[:2], newest)
+        state = None if newest is None else self._load(newest)
         text = log.read_text() if newest is not None and log.exists() else ""
         kept = [match[0] for match in re.finditer(r"^s:(\d+) .*\n", text, re.MULTILINE) if int(match[1]) < self.step]
-        Path(s.out).mkdir(parents=True, exist_ok=True)
-        with replace(log) as file:
-            file.write("".join(kept).encode())
+        parallel.barrier()  # the others have looked for a checkpoint
+        if s.rank == 0:
+            Path(s.out).mkdir(parents=True, exist_ok=True)
+            with replace(log) as file:
+                file.write("".join(kept).encode())
+        return state
 
-    def _load(self, weights: Path, optimizer: Path, step: int) -> None:
-        config, parameters = checkpoint.read_model(weights, self.model.config)
-        state = checkpoint.read_state(optimizer, config)
-        expect(state.step == step, f"the state of step {step}", state.step, optimizer)
+    def _load(self, step: int) -> checkpoint.State:
+        """Read a checkpoint: the model gets its weights, the loader its place."""
+        s, model = self.settings, self.model
+        assert s.out is not None
+        (weights, first, _), path = checkpoint.paths(s.out, step), checkpoint.paths(s.out, step, s.rank)[1]
+        found = checkpoint.num_processes_of(first)
+        expect(found == s.num_processes, f"a checkpoint of {s.num_processes} processes", f"one of {found}", first)
+        config, parameters = checkpoint.read_model(weights, model.config)
+        expect(parameters["wte"].dtype == model.wte.dtype, f"weights of {model.wte.dtype}", parameters["wte"].dtype, weights)
+        ranks: dict[str, Any] = {"rank": s.rank, "num_processes": s.num_processes, "is_divided": s.is_divided}
+        state = checkpoint.read_state(path, config, **ranks)
+        expect(state.step == step, f"the state of step {step}", state.step, path)
         self.train_data.resume(state.loader)
-        self.model.load_parameters(state.master or parameters)
-        for name, parts in self.model.parts().items():
-            for p, m, v in zip(parts, state.m[name].view(len(parts), -1), state.v[name].view(len(parts), -1), strict=True):
-                self.optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": m.view_as(p), "exp_avg_sq": v.view_as(p)}
-        self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
+        model.load_parameters(parameters)
         self.step = step
+        return state
+
+    def _restore(self, state: checkpoint.State) -> None:
+        """Give the optimizer its moments, and its float32 weights if the file has them."""
+        named = {"exp_avg": state.m, "exp_avg_sq": state.v, **({"master": state.master} if self.has_masters and state.master else {})}
+        for name, parts in self.model.parts().items():
+            for i, p in enumerate(parts):
+                shape = parallel.local(p).shape
+                of_part = {key: tensors[name].view(len(parts), *shape)[i] for key, tensors in named.items()}
+                slot = {key: parallel.like(p, tensor) for key, tensor in of_part.items()}
+                self.optimizer.state[p] = {"step": torch.tensor(float(state.step)), **slot}
+        self.optimizer.load_state_dict(self.optimizer.state_dict())  # copies them to the device
 
     def _log(self, text: str) -> None:
-        if self.settings.out is not None:
+        if self.settings.out is not None and self.settings.rank == 0:
             with open(Path(self.settings.out, "main.log"), "a") as file:
                 file.write(f"s:{self.step} {text}\n")
 
@@ -232,10 +170,10 @@ class Trainer:
             if last:
                 break
             begin = time.perf_counter()
-            loss, norm, lr = self._update()
+            loss, norm, lr = self.update()
             seconds = time.perf_counter() - begin
             tokens_per_s, done = s.tokens * s.micro_steps / seconds, self.step - start - 1
-            mfu = None if s.peak_flops is None else self.flops_per_token() * tokens_per_s / s.peak_flops
+            mfu = None if s.peak_flops is None else self.flops_per_token() * tokens_per_s / s.num_processes / s.peak_flops
             if done:  # the first update compiles kernels
                 ms_sum += 1e3 * seconds
                 speed = 0.95 * speed + 0.05 * tokens_per_s
@@ -254,7 +192,7 @@ class Trainer:
         """What is due before an update, or after the last one: validation, HellaSwag, a sample."""
         s = self.settings
         if s.val_every and (last or self.step % s.val_every == 0):
-            loss = validation_loss(self.model, self.val_data, self.val_batches)
+            loss = parallel.mean(torch.tensor(validation_loss(self.model, self.val_data, self.val_batches), device=self.device)).item()
             self.say(f"val loss {loss:f}")
             self._log(f"tel:{loss:.4f}")
             self.validations.append((self.step, loss))
@@ -264,77 +202,93 @@ class Trainer:
                 self._log(f"eval:{right / count:.4f}")
         if s.sample_every and self.tokenizer and (last or (self.step and self.step % s.sample_every == 0)):
             self.say(f"generating:\n---\n{sample_text(self.model, self.tokenizer, s.sample_tokens, s.temperature, s.prompt)}\n---")
+        parallel.reshard(self.network)
 
-    def _update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
+    def update(self) -> tuple[tuple[float, float], tuple[float, float], float]:
         """One update: (loss, its z-score), (norm of the gradient, its z-score), learning rate. Reads from the device once."""
         s = self.settings
         lr = learning_rate(self.step, self.total, s.lr, s.schedule, s.warmup, s.final_fraction)
-        mean = self._backward()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
-        decide = s.skip_loss > 0 or s.skip_norm > 0
-        if not decide:
-            self.optimizer.step()
-        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]) if decide else self.optimizer.grad_norm
-        assert norm is not None
-        numbers = torch.stack([mean, norm.float()]).tolist()
+        on_device = self._replay() if self.device.type == "cuda" and s.graph and s.num_processes == 1 else self._launch(self._next())
+        self.ahead = self._read()  # while the device works
+        numbers = on_device.tolist()
         if not all(map(math.isfinite, numbers)):
             values = f"step {self.step + 1}: loss {numbers[0]}, norm of the gradient {numbers[1]}"
             raise FloatingPointError(f"{values}; the first tensor that is not finite: {self._not_finite(numbers[0])}")
         z = [z_score(value, window) for value, window in zip(numbers, self.windows, strict=True)]
-        if decide:
-            what = "loss" if 0 < s.skip_loss < z[0] else "grad" if 0 < s.skip_norm < z[1] else ""  # false for NaN
-            if what:
-                self.say(f"skipping update due to {what} z-score of {z[what == 'grad']:f}")
-                for slot in self.optimizer.state.values():
-                    slot["step"] += 1  # llm.c's bias correction counts skipped updates
-            else:
-                self.optimizer.step()
+        if s.skips:
+            self._apply_or_skip(*z)
         self._log(f"trl:{numbers[0]:.4f} lr:{lr:.6f} norm:{numbers[1]:.2f}")
         self.step += 1
         return (numbers[0], z[0]), (numbers[1], z[1]), lr
 
-    def _backward(self) -> Tensor:
-        """The gradients of the next batches, and the mean loss, on the device."""
+    def _apply_or_skip(self, loss_z: float, norm_z: float) -> None:
+        s = self.settings
+        what = "loss" if 0 < s.skip_loss < loss_z else "grad" if 0 < s.skip_norm < norm_z else ""  # false for NaN
+        if not what:
+            self.optimizer.step()
+            return
+        self.say(f"skipping update due to {what} z-score of {loss_z if what == 'loss' else norm_z:f}")
+        for slot in self.optimizer.state.values():
+            slot["step"] += 1  # llm.c's bias correction counts skipped updates
+
+    def _read(self) -> Tensor:
+        """The next batches, (micro_steps, 2, B, T), inputs and targets, on their way to the device."""
         if self.settings.overfit:
             self.train_data.reset()
-        if self.graph is None or self.settings.micro_steps > 1:
-            self.optimizer.zero_grad(set_to_none=self.graph is None)
-        batches = [self.train_data.next_batch() for _ in range(self.settings.micro_steps)]
-        return torch.stack([self._micro_step(torch.stack(batch)) for batch in batches]).sum()
+        self.position = self.train_data.state()
+        batches = torch.stack([torch.stack(self.train_data.next_batch()) for _ in range(self.settings.micro_steps)])
+        return batches.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batches
 
-    def _micro_step(self, batch: Tensor) -> Tensor:
-        """Adds the gradients of one batch, (2, B, T): inputs and targets. Returns its share of the mean loss. The first
-        max(2, micro_steps) batches run eagerly, which compiles kernels; then the graph is captured. With one micro-step the graph writes
-        the gradients, with several it adds to them."""
-        if self.graph is not None:
-            graph, inputs, loss = self.graph
-            inputs.copy_(batch)
-            graph.replay()
-            return loss.clone()
-        batch = batch.to(self.model.wte.device)
-        loss = self.model(*batch) / self.settings.micro_steps
-        loss.backward()
-        loss = loss.detach()
-        self.eager_batches += 1
-        if batch.is_cuda and self.settings.graph and self.eager_batches == max(2, self.settings.micro_steps):
-            self._capture(batch)
-        return loss
+    def _next(self) -> Tensor:
+        batches, self.ahead = self._read() if self.ahead is None else self.ahead, None
+        return batches
 
-    def _capture(self, batch: Tensor) -> None:
-        """Capture a micro-step. A graph that writes the gradients has its own memory for them, to which those of now are copied."""
-        saved = [p.grad for p in self.model.parameters()]
-        if self.settings.micro_steps == 1:
+    def _launch(self, batches: Tensor) -> Tensor:
+        """Update the weights, or with skip_loss and skip_norm only compute the gradients. The mean loss and the norm, on the device."""
+        self.optimizer.zero_grad()
+        mean = parallel.mean(self._backward(batches))
+        self.optimizer.found_inf = (~mean.isfinite()).float()  # type: ignore[attr-defined]  # the parameters stay as they are
+        if self.settings.skips:
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = parallel.full(get_total_norm(grads))
+        else:
+            self.optimizer.step()
+            assert self.optimizer.grad_norm is not None
+            norm = self.optimizer.grad_norm
+        return torch.stack([mean, norm.float()])
+
+    def _backward(self, batches: Tensor) -> Tensor:
+        """Compute the gradients of batches, and their mean loss. The processes average the gradients after the last one."""
+        losses = []
+        for i, batch in enumerate(batches):
+            with parallel.averaged(self.network, i == len(batches) - 1):
+                loss = self.network(*batch) / len(batches)
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _replay(self) -> Tensor:
+        """`_launch` as a CUDA graph. The first two updates run without, which compiles kernels; then the graph is captured."""
+        batches = self._next()
+        self.optimizer.update_groups()  # a graph reads the learning rate from device memory
+        if self.graph is None and self.eager_updates < 2:
+            self.eager_updates += 1
+            return self._launch(batches)
+        if self.graph is None:
             self.optimizer.zero_grad()
-        graph, inputs = torch.cuda.CUDAGraph(), torch.zeros_like(batch)
-        with torch.cuda.graph(graph):
-            loss = self.model(*inputs) / self.settings.micro_steps
-            loss.backward()
-        for p, grad in zip(self.model.parameters(), saved, strict=True):
-            if p.grad is not None and grad is not None and p.grad is not grad:
-                p.grad.copy_(grad)
-        self.graph = graph, inputs, loss.detach()
+            graph, inputs = torch.cuda.CUDAGraph(), torch.zeros_like(batches)
+            free_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+            free_workspaces()  # so that the graph has one of its own: others, such as torch.compile, free that of eager calls
+            with torch.cuda.graph(graph):
+                numbers = self._launch(inputs)
+            free_workspaces()
+            self.graph = graph, inputs, numbers
+        graph, inputs, numbers = self.graph
+        inputs.copy_(batches)
+        graph.replay()
+        return numbers
 
     def _not_finite(self, loss: float) -> str:
         """The first tensor in llm.c's order that is not finite. If the loss is finite, only gradients are searched."""

@@ -20,6 +20,7 @@ import torch
 from cukern.runtime import checks, compiler, extended_launch
 from cukern.runtime.compiler import Cubin, Ptx, SetupError
 from cukern.runtime.device import SIMULATED, cached, device_of
+from cukern.runtime.extended_launch import Attribute
 from cukern.runtime.limits import Dim, LaunchError, exceeded, launch_error
 from cukern.runtime.signature import Param, explain_misfit, offsets, packer
 
@@ -104,11 +105,11 @@ def simulating() -> bool:
     return name == "sim"
 
 
-def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
+def load_simulated(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None) -> Launch:
     """The launch function of a kernel in the simulator; see `load`."""
     from cukern import sim
 
-    return sim.load(name, ptx, params)
+    return sim.load(name, ptx, params, cluster)
 
 
 def simulated_memory(tensors: Iterable[Any]) -> contextlib.AbstractContextManager:
@@ -137,9 +138,9 @@ def require_gpu() -> None:
         raise SetupError("there is no GPU to run kernels on: torch.cuda.is_available() is False (`cukern doctor` says more)")
 
 
-def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int = 0) -> tuple[Launch, Any]:
+def load(name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute = 0) -> tuple[Launch, Any]:
     """Load a cubin on a GPU. Returns `launch(grid, block, shared_bytes, *args)`, which launches on torch's current stream, and the
-    cupy.RawKernel. `attribute`: EARLY or TOGETHER of extended_launch.py, or 0."""
+    cupy.RawKernel. `attribute`: EARLY, TOGETHER or the shape of a cluster, see extended_launch.py, or 0."""
     cupy = compiler.cupy()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # creates torch's context, which the module must belong to
@@ -195,34 +196,40 @@ class _Arguments(threading.local):
     """A buffer for packed kernel arguments. Each thread has its own, because forward and backward run on different threads.
 
     `parts`: the buffer, the array of pointers to the arguments or 0, and the description of the buffer or 0. The description is 0.15 us
-    faster, but a cooperative launch in a CUDA graph capture accepts only the pointers."""
+    faster. But a cooperative launch in a CUDA graph capture accepts only the pointers. And where a parameter is aligned to more than 16
+    bytes, as a CUtensorMap is, only the driver knows the offsets: ptxas aligns its address, and the first parameter is at 0x210."""
 
-    def __init__(self, packed: bytes, params: tuple[Param, ...], attribute: int):
+    def __init__(self, packed: bytes, params: tuple[Param, ...], attribute: Attribute):
         buffer = ctypes.create_string_buffer(packed, max(1, len(packed)))
         start, self._size = ctypes.addressof(buffer), ctypes.c_size_t(len(packed))
         # CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE, _END
         self._extra = (ctypes.c_void_p * 5)(1, start, 2, ctypes.addressof(self._size), 0)
         self._each = (ctypes.c_void_p * len(params))(*(start + offset for offset in offsets(params)))
-        cooperative = attribute == extended_launch.TOGETHER
-        self.parts = (buffer, ctypes.addressof(self._each), 0) if cooperative else (buffer, 0, ctypes.addressof(self._extra))
+        pointers = attribute == extended_launch.TOGETHER or any(p.size and p.align > 16 for p in params)
+        self.parts = (buffer, ctypes.addressof(self._each), 0) if pointers else (buffer, 0, ctypes.addressof(self._extra))
 
 
-def _allow_cluster(function: int, device: int) -> Dim:
-    """The cluster shape of a kernel, in thread blocks. Permits clusters larger than the portable size."""
+def _allow_cluster(function: int, device: int, attribute: Attribute) -> Dim:
+    """The cluster shape of a kernel, in thread blocks: that of the launch, else that of the source. Permits clusters larger than the
+    portable size."""
     from cupy_backends.cuda.api import driver
 
     if device_of(device).capability < 90:
+        if isinstance(attribute, tuple):
+            raise LaunchError(f"cluster={attribute} needs compute capability 9.0, this GPU has {device_of(device).capability / 10}")
         return 1, 1, 1
-    x, y, z = (max(1, driver.funcGetAttribute(attribute, function)) for attribute in _CLUSTER_ATTRIBUTES)
+    x, y, z = (max(1, driver.funcGetAttribute(one, function)) for one in _CLUSTER_ATTRIBUTES)
+    if isinstance(attribute, tuple):
+        x, y, z = attribute
     if x * y * z > _PORTABLE_CLUSTER:
         driver.funcSetAttribute(function, _LARGE_CLUSTER_ATTRIBUTE, 1)
     return x, y, z
 
 
-def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: int) -> Launch:
+def _launcher(function: int, name: str, cubin: Cubin, params: tuple[Param, ...], device: int, attribute: Attribute) -> Launch:
     from cupy_backends.cuda.api import driver
 
-    layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device)
+    layout, context, cluster = packer(params), driver.ctxGetCurrent(), _allow_cluster(function, device, attribute)
     pack, stream, arguments = layout.pack_into, _current_stream, _Arguments(bytes(layout.size), params, attribute)
     launch = (attribute and extended_launch.launcher(device_of(device).capability, attribute)) or driver.launchKernel
     allowed, growing = _FREE_SHARED - cubin.report.shared, threading.Lock()

@@ -22,6 +22,7 @@ from cukern.runtime import cache
 from cukern.runtime.cache import Cubin as Cubin
 from cukern.runtime.cache import Report as Report
 from cukern.runtime.forks import no_fork
+from cukern.runtime.hints import hint
 from cukern.runtime.signature import PROBE, probe
 from cukern.runtime.sources import NOWHERE, Source
 
@@ -175,10 +176,12 @@ def compiled(source: Source, names: Sequence[str], arch: str) -> Iterator[tuple[
 
 
 def _explained(log: str, source: Source) -> str:
-    """NVRTC's log with real file names, and hints for two common mistakes."""
+    """NVRTC's log with real file names and hints."""
     log = log.replace(f"{NOWHERE}/<", "<").replace(f"{NOWHERE}/", "/").replace(": Not a directory", "")
     consequence = r"__nv_name_map\(\d+\): error:[^\n]*\n[^\n]*cukern_signature[^\n]*\n[^\n]*\n+"  # of the other errors
     log = re.sub(consequence, "", log)
+    log = re.sub(r"ptxas (?:info|  ).*\n", "", log.replace("\0", "")).rstrip()
+    log += hint(log)
     missing = re.search(r'cannot open source file "([^"]+)"', log)
     if missing and (source.folder / missing[1]).is_file():
         log += f"\ncukern found no #include or #define with the literal name {missing[1]!r}: write one, so that it can follow edits"

@@ -36,6 +36,22 @@ class Device(NamedTuple):
         """True if wgmma and setmaxnreg exist: only for sm_90a. An sm_100a GPU has tcgen05 instead; there cukern uses mma.sync."""
         return self.capability == 90
 
+    @property
+    def sm_shared_bytes(self) -> int:
+        """Shared memory of an SM. A block uses 1 KB more than it asks for."""
+        return self.shared_bytes + 1024
+
+    @property
+    def mma_fmas_cycle(self) -> int:
+        """FMAs per cycle and SM that mma.sync reaches with 16-bit operands and float32 sums; TF32 reaches half. From data sheets, but for
+        sm_90, where mma.sync reaches 62 % of wgmma's rate (measured by others on an H800, arXiv 2402.13499)."""
+        return {80: 1024, 90: 1280, 100: 1024}.get(self.capability, 512)
+
+    @property
+    def wgmma_fmas_cycle(self) -> int:
+        """The same for wgmma."""
+        return 2048
+
 
 def _nominal(name: str, capability: int, sms: int, shared_kb: int, gb_s: float, boost_mhz: float) -> Device:
     return Device(name, capability, sms, shared_kb << 10, _BANDWIDTH * gb_s * 1e3 / sms, _CLOCK * boost_mhz)

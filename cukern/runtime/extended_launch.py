@@ -2,7 +2,7 @@
 
 EARLY is programmatic dependent launch (PDL): the kernel may start while the previous one ends. It waits before it accesses global memory
 (wait_for_previous in common/ptx/launch.cuh). TOGETHER is a cooperative launch: all thread blocks are resident at the same time, so they
-can wait for each other.
+can wait for each other. The shape of a cluster, such as (2, 1, 1), launches clusters of thread blocks.
 """
 
 import ctypes
@@ -14,6 +14,9 @@ from collections.abc import Callable
 
 CAPABILITY, DRIVER = 90, 12030  # the minimum for EARLY; older drivers cannot capture it in a CUDA graph
 TOGETHER, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+
+Attribute = int | tuple[int, int, int]  # 0: none
 
 
 class _Config(threading.local):
@@ -21,14 +24,16 @@ class _Config(threading.local):
 
     layout = struct.Struct("7I4xQQI4x")  # grid, block, shared memory; stream, attributes, their number
 
-    def __init__(self, attribute: int) -> None:
-        self._attribute = ctypes.create_string_buffer(struct.pack("I4xI60x", attribute, 1))
+    def __init__(self, attribute: Attribute) -> None:
+        cluster = isinstance(attribute, tuple)
+        packed = struct.pack("I4x3I52x", _CLUSTER, *attribute) if cluster else struct.pack("I4xI60x", attribute, 1)  # type: ignore[misc]
+        self._attribute = ctypes.create_string_buffer(packed)
         config = ctypes.create_string_buffer(self.layout.size)
         self.parts = config, ctypes.addressof(config), ctypes.addressof(self._attribute)
 
 
 @functools.cache
-def launcher(capability: int, attribute: int) -> Callable[..., None] | None:
+def launcher(capability: int, attribute: Attribute) -> Callable[..., None] | None:
     """A function with the arguments and errors of CuPy's driver.launchKernel, or None if the GPU or driver does not support EARLY."""
     from cupy_backends.cuda.api import driver, runtime
 

@@ -61,6 +61,8 @@ def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "__dlpack__"):
+        if hasattr(value, "__cuda_array_interface__"):
+            return _of_interface(name, value)
         raise TypeError(f"{name} must be a torch.Tensor or an array with __dlpack__, got {type(value).__name__}")
     numpy = sys.modules.get("numpy")
     array = value
@@ -76,9 +78,19 @@ def to_torch(name: str, value: Any, written: bool = False) -> torch.Tensor:
         raise TypeError(f"{name} ({type(value).__name__}) cannot become a tensor: {error}") from error
 
 
+def _of_interface(name: str, value: Any) -> torch.Tensor:
+    """An array with __cuda_array_interface__, such as Numba's, as a tensor on the same memory. Does not wait for its stream."""
+    try:
+        return torch.as_tensor(value, device="cuda")
+    except Exception as error:
+        raise TypeError(f"{name} ({type(value).__name__}) cannot become a tensor: {error}") from error
+
+
 def argument(param: Param, value: Any, kernel: str) -> torch.Tensor:
     """`value` as a tensor that `kernel` can take for a pointer parameter. Raises TypeError and ValueError."""
     tensor = to_torch(param.name, value)
+    if not param.const and type(value).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        raise ValueError(f"{kernel}: {param} is written, and JAX arrays are immutable: pass a torch tensor, or declare it const")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{kernel}: the argument for {param} must be a strided tensor, it is {tensor.layout}")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # for example a FakeTensor, whose address is 0

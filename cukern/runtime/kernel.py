@@ -4,16 +4,15 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from cukern.runtime import backend, checks, extended_launch, interop, signature
+from cukern.runtime import arguments, backend, checks, extended_launch, signature
 from cukern.runtime.compiler import Cubin, Ptx, SetupError, arch_of, compile_kernel, compile_ptx
 from cukern.runtime.forks import no_fork
+from cukern.runtime.limits import LaunchError
 from cukern.runtime.sources import Source, kernels_dir
-from cukern.runtime.tensor_map import TensorMap
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -37,9 +36,11 @@ class Kernel:
     takes pointers as integers and checks nothing.
     """
 
-    def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False):
-        self.source, self.name, self.pdl = source, name, pdl
-        self._attribute = extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0
+    def __init__(self, source: Source, name: str, pdl: bool = False, together: bool = False, cluster: backend.Dim | None = None):
+        self.source, self.name, self.pdl, self._cluster = source, name, pdl, cluster
+        self._attribute = cluster or (extended_launch.EARLY if pdl else extended_launch.TOGETHER if together else 0)
+        self._of_cluster: dict[backend.Dim, Kernel] = {}
+        self._quick: arguments.Quick = {}
         self._params: dict[int, tuple[signature.Param, ...]] = {}
         self._loaded: dict[int, backend.Launch] = {}
         self._raw: dict[int, Any] = {}  # by GPU, cupy.RawKernel
@@ -103,7 +104,7 @@ class Kernel:
             raise RuntimeError(f"{self.name} is not loaded, and a CUDA graph capture cannot load it: call cukern.warmup() first")
         code, params = self._compiled(device), self.params_on(device)
         if isinstance(code, Ptx):
-            launch = backend.load_simulated(self.name, code, params)
+            launch = backend.load_simulated(self.name, code, params, self._cluster)
         else:
             launch, self._raw[device] = backend.load(self.name, code, params, device, self._attribute)
         self._loaded[device] = launch
@@ -125,38 +126,102 @@ class Kernel:
         return self._raw[device]
 
     @_outside_graphs
-    def __call__(self, *args: Any, grid: int | Iterable[int], block: int | Iterable[int], shared: int = 0) -> None:
-        """Launch the kernel.
+    def __call__(
+        self,
+        *args: Any,
+        grid: int | Iterable[int],
+        block: int | Iterable[int],
+        shared: int = 0,
+        cluster: int | Iterable[int] | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Launch the kernel. `kernel[grid, block](*args)`, `[grid, block, shared]` and `[grid, block, shared, stream]` do the same.
 
         Args:
-            args: one per parameter. For a pointer: a CUDA tensor or DLPack array of the pointee's dtype, or None for a null pointer.
-                Nothing is copied; the kernel gets the address of the first element. For a scalar: a number. For a vector such as float2:
-                a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
+            args: one per parameter. For a pointer: a CUDA tensor, or an array of another library on the GPU (DLPack: JAX, CuPy; or
+                __cuda_array_interface__: Numba), of the pointee's dtype, or None for a null pointer. Nothing is copied; the kernel gets
+                the address of the first element. A JAX array must be a pointer to const. For a scalar: a number. For a vector such as
+                float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
                 `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel
                 may access only them, and those of an open `cukern.sim.memory.scope([...])`, which addresses in structs need.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
-            shared: bytes of dynamic shared memory.
+            shared: bytes of dynamic shared memory; for more than 48 KiB the kernel's limit is raised.
+            cluster: one to three ints: thread blocks of a cluster, for a kernel without __cluster_dims__. The grid is a multiple of it.
+            stream: a torch.cuda.Stream, or None for torch's current stream. Not used in the simulator.
 
-        Raises TypeError or ValueError for a wrong argument, LaunchError for a launch that exceeds a limit of the GPU, and in the simulator
-        cukern.sim.Fault for a bug in the kernel.
+        Raises TypeError or ValueError with the kernel's signature for a wrong argument, LaunchError for a launch that exceeds a limit of
+        the GPU, and in the simulator cukern.sim.Fault for a bug in the kernel.
         """
-        dims, shared = (_dim("grid", grid), _dim("block", block)), checks.integer("shared", shared, 0)
-        first = _device(args)
+        if stream is None and cluster is None and self._launched_quickly(args, grid, block, shared):
+            return
+        if cluster is not None:
+            return self._clustered(arguments.dim("cluster", cluster))(*args, grid=grid, block=block, shared=shared, stream=stream)
+        dims, shared = (arguments.dim("grid", grid), arguments.dim("block", block)), checks.integer("shared", shared, 0)
+        if stream is not None and not isinstance(stream, torch.cuda.Stream):
+            raise TypeError(f"stream must be a torch.cuda.Stream, such as ExternalStream(address), got {checks.brief(stream)}")
+        first = arguments.device(args)
         params = self.params_on(first)
         if len(args) != len(params):
             raise signature.explain_misfit(self.name, params, args)
-        tensors = [_tensor(self.name, p, a) for p, a in zip(params, args, strict=True)]
-        device = _common_device(self.name, params, tensors, first)
-        if device != backend.SIMULATED or not backend.simulating():
+        try:
+            tensors = [arguments.tensor(self.name, p, a) for p, a in zip(params, args, strict=True)]
+            device = arguments.common_device(self.name, params, tensors, first)
+            values = [arguments.value(self.name, p, a, t) for p, a, t in zip(params, args, tensors, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise self._with_signature(error, params) from error.__cause__
+        self._launch(device, params, tensors, (*dims, shared, *values), stream)
+
+    def _launch(self, device: int, params: Sequence[signature.Param], tensors: Sequence[Any], values: tuple[Any, ...], stream: Any) -> None:
+        simulated = device == backend.SIMULATED
+        if not simulated or not backend.simulating():
             backend.require_gpu()
+        if stream is not None and stream.device_index != device and not simulated:
+            raise ValueError(f"{self.name}: the stream is on {stream.device}, the arguments on cuda:{device}")
         launch = self.on(device)
-        all_ = zip(params, args, tensors, strict=True)
-        values = [t.data_ptr() if p.pointer and t is not None else _value(self.name, p, a) for p, a, t in all_]
-        with backend.simulated_memory(tensors) if device == backend.SIMULATED else contextlib.nullcontext():
+        with backend.simulated_memory(tensors) if simulated else torch.cuda.stream(stream) if stream else contextlib.nullcontext():
             try:
-                launch(*dims, shared, *values)
+                launch(*values)
             except OverflowError:  # for example 1e6 for a __half
-                raise signature.explain_misfit(self.name, params, tuple(values)) from None
+                raise self._with_signature(signature.explain_misfit(self.name, tuple(params), values[3:]), params) from None
+            except (TypeError, ValueError) as error:
+                raise self._with_signature(error, params) from None
+        if not simulated:
+            self._quick[device] = launch, tuple(map(arguments.quick, params))
+
+    def _launched_quickly(self, args: tuple[Any, ...], grid: Any, block: Any, shared: Any) -> bool:
+        """Launch with plain tensors and numbers, if all are right and the kernel was launched before. It takes a fifth of the time of the
+        checks that explain errors. Returns False if those must look."""
+        try:
+            found = arguments.quick_values(self._quick, args)
+            if found is None or type(shared) is not int or shared < 0:
+                return False
+            launch, values = found
+            launch(*arguments.dims(grid, block), shared, *values)
+        except LaunchError:
+            raise
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: data_ptr() of a tensor without memory
+            return False
+        return True
+
+    def __getitem__(self, launch: Any) -> Callable[..., None]:
+        """`kernel[grid, block]`, `kernel[grid, block, shared]` or `kernel[grid, block, shared, stream]`, as in <<<...>>> of CUDA C++."""
+        if type(launch) is tuple and len(launch) == 2:  # 1 us less than the general case
+            return functools.partial(self, grid=launch[0], block=launch[1])
+        if not isinstance(launch, tuple) or not 2 <= len(launch) <= 4:
+            raise TypeError(f"{self.name}[grid, block] or {self.name}[grid, block, shared, stream], got {self.name}[{launch!r}]")
+        return functools.partial(self, **dict(zip(("grid", "block", "shared", "stream"), launch, strict=False)))
+
+    def _with_signature(self, error: Exception, params: Sequence[signature.Param]) -> Exception:
+        return type(error)(f"{error}; the kernel is {self.name}({', '.join(map(str, params))})")
+
+    def _clustered(self, cluster: backend.Dim) -> "Kernel":
+        """The kernel with launches of this cluster shape. Raises ValueError for a kernel whose own shape is another."""
+        if self._attribute:
+            raise ValueError(f"{self.name} is launched with another attribute: it takes no cluster={cluster}")
+        kernel = self._of_cluster.get(cluster)
+        if kernel is None:
+            kernel = self._of_cluster.setdefault(cluster, Kernel(self.source, self.name, cluster=cluster))
+        return kernel
 
 
 _collected: dict[str, Kernel] | None = None
@@ -204,91 +269,6 @@ class Template:
             kernel = Kernel(_shipped(kernels_dir() / self.file), f"{self.name}<{arguments}>", self.pdl, self.together)
             kernel = self._instances.setdefault(key, kernel)  # of two threads that create it, both get the same one
         return kernel
-
-
-def load(path: str | Path, name: str | None = None) -> Kernel:
-    """The kernel `name` of a .cu file, as a callable.
-
-    Args:
-        path: the file. `#include "..."` searches its folder and cukern's kernels_cu.
-        name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". Optional if the file has one kernel.
-
-    Returns a Kernel: `kernel(out, x, n, grid=..., block=...)`. An edit of the file takes effect at the next `load`.
-    Raises FileNotFoundError, and ValueError for a name that the file does not have. The first launch may raise CompileError, and TypeError
-    for a parameter type that cannot be passed: a pointer to a type that no tensor has. void* accepts any tensor.
-
-    Headers are found through #include lines and literals in #define lines. <cstdint>, which NVRTC lacks, is provided. Host code (functions
-    that use torch:: or <<<...>>>, bindings, `main`) is skipped, so the source of a torch extension or a program loads unchanged.
-    """
-    return _kernel(Source.read(path), name)
-
-
-def compile(source: str, name: str | None = None) -> Kernel:
-    """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of `torch.utils.cpp_extension.load_inline`; see `load`."""
-    if not isinstance(source, str):
-        raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
-    return _kernel(Source.from_text(source), name)
-
-
-def _kernel(source: Source, name: str | None) -> Kernel:
-    names = list(source.kernels)
-    if name is None:
-        if len(names) != 1:
-            raise ValueError(f"{source.path} has {len(names)} kernels ({', '.join(names)}): name one")
-        return Kernel(source, names[0])
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a str or None, got {checks.brief(name)}")
-    base, angle, rest = name.strip().partition("<")
-    return Kernel(source, _qualified(source, base.strip(), names) + angle + rest)
-
-
-def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
-    """The kernel's name with its namespace. A name that only occurs somewhere in the text is accepted, because a macro may define it."""
-    last = base.rpartition("::")[2]
-    same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
-    if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
-        raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}")
-    if len(set(same)) > 1 and base not in same:
-        raise ValueError(f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace")
-    return base if base in same or not same else same[0]
-
-
-def _device(args: Iterable[Any]) -> int:
-    """The device of the first tensor on a GPU. Without one: the simulator if it is enabled or there is no GPU, else the current GPU."""
-    for a in args:
-        a = a.tensor if isinstance(a, TensorMap) else a
-        if isinstance(a, torch.Tensor) and a.is_cuda:
-            return a.get_device()
-    return backend.SIMULATED if backend.simulating() or not torch.cuda.is_available() else backend.current_device()
-
-
-def _common_device(kernel: str, params: Iterable[signature.Param], tensors: Iterable[torch.Tensor | None], default: int) -> int:
-    names = {t.get_device(): p.name for p, t in zip(params, tensors, strict=True) if t is not None}
-    if len(names) > 1:
-        places = [f"{name} on {'the CPU' if device == backend.SIMULATED else f'cuda:{device}'}" for device, name in names.items()]
-        raise ValueError(f"{kernel}: arguments on several devices: {', '.join(places)}")
-    return next(iter(names), default)
-
-
-def _tensor(kernel: str, param: signature.Param, value: Any) -> torch.Tensor | None:
-    """The tensor of a pointer or of a tensor map."""
-    if isinstance(value, TensorMap):
-        return value.tensor
-    return interop.argument(param, value, kernel) if param.pointer and value is not None else None
-
-
-def _value(kernel: str, param: signature.Param, value: Any) -> Any:
-    """The value of a null pointer, a scalar or a struct."""
-    if param.pointer:
-        return 0
-    return checks.flag(str(param), value) if param.ctype == "bool" else signature.by_value(kernel, param, value)
-
-
-def _dim(name: str, value: int | Iterable[int]) -> backend.Dim:
-    dims = tuple(checks.integer(name, d, 1) for d in (value if isinstance(value, Iterable) else (value,)))
-    if not 1 <= len(dims) <= 3:
-        raise ValueError(f"{name} must be one to three positive ints, got {value!r}")
-    return (*dims, 1, 1)[:3]  # type: ignore[return-value]
 
 
 def cpp(argument: Any) -> str:

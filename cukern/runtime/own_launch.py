@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.kernel import Kernel, collecting, cpp, load, planning
+from cukern.runtime.kernel import Kernel, collecting, cpp, planning
+from cukern.runtime.load import load
 from cukern.runtime.registry import Differentiable, Tensors, apply_of, choose, each, raw_op, save, watched
 
 NAMESPACE = "cukern_own"  # in torch.ops

@@ -92,26 +92,28 @@ def kernels_dir() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """One program for NVRTC. Compiler messages name `path`, which is made up for a source given as text."""
+    """One program for NVRTC. Compiler messages name `path`, which is made up for a source given as text. `defines`: lines of #define
+    before the text."""
 
     path: Path
     text: str
+    defines: str = ""
 
     @staticmethod
-    def read(path: str | Path) -> "Source":
+    def read(path: str | Path, defines: str = "") -> "Source":
         path = Path(path).resolve()
-        return Source(path, without_host_code(_read(path)))
+        return Source(path, without_host_code(_read(path)), defines)
 
     @staticmethod
-    def from_text(text: str) -> "Source":
+    def from_text(text: str, defines: str = "") -> "Source":
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return Source(Path(f"<cukern.compile {digest}>"), without_host_code(text.removeprefix("\ufeff")))
+        return Source(Path(f"<cukern.compile {digest}>"), without_host_code(text.removeprefix("\ufeff")), defines)
 
     def digest(self) -> str:
         """SHA-256 of the text and of the names and contents of all files that it can include."""
         files = {self._name(path): text for path, text in self.program.files.items()}
         own = {name: text for name, text in self.program.headers.items() if name in _OWN_HEADERS}
-        return hashlib.sha256(json.dumps([self.text, sorted(files.items()), sorted(own.items())]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.defines + self.text, sorted(files.items()), sorted(own.items())]).encode()).hexdigest()
 
     def _name(self, path: Path) -> str:
         """A name that does not depend on where the files are installed."""
@@ -156,7 +158,7 @@ class Program:
             path, text = todo.pop()
             rewritten, reached = self._rewrite(path, text)
             if path is source.path:
-                self.text = self._typedefs(blanked(text)) + rewritten
+                self.text = source.defines + self._typedefs(blanked(text)) + rewritten
             else:
                 self.headers[_header(path)] = rewritten
             for target in reached - self.files.keys():

@@ -22,7 +22,8 @@ FILLS = ("zeros", "nan")
 _CODES = {torch.uint8: 0, torch.int8: 0, torch.bool: 0, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.uint16: 1, torch.int16: 1}
 _CODES |= {torch.uint32: 2, torch.int32: 3, torch.uint64: 4, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8}
 _CODES |= {torch.bfloat16: 9}
-_FLOATS = (6, 7, 8, 9)  # the codes that may be filled with NaN
+TF32 = 11
+_FLOATS = (6, 7, 8, 9, TF32)  # the codes that may be filled with NaN
 _MAGIC = b"cukernTM"
 # Magic, address; rank, bytes of an element, code of the dtype, swizzle, l2, fill; sizes minus 1, strides in bytes, box; innermost first
 _LAYOUT = struct.Struct("<8sQ6B2x5I4x4Q5H")
@@ -91,9 +92,13 @@ def encode(
     swizzle: int = 0,
     l2: int = 128,
     fill: str = "zeros",
+    tf32: bool = False,
 ) -> bytes:
-    """The 128 bytes of `tensor_map`, from integers, for ops. `device`: number of the GPU, -1 for the simulator; `strides`: in elements."""
+    """The 128 bytes of `tensor_map`, from integers, for ops. `device`: number of the GPU, -1 for the simulator; `strides`: in elements;
+    `tf32`: loads round float32 to TF32."""
     sizes_and_box = _checked(address, dtype, shape, strides, box, swizzle, l2, fill)
+    if tf32:
+        sizes_and_box = sizes_and_box._replace(code=TF32)
     return _by_simulator(sizes_and_box) if device < 0 else _by_driver(sizes_and_box)
 
 

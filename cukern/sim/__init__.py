@@ -38,14 +38,17 @@ MOST_THREADS = 1 << 22  # of a launch; more would take minutes
 MOST_SHARED = SIMULATED_DEVICE.shared_bytes  # static and dynamic, per block
 
 
-def load(name: str, ptx: Ptx, params: tuple[Param, ...]) -> Launch:
-    """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are addresses of CPU memory.
+def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = None) -> Launch:
+    """Prepare a kernel for simulation. Returns `launch(grid, block, shared_bytes, *args)`; pointers are addresses of CPU memory. `cluster`:
+    the shape of a cluster that the launch asks for.
 
     A launch raises Fault for a bug of the kernel, except in `collect` or `checks`; NotSimulated for an instruction that is not simulated;
     LaunchError for a geometry that a GPU would refuse, ValueError for one that is too large to simulate, and TypeError or ValueError for
     an argument that does not fit.
     """
     program = Program(parse(ptx.text), ptx.symbol)
+    if cluster:
+        program.kernel.cluster, program.kernel.explicit_cluster = cluster, True
     code = stretches(program, INSTRUCTIONS)
     layout = packer(params)
 

@@ -1,11 +1,13 @@
-// matmul: C = A . B (+ bias) on the FMA units. The versions are a ladder from one thread per output to the speed of cuBLAS.
+// matmul: C = A . B (+ bias). The versions are a ladder from one thread per output to tensor cores. v1 to v5, below, use the FMA units. v6
+// (mma.cuh) and v7 (wgmma.cuh) use tensor cores, with activation, saved pre-activation and residual in the epilogue (epilogue.cuh).
 //
 // Layout     C is (M, N), row-major and contiguous. A is (M, K), B is (K, N), bias is (N) or a null pointer. A and B have any strides:
-//            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 and v5 require
+//            a_m and a_k are the strides of A in elements, b_k and b_n those of B. A transposed matrix is not copied. v4 to v7 require
 //            that one stride of each matrix is 1. lda and ldb are the other strides.
-// Types      T is float or double. float never uses TF32. K = 0 gives zeros (plus bias).
+// Types      v1 to v5: T is float or double, and float never uses TF32. v6, v7: 16-bit types, and float in TF32; v6 also in 3xTF32.
+//            K = 0 gives zeros (plus bias).
 // Algorithm  v5 is described above its kernel: tiles in a ring buffer of shared memory, stream-K, chains of additions.
-// Launch     Stated above each kernel. Grids are 1-D, because y and z are limited to 65535. Shared memory is static.
+// Launch     Stated above each kernel. Grids are 1-D, because y and z are limited to 65535. v1 to v5: shared memory is static.
 //            Offsets are 64-bit: a matrix may have more than 2^31 elements.
 //
 // version  idea                                                               float, 4096^3, H200 (cuBLAS 51 TFLOP/s)
@@ -15,10 +17,16 @@
 // v4       register tiles of 8x8: 8 FMAs per load from shared memory          32 TFLOP/s
 // v5       register tiles of 8x16, cp.async ring buffer, no register bank
 //          conflicts, stream-K, short chains of additions (sm_80)             52 TFLOP/s
+// v6       tensor cores: mma.sync, ldmatrix, cp.async, split-K (sm_80)        56 TFLOP/s in 3xTF32, 177 in TF32 (cuBLAS 394);
+//                                                                             bfloat16: 407 (cuBLAS 709)
+// v7       wgmma, TMA with multicast, producer and consumers, persistent
+//          (sm_90a)                                                           not measured yet
 // Experiments and dead ends: docs/notes/matmul.md.
 
 #include "common/ptx/async_copy.cuh"
 #include "common/vec.cuh"
+#include "mma.cuh"
+#include "wgmma.cuh"
 
 template <typename T>
 __device__ __forceinline__ T bias_or_zero(const T* bias, int n) {
@@ -145,15 +153,16 @@ __global__ void __launch_bounds__(256)
 // to a (chunks, N) workspace, then the workspace, as one chunk, to the result. Deterministic: the order of additions is fixed. Grid ceil(N
 // / 32) * ceil(M / rows_per_chunk), block (32, 8).
 template <typename T>
-__global__ void matmul_bias_grad(T* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
-    __shared__ T sums[8][32];
+__global__ void matmul_bias_grad(compute_t<T>* out, const T* x, int M, int N, int rows_per_chunk, long long x_m, long long x_n) {
+    using C = compute_t<T>;
+    __shared__ C sums[8][32];
     int tiles_n = (N + 31) / 32;
     int chunk = blockIdx.x / tiles_n, n = blockIdx.x % tiles_n * 32 + threadIdx.x;
     long long first = (long long)chunk * rows_per_chunk;
     int end = first + rows_per_chunk < M ? int(first + rows_per_chunk) : M;
-    T sum = 0;
+    C sum = 0;
     if (n < N)
-        for (int m = int(first) + threadIdx.y; m < end; m += 8) sum += x[m * x_m + n * x_n];
+        for (int m = int(first) + threadIdx.y; m < end; m += 8) sum += load_as(x[m * x_m + n * x_n]);
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y == 0 && n < N) {
@@ -177,8 +186,7 @@ using Tile64x64 = Tile<4, 8, 2, 2, 4>;
 using Tile128x32 = Tile<4, 8, 4, 1, 4>;
 using Tile32x128 = Tile<4, 8, 1, 4, 4>;
 constexpr int THREADS = 128;
-constexpr int BK = 8;    // length of a k tile. With 16, the unrolled loop does not fit into the instruction cache
-constexpr int BAND = 8;  // see tile_origin
+constexpr int BK = 8;  // length of a k tile. With 16, the unrolled loop does not fit into the instruction cache
 
 // How an operand is copied to shared memory. "mn" is m for A and n for B.
 enum CopyMode {
@@ -255,17 +263,6 @@ struct Place {
     __device__ __forceinline__ static int row(int i) { return i / V * 8 * V + i % V; }
     __device__ __forceinline__ static int column(int j) { return j / V * 4 * V + j % V; }
 };
-
-// The origin of tile t of C. Tiles are numbered down a band of BAND tile rows, column by column. The tiles of a wave then form a compact
-// rectangle of C, and their rows of A and columns of B stay in L2.
-template <typename S>
-__device__ __forceinline__ void tile_origin(int t, int M, int N, int& m0, int& n0) {
-    int tiles_m = (M + S::BM - 1) / S::BM, tiles_n = (N + S::BN - 1) / S::BN;
-    int band = t / (BAND * tiles_n), in_band = t % (BAND * tiles_n);
-    int height = min(BAND, tiles_m - band * BAND);
-    m0 = (band * BAND + in_band % height) * S::BM;
-    n0 = in_band / height * S::BN;
-}
 
 // acc += column . row, down one column of acc and up the next. One operand of each FMA is the same as in the previous one and is read from
 // the operand reuse cache. See get_vector about register banks.

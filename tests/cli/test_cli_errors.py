@@ -62,7 +62,8 @@ def unmeasured(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["", "folder", "file/x{}", "n" * 300 + "{}"], ids=["empty", "folder", "under a file", "long"])
 @pytest.mark.parametrize("option", ["--record-to", "--plot", "--out"])
 def test_a_target_is_tried_before_anything_is_measured(option, path, unmeasured):
-    refused("profile" if option == "--out" else "bench", "square", 3, option, path.format(".png"))
+    verb = {"--out": "profile", "--plot": "plot" if path == "folder" else "bench"}.get(option, "bench")  # bench --plot takes a folder
+    refused(verb, "square", 3, "--out" if verb == "plot" else option, path.format(".png"))
     assert sorted(p.name for p in unmeasured.iterdir()) == ["file", "folder"]
 
 

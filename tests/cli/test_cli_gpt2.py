@@ -77,6 +77,27 @@ def test_llmc_defaults(folder, monkeypatch):
     assert seen == [Settings("train.bin", "val.bin")]
 
 
+def test_options_of_the_model_arrive(folder, monkeypatch):
+    seen = []
+
+    def stop(model, *_):
+        seen.append((model.wte.dtype, model.attention, model.fused_loss, model.recompute))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(gpt2_train, "Trainer", stop)
+    refused("gpt2", "train", *DATA)
+    refused("gpt2", "train", *DATA, "--dtype", "b", "--attention", "sdpa", "--fused-loss", "-r", 2)
+    assert seen == [(torch.float32, None, False, 0), (torch.bfloat16, "sdpa", True, 2)]
+
+
+def test_a_bfloat16_checkpoint_resumes_in_bfloat16(folder):
+    call("gpt2", "train", *DATA, "--dtype", "b", "-o", "run", "-x", 2, "-n", 2, "-v", 0, "-s", 0)
+    assert checkpoint.read_model(checkpoint.paths("run", 2)[0])[1]["wte"].dtype == torch.bfloat16
+    resumed = (*DATA[:4], *DATA[6:], "-o", "run", "-x", 4, "-n", 2, "-v", 0, "-s", 0, "-y", 1)
+    assert "device: CPU, 1 threads, bfloat16" in re.sub(r"\d+ threads", "1 threads", call("gpt2", "train", *resumed).stdout)
+    assert checkpoint.latest_step("run") == 4
+
+
 def test_train_resume_and_plot(folder):
     out = call("gpt2", "train", *DATA, *FLAGS.split(), "--plot", "loss.svg").stdout
     assert "=> setting grad_accum_steps=2" in out and "step    4/4 | loss " in out and "val loss " in out and "generating:\n---" in out
@@ -104,6 +125,9 @@ def test_kernels_of_the_fork(folder, monkeypatch, given):
         (("train", *DATA, "-i", "none*.bin"), "expected files that match 'none*.bin'; found none"),
         (("train", *DATA, "-l", "nan"), "expected lr at least 0; found nan"),
         (("train", *DATA, "-l", "1e30", "-x", 9, "-v", 0), "step 2: loss nan"),
+        (("train", *DATA, "--dtype", "h"), "expected --dtype f or b; found 'h'"),
+        (("train", *DATA, "--attention", "v9"), "found 'v9'"),
+        (("bench", "-e", "tiny.bin", "--compile", "fast"), "--compile default, reduce-overhead, max-autotune, no; found 'fast'"),
         (("train", *DATA, "--device", "tpu"), "--device must be cpu"),
         (("train", *DATA, "--plot", "a.doc"), "--plot must name a file that ends with"),
         (("train", *DATA, "-y", 1), "expected out, a folder, for resume; found None"),
@@ -177,7 +201,7 @@ def test_profile(folder):
 
 
 def test_bench(folder):
-    arguments = ("gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--no-compile", "--device", "cpu")
+    arguments = ("gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--compile", "no", "--device", "cpu")
     out = call(*arguments).stdout
     assert "B=1 T=16 float32 on cpu" in out and re.search(r"cukern +[\d.]+ +[\d.]+ +\d+", out) and "torch " in out
 

@@ -8,7 +8,6 @@ from helpers import no_gpu, run
 from test_cli import call, refused
 
 from cukern.bench import environment
-from cukern.runtime.registry import OPS
 
 KINDS = ("elementwise", "row", "tiled")
 QUICK = {
@@ -18,16 +17,7 @@ QUICK = {
     "compile": ("--arch", "sm_90a"),
 }
 SAYS = {"bench": "my_silu bwd 1000", "profile": "trace: my_silu_", "check": "nothing wrong", "compile": "my_silu_bwd<float>"}
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    """Ops that a test defines leave the registry at its end."""
-    before, path = dict(OPS), list(sys.path)
-    yield
-    OPS.clear()
-    OPS.update(before)
-    sys.path[:] = path
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 @pytest.fixture

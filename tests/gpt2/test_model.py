@@ -190,8 +190,8 @@ def test_bad_arguments_are_refused():
         model(x, y[:, :-1])
     with pytest.raises(ValueError, match="target"):
         model(x, torch.full_like(y, 60))
-    with pytest.raises(ValueError, match="attention v1, v2, sdpa or None; found 'v3'"):
-        GPT2(TINY, attention="v3")
+    with pytest.raises(ValueError, match="attention v1, v2, v3, sdpa or None; found 'v4'"):
+        GPT2(TINY, attention="v4")
     with pytest.raises(ValueError, match=r"matmul cublas, v1, .* or None; found 'v6'"):
         GPT2(TINY, matmul="v6")
     with pytest.raises(TypeError, match="expected a Config; found dict"):
@@ -211,6 +211,58 @@ def test_tokens_outside_the_vocabulary_become_nan_on_a_gpu():
     model = made(device="cuda")
     logits = model(torch.tensor([[1, 2], [60, 2], [-1, 2], [128, 2]], device="cuda"))
     assert logits[:, 0, 0].isnan().tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("fused_loss", (False, True))
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of its own affairs
+def test_torch_compile_without_a_graph_break(device, fused_loss):
+    model, (x, y) = made(device=device, fused_loss=fused_loss), batch(TINY, device=device)
+    eager = model(x, y)
+    eager.backward()
+    expected = model.gradients_by_name()
+    model.zero_grad()
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(x, y)
+    loss.backward()
+    assert loss.item() == pytest.approx(eager.item(), rel=1e-6)
+    for name, gradient in model.gradients_by_name().items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_recomputation_gives_the_same_bits(device, dtype):
+    gradients = []
+    for recompute in (0, 1, 2):
+        model, (x, y) = made(device=device, dtype=dtype, recompute=recompute), batch(TINY, device=device)
+        model(x, y).backward()
+        gradients.append(model.gradients_by_name())
+    assert all(same_bits(gradients[0][name], other[name]) for other in gradients[1:] for name in NAMES)
+
+
+@kernels
+def test_recomputation_keeps_less_memory():
+    kept = []
+    for recompute in (0, 1, 2):
+        model, (x, y) = made(SMALL, device=DEVICE, recompute=recompute), batch(SMALL, device=DEVICE)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            loss = model(x, y)
+        events = profiler.key_averages()
+        kept.append(sum(e.self_cpu_memory_usage if DEVICE == "cpu" else e.self_device_memory_usage for e in events))
+        loss.backward()
+    unit = SMALL.num_layers * x.numel() * SMALL.channels * 4
+    assert [round((a - b) / unit, 1) for a, b in itertools.pairwise(kept)] == [4, 2]
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_the_fused_loss_is_that_of_all_logits(device):
+    (x, y), models = batch(SMALL, device=device), [made(SMALL, device=device, fused_loss=fused) for fused in (False, True)]
+    losses = [model(x, y) for model in models]
+    for loss in losses:
+        loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    for name, gradient in models[1].gradients_by_name().items():
+        torch.testing.assert_close(gradient, models[0].gradients_by_name()[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 # ---- the kernels of the fork

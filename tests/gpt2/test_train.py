@@ -221,6 +221,22 @@ def test_a_graph_gives_the_bits_of_separate_launches(data, changes):
     assert resumed.graph is not None and resumed.losses == graphed.losses[4:] and same(graphed, resumed)
 
 
+@gpu
+def test_a_graph_has_its_own_workspaces(data):
+    """torch.compile frees cuBLAS's workspaces; what a graph uses must not be freed with them."""
+    junk = []
+
+    def report(_):
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        junk.append(torch.full((1 << 24,), math.nan, device="cuda"))
+
+    graphed, eager = make(data, device="cuda"), make(data, device="cuda", graph=False)
+    graphed.run(report)
+    eager.run()
+    assert graphed.graph is not None and graphed.losses == eager.losses and same(graphed, eager)
+
+
 def test_resume_without_a_checkpoint_starts_anew(data):
     full, _ = trained(data, out=data / "a")
     other, _ = trained(data, out=data / "b", resume=True)
@@ -311,9 +327,9 @@ def test_skipped_updates(data, monkeypatch):
     trainer = make(data, (lines := []).append, skip_loss=1.95, steps=20, val_every=0, sample_every=0, lr=1e-4)
     true, calls = trainer._backward, []
 
-    def backward():
+    def backward(batches):
         calls.append([p.clone() for p in trainer.model.parameters()])
-        return true() + (100 if len(calls) == 9 else 0)
+        return true(batches) + (100 if len(calls) == 9 else 0)
 
     monkeypatch.setattr(trainer, "_backward", backward)
     trainer.run()

@@ -27,7 +27,7 @@ COMPILED = {
 PAIR = "sm_80", "sm_89"  # alike in instructions and registers
 
 # matmul_v5 has nine combinations of copy modes, three modes per matrix. sm_90a compiles all nine. Each other architecture compiles three,
-# and these differ between architectures.
+# and these differ between architectures. So it is with matmul_v6's tiles, layouts and copies.
 COMBINATION = re.compile(r"matmul_v5<\w+, (\w+), (\w+)")
 
 # Bytes a thread that some instances of a kernel spill, of those for GPUs whose compiler has fewer registers to give: matmul_v5's fill the
@@ -39,6 +39,16 @@ MAY_SPILL = {
     ("sm_80", "kron_linear_v4_bwd"): 32,
     ("sm_89", "kron_linear_v4_bwd"): 32,
     ("sm_90a", "kron_linear_v4_bwd"): 16,
+    ("sm_100a", "layernorm_v2_bwd"): 12,  # float32, 8 elements per thread
+    ("sm_80", "attention_v3"): 24,  # attention's accumulators fill the register file too; smaller tiles are slower on an H200
+    ("sm_80", "attention_v3_bwd"): 16,
+    ("sm_89", "attention_v3"): 16,
+    ("sm_89", "attention_v3_bwd"): 8,
+    ("sm_90a", "attention_v3_bwd"): 12,
+    ("sm_100a", "attention_v3"): 72,
+    ("sm_100a", "attention_v3_bwd"): 48,
+    ("sm_120a", "attention_v3"): 112,
+    ("sm_120a", "attention_v3_bwd"): 56,
     ("sm_100a", "causal_softmax_v2"): 4,
     ("sm_100a", "softmax_v8"): 8,
     ("sm_120a", "softmax_v8"): 12,
@@ -60,6 +70,8 @@ def selected(kernels, arch):
     if arch != "sm_90a":
         modes = {name: [COPY_MODES.index(mode) for mode in match.groups()] for name in kernels if (match := COMBINATION.match(name))}
         kernels = {name: k for name, k in kernels.items() if name not in modes or (sum(modes[name]) - ARCHS.index(arch)) % 3 == 0}
+        third = ARCHS.index(arch) % 3
+        kernels = {name: k for name, k in kernels.items() if "matmul_v6<" not in name or zlib.crc32(name.encode()) % 3 == third}
     if arch in PAIR:  # of float32, what the other does not compile
         kernels = {name: k for name, k in kernels.items() if "<float" not in name or zlib.crc32(name.encode()) % 2 == PAIR.index(arch)}
     return kernels
@@ -76,9 +88,11 @@ def test_every_kernel_compiles_without_spills(stem, arch):
     kernels = {}
     for op in OPS.values():
         if op.stem == stem:
-            kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,)))
+            kernels |= op.kernels(number, COMPILED.get(arch, (torch.float32,))) or op.kernels(number, (torch.bfloat16,))
     kernels = selected(kernels, arch)
-    assert kernels
+    if not kernels:
+        assert not any(op.kernels(number) for op in OPS.values() if op.stem == stem)
+        pytest.skip(f"{stem} has no kernels of its own on {arch}")
     halves = [dict(list(kernels.items())[i::2]) for i in range(min(2, len(kernels)))]
     with ThreadPoolExecutor(2) as pool:
         found = {name: each for half in pool.map(compiled, halves, [arch] * 2) for name, each in half.items()}

@@ -38,6 +38,7 @@ GOOD = {
 GOOD[cukern.adamw] = {name: [X] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}  # all 0, and 0 afterwards
 GOOD[cukern.AdamW] = {"params": [X]}
 GOOD[cukern.attention] = {"q": Q, "k": Q, "v": Q, "scale": 0.5}
+GOOD[cukern.attention_packed] = {"qkv": X.expand(1, 3, 3, *X.shape), "scale": 0.5}
 GOOD[cukern.cross_entropy] = {"logits": X, "targets": IDS[:, 0]}
 OTHERS = {"factors": X, "k": Q, "v": Q, "position_ids": IDS, "start_positions": STARTS}  # what odd values are made of, beside GOOD and X
 GATED = cukern.swiglu, cukern.geglu
@@ -80,7 +81,10 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("q k v", lambda t: (None, t.half(), t.to("meta"), t[0], t[0, 0, 0], t[:, :4]), ANY, r"^[qkv]\b", cukern.attention),
     ("q k", lambda t: (t[..., :7],), ValueError, "^q, k and v must be", cukern.attention),
     ("k v", lambda t: (t[:, :, :2],), ValueError, "^q, k and v must be", cukern.attention),
-    ("q", lambda t: (torch.cat((t, t), 2),), ValueError, "^q has 6 queries, more than the 3 keys", cukern.attention),
+    ("q", lambda t: (t[:, :3],), ValueError, "^q has 3 heads, which must be a multiple of the 5", cukern.attention),
+    ("qkv", odd, TypeError, "^qkv", cukern.attention_packed),
+    ("qkv", lambda t: (t[0], t[:, :, :2]), ValueError, "^qkv must be", cukern.attention_packed),
+    ("causal return_lse", (*NO_FLAG, None), TypeError, "^{name} must be a bool", cukern.attention, cukern.attention_packed),
     ("sink", odd_tensors, TypeError, "^sink must be"),
     ("x a b weight bias residual w1 w2 factors", odd, ANY, r"\b({name}|factors)\b", cukern.square, *LINEARS, *NORMS),
     ("x a b weight bias residual w1 w2 factors", beside, ANY, r"\b({name}|factors)\b", *LINEARS),
@@ -113,7 +117,7 @@ ROWS = [  # names of arguments, their values, the error, what it says
     ("window", (0, -3), ValueError, "window must be at least 1, got"),
     ("sink", ("1", [1.0], True, 1j), TypeError, "sink must be"),
     ("sink", (10**400,), ValueError, "sink must be finite"),
-    ("scale", (-1,), ValueError, "scale must not be negative", cukern.causal_softmax, cukern.attention),
+    ("scale", (-1,), ValueError, "scale must not be negative", cukern.causal_softmax, cukern.attention, cukern.attention_packed),
     ("interleaved inverse fused", (*NO_FLAG, None), TypeError, "^{name}"),
     ("layout tensor_format", (*NO_STRING, None), TypeError, "^{name}"),
     ("mrope_section", (5, "ab", (1, 1.0, 2), (True, 1, 2), [[1], 1, 2], torch.tensor([1, 1, 2]), {}), TypeError, "^{name}"),

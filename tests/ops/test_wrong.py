@@ -3,6 +3,7 @@
 Some bugs show in the numbers, in the simulator and on a GPU. The simulator reports the others, with the line.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -456,7 +457,7 @@ def launch_layernorm(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight:
 
 
 def launch_layernorm_add(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
-    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 32), 2), block=(32, 32))
+    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 8), 2), block=(8, 32))
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
@@ -481,6 +482,26 @@ RMSNORM = Problem(
 )
 LAYERNORM_ADD = Problem(
     lambda partials: partials.sum(1), drawn(((2, 1, 1),), ((2, 40, 70),)), launch_layernorm_add, sums=True, shipped="layernorm.cu"
+)
+
+# ---- attention
+
+
+def launch_attention(kernel: Kernel, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    kernel(out, q, k, v, len(q), grid=-(-len(q) // 64), block=128, shared=3 * 64 * 128)
+
+
+def attention_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal, with exponentials to base 2."""
+    return (q @ k.mT * math.log(2)).masked_fill(torch.ones(len(q), len(q), device=q.device).triu(1) > 0, -torch.inf).softmax(-1) @ v
+
+
+ATTENTION = Problem(
+    attention_rows,
+    lambda device: (tuple(draw(device, rows, 64).half() for _ in range(3)) for rows in (3, 130)),
+    launch_attention,
+    sums=True,
+    scale=lambda q, k, v: attention_rows(q, k, v.abs()),
 )
 
 # ---- cross_entropy: rows of logits with 3 columns of padding
@@ -669,6 +690,10 @@ CASES = [
     Case("cross_entropy/in_place.cu", "row_gradient", CROSS_ENTROPY_GRADIENT, "a result over what others read",
          "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "(i == target)", r"writes 4 bytes, .* read at {there}", there="log(sum) - x[target]")),
+    Case("attention/mask.cu", "attention_rows<__half>", ATTENTION, "an off-by-one bound", ">= query", "> query"),
+    Case("attention/rescale.cu", "attention_rows<__half>", ATTENTION, "a missing factor", "*= 1;", "*= shrink;"),
+    Case("attention/barrier.cu", "attention_rows<__half>", ATTENTION, "a copy to where others read", "// no __syncthreads()",
+         "__syncthreads();", Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",

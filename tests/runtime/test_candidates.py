@@ -1,14 +1,18 @@
 """`--kernel` and `--without`: every candidate of a plan can be forced and excluded. Plans are made for an H200; nothing runs."""
 
+import contextlib
+
 import pytest
 import torch
 
+import cukern
 from cukern.bench import environment
 from cukern.runtime.device import KNOWN, restricted
 from cukern.runtime.registry import OPS
 from cukern.runtime.warmup import planned
 
 F, B, T = torch.float32, torch.bfloat16, "tf32"
+V6, V7, THREE = "v6", "v7", "3xtf32"  # bfloat16 by a version; float32 by v6 as 3xTF32
 CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses it
     "kron_linear group": ((1024, 32, 32, 32), F),
     "kron_linear lanes": ((1024, 8, 8, 8, 8, 8), B),
@@ -27,13 +31,26 @@ CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses 
     "matmul Tile64x64": ((256, 256, 256), F),
     "matmul Tile128x32": ((4096, 16, 4096), F),
     "matmul Tile32x128": ((16, 4096, 4096), F),
+    "matmul Mma128x128": ((4096, 4096, 4096), V6),
+    "matmul Mma64x64": ((256, 256, 256), V6),
+    "matmul Mma16x128": ((16, 4096, 4096), V6),
+    "matmul MmaSplit128x128": ((4096, 4096, 4096), THREE),
+    "matmul MmaSplit64x64": ((256, 256, 256), THREE),
+    "matmul Wgmma128x256": ((8192, 8192, 8192), V7),
+    "matmul Wgmma128x192": ((4096, 768, 3072), V7),
+    "matmul Wgmma128x128": ((128, 8192, 8192), V7),
 }
 
 
 def chosen(op, dims, dtype, kernel="", without=()):
     """The kernels of forward and backward."""
-    with environment.float32_products(dtype is T), restricted(kernel, without):
-        return set(planned(op, [dims], (F if dtype is T else dtype,), KNOWN["h200"]))
+    version = {V6: V6, V7: V7, THREE: V6}.get(dtype)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(environment.float32_products(dtype is T))
+        stack.enter_context(restricted(kernel, without))
+        if version:
+            stack.enter_context(cukern.use(op.name, version))
+        return set(planned(op, [dims], ({V6: B, V7: B, T: F, THREE: F}.get(dtype, dtype),), KNOWN["h200"]))
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -44,6 +61,14 @@ def test_a_candidate_is_excluded_and_forced(name):
     assert others - usual, "other kernels take its place"
     assert chosen(op, *CHOSEN[name], kernel=candidate) != others
     assert chosen(op, *CHOSEN[name]) == usual, "the restriction ends with its block"
+
+
+@pytest.mark.parametrize("candidate", ("Mma64x64", "Wgmma128x256", "Wgmma128x128"))
+def test_a_forced_tile_of_v7_is_used(candidate):
+    """Whatever the cost models of v6 and v7 say of it."""
+    for dims in ((4096, 4096, 4096), (256, 512, 512)):
+        tiles = {name.split(", ")[-1] for name in chosen(OPS["matmul"], dims, V7, kernel=candidate) if "reduce" not in name}
+        assert tiles == {f"{candidate}>"}
 
 
 def test_every_candidate_is_tested():

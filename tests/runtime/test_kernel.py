@@ -1,6 +1,8 @@
 """cukern.load and cukern.compile: a kernel as a callable on tensors, its arguments checked against its own parameter list."""
 
 import ctypes
+import re
+import struct
 
 import numpy
 import pytest
@@ -10,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cukern
 import cukern.sim
+from cukern.runtime import backend, signature
 from cukern.runtime.kernel import Template
 
 ARCH = "sm_90a"
@@ -405,3 +408,25 @@ def test_launches_on_the_current_stream():
         kernel(y, x, x.numel(), grid=1 << 13, block=128)
     side.synchronize()
     assert (y == 8).all()
+
+
+MAPS = """#include "common/ptx/tma.cuh"
+extern "C" __global__ void maps(float* out, const __grid_constant__ CUtensorMap map, int n) { prefetch_tensor_map(&map); out[0] = n; }
+"""
+
+
+def test_aligned_structs_are_passed_by_pointers():
+    """ptxas aligns their addresses in the constant bank, where parameters start at 0x210: their offsets are not those of a C struct."""
+    kernel = cukern.compile(MAPS)
+    params = kernel.params_on(backend.SIMULATED)
+    assert signature.offsets(params) == [0, 64, 192]
+    code, found = kernel.compile("sm_90a").code, {}
+    for info in re.finditer(rb"\x04\x17\x0c\x00", code):  # EIATTR_KPARAM_INFO: index, ordinal, offset, flags and size
+        _, ordinal, offset, _ = struct.unpack_from("<IHHI", code, info.end())
+        found[ordinal] = offset
+    assert found == {0: 0, 1: 48, 2: 176}
+    packed = bytes(signature.packer(params).size)
+    _, pointers, description = backend._Arguments(packed, params, 0).parts
+    assert pointers and not description
+    _, pointers, description = backend._Arguments(bytes(8), params[:1], 0).parts
+    assert description and not pointers

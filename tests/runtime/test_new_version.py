@@ -3,6 +3,7 @@
 import shutil
 import sys
 
+import pytest
 from helpers import TREE, run
 
 KERNEL = """
@@ -20,12 +21,62 @@ ROW = """    "v3": Version("coalesced", _vectors(_V3), _vectors(_V2_BWD), lambda
 # ---- for the tools"""
 
 
-def test_a_new_version_is_a_kernel_and_one_row(tmp_path):
-    """square_v3, with the backward of v2. The tests of square and of the table of ops pass, and `cukern check` finds the version."""
+SOFTMAX_KERNEL = """
+// One warp per row: 8 rows per block of 256 threads.
+template <typename T>
+__global__ void softmax_v12(T* out, const T* x, long long rows, long long columns, long long x_row, double scale) {
+    using C = compute_t<T>;
+    int lane = threadIdx.x % 32;
+    for (long long row = blockIdx.x * 8LL + threadIdx.x / 32; row < rows; row += gridDim.x * 8LL) {
+        C largest = minus_infinity<C>(), sum = 0;
+        for (long long i = lane; i < columns; i += 32) largest = fmax(largest, C(scale) * load_as(x[row * x_row + i]));
+        for (int other = 16; other > 0; other /= 2) largest = fmax(largest, __shfl_xor_sync(0xffffffff, largest, other));
+        for (long long i = lane; i < columns; i += 32) sum += exp(C(scale) * load_as(x[row * x_row + i]) - largest);
+        for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffff, sum, other);
+        for (long long i = lane; i < columns; i += 32)
+            out[row * columns + i] = T(exp(C(scale) * load_as(x[row * x_row + i]) - largest) / sum);
+    }
+}
+"""
+SOFTMAX_ROW = """    "v12": _loop_version(
+        "one warp per row", [Template("softmax/softmax.cu", "softmax_v12"), _V4[1]], lambda rows, _: -(-rows // 8), _columns_of_each_row
+    ),
+}
+LOG_VERSIONS"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the source tree."""
     tree = tmp_path / "tree"
     for folder in ("cukern", "kernels_cu", "tests"):
         shutil.copytree(TREE / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(TREE / "pyproject.toml", tree)
+    return tree
+
+
+def test_softmax_gets_a_version_in_two_places(tree):
+    """A kernel in softmax.cu and a row in versions.py: check, compile, a choice by name and the tests of versions find it."""
+    cuda, python = tree / "kernels_cu/softmax/softmax.cu", tree / "cukern/ops/softmax/versions.py"
+    cuda.write_text(cuda.read_text() + SOFTMAX_KERNEL)
+    python.write_text(python.read_text().replace("}\nLOG_VERSIONS", SOFTMAX_ROW, 1))
+    env = {"PYTHONPATH": str(tree)}
+
+    def cukern(*args, ok=True):
+        return run([sys.executable, "-m", "cukern", *args], cwd=tree, env=env, ok=ok)
+
+    checked = cukern("check", "softmax", "5", "67", "--sim", "--dtype", "f").stdout
+    assert "v12" in checked and "nothing wrong" in checked
+    assert "softmax_v12<float>" in cukern("compile", "softmax", "--shape", "5,67", "--arch", "sm_80").stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "v12 and not log", "tests/ops/softmax/test_softmax.py"]
+    passed = run(command, cwd=tree, env=env).stdout
+    assert " passed" in passed and "failed" not in passed
+    cuda.write_text(cuda.read_text().replace("i < columns; i += 32) sum +=", "i < columns - 1; i += 32) sum +=", 1))
+    assert run(command, cwd=tree, env=env, ok=False).returncode == 1
+
+
+def test_a_new_version_is_a_kernel_and_one_row(tree):
+    """square_v3, with the backward of v2. The tests of square and of the table of ops pass, and `cukern check` finds the version."""
     cuda, python = tree / "kernels_cu/square.cu", tree / "cukern/ops/square.py"
     cuda.write_text(cuda.read_text() + KERNEL)
     text = python.read_text().replace("}\n\n# ---- for the tools", ROW, 1)

@@ -14,15 +14,7 @@ from cukern.bench.verify import verify
 from cukern.runtime.registry import OPS
 
 FOLDER = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    """Ops that a test defines leave the registry at its end."""
-    before = dict(OPS)
-    yield
-    OPS.clear()
-    OPS.update(before)
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 @pytest.fixture

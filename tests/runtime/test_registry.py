@@ -12,6 +12,7 @@ import cukern
 from cukern.bench import calls
 from cukern.runtime import registry
 from cukern.runtime.device import KNOWN
+from cukern.runtime.own_launch import is_own
 from cukern.runtime.registry import OPS, Version, apply_of, choose
 
 
@@ -44,21 +45,21 @@ def test_cost_is_at_least_reading_the_inputs_and_writing_the_outputs(name):
         assert set(cost) == {"fwd"} if not op.differentiable else {"fwd", "bwd"} <= set(cost)
         backward = cost.get("bwd", cost["fwd"])
         assert 0 < cost["fwd"].bytes <= size and cost["fwd"].bytes <= backward.bytes
-        assert 0 < cost["fwd"].flops <= backward.flops
+        least = 0 if is_own(name) else 1  # cukern.op may leave the flops out
+        assert least <= cost["fwd"].flops <= backward.flops
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_rows_of_versions(name):
-    versions = OPS[name].versions
+    versions = {v: row for v, row in OPS[name].versions.items() if v != "cublas"}
     first = int(next(iter(versions))[1:])  # not 1 where an op shares a ladder, but has not its lowest rungs
     assert list(versions) == [f"v{i}" for i in range(first, first + len(versions))], "numbered from the simplest on"
     assert versions[f"v{first}"].requires <= 75, "the first rung stands on every GPU"
     for version in versions.values():
         assert version.idea
-        for dtype in OPS[name].dtypes:
-            kernels = list(version.instances(dtype))
-            assert kernels or version.instances is Version.instances, "none at all: torch's own operations"
-            assert len({k.name for k in kernels}) == len(kernels)
+        kernels = [[k.name for k in version.instances(dtype)] for dtype in OPS[name].dtypes]  # some versions lack a dtype
+        assert any(kernels) or version.instances is Version.instances, "none at all: torch's own operations"
+        assert all(len(set(names)) == len(names) for names in kernels), "a kernel of all dtypes may be in several lists, but once in each"
 
 
 def test_kernels_are_those_of_the_capability_and_dtypes(monkeypatch):

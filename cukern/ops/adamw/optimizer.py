@@ -41,6 +41,9 @@ class AdamW(torch.optim.Optimizer):
         seed: from 0 to 2^64 - 1.
         version: "v1" or "v2"; default: the fastest.
 
+    Parameters may be DTensors, such as FSDP2's, that are divided along dimensions: a process updates its part, the state has DTensors, and
+    the norm is that of all parts. Not in the simulator.
+
     Moments are float32 for 16-bit parameters. On a GPU a step does not synchronize. Steps, learning rates and the norm are in device
     memory. A step captured in a CUDA graph, after one outside of it, follows a learning rate in a tensor; if a number in a group changed,
     call `update_groups()` before the replay. torch.amp.GradScaler works as with torch's fused optimizers: if it found inf, nothing changes.
@@ -82,8 +85,9 @@ class AdamW(torch.optim.Optimizer):
             for i, p in enumerate(self.param_groups[-1]["params"]):
                 name = f"parameter {i} of group {len(self.param_groups) - 1}"
                 check_param(name, p)
-                if type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # such as a DTensor
-                    raise TypeError(f"{name} must be a plain tensor, got {type(p).__name__}")
+                divided = hasattr(p, "to_local") and all(place.is_shard() for place in p.placements)
+                if type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not divided:
+                    raise TypeError(f"{name} must be a plain tensor, or a DTensor that is divided along dimensions, got {_kind(p)}")
                 checks.one_device(**{"the first parameter": self.param_groups[0]["params"][0], name: p})
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -136,7 +140,10 @@ class AdamW(torch.optim.Optimizer):
         if not found:
             return loss
         numbers, grads = [self._numbers(group) for group in self.param_groups], [_gradient(i, p) for i, p, _ in found]
-        scaling: tuple[Tensor | None, Tensor | None] = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        max_norm, grad_scale, found_inf = self._options.max_norm, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if max_norm is not None and any(hasattr(p, "to_local") for _, p, _ in found):
+            grad_scale, max_norm = self._clip_all_parts(found, grads, grad_scale), None
+        scaling: tuple[float | None, Tensor | None, Tensor | None] = max_norm, grad_scale, found_inf
         if found[0][1].is_cuda:
             self._launch(found, grads, *scaling)
         elif backend.simulating():
@@ -146,6 +153,20 @@ class AdamW(torch.optim.Optimizer):
         else:
             self._step_on_cpu(found, grads, numbers, *scaling)
         return loss
+
+    def _clip_all_parts(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None) -> Tensor:
+        """The number that divides the gradients, so that those of all processes together have at most max_norm. Sets grad_norm."""
+        parts: dict[Any, list[Tensor]] = {}
+        for (_, p, _), grad in zip(found, grads, strict=True):
+            parts.setdefault(getattr(p, "device_mesh", None), []).append(grad)
+        total = grads[0].new_zeros((), dtype=torch.float64)
+        for mesh, some in parts.items():
+            square = torch.stack([norm.double() for norm in torch._foreach_norm(some, 2, dtype=wide(some[0].dtype))]).square().sum()
+            total += square if mesh is None else _sum_over(mesh, square)
+        scale = torch.ones_like(total) if grad_scale is None else grad_scale.double()
+        norm = total.sqrt() / scale.abs()
+        self.grad_norm = norm.float()
+        return torch.where(norm > self._options.max_norm, scale * norm / self._options.max_norm, scale).float()
 
     def update_groups(self) -> None:
         """Copy changed numbers of the groups to the device, as step() does outside of a capture, for the next replay of a CUDA graph."""
@@ -168,14 +189,18 @@ class AdamW(torch.optim.Optimizer):
         for name in ("exp_avg", "exp_avg_sq", "master"):
             if name in state and state[name].stride() != p.stride():  # the parameter has another memory format than before
                 state[name] = _like_parameter(f"{name} of parameter {index}", state[name], p, state[name].dtype)
-        return Row(p, state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"], group, index)
+        master = _local(state["master"]) if "master" in state else None
+        return Row(_local(p), _local(state["exp_avg"]), _local(state["exp_avg_sq"]), master, state["step"], group, index)
 
     def _key(self, found: Sequence[_Found]) -> tuple[tuple[int, ...], ...]:
         """The addresses in a table."""
-        return tuple((i, p.data_ptr(), *(t.data_ptr() for t in self.state[p].values() if isinstance(t, Tensor))) for i, p, _ in found)
+        states = ((i, p, (t for t in self.state[p].values() if isinstance(t, Tensor))) for i, p, _ in found)
+        return tuple((i, _local(p).data_ptr(), *(_local(t).data_ptr() for t in tensors)) for i, p, tensors in states)
 
-    def _launch(self, found: Sequence[_Found], grads: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        first, options = found[0][1], self._options
+    def _launch(
+        self, found: Sequence[_Found], grads: Sequence[Tensor], max_norm: float | None, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        first, options = _local(found[0][1]), self._options
         capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
         if len(self._tables) > _MOST_TABLES:  # other parameters have gradients each time
             self._forget()
@@ -188,24 +213,25 @@ class AdamW(torch.optim.Optimizer):
             self._tables[key] = table
         if self._groups is None:
             self._groups = first.new_empty(6 * len(self.param_groups), dtype=torch.int64)
-            self.grad_norm = None if options.max_norm is None else first.new_zeros((), dtype=torch.float32)
+            self.grad_norm = first.new_zeros((), dtype=torch.float32) if max_norm is not None else self.grad_norm
         self.update_groups()
         if capturing:
             self._captured.append((self._tables[key], self._groups, self.grad_norm))
         self._tables[key].launch(
-            grads, self._groups, options.version, max_norm=options.max_norm, norm=self.grad_norm, grad_scale=grad_scale,
+            grads, self._groups, options.version, max_norm=max_norm, norm=self.grad_norm, grad_scale=grad_scale,
             found_inf=found_inf, seed=options.seed, randomly=options.stochastic_rounding, capturing=capturing,
         )  # fmt: skip
 
     def _step_on_cpu(
-        self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+        self, found: list[_Found], grads: list[Tensor], numbers: list[Numbers], max_norm: float | None, grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
         """torch's fused AdamW on the masters, or on float32 copies of 16-bit parameters."""
         if self._options.stochastic_rounding:
             raise ValueError(f"stochastic_rounding needs a GPU, the parameters are on the CPU: {checks.SIMULATOR}")
         rows = [self._row(*one) for one in found]
         grads = [g.to(row.exp_avg.dtype) for g, row in zip(grads, rows, strict=True)]
-        factor = self._factor_on_cpu(grads, grad_scale)
+        factor = self._factor_on_cpu(grads, max_norm, grad_scale)
         if found_inf is not None and found_inf.item():
             return
         if factor != 1:
@@ -220,9 +246,9 @@ class AdamW(torch.optim.Optimizer):
             )  # fmt: skip
         torch._foreach_copy_([row.param for row in rows], targets)
 
-    def _factor_on_cpu(self, grads: list[Tensor], grad_scale: Tensor | None) -> float:
+    def _factor_on_cpu(self, grads: list[Tensor], max_norm: float | None, grad_scale: Tensor | None) -> float:
         """What the gradients are multiplied by. Sets grad_norm."""
-        factor, max_norm = 1.0 if grad_scale is None else 1 / grad_scale.item(), self._options.max_norm
+        factor = 1.0 if grad_scale is None else 1 / grad_scale.item()
         if max_norm is None:
             return factor
         self.grad_norm = (torch.nn.utils.get_total_norm(grads) * abs(factor)).float()
@@ -237,10 +263,25 @@ def _like_parameter(name: str, value: Any, p: Tensor, dtype: torch.dtype) -> Ten
     return torch.empty_like(p, dtype=dtype).copy_(value)
 
 
+def _local(x: Any) -> Tensor:
+    """This process's part of a DTensor; another tensor as it is."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _kind(p: Any) -> str:
+    return type(p).__name__ + (f" with placements {p.placements}" if hasattr(p, "placements") else "")
+
+
+def _sum_over(mesh: Any, x: Tensor) -> Tensor:
+    """The sum over the processes of a device mesh."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    return DTensor.from_local(x, mesh, [Partial()] * mesh.ndim).full_tensor()
+
+
 def _gradient(index: int, p: Tensor) -> Tensor:
     """The gradient of a parameter, with its strides."""
-    grad, name = p.grad, f"the gradient of parameter {index}"
-    assert grad is not None
+    grad, name, p = _local(p.grad), f"the gradient of parameter {index}", _local(p)
     checks.dtype(name, grad, (p.dtype,))
     if grad.device != p.device:
         raise ValueError(f"{name} is on {grad.device}, the parameter is on {p.device}: they must be on one device")

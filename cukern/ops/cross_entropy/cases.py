@@ -1,4 +1,5 @@
-"""The registry's ops: cross_entropy with the default options, and cross_entropy_padded with all others on a padded vocabulary."""
+"""The registry's ops: cross_entropy with the default options, cross_entropy_padded with all others on a padded vocabulary, and
+linear_cross_entropy."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cukern.ops.cross_entropy import linear
 from cukern.ops.cross_entropy.op import VERSIONS, cross_entropy
 from cukern.ops.cross_entropy.reference import Options, reference
 from cukern.runtime import checks
@@ -65,3 +67,55 @@ for _name, _padded in (("cross_entropy", False), ("cross_entropy_padded", True))
             bench_dims=((8192, 50304), (8192, 50257), (32768, 4096), (4096, 128256)),
         )
     )  # fmt: skip
+
+
+# ---- linear_cross_entropy
+
+
+def _make_linear(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Logits have a standard deviation of 1. One target in four is ignored."""
+    rows, classes, columns = dims
+    targets = torch.randint(classes, (rows,), device=device).masked_fill(torch.arange(rows, device=device) % 4 == 3, -100)
+    x, weight = (torch.randn(n, columns, dtype=dtype, device=device) for n in (rows, classes))
+    return x, weight * columns**-0.5, targets
+
+
+def _linear_reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return linear.reference(x, weight, targets, Options(weight.shape[0])).to(x.dtype)
+
+
+def _linear_call(*inputs: Tensor, version: str | None = None) -> Tensor:
+    return linear.linear_cross_entropy(*inputs, version=version).to(inputs[0].dtype)  # the tools expect outputs of the inputs' dtype
+
+
+def _linear_magnitude(inputs: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The sums of the absolute values of the terms. An error of a logit is one of its probability."""
+    x, weight, targets = inputs
+    c, valid = x @ weight.mT, (targets >= 0)[:, None]
+    size, scale = x.abs() @ weight.abs().mT, valid / valid.sum() * douts[0].abs()
+    share = (c - c.logsumexp(1, keepdim=True)).exp()
+    d = scale * (share * (1 + size) + torch.nn.functional.one_hot(targets.clamp(0), len(weight)))
+    loss = valid / valid.sum() * (c.logsumexp(1, keepdim=True).abs() + size.gather(1, targets.clamp(0)[:, None]))
+    return loss.sum(), d @ weight.abs(), d.mT @ x.abs()
+
+
+def _linear_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    rows, classes, columns = dims
+    inputs, flops = (rows + classes) * columns * itemsize, 2 * rows * classes * columns
+    return {
+        "fwd": Cost(inputs, flops),
+        "bwd": Cost(2 * inputs, 2 * flops),
+        **{f"bwd:{name}": Cost(inputs, flops) for name in ("x", "weight")},
+    }
+
+
+register(
+    Op(
+        name="linear_cross_entropy", stem="cross_entropy", function=linear.linear_cross_entropy, reference=_linear_reference,
+        spread=_linear_call, versions=linear.VERSIONS, make=_make_linear, magnitude=_linear_magnitude, dtypes=checks.FLOATS,
+        dims="ROWS CLASSES COLUMNS", inputs=("x", "weight", "targets"), cost=_linear_cost, bound="compute", roundings=4,
+        check_dims=((1, 1, 1), (300, 50_304, 768), (700, 1001, 64), (129, 65, 33)),
+        sim_dims=((1, 1, 1), (5, 67, 8), (9, 300, 16)),
+        bench_dims=((8192, 50304, 768), (4096, 128256, 2048)),
+    )
+)  # fmt: skip

@@ -61,12 +61,12 @@ def cross_entropy(
     if not logits.ndim or logits.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, it must be that of logits without the last, {tuple(logits.shape)}")
     checks.one_device(logits=logits, targets=targets)
-    options = _options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    options = checked_options(logits.shape[-1], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
     inplace = _in_place(logits, inplace_backward)
     if not logits.is_cuda and not backend.simulates(logits):
         if version is not None:
             checks.needs_gpu("cross_entropy", version, logits.device)
-        _check_targets(targets, options)
+        checked_targets(targets, options)
         return reference(logits, targets, options)
     rows = targets.reshape(-1)
     x = unit_column_stride(as_matrix(logits))
@@ -74,7 +74,9 @@ def cross_entropy(
     return loss.view(targets.shape) if options.reduction == "none" else loss
 
 
-def _options(columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str) -> Options:
+def checked_options(
+    columns: int, ignored: Any, reduction: Any, smoothing: Any, z_loss: Any, softcap: Any, vocab: Any, version: str
+) -> Options:
     ignored = checks.integer("ignore_index", ignored, -(1 << 63), (1 << 63) - 1)
     reduction = checks.choice("reduction", reduction, ("none", "sum", "mean"))
     smoothing, z_loss = checks.number("label_smoothing", smoothing), checks.number("z_loss", z_loss, checks.FLOAT32_MAX)
@@ -99,7 +101,7 @@ def _in_place(logits: Tensor, inplace: bool) -> bool:
     return True
 
 
-def _check_targets(targets: Tensor, options: Options) -> None:
+def checked_targets(targets: Tensor, options: Options) -> None:
     if torch.compiler.is_compiling() or transformed() or type(targets) not in (Tensor, torch.nn.Parameter) or targets.is_meta:
         return
     wrong = targets[((targets < 0) | (targets >= options.vocab)) & (targets != options.ignored)]
@@ -110,19 +112,20 @@ def _check_targets(targets: Tensor, options: Options) -> None:
 # ---- the raw ops: x is (rows, columns), targets (rows), stats: each row's logsumexp, and for a sum the number of targets not ignored
 
 
-def _launch(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
-    losses = torch.empty(rows, dtype=loss.dtype, device=x.device) if is_reduced else loss
     launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
+    blocks = -(-rows // block[1])
+    partials = torch.empty(blocks, 2, dtype=torch.float64, device=x.device) if is_reduced else None
+    added = 0 if partials is None else partials.data_ptr()
     if rows:
-        pointers = losses.data_ptr(), stats.data_ptr(), x.data_ptr(), targets.data_ptr()
-        grid = -(-rows // block[1]), 1, 1
-        launch(grid, block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
+        pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
+        launch((blocks, 1, 1), block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
     if is_reduced:
-        pointers = loss.data_ptr(), stats.data_ptr() + 8 * rows, losses.data_ptr(), targets.data_ptr()
-        reducer((1, 1, 1), (1024, 1, 1), 0, *pointers, is_wide, rows, options.ignored, options.reduction == "mean")
+        out, count = loss.data_ptr(), stats.data_ptr() + 8 * rows
+        reducer((1, 1, 1), (1024, 1, 1), 0, out, count, added, blocks, options.reduction == "mean")
     return loss, stats
 
 
@@ -132,11 +135,11 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 
 def _launch_backward(x: Tensor, *rest: Any) -> Tensor:
     dx = _like(x)
-    _write_gradient(dx, unit_column_stride(x), *rest)
+    write_gradient(dx, unit_column_stride(x), *rest)
     return dx
 
 
-def _write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
+def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss: Tensor, *rest: Any) -> None:
     options, rows, is_wide = Options(*rest), x.shape[0], targets.dtype == torch.int64
     targets, dloss, stats = targets.contiguous(), dloss.resolve_neg(), stats.contiguous()
     step = dloss.stride(0) if options.reduction == "none" else 0
@@ -155,11 +158,11 @@ def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, 
 
 _SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
 _TENSORS = "Tensor targets, Tensor stats, Tensor dloss"
-_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, _launch, _fake)
+_cross_entropy = raw_op(f"_cross_entropy(Tensor x, Tensor targets, {_SCALARS}) -> (Tensor, Tensor)", 2, launch_forward, _fake)
 _backward = raw_op(f"_cross_entropy_backward(Tensor x, {_TENSORS}, {_SCALARS}) -> Tensor", 4, _launch_backward, _like)
 _backward_in_place = raw_op(
     f"_cross_entropy_backward_(Tensor(a!) x, {_TENSORS}, {_SCALARS}) -> ()", 4,
-    lambda x, *rest: _write_gradient(x, x, *rest), lambda *_: None,
+    lambda x, *rest: write_gradient(x, x, *rest), lambda *_: None,
 )  # fmt: skip
 
 # ---- autograd
@@ -220,25 +223,36 @@ def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: 
     return kernel.on(device), _REDUCE[wide(dtype)].on(device), (*block, 1)
 
 
-def _short_or_long(row_bytes: int) -> tuple[int, int]:
-    """The block of v2: four rows of one warp, or one row whose threads have at least four vectors each, up to 256 threads."""
-    return (32, 4) if row_bytes <= 16384 else (min(256, -(-row_bytes // (64 * 32)) * 32), 1)
+def _one_row(_: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    return (), (256, 1)
 
 
-def _version(idea: str, name: str, block: Callable[[int], tuple[int, int]]) -> Version:
-    """`block`: threads per row and rows of a block, for the bytes of a row."""
+def _short_or_long(row_bytes: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
+    """v2: four rows of one warp, or one row whose threads have at least four vectors each, up to 256 threads."""
+    return ((True,), (32, 4)) if row_bytes <= 16384 else ((False,), (min(256, -(-row_bytes // (64 * 32)) * 32), 1))
+
+
+def _version(idea: str, name: str, block: Callable[[int], tuple[tuple[Any, ...], tuple[int, int]]]) -> Version:
+    """`block`: for the bytes of a row, the last arguments of the template, and the threads per row and rows of a block."""
     templates = [_template(f"cross_entropy_{name}"), _template(f"cross_entropy_{name}_bwd")]
+    kinds = dict.fromkeys(block(row_bytes)[0] for row_bytes in (1, 1 << 20))
 
     def planned(template: Template) -> Callable[..., Any]:
-        return lambda dtype, softcap, columns: (template[dtype, softcap], block(columns * dtype.itemsize))
+        def plan(dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, tuple[int, int]]:
+            kind, threads = block(columns * dtype.itemsize)
+            key = (dtype, softcap, *kind)
+            return template[key], threads
+
+        return plan
 
     def instances(dtype: torch.dtype) -> list[Kernel]:
-        return [_REDUCE[wide(dtype)], *(t[dtype, softcap] for t in templates for softcap in (False, True))]
+        keys = [(dtype, softcap, *kind) for softcap in (False, True) for kind in kinds]
+        return [_REDUCE[wide(dtype)], *(template[key] for template in templates for key in keys)]
 
     return Version(idea, planned(templates[0]), planned(templates[1]), instances)
 
 
 VERSIONS = {
-    "v1": _version("one element per thread and step", "v1", lambda row_bytes: (256, 1)),
+    "v1": _version("one element per thread and step", "v1", _one_row),
     "v2": _version("16-byte vectors", "v2", _short_or_long),
 }

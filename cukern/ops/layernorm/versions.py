@@ -19,35 +19,40 @@ from cukern.runtime.tensors import pointers, wide
 
 VECTOR_BYTES = 16
 V1_THREADS = 256
-V2_THREADS = 512  # the most threads of a block of v2
-_TWO_PER_SM = 384  # the most for the backward to run at least two blocks per SM
 _V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
 _ANY_BLOCKS = 1 << 62
 _V2_BLOCK = 128, 256  # threads of a block that short rows share, in the forward and in the backward
+_RESIDENT = {128: 384, 384: 768, 512: 512}  # threads per SM of the backward, for each limit of its blocks
 
 _V1, _V1_BWD, _PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
 _V2, _V2_BWD, _ADD = (Template("layernorm.cu", f"layernorm_{name}", pdl=True) for name in ("v2", "v2_bwd", "add"))
 
 
 class Tile(NamedTuple):
-    """A thread of v2 has `vectors` vectors of `width` elements of a row, and a row at most `most_threads` threads."""
+    """A thread of v2 has `vectors` vectors of `width` elements of a row, a row at most `most_threads` threads, a block at most `block`."""
 
     width: int
     vectors: int
     most_threads: int
+    block: int
 
 
 def tiles(itemsize: int, aligned: bool, backward: bool) -> tuple[Tile, ...]:
     """What v2 may use, from the shortest rows to the longest."""
     width = VECTOR_BYTES // itemsize if aligned else 1
-    if backward:
-        elements = 4 if itemsize == 8 else 8  # two blocks of 384 threads or one of 512 per SM have registers for them and their sums
-        sizes = ((elements, _TWO_PER_SM), (2 * elements, V2_THREADS)) if aligned else ((elements, V2_THREADS),)
+    sizes: tuple[tuple[int, int, int], ...]
+    if backward and aligned and itemsize == 2:
+        sizes = (24, 32, 128), (16, 512, 512)
+    elif backward and aligned:
+        elements = 32 // itemsize
+        sizes = (elements, 384, 384), (2 * elements, 512, 512)
+    elif backward:
+        sizes = ((8, 512, 512),)
     elif aligned:
-        sizes = ((width, 32), (4 * width, V2_THREADS), *(((8 * width, V2_THREADS),) if itemsize > 2 else ()))
+        sizes = (width, 32, 512), (4 * width, 512, 512), *(((8 * width, 512, 512),) if itemsize > 2 else ())
     else:
-        sizes = (8, V2_THREADS), (16, V2_THREADS)
-    return tuple(Tile(width, elements // width, threads) for elements, threads in sizes)
+        sizes = (8, 512, 512), (16, 512, 512)
+    return tuple(Tile(width, elements // width, threads, block) for elements, threads, block in sizes)
 
 
 def threads_of(columns: int, tile: Tile) -> int:
@@ -71,16 +76,15 @@ def _plan(
     for tile in tiles(dtype.itemsize, aligned, backward) if newest else ():
         threads = threads_of(columns, tile)
         if threads <= tile.most_threads:
-            rows = max(1, _V2_BLOCK[backward] // threads)
-            per_sm = max(1, (2 * _TWO_PER_SM if tile.most_threads == _TWO_PER_SM else V2_THREADS) // (threads * rows))
-            blocks = device_of(device).sms * per_sm if backward else _ANY_BLOCKS
+            rows = max(1, min(tile.block, _V2_BLOCK[backward]) // threads)
+            blocks = device_of(device).sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
             return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, True)
     return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, False)
 
 
 def _v2(backward: bool, dtype: torch.dtype, weight: torch.dtype, tile: Tile, rms: bool) -> Kernel:
     if backward:
-        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.most_threads, rms]
+        return _V2_BWD[dtype, weight, tile.width, tile.vectors, tile.block, rms]
     return _V2[dtype, weight, tile.width, tile.vectors, rms]
 
 
@@ -123,9 +127,9 @@ def _backward(
     if not plan.adds:
         launch, grid = _PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
         launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, dy, stats), rows, columns, *_row_strides(s, dy))
-    grid = (-(-columns // 32), 1 if dbias is None else 2, 1)
+    grid = (-(-columns // 8), 1 if dbias is None else 2, 1)
     add = _ADD[stats.dtype, dweight.dtype].on(device)
-    add(grid, (32, 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
+    add(grid, (8, 128 if groups >= 128 else 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
 
 
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:

@@ -1,210 +1,186 @@
-"""matmul and linear in strict float32 (no TF32) and float64, and their gradients, by one set of kernels.
+"""matmul and linear: the public functions, and their entries in the registry."""
 
-Every product is out (M x N) = A (M x K) . B (K x N). A and B are views of any strides, so a transposed matrix is not copied.
-    y = x W^T + bias          A = x,    B = W^T
-    dx = dy W                 A = dy,   B = W
-    dW = dy^T x               A = dy^T, B = x
-    dbias = column sums of dy
-"""
-
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from cukern.ops.matmul import fused_linear, mma_plan, wgmma_plan
+from cukern.ops.matmul.epilogue import ACTIVATIONS
 from cukern.ops.matmul.plan import TILES
+from cukern.ops.matmul.precision import cast, checked
+from cukern.ops.matmul.product import product
 from cukern.ops.matmul.reference import torch_matmul
-from cukern.ops.matmul.versions import BIAS_GRAD, VERSIONS
+from cukern.ops.matmul.versions import VERSIONS
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.registry import Cost, Differentiable, Op, apply_of, choose, each, raw_op, register, row_counts, save, watched
+from cukern.runtime.autocast import enabled
+from cukern.runtime.registry import Cost, Op, register, row_counts
 
-DTYPES = (torch.float32, torch.float64)
 
+def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None = None) -> torch.Tensor:
+    """a @ b in 16-bit types with float32 sums, in float32, TF32, 3xTF32 or float64. Differentiable any number of times.
 
-def matmul(a: Any, b: Any, *, version: str | None = None) -> torch.Tensor:
-    """a @ b, computed in a's dtype throughout (float32 never uses TF32). Differentiable any number of times.
-
-        a = torch.randn(8, 512, 256, device="cuda", requires_grad=True)
-        y = cukern.matmul(a, torch.randn(256, 1024, device="cuda"))  # (8, 512, 1024)
+        a = torch.randn(8, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = cukern.matmul(a, torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16))  # (8, 512, 1024)
         y.sum().backward()
 
     Args:
-        a: (..., M, K), float32 or float64: a tensor, or an array that supports DLPack.
-        b: (K, N), of a's dtype and device. Transposed views of a and b are not copied. A view without a stride of 1 is copied first, and so
-            is a if its leading dimensions cannot be flattened to one.
-        version: "v1" to "v5"; default: the fastest that the GPU can run. CPU tensors use torch.matmul, or the simulator.
+        a: (..., M, K), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
+        b: (..., K, N), of a's dtype and device. Leading dimensions broadcast. Transposed views of a and b are not copied. A view without a
+            stride of 1 is copied first, and so is one whose leading dimensions cannot be flattened to one.
+        precision: of float32. "ieee": float32 throughout. "tf32": one product of TF32, with a relative error of 1e-3. "3xtf32": three such
+            products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
+            "ieee". 16-bit products are exact and added in float32.
+        version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: what was measured to be the
+            fastest, which is v5 for "ieee" and float64, v6 for "3xtf32", and cuBLAS otherwise. v6 and v7 compute float32 as 3xTF32 unless
+            TF32 is allowed; v1 to v5 always as "ieee". CPU tensors use torch.matmul, or the simulator.
 
-    Returns (..., M, N), contiguous. Autocast does not change the dtype or the computation.
+    Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
+    v6 and v7 does not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.
 
-    Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown version.
+    Raises TypeError for another dtype or two different dtypes; ValueError for shapes that do not fit, two devices, or an unknown option.
     """
     a, b = _inputs("matmul", version, a=a, b=b)
-    if a.ndim < 2 or b.ndim != 2:
-        raise ValueError(f"a must be (..., M, K) and b (K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
-    if a.shape[-1] != b.shape[0]:
-        raise ValueError(f"the last dimension of a, {a.shape[-1]}, must equal the first of b, {b.shape[0]}")
-    return _by_rows(a, b, None, version)
+    options = checked(precision), version or ""
+    if a.ndim < 2 or b.ndim < 2:
+        raise ValueError(f"a must be (..., M, K) and b (..., K, N), got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"the last dimension of a, {a.shape[-1]}, must equal the first of b, {b.shape[-2]}: their shapes are "
+            f"{tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    return _by_rows(a, b, None, *options) if b.ndim == 2 else _by_batch(a, b, *options)
 
 
-def linear(x: Any, weight: Any, bias: Any = None, *, version: str | None = None) -> torch.Tensor:
-    """x @ weight.T + bias, like torch.nn.functional.linear, computed in x's dtype throughout (float32 never uses TF32).
+def linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    activation: str | None = None,
+    return_pre_activation: bool = False,
+    residual: Any = None,
+    accumulate_into: torch.Tensor | None = None,
+    precision: str | None = None,
+    version: str | None = None,
+) -> Any:
+    """activation(x @ weight.T + bias) + residual (in one kernel by v6 and v7), like torch.nn.functional.linear with an epilogue.
 
         x, weight, bias = (torch.randn(s, device="cuda", requires_grad=True) for s in ((32, 768), (3072, 768), (3072,)))
-        cukern.linear(x, weight, bias).square().sum().backward()
+        cukern.linear(x, weight, bias, activation="gelu_tanh").square().sum().backward()
 
     Args:
-        x: (..., K), float32 or float64: a tensor, or an array that supports DLPack.
+        x: (..., K), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
-        version: see `matmul`.
+        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied to the float32 sums.
+        return_pre_activation: return (result, x @ weight.T + bias) instead of the result.
+        residual: (..., N) of x's dtype and device, or None: added to the result.
+        accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to it, in float32 before the
+            one rounding, and weight gets no gradient of its own. It may be weight.grad of an earlier backward. No higher derivatives.
+        precision, version: see `matmul`.
 
-    Returns (..., N), contiguous. Autocast, copies and errors as in `matmul`.
+    Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
     """
-    x, weight, bias = _inputs("linear", version, x=x, weight=weight, bias=bias)
+    x, weight, bias, residual = _inputs("linear", version, x=x, weight=weight, bias=bias, residual=residual)
+    shape = _check_linear(x, weight, bias, residual)
+    keep, options = checks.flag("return_pre_activation", return_pre_activation), (checked(precision), version or "")
+    which = 0 if activation is None else ACTIVATIONS.index(checks.choice("activation", activation, ACTIVATIONS[1:]))
+    if accumulate_into is not None:
+        _check_accumulator(accumulate_into, weight)
+    elif not which and residual is None and not keep:
+        return _by_rows(x, weight.t(), bias, *options)
+    rows, residual = _as_rows(x), None if residual is None else _as_rows(residual)
+    if x.is_cuda or backend.simulates(x):
+        out, pre = fused_linear.fused(rows, weight, bias, residual, accumulate_into, which, keep, *options)
+    elif accumulate_into is not None:
+        raise ValueError(f"accumulate_into needs kernels, and x is on {x.device}; {checks.SIMULATOR}")
+    else:
+        out, pre = fused_linear.in_torch(rows, weight, bias, residual, which)
+    return (out.view(shape), pre.view(shape)) if keep else out.view(shape)
+
+
+def _check_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any) -> tuple[int, ...]:
+    """The shape of the result."""
     if x.ndim < 1 or weight.ndim != 2:
         raise ValueError(f"x must be (..., K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"the last dimension of x, {x.shape[-1]}, must equal the last of weight, {weight.shape[1]}")
+    shape = (*x.shape[:-1], weight.shape[0])
     if bias is not None:
         checks.shape("bias", bias, (weight.shape[0],), "one value for each row of weight")
-    return _by_rows(x, weight.t(), bias, version)
+    if residual is not None:
+        checks.shape("residual", residual, shape, "the shape of the result")
+    return shape
 
 
-def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str | None) -> torch.Tensor:
-    rows = a if a.ndim == 2 else a.reshape(a.shape[:-1].numel(), a.shape[-1])
+def _check_accumulator(into: Any, weight: torch.Tensor) -> None:
+    if not isinstance(into, torch.Tensor):
+        raise TypeError(f"accumulate_into must be a torch.Tensor, got {checks.brief(into)}")
+    checks.dtype("accumulate_into", into, {torch.float32, weight.dtype})
+    checks.one_device(weight=weight, accumulate_into=into)
+    checks.shape("accumulate_into", into, tuple(weight.shape), "the shape of weight")
+    if not into.is_contiguous() or into.requires_grad:
+        raise ValueError(f"accumulate_into must be contiguous and require no gradient, got strides {into.stride()}, {into.requires_grad=}")
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *options: str) -> torch.Tensor:
+    rows = _as_rows(a)
     kernels = a.is_cuda or backend.simulates(a)
-    out = _product(rows, b, bias, version or "") if kernels else torch_matmul(rows, b, bias)
+    out = product(rows, b, bias, *options) if kernels else torch_matmul(rows, b, bias)
     return out if a.ndim == 2 else out.view(*a.shape[:-1], b.shape[1])
 
 
+def _by_batch(a: torch.Tensor, b: torch.Tensor, *options: str) -> torch.Tensor:
+    try:
+        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"the leading dimensions of a and b must broadcast, got {tuple(a.shape)} and {tuple(b.shape)}") from None
+    size, (M, K), N = math.prod(lead), a.shape[-2:], b.shape[-1]
+    a, b = a.expand(*lead, M, K).reshape(size, M, K), b.expand(*lead, K, N).reshape(size, K, N)
+    out = product(a, b, None, *options) if a.is_cuda or backend.simulates(a) else torch_matmul(a, b)
+    return out.view(*lead, M, N)
+
+
+_USUAL = frozenset(checks.FLOATS)
+_TENSORS = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
 def _inputs(op: str, version: Any, **values: Any) -> list[Any]:
-    tensors: dict[str, Any] = {n: v if v is None and n == "bias" else interop.to_torch(n, v) for n, v in values.items()}
+    """The tensors, cast as autocast wants them."""
+    found = list(values.values())
+    if version is None and _are_usual(found):
+        return found
+    imported = [v if v is None and n in ("bias", "residual") else interop.to_torch(n, v) for n, v in values.items()]
+    tensors: dict[str, Any] = dict(zip(values, cast(imported), strict=True))
     for name, t in tensors.items():
         if t is not None:
-            checks.dtype(name, t, DTYPES)
+            checks.dtype(name, t, checks.FLOATS)
     checks.same(**tensors)
     if version is not None:
         checks.version(op, version, VERSIONS)
-        first = next(iter(tensors.values()))
-        if not first.is_cuda and not backend.simulates(first):
-            checks.needs_gpu(op, version, first.device)
+        x = tensors[next(iter(tensors))]
+        if not x.is_cuda and not backend.simulates(x) and not VERSIONS[version].in_torch:
+            checks.needs_gpu(op, version, x.device)
     return list(tensors.values())
 
 
-# ---- the raw ops
+def _are_usual(found: list[Any]) -> bool:
+    """True for tensors on a GPU that need no further check: most calls, whose checks would take most of the host's time."""
+    first = found[0]
+    if not _TENSORS.issuperset(map(type, found)) or first is None or not first.is_cuda or first.dtype not in _USUAL or enabled(first):
+        return False
+    return all(t is None or (t.dtype is first.dtype and t.device == first.device and _plain(t)) for t in found)
 
 
-def _launch_matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
-    out = _fake_matmul(a, b)
-    if out.numel():
-        a, b, bias = a.resolve_neg(), b.resolve_neg(), None if bias is None else bias.resolve_neg().contiguous()
-        choose("matmul", version, a.get_device()).forward(out, a, b, bias)
-    return out
+def _plain(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not t.is_neg()
 
-
-def _fake_matmul(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
-
-
-# The gradient of the bias: column sums over PIECES groups of rows, then over these sums, always in the same order.
-PIECES = 64
-
-
-def _launch_column_sum(x: torch.Tensor, version: str) -> torch.Tensor:
-    x, (rows, columns) = x.resolve_neg(), x.shape
-    if not x.numel():
-        return torch.zeros(columns, dtype=x.dtype, device=x.device)
-    if rows > PIECES:
-        x = _sum_pieces(x, -(-rows // PIECES))
-    return _sum_pieces(x, x.shape[0])[0]
-
-
-def _sum_pieces(x: torch.Tensor, height: int) -> torch.Tensor:
-    """Column sums of each `height` rows."""
-    rows, columns = x.shape
-    pieces = -(-rows // height)
-    out = torch.empty((pieces, columns), dtype=x.dtype, device=x.device)
-    grid = (-(-columns // 32) * pieces, 1, 1)
-    BIAS_GRAD[x.dtype].on(x.get_device())(grid, (32, 8, 1), 0, out.data_ptr(), x.data_ptr(), rows, columns, height, *x.stride())
-    return out
-
-
-_matmul = raw_op("_matmul(Tensor a, Tensor b, Tensor? bias, str version) -> Tensor", 3, _launch_matmul, _fake_matmul)
-_column_sum = raw_op("_column_sum(Tensor x, str version) -> Tensor", 1, _launch_column_sum, lambda x, version: x.new_empty(x.shape[1]))
-
-# ---- autograd: the gradients of a product are products, so _Product computes all higher derivatives
-
-
-class _Product(Differentiable):
-    @staticmethod
-    def forward(a, b, bias, version):
-        return _matmul(a, b, bias, version)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        a, b, _, ctx.version = inputs
-        save(ctx, a, b)
-
-    @staticmethod
-    def backward(ctx, dout):
-        a, b = ctx.saved_tensors
-        da = _product(dout, b.t(), None, ctx.version) if ctx.needs_input_grad[0] else None
-        db = _product(a.t(), dout, None, ctx.version) if ctx.needs_input_grad[1] else None
-        dbias = _column_sums(dout, ctx.version) if ctx.needs_input_grad[2] else None
-        return da, db, dbias, None
-
-    @staticmethod
-    def tangent(ctx, da, db, dbias, _):
-        a, b = ctx.saved_tensors
-        out = _product(da, b, None, ctx.version) + _product(a, db, None, ctx.version)
-        return out if dbias is None else out + dbias
-
-    @staticmethod
-    def batch(info, in_dims, a, b, bias, version):
-        size, (a_dim, b_dim, bias_dim, _) = info.batch_size, in_dims
-        if b_dim is None and bias_dim is None:
-            a = a.movedim(a_dim, 0)
-            return _product(a.flatten(0, 1), b, bias, version).view(size, a.shape[1], b.shape[1]), 0
-        if a_dim is None and bias is None:
-            b = b.movedim(b_dim, 1)
-            return _product(a, b.flatten(1), None, version).view(a.shape[0], size, b.shape[2]), 1
-        return each(_product, size, in_dims, (a, b, bias, version))
-
-    @staticmethod
-    def recorded(ctx, a, b, bias, version):
-        ctx.version = version
-        ctx.save_for_backward(a, b)
-        return _matmul(a, b, bias, version)
-
-
-class _ColumnSum(Differentiable):
-    @staticmethod
-    def forward(x, version):
-        return _column_sum(x, version)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.rows, ctx.version = inputs[0].shape[0], inputs[1]
-
-    @staticmethod
-    def backward(ctx, dout):
-        return dout.expand(ctx.rows, -1), None
-
-    @staticmethod
-    def tangent(ctx, dx, _):
-        return _column_sums(dx, ctx.version)
-
-    @staticmethod
-    def batch(info, in_dims, x, version):
-        x = x.movedim(in_dims[0], 1)
-        return _column_sums(x.flatten(1), version).view(x.shape[1:]), 0
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, version: str) -> torch.Tensor:
-    return _apply(a, b, bias, version) if watched(a, b, bias) else _matmul(a, b, bias, version)
-
-
-_apply, _column_sums = apply_of(_Product), apply_of(_ColumnSum)
 
 # ---- for the tools
 
@@ -235,11 +211,11 @@ for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
             name=_name,
             stem="matmul",
             variants=row_counts,
-            candidates=tuple(tile.name for tile in TILES[4]),
+            candidates=tuple(tile.name for tiles in (TILES[4], mma_plan.TILES, wgmma_plan.TILES) for tile in tiles),
             function=_function,
             reference=_reference,
             versions=VERSIONS,
-            dtypes=DTYPES,
+            dtypes=checks.FLOATS,
             dims="M N K",
             check_dims=((1, 1, 1), (64, 64, 64), (129, 67, 255), (5, 300, 1000)),
             sim_dims=((1, 1, 1), (3, 33, 800), (64, 64, 64), (70, 90, 50)),

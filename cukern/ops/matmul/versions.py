@@ -1,31 +1,87 @@
 """The versions of matmul: how each launches its kernel, and the table that the tools and the public functions use.
 
-Each is `forward(out, a, b, bias)`: out (M x N) is contiguous, a (M x K) and b (K x N) have any strides, bias (N) is contiguous or None.
+Each is `forward(out, a, b, e, precision)`: out (M x N) is contiguous, a (M x K) and b (K x N) have any strides, or all are batches of
+such matrices; e is the Epilogue, whose tensors are contiguous. `precision` is that of float32: "ieee", "tf32" or "3xtf32".
 """
 
 import itertools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from cukern.ops.matmul import plan
+from cukern.ops.matmul import plan, tensor_cores
+from cukern.ops.matmul.epilogue import Epilogue, finish
 from cukern.runtime import backend
+from cukern.runtime.autocast import off
 from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Version
-from cukern.runtime.tensors import pointers
+from cukern.runtime.tensors import pointers, wide
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+Forward = Callable[[Tensor, Tensor, Tensor, Epilogue, str], None]
+Plain = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # without an epilogue, for two matrices of float32 or float64
 _V1, _V2, _V3, _V4, _V5 = (Template("matmul/matmul.cu", f"matmul_v{i}") for i in range(1, 6))
 _V5_FIXUP = Template("matmul/matmul.cu", "matmul_v5_fixup")
 BIAS_GRAD = Template("matmul/matmul.cu", "matmul_bias_grad")  # used by all versions
+ACTIVATION_BWD = Template("matmul/matmul.cu", "matmul_activation_bwd")  # used by all versions
+ACTIVATION_WIDTH = {2: 8, 4: 4, 8: 1}  # its vectors, by the size of an element; two doubles are too many registers
 COPY_MODES = "ALONG_K", "ALONG_MN", "ALONG_MN_16B"  # CopyMode in matmul.cu
 
 
-def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Forward:
+def _fma_units(plain: Plain) -> Forward:
+    """v1 to v5: each matrix of a batch is a launch; 16-bit operands are converted to float32; torch computes the rest of the epilogue."""
+
+    def forward(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
+        dtype = wide(a.dtype)
+        a, b, bias = a.to(dtype), b.to(dtype), None if e.bias is None else e.bias.to(dtype)
+        product = _product_of(out, e, dtype)
+        matrices = zip(product, a, b, strict=True) if out.ndim == 3 else [(product, a, b)]
+        for c, x, y in matrices:
+            plain(c, x, y, bias)
+        finish(out, product, e)
+
+    return forward
+
+
+def _product_of(out: Tensor, e: Epilogue, dtype: torch.dtype) -> Tensor:
+    """Where the product with its bias goes, before the rest of the epilogue: the pre-activation or the output, if they may hold it."""
+    kept = out if e.pre is None else e.pre
+    return kept if kept.dtype == dtype and e.residual is not out else torch.empty_like(out, dtype=dtype)
+
+
+def _cublas(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
+    """Follows torch's switches of precision. The sum with a float32 output is computed in float32."""
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    with off(a):
+        if e.residual is out and e.only_adds:
+            out.addmm_(a, b)
+            return
+        product = _product_of(out, e, out.dtype)
+        if e.bias is None:
+            torch.matmul(a, b, out=product)
+        else:
+            torch.addmm(e.bias, a, b, out=product)
+        finish(out, product, e)
+
+
+def _tensor_cores(wgmma: bool) -> Forward:
+    strict = _fma_units(_v5)
+
+    def forward(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str) -> None:
+        dtype = a.dtype
+        if dtype == torch.float64 or (dtype == torch.float32 and precision == "ieee"):
+            strict(out, a, b, e, precision)
+        else:
+            tensor_cores.launch(out, a, b, e, 3 if dtype == torch.float32 and precision == "3xtf32" else 1, wgmma)
+
+    return forward
+
+
+def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int], int]) -> Plain:
     """v1 to v3, whose kernels accept any strides of A and B."""
 
-    def forward(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def forward(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
         (M, N), K = out.shape, a.shape[1]
         arguments = (*pointers(out, a, b, bias), M, N, K, *a.stride(), *b.stride())
         template[a.dtype].on(a.get_device())((blocks(M, N), 1, 1), block, 0, *arguments)
@@ -33,7 +89,7 @@ def _strided(template: Template, block: backend.Dim, blocks: Callable[[int, int]
     return forward
 
 
-def _v4(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _v4(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     (M, N), K = out.shape, a.shape[1]
     a, a_k, lda = _with_unit_stride(a)
     b, b_k, ldb = _with_unit_stride(b.t())
@@ -41,7 +97,7 @@ def _v4(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     _V4[a.dtype, a_k, not b_k].on(a.get_device())(grid, (256, 1, 1), 0, *pointers(out, a, b, bias), M, N, K, lda, ldb)
 
 
-def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _v5(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     (M, N), K, device, itemsize = out.shape, a.shape[1], a.get_device(), a.itemsize
     a, a_k, lda = _with_unit_stride(a)
     b, b_k, ldb = _with_unit_stride(b.t())
@@ -58,14 +114,14 @@ def _v5(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
         fixup((shared_tiles * squares, 1, 1), (128, 1, 1), 0, *pointers(out, workspace, bias), M, N, K, shared_blocks, shared_tiles)
 
 
-def _copy_mode(x: torch.Tensor, along_k: bool, ld: int) -> str:
+def _copy_mode(x: Tensor, along_k: bool, ld: int) -> str:
     """How v5 copies an operand (rows x K): an enumerator of CopyMode in matmul.cu, which says what each requires."""
     if along_k:
         return "ALONG_K"
     return "ALONG_MN" if (x.data_ptr() | ld * x.itemsize | x.shape[0] * x.itemsize) % 16 else "ALONG_MN_16B"
 
 
-def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
+def _with_unit_stride(x: Tensor) -> tuple[Tensor, bool, int]:
     """x (rows x K), copied if no stride is 1; True if the stride along K is 1; and the other stride."""
     rows, k = x.shape
     if x.stride(1) == 1 or (k <= 1 and x.stride(0) != 1):
@@ -76,23 +132,50 @@ def _with_unit_stride(x: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
 
 
 def _instance(template: Template) -> Callable[[torch.dtype], list[Kernel]]:
-    return lambda dtype: [template[dtype], BIAS_GRAD[dtype]]
+    return lambda dtype: [template[wide(dtype)], *_gradients(dtype)]
+
+
+def _gradients(dtype: torch.dtype) -> list[Kernel]:
+    widths = {1, ACTIVATION_WIDTH[dtype.itemsize]}
+    return [*(ACTIVATION_BWD[dtype, w] for w in widths), *(BIAS_GRAD[d] for d in {dtype, wide(dtype)})]
 
 
 def _v4_instances(dtype: torch.dtype) -> list[Kernel]:
-    return [BIAS_GRAD[dtype], *(_V4[dtype, a_k, b_n] for a_k in (True, False) for b_n in (True, False))]
+    return [*_gradients(dtype), *(_V4[wide(dtype), a_k, b_n] for a_k in (True, False) for b_n in (True, False))]
 
 
 def _v5_instances(dtype: torch.dtype) -> list[Kernel]:
+    dtype = wide(dtype)
     tiles = [t.name for t in plan.TILES[dtype.itemsize]]
     modes = itertools.product(COPY_MODES, COPY_MODES, tiles)
-    return [BIAS_GRAD[dtype], *(_V5_FIXUP[dtype, t] for t in tiles), *(_V5[dtype, a, b, t] for a, b, t in modes)]
+    return [*_gradients(dtype), *(_V5_FIXUP[dtype, t] for t in tiles), *(_V5[dtype, a, b, t] for a, b, t in modes)]
+
+
+def _tensor_core_version(idea: str, wgmma: bool, requires: int) -> Version:
+    return Version(
+        idea,
+        _tensor_cores(wgmma),
+        instances=lambda dtype: [*_gradients(dtype), *tensor_cores.instances(dtype, wgmma)],
+        requires=requires,
+    )
+
+
+def _fma_version(idea: str, plain: Plain, instances: Callable[[torch.dtype], list[Kernel]], requires: int = 75) -> Version:
+    return Version(idea, _fma_units(plain), instances=instances, requires=requires)
 
 
 VERSIONS = {
-    "v1": Version("one thread per output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), instances=_instance(_V1)),
-    "v2": Version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), instances=_instance(_V2)),
-    "v3": Version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), instances=_instance(_V3)),
-    "v4": Version("register tiles", _v4, instances=_v4_instances),
-    "v5": Version("asynchronous copies, even split of the last wave", _v5, instances=_v5_instances, requires=80),
+    "cublas": Version("torch's product, which is cuBLAS's", _cublas),
+    "v1": _fma_version("one thread per output", _strided(_V1, (256, 1, 1), lambda M, N: -(-M * N // 256)), _instance(_V1)),
+    "v2": _fma_version("16x16 blocks, coalesced", _strided(_V2, (16, 16, 1), lambda M, N: -(-M // 16) * -(-N // 16)), _instance(_V2)),
+    "v3": _fma_version("shared-memory tiles", _strided(_V3, (32, 32, 1), lambda M, N: -(-M // 32) * -(-N // 32)), _instance(_V3)),
+    "v4": _fma_version("register tiles", _v4, _v4_instances),
+    "v5": _fma_version("asynchronous copies, even split of the last wave", _v5, _v5_instances, 80),
+    "v6": _tensor_core_version("tensor cores by mma.sync", False, 80),
+    "v7": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
 }
+# The default's choice, unless a version is named: what was measured to be the fastest, docs/notes/matmul.md.
+FOR_FLOAT32 = "v5"  # strict float32, and float64
+FOR_TF32 = "v6"  # 3xTF32, and TF32 if torch's switches do not allow it to cuBLAS
+FOR_OLDER = "v4"  # the same on a GPU older than sm_80
+OTHERWISE = "cublas"  # 16-bit types, and TF32

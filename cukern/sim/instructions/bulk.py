@@ -69,6 +69,7 @@ def _then_go(act: Step) -> Step:
 class _Copy:
     def __init__(self, c: Context, loads: bool, operation: str, type_: str):
         self.c, self.loads, self.operation, self.type = c, loads, operation, type_
+        self.rounds = False  # float32 to TF32
         self.tensor, operands = "tensor" in c.parts, list(c.operands)
         outside, inside = operands[:2] if not loads else operands[1::-1]
         self.outside, self.inside = c.address(outside), c.address(inside)
@@ -140,6 +141,7 @@ class _Copy:
             raise NotSimulated(f"{what}, in {m.launched.name}, {m.program.location(m.pc)}")
         if self.operation:
             self.type = _CODES.get(box.code, "")
+        self.rounds = box.code == tensor_map.TF32
         return box
 
     def _units(self, m: Machine, box: tensor_map.Box, rows: np.ndarray, at: np.ndarray, inside: np.ndarray) -> Units:
@@ -180,6 +182,9 @@ class _Copy:
             values[some] = memory.load(m, lanes[some], units.outside[some], size, poison=True)
             codes[some] = memory.unwritten(m, lanes[some], units.outside[some], size)
             m.poison.fresh.clear()
+        if self.rounds:  # to nearest, ties to even
+            bits = values.view(np.uint32)
+            bits[:] = np.where(bits >> 23 & 255 == 255, bits, bits + 0xFFF + (bits >> 13 & 1) & ~np.uint32(0x1FFF))
         barrier = each(address_of(m, group, *self.barrier), group.lanes)
         for targets, barriers, rows in self._receivers(m, group, inside, barrier):
             mine = np.isin(units.rows, rows)

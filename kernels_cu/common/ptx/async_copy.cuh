@@ -23,6 +23,11 @@ __device__ __forceinline__ void cp_async_16(unsigned shared_dst, const void* src
     cp_async_16(shared_dst, src, valid ? 16 : 0);
 }
 
+// Copy the first `bytes` of 4 bytes and fill the rest with zeros.
+__device__ __forceinline__ void cp_async_4(unsigned shared_dst, const void* src, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_dst), "l"(src), "r"(bytes) : "memory");
+}
+
 // Close the group of copies that this thread has issued since the last call.
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800

@@ -534,3 +534,45 @@ def test_no_synchronization():
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- DTensors; two processes are in tests/gpt2/test_parallel.py
+
+
+@pytest.fixture
+def mesh():
+    """One process."""
+    distributed = pytest.importorskip("torch.distributed.tensor", reason="this torch has no torch.distributed") and torch.distributed
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
+    distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh(DEVICE, (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("max_norm", (None, 1.0, 1e4))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_parameters_that_are_divided(mesh, dtype, max_norm):
+    from torch.distributed.tensor import DTensor, Shard
+
+    plain = parameters(DEVICE, dtype, shapes=((5, 7), (3,), (257,), (2, 4, 3)))
+    divided = [torch.nn.Parameter(DTensor.from_local(p.detach().clone(), mesh, [Shard(0)])) for p in plain]
+    optimizers = [cukern.AdamW(groups(params), max_norm=max_norm, master_weights=True) for params in (plain, divided)]
+    for _ in range(3):
+        draw_gradients(plain)
+        for p, d in zip(plain, divided, strict=True):
+            d.grad = DTensor.from_local(p.grad.clone(), mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+        if max_norm is not None:
+            torch.testing.assert_close(optimizers[0].grad_norm, optimizers[1].grad_norm)
+    assert_close([d.to_local() for d in divided], plain, 4)
+    assert {type(slot[name]) for slot in optimizers[1].state.values() for name in slot if name != "step"} == {DTensor}
+
+
+def test_parameters_that_are_copied_to_each_process_are_refused(mesh):
+    from torch.distributed.tensor import DTensor, Replicate
+
+    copied = torch.nn.Parameter(DTensor.from_local(torch.randn(4, device=DEVICE), mesh, [Replicate()]))
+    with pytest.raises(TypeError, match=r"parameter 0 of group 0 must be a plain tensor, .* got .*Replicate"):
+        cukern.AdamW([copied])

@@ -95,7 +95,7 @@ def test_later_keys_do_not_matter():
 @pytest.fixture
 def blocks(monkeypatch):
     """v2 takes 4 to 7 queries at a time. Returns a list of the calls that it takes in blocks."""
-    module, calls = sys.modules["cukern.ops.attention"], []
+    module, calls = sys.modules["cukern.ops.attention.materialised"], []
     monkeypatch.setattr(module, "BLOCK", 4)
     apply = module._InBlocks.apply
     monkeypatch.setattr(module._InBlocks, "apply", lambda *args: calls.append(args) or apply(*args))

@@ -4,15 +4,15 @@
 template <typename C, typename W>
 __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long blocks, long long columns) {
     wait_for_previous();
-    __shared__ C sums[32][32];
-    long long column = blockIdx.x * 32LL + threadIdx.x;
+    __shared__ C sums[128][8];
+    long long column = blockIdx.x * 8LL + threadIdx.x;
     partials += blockIdx.y * columns;
     C sum = 0;
     if (column < columns)
-        for (long long b = threadIdx.y; b < blocks; b += 32) sum += partials[b * columns + column];
+        for (long long b = threadIdx.y; b < blocks; b += blockDim.y) sum += partials[b * columns + column];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y != 0 || column >= columns) return;
-    for (int i = 1; i < 32; ++i) sum += sums[i][threadIdx.x];
+    for (int i = 1; i < blockDim.y; ++i) sum += sums[i][threadIdx.x];
     (blockIdx.y ? dbias : dweight)[column] = W(sum);
 }

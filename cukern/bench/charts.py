@@ -1,0 +1,89 @@
+"""Draws recorded results: the history of an op over commits, the roofline of a GPU, the ladder of an op's versions."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cukern.bench.measure import Row
+from cukern.bench.plot import MOST_LINES, Figure, Rows, bars, beside, grouped, newest_version, panels_of
+from cukern.bench.record import Recorded
+
+
+def history(found: Sequence[Recorded], device: str) -> Figure:
+    """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit."""
+    latest: dict[Any, dict[str, tuple[str, Row]]] = {}
+    for one in sorted(found, key=lambda r: r.date):
+        if one.row.provider == "cukern" and " " not in one.row.version and one.commit:
+            key = (one.row.pass_, one.row.shape, one.row.dtype)
+            before = latest.setdefault(key, {}).get(one.commit[:8])
+            if before is None or newest_version([before[1], one.row]) == one.row.version:
+                latest[key][one.commit[:8]] = one.date, one.row
+    longest = sorted(latest, key=lambda key: -len(latest[key]))[:MOST_LINES]
+    dates = {commit: date for key in longest for commit, (date, _) in latest[key].items()}
+    order = {commit: i for i, commit in enumerate(sorted(dates, key=lambda c: dates[c]))}
+    figure, (panel,) = panels_of([4])
+    for key in longest:
+        points = sorted((order[commit], row.median_us) for commit, (_, row) in latest[key].items())
+        label = f"{key[0]} {'x'.join(map(str, key[1]))} {key[2]}"
+        panel.plot(*zip(*points, strict=True), marker="o", ms=4, label=label)
+    panel.set_xticks(list(order.values()), list(order), rotation=60, fontsize=7)
+    panel.set_yscale("log")
+    panel.set_ylabel("us")
+    panel.grid(alpha=0.3)
+    if longest:
+        beside(panel)
+    panel.set_title(f"{found[0].row.op} over commits on {device}", loc="left", fontsize=10)
+    return figure
+
+
+def roofline(rows: Rows, device: str) -> Figure:
+    """FLOP/s over arithmetic intensity: the newest version of each op at its largest shape, below the bandwidth of the fastest copy and
+    the highest measured rate."""
+    figure, (panel,) = panels_of([5])
+    marks, points = itertools.cycle("osD^v<>PX*"), []
+    for row in _largest(rows):
+        points.append((row.flops / row.bytes, row.tflops or 0.0))
+        panel.plot(*points[-1], next(marks), label=f"{row.op} {row.version} {row.dtype}")
+    copy = max((r.tbps or 0 for r in rows if r.provider == "copy"), default=0)
+    if copy and points:
+        peak = max(y for _, y in points)
+        left, knee, right = min(x for x, _ in points) / 2, peak / copy, max(x for x, _ in points) * 2
+        xs = sorted({left, knee, max(right, knee)})
+        label = f"copy {copy:.2f} TB/s, and best rate"
+        panel.plot(xs, [min(x * copy, peak) for x in xs], "--", color="tab:gray", label=label)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("flop per byte")
+    panel.set_ylabel("TFLOP/s")
+    panel.grid(alpha=0.3, which="both")
+    if points:
+        beside(panel)
+    panel.set_title(f"roofline, forward, on {device}", loc="left", fontsize=10)
+    return figure
+
+
+def _largest(rows: Rows) -> list[Row]:
+    """Of each op, the forward of the newest version at the shape with the most bytes."""
+    known = [r for r in rows if r.bytes and r.flops and r.provider == "cukern" and r.pass_ == "fwd"]
+    groups = [[r for r in group if r.version == newest_version(group)] for _, group in grouped(known, lambda r: r.op)]
+    return [max(group, key=lambda r: r.bytes) for group in groups if group]
+
+
+def ladder(rows: Rows, device: str) -> Figure:
+    """Bars of every version and peer of an op: forward and backward at the shape and dtype that most versions were measured at."""
+    own = [replace(r, version=r.version.partition(" ")[0]) for r in rows if " " not in r.version and r.pass_ in ("fwd", "bwd")]
+    counts = {key: len({r.version for r in group}) for key, group in grouped(own, lambda r: (r.shape, r.dtype))}
+    key = max(counts, key=lambda k: counts[k])
+    return bars(sorted((r for r in own if (r.shape, r.dtype) == key), key=lambda r: r.pass_, reverse=True), device)
+
+
+def ratios(values: dict[str, float], title: str) -> Figure:
+    """A bar per name, next to a line at 1."""
+    figure, (panel,) = panels_of([1 + 0.3 * len(values)])
+    panel.bar_label(panel.barh(list(values), list(values.values()), color="tab:green"), fmt="%.3f", padding=3)
+    panel.axvline(1, color="tab:gray")
+    panel.margins(x=0.12)
+    panel.invert_yaxis()
+    panel.set_title(title, loc="left", fontsize=10)
+    return figure

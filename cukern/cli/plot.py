@@ -1,0 +1,136 @@
+"""`cukern plot` and `cukern compare`: pictures and tables of recorded results."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cukern.bench import charts, record
+from cukern.bench import plot as pictures
+from cukern.bench.measure import Row
+from cukern.bench.record import Recorded
+from cukern.cli import bench, common
+from cukern.cli.common import console, say
+
+From = Annotated[list[Path] | None, typer.Option("--from", metavar="FILE", help="Recorded results; by default benchmarks/results/*.jsonl.")]
+
+
+def plot(
+    op: Annotated[str, typer.Argument(metavar="OP", help="An op of the recorded results, such as softmax.")],
+    dims: Annotated[list[str] | None, typer.Argument(metavar="DIMS", help="Only these sizes; * is any: 8192 *.")] = None,
+    source: From = None,
+    dtype: Annotated[str | None, typer.Option(metavar="d|f|h|b", help="Only this dtype.")] = None,
+    pass_: Annotated[str | None, typer.Option("--pass", metavar="fwd|bwd,...", help="Only these passes; by default fwd and bwd.")] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Only GPUs with this in their name.")] = None,
+    history: Annotated[bool, typer.Option("--history", help="Time over commits, instead of throughput over size.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The picture; by default OP.png.")] = None,
+) -> None:
+    """Draw recorded results of OP: throughput over size with its peers and the limit, or with --history the time over commits."""
+    file = out or Path(f"{op}.png")
+    bench.check_plot(file)
+    found = [one for one in load(source) if one.row.op == op]
+    if not found:
+        raise ValueError(f"no recorded result of {op!r}")
+    passes = pass_.split(",") if pass_ else ["fwd", "bwd"]
+    found = [one for one in found if _wanted(one, dims, dtype, passes, gpu)]
+    gpus = sorted({one.gpu for one in found})
+    if len(gpus) != 1:
+        raise ValueError(
+            f"the results are of {', '.join(gpus) or 'no GPU: nothing has these sizes, dtype and pass'}; choose one with --gpu"
+        )
+    rows = [one.row for one in record.newest(found) if " " not in one.row.version]
+    pictures.save(charts.history(found, gpus[0]) if history else pictures.drawn(rows, gpus[0]), file)
+    say(f"drawn to {file}")
+
+
+def load(files: Sequence[Path] | None) -> list[Recorded]:
+    """The rows of the files. Raises ValueError if there are none."""
+    found = [one for file in (files or record.files()) for one in record.read(file)]
+    if not found:
+        raise ValueError("there are no recorded results: name files with --from, or write one with cukern bench OP --record-to FILE")
+    return found
+
+
+def _wanted(one: Recorded, dims: Sequence[str] | None, letter: str | None, passes: Sequence[str], gpu: str | None) -> bool:
+    row = one.row
+    sizes = not dims or (len(dims) == len(row.shape) and all(d in ("*", str(n)) for d, n in zip(dims, row.shape, strict=True)))
+    kind = letter is None or row.dtype == common.letter_name(letter)
+    return sizes and kind and row.pass_ in passes and (gpu is None or gpu.lower() in one.gpu.lower())
+
+
+# ---- compare
+
+Key = tuple[str, str, str, tuple[int, ...], str, str]
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="A recorded file, or FILE@COMMIT.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another file or commit.")],
+    op: Annotated[str | None, typer.Option(metavar="OP", help="Only this op.")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Peers and copies too.")] = False,
+    most: Annotated[int, typer.Option(min=1, help="Rows of the table: those that differ most.")] = 30,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ratios.")] = None,
+) -> None:
+    """Compare two GPUs or two commits: the time of each measurement that both have, and the ratio. Above 1, B is slower."""
+    bench.check_plot(plot)
+    (name_a, times_a), (name_b, times_b) = _side(a), _side(b)
+    common_keys = [key for key in times_a if key in times_b and op in (None, key[0]) and (peers or key[5] == "cukern")]
+    both = {key: (times_a[key], times_b[key]) for key in common_keys}
+    if not both:
+        raise ValueError(f"{a} and {b} have no measurement in common{f' of {op!r}' if op else ''}")
+    say(f"A: {name_a}\nB: {name_b}")
+    by_change = sorted(both, key=lambda k: -abs(math.log(both[k][1] / both[k][0])))
+    shown = common.table(f"{len(by_change)} in common, the {min(most, len(by_change))} that differ most", "what", "A us", "B us", "B/A")
+    for key in by_change[:most]:
+        us_a, us_b = both[key]
+        style = "red" if us_b > 1.03 * us_a else "green" if us_b < us_a / 1.03 else None
+        shown.add_row(common.shorten(_spelled(key), console.width - 28), _us(us_a), _us(us_b), f"{us_b / us_a:.3f}", style=style)
+    console.print(shown)
+    means = _means(both)
+    summary = common.table("geometric mean of B/A", "op", "measurements", "B/A")
+    for name, (count, mean) in means.items():
+        summary.add_row(name, str(count), f"{mean:.3f}")
+    console.print(summary)
+    if plot:
+        pictures.save(charts.ratios({name: mean for name, (_, mean) in means.items()}, f"time of {name_b} / {name_a}"), plot)
+        say(f"drawn to {plot}")
+
+
+def _side(text: str) -> tuple[str, dict[Key, float]]:
+    """What A or B means, and the newest time of each measurement of it."""
+    name, _, commit = text.partition("@")
+    found = [one for one in record.read(Path(name)) if one.commit.startswith(commit)]
+    if not found:
+        raise ValueError(f"{name} has no results of commit {commit!r}" if commit else f"{name} has no results")
+    gpus, commits = _listed(one.gpu for one in found), _listed(one.commit[:8] for one in found)
+    return f"{gpus}, {commits}", {_key(one.row): one.row.median_us for one in found}
+
+
+def _listed(values: Iterable[str]) -> str:
+    found = list(dict.fromkeys(v for v in values if v))
+    return f"{len(found)} commits to {found[-1]}" if len(found) > 2 else ", ".join(found) or "unknown"
+
+
+def _key(row: Row) -> Key:
+    return row.op, row.version, row.pass_, row.shape, row.dtype, row.provider
+
+
+def _spelled(key: Key) -> str:
+    op, version, pass_, shape, dtype, provider = key
+    return f"{op} {pass_} {'x'.join(map(str, shape))} {dtype} {version or provider}"
+
+
+def _us(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
+
+
+def _means(both: dict[Key, tuple[float, float]]) -> dict[str, tuple[int, float]]:
+    """By op, for cukern's own times: their number and the geometric mean of B/A."""
+    ratios: dict[str, list[float]] = {}
+    for key, (us_a, us_b) in both.items():
+        if key[5] == "cukern":
+            ratios.setdefault(key[0], []).append(us_b / us_a)
+    return {op: (len(values), statistics.geometric_mean(values)) for op, values in ratios.items()}

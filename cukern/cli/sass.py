@@ -1,0 +1,131 @@
+"""`cukern sass`: the machine code of an op's kernels, by kind of instruction and by source line, without a GPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from cukern.cli import common
+from cukern.cli.common import console, say
+from cukern.cli.compile import kernel_arch
+from cukern.runtime.compiler import Cubin, SetupError
+from cukern.runtime.kernel import Kernel
+
+_NOT_INSTALLED = """\
+nvdisasm is not on the PATH, in $CUDA_HOME/bin or in Triton's wheel. It comes with the CUDA toolkit; alone with
+conda install -c nvidia cuda-nvdisasm; or with pip install triton"""
+
+# Kinds of instructions by the first part of their names; the first that fits counts.
+KINDS = {
+    "tensor cores": r"[HDIQ]?G?MMA",
+    "global memory": r"LDG|STG|LD$|ST$|LDGSTS|RED|ATOM(?!S)|UBLK|UTMA",
+    "shared memory": r"LDS|STS|LDSM|STSM|ATOMS",
+    "local memory (spills)": r"LDL|STL",
+    "special functions": r"MUFU",
+    "float32": r"F(?:ADD|MUL|FMA|MNMX|SET|SETP|SEL|CHK|SWZADD)",
+    "float64": r"D(?:ADD|MUL|FMA|SETP)",
+    "16-bit floats": r"H(?:ADD|MUL|FMA|SET|MNMX)",
+    "conversions": r"F2|I2|FRND",
+    "integers and addresses": r"U?(?:IMAD|IADD|LEA|ISETP|IMNMX|VIADD|VIMNMX|SHF|LOP|PRMT|IABS|POPC|FLO|SEL|PLOP|BMSK|SGXT|ISCADD)",
+    "barriers and shuffles": r"BAR|SHFL|VOTE|WARPSYNC|SYNCS|MEMBAR|FENCE|DEPBAR|LDGDEPBAR|REDUX|MATCH|UCGABAR",
+    "branches": r"BRA|EXIT|BSSY|BSYNC|CALL|RET|BRX|BREAK|NANOSLEEP|YIELD|BPT",
+    "moves and constants": r"U?MOV|CS2|S2|LDC|ULDC|R2|P2R|UR2",
+}
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([\w.]*)")
+_LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
+
+
+def sass(
+    op: common.OpName,
+    arch: Annotated[str | None, typer.Option(metavar="sm_90a", help="The architecture; by default this GPU's, else sm_90a.")] = None,
+    kernel: Annotated[str | None, typer.Option(metavar="TEXT", help="Only kernels with this in their name, such as v2_bwd.")] = None,
+    lines: Annotated[int, typer.Option(min=0, help="The source lines with the most instructions.")] = 8,
+    text: Annotated[bool, typer.Option("--text", help="Print the machine code itself, between its source lines.")] = False,
+) -> None:
+    """Count the machine instructions of OP's kernels by kind and by source line. Needs nvdisasm, and no GPU."""
+    found, target = common.find_op(op), kernel_arch(arch)
+    program = disassembler()
+    number = int(re.sub(r"\D", "", target))
+    kernels = {name: one for name, one in found.kernels(number).items() if kernel is None or kernel in name}
+    if not kernels:
+        raise ValueError(f"{op} has no kernel with {kernel!r} in its name; it has {', '.join(found.kernels(number)) or 'none'}")
+    for name, one in kernels.items():
+        _show(name, one, one.compile(target), program, lines, text)
+
+
+def disassembler() -> str:
+    """The path of nvdisasm. Raises SetupError."""
+    folders = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    triton = find_spec("triton")
+    if triton is not None and triton.origin:
+        folders.append(Path(triton.origin).parent / "backends/nvidia/bin")
+    program = shutil.which("nvdisasm") or next((str(f / "nvdisasm") for f in folders if (f / "nvdisasm").is_file()), None)
+    if program is None:
+        raise SetupError(_NOT_INSTALLED)
+    return program
+
+
+def disassembled(program: str, code: bytes) -> str:
+    """The machine code of a cubin as text, with its source lines. Raises SetupError for an nvdisasm that is too old."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        done = subprocess.run([program, "-c", "-g", file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise SetupError(f"{program} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def counted(listing: str) -> tuple[Counter[str], Counter[tuple[str, int]]]:
+    """The instructions of a listing by kind and by (file, line). NOP, which only fills, does not count."""
+    kinds, places, here = Counter[str](), Counter[tuple[str, int]](), ("", 0)
+    for row in listing.splitlines():
+        place, instruction = _LINE.search(row), _INSTRUCTION.match(row)
+        if place:
+            here = (Path(place[1]).name, int(place[2]))
+        elif instruction and instruction[1] != "NOP":
+            kinds[kind_of(instruction[1])] += 1
+            places[here] += 1
+    return kinds, places
+
+
+def kind_of(opcode: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, opcode)), "other")
+
+
+def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text: bool) -> None:
+    listing = disassembled(program, cubin.code)
+    if text:
+        return say(listing)
+    kinds, places = counted(listing)
+    total, r = sum(kinds.values()), cubin.report
+    say(f"{name} for {cubin.arch}", "bold")
+    spills = f"spills {r.spill_stores} + {r.spill_loads} bytes" if r.spill_stores or r.spill_loads else "no spills"
+    say(f"  {total} instructions, {r.registers} registers, {spills}, {r.shared} bytes of static shared memory")
+    shown = common.table("", "kind", "instructions", "%")
+    for kind, count in kinds.most_common():
+        shown.add_row(kind, str(count), f"{100 * count / total:.0f}")
+    console.print(shown)
+    ranked = [(place, count) for place, count in places.most_common() if _source(kernel, *place)][:most]
+    if ranked:
+        shown = common.table("", "source line", "instructions", "text")
+        shown.columns[2].justify = "left"
+        for (file, line), count in ranked:
+            shown.add_row(f"{file}:{line}", str(count), escape(common.shorten(_source(kernel, file, line), console.width - 38)))
+        console.print(shown)
+
+
+def _source(kernel: Kernel, file: str, line: int) -> str:
+    for path, text in {**kernel.source.program.files, kernel.source.path: kernel.source.text}.items():
+        rows = text.splitlines()
+        if Path(path).name == file and line <= len(rows):
+            return rows[line - 1].strip()
+    return ""

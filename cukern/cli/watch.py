@@ -1,0 +1,169 @@
+"""`cukern watch`: checks and times an op again at each save of its kernels, headers or Python file."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from cukern.bench import environment
+from cukern.bench.measure import measure, name_of, passes
+from cukern.bench.verify import candidates, verify
+from cukern.cli import common, own_file
+from cukern.cli.common import errors, listed, say
+from cukern.cli.compile import compile_kernels
+from cukern.runtime.backend import backend
+from cukern.runtime.compiler import CompileError, arch_of
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.limits import LaunchError
+from cukern.runtime.registry import OPS, Op
+from cukern.sim.faults import Fault, NotSimulated
+
+_POLL_S = 0.1
+_BROKEN = (CompileError, ValueError, TypeError, OSError, LaunchError, Fault, NotSimulated, RuntimeError)
+
+Times = dict[tuple[str, str], float]  # microseconds, by version and pass
+Stamps = dict[Path, tuple[int, int] | None]  # time of the last change in ns, and size
+
+
+def watch(
+    op: common.OpName,
+    dims: common.Dims = None,
+    dtype: common.Dtype = "f",
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time of a pass.")] = 0.3,
+    saves: Annotated[int | None, typer.Option(metavar="N", min=0, help="End after N saves; by default Ctrl-C ends it.")] = None,
+) -> None:
+    """Check and time OP now and at each save of its .cu file, a header that it includes, or its Python file.
+
+    A change that does not compile is shown with file, line and a hint, and the kernel before it stays. Without a GPU the simulator checks
+    the kernels, and nothing is timed.
+    """
+    name = f"{op}.py" if op not in OPS and Path(f"{op}.py").is_file() else op
+    letter = "f" if dtype is None else dtype
+    once = _own if own_file.is_file(name) else _shipped
+    if once is _own and not Path(name.partition(":")[0]).is_file():
+        raise FileNotFoundError(f"there is no file {name.partition(':')[0]!r}")
+    watched, last = once(name, dims, letter, seconds, {})
+    stamps = _stamps(watched)
+    say(f"watching {', '.join(sorted(path.name for path in watched))}; Ctrl-C ends")
+    for _ in range(sys.maxsize if saves is None else saves):
+        stamps = _wait(watched, stamps)
+        again, times = once(name, dims, letter, seconds, last)
+        watched, last = watched | again, times or last
+        stamps |= {path: stamp for path, stamp in _stamps(watched).items() if path not in stamps}
+
+
+def _stamps(files: set[Path]) -> Stamps:
+    return {file: _stamp(file) for file in files}
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        stat = file.stat()
+    except OSError:  # an editor that saves by deletion and creation is between them
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _wait(files: set[Path], before: Stamps) -> Stamps:
+    """Return when a file was saved: the new stamps."""
+    while True:
+        now = _stamps(files)
+        if any(now[file] not in (before.get(file), None) for file in files):
+            return now
+        time.sleep(_POLL_S)
+
+
+# ---- an own op: in this process, since a new one takes seconds to start
+
+
+def _own(name: str, dims: Sequence[int] | None, letter: str, seconds: float, last: Times) -> tuple[set[Path], Times]:
+    """Define the op again, check it and time it. Returns the files that it was made of, and its times: none if it is broken."""
+    start, before, path = time.perf_counter(), dict(OPS), Path(name.partition(":")[0]).resolve()
+    files = {path, *path.parent.glob(f"{path.stem}.cu")}
+    try:
+        own_file.forget()
+        op = common.find_op(name)
+        kind = common.find_dtype(op, letter)
+        files |= _files(list(op.kernels(dtypes=[kind]).values()))
+        times = _check_and_time(op, kind, dims, seconds, last)
+    except _BROKEN as error:
+        OPS.clear()
+        OPS.update(before)
+        say(f"{type(error).__name__}: {error}", "red", errors)
+        say(f"{path.name} is broken. {_stays(last)}", "red")
+        return files, {}
+    say(f"{time.strftime('%H:%M:%S')} {op.name}: {time.perf_counter() - start:.1f} s from the save to this line")
+    return files, times
+
+
+def _stays(last: Times) -> str:
+    known = ", ".join(f"{version} {pass_} {us:.2f} us" if us else version for (version, pass_), us in last.items())
+    return f"The kernels before it stay: {known}" if known else "There is no kernel before it."
+
+
+def _files(kernels: list[Kernel]) -> set[Path]:
+    return {path for kernel in kernels for path in (kernel.source.path, *kernel.source.program.files)}
+
+
+def _check_and_time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
+    """Print a line per version: right or wrong, and on a GPU its times. Raises CompileError and the errors of a launch."""
+    place = environment.device()
+    on_gpu = place.type == "cuda"
+    _compile(op, kind, arch_of(torch.cuda.get_device_capability(place)) if on_gpu else "compute_90a")
+    with backend("gpu" if on_gpu else "sim"):
+        functions, refused = candidates(op, place, None)
+        shapes = common.find_dims(op, dims, op.check_dims if on_gpu else op.sim_dims)
+        verdicts = [verify(op, shape, kind, functions, place) for shape in shapes]
+    wrong = {r.version: f"WRONG |{r.what}| {r.error:.1e} > {r.allowed:.1e}" for v in verdicts for r in v.results if not r.ok}
+    shown = common.table(f"{op.name} {name_of(kind)}", "version", "check")
+    for version in functions:
+        shown.add_row(version, f"[red]{wrong[version]}[/red]" if version in wrong else "[green]right[/green]")
+    common.console.print(shown)
+    listed("not run:", refused)
+    return _time(op, kind, dims, seconds, last) if on_gpu else {(version, ""): 0.0 for version in functions}
+
+
+def _compile(op: Op, kind: torch.dtype, arch: str) -> None:
+    """Compile what the op needs, several kernels at a time. Raises CompileError."""
+    kernels = op.kernels(int("".join(filter(str.isdigit, arch))), [kind])
+    for outcome in compile_kernels(kernels.values(), arch).values():
+        if isinstance(outcome, CompileError):
+            raise outcome
+
+
+def _time(op: Op, kind: torch.dtype, dims: Sequence[int] | None, seconds: float, last: Times) -> Times:
+    times: Times = {}
+    place, (shape,) = environment.device(), common.find_dims(op, dims, op.bench_dims[-1:])
+    shown = common.table(f"{op.name} {' x '.join(map(str, shape))}", "version", "pass", "us", "before", "of limit")
+    for pass_ in passes(op, shape, kind, None):
+        for row in measure(op, shape, kind, pass_, place, ("cukern",), seconds).rows:
+            key = (row.version or row.provider, pass_)
+            times[key], was = row.median_us, last.get(key)
+            limit = "" if row.of_limit is None else f"{row.of_limit:.3f}"
+            shown.add_row(*key, f"{row.median_us:.2f}", f"{was:.2f}" if was else "", limit)
+    common.console.print(shown)
+    return times
+
+
+# ---- an op of cukern: in a new process, since its plans hold loaded kernels
+
+
+def _shipped(name: str, dims: Sequence[int] | None, letter: str, seconds: float, last: Times) -> tuple[set[Path], Times]:
+    op = common.find_op(name)
+    kind = common.find_dtype(op, letter)
+    for command in _commands(name, dims, letter, seconds):
+        if subprocess.run([sys.executable, "-m", "cukern", *command], env=environment.with_cukern()).returncode:
+            break
+    return _files(list(op.kernels(dtypes=[kind]).values())), {}
+
+
+def _commands(name: str, dims: Sequence[int] | None, letter: str, seconds: float) -> Iterator[list[str]]:
+    sizes = [str(n) for n in dims or ()]
+    yield ["check", name, *sizes, "--dtype", letter]
+    if environment.device().type == "cuda":
+        yield ["bench", name, *sizes, "--dtype", letter, "--only", "cukern,copy", "--seconds", str(seconds)]

@@ -1,0 +1,109 @@
+"""The registry's ops: attention of matrices, attention_grouped with every option, and attention_packed."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.attention.fused import parts
+from cukern.ops.attention.op import VERSIONS, attention, attention_packed
+from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
+from cukern.runtime import checks
+from cukern.runtime.registry import Cost, Op, Tensors, register
+
+_SOFTCAP, _GROUP = 3.0, 2
+
+
+def _options(head_dim: int, softcap: float = 0.0) -> Options:
+    return Options(True, head_dim**-0.5, softcap)
+
+
+def _make(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(*dims, dtype=dtype, device=device) for _ in range(3))
+
+
+def _make_grouped(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Two queries more than keys: the first two see none."""
+    heads, T, D = dims
+    shapes = (_GROUP * heads, T + 2, D), (heads, T, D), (heads, T, D)
+    return tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
+
+
+def _make_packed(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    heads, T, D = dims
+    return (torch.randn(1, T, 3, heads, D, dtype=dtype, device=device),)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, version: str | None = None) -> Tensor:
+    return attention(q, k, v, softcap=_SOFTCAP, version=version)
+
+
+def _reference(softcap: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return reference(q[None], k[None], v[None], _options(q.shape[-1], softcap))[0][0]
+
+
+def _packed_reference(qkv: Tensor) -> Tensor:
+    return reference(*parts(qkv), _options(qkv.shape[-1]))[0].transpose(1, 2)
+
+
+def _sizes(softcap: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Of (batch, heads, rows, D): the sums of the absolute values of all terms of out, dq, dk and dv. The error of an exponent is one of
+    its whole row. The softcap's slope, which is at most 1, is left out."""
+    heads, kv_heads, scale = q.shape[1], k.shape[1], q.shape[-1] ** -0.5
+    k, v = repeated(k, heads), repeated(v, heads)
+    scores, hidden = q @ k.mT * scale, hidden_keys(q, k)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    q, k, v, g = (x.abs() for x in (q, k, v, g))
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).nan_to_num()  # a row without a visible key is 0
+    p = weights * (1 + scale * (q @ k.mT).sum(-1, keepdim=True))
+    dp = g @ v.mT
+    ds = scale * p * (dp + (p * dp).sum(-1, keepdim=True))
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (ds.mT @ q, p.mT @ g))
+    return p @ v, ds @ k, dk, dv
+
+
+def _magnitude(softcap: float, inputs: Tensors, douts: Tensors) -> Tensors:
+    q, k, v, g = (x[None] for x in (*inputs, *douts))
+    return tuple(x[0] for x in _sizes(softcap, q, k, v, g))
+
+
+def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
+    out, *grads = _sizes(0.0, *parts(inputs[0]), douts[0].transpose(1, 2))
+    return out.transpose(1, 2), torch.stack([x.transpose(1, 2) for x in grads], 2)
+
+
+def _cost(names: str, group: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    """Of a fused kernel, which does half of the T x T products."""
+    heads, T, D = dims
+    size, flops = heads * T * D * itemsize, 2 * group * heads * T * (T + 1) * D
+    backward = Cost((4 * group + 4) * size, 5 * flops // 2)
+    every = {f"bwd:{name}": backward for name in names} if len(names) > 1 else {}
+    return {"fwd": Cost((2 * group + 2) * size, flops), "bwd": backward, **every}
+
+
+def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], group: int, **others: Any) -> None:
+    register(
+        Op(
+            name=name, stem="attention", function=function, versions=VERSIONS, dtypes=checks.FLOATS, dims="MATRICES T D", inputs=names,
+            cost=partial(_cost, "qkv" if len(names) > 1 else "", group), bound="compute", **others,
+        )
+    )  # fmt: skip
+
+
+_register(
+    "attention", attention, ("q", "k", "v"), 1, reference=partial(_reference, 0.0), make=_make, magnitude=partial(_magnitude, 0.0),
+    bench_dims=((48, 1024, 64), (64, 4096, 128)),
+    check_dims=((1, 1, 8), (3, 100, 64), (2, 333, 128), (2, 130, 72), (1, 300, 40), (2, 65, 16)),
+    sim_dims=((1, 1, 8), (1, 70, 64), (2, 19, 72)),
+)  # fmt: skip
+_register(
+    "attention_grouped", _grouped, ("q", "k", "v"), _GROUP, reference=partial(_reference, _SOFTCAP), make=_make_grouped,
+    magnitude=partial(_magnitude, _SOFTCAP), check_dims=((1, 1, 8), (2, 200, 64), (1, 130, 128)), sim_dims=((1, 40, 16), (1, 9, 8)),
+    bench_dims=((24, 1024, 64), (8, 2048, 128)),
+)  # fmt: skip
+_register(
+    "attention_packed", attention_packed, ("qkv",), 1, reference=_packed_reference, make=_make_packed, magnitude=_packed_magnitude,
+    check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
+)  # fmt: skip

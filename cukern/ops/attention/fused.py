@@ -1,0 +1,218 @@
+"""The fused kernels of attention, without the matrix of scores: raw ops and autograd. Math: kernels_cu/attention/attention.cu."""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.attention import plan
+from cukern.ops.attention.reference import Options, reference
+from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.kernel import Kernel, Template
+from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
+from cukern.runtime.tensors import pointers
+
+_FORWARD, _BACKWARD, _PREPROCESS = (Template("attention/attention.cu", f"attention_v3{name}") for name in ("", "_bwd", "_preprocess"))
+DTYPES = torch.bfloat16, torch.float16
+_LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
+
+
+def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if the kernels take these dtypes and head dimensions."""
+    d = q.shape[-1]
+    return q.dtype in DTYPES and d == v.shape[-1] and 0 < d <= plan.MOST_HEAD_DIM and d % 8 == 0
+
+
+def instances(dtype: torch.dtype) -> list[Kernel]:
+    dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
+    kernels = [make(dtype, d, softcap) for make in (_forward_kernel, _backward_kernel) for d in dims for softcap in (False, True)]
+    return kernels + [_PREPROCESS[dtype, d] for d in dims]
+
+
+def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
+    tile = plan.FORWARD[d][softcap]
+    return _FORWARD[dtype, d, tile.rows, tile.columns, tile.warps, tile.per_sm, softcap]
+
+
+def _backward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
+    tile = plan.BACKWARD[d][softcap]
+    key = dtype, d, *tile.keys[:2], *tile.queries, softcap
+    return _BACKWARD[key]
+
+
+# ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
+
+
+def _like(x: Tensor) -> Tensor:
+    """An empty tensor of x's shape, dense, with heads inside of rows where x has them so."""
+    batch, heads, rows, d = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty((batch, rows, heads, d)).transpose(1, 2)
+    return x.new_empty((batch, heads, rows, d))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary."""
+    x = x.resolve_neg()
+    b, h, t, d = x.stride()
+    return x if d == 1 and (b | h | t) % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(*tensors: Tensor) -> list[bytes]:
+    return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
+
+
+def _factors(options: Options) -> tuple[float, float]:
+    """What scores are multiplied by before tanh, and what the exponent of 2 is a multiple of."""
+    _, scale, softcap = options
+    return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    options, (out, lse) = Options(*rest), _fake(q, k, v)
+    (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
+    if not lse.numel():
+        return out, lse
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    device, padded = q.get_device(), plan.padded_head_dim(d)
+    softcap = options.softcap != 0
+    tile = plan.FORWARD[padded][softcap]
+    blocks = -(-queries // tile.rows)
+    numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
+    launch = _forward_kernel(q.dtype, padded, softcap).on(device)
+    grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded)
+    arguments = *pointers(out, lse, q, k, v), *_strides(out, q, k, v), *numbers, *_factors(options)
+    launch(grid, (32 * tile.warps, 1, 1), shared, *arguments)
+    return out, lse
+
+
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def _write_gradients(
+    grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
+):
+    """Write dq, dk and dv. `inputs`: q, k, v and out."""
+    q, k, v, out = (_aligned(x) for x in inputs)
+    (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
+    if not (lse.numel() and k.numel()):
+        for x in grads:
+            x.zero_()
+        return
+    dout, lse, dlse = _aligned(dout), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
+    device, padded_d = q.get_device(), plan.padded_head_dim(d)
+    softcap = options.softcap != 0
+    tile = plan.BACKWARD[padded_d][softcap]
+    padded = -(-queries // tile.keys.columns) * tile.keys.columns  # as many queries as are copied together
+    stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
+    per_block = 256 // (padded_d // 8)  # rows
+    _PREPROCESS[q.dtype, padded_d].on(device)(
+        (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
+        *pointers(stats[0], stats[1], out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
+    )  # fmt: skip
+    key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
+    section = plan.section(keys, d, group, batch * heads)
+    numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
+    grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
+    _backward_kernel(q.dtype, padded_d, softcap).on(device)(
+        grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d),
+        *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *_strides(*grads, q, k, v, dout),
+        *numbers, *_factors(options), options.scale,
+    )  # fmt: skip
+
+
+def _launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    grads = _fake_backward(q, k, v)
+    _write_gradients(grads, (q, k, v, out), dout, lse, dlse, Options(*rest))
+    return grads
+
+
+def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return _like(q), _like(k), _like(v)
+
+
+def parts(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, (batch, heads, T, D), of packed qkv (batch, T, 3, heads, D)."""
+    # The gradient of unbind is one copy, that of select three. The former fails in a 16-bit type under an autocast to the other one.
+    found = qkv.unbind(2) if qkv.element_size() > 2 else [qkv.select(2, i) for i in range(3)]
+    q, k, v = (x.transpose(1, 2) for x in found)
+    return q, k, v
+
+
+def _launch_packed_backward(qkv: Tensor, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, *rest: Any) -> Tensor:
+    dqkv = _fake_packed_backward(qkv)
+    _write_gradients(parts(dqkv), (*parts(qkv), out), dout, lse, dlse, Options(*rest))
+    return dqkv
+
+
+def _fake_packed_backward(qkv: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+_SCALARS = "bool causal, float scale, float softcap"
+_GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
+_forward = raw_op(f"_attention(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)", 3, _launch, _fake)
+_backward = raw_op(
+    f"_attention_backward(Tensor q, Tensor k, Tensor v, {_GRADS}) -> (Tensor, Tensor, Tensor)", 7, _launch_backward, _fake_backward
+)
+_packed_backward = raw_op(f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> Tensor", 5, _launch_packed_backward, _fake_packed_backward)
+
+# ---- autograd: the outputs are out and lse
+
+
+class _Attention(Differentiable):
+    """(q, k, v, *Options) or (qkv, *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
+
+    @staticmethod
+    def forward(*args):
+        return _forward(*_separate(args[:-3]), *args[-3:])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options = Options(*inputs[-3:])
+        ctx.set_materialize_grads(False)
+        save(ctx, *inputs[:-3], *output)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        *inputs, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (len(inputs) + 3)
+        if watched(*inputs, dout, dlse) and not torch.compiler.is_compiling():
+            return *gradients(_reference, (*inputs, ctx.options), (dout, dlse))[:-1], None, None, None
+        dout = torch.zeros_like(out) if dout is None else dout
+        kernels = _backward if len(inputs) == 3 else _packed_backward
+        grads = kernels(*inputs, out, dout, lse, dlse, *ctx.options)
+        return *(grads if len(inputs) == 3 else (grads,)), None, None, None
+
+    @staticmethod
+    def tangent(ctx, *tangents_in):
+        *inputs, _, _ = ctx.saved_tensors
+        return tangents(_reference, (*inputs, ctx.options), (*tangents_in[:-3], None), outputs=2)
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply, info.batch_size, in_dims, args)
+
+
+def _separate(inputs: Sequence[Any]) -> Sequence[Any]:
+    return inputs if len(inputs) == 3 else parts(inputs[0])
+
+
+def _reference(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = _separate(args[:-1])
+    return reference(q, k, v, args[-1])
+
+
+_apply = apply_of(_Attention)
+
+
+def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
+    """out (batch, heads, queries, D) and lse of (q, k, v) or (qkv,)."""
+    return _apply(*inputs, *options) if watched(*inputs) else _forward(*_separate(inputs), *options)

@@ -1,0 +1,92 @@
+"""v1 and v2: scores in memory, products by torch, and a softmax that can be chosen. sdpa: torch's own attention.
+
+Each takes q (batch, heads, queries, D), k and v (batch, kv heads, keys, D or E), Options and whether lse is wanted. It returns out and lse.
+"""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.attention.reference import Options, by_scores, hidden_keys
+from cukern.ops.causal_softmax import NO_WINDOW, causal_softmax, raw_backward, raw_forward
+from cukern.ops.matmul import torch_matmul
+from cukern.ops.softmax import softmax
+from cukern.runtime import autocast, backend
+from cukern.runtime.registry import transformed
+
+BLOCK = 512  # queries of a block of v2, at least
+Outputs = tuple[Tensor, Tensor | None]
+
+by_softmax = partial(by_scores, softmax)
+
+
+def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
+    plain = options.causal and not options.softcap and q.shape[:2] == k.shape[:2] and q.shape[2] <= k.shape[2]
+    if not plain or return_lse:
+        return by_softmax(q, k, v, options, return_lse)
+    leading = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    kernels = q.is_cuda or backend.simulates(q)
+    if kernels and q.shape[1] >= 2 * BLOCK and not torch.compiler.is_compiling() and not transformed():
+        return _InBlocks.apply(q, k, v, options.scale).unflatten(0, leading), None
+    return _at_once(q, k, v, options.scale).unflatten(0, leading), None
+
+
+class _InBlocks(torch.autograd.Function):
+    """`_at_once` for blocks of queries, the last first. A block computes no scores for keys behind its last query. Two blocks take 3/4 of
+    the memory and FLOP of one; many approach 1/2."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, weights = q.new_empty(*q.shape[:2], v.shape[-1]), []
+        with autocast.off(q):
+            for a, b, keys in _blocks(q, k):
+                scores = torch.baddbmm(q.new_empty(()), q[:, a:b], k[:, :keys].mT, beta=0, alpha=scale)
+                weights.append(raw_forward(scores, None, 1.0, NO_WINDOW, "")[0])
+                torch.bmm(weights[-1], v[:, :keys], out=out[:, a:b])
+        ctx.save_for_backward(q, k, v, *weights)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():  # of a gradient that will be differentiated again
+            wanted = [x for x in (q, k, v) if x.requires_grad]
+            found = iter(torch.autograd.grad(_at_once(q, k, v, ctx.scale), wanted, dout, create_graph=True))
+            return *(next(found) if x.requires_grad else None for x in (q, k, v)), None
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        with autocast.off(q):
+            for beta, (a, b, keys), p in zip((0, *[1] * len(weights)), _blocks(q, k), weights, strict=False):
+                dy, dk_seen, dv_seen = dout[:, a:b], dk[:, :keys], dv[:, :keys]  # the first block sees all keys
+                dscores = raw_backward(p, torch.bmm(dy, v[:, :keys].mT), None, None, 1.0, NO_WINDOW, "")[0]
+                torch.baddbmm(dv_seen, p.mT, dy, beta=beta, out=dv_seen)
+                torch.baddbmm(dk_seen, dscores.mT, q[:, a:b], beta=beta, alpha=ctx.scale, out=dk_seen)
+                torch.baddbmm(dq[:, a:b], dscores, k[:, :keys], beta=0, alpha=ctx.scale, out=dq[:, a:b])
+        return dq, dk, dv, None
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int, int]]:
+    """First and last query, and number of keys, of each block, from the last block to the first."""
+    queries, count = q.shape[1], q.shape[1] // BLOCK
+    edges = [queries * i // count for i in range(count + 1)]
+    return [(a, b, b + k.shape[1] - queries) for a, b in reversed(list(itertools.pairwise(edges)))]
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if q.dtype == torch.float16:
+        q, scale = q * scale, 1.0
+    return torch_matmul(causal_softmax(torch_matmul(q, k.mT), scale=scale), v)
+
+
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
+    if options.softcap or return_lse:
+        raise ValueError(f"version 'sdpa' has no softcap and no return_lse, got softcap={options.softcap!r} and return_lse={return_lse}")
+    masked, grouped = options.causal and q.shape[2] != k.shape[2], q.shape[1] != k.shape[1]
+    seen, is_causal = ~hidden_keys(q, k) if masked else None, options.causal and not masked
+    with autocast.off(q):
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=grouped)
+        return attend(q, k, v, seen, is_causal=is_causal), None

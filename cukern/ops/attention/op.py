@@ -1,0 +1,159 @@
+"""attention: softmax(scale q k^T) v. Checks, versions and the public functions."""
+
+from typing import Any
+
+from torch import Tensor
+
+from cukern.ops.attention import fused, materialised, plan
+from cukern.ops.attention.reference import Options
+from cukern.ops.softmax import checked_scale
+from cukern.runtime import backend, checks, interop
+from cukern.runtime.registry import Version, choose
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
+    version: str | None = None,
+) -> Any:  # fmt: skip
+    """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
+
+        q, k, v = (torch.randn(4, 12, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        cukern.attention(q, k, v).square().sum().backward()  # (batch, heads, time, head_dim)
+
+    Args:
+        q: (..., heads, queries, head_dim), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. The heads
+            may be missing.
+        k: (..., kv_heads, keys, head_dim) with q's leading dimensions; each head of k serves heads / kv_heads neighbouring heads of q.
+            v: (..., kv_heads, keys, value_dim). All have one dtype and device.
+        causal: query i sees the keys up to i + keys - queries, so the last query sees all keys. A query that sees no key gives 0, and its
+            gradient is 0. False: each query sees every key.
+        scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
+        softcap: a positive number; the scaled scores become softcap * tanh(scores / softcap). None: they stay as they are.
+        return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
+        version: default: "v3", or that of `cukern.use`; without a kernel for the GPU "v2".
+            "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
+            "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
+            "v3": one fused kernel without the matrix of scores, for float16 and bfloat16, compute capability 8.0 and newer, and a head_dim
+                that is a multiple of 8, at most 128, and equals value_dim. Other dtypes take v2. So do other head dimensions by default.
+            "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
+                may differ from run to run.
+
+    v3 saves q, k, v, out and lse for the backward, and two runs give the same bits. It copies only inputs whose last dimension is strided
+    or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of their
+    inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing. Higher and forward-mode derivatives use torch's
+    operations, with the scores in memory.
+    v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
+    From 1024 queries on, v2's kernels process blocks of 512 to 768 queries and skip the scores behind a block's last query. CPU tensors,
+    torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch
+    computes the products, with TF32 where its setting allows it.
+    Autocast changes nothing. CPU tensors use torch's operations, or the simulator.
+
+    Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
+    float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
+    ValueError for shapes or devices that do not fit, a head_dim that "v3" does not support if it is requested by `version` for a 16-bit
+    type, a scale that is negative or not finite, a softcap that is not positive, or an unknown version.
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691.
+    """
+    checks.version("attention", version, (*VERSIONS, "sdpa"))
+    q, k, v = _checked(q, k, v)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    leading = q.shape[:-1]
+    lead = q.ndim - 3
+    q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
+    q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
+    out, lse = _function(version, q)(q, k, v, options, return_lse)
+    out = out.view(*leading, v.shape[-1]) if lead != 1 else out
+    return (out, lse.view(leading) if lead != 1 else lse) if return_lse else out
+
+
+def attention_packed(
+    qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
+    version: str | None = None,
+) -> Any:  # fmt: skip
+    """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor too. Differentiable.
+
+        qkv = torch.randn(4, 1024, 3, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        cukern.attention_packed(qkv).flatten(2).sum().backward()  # (4, 1024, 768)
+
+    Args:
+        qkv: (batch, time, 3, heads, head_dim), such as a linear layer's output, viewed. dtypes as in `attention`.
+        causal, scale, softcap, return_lse, version: see `attention`.
+
+    Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads, time). Errors as in `attention`.
+    """
+    checks.version("attention", version, (*VERSIONS, "sdpa"))
+    qkv = interop.to_torch("qkv", qkv)
+    checks.dtype("qkv", qkv, checks.FLOATS)
+    if qkv.ndim != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
+    q, k, v = fused.parts(qkv)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    function = _function(version, q)
+    if function is _fused and fused.supported(q, k, v):
+        out, lse = fused.fused((qkv,), options)
+    else:
+        out, lse = function(q, k, v, options, return_lse)
+    return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+
+def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any) -> Options:
+    if version == "v3" and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
+        raise ValueError(
+            f"version 'v3' supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
+            f"{q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
+        )
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
+    if scale < 0:
+        raise ValueError(f"scale must not be negative, got {scale!r}")
+    if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
+        raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
+    return Options(checks.flag("causal", causal), float(scale), float(softcap or 0))
+
+
+def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = {name: interop.to_torch(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    for name, x in tensors.items():
+        checks.dtype(name, x, checks.FLOATS)
+    checks.same(**tensors)
+    q, k, v = tensors.values()
+    if q.ndim < 2 or q.shape[:-3] != k.shape[:-3] or q.ndim != k.ndim or q.shape[-1:] != k.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
+        shapes = [tuple(x.shape) for x in (q, k, v)]
+        raise ValueError(
+            f"q, k and v must be (..., heads, queries, D), (..., kv_heads, keys, D) and (..., kv_heads, keys, E), got {shapes}"
+        )
+    if q.ndim > 2 and q.shape[-3] != k.shape[-3] and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+        raise ValueError(f"q has {q.shape[-3]} heads, which must be a multiple of the {k.shape[-3]} heads of k and v")
+    return q, k, v
+
+
+# ---- the versions: (q, k, v, options, return_lse) -> out, lse
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
+    if not fused.supported(q, k, v):
+        return materialised.by_causal_softmax(q, k, v, options, return_lse)
+    return fused.fused((q, k, v), options)
+
+
+VERSIONS = {
+    "v1": Version("scores in memory, cukern.softmax", materialised.by_softmax),
+    "v2": Version("scores in memory, cukern.causal_softmax", materialised.by_causal_softmax),
+    "v3": Version("fused, scores in registers", _fused, instances=fused.instances, requires=80),
+}
+
+
+def _function(version: str | None, q: Tensor) -> Any:
+    if version == "sdpa":
+        return materialised.by_sdpa
+    kernels = q.is_cuda or backend.simulates(q)
+    if version == "v3" and not kernels:
+        checks.needs_gpu("attention", version, q.device)
+    return VERSIONS[version or (_default(q.get_device()) if kernels else "v1")].forward
+
+
+def _default(device: int) -> str:
+    chosen = choose("attention", "", device).forward
+    return next(name for name, version in VERSIONS.items() if version.forward is chosen)
+
+
+_default._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports dynamo

@@ -1,0 +1,202 @@
+"""linear_cross_entropy: the cross-entropy loss of x @ weight.T, in chunks of rows, so that all logits are never in memory.
+
+For each chunk: the logits, the kernels of cross_entropy, which write the gradient over the logits, and two products for the gradients of x
+and weight. So the forward computes the gradients, for a gradient of the loss of 1; the backward only scales them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukern.ops.cross_entropy.op import VERSIONS as loss_versions
+from cukern.ops.cross_entropy.op import checked_options, checked_targets, launch_forward, write_gradient
+from cukern.ops.cross_entropy.reference import Options
+from cukern.ops.cross_entropy.reference import reference as loss_of_logits
+from cukern.ops.matmul import torch_matmul
+from cukern.runtime import autocast, backend, checks, interop
+from cukern.runtime.higher import gradients, tangents
+from cukern.runtime.registry import Differentiable, Version, apply_of, each, raw_op, save, transformed, watched
+from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
+
+
+def linear_cross_entropy(
+    x: Any, weight: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, vocab_size: int | None = None, chunk_rows: int | None = None,
+    version: str | None = None,
+) -> Tensor:  # fmt: skip
+    """cukern.cross_entropy(x @ weight.T, targets, ...) that never holds all logits, with the gradients of x and weight.
+
+        x = torch.randn(8, 1024, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        head = torch.randn(50304, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(50257, (8, 1024), device="cuda")
+        cukern.linear_cross_entropy(x, head, targets, vocab_size=50257).backward()
+
+    Args:
+        x: (..., C), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack. Copied as in cross_entropy.
+        weight: (V, C), of x's dtype and device.
+        targets: (...), int64 or int32, as in cross_entropy, and so are ignore_index, label_smoothing, z_loss, softcap and vocab_size.
+        reduction: "mean" or "sum", as in cross_entropy. "none" is refused: the gradients are computed before those of the losses are known.
+        chunk_rows: rows whose logits are in memory at a time. None: about an eighth of the rows, and C.
+        version: "v1".
+
+    Returns the loss, a number in float32, or float64 for float64. The logits are rounded to x's dtype. torch computes the products, with
+    TF32 where its setting allows it. Gradients of 16-bit weights are added in float32 and rounded once. Two calls give the same bits.
+    Autocast changes nothing. The forward keeps the gradients for the backward: memory for one x, and one weight in float32. Memory beyond
+    them is that of chunk_rows rows of logits. Higher derivatives, torch.func transforms, and torch.compile on a CPU use torch's
+    operations and hold all logits. Targets outside the vocabulary: as in cross_entropy.
+
+    Raises TypeError and ValueError as cross_entropy, and for a weight or chunk_rows that does not fit.
+    """
+    x, weight, targets = _checked(x, weight, targets, version)
+    checks.choice("reduction", reduction, ("mean", "sum"))
+    options = checked_options(weight.shape[0], ignore_index, reduction, label_smoothing, z_loss, softcap, vocab_size, version or "")
+    kernels = x.is_cuda or backend.simulates(x)
+    chunk = _rows_of_chunk(targets.numel(), weight.shape[1]) if chunk_rows is None else checks.integer("chunk_rows", chunk_rows, 1)
+    if not kernels:
+        if version is not None:
+            checks.needs_gpu("linear_cross_entropy", version, x.device)
+        checked_targets(targets, options)
+        if torch.compiler.is_compiling() or transformed():
+            return reference(x, weight, targets, options)
+    matrix, any_gradient = as_matrix(x), watched(x, weight)
+    wanted = [any_gradient and (t.requires_grad or transformed()) for t in (x, weight)]
+    arguments = matrix, weight, targets.reshape(-1), *wanted, chunk, *options
+    return _apply(*arguments)[0] if any_gradient else (_raw if kernels else _compute)(*arguments)[0]
+
+
+def _rows_of_chunk(rows: int, columns: int) -> int:
+    """The logits of a chunk take the memory of an eighth of all logits, and of a gradient of weight, which exists only in the backward."""
+    chunks = -(-rows // max(rows // 8 + columns, 1))
+    return -(-rows // (128 * max(chunks, 1))) * 128 or 128
+
+
+def _checked(x: Any, weight: Any, targets: Any, version: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, targets = (interop.to_torch(n, t) for n, t in (("x", x), ("weight", weight), ("targets", targets)))
+    for name, tensor in (("x", x), ("weight", weight)):
+        checks.dtype(name, tensor, checks.FLOATS)
+    checks.same(x=x, weight=weight)
+    checks.version("linear_cross_entropy", version, VERSIONS)
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must be (..., C) and weight (V, C), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    checks.dtype("targets", targets, (torch.int64, torch.int32))
+    checks.shape("targets", targets, tuple(x.shape[:-1]), "that of x without the last dimension")
+    checks.one_device(x=x, targets=targets)
+    return x, weight, targets
+
+
+def reference(x: Tensor, weight: Tensor, targets: Tensor, options: Options, *_: Any) -> Tensor:
+    """The op in torch's operations, with all logits."""
+    return loss_of_logits(torch_matmul(x, weight.mT), targets, options)
+
+
+# ---- x is (rows, C), targets (rows). Returns the loss, the gradients of x and weight for a gradient of the summed losses of 1 (that of
+# weight in the dtype of computation; without elements if they are not wanted), and the number by which the losses were divided.
+
+
+def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, chunk: int, *rest: Any) -> tuple[Tensor, ...]:
+    options, rows, classes = Options(*rest), x.shape[0], weight.shape[0]
+    loss, dx, dweight, count = _fake(x, weight, targets, wants_dx, wants_dweight)
+    x, weight, targets = unit_column_stride(x), weight.resolve_neg(), targets.contiguous()
+    logits, sums = x.new_empty(min(chunk, rows), classes), [loss.new_zeros(2, dtype=torch.float64)]
+    gradient_of = _by_kernels if x.is_cuda or backend.simulates(x) else _by_torch
+    with torch.no_grad(), autocast.off(x):
+        for a in range(0, rows, chunk):
+            x_part, target = x[a : a + chunk], targets[a : a + chunk]
+            part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
+            sums.append(torch.stack(gradient_of(part, target, options._replace(reduction="sum", version=""))))
+            if wants_dx:
+                torch.mm(part, weight, out=dx[a : a + chunk])
+            if wants_dweight:
+                _add_product(dweight, part.t(), x_part, first=a == 0)
+        total, number = torch.stack(sums).sum(0)
+        if options.reduction == "mean":
+            count.copy_(number)
+        torch.div(total, count, out=loss)
+    if not rows:
+        dweight.zero_()
+    return loss, dx, dweight, count
+
+
+def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dweight: bool, *_: Any) -> tuple[Tensor, ...]:
+    dtype = wide(x.dtype)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_dx else x.new_empty(0)
+    dweight = x.new_empty(tuple(weight.shape) if wants_dweight else (0,), dtype=dtype)
+    return x.new_empty((), dtype=dtype), dx, dweight, x.new_ones((), dtype=dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a @ b, or = for the first. 16-bit factors are added in float32."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=0.0 if first else 1.0, out=total)
+    elif not a.is_cuda:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=0.0 if first else 1.0, out=total)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _by_kernels(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Writes the gradient of the summed losses over the logits. The sum, and the number of targets that are not ignored, in float64."""
+    loss, stats = launch_forward(logits, targets, *options)
+    write_gradient(logits, logits, targets, stats, loss.new_ones(()), *options)
+    return loss.double(), stats[-1]
+
+
+def _by_torch(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        loss = loss_of_logits(leaf, targets, options)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    logits.copy_(gradient)
+    return loss.detach().double(), (targets != options.ignored).sum(dtype=torch.float64)
+
+
+_SCALARS = "SymInt vocab, int ignored, str reduction, float smoothing, float z_loss, float softcap, str version"
+_raw = raw_op(
+    f"_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, bool dx, bool dweight, SymInt chunk, {_SCALARS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)", 3, _compute, _fake,
+)  # fmt: skip
+
+
+class _LinearCrossEntropy(Differentiable):
+    @staticmethod
+    def forward(x, *args):
+        return (_raw if x.is_cuda or backend.simulates(x) else _compute)(x, *args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, targets, _, _, _, *ctx.options = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros for the other outputs would double their memory
+        save(ctx, x, weight, targets, *output[1:])
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        x, weight, targets, dx, dweight, count = ctx.saved_tensors
+        found: tuple[Tensor | None, ...] = (None, None)
+        if dloss is None:
+            pass
+        elif watched(x, weight, dloss) and not torch.compiler.is_compiling():
+            found = gradients(reference, (x, weight, targets, Options(*ctx.options)), (dloss,))[:2]
+        else:
+            with autocast.off(x):
+                scale = dloss / count.clamp(min=1)
+                dx = dx * scale if ctx.needs_input_grad[0] else None
+                found = dx, torch.mul(dweight, scale, out=torch.empty_like(weight)) if ctx.needs_input_grad[1] else None
+        return *found, *(None,) * (len(ctx.options) + 4)
+
+    @staticmethod
+    def tangent(ctx, dx, dweight, *_):
+        x, weight, targets = ctx.saved_tensors[:3]
+        (dloss,) = tangents(reference, (x, weight, targets, Options(*ctx.options)), (dx, dweight))
+        return dloss, None, None, None
+
+    @staticmethod
+    def batch(info, in_dims, *args):
+        return each(_apply, info.batch_size, in_dims, args)
+
+
+_apply = apply_of(_LinearCrossEntropy)
+VERSIONS = {"v1": Version("chunks of rows", _by_kernels, instances=lambda dtype: loss_versions[[*loss_versions][-1]].instances(dtype))}

@@ -1,0 +1,83 @@
+"""`cukern.load` and `cukern.compile`: a kernel of a user's own CUDA source."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cukern.runtime import checks
+from cukern.runtime.kernel import Kernel, cpp
+from cukern.runtime.signature import CTYPES
+from cukern.runtime.sources import Source
+
+
+def load(path: str | Path, name: str | None = None, defines: Mapping[str, Any] | None = None) -> Kernel:
+    """The kernel `name` of a .cu file, as a callable.
+
+    Args:
+        path: the file. `#include "..."` searches its folder and cukern's kernels_cu.
+        name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". Optional if the file has one kernel.
+        defines: macros before the text, such as {"TILE": 32, "T": torch.float16, "FAST": None}: a number, text, a dtype, a bool (true,
+            false), or None for a macro without a value.
+
+    Returns a Kernel: `kernel(out, x, n, grid=..., block=...)` or `kernel[grid, block](out, x, n)`. `help(kernel)` explains the arguments,
+    dynamic shared memory, clusters and streams. An edit of the file takes effect at the next `load`.
+    Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError and ValueError for a wrong macro. The first
+    launch may raise CompileError, and TypeError for a parameter type that cannot be passed: a pointer to a type that no tensor has. void*
+    accepts any tensor.
+
+    Headers are found through #include lines and literals in #define lines. <cstdint>, which NVRTC lacks, is provided. Host code (functions
+    that use torch:: or <<<...>>>, bindings, `main`) is skipped, so the source of a torch extension or a program loads unchanged.
+    """
+    return _kernel(Source.read(path, _lines(defines)), name)
+
+
+def compile(source: str, name: str | None = None, defines: Mapping[str, Any] | None = None) -> Kernel:
+    """The kernel `name` of CUDA C++ source text, such as the `cuda_sources` of `torch.utils.cpp_extension.load_inline`; see `load`."""
+    if not isinstance(source, str):
+        raise TypeError(f"source must be a str of CUDA C++, got {type(source).__name__}")
+    return _kernel(Source.from_text(source, _lines(defines)), name)
+
+
+def _lines(defines: Mapping[str, Any] | None) -> str:
+    """The macros as lines of #define. Raises TypeError and ValueError."""
+    if defines is not None and not isinstance(defines, Mapping):
+        raise TypeError(f"defines must be a dict such as {{'TILE': 32}}, got {checks.brief(defines)}")
+    lines = []
+    for name, value in (defines or {}).items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(f"defines: the name of a macro must be an identifier, got {name!r}")
+        if value is not None and not isinstance(value, str | int | float | torch.dtype):
+            raise TypeError(f"defines: {name} must be a number, a str, a dtype, a bool or None, got {checks.brief(value)}")
+        if isinstance(value, torch.dtype) and value not in CTYPES:
+            raise ValueError(f"defines: {name} must be one of {', '.join(map(str, CTYPES))}, got {value}")
+        text = "" if value is None else cpp(value)
+        if "\n" in text:
+            raise ValueError(f"defines: {name} must be one line, got {value!r}")
+        lines.append(f"#define {name} {text}\n")
+    return "".join(lines)
+
+
+def _kernel(source: Source, name: str | None) -> Kernel:
+    names = list(source.kernels)
+    if name is None:
+        if len(names) != 1:
+            raise ValueError(f"{source.path} has {len(names)} kernels ({', '.join(names)}): name one")
+        return Kernel(source, names[0])
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, got {checks.brief(name)}")
+    base, angle, rest = name.strip().partition("<")
+    return Kernel(source, _qualified(source, base.strip(), names) + angle + rest)
+
+
+def _qualified(source: Source, base: str, names: Sequence[str]) -> str:
+    """The kernel's name with its namespace. A name that only occurs somewhere in the text is accepted, because a macro may define it."""
+    last = base.rpartition("::")[2]
+    same = [n for n in (*names, *source.included_kernels) if n == base or n.endswith(f"::{base}")]
+    if not same and not (last and any(last in text for text in (source.text, *source.program.files.values()))):
+        raise ValueError(f"{source.path} has no __global__ function {base!r}; it has {', '.join(names) or 'none'}")
+    if len(set(same)) > 1 and base not in same:
+        raise ValueError(f"{source.path} has several kernels {base!r} ({', '.join(same)}): write the namespace")
+    return base if base in same or not same else same[0]

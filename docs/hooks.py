@@ -1,0 +1,34 @@
+"""Fills the pages of the ops when MkDocs builds the site.
+
+{{ head OP }} is the comment at the head of the op's kernel file, with its versions; {{ tables OP ... }} are benchmarks/tables.
+"""
+
+import re
+from itertools import takewhile
+from pathlib import Path
+
+TREE = Path(__file__).resolve().parents[1]
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    markdown = re.sub(r"\{\{ head (\w+) \}\}", lambda m: head(m[1]), markdown)
+    return re.sub(r"\{\{ tables ([\w ]+) \}\}", lambda m: tables(m[1].split()), markdown)
+
+
+def head(op: str) -> str:
+    file = next((TREE / "kernels_cu").rglob(f"{op}.cu"), None)
+    if file is None:
+        return "This op is made of other ops."
+    lines = [line[2:].removeprefix(" ") for line in takewhile(lambda line: line.startswith("//"), file.read_text().splitlines())]
+    return "\n".join(["```text", *lines, "```"])
+
+
+def tables(ops: list[str]) -> str:
+    found = [
+        (folder.name, op) for folder in sorted((TREE / "benchmarks/tables").iterdir()) for op in ops if (folder / f"{op}.md").is_file()
+    ]
+    parts = []
+    for gpu, op in found:
+        text = (TREE / "benchmarks/tables" / gpu / f"{op}.md").read_text().partition("\n")[2].strip()
+        parts += [f'??? note "{op} on {gpu}"', "", *(f"    {line}" for line in text.splitlines()), ""]
+    return "\n".join(parts) or f"Not recorded yet: `cukern bench {ops[0]}` measures it."

@@ -1,0 +1,305 @@
+// attention: out = softmax(scale * q k^T) v without the matrix of scores, and its gradients. float16 and bfloat16, sm_80 and newer.
+//
+// Layout     q and out are (batch, heads, queries, head_dim), k and v (batch, heads / group, keys, head_dim), with any strides that are
+//            multiples of 16 bytes, so q, k and v may be parts of one packed tensor. head_dim is a multiple of 8, up to D. Under `causal`
+//            query i sees the keys up to i + keys - queries. A query that sees no key gives 0, and lse = -infinity.
+// Softmax    online, in powers of 2: p = exp2(c s - c max). With a softcap, s becomes tanh(before * s) first, and c is softcap * log2(e).
+// Forward    a thread block owns M queries, a warp M / WARPS. It loops over tiles of N keys, the last first. Scores and weights stay in
+//            registers: an accumulator is an operand of the next product in the same lanes.
+// Backward   dq, dk and dv without atomics, so two runs give the same bits. Blocks of two kinds: one owns keys and sums dk and dv over all
+//            queries (and over the heads of a group), the other owns queries and sums dq over all keys. Both compute the weights again:
+//            7 products of matrices instead of 5, but no sums in global memory.
+// Pipeline   tiles are copied by cp.async into two stages; one barrier per tile.
+// Launch     1-D grid, see work_of; block = 32 * WARPS; dynamic shared memory = Q + 2 (K + V), backward: see attention_v3_bwd.
+//
+// version  idea                                            4,16,4096,128 causal bf16, H200: forward, backward
+// v1, v2   scores in memory (no kernels here)
+// v3       fused (Dao, arXiv 2307.08691)                   741 us, 2700 us (1.21 and 1.00 of torch's flash backend)
+// Experiments and predictions: docs/notes/attention.md.
+#include "../common/ptx/math.cuh"
+#include "../common/reduce.cuh"
+#include "tile.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// The number of the last key that a query sees.
+__device__ __forceinline__ int last_key(int query, int queries, int keys, bool causal) {
+    return causal ? min(query + keys - queries, keys - 1) : keys - 1;
+}
+
+// tanh(x) with an absolute error of about 2^-22.
+__device__ __forceinline__ float tanh_approx(float x) { return 1 - 2 * reciprocal_approx(1 + exp2_approx(x * 2.885390081777927f)); }
+
+// ---- forward
+
+// One tile of scores to weights. `limit`: the last visible column of this lane's first row, relative to the tile and this lane; under
+// `causal` row r sees r columns more. `end`: the number of columns, relative too. Updates maxima (of s, not scaled), sums (of this lane's
+// columns) and the rows of `out`.
+template <int R, int N, int D, bool SOFTCAP>
+__device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&out)[R][D / 8][4],
+                                             bool masked, int limit, int end, bool causal, float before, float c) {
+    if constexpr (SOFTCAP) {
+#pragma unroll
+        for (int i = 0; i < R * N * 4; i++) s[i / (N * 4)][i / 4 % N][i % 4] = tanh_approx(s[i / (N * 4)][i / 4 % N][i % 4] * before);
+    }
+    if (masked) {
+#pragma unroll
+        for (int i = 0; i < R * N * 4; i++) {
+            int r = i / (N * 4), n = i / 4 % N, j = i % 4;
+            int column = 8 * n + j % 2;
+            if (column >= end || (causal && column - 16 * r - j / 2 * 8 > limit)) s[r][n][j] = minus_infinity<float>();
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * R; i++) {
+        int r = i / 2, j = i % 2 * 2;
+        float top = most[r][i % 2];
+#pragma unroll
+        for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[r][n][j], s[r][n][j + 1]));
+        top = warp_reduce<Max>(top, 4);
+        // Of a row without a visible key so far, 0. The rounding of the product is a factor of the whole row, which the sum has too.
+        float base = top == minus_infinity<float>() ? 0 : __fmul_rn(top, c);
+        float shrink = exp2_approx(__fmul_rn(most[r][i % 2], c) - base), total = sum[r][i % 2] * shrink;
+        most[r][i % 2] = top;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            s[r][n][j] = exp2_approx(fmaf(s[r][n][j], c, -base));
+            s[r][n][j + 1] = exp2_approx(fmaf(s[r][n][j + 1], c, -base));
+            total += s[r][n][j] + s[r][n][j + 1];
+        }
+        sum[r][i % 2] = total;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) out[r][n][j] *= shrink, out[r][n][j + 1] *= shrink;
+    }
+}
+
+template <typename T, int D, int M, int N, int WARPS, int BLOCKS_PER_SM, bool SOFTCAP>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
+    attention_v3(T* out, float* lse, const T* q, const T* k, const T* v, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
+                 int blocks, int heads, int batches, int group, int section, int queries, int keys, int head_dim, bool causal, float before,
+                 float c) {
+    constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * sizeof(T);
+    extern __shared__ __align__(128) unsigned char shared[];  // Q, two stages of K, two stages of V
+    unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * sizeof(T), v_tile = k_tile + 2 * TILE;
+    Work work = work_of(blockIdx.x, blocks, heads, batches, section, causal);
+    int lane = threadIdx.x % 32, first = work.block * M, warp_row = threadIdx.x / 32 * 16 * R;
+    out += work.batch * of_out.batch + work.head * of_out.head;
+    q += work.batch * of_q.batch + work.head * of_q.head;
+    k += work.batch * of_k.batch + work.head / group * of_k.head;
+    v += work.batch * of_v.batch + work.head / group * of_v.head;
+
+    int tile = last_key(min(first + M, queries) - 1, queries, keys, causal);
+    tile = tile < 0 ? -1 : tile / N;  // the number of the last tile that a query of the block sees
+    if (tile >= 0) {
+        copy_tile<M, D, THREADS>(q_tile, q, of_q.row, first, queries, head_dim);
+        copy_tile<N, D, THREADS>(k_tile, k, of_k.row, tile * N, keys, head_dim);
+        copy_tile<N, D, THREADS>(v_tile, v, of_v.row, tile * N, keys, head_dim);
+        cp_async_commit();
+    }
+    int seen_first = last_key(first + warp_row, queries, keys, causal);
+    int seen_last = last_key(first + warp_row + 16 * R - 1, queries, keys, causal);
+    unsigned a = q_tile + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
+    float sums[R][D / 8][4] = {}, most[R][2], total[R][2];
+#pragma unroll
+    for (int i = 0; i < 2 * R; i++) most[i / 2][i % 2] = minus_infinity<float>(), total[i / 2][i % 2] = 0;
+
+    for (; tile >= 0; tile--, stage ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();  // the tile is there, and all warps are done with the other stage
+        if (tile > 0) {
+            copy_tile<N, D, THREADS>(k_tile + (stage ^ 1) * TILE, k, of_k.row, (tile - 1) * N, keys, head_dim);
+            copy_tile<N, D, THREADS>(v_tile + (stage ^ 1) * TILE, v, of_v.row, (tile - 1) * N, keys, head_dim);
+            cp_async_commit();
+        }
+        if (tile * N > seen_last) continue;  // no query of the warp sees the tile
+        float s[R][N / 8][4];
+        multiply_transposed<T, D, M>(s, a, k_tile + stage * TILE + along_columns(lane));
+        int column = tile * N + lane % 4 * 2, limit = first + warp_row + lane / 4 + keys - queries - column;
+        softmax_tile<R, N / 8, D, SOFTCAP>(s, most, total, sums, tile * N + N - 1 > seen_first, limit, keys - column, causal, before, c);
+        multiply<T, D>(sums, s, v_tile + stage * TILE + down_rows(lane));
+    }
+
+    long long stats = ((long long)work.batch * heads + work.head) * queries;
+    float factor[R][2];
+#pragma unroll
+    for (int i = 0; i < 2 * R; i++) {
+        int r = i / 2, query = first + warp_row + r * 16 + lane / 4 + i % 2 * 8;
+        float sum = warp_reduce<Sum>(total[r][i % 2], 4);
+        factor[r][i % 2] = sum == 0 ? 0 : 1 / sum;
+        if (lane % 4 == 0 && query < queries)
+            lse[stats + query] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[r][i % 2], c) + log2_approx(sum)) * LN_2;
+    }
+    first += warp_row;
+    store_rows<T, D, M>(out + first * of_out.row, of_out.row, queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);
+}
+
+// ---- backward
+
+// For each query lse * log2(e) and delta = sum(dout * out) - dlse, both in rows of `padded` numbers. A query without a visible key gets 0
+// as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too.
+template <typename T, int D>
+__global__ void __launch_bounds__(256)
+    attention_v3_preprocess(float* lse_log2, float* delta, const T* out, const T* dout, const float* lse, const float* dlse, Strides of_out,
+                            Strides of_dout, int heads, int queries, int padded, int head_dim) {
+    constexpr int CHUNKS = D / 8, ROWS = 256 / CHUNKS;
+    int per_head = (padded + ROWS - 1) / ROWS, head = blockIdx.x / per_head, chunk = threadIdx.x % CHUNKS;
+    int query = (blockIdx.x - head * per_head) * ROWS + threadIdx.x / CHUNKS;
+    float sum = 0;
+    if (query < queries && chunk * 8 < head_dim) {
+        float a[8], b[8];
+        unpack(a, load_vec<T, 8>(out + head / heads * of_out.batch + head % heads * of_out.head + query * of_out.row + chunk * 8));
+        unpack(b, load_vec<T, 8>(dout + head / heads * of_dout.batch + head % heads * of_dout.head + query * of_dout.row + chunk * 8));
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum = fmaf(a[i], b[i], sum);
+    }
+    sum = warp_reduce<Sum>(sum, CHUNKS);
+    if (chunk != 0 || query >= padded) return;
+    long long from = (long long)head * queries + query, to = (long long)head * padded + query;
+    bool inside = query < queries;
+    float logarithm = inside ? lse[from] * LOG2_E : -minus_infinity<float>();
+    lse_log2[to] = logarithm == minus_infinity<float>() ? 0 : logarithm;
+    delta[to] = inside && dlse ? sum - dlse[from] : sum;
+}
+
+// What both kinds of blocks of the backward read and write.
+template <typename T>
+struct Gradients {
+    T *dq, *dk, *dv;
+    const T *q, *k, *v, *dout;
+    const float *lse, *delta;
+    Strides of_dq, of_dk, of_dv, of_q, of_k, of_v, of_dout;
+    int heads, batches, group, section, queries, keys, padded, head_dim, causal;
+    float before, c, scale;
+};
+
+// A block owns ROWS rows of the fixed operands: keys (K and V) if KEYS, else queries (Q and dO). It loops over tiles of N rows of the moving
+// operands, the other two. With fixed X, Y and moving X', Y': s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), and
+// sums ds X' (dk or dq) and, if KEYS, p Y' (dv).
+template <bool KEYS, typename T, int D, int R, int N, int WARPS, bool SOFTCAP>
+__device__ __forceinline__ void backward_block(const Gradients<T>& g, int index, int blocks, unsigned char* shared) {
+    constexpr int ROWS = 16 * R * WARPS, THREADS = 32 * WARPS, FIXED = ROWS * D * sizeof(T), TILE = N * D * sizeof(T);
+    unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;     // X, Y, then two stages of X', Y'
+    float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 4 * TILE);  // lse and delta: of the ROWS queries, or two stages
+    int owners = KEYS ? g.heads / g.group : g.heads;
+    int section = KEYS ? max(1, g.section / g.group) : g.section;
+    Work work = work_of(index, blocks, owners, g.batches, section, !KEYS && g.causal);
+    int lane = threadIdx.x % 32, first = work.block * ROWS, warp_row = threadIdx.x / 32 * 16 * R, row = first + warp_row;
+    int kv_head = KEYS ? work.head : work.head / g.group, head = KEYS ? work.head * g.group : work.head;
+    const T* k = g.k + work.batch * g.of_k.batch + kv_head * g.of_k.head;
+    const T* v = g.v + work.batch * g.of_v.batch + kv_head * g.of_v.head;
+    const T* q = g.q + work.batch * g.of_q.batch + head * g.of_q.head;
+    const T* dout = g.dout + work.batch * g.of_dout.batch + head * g.of_dout.head;
+    long long of_stats = ((long long)work.batch * g.heads + head) * g.padded;
+
+    // The moving tiles that a row of the block needs. offset: query i sees the keys up to i + offset.
+    int offset = g.causal ? g.keys - g.queries : g.keys;
+    int begin = KEYS ? max(0, first - offset) / N : 0;
+    int end = KEYS ? (g.queries + N - 1) / N : (min(g.keys, max(0, min(first + ROWS, g.queries) + offset)) + N - 1) / N;
+    int tiles = max(0, end - begin) * (KEYS ? g.group : 1), tile = begin;
+
+    auto copy_moving = [&](int tile, unsigned stage) {
+        unsigned to = moving + stage * 2 * TILE;
+        if constexpr (KEYS) {
+            copy_tile<N, D, THREADS>(to, q, g.of_q.row, tile * N, g.queries, g.head_dim);
+            copy_tile<N, D, THREADS>(to + TILE, dout, g.of_dout.row, tile * N, g.queries, g.head_dim);
+            if (threadIdx.x < N / 2) {
+                int i = threadIdx.x % (N / 4) * 4;
+                const float* from = (threadIdx.x < N / 4 ? g.lse : g.delta) + of_stats + tile * N + i;
+                cp_async_16(shared_address(stats + stage * 2 * N + threadIdx.x / (N / 4) * N + i), from);
+            }
+        } else {
+            copy_tile<N, D, THREADS>(to, k, g.of_k.row, tile * N, g.keys, g.head_dim);
+            copy_tile<N, D, THREADS>(to + TILE, v, g.of_v.row, tile * N, g.keys, g.head_dim);
+        }
+        cp_async_commit();
+    };
+    if (tiles > 0) {
+        copy_tile<ROWS, D, THREADS>(fixed, KEYS ? k : q, KEYS ? g.of_k.row : g.of_q.row, first, KEYS ? g.keys : g.queries, g.head_dim);
+        copy_tile<ROWS, D, THREADS>(fixed + FIXED, KEYS ? v : dout, KEYS ? g.of_v.row : g.of_dout.row, first, KEYS ? g.keys : g.queries,
+                                    g.head_dim);
+        copy_moving(tile, 0);
+    }
+    if constexpr (!KEYS) {
+        for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
+            int query = min(first + i % ROWS, g.padded - 1);
+            stats[i] = (i < ROWS ? g.lse : g.delta)[of_stats + query];
+        }
+    }
+    unsigned a = fixed + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
+    float dx[R][D / 8][4] = {}, dy[KEYS ? R : 1][D / 8][4] = {};
+
+    for (; tiles > 0; tiles--, stage ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();  // the tile is there, and all warps are done with the other stage
+        int now = tile++ * N;
+        if (KEYS && tile == end && tiles > 1) {  // the next head of the group
+            tile = begin;
+            q += g.of_q.head;
+            dout += g.of_dout.head;
+            of_stats += g.padded;
+        }
+        if (tiles > 1) copy_moving(tile, stage ^ 1);
+        // Queries and keys of this warp and tile that are furthest apart, in both directions.
+        int oldest = KEYS ? now : row, newest = KEYS ? now + N - 1 : row + 16 * R - 1, low = KEYS ? row : now;
+        int high = KEYS ? row + 16 * R - 1 : now + N - 1;
+        if (low > newest + offset) continue;
+        bool masked = high > oldest + offset || (!KEYS && high >= g.keys);
+
+        float s[R][N / 8][4], dp[R][N / 8][4];
+        unsigned b = moving + stage * 2 * TILE;
+        multiply_transposed<T, D, ROWS>(s, a, b + along_columns(lane));
+        multiply_transposed<T, D, ROWS>(dp, a + FIXED, b + TILE + along_columns(lane));
+        // lse of the elements that a lane holds in an 8-column block of row block r; delta is ROWS or N numbers behind.
+        const float* of_lane = KEYS ? stats + stage * 2 * N + lane % 4 * 2 : stats + warp_row + lane / 4;
+#pragma unroll
+        for (int i = 0; i < R * N / 2; i++) {
+            int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, at = KEYS ? 8 * n + j % 2 : 16 * r + j / 2 * 8;
+            float x = s[r][n][j];
+            dp[r][n][j] -= of_lane[at + (KEYS ? N : ROWS)];
+            if constexpr (SOFTCAP) x = tanh_approx(x * g.before), dp[r][n][j] *= 1 - x * x;
+            s[r][n][j] = exp2_approx(fmaf(x, g.c, -of_lane[at]));
+        }
+        if (masked) {
+            int mine = row + lane / 4, other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other;
+            int columns = KEYS ? 0 : g.keys - other;  // hidden are the columns before `end` if KEYS, else those after it
+#pragma unroll
+            for (int i = 0; i < R * N / 2; i++) {
+                int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, down = 16 * r + j / 2 * 8, along = 8 * n + j % 2;
+                if (KEYS ? along < end + down : along > end + down || along >= columns) s[r][n][j] = 0;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < R * N / 2; i++) dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
+        if constexpr (KEYS) multiply<T, D>(dy, s, b + TILE + down_rows(lane));
+        multiply<T, D>(dx, dp, b + down_rows(lane));
+    }
+
+    float scale[R][2], one[R][2];
+#pragma unroll
+    for (int i = 0; i < 2 * R; i++) scale[i / 2][i % 2] = g.scale, one[i / 2][i % 2] = 1;
+    const Strides& of = KEYS ? g.of_dk : g.of_dq;
+    T* to = (KEYS ? g.dk : g.dq) + work.batch * of.batch + work.head * of.head + row * of.row;
+    unsigned char* rows = shared + warp_row * ROW_BYTES;
+    int left = (KEYS ? g.keys : g.queries) - row;
+    store_rows<T, D, ROWS>(to, of.row, left, g.head_dim, dx, scale, rows);
+    if constexpr (KEYS) {
+        to = g.dv + work.batch * g.of_dv.batch + work.head * g.of_dv.head + row * g.of_dv.row;
+        store_rows<T, D, ROWS>(to, g.of_dv.row, left, g.head_dim, dy, one, rows + FIXED);
+    }
+}
+
+// The first key_blocks * batch * (heads / group) blocks own keys. They do more work, so they start first. A warp owns 16 KEY_R keys or
+// 16 QUERY_R queries. Shared memory, with R and N of either kind: 2 tiles of 16 R WARPS rows, 4 tiles of N rows, 4 N floats.
+template <typename T, int D, int KEY_R, int KEY_N, int QUERY_R, int QUERY_N, int WARPS, int BLOCKS_PER_SM, bool SOFTCAP>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
+    attention_v3_bwd(T* dq, T* dk, T* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse, const float* delta,
+                     Strides of_dq, Strides of_dk, Strides of_dv, Strides of_q, Strides of_k, Strides of_v, Strides of_dout, int key_blocks,
+                     int query_blocks, int heads, int batches, int group, int section, int queries, int keys, int padded, int head_dim,
+                     bool causal, float before, float c, float scale) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    Gradients<T> g{dq,   dk,      dv,    q,       k,     v,       dout,    lse,  delta,  of_dq,    of_dk,  of_dv,  of_q, of_k,
+                   of_v, of_dout, heads, batches, group, section, queries, keys, padded, head_dim, causal, before, c,    scale};
+    int with_keys = key_blocks * batches * (heads / group);
+    if (int(blockIdx.x) < with_keys) backward_block<true, T, D, KEY_R, KEY_N, WARPS, SOFTCAP>(g, blockIdx.x, key_blocks, shared);
+    else backward_block<false, T, D, QUERY_R, QUERY_N, WARPS, SOFTCAP>(g, blockIdx.x - with_keys, query_blocks, shared);
+}

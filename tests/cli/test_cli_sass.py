@@ -1,0 +1,56 @@
+"""`cukern sass`: machine instructions by kind and source line."""
+
+import pytest
+from test_cli import call, refused
+
+from cukern.cli import sass
+from cukern.runtime.compiler import SetupError
+
+LISTING = """
+\t//## File "/tmp/a.cu", line 3
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 IMAD.WIDE R2, R3, 0x4, R4 ;
+\t//## File "/tmp/b.cuh", line 7 inlined at "/tmp/a.cu", line 4
+        /*0020*/               @P1 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/                   STL [R1], R4 ;
+        /*0040*/                   FFMA R4, R4, R4, RZ ;
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   NOP;
+"""
+
+
+def test_instructions_by_kind_and_line():
+    kinds, places = sass.counted(LISTING)
+    assert kinds == {
+        "moves and constants": 1,
+        "integers and addresses": 1,
+        "global memory": 1,
+        "local memory (spills)": 1,
+        "float32": 1,
+        "tensor cores": 1,
+        "barriers and shuffles": 1,
+        "branches": 1,
+    }
+    assert places == {("a.cu", 3): 2, ("b.cuh", 7): 6}
+
+
+def test_without_nvdisasm_the_cure_is_named(monkeypatch):
+    for name in ("CUDA_HOME", "CUDA_PATH", "PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sass, "find_spec", lambda name: None)
+    assert "conda install -c nvidia cuda-nvdisasm" in refused("sass", "square")
+
+
+def test_kernels_of_an_op():
+    try:
+        sass.disassembler()
+    except SetupError:
+        pytest.skip("needs nvdisasm")
+    out = call("sass", "square", "--arch", "sm_90a", "--kernel", "square_v2<float, 4>").stdout
+    assert "registers, no spills" in out
+    assert "global memory" in out and "square.cu:" in out and "return T(load_as(x) * load_as(x));" in out
+    assert all(len(row) <= 80 for row in out.splitlines())
+    assert "square has no kernel with 'v9'" in refused("sass", "square", "--kernel", "v9")
+    assert "--arch must be names such as" in refused("sass", "square", "--arch", "sm_70")

@@ -1,0 +1,208 @@
+"""The fused kernels of attention: every option against float64, rows without a visible key, layouts, derivatives, refused sizes."""
+
+import pytest
+import torch
+from helpers import DEVICE, PLACE, kernels, same_bits
+
+import cukern
+from cukern.ops.attention import fused
+from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
+from cukern.runtime.kernel import collecting
+from cukern.runtime.registry import OPS
+
+pytestmark = kernels
+HALF, BF16 = torch.float16, torch.bfloat16
+CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, softcap
+    (1, 1, 1, 1, 1, 64, BF16, True, None),
+    (2, 2, 1, 70, 70, 64, BF16, True, None),
+    (1, 1, 1, 33, 101, 64, HALF, True, None),
+    (1, 2, 2, 75, 40, 64, HALF, True, 3.0),
+    (1, 4, 2, 21, 5, 72, BF16, False, None),
+    (1, 1, 1, 9, 66, 128, HALF, False, 2.0),
+    (1, 2, 1, 67, 65, 128, BF16, True, None),
+    (1, 1, 1, 3, 7, 8, BF16, False, None),
+]
+
+
+@pytest.fixture(autouse=True)
+def place():
+    with cukern.backend("sim" if PLACE == "sim" else "gpu"):
+        yield
+
+
+def draw(batch, heads, kv_heads, queries, keys, d, dtype):
+    shapes = (batch, heads, queries, d), (batch, kv_heads, keys, d), (batch, kv_heads, keys, d)
+    return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
+
+
+def eager(q, k, v, causal, scale, softcap):
+    """In the operations and the dtype of the inputs. Returns out and lse, 0 and -infinity for rows without a visible key."""
+    s = q @ repeated(k, q.shape[1]).mT * scale
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = s.masked_fill(hidden_keys(q, k), -torch.inf) if causal else s
+    empty = s.isneginf().all(-1, keepdim=True)
+    weights = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return weights @ repeated(v, q.shape[1]), s.logsumexp(-1)
+
+
+def results(function, inputs, dout, dlse):
+    """out, lse and the gradients, with a gradient of lse where it is finite. lse is 0 elsewhere."""
+    out, lse = function(*inputs)
+    finite = lse.isfinite()
+    return (
+        out.detach(),
+        lse.detach().masked_fill(~finite, 0),
+        *torch.autograd.grad((out, lse), inputs, (dout.to(out), dlse.to(lse) * finite)),
+    )
+
+
+def assert_close(found, exact, peer):
+    """The largest error is at most twice that of torch's operations in the same dtype, plus two roundings."""
+    for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, exact, peer, strict=False):
+        assert x.isfinite().all(), name
+        allowed = 2 * (theirs.double() - truth).abs().max() + 2 * torch.finfo(x.dtype).eps * truth.abs().max()
+        assert (x.double() - truth).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_option_against_float64(case):
+    *sizes, causal, softcap = case
+    inputs, scale = draw(*sizes), 0.17
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
+
+    def ours(q, k, v):
+        return cukern.attention(q, k, v, causal=causal, scale=scale, softcap=softcap, return_lse=True, version="v3")
+
+    found = results(ours, inputs, dout, dlse)
+    exact, peer = (
+        results(lambda *x: eager(*x, causal, scale, softcap), [x.detach().to(dtype).requires_grad_() for x in inputs], dout, dlse)
+        for dtype in (torch.float64, inputs[0].dtype)
+    )
+    assert_close(found, exact, peer)
+    assert all(map(same_bits, found, results(ours, inputs, dout, dlse))), "two runs give the same bits"
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed(d):
+    qkv = torch.randn(2, 19, 3, 2, d, dtype=BF16, device=DEVICE, requires_grad=True)
+    g = torch.randn(2, 19, 2, d, dtype=BF16, device=DEVICE)
+    out = cukern.attention_packed(qkv, version="v3")
+    (grad,) = torch.autograd.grad(out, qkv, g)
+    parts = [x.transpose(1, 2).detach().clone().requires_grad_() for x in qkv.unbind(2)]
+    expected = cukern.attention(*parts, version="v3")
+    grads = torch.autograd.grad(expected, parts, g.transpose(1, 2))
+    assert out.is_contiguous() and grad.is_contiguous() and grad.shape == qkv.shape
+    assert same_bits(out, expected.transpose(1, 2).contiguous()), "packed and separate inputs give the same bits"
+    assert same_bits(grad, torch.stack([x.transpose(1, 2) for x in grads], 2))
+
+
+def test_rows_without_a_visible_key():
+    q, k, v = draw(1, 2, 1, 70, 3, 64, HALF)
+    out, lse = cukern.attention(q, k, v, return_lse=True, version="v3")
+    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert (out[:, :, :67] == 0).all() and lse[:, :, :67].isneginf().all() and lse[:, :, 67:].isfinite().all()
+    assert (grads[0][:, :, :67] == 0).all() and all(x.isfinite().all() for x in grads)
+
+
+def test_no_keys_and_no_queries():
+    for queries, keys in ((3, 0), (0, 3)):
+        q, k, v = draw(1, 2, 2, queries, keys, 64, BF16)
+        out, lse = cukern.attention(q, k, v, return_lse=True, version="v3")
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert (out == 0).all() and lse.isneginf().all() and all((x == 0).all() for x in grads)
+
+
+def test_hidden_keys_do_not_matter():
+    q, k, v = (x.detach() for x in draw(1, 1, 1, 40, 40, 64, BF16))
+    before = cukern.attention(q, k, v, version="v3")
+    k[:, :, 30:], v[:, :, 30:] = 7.0, -7.0
+    after = cukern.attention(q, k, v, version="v3")
+    assert same_bits(before[:, :, :30], after[:, :, :30]) and not torch.equal(before, after)
+
+
+def test_strides_that_the_kernels_read_and_those_that_are_copied():
+    q, k, v = draw(1, 2, 2, 20, 20, 64, HALF)
+    expected = cukern.attention(q, k, v, version="v3")
+    rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    columns = [x.mT.contiguous().mT for x in (q, k, v)]
+    odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v)]
+    for inputs in (rows, columns, odd):
+        assert same_bits(cukern.attention(*inputs, version="v3").contiguous(), expected)
+
+
+def test_large_scores_and_scale_0():
+    q, k, v = (x.detach() for x in draw(1, 1, 1, 5, 9, 64, BF16))
+    out = cukern.attention(q * 100, k * 100, v, causal=False, version="v3")
+    best = (q.double() @ k.double().mT).argmax(-1)
+    torch.testing.assert_close(out, v[:, :, best[0, 0]], rtol=2**-7, atol=0)  # the largest score takes all
+    mean = cukern.attention(q, k, v, causal=False, scale=0.0, version="v3").double()
+    torch.testing.assert_close(mean, v.double().mean(2, keepdim=True).expand_as(mean), rtol=2**-7, atol=1e-3)
+
+
+def test_higher_and_forward_mode_derivatives_and_vmap():
+    q, k, v = draw(2, 2, 1, 5, 5, 8, BF16)
+    options = Options(True, 8**-0.5, 0.0)
+
+    def ours(*x):
+        return cukern.attention(*x, version="v3")
+
+    def theirs(*x):
+        return reference(*x, options)[0]
+
+    found, expected = ([], [])
+    for function, into in ((ours, found), (theirs, expected)):
+        dq = torch.autograd.grad(function(q, k, v).float().square().sum(), q, create_graph=True)[0]
+        into.extend(torch.autograd.grad(dq.float().square().sum(), (q, k, v)))
+        into.append(
+            torch.func.jvp(function, (q.detach(), k.detach(), v.detach()), (v.repeat(1, 2, 1, 1).detach(), k.detach(), k.detach()))[1]
+        )
+        into.append(torch.func.vmap(function)(q.detach()[:, None], k.detach()[:, None], v.detach()[:, None]))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=0.05, atol=0.05 * y.abs().max().item())
+
+
+def test_derivatives_of_packed_inputs():
+    qkv, t = (torch.randn(1, 4, 3, 2, 8, dtype=BF16, device=DEVICE) for _ in range(2))
+    separate = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    tangent = torch.func.jvp(cukern.attention_packed, (qkv,), (t,))[1]
+    expected = torch.func.jvp(cukern.attention, tuple(separate), tuple(x.transpose(1, 2) for x in t.unbind(2)))[1]
+    assert same_bits(tangent, expected.transpose(1, 2).contiguous())
+    many = torch.func.vmap(cukern.attention_packed)(torch.stack([qkv, t]))
+    assert same_bits(many[1], cukern.attention_packed(t))
+    qkv.requires_grad_()
+    (first,) = torch.autograd.grad(cukern.attention_packed(qkv).float().square().sum(), qkv, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().square().sum(), qkv)
+    assert second.shape == qkv.shape and second.isfinite().all() and second.any()
+
+
+def test_opcheck():
+    q, k, v = (x.detach() for x in draw(1, 2, 1, 5, 6, 8, BF16))
+    torch.library.opcheck(torch.ops.cukern._attention.default, (q, k, v, True, 0.3, 0.0))
+    out, lse = fused.fused((q, k, v), Options(True, 0.3, 0.0))
+    torch.library.opcheck(torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0))
+
+
+def launched(dtype, d, version=None):
+    x = torch.randn(1, 1, 8, d, dtype=dtype)
+    with cukern.backend("sim"), collecting() as found:
+        cukern.attention(x, x, x, version=version)
+    return {name.partition("<")[0] for name in found}
+
+
+def test_default():
+    assert launched(BF16, 64) == launched(HALF, 8) == launched(BF16, 64, "v3") == {"attention_v3"}
+    for dtype, d in ((torch.float32, 64), (torch.float64, 64), (BF16, 9), (BF16, 136)):
+        assert all("causal_softmax" in name for name in launched(dtype, d))
+
+
+@pytest.mark.parametrize("d", [4, 60, 136])
+def test_head_dim_that_is_not_supported(d):
+    x = torch.randn(1, 1, 3, d, dtype=BF16, device=DEVICE)
+    with pytest.raises(ValueError, match=f"a multiple of 8, from 8 to 128, and the same for q, k and v, got {d}"):
+        cukern.attention(x, x, x, version="v3")
+
+
+def test_lengths_compile_nothing():
+    """The kernels of a call depend on the dtype, the head_dim and the softcap only."""
+    assert len(fused.instances(BF16)) == 10 and fused.instances(torch.float32) == []
+    assert {k.name for k in fused.instances(BF16)} <= set(OPS["attention"].kernels())

@@ -1,0 +1,143 @@
+"""linear_cross_entropy beyond test_ops.py: every option against float64, chunks, what is wanted, memory, second derivatives, errors."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import DEVICE, gpu, kernels, places, same_bits
+from test_cross_entropy import expected
+
+import cukern
+
+EVERY = pytest.mark.parametrize("device, version", places("linear_cross_entropy"))
+
+
+def drawn(rows, classes, columns, dtype=torch.float32, device=DEVICE):
+    x, weight = torch.randn(rows, columns, device=device), torch.randn(classes, columns, device=device) * columns**-0.5
+    targets = torch.randint(classes - 3, (rows,), device=device)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def exact(x, weight, targets, scale=1.0, **options):
+    """The loss, and its gradients times `scale`, in float64, from logits that are rounded to x's dtype."""
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    logits = x @ weight.T
+    loss = expected(logits + (logits.to(torch.float32) - logits).detach(), targets, **options)
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight), torch.full_like(loss, scale))
+
+
+@EVERY
+def test_every_option(device, version):
+    x, weight, targets = drawn(11, 37, 5, device=device)
+    targets[3] = targets[8] = 7
+    names = "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "vocab_size"
+    for i, values in enumerate(itertools.product((-100, 7), ("mean", "sum"), (0.0, 0.2), (0.0, 0.1), (None, 4.0), (None, 34))):
+        options = dict(zip(names, values, strict=True))
+        of = x, weight, targets.int() if i % 2 else targets
+        loss = cukern.linear_cross_entropy(*of, **options, chunk_rows=(4, 11, None)[i % 3], version=version)
+        found, correct = (loss.detach(), *torch.autograd.grad(loss, of[:2], torch.full_like(loss, 0.7))), exact(*of, 0.7, **options)
+        for a, b in zip(found, correct, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6, msg=lambda text, options=options: f"{options}: {text}")
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_16_bit_gradients_are_as_accurate_as_torch(dtype):
+    x, weight, targets = drawn(40, 67, 24, dtype)
+    loss = cukern.linear_cross_entropy(x, weight, targets, chunk_rows=16)
+    assert loss.dtype == torch.float32
+    found, correct = torch.autograd.grad(loss, (x, weight)), exact(x, weight, targets)
+    torch_loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight), targets)
+    theirs = torch.autograd.grad(torch_loss, (x, weight))
+    assert abs(loss.item() - correct[0].item()) < 8 * torch.finfo(dtype).eps
+    for ours, other, right in zip(found, theirs, correct[1:], strict=True):
+        assert (ours.double() - right).norm() <= 1.5 * (other.double() - right).norm()
+
+
+@EVERY
+def test_what_is_not_wanted_is_not_computed(device, version):
+    x, weight, targets = drawn(9, 20, 8, device=device)
+    loss, dx, dweight = exact(x, weight, targets)
+    for wants_x, wants_weight in itertools.product((False, True), repeat=2):
+        leaves = x.detach().requires_grad_(wants_x), weight.detach().requires_grad_(wants_weight)
+        found = cukern.linear_cross_entropy(*leaves, targets, version=version)
+        assert found.requires_grad == (wants_x or wants_weight)
+        torch.testing.assert_close(found.detach().double(), loss, rtol=1e-5, atol=1e-6)
+        if found.requires_grad:
+            found.backward()
+        for leaf, right, wanted in zip(leaves, (dx, dweight), (wants_x, wants_weight), strict=True):
+            assert (leaf.grad is not None) == wanted
+            if wanted:
+                torch.testing.assert_close(leaf.grad.double(), right, rtol=1e-4, atol=1e-6)
+
+
+@EVERY
+def test_ignored_empty_and_leading_dimensions(device, version):
+    x, weight, targets = drawn(6, 20, 8, device=device)
+    none = torch.full_like(targets, -100)
+    loss = cukern.linear_cross_entropy(x, weight, none, version=version)
+    assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
+    assert cukern.linear_cross_entropy(x[:0], weight, none[:0], version=version).isnan()
+    empty = cukern.linear_cross_entropy(x[:0], weight, none[:0], reduction="sum", version=version)
+    assert empty.item() == 0 and not torch.autograd.grad(empty, weight)[0].any()
+    whole = cukern.linear_cross_entropy(x, weight, targets, version=version)
+    assert torch.equal(whole, cukern.linear_cross_entropy(x.view(2, 3, 8), weight, targets.view(2, 3), version=version))
+    by_columns = x.detach().t().contiguous().t(), torch.randn(8, 20, device=device).t()
+    torch.testing.assert_close(
+        cukern.linear_cross_entropy(*by_columns, targets, version=version),
+        cukern.linear_cross_entropy(*(t.contiguous() for t in by_columns), targets, version=version),
+    )
+
+
+@kernels
+def test_two_calls_and_two_backwards_give_the_same_bits():
+    x, weight, targets = drawn(33, 40, 16)
+    runs = []
+    for _ in range(2):
+        loss = cukern.linear_cross_entropy(x, weight, targets, chunk_rows=8)
+        runs += [(loss, *torch.autograd.grad(loss, (x, weight), retain_graph=True)) for _ in range(2)]
+    assert all(same_bits(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+def test_second_derivatives():
+    x, weight = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 5))
+    targets = torch.tensor([0, 4, -100, 2])
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "reduction": "sum"}):
+        function = lambda *leaves, options=options: cukern.linear_cross_entropy(*leaves, targets, **options)  # noqa: E731
+        assert torch.autograd.gradcheck(function, (x, weight)) and torch.autograd.gradgradcheck(function, (x, weight))
+
+
+@gpu
+def test_memory():
+    """Beyond the gradients and one float32 gradient of the weight: an eighth of the logits."""
+    x, weight, targets = drawn(8192, 50304, 768, torch.bfloat16)
+    for _ in range(2):
+        x.grad = weight.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        cukern.linear_cross_entropy(x, weight, targets).backward()
+    peak = torch.cuda.max_memory_allocated() - before - 2 * (x.numel() + weight.numel()) - 4 * weight.numel()
+    assert peak <= 8192 * 50304 * 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"x": torch.randn(4, 5)}, ValueError, r"x must be \(..., C\) and weight \(V, C\), got \(4, 5\) and \(7, 6\)"),
+        ({"weight": torch.randn(6)}, ValueError, r"weight \(V, C\), got \(4, 6\) and \(6,\)"),
+        ({"weight": torch.randn(7, 6).half()}, TypeError, "dtype"),
+        ({"targets": torch.zeros(5, dtype=torch.long)}, ValueError, r"targets .*\(5,\)"),
+        ({"targets": torch.zeros(4)}, TypeError, "targets .*float32"),
+        ({"targets": torch.full((4,), 7)}, ValueError, r"targets must be in 0\.\.6"),
+        ({"reduction": "none"}, ValueError, "reduction .*'none'"),
+        ({"chunk_rows": 0}, ValueError, "chunk_rows .*0"),
+        ({"vocab_size": 8}, ValueError, "vocab_size .*8"),
+        ({"label_smoothing": math.nan}, ValueError, "label_smoothing"),
+        ({"version": "v9"}, ValueError, "v9"),
+    ],
+)
+def test_refused(change, error, says):
+    arguments = {"x": torch.randn(4, 6), "weight": torch.randn(7, 6), "targets": torch.zeros(4, dtype=torch.long)} | change
+    with pytest.raises(error, match=says):
+        cukern.linear_cross_entropy(**arguments)

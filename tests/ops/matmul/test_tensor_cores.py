@@ -1,0 +1,280 @@
+"""matmul and linear on tensor cores: every tile, layout and copy width, split-K, batches, precision, epilogues and their gradients."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from helpers import DEVICE, PLACE, Guarded, exact_gradients, gpu, kernels, same_bits
+from torch.nn import functional
+
+import cukern
+from cukern.bench import environment
+from cukern.ops.matmul import mma_plan, wgmma_plan
+from cukern.ops.matmul.epilogue import ACTIVATIONS, Epilogue
+from cukern.ops.matmul.product import run
+from cukern.ops.matmul.tensor_cores import V7
+from cukern.runtime import backend
+from cukern.runtime.device import KNOWN, device_of, restricted
+
+F, H, B = torch.float32, torch.float16, torch.bfloat16
+TILES = [("v6", t) for t in mma_plan.TILES] + [("v7", t) for t in wgmma_plan.TILES]
+LAYOUTS = list(itertools.product((False, True), repeat=2))
+EPS = {"tf32": 2.0**-11, "": 0.0}
+ACTIVATE = {
+    None: lambda x: x,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+def need(version: str) -> None:
+    if device_of(0 if PLACE == "cuda" else backend.SIMULATED).capability < (90 if version == "v7" else 80):
+        pytest.skip(f"this GPU is too old for {version}")
+
+
+def matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype, device: str, pad: int = 0) -> torch.Tensor:
+    """A random matrix whose rows, or columns if it is turned, are contiguous and `pad` elements apart."""
+    x = torch.randn(*((columns, rows + pad) if turned else (rows, columns + pad)), device=device).to(dtype)
+    return x[:, :rows].t() if turned else x[:, :columns]
+
+
+def assert_right(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, what: object, precision: str = "") -> None:
+    """Relative to the sum of |a b|, the error is at most torch's, twice, and three roundings, or twice that of TF32 operands."""
+    exact, scale = a.cpu().double() @ b.cpu().double(), a.cpu().double().abs() @ b.cpu().double().abs()
+    peer = ((a @ b).cpu().double() - exact).abs()
+    error = ((out.cpu().double() - exact).abs() / scale).nan_to_num(nan=math.inf).max()
+    allowed = 2 * (peer / scale).max() + 3 * torch.finfo(out.dtype).eps + 2 * EPS[precision]
+    assert error <= allowed, f"{what}: {error:.2e}, allowed {allowed:.2e}"
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, version: str, tile: str = "", precision: str | None = None) -> torch.Tensor:
+    """The product in a guarded output, by one tile."""
+    out = Guarded((*a.shape[:-1], b.shape[-1]), a.dtype, a.device.type)
+    with restricted(tile), backend.simulated_memory([a, b, out.memory]):
+        run(out.tensor, a, b, Epilogue(), precision or "", version)
+    out.check(f"{version} {tile}")
+    return out.tensor
+
+
+@kernels
+@pytest.mark.parametrize("version, tile", TILES, ids=lambda x: getattr(x, "name", x))
+def test_every_tile_and_layout(device, version, tile):
+    """One row of tiles and a part of the next, in both directions, and a K that does not fill the last k tile."""
+    need(version)
+    M, N = tile.rows * getattr(tile, "cluster", 1) + 8, tile.columns + 8
+    split = getattr(tile, "split", False)
+    for (ta, tb), dtype in zip(LAYOUTS, (F, F, F, F) if split else (B, H, B, H), strict=True):
+        a, b = matrix(M, 72, ta, dtype, device), matrix(72, N, tb, dtype, device)
+        assert_right(multiply(a, b, version, tile.name), a, b, (tile.name, ta, tb, dtype))
+    if not split:
+        a, b = matrix(M, 72, False, F, device), matrix(72, N, True, F, device)
+        assert_right(multiply(a, b, version, tile.name, "tf32"), a, b, (tile.name, "tf32"), "tf32")
+
+
+@kernels
+@pytest.mark.parametrize("version, tile", TILES, ids=lambda x: getattr(x, "name", x))
+def test_more_k_tiles_than_stages(device, version, tile):
+    """Stages of the ring buffer are filled again, also by the next tile of a persistent block."""
+    need(version)
+    dtype = F if getattr(tile, "split", False) else B
+    a, b = matrix(8, 1040 // dtype.itemsize, False, dtype, device), matrix(1040 // dtype.itemsize, 5 * tile.columns, True, dtype, device)
+    assert_right(multiply(a, b, version, tile.name), a, b, tile.name)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (B, H, F), ids=str)
+@pytest.mark.parametrize("pad", (0, 1, 2, 4))
+def test_every_alignment(device, dtype, pad):
+    """Copies of 2, 4 and 16 bytes, of sizes that end anywhere in them."""
+    for (ta, tb), (M, N, K) in zip(LAYOUTS, ((7, 33, 65), (66, 9, 34), (17, 70, 68), (1, 3, 131)), strict=True):
+        a, b = matrix(M, K, ta, dtype, device, pad), matrix(K, N, tb, dtype, device, pad)
+        assert_right(multiply(a, b, "v6"), a, b, (M, N, K, ta, tb))
+        if dtype == F:
+            assert_right(multiply(a, b, "v6", precision="tf32"), a, b, (M, N, K, ta, tb, "tf32"), "tf32")
+
+
+@kernels
+@pytest.mark.parametrize("version", ("v6", "v7"))
+def test_split_k(device, version, monkeypatch):
+    """Partial sums in an order that does not change, with a bias, an activation and a residual after the last."""
+    need(version)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
+    for N in (40, 41):
+        a, b = matrix(24, 1032, False, B, device), matrix(1032, N, True, B, device)
+        assert mma_plan.plan(24, N, 1032, 1, 2, 1, KNOWN["h200"]._replace(sms=16), True).splits > 1
+        assert_right(multiply(a, b, version), a, b, N)
+        assert same_bits(multiply(a, b, version), multiply(a, b, version))
+        bias, residual = matrix(1, N, False, B, device)[0], matrix(24, N, False, B, device)
+        ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version=version)
+        exact = (a.double() @ b.double() + bias.double()).relu() + residual.double()
+        assert float((ours.double() - exact).norm() / exact.norm()) < 2**-8
+
+
+@kernels
+@pytest.mark.parametrize("version", ("v4", "v6", "v7"))
+def test_batches(device, version):
+    """Leading dimensions broadcast; gradients are those of torch."""
+    need(version)
+    for lead_a, lead_b in (((3,), (3,)), ((2, 1), (3,)), ((3,), (1,)), ((), (2,)), ((0,), (1,))):
+        a, b = torch.randn(*lead_a, 9, 24, device=device).to(B), torch.randn(*lead_b, 24, 16, device=device).to(B)
+        dout = torch.randn(*torch.broadcast_shapes(lead_a, lead_b), 9, 16, device=device)
+        ours = exact_gradients(partial(cukern.matmul, version=version), (a, b), dout.to(B))
+        for x, y in zip(ours, exact_gradients(torch.matmul, (a.double(), b.double()), dout.to(B).double()), strict=True):
+            assert x.shape == y.shape and float((x.double() - y).norm()) <= 2**-8 * float(y.norm())
+
+
+@kernels
+@pytest.mark.parametrize("dtype, version", [(B, None), (H, "v6"), (F, "v6"), (F, None), (torch.float64, None), (B, "v2"), (H, "cublas")])
+def test_epilogues_and_their_gradients(device, dtype, version):
+    """Bias, activation, pre-activation and residual, in all combinations that the kernels know, against float64."""
+    tolerance = 4 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5 if dtype == F else 1e-12
+    x, weight, bias, residual = (torch.randn(s, device=device).to(dtype) for s in ((2, 19, 40), (27, 40), (27,), (2, 19, 27)))
+    for activation, (with_bias, with_residual) in zip(ACTIVATE, (*LAYOUTS, (True, True)), strict=True):
+        inputs = [x, weight, *[bias] * with_bias, *[residual] * with_residual]
+        douts = [torch.randn(2, 19, 27, device=device).to(dtype) for _ in range(2)]
+
+        def ours(x, weight, *rest, activation=activation, with_bias=with_bias, with_residual=with_residual):
+            options = {"bias": rest[0] if with_bias else None, "residual": rest[-1] if with_residual else None}
+            return cukern.linear(x, weight, **options, activation=activation, return_pre_activation=True, version=version)
+
+        def exact(x, weight, *rest, activation=activation, with_bias=with_bias, with_residual=with_residual):
+            pre = functional.linear(x, weight, rest[0] if with_bias else None)
+            return ACTIVATE[activation](pre) + (rest[-1] if with_residual else 0), pre
+
+        results = []
+        for function, kind in ((ours, dtype), (exact, torch.float64)):
+            leaves = [t.detach().to(kind).requires_grad_() for t in inputs]
+            outs = function(*leaves)
+            results.append([*(y.detach() for y in outs), *torch.autograd.grad(outs, leaves, [d.to(kind) for d in douts])])
+        for i, (a, b) in enumerate(zip(*results, strict=True)):
+            assert a.dtype == dtype and float((a.double() - b).norm() / b.norm()) < tolerance, (activation, i)
+
+
+@kernels
+def test_activations_of_extreme_values(device):
+    """As torch's in float64: zeros, large numbers of both signs, infinities and NaN."""
+    x = torch.tensor([0.0, -0.0, 1e-30, 88.0, -88.0, 200.0, -200.0, 3e38, -3e38, math.inf, -math.inf, math.nan], device=device)
+    one = torch.eye(len(x), device=device)
+    for activation in ACTIVATIONS[1:]:
+        ours = cukern.linear(one[:1], torch.zeros(len(x), len(x), device=device), x, activation=activation, version="v6")[0]
+        exact = ACTIVATE[activation](x.double()).float()
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-36, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", (B, F), ids=str)
+def test_weight_gradients_accumulate_in_float32(device, dtype):
+    x, weight = torch.randn(33, 24, device=device).to(dtype), torch.randn(16, 24, device=device).to(dtype).requires_grad_()
+    into = torch.randn(16, 24, device=device)
+    before, dout = into.clone(), torch.randn(33, 16, device=device).to(dtype)
+    for _ in range(2):
+        y = cukern.linear(x, weight, activation="relu", accumulate_into=into)
+        y.backward(dout)
+    assert weight.grad is None
+    dpre = dout.double() * (functional.linear(x.double(), weight.detach().double()) > 0)
+    exact = 2 * dpre.t() @ x.double()
+    assert float((into.double() - before.double() - exact).norm() / exact.norm()) < 1e-5
+    with pytest.raises(NotImplementedError, match="accumulate_into"):
+        torch.autograd.grad(cukern.linear(x, weight, accumulate_into=into).sum(), weight, create_graph=True)
+
+
+@kernels
+def test_second_derivatives_of_an_epilogue(device):
+    inputs = [torch.randn(s, device=device, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (5, 4), (5,), (3, 5))]
+
+    def function(x, weight, bias, residual):
+        return cukern.linear(x, weight, bias, activation="gelu_tanh", residual=residual, return_pre_activation=True)
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@kernels
+def test_precision_follows_torchs_switches(device):
+    """float32 is strict, TF32 if torch allows it, and 3xTF32 if it, or a version of tensor cores, is named."""
+    a, b = torch.randn(40, 260, device=device), torch.randn(260, 24, device=device)
+    strict = cukern.matmul(a, b)
+    assert same_bits(strict, cukern.matmul(a, b, version="v5")) and same_bits(strict, cukern.matmul(a, b, precision="ieee"))
+    tf32, three = cukern.matmul(a, b, precision="tf32"), cukern.matmul(a, b, precision="3xtf32")
+    exact = a.double() @ b.double()
+    errors = [float((y.double() - exact).norm() / exact.norm()) for y in (strict, three, tf32)]
+    assert errors[0] < 5e-7 and errors[1] < 5e-7 and 5e-5 < errors[2] < 1e-3, errors
+    assert not same_bits(strict, three)
+    with environment.float32_products(True):
+        assert same_bits(cukern.matmul(a, b, version="v6"), tf32) and same_bits(cukern.matmul(a, b, precision="ieee"), strict)
+        assert same_bits(cukern.matmul(a, b, version="v6", precision="3xtf32"), three)
+    with cukern.use("matmul", "v6"):
+        assert same_bits(cukern.matmul(a, b), three)
+
+
+@kernels
+@pytest.mark.parametrize("version", ("v6", "v7"))
+def test_rows_do_not_depend_on_the_number_of_rows(device, version):
+    """In torch's deterministic mode, which the tests of kernels turn on."""
+    need(version)
+    assert torch.are_deterministic_algorithms_enabled()
+    a, b = torch.randn(300 if PLACE == "cuda" else 150, 520, device=device).to(B), torch.randn(520, 48, device=device).to(B)
+    whole = cukern.matmul(a, b, version=version)
+    assert all(same_bits(cukern.matmul(a[:n], b, version=version), whole[:n]) for n in (1, 16, 65, 130))
+
+
+@pytest.mark.parametrize("name", ("h200", "a100", "rtx4090", "l40s"))
+def test_plans_fit_the_gpu(name):
+    device = KNOWN[name]
+    for M, N, K, batch in itertools.product((1, 16, 100, 4096, 50257), (8, 768, 50304), (1, 64, 768, 16384), (1, 64)):
+        for itemsize, terms in ((2, 1), (4, 1), (4, 3)):
+            plan = mma_plan.plan(M, N, K, batch, itemsize, terms, device, True)
+            assert plan.tile.shared <= device.shared_bytes and 1 <= plan.splits <= max(1, K * itemsize // 128)
+            assert mma_plan.plan(M, N, K, batch, itemsize, terms, device, False).splits == 1
+        wide = wgmma_plan.plan(M, N, K, batch, 2, True, device, True)
+        assert (wide is None) == (name != "h200")
+        if wide is not None:
+            assert wide.tile.shared <= device.shared_bytes and wide.grid % wide.tile.cluster == 0 < wide.grid <= device.sms
+
+
+@pytest.mark.parametrize("tile", wgmma_plan.TILES, ids=lambda t: t.name)
+def test_blocks_of_wgmma_fit_an_sm(tile):
+    """Registers of all threads, before and after setmaxnreg, and shared memory."""
+    kernel = V7[B, B, True, True, tile.name]
+    report = kernel.compile("sm_90a").report
+    assert report.spill_stores == 0 and report.registers * wgmma_plan.THREADS <= 1 << 16 and 2 * 128 * 232 + 128 * 40 <= 1 << 16
+    assert report.shared + tile.shared <= KNOWN["h200"].shared_bytes
+
+
+@gpu
+def test_random_shapes():
+    for _ in range(60):
+        M, N, K = (int(2 ** (torch.rand(()) * 11)) for _ in range(3))
+        (ta, tb), pad = LAYOUTS[int(torch.randint(4, ()))], int(torch.randint(3, ())) * 4
+        for dtype, version in itertools.product((B, F), ("v6", "v7")):
+            need(version)
+            a, b = matrix(M, K, ta, dtype, DEVICE, pad), matrix(K, N, tb, dtype, DEVICE, pad)
+            assert_right(multiply(a, b, version), a, b, (M, N, K, ta, tb, pad, dtype, version))
+
+
+X, W = torch.ones(2, 3), torch.ones(5, 3)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"activation": "tanh"}, ValueError, "activation must be one of gelu, gelu_tanh, relu, silu, got 'tanh'"),
+        ({"activation": 3}, TypeError, "activation must be a str"),
+        ({"residual": torch.ones(2, 4)}, ValueError, r"residual has shape \(2, 4\), it must be \(2, 5\)"),
+        ({"residual": torch.ones(2, 5).half()}, TypeError, "residual is torch.float16"),
+        ({"return_pre_activation": 1}, TypeError, "return_pre_activation must be a bool"),
+        ({"precision": "fp32"}, ValueError, "precision must be one of ieee, tf32, 3xtf32, got 'fp32'"),
+        ({"accumulate_into": torch.ones(3, 5)}, ValueError, r"accumulate_into has shape \(3, 5\)"),
+        ({"accumulate_into": torch.ones(5, 3).half()}, TypeError, "accumulate_into must be torch.float32"),
+        ({"accumulate_into": torch.ones(3, 5).t()}, ValueError, "accumulate_into must be contiguous"),
+        ({"accumulate_into": torch.ones(5, 3)}, ValueError, "needs kernels"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        cukern.linear(X, W, **arguments)

@@ -1,0 +1,186 @@
+"""cukern.load and cukern.compile: macros, launches as in CUDA C++, clusters, streams, arrays of other libraries, hints for errors."""
+
+import importlib.util
+
+import pytest
+import torch
+from helpers import DEVICE, SCALE, gpu, kernels, no_gpu
+
+import cukern
+from cukern.runtime import arguments
+from cukern.runtime.hints import hint
+
+COPY = """
+__global__ void copy(T* out, const T* x, int n) {
+    extern __shared__ char bytes[];
+    int i = blockIdx.x * TILE + threadIdx.x;
+#ifdef TWICE
+    if (i < n) { T* s = (T*)bytes; s[threadIdx.x] = x[i] + x[i]; out[i] = s[threadIdx.x]; }
+#else
+    if (i < n) out[i] = x[i];
+#endif
+}
+"""
+RANK = """
+__global__ void rank(int* out) {
+    unsigned r, n;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+    if (threadIdx.x == 0) out[blockIdx.x] = r + 10 * n;
+}
+"""
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_macros_and_launches_in_brackets(dtype, tmp_path):
+    (tmp_path / "copy.cu").write_text(COPY)
+    defines = {"TILE": 32, "T": dtype}
+    once = cukern.load(tmp_path / "copy.cu", defines=defines)
+    twice = cukern.compile(COPY, "copy", defines={**defines, "TWICE": None})
+    x, out = torch.randn(50, dtype=dtype, device=DEVICE), torch.empty(50, dtype=dtype, device=DEVICE)
+    for _ in range(2):  # the second launch on a GPU is the quick one
+        once[2, 32](out, x, 50)
+        assert torch.equal(out, x)
+        twice[(2, 1, 1), 32, 32 * dtype.itemsize](out, x, 50)
+        assert torch.equal(out, 2 * x)
+    with pytest.raises(TypeError, match=r"copy\[grid, block\] or copy\[grid, block, shared, stream\], got copy\[2\]"):
+        once[2]
+
+
+@pytest.mark.parametrize(
+    "defines, error, says",
+    [
+        ({"a b": 1}, ValueError, "the name of a macro must be an identifier, got 'a b'"),
+        ({"A": [1]}, TypeError, "A must be a number, a str, a dtype, a bool or None, got list"),
+        ({"A": "1\n2"}, ValueError, "A must be one line"),
+        ({"A": torch.int32}, ValueError, "A must be one of torch.float16"),
+        ("A=1", TypeError, "defines must be a dict such as {'TILE': 32}, got"),
+    ],
+)
+def test_macros_that_are_refused(defines, error, says):
+    with pytest.raises(error, match=says):
+        cukern.compile(SCALE, defines=defines)
+
+
+@kernels
+def test_a_cluster_is_that_of_the_launch():
+    if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("clusters need compute capability 9.0")
+    rank, out = cukern.compile(RANK), torch.empty(4, dtype=torch.int32, device=DEVICE)
+    for cluster, expected in ((2, [20, 21, 20, 21]), ((4, 1), [40, 41, 42, 43]), (None, [10, 10, 10, 10])):
+        rank(out, grid=4, block=32, cluster=cluster)
+        assert out.tolist() == expected
+    with pytest.raises(cukern.LaunchError, match="grid x = 3 is not a multiple of the 2"):
+        rank(out, grid=3, block=32, cluster=2)
+    with pytest.raises(TypeError, match=r"stream must be a torch\.cuda\.Stream"):
+        rank(out, grid=3, block=32, stream=5)
+
+
+@kernels
+def test_a_wrong_argument_shows_the_signature():
+    scale, x = cukern.compile(SCALE), torch.ones(4, device=DEVICE)
+    for args in ((x, "2"), (x.double(), 2.0), (x, 2.0, 3)):
+        with pytest.raises((TypeError, ValueError), match=r"scale.*\(float\* x, float s\)"):
+            scale[1, 4](*args)
+    with pytest.raises(ValueError, match="has no __global__ function 'other'; it has scale"):
+        cukern.compile(SCALE, "other")
+
+
+def test_the_quick_launch_takes_only_right_arguments():
+    """With a recorder in the place of a launch, on the device -1 of CPU tensors."""
+    kernel, seen, x = cukern.compile("__global__ void k(float* x, void* y, int n, bool b, float s) {}"), [], torch.ones(4)
+    with cukern.backend("sim"):
+        params = kernel.params
+    kernel._quick[-1] = (lambda *values: seen.append(values)), tuple(map(arguments.quick, params))
+    assert not kernel._launched_quickly((x, x, 1, True, 2.0), 1, 32, 0), "a bool is checked"
+    kernel._quick[-1] = kernel._quick[-1][0], tuple(map(arguments.quick, params[:3]))
+    assert kernel._launched_quickly((x, x.int(), 3), 1, (32, 2), 16)
+    assert seen[0][:3] == ((1, 1, 1), (32, 2, 1), 16) and seen[0][3] == x.data_ptr() and seen[0][5] == 3
+    wrong = [(x.double(), x, 1), (x, None, 1), (x, x), (x, x, 1, 2), (x, x, x), (x, x, True), (x, x, "1"), (1, x, 1), (x.numpy(), x, 1), ()]
+    wrong += [(x.to_sparse(), x, 1), (torch._neg_view(x), x, 1)]
+    assert not any(kernel._launched_quickly(args, 1, 32, 0) for args in wrong)
+    assert not any(
+        kernel._launched_quickly((x, x, 1), *dims) for dims in ((0, 32, 0), (1, "x", 0), (1, True, 0), (1, 32, -1), (1, 32, 0.5))
+    )
+    assert len(seen) == 1
+
+
+@gpu
+def test_a_stream_and_arrays_of_other_libraries():
+    scale, x, stream = cukern.compile(SCALE), torch.ones(4, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(10_000_000)
+    scale[1, 4, 0, stream](x, 3.0)
+    assert not torch.cuda.current_stream().query(), "the launch is on the other stream"
+    stream.synchronize()
+    assert x.tolist() == [3.0] * 4
+
+    class Array:  # what Numba's device arrays have
+        __cuda_array_interface__ = x.__cuda_array_interface__
+
+    scale[1, 4](Array(), 2.0)
+    assert x.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize("library", ["jax", "cupy", "numba"])
+@gpu
+def test_arrays_of(library):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    import numpy
+
+    host, out = numpy.arange(4, dtype=numpy.float32), torch.empty(4, device="cuda")
+    if library == "jax":
+        import jax.numpy as jnp
+
+        x = jnp.asarray(host)
+    elif library == "cupy":
+        import cupy
+
+        x = cupy.asarray(host)
+    else:
+        from numba import cuda
+
+        x = cuda.to_device(host)
+    copy = cukern.compile(COPY, defines={"TILE": 32, "T": "float"})
+    copy[1, 32](out, x, 4)
+    assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
+    if library == "jax":
+        with pytest.raises(ValueError, match="JAX arrays are immutable"):
+            copy[1, 32](x, out, 4)
+
+
+@no_gpu
+def test_an_array_on_a_gpu_that_is_not_there():
+    class Array:
+        __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
+
+    with cukern.backend("sim"), pytest.raises(TypeError, match=r"x \(Array\) cannot become a tensor"):
+        cukern.compile(SCALE)[1, 4](Array(), 2.0)
+
+
+TRAPS = {
+    "float f(float a) { return a; }\n__global__ void k(float* x) { x[0] = f(x[0]); }": "compiles device code only: declare it __device__",
+    "#include <algorithm>\n__global__ void k(float* x) { x[0] = std::max(x[0], 1.f); }": "such as fmaxf, max, expf, without std::",
+    "__global__ void k(float* x) { x[0] = -INFINITY; }": "__int_as_float(0x7f800000) for infinity",
+    "__global__ void k(__half* x) {}": "add #include <cuda_fp16.h>",
+    "#include <cuda_fp16.h>\n__global__ void k(__half* x) { x[0] = x[0] + 1.0; }": "convert first, as in float(x)",
+    "__global__ void k(float* x, int n) { __shared__ float s[n]; x[0] = s[0]; }": "the size of a shared array is a constant",
+    "__global__ void k(float* x) { x[0] = __shfl_xor(x[0], 1); }": "__shfl_xor_sync(0xffffffff, v, 1)",
+    "__global__ void k(float* x) { __shared__ float s[99999]; s[threadIdx.x] = 1; __syncthreads(); x[0] = s[1]; }": "ends at 48 KiB",
+    "__global__ void k(float* x) { x[0] = 1 \n}": "the line before it lacks a semicolon",
+    '#include "nowhere.cuh"\n__global__ void k(float* x) {}': "headers are searched in the folder of the .cu file",
+}
+
+
+@pytest.mark.parametrize("text", TRAPS)
+def test_the_usual_traps_have_a_hint(text):
+    with pytest.raises(cukern.CompileError) as caught:
+        cukern.compile(text, "k").compile("sm_90a")
+    assert f"{TRAPS[text]}" in str(caught.value).splitlines()[-1]
+    assert str(caught.value).count("hint: ") == 1
+
+
+def test_no_hint_where_none_fits():
+    assert hint('k.cu(1): error: identifier "y" is undefined') == ""
