@@ -1,14 +1,29 @@
 """Small kernels in the simulator, for the tests of its machine: compile a text, launch it on CPU tensors, find a marked line."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
+from helpers import gpu
 
+import cukern
 from cukern import sim
 from cukern.runtime import signature
 from cukern.runtime.compiler import compile_ptx
 from cukern.runtime.sources import Source
+
+PLACES = ["cpu", pytest.param("cuda", marks=gpu)]  # the device of a launch's tensors: in the simulator, and on a GPU
+
+
+def on(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Launches on tensors of this device: in the simulator for the CPU. A GPU must be of compute capability 9.0."""
+    if device == "cpu":
+        return cukern.backend("sim")
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return contextlib.nullcontext()
 
 
 def load(text: str, name: str | None = None) -> sim.Launch:

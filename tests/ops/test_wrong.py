@@ -786,6 +786,7 @@ def test_every_wrong_kernel_has_its_case():
 @pytest.mark.parametrize("op", [name for name in own_names() if any(not v.in_torch for v in OPS[name].versions.values())])
 def test_every_op_has_three(op):
     folders = {"log_softmax": "softmax/log_softmax_", "linear": "matmul/linear_", "rmsnorm": "layernorm/"}
+    folders |= {"linear_cross_entropy": "cross_entropy/"}
     folder = (folders | dict.fromkeys(("swiglu", "geglu"), "gelu/gated_")).get(op, f"{op}/")
     assert sum(case.file.startswith(folder) for case in CASES) >= 3
 

@@ -1,9 +1,10 @@
-"""mbarrier and st.async in the simulator: what right kernels compute, and what it says of wrong ones."""
+"""mbarrier and st.async: what right kernels compute, and what it says of wrong ones."""
 
 import pytest
 import torch
-from sim_kernels import simulate
+from sim_kernels import PLACES, on
 
+import cukern
 from cukern import sim
 
 # Two blocks send each other their numbers, plus 1, `rounds` times.
@@ -40,19 +41,21 @@ __global__ void __cluster_dims__(2, 1, 1) k(float4* out, const float4* x, int ro
 RIGHT = {"MADE": "mbarriers_made();", "FREE": "mbarrier_wait(free, i + 1 & 1);", "FULL": "mbarrier_wait(full, i & 1);", "EXPECTED": "512"}
 
 
-def exchange(rounds=3, **changed):
+def exchange(rounds=3, device="cpu", **changed):
     text = EXCHANGE
     for word, code in (RIGHT | changed).items():
         text = text.replace(word, code)
-    x = torch.randn(4, 64, 4)
+    x = torch.randn(4, 64, 4, device=device)
     out = torch.full_like(x, torch.nan)
-    simulate(text, out.view(-1), x.view(-1), rounds, grid=4, block=64)
-    return out, x
+    with on(device):
+        cukern.compile(text)(out.view(-1), x.view(-1), rounds, grid=4, block=64)
+    return out.cpu(), x.cpu()
 
 
-def test_blocks_that_send_each_other_numbers():
+@pytest.mark.parametrize("device", PLACES)
+def test_blocks_that_send_each_other_numbers(device):
     for rounds in (1, 2, 5):
-        out, x = exchange(rounds)
+        out, x = exchange(rounds, device)
         for _ in range(rounds):
             x[..., 0] += 1
             x = x.view(2, 2, 64, 4).flip(1)[:, :, torch.arange(64) ^ 33].view(4, 64, 4)
@@ -76,7 +79,8 @@ def test_what_is_wrong(changed, what):
         exchange(**changed)
 
 
-def test_each_mbarrier_counts_for_itself():
+@pytest.mark.parametrize("device", PLACES)
+def test_each_mbarrier_counts_for_itself(device):
     """Made by one instruction, of two blocks and of two threads."""
     text = """#include "common/ptx/async_copy.cuh"
 #include "common/ptx/cluster.cuh"
@@ -96,6 +100,7 @@ __global__ void __cluster_dims__(2, 1, 1) k(int* out) {
     out[blockIdx.x * 32 + threadIdx.x] = 1;
 }
 """
-    out = torch.zeros(64, dtype=torch.int32)
-    simulate(text, out, grid=2, block=32)
+    out = torch.zeros(64, dtype=torch.int32, device=device)
+    with on(device):
+        cukern.compile(text)(out, grid=2, block=32)
     assert out.all()

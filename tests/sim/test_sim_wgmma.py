@@ -1,7 +1,8 @@
-"""wgmma in the simulator: every swizzle and layout of its operands as TMA writes them, every shape, and results that are read too early."""
+"""wgmma, simulated and on a GPU: swizzles and layouts of operands as TMA writes them, every shape, and results read too early."""
 
 import pytest
 import torch
+from sim_kernels import PLACES, on
 
 import cukern
 from cukern import sim
@@ -54,9 +55,9 @@ __global__ void __launch_bounds__(128) product(float* out, const __grid_constant
 NAMES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 
 
-def product(dtype, swizzle, columns=64, across=(False, False), k=64, text=PRODUCT):
+def product(dtype, swizzle, columns=64, across=(False, False), k=64, text=PRODUCT, device="cpu"):
     """a b of small integers, whose sums are exact, and its float64 reference."""
-    a, b = (torch.randint(-8, 9, shape).to(dtype) for shape in ((64, k), (columns, k)))
+    a, b = (torch.randint(-8, 9, shape, device=device).to(dtype) for shape in ((64, k), (columns, k)))
     row_bytes = swizzle or 16
     span = row_bytes // dtype.itemsize
     maps = []
@@ -65,30 +66,33 @@ def product(dtype, swizzle, columns=64, across=(False, False), k=64, text=PRODUC
         maps.append(cukern.tensor_map(stored, (stored.shape[0], span), swizzle))
     words = {"TYPE": NAMES[dtype], "ROW_BYTES": row_bytes, "ACROSS_A": str(across[0]).lower(), "ACROSS_B": str(across[1]).lower()}
     head = "".join(f"#define {name} {value}\n" for name, value in {**words, "K": k, "N": columns}.items())
-    out = torch.full((64, columns), torch.nan)
-    with cukern.backend("sim"):
+    out = torch.full((64, columns), torch.nan, device=device)
+    with on(device):
         cukern.compile(text.replace("CONSTANTS", head), "product")(out, *maps, grid=1, block=128)
     return out.double(), a.double() @ b.double().t()
 
 
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("across", [(False, False), (False, True), (True, False), (True, True)], ids=["nt", "nn", "tt", "tn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_layouts_of_16_bit_operands(dtype, across, swizzle):
-    found, wanted = product(dtype, swizzle, across=across)
+def test_layouts_of_16_bit_operands(dtype, across, swizzle, device):
+    found, wanted = product(dtype, swizzle, across=across, device=device)
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
-def test_layouts_of_tf32_operands(swizzle):
-    found, wanted = product(torch.float32, swizzle)
+def test_layouts_of_tf32_operands(swizzle, device):
+    found, wanted = product(torch.float32, swizzle, device=device)
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
 @pytest.mark.parametrize("columns", [32, 96, 128, 160, 192, 224, 256])
-def test_numbers_of_columns(columns, dtype):
-    found, wanted = product(dtype, 32 * dtype.itemsize, columns, k=32)
+def test_numbers_of_columns(columns, dtype, device):
+    found, wanted = product(dtype, 32 * dtype.itemsize, columns, k=32, device=device)
     assert torch.equal(found, wanted)
 
 
