@@ -13,7 +13,7 @@ from cukern.runtime.registry import OPS
 PLACES = [pytest.param("cpu", id="cpu"), pytest.param(DEVICE, marks=kernels, id="kernels")]
 SMALL = {"matmul": (3, 2, 4), "linear": (3, 2, 4), "square": (3, 5), "softmax": (3, 5), "log_softmax": (3, 5), "causal_softmax": (2, 3)}
 SMALL |= dict.fromkeys(("embedding", "embedding_tokens"), (2, 3, 4, 2))  # batch, time, vocabulary, features
-SMALL["attention"] = (2, 3, 2)
+SMALL |= {"attention": (2, 3, 2), "linear_cross_entropy": (3, 5, 2)}
 SMALL |= dict.fromkeys(("cross_entropy", "cross_entropy_padded"), (3, 5))
 
 

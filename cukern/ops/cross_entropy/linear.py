@@ -19,6 +19,8 @@ from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, Version, apply_of, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
 
+_batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
+
 
 def linear_cross_entropy(
     x: Any, weight: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
@@ -137,6 +139,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
+def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+    """total * scale in the dtype of `like`, without a copy in total's dtype. is_grads_batched has no rule for out=."""
+    if total.dtype == like.dtype or _batched(scale):
+        return (total * scale).to(like.dtype)
+    return torch.mul(total, scale, out=torch.empty_like(like))
+
+
 def _by_kernels(logits: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Writes the gradient of the summed losses over the logits. The sum, and the number of targets that are not ignored, in float64."""
     loss, stats = launch_forward(logits, targets, *options)
@@ -184,7 +193,7 @@ class _LinearCrossEntropy(Differentiable):
             with autocast.off(x):
                 scale = dloss / count.clamp(min=1)
                 dx = dx * scale if ctx.needs_input_grad[0] else None
-                found = dx, torch.mul(dweight, scale, out=torch.empty_like(weight)) if ctx.needs_input_grad[1] else None
+                found = dx, _scaled(dweight, scale, weight) if ctx.needs_input_grad[1] else None
         return *found, *(None,) * (len(ctx.options) + 4)
 
     @staticmethod
