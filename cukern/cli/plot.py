@@ -69,7 +69,7 @@ Key = tuple[str, str, str, tuple[int, ...], str, str]
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A recorded file, or FILE@COMMIT.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another file or commit.")],
-    op: Annotated[str | None, typer.Option(metavar="OP", help="Only this op.")] = None,
+    op: Annotated[str | None, typer.Option("--op", metavar="OP", help="Only this op.")] = None,
     peers: Annotated[bool, typer.Option("--peers", help="Peers and copies too.")] = False,
     most: Annotated[int, typer.Option(min=1, help="Rows of the table: those that differ most.")] = 30,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the ratios.")] = None,

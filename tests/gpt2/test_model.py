@@ -245,7 +245,7 @@ def test_recomputation_keeps_less_memory():
     kept = []
     for recompute in (0, 1, 2):
         model, (x, y) = made(SMALL, device=DEVICE, recompute=recompute), batch(SMALL, device=DEVICE)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             loss = model(x, y)
         events = profiler.key_averages()
         kept.append(sum(e.self_cpu_memory_usage if DEVICE == "cpu" else e.self_device_memory_usage for e in events))

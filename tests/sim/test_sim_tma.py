@@ -1,11 +1,10 @@
-"""Tensor maps and bulk tensor copies, simulated and on a GPU: boxes of 1 to 5 dimensions, swizzles, edges, multicast, and bugs."""
+"""Tensor maps and bulk tensor copies in the simulator: boxes of 1 to 5 dimensions, swizzles, the edges of a tensor, multicast, and bugs."""
 
 import ctypes
 
 import numpy as np
 import pytest
 import torch
-from sim_kernels import PLACES, on
 
 import cukern
 from cukern import sim
@@ -58,13 +57,13 @@ def copied(x, box, places, swizzle=0, **options):
     for word, value in {"TYPE": CTYPES[x.dtype], "SIZE": size, "RANK": rank, "PLACE": place}.items():
         text = text.replace(word, str(value))
     plain = {2: torch.int16, 1: torch.uint8}.get(x.dtype.itemsize, x.dtype)
-    seen, out = torch.zeros(len(places), *box, dtype=x.dtype, device=x.device), torch.zeros_like(x)
+    seen, out = torch.zeros(len(places), *box, dtype=x.dtype), torch.zeros_like(x)
     maps = [cukern.tensor_map(t, box, swizzle, **options) for t in (x, out)]
     view = seen.view(plain)
     text = text.replace("unsigned short", "short") if plain == torch.int16 else text
-    with on(x.device.type):
-        cukern.compile(text)(*maps, view, torch.tensor(places, dtype=torch.int32, device=x.device), grid=len(places), block=32)
-    return seen.cpu(), out.cpu()
+    with cukern.backend("sim"):
+        cukern.compile(text)(*maps, view, torch.tensor(places, dtype=torch.int32), grid=len(places), block=32)
+    return seen, out
 
 
 def expected(x, box, place, fill=0):
@@ -92,14 +91,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", CTYPES, ids=str)
 @pytest.mark.parametrize("shape, box, places", SHAPES, ids=["1d", "2d", "3d", "4d", "5d"])
-def test_boxes_of_every_rank(shape, box, places, dtype, device):
-    pitch = -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
-    x = numbers((*shape[:-1], pitch), dtype).to(device)[..., : shape[-1]]
+def test_boxes_of_every_rank(shape, box, places, dtype):
+    x = numbers((*shape[:-1], -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize), dtype)[..., : shape[-1]]
     seen, out = copied(x, box, places)
-    x = x.cpu()
     whole = torch.zeros(x.shape, dtype=torch.bool)
     for i, place in enumerate(places):
         wanted, covered = expected(x, box, place)
@@ -108,15 +104,14 @@ def test_boxes_of_every_rank(shape, box, places, dtype, device):
     assert torch.equal(out, torch.where(whole, x, torch.zeros_like(x)))
 
 
-@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_swizzles(swizzle, dtype, device):
+def test_swizzles(swizzle, dtype):
     """The 16-byte unit i of row r is at i ^ (r * row bytes / 128) % units; a store undoes it."""
     n = swizzle // dtype.itemsize
     x = numbers((40, 3 * n), dtype)
     places = [[0, 0], [8, n], [32, 2 * n]]
-    seen, out = copied(x.to(device), (16, n), places, swizzle)
+    seen, out = copied(x, (16, n), places, swizzle)
     units = swizzle // 16
     r, i = np.arange(16)[:, None], np.arange(units)[None]
     found = seen.contiguous().view(torch.uint8).view(3, 16, units, 16)[:, r, i ^ r * swizzle // 128 % units]
@@ -126,19 +121,16 @@ def test_swizzles(swizzle, dtype, device):
         assert torch.equal(out[row : row + 16, column : column + n], wanted[: 40 - row])
 
 
-@pytest.mark.parametrize("device", PLACES)
-def test_what_is_outside_can_be_nan(device):
-    seen, _ = copied(torch.randn(20, 48, device=device), (8, 16), [[16, 40]], fill="nan")
+def test_what_is_outside_can_be_nan():
+    seen, _ = copied(torch.randn(20, 48), (8, 16), [[16, 40]], fill="nan")
     assert seen[0, :4, :8].isfinite().all() and seen[0, 4:].isnan().all() and seen[0, :, 8:].isnan().all()
 
 
-@pytest.mark.parametrize("device", PLACES)
-def test_strided_views(device):
-    base = torch.randn(6, 20, 64, device=device)
+def test_strided_views():
+    base = torch.randn(6, 20, 64)
     for x in (base[:, ::2, :48], base[1:, 3:, 4:52], base.transpose(0, 1), base[:, 5:6]):
         box = (2, 4, 16)
         seen, out = copied(x, box, [[1, 0, 20]])
-        x = x.cpu()
         wanted, covered = expected(x, box, (1, 0, 20))
         assert torch.equal(seen[0], wanted) and torch.equal(out, torch.where(covered, x, torch.zeros_like(x)))
 
@@ -161,14 +153,13 @@ __global__ void add(const __grid_constant__ CUtensorMap out, const float* x) {
 )
 
 
-@pytest.mark.parametrize("device", PLACES)
-def test_blocks_add_to_one_box(device):
-    out = torch.ones(8, 32, device=device)
-    with on(device):
-        cukern.compile(ADD)(cukern.tensor_map(out, (4, 32)), torch.tensor([1.0, 2, 4], device=device), grid=3, block=32)
+def test_blocks_add_to_one_box():
+    out = torch.ones(8, 32)
+    with cukern.backend("sim"):
+        cukern.compile(ADD)(cukern.tensor_map(out, (4, 32)), torch.tensor([1.0, 2, 4]), grid=3, block=32)
     wanted = torch.ones(8, 32)
     wanted[6:, 16:] += 7 * torch.arange(1, 17)
-    assert torch.equal(out.cpu(), wanted)
+    assert torch.equal(out, wanted)
 
 
 MULTICAST = (
@@ -193,17 +184,16 @@ __global__ void __cluster_dims__(4, 1, 1) share(const __grid_constant__ CUtensor
 )
 
 
-def multicast(ranks, bytes_, sync="cluster_sync();", device="cpu"):
-    out, x = torch.full((8, 4, 32), torch.nan, device=device), torch.randn(4, 32, device=device)
+def multicast(ranks, bytes_, sync="cluster_sync();"):
+    out, x = torch.full((8, 4, 32), torch.nan), torch.randn(4, 32)
     text = MULTICAST.replace("RANKS", ranks).replace("BYTES", bytes_).replace("SYNC", sync)
-    with on(device):
+    with cukern.backend("sim"):
         cukern.compile(text)(cukern.tensor_map(x, (1, 32)), out, grid=8, block=32)
     return out, x
 
 
-@pytest.mark.parametrize("device", PLACES)
-def test_multicast(device):
-    out, x = multicast("0xf", "512", device=device)
+def test_multicast():
+    out, x = multicast("0xf", "512")
     assert torch.equal(out, x.expand(8, 4, 32))
 
 
