@@ -138,5 +138,14 @@ def poison(request):
 
 
 @pytest.fixture(autouse=True)
+def gpu_memory():
+    """Several workers share one GPU: none keeps gigabytes that its tests no longer use."""
+    yield
+    if DEVICE == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ MAY_SPILL = {
     ("sm_89", "attention_v3_bwd"): 8,
     ("sm_90a", "attention_v3_bwd"): 12,
     ("sm_100a", "attention_v3"): 72,
-    ("sm_100a", "attention_v3_bwd"): 48,
+    ("sm_100a", "attention_v3_bwd"): 76,
     ("sm_120a", "attention_v3"): 112,
     ("sm_120a", "attention_v3_bwd"): 56,
     ("sm_100a", "causal_softmax_v2"): 4,
@@ -107,7 +107,7 @@ def test_every_kernel_compiles_without_spills(stem, arch):
 MAY_SPILL_WHEN_PLANNED = {"kron_linear_v4": 32}  # bytes a thread: 1024 x 32^3 float, whose 512 threads have 128 registers each
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [n for n in OPS if n != "linear_cross_entropy"])  # the kernels of cross_entropy, and torch's products
 def test_kernels_planned_for_benchmarked_shapes_do_not_spill(name):
     """On an H200, float32 and bfloat16, forward and backward. Only kernels that the test above does not compile."""
     op, shipped = OPS[name], OPS[name].kernels(90)

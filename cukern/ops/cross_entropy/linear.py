@@ -141,7 +141,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def _scaled(total: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     """total * scale in the dtype of `like`, without a copy in total's dtype. is_grads_batched has no rule for out=."""
-    if total.dtype == like.dtype or _batched(scale):
+    if total.dtype == like.dtype or (not torch.compiler.is_compiling() and _batched(scale)):
         return (total * scale).to(like.dtype)
     return torch.mul(total, scale, out=torch.empty_like(like))
 

@@ -39,9 +39,11 @@ def check(a: torch.Tensor, b: torch.Tensor, version: str | None, what: str) -> N
         relative = torch.where(scale == 0, 0.0, (y.cpu().double() - exact).abs() / scale)
         return float(relative.nan_to_num(nan=math.inf).max())
 
+    # A product of 3xTF32 has an error of up to 2^-21, that is 4 epsilons, and a rounding.
+    roundings = 5 if a.dtype == torch.float32 and version in ("v6", "v7") else OPS["matmul"].roundings
     ours = cukern.matmul(a, b, version=version)
     assert ours.shape == exact.shape and ours.dtype == a.dtype and ours.is_contiguous()
-    assert error(ours) <= 2 * error(a @ b) + OPS["matmul"].roundings * torch.finfo(a.dtype).eps, what
+    assert error(ours) <= 2 * error(a @ b) + roundings * torch.finfo(a.dtype).eps, what
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
