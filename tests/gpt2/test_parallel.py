@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, TREE
 
 from cukern.gpt2 import checkpoint
 from cukern.gpt2.checkpoint import Config
@@ -23,7 +23,7 @@ from cukern.gpt2.train import Settings, Trainer
 TINY = Config(max_seq_len=8, vocab_size=256, num_layers=2, num_heads=2, channels=8)
 KINDS = {"ddp": (0, torch.float32), "fsdp": (1, torch.float32), "fsdp_bf16": (1, torch.bfloat16)}  # -z and the dtype
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TREE / "tests")]), "OMP_NUM_THREADS": "1"}
 ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
