@@ -8,10 +8,14 @@
 // Clusters   The CLUSTER blocks of a cluster have neighbouring tiles along m. Each copies its part of the tile of B to all of them.
 // Layout     A stage has BM + BN rows of 128 bytes, with the 128-byte swizzle. Along k: a row is a row of the operand. Along m or n: a row
 //            has 64 elements of one k, and each 64 rows are a box of 64 k.
+// Results    16-bit rows of whole 16 bytes, without a residual or split-K, go to global memory by TMA (BY_TMA), while the next tile is
+//            multiplied. Others are written by the threads.
 // Launch     grid: a multiple of CLUSTER, at most the number of SMs; block 384, dynamic shared memory Tile::BYTES.
 #pragma once
+#include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
+#include "common/ptx/mma.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "epilogue.cuh"
@@ -22,7 +26,9 @@ struct WgmmaTile {
     static constexpr int NJ = BN / 8, STAGE = (BM + BN) * 128;
     static_assert(BM == 128, "64 rows for each of two consumers");
     using Staged = WarpTile<16, 32>;
-    static constexpr int BARRIERS = STAGES * STAGE + 8 * Staged::BYTES, BYTES = BARRIERS + STAGES * 16;
+    static constexpr int BOX = 64 * 128;  // bytes of 64 x 64 results; each consumer has two boxes
+    static_assert(8 * Staged::BYTES <= 4 * BOX);
+    static constexpr int BARRIERS = STAGES * STAGE + 4 * BOX, BYTES = BARRIERS + STAGES * 16;
 };
 // The tiles of a cluster, as a tile for tile_origin.
 template <class S>
@@ -30,7 +36,7 @@ struct ClusterTile {
     static constexpr int BM = S::BM * S::CLUSTER, BN = S::BN;
 };
 using Wgmma128x256 = WgmmaTile<128, 256, 4, 2>;
-using Wgmma128x192 = WgmmaTile<128, 192, 5, 2>;
+using Wgmma128x192 = WgmmaTile<128, 192, 4, 2>;
 using Wgmma128x128 = WgmmaTile<128, 128, 6, 1>;
 
 #if __CUDA_ARCH__ >= 900
@@ -69,10 +75,64 @@ struct Work {
     }
 };
 
+// Write 64 x 64 results of a warpgroup, eight fragments of its accumulators, to a box with the 128-byte swizzle.
+template <typename O>
+__device__ __forceinline__ void put_box(unsigned box, const float (&v)[8][4]) {
+    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        Vec<O, 8> packed = pack<O, 8>(reinterpret_cast<const float (&)[8]>(v[j]));
+        stmatrix_x4(box + row * 128 + ((j + lane / 16) ^ (row & 7)) * 16, reinterpret_cast<const unsigned (&)[4]>(packed));
+    }
+}
+
+// Finish a warpgroup's 64 rows of a tile, from (m, n) of matrix z on, and start their copies to global memory. `slot` is the next of the
+// warpgroup's two boxes.
+template <typename T, typename O, int NJ>
+__device__ __forceinline__ void store_boxes(const float (&acc)[NJ][4], unsigned boxes, int& slot, const Output<T, O>& to,
+                                            const CUtensorMap* map_out, const CUtensorMap* map_pre, int m, int n, int z, int N) {
+    int number = 1 + threadIdx.x / 128, t = threadIdx.x % 4;
+    bool leader = threadIdx.x % 128 == 0;
+#pragma unroll 1
+    for (int i = 0; i < NJ / 8 && n < N; ++i, n += 64) {
+        float v[8][4];
+#pragma unroll
+        for (int j = 0; j < NJ; ++j)
+            if (i == j / 8)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) v[j % 8][k] = acc[j][k];
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            if (to.bias && n + 8 * j < N) {
+                float b[2];
+                unpack(b, load_vec<T, 2>(to.bias + n + 8 * j + 2 * t));
+#pragma unroll
+                for (int k = 0; k < 4; ++k) v[j][k] += b[k % 2];
+            }
+#pragma unroll 1
+        for (bool last = !to.pre;; last = true) {  // the pre-activation, then the result
+            if (last) activate(reinterpret_cast<float (&)[32]>(v), to.activation);
+            unsigned box = boxes + slot * 64 * 128;
+            slot ^= 1;
+            if (leader) bulk_wait_read<1>();  // the last copy from this box has read it
+            barrier_of(number, 128);
+            put_box<O>(box, v);
+            fence_async();
+            barrier_of(number, 128);
+            if (leader) {
+                tma_store(last ? map_out : map_pre, box, {n, m, z});
+                bulk_commit();
+            }
+            if (last) break;
+        }
+    }
+}
+
 template <typename T, typename O, bool A_K, bool B_K, class S>
 __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     matmul_v7(O* out, O* pre, float* partials, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
-              const T* bias, const O* residual, Sizes s) {
+              const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_pre, const T* bias, const O* residual,
+              Sizes s, int by_tma) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     constexpr int BK = 128 / sizeof(T);
     extern __shared__ __align__(1024) char shared[];
@@ -110,7 +170,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
         __syncwarp();
     } else {
         more_registers<232>();
-        int warp = threadIdx.x / 32, row = warpgroup * 64;
+        int warp = threadIdx.x / 32, row = warpgroup * 64, slot = 0;
         float acc[S::NJ][4];
         auto release = [&](int i) {  // tell each block of the cluster that this warp has read stage i
             if (threadIdx.x % 32 < S::CLUSTER) mbarrier_arrive(shared_of_rank(empty + 8 * i, threadIdx.x % 32));
@@ -138,6 +198,13 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
             long long C = (long long)s.M * s.N;
             bool whole = s.splits == 1;
             Output<T, O> to{out + w.z * C, pre ? pre + w.z * C : pre, bias, residual ? residual + w.z * C : residual, s.activation};
+            if constexpr (sizeof(O) == 2) {
+                if (by_tma) {
+                    store_boxes(acc, ring + S::STAGES * S::STAGE + 2 * warpgroup * S::BOX, slot, to, &map_out, &map_pre, w.m0 + row, w.n0,
+                                w.z, s.N);
+                    continue;
+                }
+            }
             Output<T, float> part{partials + ((long long)w.split * s.batch + w.z) * C, nullptr, nullptr, nullptr, NONE};
 #pragma unroll 1
             for (int i = 0; i < S::NJ / 4; ++i) {  // 16 rows and 32 columns at a time
@@ -150,6 +217,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 __syncwarp();
             }
         }
+        bulk_wait_read<0>();
     }
     if constexpr (S::CLUSTER > 1) cluster_sync();  // no block may end while others write to its shared memory
 #endif

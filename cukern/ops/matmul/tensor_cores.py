@@ -35,7 +35,8 @@ class _Operand(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """`maps`: for v7, of each operand the arguments of `encode` after its address and dtype."""
+    """`maps`: for v7, of each operand the arguments of `encode` after its address and dtype; `boxes`: those of the results, if v7 can write
+    them by TMA, else ()."""
 
     kernel: Kernel
     grid: Dim
@@ -44,6 +45,7 @@ class _Launch(NamedTuple):
     sizes: bytes
     splits: int
     maps: tuple[tuple[Any, ...], ...]
+    boxes: tuple[Any, ...]
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
@@ -54,12 +56,15 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
+    operands: tuple[Any, ...] = at_a, at_b
+    last: tuple[int, ...] = ()
     if found.maps:
-        a_map, b_map = (encode(index, at, a.dtype, *rest) for at, rest in zip((at_a, at_b), found.maps, strict=True))
-        operands: tuple[Any, ...] = (a_map, b_map)
-    else:
-        operands = at_a, at_b
-    arguments = *pointers(out, e.pre, partials), *operands, *pointers(e.bias, e.residual), found.sizes
+        operands = tuple(encode(index, at, a.dtype, *rest) for at, rest in zip(operands, found.maps, strict=True))
+        by_tma = bool(found.boxes) and e.residual is None and not any(p % 16 for p in pointers(out, e.pre, e.bias))
+        results = pointers(out, e.pre)
+        operands += tuple(encode(index, at, out.dtype, *found.boxes) if by_tma and at else operands[0] for at in results)
+        last = (int(by_tma),)
+    arguments = *pointers(out, e.pre, partials), *operands, *pointers(e.bias, e.residual), found.sizes, *last
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
     if partials is not None:
         _reduce(out, partials, a.dtype, e, found.sizes)
@@ -89,6 +94,7 @@ def _prepared(
     problem, rest = (M, N, K, batch, dtype.itemsize), (device_of(index), splitting)
     planned = mma_plan.plan(*problem, terms, *rest)
     maps: tuple[tuple[Any, ...], ...] = ()
+    boxes: tuple[Any, ...] = ()
     wide = wgmma_plan.plan(*problem, a.along_k and b.along_k, *rest) if wgmma and copy == 16 and K and terms == 1 else None
     if wide is None or not _preferred(wide, planned, splitting):
         tile = planned.tile
@@ -100,8 +106,10 @@ def _prepared(
         grid, block, splits, shared = wide.grid, wgmma_plan.THREADS, wide.splits, wide.tile.shared
         parts = (a, M, wide.tile.rows), (b, N, wide.tile.columns // wide.tile.cluster)
         maps = tuple(_map(x, rows, K, batch, box, dtype) for x, rows, box in parts)
+        if splits == 1 and out_dtype.itemsize == 2 and N % 8 == 0:
+            boxes = (batch, M, N), (M * N, N, 1), (1, 64, 64), 128
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-    return _Launch(kernel, (grid, 1, 1), (block, 1, 1), shared, sizes, splits, maps)
+    return _Launch(kernel, (grid, 1, 1), (block, 1, 1), shared, sizes, splits, maps, boxes)
 
 
 def _preferred(wide: wgmma_plan.Plan, other: mma_plan.Plan, splitting: bool) -> bool:

@@ -7,8 +7,8 @@ from cukern.ops.matmul.mma_plan import K_BYTES, L2_BYTES_CYCLE, MIN_K_TILES, SPL
 from cukern.runtime.device import Device, cached, eligible
 
 THREADS = 384
-STAGING = 8 * 16 * 40 * 4  # bytes of the results of eight warps, WarpTile<16, 32>
-WORK_CYCLES = 2500  # per tile, for the epilogue, during which the tensor cores wait
+STAGING = 4 * 64 * 128  # bytes of results on their way to global memory: two boxes of each consumer
+WORK_CYCLES = 1500  # per tile, for the epilogue, during which the tensor cores wait
 START_US = 3.0  # of a launch, to fill the ring buffer
 
 
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 TILES = (
     Tile("Wgmma128x256", 128, 256, 4, 2, 0.80),
-    Tile("Wgmma128x192", 128, 192, 5, 2, 0.78),
+    Tile("Wgmma128x192", 128, 192, 4, 2, 0.78),
     Tile("Wgmma128x128", 128, 128, 6, 1, 0.72),
 )
 

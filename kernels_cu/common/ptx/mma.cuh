@@ -36,6 +36,14 @@ __device__ __forceinline__ void split_tf32(float x, float& big, float& small) {
     small = x - big;
 }
 
+// Store four 8x8 matrices of 16-bit elements (sm_90 and newer). Lane l has the elements 2 (l % 4) + {0, 1} of row l / 4 of matrix i in
+// bits[i], and the shared address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(unsigned to, const unsigned (&bits)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(bits[0]), "r"(bits[1]), "r"(bits[2]),
+                 "r"(bits[3])
+                 : "memory");
+}
+
 // d += a b by one warp in TF32 with float accumulators; a is 16x8, b is 8x8. Lane l with g = l / 4 and t = l % 4 holds a[g + 8 i][t + 4 k]
 // in a[i + 2 k], b[t + 4 k][g] in b[k], and d[g + 8 i][2 t + j] in d[2 i + j].
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
