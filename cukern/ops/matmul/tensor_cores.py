@@ -56,18 +56,20 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
-    operands: tuple[Any, ...] = at_a, at_b
-    last: tuple[int, ...] = ()
-    if found.maps:
-        operands = tuple(encode(index, at, a.dtype, *rest) for at, rest in zip(operands, found.maps, strict=True))
-        by_tma = bool(found.boxes) and e.residual is None and not any(p % 16 for p in pointers(out, e.pre, e.bias))
-        results = pointers(out, e.pre)
-        operands += tuple(encode(index, at, out.dtype, *found.boxes) if by_tma and at else operands[0] for at in results)
-        last = (int(by_tma),)
+    operands, last = _maps(found, out, a, b, e) if found.maps else ((at_a, at_b), ())
     arguments = *pointers(out, e.pre, partials), *operands, *pointers(e.bias, e.residual), found.sizes, *last
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
     if partials is not None:
         _reduce(out, partials, a.dtype, e, found.sizes)
+
+
+def _maps(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """For v7 the tensor maps of a, b, the results and the pre-activations, and whether it writes the last two by TMA."""
+    index, (of_a, of_b) = a.get_device(), found.maps
+    by_tma = bool(found.boxes) and e.residual is None and not any(p % 16 for p in pointers(out, e.pre, e.bias))
+    first = encode(index, a.data_ptr(), a.dtype, *of_a)
+    results = (encode(index, p, out.dtype, *found.boxes) if by_tma and p else first for p in pointers(out, e.pre))
+    return (first, encode(index, b.data_ptr(), b.dtype, *of_b), *results), (int(by_tma),)
 
 
 def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, sizes: bytes) -> None:
@@ -106,8 +108,7 @@ def _prepared(
         grid, block, splits, shared = wide.grid, wgmma_plan.THREADS, wide.splits, wide.tile.shared
         parts = (a, M, wide.tile.rows), (b, N, wide.tile.columns // wide.tile.cluster)
         maps = tuple(_map(x, rows, K, batch, box, dtype) for x, rows, box in parts)
-        if splits == 1 and out_dtype.itemsize == 2 and N % 8 == 0:
-            boxes = (batch, M, N), (M * N, N, 1), (1, 64, 64), 128
+        boxes = _boxes(M, N, batch, splits, out_dtype)
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     return _Launch(kernel, (grid, 1, 1), (block, 1, 1), shared, sizes, splits, maps, boxes)
 
@@ -136,6 +137,11 @@ def _map(x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtyp
     (outer, inner), box = ((rows, K), box) if x.along_k else ((K, rows), 64)
     shape, strides = (batch if x.batch else 1, outer, inner), (x.batch, x.ld, 1)
     return shape, strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
+
+
+def _boxes(M: int, N: int, batch: int, splits: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments of `encode` for 64 x 64 results, or () if v7 does not write them by TMA."""
+    return ((batch, M, N), (M * N, N, 1), (1, 64, 64), 128) if splits == 1 and dtype.itemsize == 2 and N % 8 == 0 else ()
 
 
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
