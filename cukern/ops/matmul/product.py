@@ -48,6 +48,11 @@ def _chosen(dtype: torch.dtype, precision: str, version: str, device: int) -> tu
     return VERSIONS[name], precision or "ieee"
 
 
+def default_is_torchs(dtype: torch.dtype, device: int) -> bool:
+    """True if a product without options is torch's own, whatever torch's switches."""
+    return dtype.itemsize == 2 and _chosen(dtype, "", "", device)[0] is VERSIONS["cublas"]
+
+
 # ---- the raw ops
 
 
