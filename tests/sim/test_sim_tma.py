@@ -1,10 +1,11 @@
-"""Tensor maps and bulk tensor copies in the simulator: boxes of 1 to 5 dimensions, swizzles, the edges of a tensor, multicast, and bugs."""
+"""Tensor maps and bulk tensor copies, simulated and on a GPU: boxes of 1 to 5 dimensions, swizzles, edges of a tensor, multicast; bugs."""
 
 import ctypes
 
 import numpy as np
 import pytest
 import torch
+from sim_kernels import PLACES, line_of, on
 
 import cukern
 from cukern import sim
@@ -15,7 +16,8 @@ HEAD = """#include "common/ptx/tma.cuh"
 #include "common/ptx/mbarrier.cuh"
 """
 
-# Blocks load a box each, copy it to `seen` as it lies in shared memory, and store it at the same place of another tensor.
+# Blocks load a box each, copy it to `seen` as it lies in shared memory, and store it at the same place of another tensor. A box that begins
+# before the tensor is not stored.
 COPY = (
     HEAD
     + """
@@ -32,13 +34,13 @@ __global__ void copy(const __grid_constant__ CUtensorMap from, const __grid_cons
     if (threadIdx.x == 0) {
         prefetch_tensor_map(&from);
         mbarrier_arrive(barrier, SIZE * sizeof(TYPE));
-        tma_load(box, &from, barrier, {PLACE});
+        tma_load(box, &from, barrier, {PLACE});  // load
     }
     mbarrier_wait_in_block(barrier, 0);
     for (int i = threadIdx.x; i < SIZE; i += blockDim.x) seen[blockIdx.x * SIZE + i] = tile[i];
     __syncthreads();
-    if (threadIdx.x == 0) {
-        tma_store(&to, box, {PLACE});
+    if (threadIdx.x == 0 && at[RANK - 1] >= 0) {
+        tma_store(&to, box, {PLACE});  // store
         bulk_commit();
         bulk_wait<0>();
     }
@@ -49,54 +51,56 @@ CTYPES = {torch.float32: "float", torch.bfloat16: "unsigned short", torch.uint8:
 CTYPES |= {torch.float16: "unsigned short", torch.int32: "int", torch.int64: "long long"}
 
 
-def copied(x, box, places, swizzle=0, **options):
+def copied(x, box, places, swizzle=0, text=COPY, **options):
     """The boxes of `x` at these places, as they are in shared memory, and the tensor to which they were stored."""
     size, rank = int(np.prod(box)), x.ndim
     place = ", ".join(f"at[{rank - 1 - i}]" for i in range(rank))
-    text = COPY
     for word, value in {"TYPE": CTYPES[x.dtype], "SIZE": size, "RANK": rank, "PLACE": place}.items():
         text = text.replace(word, str(value))
     plain = {2: torch.int16, 1: torch.uint8}.get(x.dtype.itemsize, x.dtype)
-    seen, out = torch.zeros(len(places), *box, dtype=x.dtype), torch.zeros_like(x)
+    seen, out = x.new_zeros((len(places), *box)), x.new_empty_strided(x.shape, x.stride()).zero_()
     maps = [cukern.tensor_map(t, box, swizzle, **options) for t in (x, out)]
     view = seen.view(plain)
     text = text.replace("unsigned short", "short") if plain == torch.int16 else text
-    with cukern.backend("sim"):
-        cukern.compile(text)(*maps, view, torch.tensor(places, dtype=torch.int32), grid=len(places), block=32)
+    with on(x.device.type):
+        cukern.compile(text)(*maps, view, torch.tensor(places, dtype=torch.int32, device=x.device), grid=len(places), block=32)
     return seen, out
 
 
 def expected(x, box, place, fill=0):
-    """The box at a place, with `fill` outside of the tensor; and which elements of the tensor it covers."""
-    wanted, covered = torch.full(box, fill, dtype=x.dtype), torch.zeros(x.shape, dtype=torch.bool)
+    """The box at a place, with `fill` outside of the tensor; and which elements of the tensor a store of it changes."""
+    wanted, covered = x.new_full(box, fill), torch.zeros(x.shape, dtype=torch.bool, device=x.device)
     there = tuple(slice(max(p, 0), max(0, min(p + b, n))) for p, b, n in zip(place, box, x.shape, strict=True))
     here = tuple(slice(s.start - p, s.start - p + max(0, s.stop - s.start)) for s, p in zip(there, place, strict=True))
     wanted[here] = x[there]
-    covered[there] = True
+    covered[there] = place[-1] >= 0
     return wanted, covered
 
 
-def numbers(shape, dtype):
+def numbers(shape, dtype, device):
     if dtype.is_floating_point:
-        return torch.randn(shape).to(dtype)
-    return torch.randint(0, 200, shape, dtype=torch.int64).to(dtype)
+        return torch.randn(shape, device=device).to(dtype)
+    return torch.randint(0, 200, shape, dtype=torch.int64, device=device).to(dtype)
 
 
 SHAPES = [
-    ((100,), (32,), [[0], [40], [-8], [96], [300]]),
-    ((20, 48), (8, 16), [[0, 0], [16, 40], [-3, -5], [13, 7], [50, 0]]),
-    ((5, 20, 48), (2, 8, 16), [[0, 0, 0], [4, 16, 40], [-1, 3, 9]]),
-    ((3, 5, 9, 32), (2, 2, 4, 16), [[0, 0, 0, 0], [2, 4, 7, 24], [1, -1, 5, -8]]),
-    ((2, 3, 5, 9, 32), (1, 2, 2, 4, 16), [[0, 0, 0, 0, 0], [1, 2, 4, 7, 24], [1, 1, -1, 5, -8]]),
+    ((100,), (32,), [[0], [48], [-16], [96], [304]]),
+    ((20, 48), (8, 16), [[0, 0], [16, 32], [-3, -16], [-3, 32], [13, 16], [50, 0], [0, 48]]),
+    ((20, 41), (8, 32), [[0, 0], [16, 32], [5, -16]]),
+    ((5, 20, 40), (2, 8, 16), [[0, 0, 0], [4, 16, 32], [-1, 3, 16]]),
+    ((3, 5, 9, 24), (2, 2, 4, 16), [[0, 0, 0, 0], [2, 4, 7, 16], [1, -1, 5, -16]]),
+    ((2, 3, 5, 9, 24), (1, 2, 2, 4, 32), [[0, 0, 0, 0, 0], [1, 2, 4, 7, 16], [1, 1, -1, 5, -16]]),
 ]
 
 
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", CTYPES, ids=str)
-@pytest.mark.parametrize("shape, box, places", SHAPES, ids=["1d", "2d", "3d", "4d", "5d"])
-def test_boxes_of_every_rank(shape, box, places, dtype):
-    x = numbers((*shape[:-1], -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize), dtype)[..., : shape[-1]]
+@pytest.mark.parametrize("shape, box, places", SHAPES, ids=["1d", "2d", "odd", "3d", "4d", "5d"])
+def test_boxes_of_every_rank(shape, box, places, dtype, device):
+    padded = -(-shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
+    x = numbers((*shape[:-1], padded), dtype, device)[..., : shape[-1]]
     seen, out = copied(x, box, places)
-    whole = torch.zeros(x.shape, dtype=torch.bool)
+    whole = torch.zeros(x.shape, dtype=torch.bool, device=device)
     for i, place in enumerate(places):
         wanted, covered = expected(x, box, place)
         assert torch.equal(seen[i], wanted), place
@@ -104,12 +108,13 @@ def test_boxes_of_every_rank(shape, box, places, dtype):
     assert torch.equal(out, torch.where(whole, x, torch.zeros_like(x)))
 
 
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_swizzles(swizzle, dtype):
+def test_swizzles(swizzle, dtype, device):
     """The 16-byte unit i of row r is at i ^ (r * row bytes / 128) % units; a store undoes it."""
     n = swizzle // dtype.itemsize
-    x = numbers((40, 3 * n), dtype)
+    x = numbers((40, 3 * n), dtype, device)
     places = [[0, 0], [8, n], [32, 2 * n]]
     seen, out = copied(x, (16, n), places, swizzle)
     units = swizzle // 16
@@ -121,17 +126,19 @@ def test_swizzles(swizzle, dtype):
         assert torch.equal(out[row : row + 16, column : column + n], wanted[: 40 - row])
 
 
-def test_what_is_outside_can_be_nan():
-    seen, _ = copied(torch.randn(20, 48), (8, 16), [[16, 40]], fill="nan")
+@pytest.mark.parametrize("device", PLACES)
+def test_what_is_outside_can_be_nan(device):
+    seen, _ = copied(torch.randn(20, 40, device=device), (8, 16), [[16, 32]], fill="nan")
     assert seen[0, :4, :8].isfinite().all() and seen[0, 4:].isnan().all() and seen[0, :, 8:].isnan().all()
 
 
-def test_strided_views():
-    base = torch.randn(6, 20, 64)
+@pytest.mark.parametrize("device", PLACES)
+def test_strided_views(device):
+    base = torch.randn(6, 20, 64, device=device)
     for x in (base[:, ::2, :48], base[1:, 3:, 4:52], base.transpose(0, 1), base[:, 5:6]):
         box = (2, 4, 16)
-        seen, out = copied(x, box, [[1, 0, 20]])
-        wanted, covered = expected(x, box, (1, 0, 20))
+        seen, out = copied(x, box, [[1, 0, 16]])
+        wanted, covered = expected(x, box, (1, 0, 16))
         assert torch.equal(seen[0], wanted) and torch.equal(out, torch.where(covered, x, torch.zeros_like(x)))
 
 
@@ -153,12 +160,12 @@ __global__ void add(const __grid_constant__ CUtensorMap out, const float* x) {
 )
 
 
-def test_blocks_add_to_one_box():
-    out = torch.ones(8, 32)
-    with cukern.backend("sim"):
-        cukern.compile(ADD)(cukern.tensor_map(out, (4, 32)), torch.tensor([1.0, 2, 4]), grid=3, block=32)
-    wanted = torch.ones(8, 32)
-    wanted[6:, 16:] += 7 * torch.arange(1, 17)
+@pytest.mark.parametrize("device", PLACES)
+def test_blocks_add_to_one_box(device):
+    out, wanted = torch.ones(8, 32, device=device), torch.ones(8, 32, device=device)
+    with on(device):
+        cukern.compile(ADD)(cukern.tensor_map(out, (4, 32)), torch.tensor([1.0, 2, 4], device=device), grid=3, block=32)
+    wanted[6:, 16:] += 7 * torch.arange(1, 17, device=device)
     assert torch.equal(out, wanted)
 
 
@@ -184,16 +191,17 @@ __global__ void __cluster_dims__(4, 1, 1) share(const __grid_constant__ CUtensor
 )
 
 
-def multicast(ranks, bytes_, sync="cluster_sync();"):
-    out, x = torch.full((8, 4, 32), torch.nan), torch.randn(4, 32)
+def multicast(ranks, bytes_, sync="cluster_sync();", device="cpu"):
+    out, x = torch.full((8, 4, 32), torch.nan, device=device), torch.randn(4, 32, device=device)
     text = MULTICAST.replace("RANKS", ranks).replace("BYTES", bytes_).replace("SYNC", sync)
-    with cukern.backend("sim"):
+    with on(device):
         cukern.compile(text)(cukern.tensor_map(x, (1, 32)), out, grid=8, block=32)
     return out, x
 
 
-def test_multicast():
-    out, x = multicast("0xf", "512")
+@pytest.mark.parametrize("device", PLACES)
+def test_multicast(device):
+    out, x = multicast("0xf", "512", device=device)
     assert torch.equal(out, x.expand(8, 4, 32))
 
 
@@ -228,10 +236,31 @@ WRONG = [
 
 
 @pytest.mark.parametrize("change, to, fault, words", WRONG, ids=range(len(WRONG)))
-def test_wrong_copies(change, to, fault, words, monkeypatch):
-    monkeypatch.setitem(globals(), "COPY", COPY.replace(change, to))
+def test_wrong_copies(change, to, fault, words):
+    assert change in COPY
     with pytest.raises(fault, match=words):
-        copied(torch.randn(20, 48), (8, 16), [[8, 16]])
+        copied(torch.randn(20, 48), (8, 16), [[8, 16]], text=COPY.replace(change, to))
+
+
+STORES = COPY.replace("threadIdx.x == 0 && at[RANK - 1] >= 0", "threadIdx.x == 0")
+ELSEWHERE = COPY.replace("barrier, {PLACE}", "barrier, {0, 0}")
+
+
+@pytest.mark.parametrize(
+    "text, dtype, place, mended, fault, mark, words",
+    [
+        (COPY, torch.bfloat16, (0, 4), (0, 8), sim.Misaligned, "load", r"is 4, but it must be a multiple of 8 elements \(16 bytes\)"),
+        (COPY, torch.float32, (0, -3), (0, -4), sim.Misaligned, "load", r"is -3, but it must be a multiple of 4 elements \(16 bytes\)"),
+        (ELSEWHERE, torch.uint8, (3, 17), (3, 16), sim.Misaligned, "store", "is 17, but it must be a multiple of 16 elements"),
+        (STORES, torch.float32, (0, -4), (-1, 0), sim.OutOfBounds, "store", "is -4, but it must not be negative in a store"),
+    ],
+    ids=["load", "negative load", "store", "negative store"],
+)
+def test_coordinates_that_a_gpu_refuses(text, dtype, place, mended, fault, mark, words):
+    x = numbers((20, 48), dtype, "cpu")
+    with pytest.raises(fault, match=f"thread .0, 0, 0., .*:{line_of(COPY, mark)}\\).*innermost coordinate {words}"):
+        copied(x, (8, 16), [place], text=text)
+    copied(x, (8, 16), [mended], text=text)
 
 
 # ---- the Python side

@@ -2,16 +2,17 @@
 
 A copy to shared memory reports its bytes to an mbarrier, and is in flight until the phase has ended. One to global memory is executed at
 once, and reads shared memory until its thread waits; that its result is read before is not reported.
-A copy is executed in units: the largest power of 2, of at most 16 bytes, that divides the box, its place and the tensor. A swizzle
-exchanges units of 16 bytes by their address in shared memory.
+A copy is executed in units: the largest power of 2, of at most 16 bytes, that divides the rows of the tensor. A swizzle exchanges units
+of 16 bytes by their address in shared memory.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from cukern.runtime import tensor_map
-from cukern.sim.faults import Fault, Misaligned, NotSimulated
+from cukern.sim.faults import Fault, Misaligned, NotSimulated, OutOfBounds
 from cukern.sim.instructions import atomics
 from cukern.sim.instructions.access import address_of
 from cukern.sim.instructions.decode import Context
@@ -119,7 +120,9 @@ class _Copy:
         found = []
         for address in np.unique(maps).tolist():
             rows = np.flatnonzero(maps == address)
-            found.append(self._units(m, self._box(m, group.lanes[rows[:1]], address), rows, at[:, rows], inside))
+            box = self._box(m, group.lanes[rows[:1]], address)
+            self._check_start(m, box, group.lanes[rows], at[0, rows])
+            found.append(self._units(m, box, rows, at[:, rows], inside))
         if len({(u.size, u.fill) for u in found}) > 1:
             raise NotSimulated(f"one {self.c.opcode} with several tensor maps, in {m.launched.name}, {m.program.location(m.pc)}")
         rows, outside, within, exists = (np.concatenate([u[i] for u in found]) for i in range(4))
@@ -144,10 +147,22 @@ class _Copy:
         self.rounds = box.code == tensor_map.TF32
         return box
 
+    def _check_start(self, m: Machine, box: tensor_map.Box, lanes: np.ndarray, first: np.ndarray) -> None:
+        """Where a GPU stops with an illegal instruction. `first`: the innermost coordinates."""
+        rules = (
+            (first * box.itemsize % _UNIT != 0, Misaligned, f"must be a multiple of {_UNIT // box.itemsize} elements ({_UNIT} bytes)"),
+            ((first < 0) & (not self.loads), OutOfBounds, "must not be negative in a store: only a load may begin before the tensor"),
+        )
+        for bad, kind, rule in rules:
+            if bad.any():
+                row = int(bad.argmax())
+                what = f"copies a box whose innermost coordinate is {int(first[row])}, but it {rule}"
+                raise m.fault(kind, lanes[row], what, None, lanes[bad])
+
     def _units(self, m: Machine, box: tensor_map.Box, rows: np.ndarray, at: np.ndarray, inside: np.ndarray) -> Units:
         """`at`: (dimensions, rows), the coordinates."""
         row_bytes, first = box.box[0] * box.itemsize, at[0] * box.itemsize
-        size = int(np.gcd.reduce([_UNIT, row_bytes, box.sizes[0] * box.itemsize, *np.unique(first).tolist()]))
+        size = math.gcd(_UNIT, box.sizes[0] * box.itemsize)
         size = min(size, box.itemsize) if self.operation else size
         axes = [np.arange(0, row_bytes, size), *(np.arange(n) for n in box.box[1:])]
         index = np.stack([x.reshape(-1) for x in np.meshgrid(*axes[::-1], indexing="ij")][::-1])  # (dimensions, units)
