@@ -212,7 +212,11 @@ def test_a_multicast_before_the_others_have_started():
 
 # ---- what the simulator says of wrong copies
 
+MISSING = "still reads 16 bytes, offset 0 of shared memory .tile . 0., when its thread ends: "
 WRONG = [
+    ("bulk_wait<0>();", "", sim.Race, MISSING + r"a wait for the copy \(cp.async.bulk.wait_group\) is missing before the end"),
+    ("bulk_wait<0>();", "bulk_wait<1>();", sim.Race, MISSING + "a wait"),
+    ("bulk_commit();", "", sim.Race, MISSING + "a cp.async.bulk.commit_group and a wait"),
     (
         "mbarrier_wait_in_block(barrier, 0);",
         "",
@@ -240,6 +244,11 @@ def test_wrong_copies(change, to, fault, words):
     assert change in COPY
     with pytest.raises(fault, match=words):
         copied(torch.randn(20, 48), (8, 16), [[8, 16]], text=COPY.replace(change, to))
+
+
+@pytest.mark.parametrize("end", ["bulk_wait_read<0>();", "bulk_commit(); bulk_wait<1>(); bulk_wait_read<0>();"])
+def test_waits_for_a_store_before_the_end(end):
+    copied(torch.randn(20, 48), (8, 16), [[8, 16], [0, 0]], text=COPY.replace("bulk_wait<0>();", end))
 
 
 STORES = COPY.replace("threadIdx.x == 0 && at[RANK - 1] >= 0", "threadIdx.x == 0")

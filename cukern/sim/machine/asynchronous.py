@@ -55,6 +55,17 @@ class Copies:
         limit[lanes] = 1 << 62 if newest is None else self.committed[lanes] - newest
         self.land(limit)
 
+    def leave(self, lanes: np.ndarray) -> None:
+        """These lanes exit. A read in flight may come after the end of the block, which frees its shared memory."""
+        m, flights = self.m, self.flights
+        self.wait(lanes, None)
+        flight, row = next(((f, row) for f in flights for row in np.flatnonzero(np.isin(f.lanes, lanes))[:1]), (None, 0))
+        if flight is not None and not m.mutes(Race):
+            lane, where = flight.lanes[row], m.shared.describe(m.shared.region, int(flight.positions[row]))
+            commit = "a cp.async.bulk.commit_group and " * bool(flight.numbers[row] == self.committed[lane])
+            what = f"still reads {flight.size} bytes, {where}, when its thread ends: {commit}{self.wait_name} is missing before the end"
+            raise m.fault(Race, lane, what, flight.pc)
+
     def land(self, limit: np.ndarray) -> None:
         """The groups of each lane with a lower number than its limit have ended."""
         flights, self.flights = self.flights, []

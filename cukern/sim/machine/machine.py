@@ -181,7 +181,7 @@ class Machine(Batch):
 
     def leave(self, group: Group) -> None:
         """These lanes exit."""
-        self.bulk.wait(group.lanes, None)
+        self.bulk.leave(group.lanes)
         self.warpgroups.wait(group.lanes, None)
         self.alive[group.lanes] = False
         self.ended[group.lanes] = self.pc
