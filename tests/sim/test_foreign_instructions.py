@@ -195,6 +195,26 @@ def test_arrive_that_must_not_complete_a_phase():
         simulate(DROP.replace("DROP", "arrive_drop").replace("ARRIVE", "arrive.noComplete"), ints(32), block=64, name="k")
 
 
+def test_cache_hints():
+    text = """
+__device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__global__ void k(int* out, const int* x) {
+    __shared__ alignas(16) int tile[128];
+    int t = threadIdx.x, y;
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], 128, %1;" :: "l"(x), "l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, 8, %2;" :: "r"(at(tile + 4 * t)), "l"(x + 4 * t), "l"(policy));
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("ld.global.L1::evict_first.L2::evict_first.s32 %0, [%1];" : "=r"(y) : "l"(x + t));
+    for (int i = 0; i < 4; ++i) out[4 * t + i] = tile[4 * t + i] + y;
+}
+"""
+    out, x = ints(128), iota(128)
+    simulate(text, out, x)
+    assert torch.equal(out.view(32, 4), x.view(32, 4) * torch.tensor([1, 1, 0, 0], dtype=torch.int32) + x[:32, None])
+
+
 BULK = """
 __device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 __global__ void k(int* out, const int* x, int bytes) {
@@ -276,6 +296,106 @@ def test_mma_of_8_bit_floats():
     c, d = torch.randn(16, 8), torch.zeros(16, 8)
     simulate(MMA.replace("TYPES", "f32.e4m3.e5m2.f32"), d, a, b, c)
     torch.testing.assert_close(d, (a.double() @ b.double().T + c).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_mma_whose_c_and_d_have_different_types():
+    text = """
+__global__ void k(float* d, const unsigned* a, const unsigned* b, const unsigned* c) {
+    unsigned t = threadIdx.x, zero = 0;
+    float r[4];
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f16 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8};"
+                 : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3])
+                 : "r"(a[t]), "r"(a[t + 32]), "r"(b[t]), "r"(c[t]), "r"(c[t + 32]));
+    for (int i = 0; i < 4; ++i) d[(t / 4 + i / 2 * 8) * 8 + t % 4 * 2 + i % 2] = r[i];
+}
+"""
+    (a, b, c), d = (torch.randn(shape, 8).half() for shape in (16, 8, 16)), torch.zeros(16, 8)
+    simulate(text, d, a, b, c)
+    torch.testing.assert_close(d, (a.double() @ b.double().T + c).float(), rtol=1e-6, atol=1e-6)
+
+
+WGMMA = """
+__device__ unsigned at(void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ unsigned long long describe(void* p) { return at(p) >> 4 | 8ull << 16 | 16ull << 32; }
+__global__ void __launch_bounds__(128) k(unsigned* d, const uint4* a, const uint4* b) {
+    __shared__ alignas(128) uint4 tile_a[128], tile_b[48];  // eight rows by 16 bytes follow one another
+    int t = threadIdx.x;
+    tile_a[t / 16 * 16 + t % 2 * 8 + t / 2 % 8] = a[t];
+    if (t < 48) tile_b[t / 16 * 16 + t % 2 * 8 + t / 2 % 8] = b[t];
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    unsigned r[12];
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;"
+                 "wgmma.mma_async.sync.aligned.m64n24k32.TYPES RESULTS, %12, %13, pSIGNS;"
+                 "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]), "=r"(r[7]), "=r"(r[8]),
+                   "=r"(r[9]), "=r"(r[10]), "=r"(r[11])
+                 : "l"(describe(tile_a)), "l"(describe(tile_b)) : "memory");
+    for (int i = 0; i < COUNT; ++i) d[i * 128 + t] = r[i];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "types, a_type, b_type, out",
+    [
+        ("f32.e4m3.e5m2", torch.float8_e4m3fn, torch.float8_e5m2, torch.float32),
+        ("f16.e4m3.e4m3", torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float16),
+        ("s32.s8.u8", torch.int8, torch.uint8, torch.int32),
+    ],
+)
+def test_wgmma_of_8_bit_elements_and_24_columns(types, a_type, b_type, out):
+    count = 12 if out.itemsize == 4 else 6
+    a, b = (torch.randint(-8 if t.is_signed else 0, 9, (rows, 32)).float().to(t) for rows, t in ((64, a_type), (24, b_type)))
+    d = torch.zeros(count * 128, dtype=torch.int32)
+    text = WGMMA.replace("TYPES", types).replace("RESULTS", "{" + ", ".join(f"%{i}" for i in range(count)) + "}")
+    simulate(text.replace("SIGNS", "" if "s32" in types else ", 1, 1").replace("COUNT", str(count)), d, a, b, block=128, name="k")
+    # [8 columns][half of 16 rows][warp][row][quad][2 columns]; two f16 share a register
+    found = d.view(3, 2, 2, 4, 8, 4).movedim(2, 5) if count == 12 else d.view(3, 2, 4, 8, 4, 1)
+    found = found.contiguous().view(out).view(3, 2, 4, 8, 4, 2).permute(2, 1, 3, 0, 4, 5).reshape(64, 24)
+    assert torch.equal(found.double(), a.double() @ b.double().T)
+
+
+def test_integers_in_parts_and_the_nth_bit():
+    text = """
+__global__ void k(unsigned* out, const unsigned* x) {
+    unsigned a = x[threadIdx.x], b = x[threadIdx.x + 32], c;
+    out[threadIdx.x] = __vabsdiffu4(a, b);
+    out[threadIdx.x + 32] = __vsadu4(a, b);
+    asm("vadd2.s32.s32.s32.sat %0, %1, %2, 0;" : "=r"(c) : "r"(a), "r"(b));
+    out[threadIdx.x + 64] = c;
+    asm("vmax4.u32.u32.u32 %0, %1, %2, 0;" : "=r"(c) : "r"(a), "r"(b));
+    out[threadIdx.x + 96] = c;
+    out[threadIdx.x + 128] = __fns(a, threadIdx.x, threadIdx.x % 5 - 2);
+}
+"""
+    x, out = torch.randint(-(1 << 31), 1 << 31, (64,), dtype=torch.int32), ints(160)
+    simulate(text, out, x)
+    bytes_, halves = (x.numpy().view(t).reshape(2, -1).astype(int) for t in (np.uint8, np.int16))
+    far = abs(bytes_[0] - bytes_[1])
+    assert (out[:32].numpy().view(np.uint8) == far).all() and (out[32:64].numpy() == far.reshape(32, 4).sum(axis=1)).all()
+    assert (out[64:96].numpy().view(np.int16) == np.clip(halves.sum(axis=0), -32768, 32767)).all()
+    assert (out[96:128].numpy().view(np.uint8) == bytes_.max(axis=0)).all()
+    for t, (mask, found) in enumerate(zip(x[:32].tolist(), out[128:].tolist(), strict=True)):
+        n = t % 5 - 2
+        ones = [i for i in (range(t, 32) if n > 0 else range(t, -1, -1) if n else (t,)) if mask >> i & 1]
+        assert found == (ones[max(abs(n), 1) - 1] if len(ones) >= abs(n) and ones else -1)
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ('asm volatile("{ .reg .b128 v; mov.b128 v, {%0, %0}; }" :: "l"(p));', "mov.b128"),
+        ('unsigned r; asm volatile("mov.u32 %0, %%pm0;" : "=r"(r)); *p = r;', "the special register %pm0"),
+        ("int* q = (int*)malloc(16); *p = q[0];", "call of malloc"),
+        ("*p = tex1Dfetch<int>(*p, 3);", "tex.1d.v4.s32.s32"),
+    ],
+)
+def test_what_is_not_simulated_is_named_with_its_line(body, words):
+    with pytest.raises(sim.NotSimulated, match=f"^{words}, in k, .*:3"):
+        simulate(
+            "__global__ void k(unsigned long long* p) {\n    if (*p == 99) return;\n    " + body + "\n}", torch.ones(4, dtype=torch.int64)
+        )
 
 
 def test_mma_of_doubles():

@@ -146,7 +146,7 @@ def test_packed_is_the_scalar_twice(opcode):
 
 UNKNOWN = """add add.f8 add.rs.f32 fma.rn.f32x2 add.sat.u32 mul.s32 mul.sat.s32 min.sat.s32 setp.f32 sqrt.f32 and.f32 shf.l.b32
              cvt.rn.e4m3x2.f32 wgmma.mma_async
-             vabsdiff4.u32.u32.u32 ex2.f32 rcp.approx.f16 sin.approx.f64 cvt.relu.s32.f32 max.relu.f16 lop3.or.b32
+             vavrg4.u32.u32.u32 ex2.f32 rcp.approx.f16 sin.approx.f64 cvt.relu.s32.f32 max.relu.f16 lop3.or.b32
              mad.hi.sat.s32 cvt.s32.f32 cvt.rn.f32 set.lt.f32 dp2a.s32.s32"""
 
 

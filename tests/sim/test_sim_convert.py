@@ -65,7 +65,12 @@ def test_pairs_saturation_and_relu():
     for type_ in ("f16", "bf16"):
         one = lambda x, t=type_: encode(t, decode("f32", x))  # noqa: E731
         check("pair", run(f"cvt.rn.{type_}x2.f32", a, b), [one(x) << 16 | one(y) for x, y in rows], a, b)
+        largest = {"f16": 0x7BFF, "bf16": 0x7F7F}[type_]
+        inside = [x & 0x8000 | largest if (x := one(y)) & 0x7FFF == largest + 1 else x for y, _ in rows]
+        check("satfinite", run(f"cvt.rn.satfinite.{type_}.f32", a), inside, a)
         check("relu", run(f"cvt.rn.relu.{type_}.f32", a), [0 if decode("f32", x) <= 0 else one(x) for x, _ in rows], a)
+    ends = np.array([0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F7FE000, 0x3F800001], np.uint32)
+    check("tf32", run("cvt.rna.satfinite.tf32.f32", ends), [0x7F7FE000, 0x7F7FE000, 0xFF7FE000, 0x7F7FE000, 0x3F800000], ends)
     clamped = [0x3F800000 if (v := decode("f32", x)) > 1 else x if v > 0 else 0 for x, _ in rows]
     check("sat", run("cvt.sat.f32.f32", a), clamped, a)
     check("ftz", run("cvt.ftz.f32.f16", np.array([1], np.uint16)), [encode("f32", decode("f16", 1))])

@@ -173,8 +173,9 @@ def test_wgmma_is_mma_of_each_warps_rows(dtype, k, kept):
     rng, warps, columns = np.random.default_rng(2), 4, 32
     a, b, c = (np.stack([np.stack([exact_bits(t, s, rng) for _ in range(n)]) for _ in range(warps)])
                for t, s, n in ((dtype, (16, k), 1), (dtype, (k, 8), 4), ("f32", (16, 8), 4)))  # fmt: skip
-    width, pairs, function = wgmma(f"wgmma.mma_async.sync.aligned.m64n32k{k}.f32.{dtype}.{dtype}")
-    assert (width, pairs) == (columns, k == 16)
+    pairs = k == 16
+    width, function = wgmma(f"wgmma.mma_async.sync.aligned.m64n32k{k}.f32.{dtype}.{dtype}")
+    assert width == columns
     place = {"a": lambda i, lane: row_col_a(i, lane, dtype), "b": lambda i, lane: row_col_b(i, lane, dtype)}
     registers_a = [np.stack(r) for r in zip(*(pack(a[w, 0], place["a"], k // 2, pairs) for w in range(warps)), strict=True)]
     rows_b = b.transpose(0, 1, 3, 2).reshape(warps, columns, k).astype(np.uint16 if pairs else np.uint32)

@@ -20,7 +20,7 @@ _SPACES = ("global", "shared", "local", "const", "param", "generic")
 _IGNORED = {"weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys", "v2", "v4", *_SPACES}
 _IGNORED |= {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "shared::cta", "shared::cluster", "param::entry"}
 _IGNORED |= {"L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate"}
-_IGNORED |= {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
+_IGNORED |= {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "L2::evict_normal", "L2::evict_first", "L2::evict_last"}
 _STRONG = {"relaxed", "acquire", "release", "volatile", "mmio"}
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cukern.runtime import tensor_map
-from cukern.sim.faults import Fault, Misaligned, NotSimulated, OutOfBounds
+from cukern.sim.faults import Fault, Misaligned, OutOfBounds
 from cukern.sim.instructions import atomics
 from cukern.sim.instructions.access import address_of
 from cukern.sim.instructions.decode import Context
@@ -124,7 +124,7 @@ class _Copy:
             self._check_start(m, box, group.lanes[rows], at[0, rows])
             found.append(self._units(m, box, rows, at[:, rows], inside))
         if len({(u.size, u.fill) for u in found}) > 1:
-            raise NotSimulated(f"one {self.c.opcode} with several tensor maps, in {m.launched.name}, {m.program.location(m.pc)}")
+            raise m.not_simulated(f"one {self.c.opcode} with several tensor maps")
         rows, outside, within, exists = (np.concatenate([u[i] for u in found]) for i in range(4))
         return Units(rows, outside, within, exists, found[0].size, found[0].fill)
 
@@ -141,7 +141,7 @@ class _Copy:
             raise m.fault(Fault, lanes[0], f"copies a box of {len(self.at)} dimensions, but what is at its address {is_}")
         if box.swizzle and box.box[0] * box.itemsize != box.swizzle:
             what = f"a box whose rows have {box.box[0] * box.itemsize} bytes, less than the swizzle of {box.swizzle}"
-            raise NotSimulated(f"{what}, in {m.launched.name}, {m.program.location(m.pc)}")
+            raise m.not_simulated(what)
         if self.operation:
             self.type = _CODES.get(box.code, "")
         self.rounds = box.code == tensor_map.TF32

@@ -11,13 +11,13 @@ from cukern.sim.memory.regions import CARRIERS
 from cukern.sim.memory.spaces import each
 from cukern.sim.ptx.module import Immediate, Register, immediate_value
 
-_HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B"}
+_HINTS = {"cp", "async", "ca", "cg", "shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint"}
 
 
 def copy(c: Context) -> Step:
     if c.parts[:2] != ["cp", "async"]:
         raise c.unknown()
-    if c.opcode == "cp.async.bulk.prefetch.L2.global" or c.opcode.startswith("cp.async.bulk.prefetch.tensor."):
+    if c.opcode.startswith(("cp.async.bulk.prefetch.L2.global", "cp.async.bulk.prefetch.tensor.")):
         return nothing(c)
     if c.opcode == "cp.async.commit_group":
         return lambda m, group: m.copies.commit(group.lanes)
@@ -30,8 +30,8 @@ def copy(c: Context) -> Step:
 
 
 def _start_copy(c: Context) -> Step:
-    """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source}."""
-    to, from_, bytes_, *rest = c.operands
+    """cp.async [to], [from], bytes {, bytes to read | predicate to ignore the source} {, cache hint}."""
+    to, from_, bytes_, *rest = c.operands[:-1] if "L2::cache_hint" in c.parts else c.operands
     (target, target_offset), (source, source_offset) = c.address(to), c.address(from_)
     if not isinstance(bytes_, Immediate):
         raise c.unknown()

@@ -226,7 +226,7 @@ def _split(step: Step, guard: Register, pc: int, m: Machine, group: Group) -> No
 
 def _not_simulated(pc: int, what: str) -> Step:
     def run(m: Machine, group: Group) -> None:
-        raise NotSimulated(f"{what}, in {m.launched.name}, {m.program.location(pc)}")
+        raise m.not_simulated(what, pc)
 
     return run
 

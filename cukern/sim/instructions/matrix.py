@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cukern.sim.faults import BarrierFault
+from cukern.sim.faults import BarrierFault, NotSimulated
 from cukern.sim.instructions.access import address_of, through
 from cukern.sim.instructions.decode import Context
 from cukern.sim.instructions.warp import together
@@ -154,33 +154,37 @@ def warpgroup(c: Context) -> Step:
     not reported: in PTX a register that is written before has another name."""
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return _wait_for_products(c)
-    columns, pairs, function = tensor_core.wgmma(c.opcode)
+    columns, function = tensor_core.wgmma(c.opcode)
+    # After the predicate: the signs of a and b, but not for integers; for 16-bit elements, which operand in memory is MN-major
+    signs, pairs = 0 if "s32" in c.parts else 2, bool({"f16", "bf16"} & set(c.parts[6:]))
     d, a, descriptor, keep, *flags = c.operands
     held = isinstance(a, Vector)
     texts = [x.text for x in flags if isinstance(x, Immediate)]
-    if texts[:2] != ["1", "1"] or len(texts) != 2 + pairs * (1 if held else 2) or set(texts[2:]) - {"0", "1"}:
+    if texts[:signs] != ["1"] * signs or len(texts) != signs + pairs * (1 if held else 2) or set(texts[signs:]) - {"0", "1"}:
         raise c.unknown()
-    down = [text == "1" for text in texts[2:]] if pairs else [False, False]
+    down = [text == "1" for text in texts[signs:]] if pairs else [False, False]
     targets, keeps = [c.target(x) for x in c.items(d)], c.source(keep, "pred")
     old, registers = [c.source(x, "b32") for x in c.items(d)], [c.source(x, "b32") for x in c.items(a)] if held else []
     described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
 
     def fetch(m: Machine, lanes: np.ndarray, words: np.ndarray, first: np.ndarray, count: int, down: bool) -> np.ndarray:
         """Rows of a, or columns of b, loaded in 16-byte parts, one per lane."""
-        times = count // 16
+        times, first = np.arange(2 * count), first.reshape(-1, 32)[:, :1]
 
         def each(values: np.ndarray) -> np.ndarray:
-            return np.repeat(values.reshape(-1, 1, 32), times, axis=1)
+            return np.asarray(values.reshape(-1, 32)[:, times % 32].reshape(-1))
 
-        numbers = each(first + lanes % 32) + 32 * np.arange(times)[:, None]
-        at = tensor_core.described(words if len(words) == 1 else each(words).reshape(-1), numbers.reshape(-1), down)
-        every = each(lanes).reshape(-1)
+        try:
+            at = tensor_core.described(words if len(words) == 1 else each(words), (first + times).reshape(-1), down)
+        except NotSimulated as error:
+            raise m.not_simulated(str(error)) from None
+        every = each(lanes)
         parts, places = m.shared.load(m, every, at, 16, flags=None), m.shared.place(m, every, at, 16, "reads")[0]
         m.shared.check_proxy(m, every, places, 16)
         # All four warps of a warpgroup read the same b: one of them stands for them.
         one = slice(None) if count == 16 else m.order.warp_of[every] == m.order.warpgroup_of(m.order.warp_of[every])
         m.warpgroups.start(m.pc, every[one], places[one], 16, read=True)
-        return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 32 * times, 8), down)
+        return tensor_core.by_rows(np.ascontiguousarray(parts).view(np.uint16).reshape(-1, 2 * count, 8), down)
 
     def act(m: Machine, group: Group, masks: np.ndarray) -> None:
         check_whole_warps(m, group.lanes)

@@ -19,7 +19,7 @@ _STEPS: dict[str, Maker] = {
     "fence": access.fence,
     "membar": access.fence,
     "activemask": warp.active_mask,
-    **dict.fromkeys(("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg"), access.nothing),
+    **dict.fromkeys(("prefetch", "prefetchu", "nanosleep", "griddepcontrol", "pmevent", "setmaxnreg", "applypriority"), access.nothing),
 }
 _JUMPS: dict[str, Maker] = {
     "bra": jumps.branch,

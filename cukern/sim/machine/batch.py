@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cukern.runtime.limits import Dim
-from cukern.sim.faults import Fault, Where
+from cukern.sim.faults import Fault, NotSimulated, Where
 from cukern.sim.machine.options import Options
 from cukern.sim.machine.program import Program
 from cukern.sim.memory.order import TIME_BITS, Clock, Order
@@ -236,6 +236,9 @@ class Batch:
     def mutes(self, kind: type[Fault]) -> bool:
         """True if such a fault is not reported at this instruction."""
         return kind in self.launched.options.off or (kind, self.pc) in self.launched.muted
+
+    def not_simulated(self, what: str, pc: int | None = None) -> NotSimulated:
+        return NotSimulated(f"{what}, in {self.launched.name}, {self.program.location(self.pc if pc is None else pc)}")
 
     def fault(self, kind: type[Fault], lane: int, what: str, pc: int | None = None, lanes: np.ndarray | None = None) -> Fault:
         """`lanes`: all that run into the fault, if they are known."""

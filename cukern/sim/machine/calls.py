@@ -8,7 +8,7 @@ first raise NotSimulated, and the second count as initialized.
 
 import numpy as np
 
-from cukern.sim.faults import Fault, NotSimulated
+from cukern.sim.faults import Fault
 from cukern.sim.machine.batch import Batch, Group
 from cukern.sim.machine.program import Program
 
@@ -39,14 +39,13 @@ class Calls:
         for depth in np.unique(self.depth[lanes]).tolist():
             some = lanes[self.depth[lanes] == depth]
             if depth >= _DEEPEST:
-                raise NotSimulated(f"calls nested more than {_DEEPEST} deep, in {m.launched.name}, {self.program.location(m.pc)}")
+                raise m.not_simulated(f"calls nested more than {_DEEPEST} deep")
             if depth == len(self.returns):
                 self.returns.append(np.zeros(m.lanes, np.int64))
             self.returns[depth][some] = m.pc
             if caller in self.program.recursive:
                 if caller in self.program.with_locals:
-                    where = f"{m.launched.name}, {self.program.location(m.pc)}"
-                    raise NotSimulated(f"recursion of a function with a local array, in {where}")
+                    raise m.not_simulated("recursion of a function with a local array")
                 self._save(some, depth, caller)
         self.depth[lanes] += 1
         self.parameters[name][lanes, : function.params_size] = self.arguments[lanes, : function.params_size]
@@ -89,6 +88,6 @@ class Calls:
             if name is None:
                 raise m.fault(Fault, lanes[0], f"calls the address {address:#x}, which is no function")
             if name not in self.program.functions:
-                raise NotSimulated(f"call of {name}, in {m.launched.name}, {self.program.location(m.pc)}")
+                raise m.not_simulated(f"call of {name}")
             found.append((name, m.group(lanes)))
         return found

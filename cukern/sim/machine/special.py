@@ -3,10 +3,10 @@
 import numpy as np
 
 from cukern.runtime.device import KNOWN
-from cukern.sim.faults import NotSimulated
 from cukern.sim.machine.batch import RESERVED_SHARED, Batch, block_index, clusters, xyz
 from cukern.sim.machine.program import PARAMETER, SPECIAL_WIDTHS
 from cukern.sim.numerics.integers import UNSIGNED
+from cukern.sim.ptx.module import Symbol
 
 CLOCKS = ("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 _SMS = KNOWN["h200"].sms  # not SIMULATED_DEVICE.sms, which is 2 so that plans for small problems have several waves
@@ -14,7 +14,7 @@ _SMS = KNOWN["h200"].sms  # not SIMULATED_DEVICE.sms, which is 2 so that plans f
 
 def registers(m: Batch) -> list[np.ndarray]:
     """All registers at the start of a batch."""
-    zeros = {width: np.zeros(1, dtype) for width, dtype in UNSIGNED.items()}
+    zeros = {width: np.zeros(1, dtype) for width, dtype in (*UNSIGNED.items(), (128, np.complex128))}  # b128: no step writes it
     found = [zeros[width] for width in m.program.widths]
     for i, constant in m.program.constants.items():
         found[i] = constant
@@ -73,5 +73,6 @@ def _value(m: Batch, name: str) -> np.ndarray:
         "WARP_SZ": 32,
     }
     if register not in uniform:
-        raise NotSimulated(f"the special register {name}")
+        pc = next(pc for pc, one in enumerate(m.program.kernel.code) if name in [x.name for x in one.operands if isinstance(x, Symbol)])
+        raise m.not_simulated(f"the special register {name}", pc)
     return np.array([uniform[register]], UNSIGNED[SPECIAL_WIDTHS.get(name, 32)])

@@ -150,6 +150,10 @@ def _dot(op: Opcode) -> Function:
     return integers.dot(op.types, {"lo": False, "hi": True}[op.modifiers[0]] if op.base == "dp2a" else None)
 
 
+def _video(op: Opcode) -> Function:
+    return integers.by_parts(op.base, op.types, op.has("sat"), op.has("add"))
+
+
 _ROUND = "rn rz rm rp"
 _LOGIC = ("b16", "b32", "b64", "pred")
 
@@ -186,6 +190,8 @@ _INTEGER: dict[str, _Row] = {
 _ANY: dict[str, _Row] = {
     "dp4a": (_dot, ""),
     "dp2a": (_dot, "lo hi"),
+    **{f"v{name}{n}": (_video, "sat add") for name in ("add", "sub", "absdiff", "min", "max") for n in (2, 4)},
+    "fns": _same(integers.nth_bit, "b32"),
     "setp": (compare.setp, compare.MODIFIERS),
     "set": (compare.set_, compare.MODIFIERS),
     "selp": _same(lambda a, b, p: integers.where(p, a, b)),

@@ -13,7 +13,7 @@ from cukern.sim.numerics.floats import BF16, F32, F64, FORMATS, Array, Format, F
 from cukern.sim.numerics.integers import UNSIGNED, dtype_of, unsigned
 
 _INTEGRAL: dict[str, Function] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", *_INTEGRAL})
+MODIFIERS = frozenset({"rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", "satfinite", *_INTEGRAL})
 
 
 def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
@@ -21,7 +21,7 @@ def convert(target: str, source: str, modifiers: frozenset[str]) -> Function:
     if target.endswith("x2"):
         one = _to_float(FORMATS[target[:-2]], FORMATS[source], modifiers)
         return lambda high, low: (one(high).astype(np.uint32) << 16) | one(low)  # the first operand goes to the upper half
-    if "relu" in modifiers and not (target in FORMATS and source in FORMATS):
+    if {"relu", "satfinite"} & modifiers and not (target in FORMATS and source in FORMATS):
         raise KeyError("relu")
     if target in FORMATS:
         if source in FORMATS:
@@ -37,6 +37,11 @@ def _mode(modifiers: frozenset[str]) -> str:
 
 
 def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Function:
+    if "satfinite" in modifiers:
+        if target in (F32, F64):
+            raise KeyError("satfinite")
+        function = _to_float(target, source, modifiers - {"satfinite"})
+        return lambda x: floats.finite(target, function(x))
     if "rna" in modifiers:
         return _rna_tf32
     if target is BF16 and source is F32 and modifiers == {"rn"}:

@@ -109,6 +109,11 @@ def saturate(fmt: Format, bits: Array) -> Array:
     return np.where(x > 0, np.where(x > 1, fmt.one, bits), fmt.bits(0))
 
 
+def finite(fmt: Format, bits: Array) -> Array:
+    """.satfinite: an infinity becomes the largest finite value."""
+    return np.where(bits & ~fmt.sign == fmt.exponent, bits - fmt.bits(1 << fmt.unused), bits)
+
+
 def relu(fmt: Format, bits: Array) -> Array:
     """.relu: negative values become +0; NaN stays NaN."""
     return np.where((bits & fmt.sign != 0) & (fmt.values(bits) <= 0), fmt.bits(0), bits)

@@ -233,6 +233,36 @@ def packed(function: Function, *args: Array) -> Array:
     return np.ascontiguousarray(parts).view(UNSIGNED[8 * parts.itemsize * parts.shape[1]]).reshape(-1)
 
 
+def by_parts(name: str, types: Sequence[str], saturates: bool, sums: bool) -> Function:
+    """vadd4 and its kind: an operation on each of the 2 halves or 4 bytes of a and b; with `sums`, c plus the sum of its results."""
+    operation, width = name[1:-1], {"2": "16", "4": "8"}[name[-1]]
+    kind_d, kind_a, kind_b = (dtype_of(t[0] + width) for t in types)
+    ufunc = {"add": np.add, "sub": np.subtract, "absdiff": np.subtract, "min": np.minimum, "max": np.maximum}[operation]
+    limits = np.iinfo(kind_d)
+
+    def run(a: Array, b: Array, c: Array) -> Array:
+        a, b = np.broadcast_arrays(a, b)
+        parts = [np.ascontiguousarray(x).view(kind).reshape(len(a), -1).astype(np.int64) for x, kind in ((a, kind_a), (b, kind_b))]
+        result = ufunc(*parts)
+        result = np.abs(result) if operation == "absdiff" else result
+        result = np.clip(result, limits.min, limits.max) if saturates else result
+        if sums:
+            return (result.sum(axis=1) + c).astype(np.uint32)
+        return np.ascontiguousarray(result.astype(kind_d)).view(np.uint32)[:, 0]
+
+    return run
+
+
+def nth_bit(mask: Array, base: Array, offset: Array) -> Array:
+    """fns: the position of the bit of the mask that is the |offset|-th from `base` on, upwards or downwards; all ones if there is none."""
+    found = []
+    for word, start, n in np.broadcast(mask, base, offset.view(np.int32)):
+        order = range(int(start), 32) if n > 0 else range(int(start), -1, -1) if n else range(int(start), int(start) + 1)
+        ones = [i for i in order if int(word) >> i & 1]
+        found.append(ones[max(abs(int(n)), 1) - 1] if len(ones) >= max(abs(int(n)), 1) else 0xFFFFFFFF)
+    return np.array(found, np.uint32)
+
+
 def dot(types: Sequence[str], high_half: bool | None) -> Function:
     """c plus a dot product. dp4a: of the four bytes of a and of b. dp2a: of the two halves of a and of two bytes of b."""
     kind_a, kind_b = dtype_of(types[0][0] + ("8" if high_half is None else "16")), dtype_of(types[1][0] + "8")

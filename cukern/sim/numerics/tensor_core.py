@@ -43,30 +43,35 @@ def mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]]
     if base != "mma" or parts[:2] != ["sync", "aligned"] or parts[3:5] != ["row", "col"] or len(parts) != 9:
         raise NotSimulated(opcode)
     shape, (d, a, b, c) = parts[2], parts[5:]
-    if a != b or d != c or a not in _SHAPES.get(shape, ()) or (d != "f32" and (d, a) != ("f16", "f16")):
+    if a != b or a not in _SHAPES.get(shape, ()) or {d, c} - ({"f32", "f16"} if a == "f16" else {"f32"}):
         raise NotSimulated(opcode)
-    return functools.partial(_mma, FORMATS[a], FORMATS[c], int(shape[6:]))
+    return functools.partial(_mma, FORMATS[a], FORMATS[c], FORMATS[d], int(shape[6:]))
 
 
-def _mma(factors: Format, sums: Format, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
+def _mma(factors: Format, sums: Format, results: Format, k: int, a: Registers, b: Registers, c: Registers) -> list[Array]:
     warps = len(a[0])
     tile_a, tile_b, tile_c = np.zeros((warps, 16, k)), np.zeros((warps, k, 8)), np.zeros((warps, 16, 8))
     tile_a[_places_a(factors, k)] = _elements(factors, a)
     tile_b[_places_b(factors, k)] = _elements(factors, b)
     tile_c[_PLACES_C] = _elements(sums, c)
     total = tile_a @ tile_b + tile_c
-    d = floats.round_to(sums, total[_PLACES_C])
+    return _rounded(results, total[_PLACES_C])
+
+
+def _rounded(fmt: Format, total: Array) -> list[Array]:
+    """The registers of a result; two f16 share one."""
+    d = floats.round_to(fmt, total)
     return _apart(d if d.dtype == np.uint32 else d[:, ::2].astype(np.uint32) | d[:, 1::2].astype(np.uint32) << 16)
 
 
 def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[Array]] | None:
     """The function of an mma.sync of 8-bit integers, 8-bit floats or f64; None for another."""
-    match = re.fullmatch(r"mma\.sync\.aligned\.(m\d+n8k\d+)\.row\.col(\.satfinite)?\.(s32|f32|f64)\.(\w+)\.(\w+)\.(\w+)", opcode)
+    match = re.fullmatch(r"mma\.sync\.aligned\.(m\d+n8k\d+)\.row\.col(\.satfinite)?\.(s32|f32|f16|f64)\.(\w+)\.(\w+)\.(\w+)", opcode)
     if match is None:
         return None
     shape, saturate, d, a, b, c = match.groups()
-    narrow = {"s8", "u8"} if d == "s32" else {"e4m3", "e5m2"} if d == "f32" else {"f64"}
-    if d != c or {a, b} - narrow or shape not in {"s32": ("m16n8k16", "m16n8k32"), "f32": ("m16n8k32",), "f64": _SHAPES_64}[d]:
+    narrow = {"s8", "u8"} if d == "s32" else {"f64"} if d == "f64" else {"e4m3", "e5m2"}
+    if d != c or {a, b} - narrow or shape not in (_SHAPES_64 if d == "f64" else ("m16n8k16", "m16n8k32")):
         return None
     if d == "f64":
         return functools.partial(_mma64, int(shape[1 : shape.index("n")]), int(shape.partition("k")[2]))
@@ -79,8 +84,8 @@ def _other_mma(opcode: str) -> Callable[[Registers, Registers, Registers], list[
         tile_a[_EVERY_WARP, np.stack([r for r, _ in rows]), np.stack([x for _, x in rows])] = _bytes(a, a_)
         tile_b[_EVERY_WARP, np.stack(columns), np.broadcast_to(_GROUP, (len(columns), 32))] = _bytes(b, b_)
         product = (tile_a @ tile_b)[_PLACES_C]
-        if d == "f32":
-            return _apart(floats.round_to(FORMATS["f32"], product + _elements(FORMATS["f32"], c_)))
+        if d != "s32":
+            return _rounded(FORMATS[d], product + _elements(FORMATS[d], c_))
         total = product.astype(np.int64) + np.stack(c_, axis=1).view(np.int32)  # the sum of k products is exact in float64
         total = np.clip(total, -(1 << 31), (1 << 31) - 1) if saturate else total
         return _apart(total.astype(np.int32).view(np.uint32))
@@ -111,28 +116,31 @@ def _mma64(rows: int, k: int, a: Registers, b: Registers, c: Registers) -> list[
     return [np.ascontiguousarray(d[:, half, :, i]) for half in halves for i in (0, 1)]
 
 
-def wgmma(opcode: str) -> tuple[int, bool, Callable[[Registers, Array, Registers, Array], list[Array]]]:
-    """A wgmma: the number of columns, True for 16-bit elements (False for tf32), and a function. Its arguments are the registers of a, b
-    as (warps, columns, 32 bytes along k), the registers of c, and a flag per warp: c is added. It returns the registers of d. Each warp
-    computes the mma.sync of its 16 rows. Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
+def wgmma(opcode: str) -> tuple[int, Callable[[Registers, Array, Registers, Array], list[Array]]]:
+    """A wgmma: the number of columns, and a function. Its arguments are the registers of a, b as (warps, columns, 32 bytes along k), the
+    registers of c, and a flag per warp: c is added. It returns the registers of d. Each warp computes the mma.sync of its 16 rows.
+    Example: "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16".
     """
-    start, _, rest = opcode.partition(".m64n")
-    columns, _, types = rest.partition("k")
-    factors = {"16.f32.bf16.bf16": BF16, "16.f32.f16.f16": F16, "8.f32.tf32.tf32": TF32}.get(types)
-    if start != "wgmma.mma_async.sync.aligned" or factors is None or not columns.isdecimal() or int(columns) % 16:
+    match = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k(?:8|16|32))\.(\w+)\.(\w+\.\w+)(\.satfinite)?", opcode)
+    if match is None or int(match[1]) % 8:
         raise NotSimulated(opcode)
-    numbers = 8 if factors is TF32 else 16
+    tiles, (k, sums, factors, saturate) = int(match[1]) // 8, match.groups("")[1:]  # a tile has 8 columns
+    if k != {"tf32.tf32": "k8", "bf16.bf16": "k16", "f16.f16": "k16"}.get(factors, "k32"):
+        raise NotSimulated(opcode)
+    try:
+        product = mma(f"mma.sync.aligned.m16n8{k}.row.col{saturate}.{sums}.{factors}.{sums}")
+    except NotSimulated:
+        raise NotSimulated(opcode) from None
 
     def function(a: Registers, b: Array, c: Registers, kept: Array) -> list[Array]:
-        warps, tiles = len(b), int(columns) // 8  # a tile has 8 columns, and 4 registers of c
-        words = np.ascontiguousarray(b).view(np.uint32).reshape(warps * tiles, 8, 8)  # [tile of a warp][column][word along k]
-        before = np.where(kept[:, None], np.stack(c, axis=1), np.uint32(0)).reshape(warps * tiles, 4, 32)
+        words = np.ascontiguousarray(b).view(np.uint32).reshape(-1, 8, 8)  # [tile of a warp][column][word along k]
+        before = np.where(kept[:, None], np.stack(c, axis=1), np.uint32(0)).reshape(len(words), -1, 32)
         held = [np.repeat(r, tiles, axis=0) for r in a]
         tile = [words[:, _GROUP, _QUAD + 4 * i] for i in (0, 1)]
-        d = _mma(factors, FORMATS["f32"], numbers, held, tile, list(np.moveaxis(before, 1, 0)))
-        return _apart(np.stack(d, axis=1).reshape(warps, 4 * tiles, 32))
+        d = product(held, tile, list(np.moveaxis(before, 1, 0)))
+        return _apart(np.stack(d, axis=1).reshape(len(b), -1, 32))
 
-    return int(columns), numbers == 16, function
+    return 8 * tiles, function
 
 
 def rows_of_a(rows: Array) -> list[Array]:

@@ -118,6 +118,8 @@ class _Parser:
                 lanes = int(word[1])
             elif word in ptx.WIDTHS:
                 element = word
+            elif word == "attribute":  # (.managed)
+                self.at += 3
             elif word not in ("ptr", "global", "const", "shared", "local"):
                 raise self.error("a type of a variable expected", back=1)
         size = ptx.WIDTHS[element] // 8 * lanes
