@@ -398,6 +398,58 @@ def test_what_is_not_simulated_is_named_with_its_line(body, words):
         )
 
 
+# Each row of the table in docs/guide/debugging.md. x: 64-bit, r: 32-bit, h: 16-bit, f: float
+NOT_SIMULATED = """
+ld.global.b128 v, [x]
+st.bulk.weak.shared::cta [r], 64, 0
+multimem.red.relaxed.sys.global.add.u32 [x], r
+discard.global.L2 [x], 128
+red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [r], r, [r]
+cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [r], [r], 64, [r]
+cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [r], [r], 64, [r]
+mbarrier.pending_count.b64 r, x
+fence.proxy.alias
+fence.proxy.tensormap::generic.release.gpu
+cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [r], [x, {r, r, r}], [r], {h}
+cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [r], [x, {r, r, r, r, r}], [r]
+tensormap.replace.tile.global_address.shared::cta.b1024.b64 [r], x
+mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {f, f, f, f, f, f, f, f}, {r, r}, {r, r}, {f, f, f, f, f, f, f, f}
+mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {r, r}, {r}, {r}, {r, r}
+mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {r, r, r, r}, {r, r, r, r}, {r, r}, {r, r, r, r}
+mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {r, r, r, r}, {r, r, r, r}, {r, r}, {r, r, r, r}
+mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {f, f, f, f}, {r, r, r, r}, {r, r, r, r}, {f, f, f, f}, r, 0
+wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.f16.f16 {f, f, f, f}, x, x, r, 0, 1, 1, 1, 0, 0
+wgmma.mma_async.sync.aligned.m64n8k256.s32.b1.b1.and.popc {r, r, r, r}, x, x, 1
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {f, f, f, f}, x, x, 1, -1, 1, 0, 0
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [r], 32
+clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [r], [r]
+ld.global.v8.b32 {r, r, r, r, r, r, r, r}, [x]
+redux.sync.min.f32 f, f, 0xffffffff
+cvt.rn.satfinite.e2m1x2.f32 h, f, f
+add.f32.bf16 f, h, f
+max.f32 f, f, f, f
+mul24.lo.u32 r, r, r
+bmsk.clamp.b32 r, r, r
+szext.clamp.s32 r, r, r
+cvt.pack.sat.u16.s32 r, r, r
+vadd.u32.u32.u32.sat r, r, r
+vavrg4.u32.u32.u32 r, r, r, r
+alloca.u64 x, 16
+shfl.idx.b32 r, r, 0, 31
+vote.ballot.b32 r, 1
+"""
+
+
+@pytest.mark.parametrize("line", NOT_SIMULATED.strip().split("\n"))
+def test_the_table_of_what_is_not_simulated_is_true(line):
+    opcode, _, operands = line.partition(" ")
+    asm = (
+        ".reg .b128 v; .reg .b64 x; .reg .b32 r; .reg .b16 h; .reg .f32 f; mov.b64 x, 0; mov.b32 r, 0; mov.b16 h, 0; mov.f32 f, 0f00000000;"
+    )
+    with pytest.raises(sim.NotSimulated, match=f"^{opcode}, in k, .*:2$"):
+        simulate(f'__global__ void k() {{\n    asm volatile("{{ {asm} {opcode} {operands}; }}");\n}}')
+
+
 def test_mma_of_doubles():
     text = """
 __global__ void k(double* d, const double* a, const double* b, const double* c) {

@@ -19,6 +19,8 @@ def arithmetic(c: Context) -> Step:
     if {"e4m3x2", "e5m2x2"} & set(c.parts):
         sources = [c.source(x, "b32") for x in c.operands[1:]]
         return compute(fp8.convert(c.opcode), c.target(c.operands[0]), sources)
+    if c.parts[0] in ("min", "max") and len(c.operands) > 3:  # of sm_100
+        raise c.unknown()
     targets = c.items(c.operands[0])
     types = source_types(c)
     sources = [c.source(x, t) for x, t in zip(c.operands[1:], types, strict=False)]

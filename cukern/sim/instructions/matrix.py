@@ -155,14 +155,9 @@ def warpgroup(c: Context) -> Step:
     if c.parts[1] in ("fence", "commit_group", "wait_group"):
         return _wait_for_products(c)
     columns, function = tensor_core.wgmma(c.opcode)
-    # After the predicate: the signs of a and b, but not for integers; for 16-bit elements, which operand in memory is MN-major
-    signs, pairs = 0 if "s32" in c.parts else 2, bool({"f16", "bf16"} & set(c.parts[6:]))
     d, a, descriptor, keep, *flags = c.operands
     held = isinstance(a, Vector)
-    texts = [x.text for x in flags if isinstance(x, Immediate)]
-    if texts[:signs] != ["1"] * signs or len(texts) != signs + pairs * (1 if held else 2) or set(texts[signs:]) - {"0", "1"}:
-        raise c.unknown()
-    down = [text == "1" for text in texts[signs:]] if pairs else [False, False]
+    down = _directions(c, [x.text for x in flags if isinstance(x, Immediate)], held)
     targets, keeps = [c.target(x) for x in c.items(d)], c.source(keep, "pred")
     old, registers = [c.source(x, "b32") for x in c.items(d)], [c.source(x, "b32") for x in c.items(a)] if held else []
     described_a, described_b = None if held else c.source(a, "b64"), c.source(descriptor, "b64")
@@ -203,6 +198,15 @@ def warpgroup(c: Context) -> Step:
         m.warpgroups.results(group, [t.number for t in targets])
 
     return together(c, EVERY_LANE, act, warpgroups=True)
+
+
+def _directions(c: Context, texts: list[str], held: bool) -> list[bool]:
+    """From the operands after the predicate, which operands in shared memory are MN-major. First come the signs of a and b, but not for
+    integers; then, for 16-bit elements, a flag for each operand in shared memory."""
+    signs, flags = 0 if "s32" in c.parts else 2, (1 if held else 2) * bool({"f16", "bf16"} & set(c.parts[6:]))
+    if texts[:signs] != ["1"] * signs or len(texts) != signs + flags or set(texts[signs:]) - {"0", "1"}:
+        raise c.unknown()
+    return [text == "1" for text in texts[signs:]] or [False, False]
 
 
 def _wait_for_products(c: Context) -> Step:

@@ -115,8 +115,9 @@ class Shadow:
     def write(
         self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0, narrow: bool = False
     ) -> tuple[Conflict | None, Conflict | None, np.ndarray | None]:
-        """Record a write. Returns the writes and the reads that race with it, and the rows that other rows overwrite. `narrow`: the write
-        is atomic for its own block only."""
+        """Record a write. Returns the earlier writes and the earlier reads that race with it, and the rows whose bytes another row of this
+        write overwrites; None for each of the three if there are none. `narrow`: the write is an atomic of .cta scope (atomicAdd_block),
+        which is not atomic for other blocks."""
         self._process_log(order)
         granules = self._granules(positions, size)
         if self.writes is None:

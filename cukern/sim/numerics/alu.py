@@ -32,6 +32,8 @@ def find(opcode: str, second: bool = False) -> Function:
     try:
         table = _SECOND if second else {**_ANY, **(_FLOAT if op.is_float else _INTEGER)}
         maker, modifiers = table[op.base]
+        if len(op.types) > 1 and op.base in _INTEGER:  # add.f32.bf16 of sm_100
+            raise NotSimulated(opcode)
         if not set(op.modifiers) <= set(modifiers.split()):
             raise NotSimulated(opcode)
         return maker(op)
