@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cukern.sim.faults import Fault, Misaligned, OutOfBounds, Race, Uninitialized
 from cukern.sim.machine.coverage import Coverage
 
-MOST_STEPS = 1_500_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: ten seconds or more
+MOST_STEPS = 1_400_000  # instructions of a batch, each counted once for every 8192 lanes that execute it together: about ten seconds
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def checks(*, races: bool = True, bounds: bool = True, uninitialized: bool = Tru
         races: False: no Race is reported.
         bounds: False: no OutOfBounds and no Misaligned. Such a store is left out, and such a load gives zeros.
         uninitialized: False: no Uninitialized. What nobody wrote reads as the bits that are there, zeros in shared memory.
-        steps: instructions after which a loop is taken as endless (StepLimit); by default 1.5 million for each batch of thread blocks.
+        steps: instructions after which a loop is taken as endless (StepLimit); by default 1.4 million for each batch of thread blocks.
 
     Raises TypeError or ValueError for a switch that is not a bool, and for `steps` that is not a positive int.
     """

@@ -24,6 +24,7 @@ class Conflict(NamedTuple):
 class History:
     def __init__(self, granules: int):
         self.last = np.zeros(granules, np.int64)  # the stamp of the newest access
+        self.newest = 0  # the highest of all stamps so far
         self.many = np.zeros(granules, np.uint8)  # flags: older accesses of other lanes (1), of other blocks (2) are in granules, stamps
         self.since: np.ndarray | None = None  # kept accesses with a lower stamp do not count any more
         self.granules, self.stamps = np.zeros(0, np.int64), np.zeros(0, np.int64)  # kept accesses, by granule
@@ -44,6 +45,7 @@ class History:
         stamps that are now the newest."""
         before = self.last[granules]
         self.last[granules] = stamps
+        self.newest = max(self.newest, int(stamps.max()))
         now = self.last[granules]
         if keep:
             lanes = order.by_lane(now)
@@ -103,11 +105,16 @@ class History:
     def conflicts(self, order: Order, granules: np.ndarray, lanes: np.ndarray, inside: bool, strong: bool) -> Conflict | None:
         """The accesses that the current one, by these lanes, is not ordered after. `granules`: (rows,), or (rows, granules of a row).
         `inside`: only the lanes of one cluster access a granule. A `strong` access does not race with strong ones."""
+        if inside and self.newest < order.floor.min():
+            return None
         stamps = self.last[granules]
         suspect = stamps != 0
         if inside:  # floor: a lane knows all that its cluster did before
             floor = order.floor[lanes]
             suspect &= stamps >= (floor if stamps.ndim == 1 else floor[:, None])
+        if not suspect.any():
+            return None
+        suspect &= order.foreign(stamps, lanes if stamps.ndim == 1 else lanes[:, None]) | (self.many[granules] != 0)
         if not suspect.any():
             return None
         rows, stamps, granules = np.nonzero(suspect)[0], stamps[suspect], granules[suspect]

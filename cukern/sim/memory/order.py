@@ -79,6 +79,10 @@ class Order:
     def by_block(self, stamps: Any) -> Any:
         return self.by_lane(stamps) // self.lanes_a_block
 
+    def foreign(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """True for the accesses of other lanes, and for those in flight."""
+        return (stamps ^ (lanes + self.base) * 2) & (_LANES << 1 | IN_FLIGHT) != 0
+
     def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """For each stamp: True if that access happened before the current access of the lane in `lanes`."""
         flying = (stamps & IN_FLIGHT) != 0
