@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import plan
+from cukern.ops.attention import decode, plan
 from cukern.ops.attention.reference import Options, reference
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
@@ -29,7 +29,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def instances(dtype: torch.dtype) -> list[Kernel]:
     dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
     kernels = [make(dtype, d, softcap) for make in (_forward_kernel, _backward_kernel) for d in dims for softcap in (False, True)]
-    return kernels + [_PREPROCESS[dtype, d] for d in dims]
+    return kernels + [_PREPROCESS[dtype, d] for d in dims] + (decode.instances(dtype) if dims else [])
 
 
 def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
@@ -78,14 +78,16 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     device, padded = q.get_device(), plan.padded_head_dim(d)
-    softcap = options.softcap != 0
+    softcap, strides = options.softcap != 0, _strides(out, q, k, v)
+    if plan.decodes(queries, keys, d):
+        decode.launch(out, lse, q, k, v, strides, options.causal, softcap, _factors(options))
+        return out, lse
     tile = plan.FORWARD[padded][softcap]
     blocks = -(-queries // tile.rows)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
     launch = _forward_kernel(q.dtype, padded, softcap).on(device)
     grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded)
-    arguments = *pointers(out, lse, q, k, v), *_strides(out, q, k, v), *numbers, *_factors(options)
-    launch(grid, (32 * tile.warps, 1, 1), shared, *arguments)
+    launch(grid, (32 * tile.warps, 1, 1), shared, *pointers(out, lse, q, k, v), *strides, *numbers, *_factors(options))
     return out, lse
 
 
