@@ -13,7 +13,9 @@ _DECODE, _SUM = (Template("attention/decode.cu", f"attention_decode{name}", pdl=
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    return [kernel for d in (64, plan.MOST_HEAD_DIM) for kernel in (*(_kernel(dtype, d, softcap) for softcap in (False, True)), _sum(dtype, d))]
+    return [
+        kernel for d in (64, plan.MOST_HEAD_DIM) for kernel in (*(_kernel(dtype, d, softcap) for softcap in (False, True)), _sum(dtype, d))
+    ]
 
 
 def _kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
@@ -26,7 +28,15 @@ def _sum(dtype: torch.dtype, d: int) -> Kernel:
 
 
 def launch(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, strides: Sequence[bytes], causal: bool, softcap: bool, factors: tuple[float, ...]
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strides: Sequence[bytes],
+    causal: bool,
+    softcap: bool,
+    factors: tuple[float, ...],
 ) -> None:
     """Write out and lse. `strides`: of out, q, k and v."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])

@@ -111,6 +111,6 @@ def key_tiles(keys: int, head_dim: int) -> int:
 
 
 def decodes(queries: int, keys: int, head_dim: int) -> bool:
-    """True for the decoding kernel instead of `Tile`'s."""
+    """True if the decoding kernel computes the forward."""
     fits = queries <= MOST_QUERIES and key_tiles(keys, head_dim) >= _LEAST_TILES
-    return fits and eligible(CANDIDATES, str)[0] == "decode"
+    return fits and eligible(CANDIDATES, str)[:1] == ["decode"]
