@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
                 multiply_blocks<T>(s, a[i], b, n);
             }
         int column = tile * KEYS + lane % 4 * 2;
-        auto hidden = [&](int row, int n) { return column + n >= keys || column + n > last[row / 8]; };
+        auto hidden = [&](int row, int n) { return column + n > last[row / 8]; };
         softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, most, total, sums, (tile + 1) * KEYS - 1 > always_seen, hidden, before, c);
         multiply<T, D>(sums, s, v_tile + down_rows(lane));
     }
