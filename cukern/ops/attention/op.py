@@ -35,6 +35,7 @@ def attention(
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16 and bfloat16, compute capability 8.0 and newer, and a head_dim
                 that is a multiple of 8, at most 128, and equals value_dim. Other dtypes take v2. So do other head dimensions by default.
+                Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread blocks.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
 
