@@ -9,6 +9,7 @@
 // Backward   dq, dk and dv without atomics, so two runs give the same bits. Blocks of two kinds: one owns keys and sums dk and dv over all
 //            queries (and over the heads of a group), the other owns queries and sums dq over all keys. Both compute the weights again:
 //            7 products of matrices instead of 5, but no sums in global memory.
+// Decoding   up to 16 queries of many keys take the kernels of decode.cuh, which splits the keys over thread blocks.
 // Pipeline   tiles are copied by cp.async into two stages; one barrier per tile.
 // Launch     1-D grid, see work_of; block = 32 * WARPS; dynamic shared memory = Q + 2 (K + V), backward: see attention_v3_bwd.
 //
@@ -16,6 +17,7 @@
 // v1, v2   scores in memory (no kernels here)
 // v3       fused (Dao, arXiv 2307.08691)                   741 us, 2700 us (1.21 and 1.00 of torch's flash backend)
 // Experiments and predictions: docs/notes/attention.md.
+#include "decode.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 

@@ -1,4 +1,4 @@
-"""The kernels of attention for few queries, without gradients: launches. Math: kernels_cu/attention/decode.cu."""
+"""The kernels of attention for few queries, without gradients: launches. Math: kernels_cu/attention/decode.cuh."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from cukern.ops.attention import plan
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensors import pointers
 
-_DECODE, _SUM = (Template("attention/decode.cu", f"attention_decode{name}", pdl=True) for name in ("", "_sum"))
+_DECODE, _SUM = (Template("attention/attention.cu", f"attention_decode{name}", pdl=True) for name in ("", "_sum"))
 
 
 def instances(dtype: torch.dtype) -> list[Kernel]:

@@ -54,7 +54,7 @@ def section(keys: int, head_dim: int, group: int, heads: int) -> int:
     return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim)))
 
 
-# ---- decoding: few queries, see kernels_cu/attention/decode.cu
+# ---- decoding: few queries, see kernels_cu/attention/decode.cuh
 
 CANDIDATES = "decode", "fused"
 MOST_QUERIES = 16

@@ -12,11 +12,12 @@
 // Launch     1-D grid: row tiles (fastest), splits, KV heads, batch; block = 32 * WARPS; dynamic shared memory = WARPS * STAGES * 8 KB.
 //
 // Experiments and predictions: docs/notes/attention.md.
+#pragma once
 #include "../common/pdl.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
-constexpr int ROWS = 16, TILE_BYTES = 4096;  // of K or of V: 16 keys with D = 128, 32 with D = 64
+constexpr int MMA_ROWS = 16, TILE_BYTES = 4096;  // of K or of V: 16 keys with D = 128, 32 with D = 64
 
 // A row's sum of weights, relative to 2^base. base is -infinity if the row has seen no key.
 struct Stats {
@@ -45,14 +46,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
                      Strides of_k, Strides of_v, int row_tiles, int splits, int kv_heads, int batches, int group, int queries, int keys,
                      int head_dim, bool causal, float before, float c) {
     constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;  // pitch of a row of float32 sums: no bank conflicts
-    static_assert(WARPS * ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES, "the sums fit where the tiles were");
+    static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES, "the sums fit where the tiles were");
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ Stats of_warps[WARPS][ROWS];
+    __shared__ Stats of_warps[WARPS][MMA_ROWS];
     wait_for_previous();
     if (splits > 1) let_next_come();
     int row_tile = blockIdx.x % row_tiles, split = blockIdx.x / row_tiles % splits, pair = blockIdx.x / row_tiles / splits;
     int batch = pair / kv_heads, kv_head = pair % kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int first = row_tile * ROWS, rows = group * queries - first;
+    int first = row_tile * MMA_ROWS, rows = group * queries - first;
     k += batch * of_k.batch + kv_head * of_k.head;
     v += batch * of_v.batch + kv_head * of_v.head;
     q += batch * of_q.batch + kv_head * group * of_q.head;
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float factor = factor_of(base[i], all_warps(lane / 4 + 8 * i).base);
-        float* to = tile_sums + (warp * ROWS + lane / 4 + 8 * i) * PITCH + lane % 4 * 2;
+        float* to = tile_sums + (warp * MMA_ROWS + lane / 4 + 8 * i) * PITCH + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
             *reinterpret_cast<float2*>(to + 8 * n) = make_float2(sums[0][n][2 * i] * factor, sums[0][n][2 * i + 1] * factor);
@@ -133,19 +134,19 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     __syncthreads();
     long long at = ((long long)batch * kv_heads + kv_head) * group * queries + first;  // the first row among all
     if (splits > 1) at += (long long)split * batches * kv_heads * group * queries;
-    if (threadIdx.x < ROWS && int(threadIdx.x) < rows) {
+    if (threadIdx.x < MMA_ROWS && int(threadIdx.x) < rows) {
         Stats all = all_warps(threadIdx.x);
         if (splits > 1) static_cast<Stats*>(stats)[at + threadIdx.x] = all;
         else lse[at + threadIdx.x] = lse_of(all);
     }
-    for (int i = threadIdx.x; i < ROWS * D / 8; i += 32 * WARPS) {
+    for (int i = threadIdx.x; i < MMA_ROWS * D / 8; i += 32 * WARPS) {
         int row = i / (D / 8), chunk = i % (D / 8);
         if (row >= rows || chunk * 8 >= head_dim) continue;
         Vec<float, 4> x[2] = {};
 #pragma unroll
         for (int w = 0; w < WARPS; w++)
 #pragma unroll
-            for (int j = 0; j < 8; j++) x[j / 4].v[j % 4] += tile_sums[(w * ROWS + row) * PITCH + chunk * 8 + j];
+            for (int j = 0; j < 8; j++) x[j / 4].v[j % 4] += tile_sums[(w * MMA_ROWS + row) * PITCH + chunk * 8 + j];
         if (splits > 1) {
             store_vec(partial + (at + row) * D + chunk * 8, x[0]);
             store_vec(partial + (at + row) * D + chunk * 8 + 4, x[1]);
