@@ -5,6 +5,7 @@
 // Rows       the queries of all heads that share a KV head are the rows of one tile: row r is query r % queries of head r / queries of the
 //            group. A tile has 16 rows, which mma.sync needs; rows that do not exist are 0. More rows are several tiles, whose thread
 //            blocks are neighbours and find K and V in the L2 cache.
+// Lengths    each sequence may have its own number of keys; what lies behind it in k and v is not read.
 // Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside of a block over its warps.
 // Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no barrier. Q is in registers.
 // Sum        the sums of the warps are added in shared memory, in the order of the warps. With one split that is the result. Otherwise each
@@ -42,9 +43,9 @@ __device__ __forceinline__ void load_queries(unsigned (&a)[D / 16][1][4], const 
 // partial and stats: (splits, batch, heads, queries) rows of D and of 1; only used if splits > 1, out and lse only if splits = 1.
 template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
-    attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v, Strides of_out, Strides of_q,
-                     Strides of_k, Strides of_v, int row_tiles, int splits, int kv_heads, int batches, int group, int queries, int keys,
-                     int head_dim, bool causal, float before, float c) {
+    attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v, const int* key_lengths,
+                     Strides of_out, Strides of_q, Strides of_k, Strides of_v, int row_tiles, int splits, int kv_heads, int batches,
+                     int group, int queries, int keys, int head_dim, bool causal, float before, float c) {
     constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;  // pitch of a row of float32 sums: no bank conflicts
     static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES, "the sums fit where the tiles were");
     extern __shared__ __align__(128) unsigned char shared[];
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     q += batch * of_q.batch + kv_head * group * of_q.head;
     out += batch * of_out.batch + kv_head * group * of_out.head;
 
+    if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));
     int tiles = (keys + KEYS - 1) / KEYS;
     int tile = int((long long)tiles * split / splits) + warp, end = int((long long)tiles * (split + 1) / splits);
     unsigned ring = shared_address(shared) + warp * STAGES * 2 * TILE_BYTES;

@@ -33,6 +33,7 @@ def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key_lengths: Tensor | None,
     strides: Sequence[bytes],
     causal: bool,
     softcap: bool,
@@ -47,7 +48,7 @@ def launch(
         partial, stats = (torch.empty((splits, *q.shape[:3], n), dtype=torch.float32, device=q.device) for n in (padded, 2))
     _kernel(q.dtype, padded, softcap).on(device)(
         (row_tiles * splits * kv_heads * batch, 1, 1), (32 * plan.DECODE.warps, 1, 1), plan.DECODE.bytes,
-        *pointers(out, lse, partial, stats, q, k, v), *strides,
+        *pointers(out, lse, partial, stats, q, k, v, key_lengths), *strides,
         row_tiles, splits, kv_heads, batch, group, queries, keys, d, causal, *factors,
     )  # fmt: skip
     if splits > 1:

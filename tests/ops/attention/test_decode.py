@@ -108,6 +108,51 @@ def test_a_part_of_a_cache_is_not_copied(split):
         assert same_bits(ours(q, *kept)[0], expected)
 
 
+@pytest.mark.parametrize("splits, causal", [(0, True), (1, True), (3, True), (3, False)])
+def test_each_sequence_has_its_own_number_of_keys(splits, causal, split):
+    """As calls with one sequence each. 0 splits: torch's operations. Behind the keys is NaN."""
+    q, k, v = draw(5, 4, 2, 3, 100, 64, BF16)
+    lengths, options = torch.tensor([100, 61, 1, 0, 7], dtype=torch.int32, device=DEVICE), {"causal": causal, "softcap": 2.0}
+    split(splits)
+    for i, n in enumerate(lengths.tolist()):
+        k[i, :, n:], v[i, :, n:] = torch.nan, torch.nan
+    found, lse = ours(q, k, v, key_lengths=lengths, **options)
+    for i, n in enumerate(lengths.tolist()):
+        one, its_lse = ours(q[i], k[i, :, :n], v[i, :, :n], **options)
+        if splits:
+            assert same_bits(found[i], one) and same_bits(lse[i], its_lse)
+        torch.testing.assert_close(found[i], one, rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(lse[i], its_lse, rtol=0, atol=1e-4)
+
+
+def test_lengths_with_leading_dimensions_gradients_and_other_dtypes(split):
+    split(2)
+    q, k, v = (x.double().requires_grad_() for x in draw(6, 2, 1, 2, 20, 8, HALF))
+    lengths = torch.arange(15, 21, dtype=torch.int32, device=DEVICE)
+    found = cukern.attention(*(x.unflatten(0, (2, 3)) for x in (q, k, v)), key_lengths=lengths.view(2, 3)).flatten(0, 1)
+    expected = torch.stack([cukern.attention(q[i], k[i, :, :n], v[i, :, :n]) for i, n in enumerate(lengths.tolist())])
+    torch.testing.assert_close(found, expected)
+    for x, y in zip(torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(x, y)
+    half = [x.detach().half().requires_grad_() for x in (q, k, v)]
+    plain = [x.detach() for x in half]
+    torch.testing.assert_close(
+        cukern.attention(*half, key_lengths=lengths), cukern.attention(*plain, key_lengths=lengths), rtol=0.01, atol=1e-3
+    )
+    torch.library.opcheck(torch.ops.cukern._attention_with_lengths.default, (*plain, lengths, True, 0.3, 0.0))
+
+
+def test_bad_lengths():
+    q, k, v = draw(2, 2, 1, 1, 70, 64, HALF)
+    lengths = torch.tensor([70, 3], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(TypeError, match=r"key_lengths must be torch\.int32, got torch\.int64"):
+        cukern.attention(q, k, v, key_lengths=lengths.long())
+    with pytest.raises(ValueError, match=r"key_lengths has shape \(1,\), it must be \(2,\)"):
+        cukern.attention(q, k, v, key_lengths=lengths[:1])
+    with pytest.raises(ValueError, match="version 'v2' has no key_lengths; version None or 'v3' has"):
+        cukern.attention(q, k, v, key_lengths=lengths, version="v2")
+
+
 def test_gradients_follow(split):
     inputs = [x.requires_grad_() for x in draw(1, 2, 1, 3, 70, 64, BF16)]
     found = []
