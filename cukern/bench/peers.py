@@ -205,6 +205,7 @@ _EAGER: dict[str, dict[str, Function]] = {
     "matmul": {"torch": torch.matmul},
     "adamw": {"torch": _fused_adamw},
     "attention": {"torch": lambda *qkv: OPS["attention"].reference(*qkv), "sdpa": _sdpa},
+    "attention_decode": {"sdpa": partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)},
     "linear": {"torch": torch.nn.functional.linear},
     "layernorm": {"torch": lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b)},
     "rmsnorm": {"torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-6)},

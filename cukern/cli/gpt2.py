@@ -18,6 +18,7 @@ from cukern.cli.gpt2_bench import bench
 from cukern.cli.gpt2_train import (
     HELLASWAG,
     Device,
+    Dtype,
     Length,
     MatmulForward,
     Rows,
@@ -79,10 +80,11 @@ def sample_model(
     tokens: Annotated[int, typer.Option("-g", "--sample-tokens", min=1, help="Tokens to generate.")] = 64,
     temperature: Temperature = None,
     tokenizer: TokenizerFile = None,
+    dtype: Dtype = None,
     device: Device = None,
 ) -> None:
     """Text from a model, by llm.c's sampler."""
-    made = make_model(model, 1024, pick_device(device))
+    made = make_model(model, 1024, pick_device(device), dtype)
     found = tokenizer_for(made.config.vocab_size, tokenizer)
     if found is None:
         raise ValueError(f"--tokenizer must name a tokenizer file: there is no {FILE} in this folder")

@@ -9,6 +9,7 @@
 // Backward   dq, dk and dv without atomics, so two runs give the same bits. Blocks of two kinds: one owns keys and sums dk and dv over all
 //            queries (and over the heads of a group), the other owns queries and sums dq over all keys. Both compute the weights again:
 //            7 products of matrices instead of 5, but no sums in global memory.
+// Decoding   up to 16 queries of many keys take the kernels of decode.cuh, which splits the keys over thread blocks.
 // Pipeline   tiles are copied by cp.async into two stages; one barrier per tile.
 // Launch     1-D grid, see work_of; block = 32 * WARPS; dynamic shared memory = Q + 2 (K + V), backward: see attention_v3_bwd.
 //
@@ -16,62 +17,16 @@
 // v1, v2   scores in memory (no kernels here)
 // v3       fused (Dao, arXiv 2307.08691)                   741 us, 2700 us (1.21 and 1.00 of torch's flash backend)
 // Experiments and predictions: docs/notes/attention.md.
-#include "../common/ptx/math.cuh"
-#include "../common/reduce.cuh"
+#include "decode.cuh"
+#include "softmax.cuh"
 #include "tile.cuh"
-
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // The number of the last key that a query sees.
 __device__ __forceinline__ int last_key(int query, int queries, int keys, bool causal) {
     return causal ? min(query + keys - queries, keys - 1) : keys - 1;
 }
 
-// tanh(x) with an absolute error of about 2^-22.
-__device__ __forceinline__ float tanh_approx(float x) { return 1 - 2 * reciprocal_approx(1 + exp2_approx(x * 2.885390081777927f)); }
-
 // ---- forward
-
-// One tile of scores to weights. `limit`: the last visible column of this lane's first row, relative to the tile and this lane; under
-// `causal` row r sees r columns more. `end`: the number of columns, relative too. Updates maxima (of s, not scaled), sums (of this lane's
-// columns) and the rows of `out`.
-template <int R, int N, int D, bool SOFTCAP>
-__device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&out)[R][D / 8][4],
-                                             bool masked, int limit, int end, bool causal, float before, float c) {
-    if constexpr (SOFTCAP) {
-#pragma unroll
-        for (int i = 0; i < R * N * 4; i++) s[i / (N * 4)][i / 4 % N][i % 4] = tanh_approx(s[i / (N * 4)][i / 4 % N][i % 4] * before);
-    }
-    if (masked) {
-#pragma unroll
-        for (int i = 0; i < R * N * 4; i++) {
-            int r = i / (N * 4), n = i / 4 % N, j = i % 4;
-            int column = 8 * n + j % 2;
-            if (column >= end || (causal && column - 16 * r - j / 2 * 8 > limit)) s[r][n][j] = minus_infinity<float>();
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * R; i++) {
-        int r = i / 2, j = i % 2 * 2;
-        float top = most[r][i % 2];
-#pragma unroll
-        for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(s[r][n][j], s[r][n][j + 1]));
-        top = warp_reduce<Max>(top, 4);
-        // Of a row without a visible key so far, 0. The rounding of the product is a factor of the whole row, which the sum has too.
-        float base = top == minus_infinity<float>() ? 0 : __fmul_rn(top, c);
-        float shrink = exp2_approx(__fmul_rn(most[r][i % 2], c) - base), total = sum[r][i % 2] * shrink;
-        most[r][i % 2] = top;
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            s[r][n][j] = exp2_approx(fmaf(s[r][n][j], c, -base));
-            s[r][n][j + 1] = exp2_approx(fmaf(s[r][n][j + 1], c, -base));
-            total += s[r][n][j] + s[r][n][j + 1];
-        }
-        sum[r][i % 2] = total;
-#pragma unroll
-        for (int n = 0; n < D / 8; n++) out[r][n][j] *= shrink, out[r][n][j + 1] *= shrink;
-    }
-}
 
 template <typename T, int D, int M, int N, int WARPS, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
@@ -115,7 +70,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         float s[R][N / 8][4];
         multiply_transposed<T, D, M>(s, a, k_tile + stage * TILE + along_columns(lane));
         int column = tile * N + lane % 4 * 2, limit = first + warp_row + lane / 4 + keys - queries - column;
-        softmax_tile<R, N / 8, D, SOFTCAP>(s, most, total, sums, tile * N + N - 1 > seen_first, limit, keys - column, causal, before, c);
+        auto hidden = [=](int row, int n) { return n >= keys - column || (causal && n - row > limit); };
+        softmax_tile<R, N / 8, D, SOFTCAP>(s, most, total, sums, tile * N + N - 1 > seen_first, hidden, before, c);
         multiply<T, D>(sums, s, v_tile + stage * TILE + down_rows(lane));
     }
 

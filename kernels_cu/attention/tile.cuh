@@ -20,17 +20,18 @@ struct Strides {
     long long batch, head, row;
 };
 
-// Start the copy of the rows first..first + ROWS - 1 of x. Rows from `rows` on and columns from `columns` on are filled with zeros.
+// Start the copy of the rows first..first + ROWS - 1 of x by a group of THREADS threads: the block, or one warp. Rows from `rows` on and
+// columns from `columns` on are filled with zeros.
 template <int ROWS, int D, int THREADS, typename T>
 __device__ __forceinline__ void copy_tile(unsigned tile, const T* x, long long stride, int first, int rows, int columns) {
     constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
-    static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "all chunks of a thread have one position in their rows");
-    int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    static_assert((STEP % 8 == 0 || 8 % STEP == 0) && ROWS % STEP == 0, "row % 8 is (i % 8) ^ (the first row's)");
+    int row = threadIdx.x % THREADS / CHUNKS, chunk = threadIdx.x % CHUNKS;
     int limit = chunk * 8 < columns ? rows - first - row : 0;
     const T* from = x + (first + row) * stride + chunk * 8;
     unsigned to = tile + chunk_offset<ROWS>(row, chunk);
 #pragma unroll
-    for (int i = 0; i < ROWS; i += STEP, from += STEP * stride) cp_async_16(to + i * ROW_BYTES, from, i < limit);
+    for (int i = 0; i < ROWS; i += STEP, from += STEP * stride) cp_async_16((to ^ i % 8 * 16) + i * ROW_BYTES, from, i < limit);
 }
 
 // The position of a lane for ldmatrix.x4 on 16 rows and 16 columns: the four 8x8 tiles go down the rows first, or along the columns first.

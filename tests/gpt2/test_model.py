@@ -168,6 +168,23 @@ def test_a_cache_changes_no_logits(device, parts, attention):
     assert cache.length == 9
 
 
+@kernels
+def test_a_token_after_many_is_decoded():
+    """By the kernel for few queries, in a 16-bit type."""
+    model = made(Config(max_seq_len=160, vocab_size=60, num_layers=1, num_heads=2, channels=32), DEVICE, dtype=torch.bfloat16)
+    x = batch(model.config, 1, 141, DEVICE)[0]
+    with torch.no_grad():
+        cache = model.make_cache(1)
+        model(x[:, :140], cache=cache)
+        found, expected = model(x[:, 140:], cache=cache)[0, 0], model(x)[0, -1]
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0.01 * expected.abs().max().item())
+        if DEVICE == "cpu":
+            cache.length = 140
+            with collecting() as kernels_found:
+                model(x[:, 140:], cache=cache)
+            assert any(name.startswith("attention_decode<") for name in kernels_found)
+
+
 @pytest.mark.parametrize(
     "tokens, message",
     [

@@ -1,4 +1,4 @@
-"""The registry's ops: attention of matrices, attention_grouped with every option, and attention_packed."""
+"""The registry's ops: attention of matrices, attention_grouped with every option, attention_packed, and attention_decode."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cukern.ops.attention import plan
 from cukern.ops.attention.fused import parts
 from cukern.ops.attention.op import VERSIONS, attention, attention_packed
 from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
@@ -36,12 +37,23 @@ def _make_packed(dims: Sequence[int], dtype: torch.dtype, device: torch.device |
     return (torch.randn(1, T, 3, heads, D, dtype=dtype, device=device),)
 
 
+def _make_decode(dims: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, ...]:
+    """One query per sequence and head."""
+    batch, kv_heads, group, T, D = dims
+    shapes = (batch, kv_heads * group, 1, D), (batch, kv_heads, T, D), (batch, kv_heads, T, D)
+    return tuple(torch.randn(*shape, dtype=dtype, device=device) for shape in shapes)
+
+
 def _grouped(q: Tensor, k: Tensor, v: Tensor, version: str | None = None) -> Tensor:
     return attention(q, k, v, softcap=_SOFTCAP, version=version)
 
 
 def _reference(softcap: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return reference(q[None], k[None], v[None], _options(q.shape[-1], softcap))[0][0]
+
+
+def _decode_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return reference(q, k, v, _options(q.shape[-1]))[0]
 
 
 def _packed_reference(qkv: Tensor) -> Tensor:
@@ -74,6 +86,15 @@ def _packed_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
     return out.transpose(1, 2), torch.stack([x.transpose(1, 2) for x in grads], 2)
 
 
+def _decode_magnitude(inputs: Tensors, douts: Tensors) -> Tensors:
+    return _sizes(0.0, *inputs, *douts)[:1]
+
+
+def _decode_cost(dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
+    batch, kv_heads, group, T, D = dims
+    return {"fwd": Cost(2 * batch * kv_heads * (T + group) * D * itemsize, 4 * batch * kv_heads * group * T * D)}
+
+
 def _cost(names: str, group: int, dims: Sequence[int], itemsize: int) -> dict[str, Cost]:
     """Of a fused kernel, which does half of the T x T products."""
     heads, T, D = dims
@@ -84,12 +105,9 @@ def _cost(names: str, group: int, dims: Sequence[int], itemsize: int) -> dict[st
 
 
 def _register(name: str, function: Callable[..., Any], names: tuple[str, ...], group: int, **others: Any) -> None:
-    register(
-        Op(
-            name=name, stem="attention", function=function, versions=VERSIONS, dtypes=checks.FLOATS, dims="MATRICES T D", inputs=names,
-            cost=partial(_cost, "qkv" if len(names) > 1 else "", group), bound="compute", **others,
-        )
-    )  # fmt: skip
+    common = {"dims": "MATRICES T D", "cost": partial(_cost, "qkv" if len(names) > 1 else "", group), "bound": "compute"}
+    op = {"stem": "attention", "function": function, "versions": VERSIONS, "dtypes": checks.FLOATS, "inputs": names, **common, **others}
+    register(Op(name=name, **op))
 
 
 _register(
@@ -106,4 +124,11 @@ _register(
 _register(
     "attention_packed", attention_packed, ("qkv",), 1, reference=_packed_reference, make=_make_packed, magnitude=_packed_magnitude,
     check_dims=((1, 1, 8), (3, 200, 64), (2, 130, 128)), sim_dims=((1, 1, 8), (2, 20, 8)), bench_dims=((48, 1024, 64), (16, 1024, 128)),
+)  # fmt: skip
+_register(
+    "attention_decode", attention, ("q", "k", "v"), 1, reference=_decode_reference, make=_make_decode, magnitude=_decode_magnitude,
+    dims="BATCH KV_HEADS GROUP T D", cost=_decode_cost, bound="memory", differentiable=False, candidates=plan.CANDIDATES,
+    check_dims=((1, 1, 1, 1, 8), (2, 3, 4, 1000, 128), (1, 2, 8, 333, 64), (3, 1, 20, 130, 72)),
+    sim_dims=((1, 1, 3, 150, 16), (1, 2, 4, 70, 72)),
+    bench_dims=((1, 8, 4, 16384, 128), (4, 8, 4, 16384, 128), (16, 8, 4, 4096, 128), (64, 8, 4, 4096, 128)),
 )  # fmt: skip

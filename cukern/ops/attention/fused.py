@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import plan
+from cukern.ops.attention import decode, plan
 from cukern.ops.attention.reference import Options, reference
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
@@ -29,7 +29,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def instances(dtype: torch.dtype) -> list[Kernel]:
     dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
     kernels = [make(dtype, d, softcap) for make in (_forward_kernel, _backward_kernel) for d in dims for softcap in (False, True)]
-    return kernels + [_PREPROCESS[dtype, d] for d in dims]
+    return kernels + [_PREPROCESS[dtype, d] for d in dims] + (decode.instances(dtype) if dims else [])
 
 
 def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
@@ -78,14 +78,27 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     device, padded = q.get_device(), plan.padded_head_dim(d)
-    softcap = options.softcap != 0
+    softcap, strides = options.softcap != 0, _strides(out, q, k, v)
+    if plan.decodes(queries, keys, d):
+        decode.launch(out, lse, q, k, v, None, strides, options.causal, softcap, _factors(options))
+        return out, lse
     tile = plan.FORWARD[padded][softcap]
     blocks = -(-queries // tile.rows)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
     launch = _forward_kernel(q.dtype, padded, softcap).on(device)
     grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded)
-    arguments = *pointers(out, lse, q, k, v), *_strides(out, q, k, v), *numbers, *_factors(options)
-    launch(grid, (32 * tile.warps, 1, 1), shared, *arguments)
+    launch(grid, (32 * tile.warps, 1, 1), shared, *pointers(out, lse, q, k, v), *strides, *numbers, *_factors(options))
+    return out, lse
+
+
+def _launch_with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    options, (out, lse) = Options(*rest), _fake(q, k, v)
+    if not (lse.numel() and plan.decodes(q.shape[2], k.shape[2], q.shape[3])):
+        found = reference(q, k, v, options, key_lengths)
+        return out.copy_(found[0]), lse.copy_(found[1])
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    strides, lengths = _strides(out, q, k, v), key_lengths.contiguous()
+    decode.launch(out, lse, q, k, v, lengths, strides, options.causal, options.softcap != 0, _factors(options))
     return out, lse
 
 
@@ -158,6 +171,10 @@ def _fake_packed_backward(qkv: Tensor, *_: Any) -> Tensor:
 _SCALARS = "bool causal, float scale, float softcap"
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _forward = raw_op(f"_attention(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)", 3, _launch, _fake)
+_with_lengths = raw_op(
+    f"_attention_with_lengths(Tensor q, Tensor k, Tensor v, Tensor key_lengths, {_SCALARS}) -> (Tensor, Tensor)",
+    4, _launch_with_lengths, _fake,
+)  # fmt: skip
 _backward = raw_op(
     f"_attention_backward(Tensor q, Tensor k, Tensor v, {_GRADS}) -> (Tensor, Tensor, Tensor)", 7, _launch_backward, _fake_backward
 )
@@ -216,3 +233,8 @@ _apply = apply_of(_Attention)
 def fused(inputs: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
     """out (batch, heads, queries, D) and lse of (q, k, v) or (qkv,)."""
     return _apply(*inputs, *options) if watched(*inputs) else _forward(*_separate(inputs), *options)
+
+
+def with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """The same where each sequence has its own number of keys. Derivatives are those of torch's operations."""
+    return reference(q, k, v, options, key_lengths) if watched(q, k, v) else _with_lengths(q, k, v, key_lengths, *options)

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cukern.ops.attention import fused, materialised, plan
-from cukern.ops.attention.reference import Options
+from cukern.ops.attention.reference import Options, reference
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.registry import Version, choose
@@ -13,7 +14,7 @@ from cukern.runtime.registry import Version, choose
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
-    version: str | None = None,
+    key_lengths: Any = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
@@ -30,11 +31,15 @@ def attention(
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
         softcap: a positive number; the scaled scores become softcap * tanh(scores / softcap). None: they stay as they are.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
+        key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It counts in place of `keys` in
+            `causal`, and what lies behind it in k and v does not matter. Up to 16 queries in float16 or bfloat16 without gradients take a
+            kernel that reads only these keys; other calls use torch's operations, with the scores in memory. Not for "v1", "v2", "sdpa".
         version: default: "v3", or that of `cukern.use`; without a kernel for the GPU "v2".
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16 and bfloat16, compute capability 8.0 and newer, and a head_dim
                 that is a multiple of 8, at most 128, and equals value_dim. Other dtypes take v2. So do other head dimensions by default.
+                Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread blocks.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
 
@@ -61,7 +66,13 @@ def attention(
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
     q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
-    out, lse = _function(version, q)(q, k, v, options, return_lse)
+    function = _function(version, q)
+    if key_lengths is not None:
+        lengths = _checked_lengths(key_lengths, version, q, leading[:-2])
+        kernels = function is _fused and fused.supported(q, k, v)
+        out, lse = fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
+    else:
+        out, lse = function(q, k, v, options, return_lse)
     out = out.view(*leading, v.shape[-1]) if lead != 1 else out
     return (out, lse.view(leading) if lead != 1 else lse) if return_lse else out
 
@@ -108,6 +119,16 @@ def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, 
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
     return Options(checks.flag("causal", causal), float(scale), float(softcap or 0))
+
+
+def _checked_lengths(key_lengths: Any, version: str | None, q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    lengths = interop.to_torch("key_lengths", key_lengths)
+    checks.dtype("key_lengths", lengths, (torch.int32,))
+    checks.shape("key_lengths", lengths, tuple(shape), "q's dimensions before the heads")
+    checks.one_device(q=q, key_lengths=lengths)
+    if version not in (None, "v3"):
+        raise ValueError(f"version {version!r} has no key_lengths; version None or 'v3' has")
+    return lengths.reshape(-1)
 
 
 def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:

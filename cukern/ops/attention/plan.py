@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from cukern.runtime.device import Device, cached, device_of, eligible
+
 MOST_HEAD_DIM = 128
 _L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A100 has 40 MB, that of an H100 50 MB
 
@@ -50,3 +52,65 @@ def padded_head_dim(head_dim: int) -> int:
 def section(keys: int, head_dim: int, group: int, heads: int) -> int:
     """The number of query heads whose K and V fit into the L2 cache together: a multiple of `group`, or all heads."""
     return min(heads, group * max(1, _L2_BYTES // max(1, 4 * keys * head_dim)))
+
+
+# ---- decoding: few queries, see kernels_cu/attention/decode.cuh
+
+CANDIDATES = "decode", "fused"
+MOST_QUERIES = 16
+_ROWS = 16  # of a tile of queries
+_LEAST_TILES = 4  # with fewer tiles of keys, warps of the decoding kernel have no work
+_OVERHEAD = 4  # of a wave of thread blocks, and of the launch that adds the splits, in the time of a tile
+
+
+class DecodeTile(NamedTuple):
+    """A warp keeps `stages` tiles of 8 KB in shared memory. At least `per_sm` thread blocks fit into the registers of an SM."""
+
+    warps: int = 4
+    stages: int = 3
+    per_sm: int = 2
+
+    @property
+    def bytes(self) -> int:
+        """Shared memory in bytes."""
+        return self.warps * self.stages * 8192
+
+    def blocks(self, device: Device) -> int:
+        """The number of thread blocks that the GPU runs at a time."""
+        return device.sms * max(1, min(self.per_sm, device.sm_shared_bytes // (self.bytes + 2048)))
+
+
+DECODE = DecodeTile()
+
+
+class Decode(NamedTuple):
+    row_tiles: int
+    splits: int
+
+
+@cached(4096)
+def decode(heads: int, rows: int, tiles: int, device: int) -> Decode:
+    """The plan for `heads` KV heads of all sequences, `rows` queries per KV head and `tiles` tiles of keys.
+
+    Time is counted in tiles of a thread block. All thread blocks of a wave take the same time; a split costs its partial sums."""
+    row_tiles = -(-rows // _ROWS)
+    blocks, most = heads * row_tiles, max(1, tiles // DECODE.warps)
+    slots = DECODE.blocks(device_of(device))
+    choices = {1, *(max(1, min(most, waves * slots // blocks)) for waves in range(1, 5))}
+
+    def cost(splits: int) -> float:
+        time = -(-blocks * splits // slots) * (-(-tiles // splits) + _OVERHEAD)
+        return time if splits == 1 else time + _OVERHEAD + 0.05 * splits
+
+    return Decode(row_tiles, min(sorted(choices), key=cost))
+
+
+def key_tiles(keys: int, head_dim: int) -> int:
+    """The number of tiles of 8 KB that the decoding kernel reads per KV head."""
+    return -(-keys * padded_head_dim(head_dim) // 2048)
+
+
+def decodes(queries: int, keys: int, head_dim: int) -> bool:
+    """True if the decoding kernel computes the forward."""
+    fits = queries <= MOST_QUERIES and key_tiles(keys, head_dim) >= _LEAST_TILES
+    return fits and eligible(CANDIDATES, str)[:1] == ["decode"]

@@ -1,0 +1,201 @@
+// attention of few queries: decoding, where each sequence asks 1 to 16 queries of a long cache of keys. Forward only; float16 and bfloat16,
+// sm_80 and newer. The math and the layouts of q, k, v and out are those of attention.cu.
+//
+// Limit      device memory: K and V are read once, and the time should be that of a copy of the same bytes.
+// Rows       the queries of all heads that share a KV head are the rows of one tile: row r is query r % queries of head r / queries of the
+//            group. A tile has 16 rows, which mma.sync needs; rows that do not exist are 0. More rows are several tiles, whose thread
+//            blocks are neighbours and find K and V in the L2 cache.
+// Lengths    each sequence may have its own number of keys; what lies behind it in k and v is not read.
+// Split      the keys of a KV head are split over `splits` thread blocks, in tiles of KEYS keys, and inside of a block over its warps.
+// Pipeline   a warp copies its own tiles by cp.async, STAGES - 1 tiles of 8 KB ahead, so the loop has no barrier. Q is in registers.
+// Sum        the sums of the warps are added in shared memory, in the order of the warps. With one split that is the result. Otherwise each
+//            block writes its sums as float32, and attention_decode_sum adds them in the order of the splits. Two runs give the same bits.
+// Launch     1-D grid: row tiles (fastest), splits, KV heads, batch; block = 32 * WARPS; dynamic shared memory = WARPS * STAGES * 8 KB.
+//
+// Experiments and predictions: docs/notes/attention.md.
+#pragma once
+#include "../common/pdl.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+constexpr int MMA_ROWS = 16, TILE_BYTES = 4096;  // of K or of V: 16 keys with D = 128, 32 with D = 64
+
+// A row's sum of weights, relative to 2^base. base is -infinity if the row has seen no key.
+struct Stats {
+    float base, sum;
+};
+
+// The factor of a partial sum with `base`, relative to 2^top.
+__device__ __forceinline__ float factor_of(float base, float top) { return top == minus_infinity<float>() ? 0 : exp2_approx(base - top); }
+
+__device__ __forceinline__ float lse_of(Stats x) { return x.sum == 0 ? minus_infinity<float>() : (x.base + log2_approx(x.sum)) * LN_2; }
+
+// The operand A of mma.sync, 16 x D, from rows of q in global memory. `rows`: this lane's two rows, null if they do not exist.
+template <typename T, int D>
+__device__ __forceinline__ void load_queries(unsigned (&a)[D / 16][1][4], const T* const (&rows)[2], int columns) {
+#pragma unroll
+    for (int i = 0; i < D / 4; i++) {
+        int column = i / 4 * 16 + i / 2 % 2 * 8 + threadIdx.x % 4 * 2;
+        a[i / 4][0][i % 4] = rows[i % 2] && column < columns ? *reinterpret_cast<const unsigned*>(rows[i % 2] + column) : 0;
+    }
+}
+
+// partial and stats: (splits, batch, heads, queries) rows of D and of 1; only used if splits > 1, out and lse only if splits = 1.
+template <typename T, int D, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
+__global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
+    attention_decode(T* out, float* lse, float* partial, void* stats, const T* q, const T* k, const T* v, const int* key_lengths,
+                     Strides of_out, Strides of_q, Strides of_k, Strides of_v, int row_tiles, int splits, int kv_heads, int batches,
+                     int group, int queries, int keys, int head_dim, bool causal, float before, float c) {
+    constexpr int KEYS = TILE_BYTES / (D * sizeof(T)), PITCH = D + 8;  // pitch of a row of float32 sums: no bank conflicts
+    static_assert(WARPS * MMA_ROWS * PITCH * sizeof(float) <= WARPS * STAGES * 2 * TILE_BYTES, "the sums fit where the tiles were");
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ Stats of_warps[WARPS][MMA_ROWS];
+    wait_for_previous();
+    if (splits > 1) let_next_come();
+    int row_tile = blockIdx.x % row_tiles, split = blockIdx.x / row_tiles % splits, pair = blockIdx.x / row_tiles / splits;
+    int batch = pair / kv_heads, kv_head = pair % kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int first = row_tile * MMA_ROWS, rows = group * queries - first;
+    k += batch * of_k.batch + kv_head * of_k.head;
+    v += batch * of_v.batch + kv_head * of_v.head;
+    q += batch * of_q.batch + kv_head * group * of_q.head;
+    out += batch * of_out.batch + kv_head * group * of_out.head;
+
+    if (key_lengths) keys = max(0, min(keys, key_lengths[batch]));
+    int tiles = (keys + KEYS - 1) / KEYS;
+    int tile = int((long long)tiles * split / splits) + warp, end = int((long long)tiles * (split + 1) / splits);
+    unsigned ring = shared_address(shared) + warp * STAGES * 2 * TILE_BYTES;
+    auto copy = [&](int tile, int stage) {  // an empty group after the last tile, so that groups are counted alike
+        if (tile < end) {
+            copy_tile<KEYS, D, 32>(ring + stage * 2 * TILE_BYTES, k, of_k.row, tile * KEYS, keys, head_dim);
+            copy_tile<KEYS, D, 32>(ring + (stage * 2 + 1) * TILE_BYTES, v, of_v.row, tile * KEYS, keys, head_dim);
+        }
+        cp_async_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) copy(tile + i * WARPS, i);
+
+    int last[2];  // key that this lane's rows see
+    const T* from[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int row = lane / 4 + 8 * i, head = (first + row) / queries, query = (first + row) % queries;
+        from[i] = row < rows ? q + head * of_q.head + query * of_q.row : nullptr;
+        last[i] = causal ? query + keys - queries : keys - 1;
+    }
+    unsigned a[D / 16][1][4];
+    load_queries<T, D>(a, from, head_dim);
+    int always_seen = causal ? keys - queries : keys - 1;
+    float sums[1][D / 8][4] = {}, most[1][2] = {minus_infinity<float>(), minus_infinity<float>()}, total[1][2] = {};
+
+    for (int stage = 0; tile < end; tile += WARPS, stage = stage == STAGES - 1 ? 0 : stage + 1) {
+        cp_async_wait<STAGES - 2>();
+        __syncwarp();  // the tile is there, and all lanes are done with the stage before
+        copy(tile + (STAGES - 1) * WARPS, stage == 0 ? STAGES - 1 : stage - 1);
+        unsigned k_tile = ring + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
+        float s[1][KEYS / 8][4] = {};
+#pragma unroll
+        for (int i = 0; i < D / 16; i++)
+#pragma unroll
+            for (int n = 0; n < KEYS / 16; n++) {
+                unsigned b[4];
+                load_tiles<false>(b, columns_at<KEYS>(k_tile + along_columns(lane), i) + n * 16 * ROW_BYTES);
+                multiply_blocks<T>(s, a[i], b, n);
+            }
+        int column = tile * KEYS + lane % 4 * 2;
+        auto hidden = [&](int row, int n) { return column + n > last[row / 8]; };
+        softmax_tile<1, KEYS / 8, D, SOFTCAP>(s, most, total, sums, (tile + 1) * KEYS - 1 > always_seen, hidden, before, c);
+        multiply<T, D>(sums, s, v_tile + down_rows(lane));
+    }
+
+    float base[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float sum = warp_reduce<Sum>(total[0][i], 4);
+        base[i] = sum == 0 ? minus_infinity<float>() : __fmul_rn(most[0][i], c);
+        if (lane % 4 == 0) of_warps[warp][lane / 4 + 8 * i] = {base[i], sum};
+    }
+    cp_async_wait<0>();
+    __syncthreads();  // all warps are done with their tiles
+    auto all_warps = [&](int row) {
+        Stats all = {minus_infinity<float>(), 0};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) all.base = fmaxf(all.base, of_warps[w][row].base);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) all.sum += of_warps[w][row].sum * factor_of(of_warps[w][row].base, all.base);
+        return all;
+    };
+    float* tile_sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float factor = factor_of(base[i], all_warps(lane / 4 + 8 * i).base);
+        float* to = tile_sums + (warp * MMA_ROWS + lane / 4 + 8 * i) * PITCH + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            *reinterpret_cast<float2*>(to + 8 * n) = make_float2(sums[0][n][2 * i] * factor, sums[0][n][2 * i + 1] * factor);
+    }
+    __syncthreads();
+    long long at = ((long long)batch * kv_heads + kv_head) * group * queries + first;  // the first row among all
+    if (splits > 1) at += (long long)split * batches * kv_heads * group * queries;
+    if (threadIdx.x < MMA_ROWS && int(threadIdx.x) < rows) {
+        Stats all = all_warps(threadIdx.x);
+        if (splits > 1) static_cast<Stats*>(stats)[at + threadIdx.x] = all;
+        else lse[at + threadIdx.x] = lse_of(all);
+    }
+    for (int i = threadIdx.x; i < MMA_ROWS * D / 8; i += 32 * WARPS) {
+        int row = i / (D / 8), chunk = i % (D / 8);
+        if (row >= rows || chunk * 8 >= head_dim) continue;
+        Vec<float, 4> x[2] = {};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) x[j / 4].v[j % 4] += tile_sums[(w * MMA_ROWS + row) * PITCH + chunk * 8 + j];
+        if (splits > 1) {
+            store_vec(partial + (at + row) * D + chunk * 8, x[0]);
+            store_vec(partial + (at + row) * D + chunk * 8 + 4, x[1]);
+        } else {
+            float sum = all_warps(row).sum, factor = sum == 0 ? 0 : 1 / sum, y[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) y[j] = x[j / 4].v[j % 4] * factor;
+            int head = (first + row) / queries, query = (first + row) % queries;
+            store_vec(out + head * of_out.head + query * of_out.row + chunk * 8, pack<T, 8>(y));
+        }
+    }
+}
+
+// out and lse from the partial sums of all splits. A thread block has one row, each of its warps every WARPS-th split.
+template <typename T, int D, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) attention_decode_sum(T* out, float* lse, const float* partial, const void* stats_of_splits,
+                                                                   Strides of_out, int splits, int heads, int queries, int head_dim) {
+    __shared__ float of_warps[WARPS][D];
+    wait_for_previous();
+    let_next_come();
+    const Stats* stats = static_cast<const Stats*>(stats_of_splits);
+    int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    long long rows = gridDim.x;
+    Stats all = {minus_infinity<float>(), 0};
+    for (int i = lane; i < splits; i += 32) all.base = fmaxf(all.base, stats[i * rows + row].base);
+    all.base = warp_reduce<Max>(all.base);
+    for (int i = lane; i < splits; i += 32) {
+        Stats one = stats[i * rows + row];
+        all.sum += one.sum * factor_of(one.base, all.base);
+    }
+    all.sum = warp_reduce<Sum>(all.sum);
+    Vec<float, D / 32> x = {};
+#pragma unroll 8
+    for (int i = warp; i < splits; i += WARPS) {
+        float factor = factor_of(stats[i * rows + row].base, all.base);
+        auto y = load_vec<float, D / 32>(partial + (i * rows + row) * D + lane * (D / 32));
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) x.v[j] = fmaf(y.v[j], factor, x.v[j]);
+    }
+    store_vec(&of_warps[warp][lane * (D / 32)], x);
+    __syncthreads();
+    int column = threadIdx.x;
+    if (column == 0) lse[row] = lse_of(all);
+    if (column >= head_dim) return;
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += of_warps[w][column];
+    int query = row % queries, head = row / queries % heads, batch = row / queries / heads;
+    out[batch * of_out.batch + head * of_out.head + query * of_out.row + column] = T(all.sum == 0 ? 0.0f : sum / all.sum);
+}
