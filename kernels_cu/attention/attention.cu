@@ -26,29 +26,71 @@ __device__ __forceinline__ int last_key(int query, int queries, int keys, bool c
     return causal ? min(query + keys - queries, keys - 1) : keys - 1;
 }
 
+// ---- float32
+
+// The pieces of q, k, v and, for the backward, dout: tensor blockIdx.y, (batch, heads, rows, head_dim) to dense (batch, heads, rows, PIECES,
+// D). Columns from head_dim on are 0. All pieces but the last are finite; an infinity or NaN goes to the last.
+template <typename T, int PIECES, int D>
+__global__ void __launch_bounds__(256)
+    attention_v3_split(T* q_pieces, T* k_pieces, T* v_pieces, T* dout_pieces, const float* q, const float* k, const float* v,
+                       const float* dout, Strides of_q, Strides of_k, Strides of_v, Strides of_dout, int batches, int heads, int kv_heads,
+                       int queries, int keys, int head_dim) {
+    constexpr int CHUNKS = D / 8;
+    int which = blockIdx.y;
+    bool of_keys = which == 1 || which == 2;
+    Strides of = which == 0 ? of_q : which == 1 ? of_k : which == 2 ? of_v : of_dout;
+    const float* from = which == 0 ? q : which == 1 ? k : which == 2 ? v : dout;
+    T* to = which == 0 ? q_pieces : which == 1 ? k_pieces : which == 2 ? v_pieces : dout_pieces;
+    long long row = blockIdx.x * (long long)(256 / CHUNKS) + threadIdx.x / CHUNKS, rows = of_keys ? keys : queries, head = row / rows;
+    int chunk = threadIdx.x % CHUNKS, here = of_keys ? kv_heads : heads;
+    if (head >= (long long)here * batches) return;
+    float x[8] = {};
+    from += head / here * of.batch + head % here * of.head + (row - head * rows) * of.row + chunk * 8;
+    if (chunk * 8 < head_dim) unpack(x, load_vec<float, 8>(from));
+    to += row * PIECES * D + chunk * 8;
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        float piece[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) piece[i] = p + 1 < PIECES ? limited(x[i], LARGEST_BF16) : x[i];
+        Vec<T, 8> rounded = pack<T, 8>(piece);
+        store_vec(to + p * D, rounded);
+        unpack(piece, rounded);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] -= piece[i];
+    }
+}
+
 // ---- forward
 
-template <typename T, int D, int M, int N, int WARPS, int BLOCKS_PER_SM, bool SOFTCAP>
+template <typename O, typename T, int PIECES, int D, int M, int N, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
-    attention_v3(T* out, float* lse, const T* q, const T* k, const T* v, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
+    attention_v3(O* out, float* lse, const T* q, const T* k, const T* v, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
                  int blocks, int heads, int batches, int group, int section, int queries, int keys, int head_dim, bool causal, float before,
                  float c) {
-    constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * sizeof(T);
-    extern __shared__ __align__(128) unsigned char shared[];  // Q, two stages of K, two stages of V
-    unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * sizeof(T), v_tile = k_tile + 2 * TILE;
+    constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * PIECES * sizeof(T);
+    extern __shared__ __align__(128) unsigned char shared[];  // Q, stages of K, stages of V
+    unsigned q_tile = shared_address(shared), k_tile = q_tile + M * D * PIECES * sizeof(T), v_tile = k_tile + STAGES * TILE;
     Work work = work_of(blockIdx.x, blocks, heads, batches, section, causal);
     int lane = threadIdx.x % 32, first = work.block * M, warp_row = threadIdx.x / 32 * 16 * R;
+    int columns = PIECES > 1 ? D : head_dim;  // pieces are padded
     out += work.batch * of_out.batch + work.head * of_out.head;
     q += work.batch * of_q.batch + work.head * of_q.head;
     k += work.batch * of_k.batch + work.head / group * of_k.head;
     v += work.batch * of_v.batch + work.head / group * of_v.head;
+    auto copy_keys = [&](int tile, unsigned stage) {
+        copy_tile<N, D, THREADS, PIECES>(k_tile + stage * TILE, k, of_k.row, tile * N, keys, columns);
+    };
+    auto copy_values = [&](int tile, unsigned stage) {
+        copy_tile<N, D, THREADS, PIECES>(v_tile + stage * TILE, v, of_v.row, tile * N, keys, columns);
+    };
 
     int tile = last_key(min(first + M, queries) - 1, queries, keys, causal);
     tile = tile < 0 ? -1 : tile / N;  // the number of the last tile that a query of the block sees
     if (tile >= 0) {
-        copy_tile<M, D, THREADS>(q_tile, q, of_q.row, first, queries, head_dim);
-        copy_tile<N, D, THREADS>(k_tile, k, of_k.row, tile * N, keys, head_dim);
-        copy_tile<N, D, THREADS>(v_tile, v, of_v.row, tile * N, keys, head_dim);
+        copy_tile<M, D, THREADS, PIECES>(q_tile, q, of_q.row, first, queries, columns);
+        copy_keys(tile, 0);
+        if (STAGES == 2) copy_values(tile, 0);
         cp_async_commit();
     }
     int seen_first = last_key(first + warp_row, queries, keys, causal);
@@ -58,21 +100,28 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) most[i / 2][i % 2] = minus_infinity<float>(), total[i / 2][i % 2] = 0;
 
-    for (; tile >= 0; tile--, stage ^= 1) {
+    for (; tile >= 0; tile--, stage ^= STAGES - 1) {
         cp_async_wait<0>();
-        __syncthreads();  // the tile is there, and all warps are done with the other stage
-        if (tile > 0) {
-            copy_tile<N, D, THREADS>(k_tile + (stage ^ 1) * TILE, k, of_k.row, (tile - 1) * N, keys, head_dim);
-            copy_tile<N, D, THREADS>(v_tile + (stage ^ 1) * TILE, v, of_v.row, (tile - 1) * N, keys, head_dim);
+        __syncthreads();  // K, and with two stages V, is there, and all warps are done with the tile before
+        if (STAGES == 1) copy_values(tile, 0);
+        if (STAGES == 2 && tile > 0) copy_keys(tile - 1, stage ^ 1), copy_values(tile - 1, stage ^ 1);
+        cp_async_commit();
+        bool seen = tile * N <= seen_last;  // by a query of the warp
+        if (STAGES == 2 && !seen) continue;
+        float s[R][N / 8][4];
+        if (seen) {
+            multiply_transposed<T, D, M, PIECES>(s, a, k_tile + stage * TILE + along_columns(lane));
+            int column = tile * N + lane % 4 * 2, limit = first + warp_row + lane / 4 + keys - queries - column;
+            auto hidden = [=](int row, int n) { return n >= keys - column || (causal && n - row > limit); };
+            softmax_tile<R, N / 8, D, SOFTCAP, (PIECES > 1)>(s, most, total, sums, tile * N + N - 1 > seen_first, hidden, before, c);
+        }
+        if constexpr (STAGES == 1) {
+            cp_async_wait<0>();
+            __syncthreads();  // V is there, and all warps are done with K
+            if (tile > 0) copy_keys(tile - 1, 0);
             cp_async_commit();
         }
-        if (tile * N > seen_last) continue;  // no query of the warp sees the tile
-        float s[R][N / 8][4];
-        multiply_transposed<T, D, M>(s, a, k_tile + stage * TILE + along_columns(lane));
-        int column = tile * N + lane % 4 * 2, limit = first + warp_row + lane / 4 + keys - queries - column;
-        auto hidden = [=](int row, int n) { return n >= keys - column || (causal && n - row > limit); };
-        softmax_tile<R, N / 8, D, SOFTCAP>(s, most, total, sums, tile * N + N - 1 > seen_first, hidden, before, c);
-        multiply<T, D>(sums, s, v_tile + stage * TILE + down_rows(lane));
+        if (seen) multiply<T, D, PIECES>(sums, s, v_tile + stage * TILE + down_rows(lane));
     }
 
     long long stats = ((long long)work.batch * heads + work.head) * queries;
@@ -86,7 +135,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
             lse[stats + query] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[r][i % 2], c) + log2_approx(sum)) * LN_2;
     }
     first += warp_row;
-    store_rows<T, D, M>(out + first * of_out.row, of_out.row, queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);
+    store_rows<O, D, M>(out + first * of_out.row, of_out.row, queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);
 }
 
 // ---- backward
@@ -118,9 +167,9 @@ __global__ void __launch_bounds__(256)
 }
 
 // What both kinds of blocks of the backward read and write.
-template <typename T>
+template <typename O, typename T>
 struct Gradients {
-    T *dq, *dk, *dv;
+    O *dq, *dk, *dv;
     const T *q, *k, *v, *dout;
     const float *lse, *delta;
     Strides of_dq, of_dk, of_dv, of_q, of_k, of_v, of_dout;
@@ -131,11 +180,11 @@ struct Gradients {
 // A block owns ROWS rows of the fixed operands: keys (K and V) if KEYS, else queries (Q and dO). It loops over tiles of N rows of the moving
 // operands, the other two. With fixed X, Y and moving X', Y': s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), and
 // sums ds X' (dk or dq) and, if KEYS, p Y' (dv).
-template <bool KEYS, typename T, int D, int R, int N, int WARPS, bool SOFTCAP>
-__device__ __forceinline__ void backward_block(const Gradients<T>& g, int index, int blocks, unsigned char* shared) {
-    constexpr int ROWS = 16 * R * WARPS, THREADS = 32 * WARPS, FIXED = ROWS * D * sizeof(T), TILE = N * D * sizeof(T);
-    unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;     // X, Y, then two stages of X', Y'
-    float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 4 * TILE);  // lse and delta: of the ROWS queries, or two stages
+template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, typename O, typename T>
+__device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int index, int blocks, unsigned char* shared) {
+    constexpr int ROWS = 16 * R * WARPS, THREADS = 32 * WARPS, FIXED = ROWS * D * PIECES * sizeof(T), TILE = N * D * PIECES * sizeof(T);
+    unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;              // X, Y, then stages of X', of Y'
+    float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 2 * STAGES * TILE);  // lse and delta: of the ROWS queries, or stages
     int owners = KEYS ? g.heads / g.group : g.heads;
     int section = KEYS ? max(1, g.section / g.group) : g.section;
     Work work = work_of(index, blocks, owners, g.batches, section, !KEYS && g.causal);
@@ -153,27 +202,29 @@ __device__ __forceinline__ void backward_block(const Gradients<T>& g, int index,
     int end = KEYS ? (g.queries + N - 1) / N : (min(g.keys, max(0, min(first + ROWS, g.queries) + offset)) + N - 1) / N;
     int tiles = max(0, end - begin) * (KEYS ? g.group : 1), tile = begin;
 
-    auto copy_moving = [&](int tile, unsigned stage) {
-        unsigned to = moving + stage * 2 * TILE;
-        if constexpr (KEYS) {
-            copy_tile<N, D, THREADS>(to, q, g.of_q.row, tile * N, g.queries, g.head_dim);
-            copy_tile<N, D, THREADS>(to + TILE, dout, g.of_dout.row, tile * N, g.queries, g.head_dim);
-            if (threadIdx.x < N / 2) {
-                int i = threadIdx.x % (N / 4) * 4;
-                const float* from = (threadIdx.x < N / 4 ? g.lse : g.delta) + of_stats + tile * N + i;
-                cp_async_16(shared_address(stats + stage * 2 * N + threadIdx.x / (N / 4) * N + i), from);
-            }
-        } else {
-            copy_tile<N, D, THREADS>(to, k, g.of_k.row, tile * N, g.keys, g.head_dim);
-            copy_tile<N, D, THREADS>(to + TILE, v, g.of_v.row, tile * N, g.keys, g.head_dim);
+    int columns = PIECES > 1 ? D : g.head_dim;
+    auto copy_x = [&](int tile, unsigned stage) {
+        unsigned to = moving + stage * TILE;
+        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, q, g.of_q.row, tile * N, g.queries, columns);
+        else copy_tile<N, D, THREADS, PIECES>(to, k, g.of_k.row, tile * N, g.keys, columns);
+    };
+    auto copy_y = [&](int tile, unsigned stage) {  // and lse and delta
+        unsigned to = moving + (STAGES + stage) * TILE;
+        if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, dout, g.of_dout.row, tile * N, g.queries, columns);
+        else copy_tile<N, D, THREADS, PIECES>(to, v, g.of_v.row, tile * N, g.keys, columns);
+        if (KEYS && threadIdx.x < N / 2) {
+            int i = threadIdx.x % (N / 4) * 4;
+            const float* from = (threadIdx.x < N / 4 ? g.lse : g.delta) + of_stats + tile * N + i;
+            cp_async_16(shared_address(stats + stage * 2 * N + threadIdx.x / (N / 4) * N + i), from);
         }
-        cp_async_commit();
     };
     if (tiles > 0) {
-        copy_tile<ROWS, D, THREADS>(fixed, KEYS ? k : q, KEYS ? g.of_k.row : g.of_q.row, first, KEYS ? g.keys : g.queries, g.head_dim);
-        copy_tile<ROWS, D, THREADS>(fixed + FIXED, KEYS ? v : dout, KEYS ? g.of_v.row : g.of_dout.row, first, KEYS ? g.keys : g.queries,
-                                    g.head_dim);
-        copy_moving(tile, 0);
+        copy_tile<ROWS, D, THREADS, PIECES>(fixed, KEYS ? k : q, KEYS ? g.of_k.row : g.of_q.row, first, KEYS ? g.keys : g.queries, columns);
+        copy_tile<ROWS, D, THREADS, PIECES>(fixed + FIXED, KEYS ? v : dout, KEYS ? g.of_v.row : g.of_dout.row, first,
+                                            KEYS ? g.keys : g.queries, columns);
+        if (STAGES == 2) copy_x(tile, 0);
+        copy_y(tile, 0);
+        cp_async_commit();
     }
     if constexpr (!KEYS) {
         for (int i = threadIdx.x; i < 2 * ROWS; i += THREADS) {
@@ -184,9 +235,10 @@ __device__ __forceinline__ void backward_block(const Gradients<T>& g, int index,
     unsigned a = fixed + warp_row * ROW_BYTES + down_rows(lane), stage = 0;
     float dx[R][D / 8][4] = {}, dy[KEYS ? R : 1][D / 8][4] = {};
 
-    for (; tiles > 0; tiles--, stage ^= 1) {
+    for (; tiles > 0; tiles--, stage ^= STAGES - 1) {
         cp_async_wait<0>();
-        __syncthreads();  // the tile is there, and all warps are done with the other stage
+        __syncthreads();  // Y', and with two stages X', is there, and all warps are done with the tile before
+        if (STAGES == 1) copy_x(tile, 0);
         int now = tile++ * N;
         if (KEYS && tile == end && tiles > 1) {  // the next head of the group
             tile = begin;
@@ -194,68 +246,83 @@ __device__ __forceinline__ void backward_block(const Gradients<T>& g, int index,
             dout += g.of_dout.head;
             of_stats += g.padded;
         }
-        if (tiles > 1) copy_moving(tile, stage ^ 1);
+        if (STAGES == 2 && tiles > 1) copy_x(tile, stage ^ 1), copy_y(tile, stage ^ 1);
+        cp_async_commit();
         // Queries and keys of this warp and tile that are furthest apart, in both directions.
         int oldest = KEYS ? now : row, newest = KEYS ? now + N - 1 : row + 16 * R - 1, low = KEYS ? row : now;
         int high = KEYS ? row + 16 * R - 1 : now + N - 1;
-        if (low > newest + offset) continue;
-        bool masked = high > oldest + offset || (!KEYS && high >= g.keys);
+        bool seen = low <= newest + offset, masked = high > oldest + offset || (!KEYS && high >= g.keys);
+        if (STAGES == 2 && !seen) continue;
 
         float s[R][N / 8][4], dp[R][N / 8][4];
-        unsigned b = moving + stage * 2 * TILE;
-        multiply_transposed<T, D, ROWS>(s, a, b + along_columns(lane));
-        multiply_transposed<T, D, ROWS>(dp, a + FIXED, b + TILE + along_columns(lane));
-        // lse of the elements that a lane holds in an 8-column block of row block r; delta is ROWS or N numbers behind.
-        const float* of_lane = KEYS ? stats + stage * 2 * N + lane % 4 * 2 : stats + warp_row + lane / 4;
-#pragma unroll
-        for (int i = 0; i < R * N / 2; i++) {
-            int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, at = KEYS ? 8 * n + j % 2 : 16 * r + j / 2 * 8;
-            float x = s[r][n][j];
-            dp[r][n][j] -= of_lane[at + (KEYS ? N : ROWS)];
-            if constexpr (SOFTCAP) x = tanh_approx(x * g.before), dp[r][n][j] *= 1 - x * x;
-            s[r][n][j] = exp2_approx(fmaf(x, g.c, -of_lane[at]));
+        unsigned x = moving + stage * TILE, y = moving + (STAGES + stage) * TILE;
+        if (seen) multiply_transposed<T, D, ROWS, PIECES>(dp, a + FIXED, y + along_columns(lane));
+        if constexpr (STAGES == 1) {
+            cp_async_wait<0>();
+            __syncthreads();  // X' is there, and all warps are done with the first product of Y'
+            if (!KEYS && tiles > 1) copy_y(tile, 0);
+            cp_async_commit();
         }
-        if (masked) {
-            int mine = row + lane / 4, other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other;
-            int columns = KEYS ? 0 : g.keys - other;  // hidden are the columns before `end` if KEYS, else those after it
+        if (seen) {
+            multiply_transposed<T, D, ROWS, PIECES>(s, a, x + along_columns(lane));
+            // lse of the elements that a lane holds in an 8-column block of row block r; delta is ROWS or N numbers behind.
+            const float* of_lane = KEYS ? stats + stage * 2 * N + lane % 4 * 2 : stats + warp_row + lane / 4;
 #pragma unroll
             for (int i = 0; i < R * N / 2; i++) {
-                int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, down = 16 * r + j / 2 * 8, along = 8 * n + j % 2;
-                if (KEYS ? along < end + down : along > end + down || along >= columns) s[r][n][j] = 0;
+                int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, at = KEYS ? 8 * n + j % 2 : 16 * r + j / 2 * 8;
+                float x = s[r][n][j];
+                dp[r][n][j] -= of_lane[at + (KEYS ? N : ROWS)];
+                if constexpr (SOFTCAP) x = tanh_of<(PIECES > 1)>(x * g.before), dp[r][n][j] *= 1 - x * x;
+                s[r][n][j] = exp2_approx(fmaf(x, g.c, -of_lane[at]));
             }
-        }
+            if (masked) {
+                int mine = row + lane / 4, other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other;
+                int columns = KEYS ? 0 : g.keys - other;  // hidden are the columns before `end` if KEYS, else those after it
 #pragma unroll
-        for (int i = 0; i < R * N / 2; i++) dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
-        if constexpr (KEYS) multiply<T, D>(dy, s, b + TILE + down_rows(lane));
-        multiply<T, D>(dx, dp, b + down_rows(lane));
+                for (int i = 0; i < R * N / 2; i++) {
+                    int r = i / (N / 2), n = i / 4 % (N / 8), j = i % 4, down = 16 * r + j / 2 * 8, along = 8 * n + j % 2;
+                    if (KEYS ? along < end + down : along > end + down || along >= columns) s[r][n][j] = 0;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < R * N / 2; i++) dp[i / (N / 2)][i / 4 % (N / 8)][i % 4] *= s[i / (N / 2)][i / 4 % (N / 8)][i % 4];
+            if constexpr (KEYS) multiply<T, D, PIECES>(dy, s, y + down_rows(lane));
+        }
+        if constexpr (KEYS && STAGES == 1) {
+            __syncthreads();  // all warps are done with Y', lse and delta
+            if (tiles > 1) copy_y(tile, 0);
+            cp_async_commit();
+        }
+        if (seen) multiply<T, D, PIECES>(dx, dp, x + down_rows(lane));
     }
 
     float scale[R][2], one[R][2];
 #pragma unroll
     for (int i = 0; i < 2 * R; i++) scale[i / 2][i % 2] = g.scale, one[i / 2][i % 2] = 1;
     const Strides& of = KEYS ? g.of_dk : g.of_dq;
-    T* to = (KEYS ? g.dk : g.dq) + work.batch * of.batch + work.head * of.head + row * of.row;
+    O* to = (KEYS ? g.dk : g.dq) + work.batch * of.batch + work.head * of.head + row * of.row;
     unsigned char* rows = shared + warp_row * ROW_BYTES;
     int left = (KEYS ? g.keys : g.queries) - row;
-    store_rows<T, D, ROWS>(to, of.row, left, g.head_dim, dx, scale, rows);
+    store_rows<O, D, ROWS>(to, of.row, left, g.head_dim, dx, scale, rows);
     if constexpr (KEYS) {
         to = g.dv + work.batch * g.of_dv.batch + work.head * g.of_dv.head + row * g.of_dv.row;
-        store_rows<T, D, ROWS>(to, g.of_dv.row, left, g.head_dim, dy, one, rows + FIXED);
+        store_rows<O, D, ROWS>(to, g.of_dv.row, left, g.head_dim, dy, one, rows + FIXED);
     }
 }
 
 // The first key_blocks * batch * (heads / group) blocks own keys. They do more work, so they start first. A warp owns 16 KEY_R keys or
-// 16 QUERY_R queries. Shared memory, with R and N of either kind: 2 tiles of 16 R WARPS rows, 4 tiles of N rows, 4 N floats.
-template <typename T, int D, int KEY_R, int KEY_N, int QUERY_R, int QUERY_N, int WARPS, int BLOCKS_PER_SM, bool SOFTCAP>
+// 16 QUERY_R queries. Shared memory, with R and N of either kind: 2 tiles of 16 R WARPS rows, 2 STAGES tiles of N rows, 4 N floats.
+template <typename O, typename T, int PIECES, int D, int KEY_R, int KEY_N, int QUERY_R, int QUERY_N, int WARPS, int STAGES,
+          int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
-    attention_v3_bwd(T* dq, T* dk, T* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse, const float* delta,
+    attention_v3_bwd(O* dq, O* dk, O* dv, const T* q, const T* k, const T* v, const T* dout, const float* lse, const float* delta,
                      Strides of_dq, Strides of_dk, Strides of_dv, Strides of_q, Strides of_k, Strides of_v, Strides of_dout, int key_blocks,
                      int query_blocks, int heads, int batches, int group, int section, int queries, int keys, int padded, int head_dim,
                      bool causal, float before, float c, float scale) {
     extern __shared__ __align__(128) unsigned char shared[];
-    Gradients<T> g{dq,   dk,      dv,    q,       k,     v,       dout,    lse,  delta,  of_dq,    of_dk,  of_dv,  of_q, of_k,
-                   of_v, of_dout, heads, batches, group, section, queries, keys, padded, head_dim, causal, before, c,    scale};
-    int with_keys = key_blocks * batches * (heads / group);
-    if (int(blockIdx.x) < with_keys) backward_block<true, T, D, KEY_R, KEY_N, WARPS, SOFTCAP>(g, blockIdx.x, key_blocks, shared);
-    else backward_block<false, T, D, QUERY_R, QUERY_N, WARPS, SOFTCAP>(g, blockIdx.x - with_keys, query_blocks, shared);
+    Gradients<O, T> g{dq,   dk,      dv,    q,       k,     v,       dout,    lse,  delta,  of_dq,    of_dk,  of_dv,  of_q, of_k,
+                      of_v, of_dout, heads, batches, group, section, queries, keys, padded, head_dim, causal, before, c,    scale};
+    int with_keys = key_blocks * batches * (heads / group), index = blockIdx.x;
+    if (index < with_keys) backward_block<true, PIECES, D, KEY_R, KEY_N, WARPS, STAGES, SOFTCAP>(g, index, key_blocks, shared);
+    else backward_block<false, PIECES, D, QUERY_R, QUERY_N, WARPS, STAGES, SOFTCAP>(g, index - with_keys, query_blocks, shared);
 }

@@ -5,17 +5,20 @@
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// tanh(x) with an absolute error of about 2^-22.
-__device__ __forceinline__ float tanh_approx(float x) { return 1 - 2 * reciprocal_approx(1 + exp2_approx(x * 2.885390081777927f)); }
+// tanh(x); unless EXACT with an absolute error of about 2^-22.
+template <bool EXACT>
+__device__ __forceinline__ float tanh_of(float x) {
+    return EXACT ? tanhf(x) : 1 - 2 * reciprocal_approx(1 + exp2_approx(x * 2.885390081777927f));
+}
 
 // One tile of scores to weights exp2(c s - c max). If `masked`, those where hidden(row, column) are 0; both count from the lane's first row
 // and column. Updates maxima (of s, not scaled), sums (of this lane's columns) and the rows of `out`.
-template <int R, int N, int D, bool SOFTCAP, class Hidden>
+template <int R, int N, int D, bool SOFTCAP, bool EXACT = false, class Hidden>
 __device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&out)[R][D / 8][4],
                                              bool masked, Hidden hidden, float before, float c) {
     if constexpr (SOFTCAP) {
 #pragma unroll
-        for (int i = 0; i < R * N * 4; i++) s[i / (N * 4)][i / 4 % N][i % 4] = tanh_approx(s[i / (N * 4)][i / 4 % N][i % 4] * before);
+        for (int i = 0; i < R * N * 4; i++) s[i / (N * 4)][i / 4 % N][i % 4] = tanh_of<EXACT>(s[i / (N * 4)][i / 4 % N][i % 4] * before);
     }
     if (masked) {
 #pragma unroll

@@ -3,6 +3,10 @@
 // A tile has ROWS rows of D numbers, in D / 64 pages of 64 columns. A row of a page is 128 bytes: 8 chunks of 16 bytes. Chunk c of row r is
 // stored at position c ^ (r % 8) (XOR swizzle), so that neither ldmatrix nor cp.async nor the stores of a fragment have bank conflicts.
 // Tiles begin at multiples of 128 bytes. A tile and a lane's position in it are 32-bit shared-memory addresses.
+//
+// A float is the sum of PIECES bfloat16 numbers: three have its 24 bits, two have 16. A tile of floats is a tile for each piece, one behind
+// the other. A product of floats is the sum of the products of piece i and piece j with i + j < PIECES, the small ones first: 6 or 3
+// products. The others are below 2^-24, or 2^-16.
 #pragma once
 #include "../common/pack.cuh"
 #include "../common/ptx/async_copy.cuh"
@@ -21,8 +25,8 @@ struct Strides {
 };
 
 // Start the copy of the rows first..first + ROWS - 1 of x by a group of THREADS threads: the block, or one warp. Rows from `rows` on and
-// columns from `columns` on are filled with zeros.
-template <int ROWS, int D, int THREADS, typename T>
+// columns from `columns` on are filled with zeros. The pieces of a row of x are D numbers apart.
+template <int ROWS, int D, int THREADS, int PIECES = 1, typename T>
 __device__ __forceinline__ void copy_tile(unsigned tile, const T* x, long long stride, int first, int rows, int columns) {
     constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
     static_assert((STEP % 8 == 0 || 8 % STEP == 0) && ROWS % STEP == 0, "row % 8 is (i % 8) ^ (the first row's)");
@@ -31,7 +35,9 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const T* x, long long s
     const T* from = x + (first + row) * stride + chunk * 8;
     unsigned to = tile + chunk_offset<ROWS>(row, chunk);
 #pragma unroll
-    for (int i = 0; i < ROWS; i += STEP, from += STEP * stride) cp_async_16((to ^ i % 8 * 16) + i * ROW_BYTES, from, i < limit);
+    for (int i = 0; i < ROWS; i += STEP, from += STEP * stride)
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) cp_async_16((to ^ i % 8 * 16) + (p * D / 64 * ROWS + i) * ROW_BYTES, from + p * D, i < limit);
 }
 
 // The position of a lane for ldmatrix.x4 on 16 rows and 16 columns: the four 8x8 tiles go down the rows first, or along the columns first.
@@ -60,44 +66,101 @@ __device__ __forceinline__ void multiply_blocks(float (&c)[R][N][4], const unsig
     }
 }
 
+// The same for sums of pieces, for G neighbouring blocks of columns. Independent products come first, so that none waits for another.
+template <typename T, int PIECES, int G, int R, int N>
+__device__ __forceinline__ void multiply_pieces(float (&c)[R][N][4], const unsigned (&a)[PIECES][R][4], const unsigned (&b)[G][PIECES][4],
+                                                int n) {
+#pragma unroll
+    for (int sum = PIECES - 1; sum >= 0; sum--)
+#pragma unroll
+        for (int i = 0; i <= sum; i++)
+#pragma unroll
+            for (int g = 0; g < G; g++) multiply_blocks<T>(c, a[i], b[g][sum - i], n + g);
+}
+
 // c = A B^T over D columns. A: 16 R rows of a tile of A_ROWS, from lane position `a` (down_rows). B: a tile of 8 N rows, from position `b`
 // (along_columns). Lane l with g = l / 4 and t = l % 4 holds row 16 r + g + 8 i and column 8 n + 2 t + j of c in c[r][n][2 i + j].
-template <typename T, int D, int A_ROWS, int R, int N>
+template <typename T, int D, int A_ROWS, int PIECES = 1, int R, int N>
 __device__ __forceinline__ void multiply_transposed(float (&c)[R][N][4], unsigned a, unsigned b) {
+    constexpr int G = PIECES > 1 && R == 1 && N % 4 == 0 ? 2 : 1, A_PIECE = A_ROWS * D * sizeof(T), B_PIECE = 8 * N * D * sizeof(T);
 #pragma unroll
     for (int i = 0; i < R * N * 4; i++) c[i / (N * 4)][i / 4 % N][i % 4] = 0;
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-        unsigned x[R][4], y[4];
+        unsigned x[PIECES][R][4], y[G][PIECES][4];
 #pragma unroll
-        for (int r = 0; r < R; r++) load_tiles<false>(x[r], columns_at<A_ROWS>(a, k) + r * 16 * ROW_BYTES);
+        for (int i = 0; i < PIECES * R; i++)
+            load_tiles<false>(x[i / R][i % R], columns_at<A_ROWS>(a, k) + i / R * A_PIECE + i % R * 16 * ROW_BYTES);
 #pragma unroll
-        for (int n = 0; n < N / 2; n++) {
-            load_tiles<false>(y, columns_at<8 * N>(b, k) + n * 16 * ROW_BYTES);
-            multiply_blocks<T>(c, x, y, n);
+        for (int n = 0; n < N / 2; n += G) {
+#pragma unroll
+            for (int i = 0; i < G * PIECES; i++)
+                load_tiles<false>(y[i / PIECES][i % PIECES],
+                                  columns_at<8 * N>(b, k) + i % PIECES * B_PIECE + (n + i / PIECES) * 16 * ROW_BYTES);
+            multiply_pieces<T, PIECES, G>(c, x, y, n);
         }
     }
 }
 
-// c += A B, with A (16 R x 8 K) in registers in the layout of multiply_transposed, which is rounded to T, and a tile B (8 K x D) from lane
-// position `b` (down_rows). An accumulator becomes an operand in the lanes where it is.
-template <typename T, int D, int R, int K>
-__device__ __forceinline__ void multiply(float (&c)[R][D / 8][4], const float (&a)[R][K][4], unsigned b) {
+// The operand A of 16 R x 16 from accumulators c, blocks 2 k and 2 k + 1 of columns, which stay in the lanes where they are.
+template <typename T, int PIECES, int R, int K>
+__device__ __forceinline__ void to_operand(unsigned (&x)[PIECES][R][4], const float (&c)[R][K][4], int k) {
     using Pair = typename PairOf<T>::type;
 #pragma unroll
-    for (int k = 0; k < K / 2; k++) {
-        unsigned x[R][4], y[4];
+    for (int i = 0; i < R * 4; i++) {
+        const float* pair = &c[i / 4][2 * k + i % 4 / 2][i % 2 * 2];
+        float2 rest = make_float2(pair[0], pair[1]);
 #pragma unroll
-        for (int i = 0; i < R * 4; i++) {
-            const float* pair = &a[i / 4][2 * k + i % 4 / 2][i % 2 * 2];
-            narrow(reinterpret_cast<Pair&>(x[i / 4][i % 4]), make_float2(pair[0], pair[1]));
-        }
-#pragma unroll
-        for (int n = 0; n < D / 16; n++) {
-            load_tiles<true>(y, columns_at<8 * K>(b, n) + k * 16 * ROW_BYTES);
-            multiply_blocks<T>(c, x, y, n);
+        for (int p = 0; p < PIECES; p++) {
+            narrow(reinterpret_cast<Pair&>(x[p][i / 4][i % 4]), rest);
+            if (p + 1 == PIECES) break;
+            float2 piece = widen(Pair(), x[p][i / 4][i % 4]);
+            rest = make_float2(rest.x - piece.x, rest.y - piece.y);
         }
     }
+}
+
+// c += A B, with A (16 R x 8 K) in registers in the layout of multiply_transposed, which is rounded to T or split, and a tile B (8 K x D)
+// from lane position `b` (down_rows).
+template <typename T, int D, int PIECES = 1, int R, int K>
+__device__ __forceinline__ void multiply(float (&c)[R][D / 8][4], const float (&a)[R][K][4], unsigned b) {
+    if constexpr (PIECES == 1) {
+#pragma unroll
+        for (int k = 0; k < K / 2; k++) {
+            unsigned x[1][R][4], y[4];
+            to_operand<T>(x, a, k);
+#pragma unroll
+            for (int n = 0; n < D / 16; n++) {
+                load_tiles<true>(y, columns_at<8 * K>(b, n) + k * 16 * ROW_BYTES);
+                multiply_blocks<T>(c, x[0], y, n);
+            }
+        }
+    } else {  // Tensor cores truncate when they add, so the sums of a tile are added to c by float additions.
+        constexpr int G = R == 1 ? 2 : 1, PIECE = 8 * K * D * sizeof(T);
+        unsigned x[K / 2][PIECES][R][4], y[G][PIECES][4];
+#pragma unroll
+        for (int k = 0; k < K / 2; k++) to_operand<T>(x[k], a, k);
+#pragma unroll
+        for (int n = 0; n < D / 16; n += G) {
+            float sum[R][2 * G][4] = {};
+#pragma unroll
+            for (int k = 0; k < K / 2; k++) {
+#pragma unroll
+                for (int i = 0; i < G * PIECES; i++)
+                    load_tiles<true>(y[i / PIECES][i % PIECES],
+                                     columns_at<8 * K>(b, n + i / PIECES) + i % PIECES * PIECE + k * 16 * ROW_BYTES);
+                multiply_pieces<T, PIECES, G>(sum, x[k], y, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < R * 8 * G; i++) c[i / (8 * G)][2 * n + i / 4 % (2 * G)][i % 4] += sum[i / (8 * G)][i / 4 % (2 * G)][i % 4];
+        }
+    }
+}
+
+__device__ __forceinline__ void store_pair(float* to, float2 v) { *reinterpret_cast<float2*>(to) = v; }
+template <typename T>
+__device__ __forceinline__ void store_pair(T* to, float2 v) {
+    narrow(*reinterpret_cast<typename PairOf<T>::type*>(to), v);
 }
 
 // Store 16 R rows of a warp, c times `factor` of each row, through the warp's own rows of a tile, which no other warp uses. `tile` is
@@ -105,7 +168,7 @@ __device__ __forceinline__ void multiply(float (&c)[R][D / 8][4], const float (&
 template <typename T, int D, int TILE_ROWS, int R>
 __device__ __forceinline__ void store_rows(T* to, long long stride, int rows, int columns, const float (&c)[R][D / 8][4],
                                            const float (&factor)[R][2], unsigned char* tile) {
-    using Pair = typename PairOf<T>::type;
+    constexpr int CHUNKS = D * sizeof(T) / 16, PER_CHUNK = 16 / sizeof(T);
     int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -114,16 +177,17 @@ __device__ __forceinline__ void store_rows(T* to, long long stride, int rows, in
         for (int n = 0; n < D / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                unsigned char* at = tile + chunk_offset<TILE_ROWS>(16 * r + lane / 4 + 8 * i, n) + lane % 4 * 4;
-                narrow(*reinterpret_cast<Pair*>(at), make_float2(c[r][n][2 * i] * factor[r][i], c[r][n][2 * i + 1] * factor[r][i]));
+                int column = 8 * n + lane % 4 * 2;
+                unsigned char* at = tile + chunk_offset<TILE_ROWS>(16 * r + lane / 4 + 8 * i, column / PER_CHUNK);
+                store_pair(reinterpret_cast<T*>(at) + column % PER_CHUNK,
+                           make_float2(c[r][n][2 * i] * factor[r][i], c[r][n][2 * i + 1] * factor[r][i]));
             }
     __syncwarp();
-    constexpr int CHUNKS = D / 8;
     int chunk = lane % CHUNKS;
 #pragma unroll
     for (int row = lane / CHUNKS; row < 16 * R; row += 32 / CHUNKS)
-        if (row < rows && chunk * 8 < columns)
-            *reinterpret_cast<uint4*>(to + row * stride + chunk * 8) =
+        if (row < rows && chunk * PER_CHUNK < columns)
+            *reinterpret_cast<uint4*>(to + row * stride + chunk * PER_CHUNK) =
                 *reinterpret_cast<const uint4*>(tile + chunk_offset<TILE_ROWS>(row, chunk));
 }
 

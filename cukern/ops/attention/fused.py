@@ -10,13 +10,16 @@ from torch import Tensor
 
 from cukern.ops.attention import decode, plan
 from cukern.ops.attention.reference import Options, reference
+from cukern.ops.matmul import tf32_allowed
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
 from cukern.runtime.tensors import pointers
 
-_FORWARD, _BACKWARD, _PREPROCESS = (Template("attention/attention.cu", f"attention_v3{name}") for name in ("", "_bwd", "_preprocess"))
-DTYPES = torch.bfloat16, torch.float16
+_FORWARD, _BACKWARD, _PREPROCESS, _SPLIT = (
+    Template("attention/attention.cu", f"attention_v3{name}") for name in ("", "_bwd", "_preprocess", "_split")
+)
+DTYPES = torch.bfloat16, torch.float16, torch.float32
 _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
 
 
@@ -28,19 +31,29 @@ def supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def instances(dtype: torch.dtype) -> list[Kernel]:
     dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
-    kernels = [make(dtype, d, softcap) for make in (_forward_kernel, _backward_kernel) for d in dims for softcap in (False, True)]
-    return kernels + [_PREPROCESS[dtype, d] for d in dims] + (decode.instances(dtype) if dims else [])
+    pieces = (2, 3) if dtype == torch.float32 else (1,)
+    makers = _forward_kernel, _backward_kernel
+    kernels = [make(dtype, n, d, softcap) for make in makers for n in pieces for d in dims for softcap in (False, True)]
+    kernels += [_PREPROCESS[dtype, d] for d in dims]
+    if dtype == torch.float32:
+        return kernels + [_SPLIT[torch.bfloat16, n, d] for n in pieces for d in dims]
+    return kernels + (decode.instances(dtype) if dims else [])
 
 
-def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
-    tile = plan.FORWARD[d][softcap]
-    return _FORWARD[dtype, d, tile.rows, tile.columns, tile.warps, tile.per_sm, softcap]
+def _operand(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
-def _backward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
-    tile = plan.BACKWARD[d][softcap]
-    key = dtype, d, *tile.keys[:2], *tile.queries, softcap
-    return _BACKWARD[key]
+def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> Kernel:
+    tile = plan.FORWARD[pieces, d][softcap]
+    return _FORWARD[dtype, _operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap]
+
+
+def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> Kernel:
+    tile = plan.BACKWARD[pieces, d][softcap]
+    queries = tile.queries
+    key = *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap
+    return _BACKWARD[dtype, _operand(dtype), pieces, d, *key]
 
 
 # ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
@@ -58,11 +71,33 @@ def _aligned(x: Tensor) -> Tensor:
     """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary."""
     x = x.resolve_neg()
     b, h, t, d = x.stride()
-    return x if d == 1 and (b | h | t) % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if d == 1 and (b | h | t) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(*tensors: Tensor) -> list[bytes]:
     return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
+
+
+def _pieces(dtype: torch.dtype) -> int:
+    """The number of 16-bit numbers that an element is split into: a float32 into 2, 16 bits, if torch's switches allow TF32, else into 3."""
+    return 1 if dtype != torch.float32 else 2 if tf32_allowed() else 3
+
+
+def _split(pieces: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> list[Tensor]:
+    """float32 tensors as tensors of pieces, (batch, heads, rows, pieces, D), of which the first piece is returned. Others as they are."""
+    tensors = [q, k, v] if dout is None else [q, k, v, dout]
+    if pieces == 1:
+        return tensors
+    (batch, heads, queries, d), (kv_heads, keys) = q.shape, k.shape[1:3]
+    padded = plan.padded_head_dim(d)
+    found = [torch.empty((*x.shape[:3], pieces, padded), dtype=torch.bfloat16, device=x.device) for x in tensors]
+    grid = -(-batch * max(heads * queries, kv_heads * keys) * padded // 2048), len(tensors), 1
+    places = [*found, None][:4], [*tensors, None][:4]
+    _SPLIT[torch.bfloat16, pieces, padded].on(q.get_device())(
+        grid, (256, 1, 1), 0, *pointers(*places[0], *places[1]), *_strides(*tensors, tensors[0])[:4],
+        batch, heads, kv_heads, queries, keys, d,
+    )  # fmt: skip
+    return [x[:, :, :, 0] for x in found]
 
 
 def _factors(options: Options) -> tuple[float, float]:
@@ -77,23 +112,23 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     if not lse.numel():
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    device, padded = q.get_device(), plan.padded_head_dim(d)
-    softcap, strides = options.softcap != 0, _strides(out, q, k, v)
-    if plan.decodes(queries, keys, d):
-        decode.launch(out, lse, q, k, v, None, strides, options.causal, softcap, _factors(options))
+    device, padded, pieces = q.get_device(), plan.padded_head_dim(d), _pieces(q.dtype)
+    softcap = options.softcap != 0
+    if pieces == 1 and plan.decodes(queries, keys, d):
+        decode.launch(out, lse, q, k, v, None, _strides(out, q, k, v), options.causal, softcap, _factors(options))
         return out, lse
-    tile = plan.FORWARD[padded][softcap]
+    dtype, (q, k, v), tile = q.dtype, _split(pieces, q, k, v), plan.FORWARD[pieces, padded][softcap]
     blocks = -(-queries // tile.rows)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
-    launch = _forward_kernel(q.dtype, padded, softcap).on(device)
-    grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded)
+    launch = _forward_kernel(dtype, pieces, padded, softcap).on(device)
+    grid, shared, strides = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded, pieces), _strides(out, q, k, v)
     launch(grid, (32 * tile.warps, 1, 1), shared, *pointers(out, lse, q, k, v), *strides, *numbers, *_factors(options))
     return out, lse
 
 
 def _launch_with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options, (out, lse) = Options(*rest), _fake(q, k, v)
-    if not (lse.numel() and plan.decodes(q.shape[2], k.shape[2], q.shape[3])):
+    if not (lse.numel() and _pieces(q.dtype) == 1 and plan.decodes(q.shape[2], k.shape[2], q.shape[3])):
         found = reference(q, k, v, options, key_lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
@@ -117,9 +152,9 @@ def _write_gradients(
             x.zero_()
         return
     dout, lse, dlse = _aligned(dout), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
-    device, padded_d = q.get_device(), plan.padded_head_dim(d)
+    device, padded_d, pieces = q.get_device(), plan.padded_head_dim(d), _pieces(q.dtype)
     softcap = options.softcap != 0
-    tile = plan.BACKWARD[padded_d][softcap]
+    tile = plan.BACKWARD[pieces, padded_d][softcap]
     padded = -(-queries // tile.keys.columns) * tile.keys.columns  # as many queries as are copied together
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
     per_block = 256 // (padded_d // 8)  # rows
@@ -127,12 +162,13 @@ def _write_gradients(
         (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
         *pointers(stats[0], stats[1], out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
     )  # fmt: skip
+    dtype, (q, k, v, dout) = q.dtype, _split(pieces, q, k, v, dout)
     key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
     section = plan.section(keys, d, group, batch * heads)
     numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
-    _backward_kernel(q.dtype, padded_d, softcap).on(device)(
-        grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d),
+    _backward_kernel(dtype, pieces, padded_d, softcap).on(device)(
+        grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d, pieces),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *_strides(*grads, q, k, v, dout),
         *numbers, *_factors(options), options.scale,
     )  # fmt: skip

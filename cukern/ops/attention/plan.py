@@ -10,20 +10,22 @@ _L2_BYTES = 32 << 20  # K and V of the heads of a section; the L2 cache of an A1
 
 class Tile(NamedTuple):
     """A warp owns 16 * row_blocks rows, and a thread block loops over tiles of `columns` rows of the other operands. `per_sm`: at least
-    this many thread blocks fit into the registers of an SM."""
+    this many thread blocks fit into the registers of an SM. `stages`: 2 if the next tile is copied while one is multiplied; with 1 the
+    two operands of a tile are copied in turn."""
 
     row_blocks: int
     columns: int
     warps: int
     per_sm: int
+    stages: int = 2
 
     @property
     def rows(self) -> int:
         return 16 * self.row_blocks * self.warps
 
-    def forward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: Q, and two stages of K and V."""
-        return (self.rows + 4 * self.columns) * head_dim * 2
+    def forward_bytes(self, head_dim: int, pieces: int = 1) -> int:
+        """Shared memory in bytes: Q, and stages of K and V."""
+        return (self.rows + 2 * self.stages * self.columns) * head_dim * pieces * 2
 
 
 class BackwardTile(NamedTuple):
@@ -32,16 +34,28 @@ class BackwardTile(NamedTuple):
     keys: Tile
     queries: Tile
 
-    def backward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: two fixed tiles, two stages of two moving ones, and lse and delta."""
-        return max((2 * x.rows + 4 * x.columns) * head_dim * 2 + max(2 * x.rows, 4 * x.columns) * 4 for x in self)
+    def backward_bytes(self, head_dim: int, pieces: int = 1) -> int:
+        """Shared memory in bytes: two fixed tiles, stages of two moving ones, and lse and delta."""
+        sizes = ((2 * (x.rows + x.stages * x.columns) * head_dim * pieces * 2, max(2 * x.rows, 4 * x.columns) * 4) for x in self)
+        return max(tiles + stats for tiles, stats in sizes)
 
 
-# By head_dim, without and with a softcap, which needs more registers.
-FORWARD = {64: (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)), 128: (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2))}
+# By the number of pieces and head_dim, without and with a softcap, which needs more registers.
+FORWARD = {
+    (1, 64): (Tile(2, 128, 4, 2), Tile(2, 64, 4, 2)),
+    (1, 128): (Tile(2, 48, 4, 2), Tile(2, 32, 4, 2)),
+    (2, 64): (Tile(2, 64, 4, 2),) * 2,
+    (2, 128): (Tile(1, 32, 4, 2),) * 2,
+    (3, 64): (Tile(2, 32, 4, 2),) * 2,
+    (3, 128): (Tile(1, 32, 4, 2, 1),) * 2,
+}
 BACKWARD = {
-    64: (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
-    128: (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 32, 4, 2), Tile(1, 32, 4, 2))),
+    (1, 64): (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
+    (1, 128): (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 32, 4, 2), Tile(1, 32, 4, 2))),
+    (2, 64): (BackwardTile(Tile(1, 64, 4, 2), Tile(1, 64, 4, 2)),) * 2,
+    (2, 128): (BackwardTile(Tile(1, 32, 4, 2, 1), Tile(1, 32, 4, 2, 1)),) * 2,
+    (3, 64): (BackwardTile(Tile(1, 64, 4, 2, 1), Tile(1, 64, 4, 2, 1)),) * 2,
+    (3, 128): (BackwardTile(Tile(1, 16, 8, 1, 1), Tile(1, 16, 8, 1, 1)),) * 2,
 }
 
 

@@ -15,6 +15,9 @@ __device__ __forceinline__ float to_tf32(float x) {
 // The largest finite TF32 number.
 constexpr float LARGEST_TF32 = 3.40116213e38f;
 
+// The largest finite bfloat16 number.
+constexpr float LARGEST_BF16 = 3.38953139e38f;
+
 // Clamp |x| to the finite `most` and keep the sign. NaN becomes `most`.
 __device__ __forceinline__ float limited(float x, float most) {
 #if __CUDA_ARCH__ >= 860
