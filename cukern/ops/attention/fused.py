@@ -71,7 +71,11 @@ def _aligned(x: Tensor) -> Tensor:
     """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary."""
     x = x.resolve_neg()
     b, h, t, d = x.stride()
-    return x if d == 1 and (b | h | t) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if d == 1 and (b | h | t) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _strides(*tensors: Tensor) -> list[bytes]:
@@ -114,7 +118,10 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     device, padded, pieces = q.get_device(), plan.padded_head_dim(d), _pieces(q.dtype)
     softcap = options.softcap != 0
-    if pieces == 1 and plan.decodes(queries, keys, d):
+    if plan.decodes(queries, keys, d):
+        if pieces > 1:
+            found = reference(q, k, v, options)
+            return out.copy_(found[0]), lse.copy_(found[1])
         decode.launch(out, lse, q, k, v, None, _strides(out, q, k, v), options.causal, softcap, _factors(options))
         return out, lse
     dtype, (q, k, v), tile = q.dtype, _split(pieces, q, k, v), plan.FORWARD[pieces, padded][softcap]
