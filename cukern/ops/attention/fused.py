@@ -52,8 +52,8 @@ def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> K
 def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> Kernel:
     tile = plan.BACKWARD[pieces, d][softcap]
     queries = tile.queries
-    key = *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap
-    return _BACKWARD[dtype, _operand(dtype), pieces, d, *key]
+    key = dtype, _operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap
+    return _BACKWARD[key]
 
 
 # ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
@@ -83,7 +83,7 @@ def _strides(*tensors: Tensor) -> list[bytes]:
 
 
 def _pieces(dtype: torch.dtype) -> int:
-    """The number of 16-bit numbers that an element is split into: a float32 into 2, 16 bits, if torch's switches allow TF32, else into 3."""
+    """The number of 16-bit numbers whose sum an element is: of a float32 two if torch's switches allow TF32, else three."""
     return 1 if dtype != torch.float32 else 2 if tf32_allowed() else 3
 
 
