@@ -65,6 +65,7 @@ def markdown(rows: list[Row]) -> str:
         "TB/s": lambda r: _number(r["tbps"]),
         "TFLOP/s": lambda r: _number(r["tflops"]),
         "of limit": lambda r: _number(r["of_limit"]),
+        "peak MiB": lambda r: f"{r['peak_mib']:.0f}" if r.get("peak_mib") else "",
         "error": lambda r: "" if r.get("error") is None else f"{r['error']:.1e}",
     }
     rows = sorted(rows, key=lambda r: (r["shape"], r["dtype"], r["pass"]))

@@ -29,7 +29,7 @@ _COPY: Key = ("copy", "")
 @dataclass(frozen=True)
 class Row:
     """One line of a table and of the record. Bytes and flops are per call, 0 for host times. `of_limit`: for a memory-bound op the time of
-    a copy divided by the time, else TFLOP/s divided by the peak. `error`: see verify.errors."""
+    a copy divided by the time, else TFLOP/s divided by the peak. `error`: see verify.errors. `peak_mib`: the most memory of tensors."""
 
     op: str
     version: str
@@ -43,6 +43,7 @@ class Row:
     flops: int = 0
     of_limit: float | None = None
     error: float | None = None
+    peak_mib: float | None = None
 
     @property
     def tbps(self) -> float | None:

@@ -10,7 +10,7 @@ from cukern.bench import environment
 from cukern.bench.measure import Row
 
 _MEASURED = ("op", "version", "pass_", "shape", "dtype", "provider", "median_us", "iqr_us")
-_DERIVED = ("bytes", "flops", "tbps", "tflops", "of_limit", "error")
+_DERIVED = ("bytes", "flops", "tbps", "tflops", "of_limit", "error", "peak_mib")
 
 
 def default_file() -> Path:
@@ -53,7 +53,7 @@ def read(file: Path) -> list[Recorded]:
             try:
                 made = json.loads(line)
                 values: dict[str, Any] = {name: made[name.rstrip("_")] for name in (*_MEASURED, "bytes", "flops", "of_limit")}
-                row = Row(**{**values, "shape": tuple(values["shape"])}, error=made.get("error"))
+                row = Row(**{**values, "shape": tuple(values["shape"])}, error=made.get("error"), peak_mib=made.get("peak_mib"))
                 found.append(Recorded(row, made["gpu"] or "CPU", made["commit"] or "", made["date"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{file}:{number} is no record of cukern bench: {type(error).__name__}: {error}") from None

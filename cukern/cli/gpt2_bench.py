@@ -18,7 +18,7 @@ from cukern.bench.timing import summary
 from cukern.cli import common
 from cukern.cli.bench import record_file
 from cukern.cli.common import say
-from cukern.cli.gpt2_train import Attention, Device, Dtype, FusedLoss, Length, Recompute, Rows, make_model, pick_device
+from cukern.cli.gpt2_train import Device, Dtype, FusedLoss, Length, Recompute, Rows, make_model, pick_device
 from cukern.gpt2.checkpoint import Config
 from cukern.gpt2.data import write_shards
 from cukern.gpt2.files import expect
@@ -28,6 +28,7 @@ from cukern.gpt2.train import Settings, Trainer
 WARMUP = 8  # first steps that are not counted: they compile kernels and capture the CUDA graph
 MODES = "default", "reduce-overhead", "max-autotune", "no"  # of torch.compile
 Made = TypeVar("Made")
+Key = tuple[str, str]  # provider, version
 
 
 class Plain(torch.nn.Module):
@@ -80,11 +81,12 @@ def bench(
     seq_len: Length = None,
     tf32: Annotated[int, typer.Option("-f", "--tf32", min=0, max=1, help="0: strict float32 matrix products.")] = 1,
     dtype: Dtype = None,
-    attention: Attention = None,
+    attention: Annotated[list[str] | None, typer.Option("--attention", help="As in train. Repeatable: each is timed in turn.")] = None,
     fused_loss: FusedLoss = False,
     recompute: Recompute = 0,
     steps: Annotated[int, typer.Option("-x", "--steps", min=1, help="Measured steps.")] = 20,
     compile: Annotated[str, typer.Option(metavar="default|reduce-overhead|no", help="torch.compile's mode.")] = "default",
+    eager: Annotated[bool, typer.Option(help="Also time torch without torch.compile.")] = True,
     device: Device = None,
     record_it: Annotated[bool, typer.Option("--record", help="Append to benchmarks/results/<gpu>.jsonl.")] = False,
 ) -> None:
@@ -93,35 +95,47 @@ def bench(
     file = record_file(record_it)
     expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
-    peaks, times = dict[str, float](), dict[str, list[float]]()
+    peaks, times = dict[Key, float](), dict[Key, list[float]]()
     with environment.float32_products(bool(tf32)), tempfile.TemporaryDirectory() as folder:
 
-        def make_trainer() -> Trainer:
-            ours = make_model(model, T, place, dtype, attention=attention, fused_loss=fused_loss, recompute=recompute)
+        def make_trainer(version: str | None) -> Trainer:
+            ours = make_model(model, T, place, dtype, attention=version, fused_loss=fused_loss, recompute=recompute)
             tokens = torch.randint(ours.config.vocab_size, (4 * B * T + 1,)).numpy()
             val, train = write_shards(folder, "random", tokens, val_first=B * T + 1)
             settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0)
             return Trainer(ours, settings, say=lambda line: None)
 
-        trainer, peaks["cukern"] = _warm(make_trainer, Trainer.update)
-        ours, updates = trainer.model, dict[str, Callable[[], object]](cukern=trainer.update)
+        updates = dict[Key, Callable[[], object]]()
+        for version in attention or (None,):
+            trainer, peak = _warm(partial(make_trainer, version), Trainer.update)
+            key = "cukern", _label(version, fused_loss, recompute)
+            updates[key], peaks[key] = trainer.update, peak
+        ours = trainer.model
         kind = "bfloat16" if ours.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
         data = torch.randint(ours.config.vocab_size, (2, B, T), device=place)
-        for name, mode in (("torch", "no"), *([("torch.compile", compile)] if compile != "no" else [])):
-            updates[name], peaks[name] = _warm(partial(_peer, ours, data, mode), lambda update: update())
+        modes = {**({("torch", ""): "no"} if eager else {}), **({("torch.compile", compile): compile} if compile != "no" else {})}
+        for key, mode in modes.items():
+            updates[key], peaks[key] = _warm(partial(_peer, ours, data, mode), lambda update: update())
         for _ in range(steps):
-            for name, update in updates.items():
+            for key, update in updates.items():
                 start = time.perf_counter()
                 update()
-                times.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
+                times.setdefault(key, []).append(1e6 * (time.perf_counter() - start))
     rows, flops = [], trainer.flops_per_token() * B * T
-    for name, us in times.items():
+    for (name, version), us in times.items():
         timing = summary(us)
-        rows.append(Row("gpt2", "", f"step {model}", (B, T), kind, name, timing.median_us, timing.iqr_us, 0, flops))
-    _show(rows, peaks, (place == "cuda" and environment.gpu_name()) or place)
+        most = peaks[name, version] or None
+        rows.append(Row("gpt2", version, f"step {model}", (B, T), kind, name, timing.median_us, timing.iqr_us, flops=flops, peak_mib=most))
+    _show(rows, (place == "cuda" and environment.gpu_name()) or place)
     if file:
         record.append(rows, file)
         say(f"appended to {file}", to=common.errors)
+
+
+def _label(attention: str | None, fused_loss: bool, recompute: int) -> str:
+    """The options of a model that differ from the default, as the version of a record."""
+    options = {attention or "": attention, "fused loss": fused_loss, f"recompute {recompute}": recompute}
+    return ", ".join(name for name, chosen in options.items() if chosen)
 
 
 def _warm(make: Callable[[], Made], update: Callable[[Made], object]) -> tuple[Made, float]:
@@ -141,13 +155,14 @@ def _peer(ours: GPT2, batch: Tensor, mode: str) -> Callable[[], float]:
     return _step(plain if mode == "no" else torch.compile(plain, mode=mode), plain, batch)
 
 
-def _show(rows: list[Row], peaks: dict[str, float], where: str) -> None:
-    first, torch_us = rows[0], next(r.median_us for r in rows if r.provider == "torch")
-    title = f"gpt2 {first.pass_}, B={first.shape[0]} T={first.shape[1]} {first.dtype} on {where}"
-    table = common.table(title, "provider", "ms", "+- ms", "tokens/s", "TFLOP/s", "x torch", "peak MiB")
+def _show(rows: list[Row], where: str) -> None:
+    first, base = rows[0], next((r for r in rows if r.provider != "cukern"), rows[0])
+    title = f"gpt2 {first.pass_}, B={first.shape[0]} T={first.shape[1]} {first.dtype} on {where}; speed of {base.provider}: 1"
+    table = common.table(title, "provider", "ms", "+- ms", "tokens/s", "TFLOP/s", "speed", "peak MiB")
     for r in rows:
         numbers = r.median_us * 1e-3, r.iqr_us * 1e-3
-        rate, speed = r.shape[0] * r.shape[1] / r.median_us * 1e6, torch_us / r.median_us
-        peak = f"{peaks[r.provider]:.0f}" if peaks[r.provider] else "n/a"
-        table.add_row(r.provider, *(f"{n:.2f}" for n in numbers), f"{rate:.0f}", f"{r.tflops:.1f}", f"{speed:.2f}", peak)
+        rate, speed = r.shape[0] * r.shape[1] / r.median_us * 1e6, base.median_us / r.median_us
+        peak = f"{r.peak_mib:.0f}" if r.peak_mib else "n/a"
+        name = f"{r.provider} {r.version}".strip()
+        table.add_row(name, *(f"{n:.2f}" for n in numbers), f"{rate:.0f}", f"{r.tflops:.1f}", f"{speed:.2f}", peak)
     common.console.print(table)

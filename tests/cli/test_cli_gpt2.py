@@ -204,6 +204,8 @@ def test_bench(folder):
     arguments = ("gpt2", "bench", "-e", "tiny.bin", "-b", 1, "-t", 16, "-x", 2, "--compile", "no", "--device", "cpu")
     out = call(*arguments).stdout
     assert "B=1 T=16 float32 on cpu" in out and re.search(r"cukern +[\d.]+ +[\d.]+ +\d+", out) and "torch " in out
+    out = call(*arguments, "--attention", "sdpa", "--attention", "v1", "--fused-loss", "--no-eager").stdout
+    assert "cukern sdpa, fused loss" in out and "cukern v1, fused loss" in out and "torch " not in out
 
 
 def test_data(folder):
