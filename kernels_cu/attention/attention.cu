@@ -1,4 +1,4 @@
-// attention: out = softmax(scale * q k^T) v without the matrix of scores, and its gradients. float16 and bfloat16, sm_80 and newer.
+// attention: out = softmax(scale * q k^T) v without the matrix of scores, and its gradients. float16, bfloat16, float32; sm_80 and newer.
 //
 // Layout     q and out are (batch, heads, queries, head_dim), k and v (batch, heads / group, keys, head_dim), with any strides that are
 //            multiples of 16 bytes, so q, k and v may be parts of one packed tensor. head_dim is a multiple of 8, up to D. Under `causal`
@@ -9,9 +9,12 @@
 // Backward   dq, dk and dv without atomics, so two runs give the same bits. Blocks of two kinds: one owns keys and sums dk and dv over all
 //            queries (and over the heads of a group), the other owns queries and sums dq over all keys. Both compute the weights again:
 //            7 products of matrices instead of 5, but no sums in global memory.
+// float32    attention_v3_split writes each number as a sum of PIECES bfloat16 numbers: 3 for the accuracy of float32, 2 where torch allows
+//            TF32. The kernels are those of 16 bits, with 6 or 3 products in place of one (tile.cuh) and results O of float32.
 // Decoding   up to 16 queries of many keys take the kernels of decode.cuh, which splits the keys over thread blocks.
-// Pipeline   tiles are copied by cp.async into two stages; one barrier per tile.
-// Launch     1-D grid, see work_of; block = 32 * WARPS; dynamic shared memory = Q + 2 (K + V), backward: see attention_v3_bwd.
+// Pipeline   tiles are copied by cp.async. STAGES = 2: a tile is copied while the one before is multiplied; one barrier per tile. STAGES = 1:
+//            K is copied while V is multiplied and V while K is; half the shared memory, two or three barriers per tile.
+// Launch     1-D grid, see work_of; block = 32 * WARPS; dynamic shared memory = Q + STAGES (K + V), backward: see attention_v3_bwd.
 //
 // version  idea                                            4,16,4096,128 causal bf16, H200: forward, backward
 // v1, v2   scores in memory (no kernels here)

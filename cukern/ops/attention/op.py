@@ -37,12 +37,16 @@ def attention(
         version: default: "v3", or that of `cukern.use`; without a kernel for the GPU "v2".
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
-            "v3": one fused kernel without the matrix of scores, for float16 and bfloat16, compute capability 8.0 and newer, and a head_dim
-                that is a multiple of 8, at most 128, and equals value_dim. Other dtypes take v2. So do other head dimensions by default.
-                Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread blocks.
+            "v3": one fused kernel without the matrix of scores, for float16, bfloat16 and float32, compute capability 8.0 and newer, and
+                a head_dim that is a multiple of 8, at most 128, and equals value_dim. float64 takes v2. So do other head dimensions by
+                default. Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread
+                blocks; in float32 torch's operations.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
 
+    v3 computes float32 on tensor cores, each number as a sum of bfloat16 numbers: three, with the accuracy of float32, or two, with 16
+    bits, where torch's switches allow TF32 (`torch.set_float32_matmul_precision`). Forward and backward look at the switches. Each
+    copies its inputs as such sums, 6 or 4 bytes per element, which it frees when it ends.
     v3 saves q, k, v, out and lse for the backward, and two runs give the same bits. It copies only inputs whose last dimension is strided
     or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of their
     inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing. Higher and forward-mode derivatives use torch's
@@ -55,8 +59,8 @@ def attention(
 
     Returns a new tensor (..., heads, queries, value_dim) of q's dtype; with `return_lse` also lse, (..., heads, queries), float32, or
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
-    ValueError for shapes or devices that do not fit, a head_dim that "v3" does not support if it is requested by `version` for a 16-bit
-    type, a scale that is negative or not finite, a softcap that is not positive, or an unknown version.
+    ValueError for shapes or devices that do not fit, a head_dim that "v3" does not support if it is requested by `version`, a
+    scale that is negative or not finite, a softcap that is not positive, or an unknown version.
     Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
