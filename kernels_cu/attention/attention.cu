@@ -186,7 +186,7 @@ struct Gradients {
 template <bool KEYS, int PIECES, int D, int R, int N, int WARPS, int STAGES, bool SOFTCAP, typename O, typename T>
 __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int index, int blocks, unsigned char* shared) {
     constexpr int ROWS = 16 * R * WARPS, THREADS = 32 * WARPS, FIXED = ROWS * D * PIECES * sizeof(T), TILE = N * D * PIECES * sizeof(T);
-    unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;              // X, Y, then stages of X', of Y'
+    unsigned fixed = shared_address(shared), moving = fixed + 2 * FIXED;              // X, Y, then stages of X', Y'
     float* stats = reinterpret_cast<float*>(shared + 2 * FIXED + 2 * STAGES * TILE);  // lse and delta: of the ROWS queries, or stages
     int owners = KEYS ? g.heads / g.group : g.heads;
     int section = KEYS ? max(1, g.section / g.group) : g.section;
@@ -207,12 +207,12 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
 
     int columns = PIECES > 1 ? D : g.head_dim;
     auto copy_x = [&](int tile, unsigned stage) {
-        unsigned to = moving + stage * TILE;
+        unsigned to = moving + stage * 2 * TILE;
         if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, q, g.of_q.row, tile * N, g.queries, columns);
         else copy_tile<N, D, THREADS, PIECES>(to, k, g.of_k.row, tile * N, g.keys, columns);
     };
     auto copy_y = [&](int tile, unsigned stage) {  // and lse and delta
-        unsigned to = moving + (STAGES + stage) * TILE;
+        unsigned to = moving + (stage * 2 + 1) * TILE;
         if (KEYS) copy_tile<N, D, THREADS, PIECES>(to, dout, g.of_dout.row, tile * N, g.queries, columns);
         else copy_tile<N, D, THREADS, PIECES>(to, v, g.of_v.row, tile * N, g.keys, columns);
         if (KEYS && threadIdx.x < N / 2) {
@@ -258,7 +258,8 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
         if (STAGES == 2 && !seen) continue;
 
         float s[R][N / 8][4], dp[R][N / 8][4];
-        unsigned x = moving + stage * TILE, y = moving + (STAGES + stage) * TILE;
+        unsigned x = moving + stage * 2 * TILE, y = x + TILE;
+        if (STAGES == 2) multiply_transposed<T, D, ROWS, PIECES>(s, a, x + along_columns(lane));
         if (seen) multiply_transposed<T, D, ROWS, PIECES>(dp, a + FIXED, y + along_columns(lane));
         if constexpr (STAGES == 1) {
             cp_async_wait<0>();
@@ -267,7 +268,7 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
             cp_async_commit();
         }
         if (seen) {
-            multiply_transposed<T, D, ROWS, PIECES>(s, a, x + along_columns(lane));
+            if (STAGES == 1) multiply_transposed<T, D, ROWS, PIECES>(s, a, x + along_columns(lane));
             // lse of the elements that a lane holds in an 8-column block of row block r; delta is ROWS or N numbers behind.
             const float* of_lane = KEYS ? stats + stage * 2 * N + lane % 4 * 2 : stats + warp_row + lane / 4;
 #pragma unroll
