@@ -31,44 +31,38 @@ __device__ __forceinline__ int last_key(int query, int queries, int keys, bool c
 
 // ---- float32
 
-// The pieces of q, k, v and, for the backward, dout: tensor blockIdx.y, (batch, heads, rows, head_dim) to dense (batch, heads, rows, PIECES,
-// D). Columns from head_dim on are 0. All pieces but the last are finite; an infinity or NaN goes to the last.
+// Store the pieces of eight floats in columns from `column` on of a row of (rows, PIECES, D).
+template <int PIECES, int D, typename T>
+__device__ __forceinline__ void store_pieces(T* to, long long row, int column, const float (&x)[8]) {
+    Vec<T, 8> pieces[PIECES];
+    split(pieces, x);
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) store_vec(to + (row * PIECES + p) * D + column, pieces[p]);
+}
+
+// The pieces of k, v and, for the backward, q: of tensor blockIdx.y, (batch, heads, rows, head_dim), as dense (batch, heads, rows, PIECES,
+// D). Columns from head_dim on are 0.
 template <typename T, int PIECES, int D>
 __global__ void __launch_bounds__(256)
-    attention_v3_split(T* q_pieces, T* k_pieces, T* v_pieces, T* dout_pieces, const float* q, const float* k, const float* v,
-                       const float* dout, Strides of_q, Strides of_k, Strides of_v, Strides of_dout, int batches, int heads, int kv_heads,
-                       int queries, int keys, int head_dim) {
+    attention_v3_split(T* k_pieces, T* v_pieces, T* q_pieces, const float* k, const float* v, const float* q, Strides of_k, Strides of_v,
+                       Strides of_q, int batches, int kv_heads, int heads, int keys, int queries, int head_dim) {
     constexpr int CHUNKS = D / 8;
-    int which = blockIdx.y;
-    bool of_keys = which == 1 || which == 2;
-    Strides of = which == 0 ? of_q : which == 1 ? of_k : which == 2 ? of_v : of_dout;
-    const float* from = which == 0 ? q : which == 1 ? k : which == 2 ? v : dout;
-    T* to = which == 0 ? q_pieces : which == 1 ? k_pieces : which == 2 ? v_pieces : dout_pieces;
-    long long row = blockIdx.x * (long long)(256 / CHUNKS) + threadIdx.x / CHUNKS, rows = of_keys ? keys : queries, head = row / rows;
-    int chunk = threadIdx.x % CHUNKS, here = of_keys ? kv_heads : heads;
+    int which = blockIdx.y, here = which == 2 ? heads : kv_heads, column = threadIdx.x % CHUNKS * 8;
+    Strides of = which == 0 ? of_k : which == 1 ? of_v : of_q;
+    const float* from = which == 0 ? k : which == 1 ? v : q;
+    long long row = blockIdx.x * (long long)(256 / CHUNKS) + threadIdx.x / CHUNKS, rows = which == 2 ? queries : keys, head = row / rows;
     if (head >= (long long)here * batches) return;
     float x[8] = {};
-    from += head / here * of.batch + head % here * of.head + (row - head * rows) * of.row + chunk * 8;
-    if (chunk * 8 < head_dim) unpack(x, load_vec<float, 8>(from));
-    to += row * PIECES * D + chunk * 8;
-#pragma unroll
-    for (int p = 0; p < PIECES; p++) {
-        float piece[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) piece[i] = p + 1 < PIECES ? limited(x[i], LARGEST_BF16) : x[i];
-        Vec<T, 8> rounded = pack<T, 8>(piece);
-        store_vec(to + p * D, rounded);
-        unpack(piece, rounded);
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] -= piece[i];
-    }
+    from += head / here * of.batch + head % here * of.head + (row - head * rows) * of.row + column;
+    if (column < head_dim) unpack(x, load_vec<float, 8>(from));
+    store_pieces<PIECES, D>(which == 0 ? k_pieces : which == 1 ? v_pieces : q_pieces, row, column, x);
 }
 
 // ---- forward
 
 template <typename O, typename T, int PIECES, int D, int M, int N, int WARPS, int STAGES, int BLOCKS_PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
-    attention_v3(O* out, float* lse, const T* q, const T* k, const T* v, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
+    attention_v3(O* out, float* lse, const O* q, const T* k, const T* v, Strides of_out, Strides of_q, Strides of_k, Strides of_v,
                  int blocks, int heads, int batches, int group, int section, int queries, int keys, int head_dim, bool causal, float before,
                  float c) {
     constexpr int R = M / (16 * WARPS), THREADS = 32 * WARPS, TILE = N * D * PIECES * sizeof(T);
@@ -91,9 +85,10 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
     int tile = last_key(min(first + M, queries) - 1, queries, keys, causal);
     tile = tile < 0 ? -1 : tile / N;  // the number of the last tile that a query of the block sees
     if (tile >= 0) {
-        copy_tile<M, D, THREADS, PIECES>(q_tile, q, of_q.row, first, queries, columns);
         copy_keys(tile, 0);
         if (STAGES == 2) copy_values(tile, 0);
+        if constexpr (PIECES == 1) copy_tile<M, D, THREADS>(q_tile, q, of_q.row, first, queries, head_dim);
+        else split_tile<M, D, THREADS, PIECES>(reinterpret_cast<T*>(shared), q, of_q.row, first, queries, head_dim);
         cp_async_commit();
     }
     int seen_first = last_key(first + warp_row, queries, keys, causal);
@@ -144,22 +139,24 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 // ---- backward
 
 // For each query lse * log2(e) and delta = sum(dout * out) - dlse, both in rows of `padded` numbers. A query without a visible key gets 0
-// as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too.
-template <typename T, int D>
+// as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too. Of float32 also the
+// pieces of dout, as those of q in attention_v3_split.
+template <typename O, typename T, int PIECES, int D>
 __global__ void __launch_bounds__(256)
-    attention_v3_preprocess(float* lse_log2, float* delta, const T* out, const T* dout, const float* lse, const float* dlse, Strides of_out,
-                            Strides of_dout, int heads, int queries, int padded, int head_dim) {
+    attention_v3_preprocess(float* lse_log2, float* delta, T* dout_pieces, const O* out, const O* dout, const float* lse, const float* dlse,
+                            Strides of_out, Strides of_dout, int heads, int queries, int padded, int head_dim) {
     constexpr int CHUNKS = D / 8, ROWS = 256 / CHUNKS;
     int per_head = (padded + ROWS - 1) / ROWS, head = blockIdx.x / per_head, chunk = threadIdx.x % CHUNKS;
     int query = (blockIdx.x - head * per_head) * ROWS + threadIdx.x / CHUNKS;
-    float sum = 0;
+    float sum = 0, a[8], b[8] = {};
     if (query < queries && chunk * 8 < head_dim) {
-        float a[8], b[8];
-        unpack(a, load_vec<T, 8>(out + head / heads * of_out.batch + head % heads * of_out.head + query * of_out.row + chunk * 8));
-        unpack(b, load_vec<T, 8>(dout + head / heads * of_dout.batch + head % heads * of_dout.head + query * of_dout.row + chunk * 8));
+        unpack(a, load_vec<O, 8>(out + head / heads * of_out.batch + head % heads * of_out.head + query * of_out.row + chunk * 8));
+        unpack(b, load_vec<O, 8>(dout + head / heads * of_dout.batch + head % heads * of_dout.head + query * of_dout.row + chunk * 8));
 #pragma unroll
         for (int i = 0; i < 8; i++) sum = fmaf(a[i], b[i], sum);
     }
+    if constexpr (PIECES > 1)
+        if (query < queries) store_pieces<PIECES, D>(dout_pieces, (long long)head * queries + query, chunk * 8, b);
     sum = warp_reduce<Sum>(sum, CHUNKS);
     if (chunk != 0 || query >= padded) return;
     long long from = (long long)head * queries + query, to = (long long)head * padded + query;

@@ -5,8 +5,8 @@
 // Tiles begin at multiples of 128 bytes. A tile and a lane's position in it are 32-bit shared-memory addresses.
 //
 // A float is the sum of PIECES bfloat16 numbers: three have its 24 bits, two have 16. A tile of floats is a tile for each piece, one behind
-// the other. A product of floats is the sum of the products of piece i and piece j with i + j < PIECES, the small ones first: 6 or 3
-// products. The others are below 2^-24, or 2^-16.
+// the other. A product of floats is the sum of the products of piece i and piece j with i + j < PIECES: 6 or 3 products. The others are
+// below 2^-24, or 2^-16. Tensor cores truncate when they add, so with three pieces the small products have sums of their own.
 #pragma once
 #include "../common/pack.cuh"
 #include "../common/ptx/async_copy.cuh"
@@ -40,6 +40,41 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const T* x, long long s
         for (int p = 0; p < PIECES; p++) cp_async_16((to ^ i % 8 * 16) + (p * D / 64 * ROWS + i) * ROW_BYTES, from + p * D, i < limit);
 }
 
+// The pieces of eight floats. All but the last are finite, and an infinity or NaN goes to the last.
+template <typename T, int PIECES>
+__device__ __forceinline__ void split(Vec<T, 8> (&pieces)[PIECES], const float (&x)[8]) {
+    float rest[8], piece[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) rest[i] = x[i];
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) piece[i] = p + 1 < PIECES ? limited(rest[i], LARGEST_BF16) : rest[i];
+        pieces[p] = pack<T, 8>(piece);
+        unpack(piece, pieces[p]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) rest[i] -= piece[i];
+    }
+}
+
+// copy_tile for rows of floats, which are split on the way.
+template <int ROWS, int D, int THREADS, int PIECES, typename T>
+__device__ __forceinline__ void split_tile(T* tile, const float* x, long long stride, int first, int rows, int columns) {
+    constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
+    int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    int limit = chunk * 8 < columns ? rows - first - row : 0;
+    const float* from = x + (first + row) * stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP, from += STEP * stride) {
+        float numbers[8] = {};
+        if (i < limit) unpack(numbers, load_vec<float, 8>(from));
+        Vec<T, 8> pieces[PIECES];
+        split(pieces, numbers);
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) store_vec(tile + p * ROWS * D + chunk_offset<ROWS>(row + i, chunk) / sizeof(T), pieces[p]);
+    }
+}
+
 // The position of a lane for ldmatrix.x4 on 16 rows and 16 columns: the four 8x8 tiles go down the rows first, or along the columns first.
 __device__ __forceinline__ int down_rows(int lane) { return chunk_offset<0>(lane % 16, lane / 16); }
 __device__ __forceinline__ int along_columns(int lane) { return chunk_offset<0>(lane % 8 + lane / 16 * 8, lane / 8 % 2); }
@@ -66,16 +101,23 @@ __device__ __forceinline__ void multiply_blocks(float (&c)[R][N][4], const unsig
     }
 }
 
-// The same for sums of pieces, for G neighbouring blocks of columns. Independent products come first, so that none waits for another.
+// The same for sums of pieces, for G neighbouring blocks of columns. Products of first pieces are added to c, the others to `small`.
+// Independent products come first, so that none waits for another.
 template <typename T, int PIECES, int G, int R, int N>
-__device__ __forceinline__ void multiply_pieces(float (&c)[R][N][4], const unsigned (&a)[PIECES][R][4], const unsigned (&b)[G][PIECES][4],
-                                                int n) {
+__device__ __forceinline__ void multiply_pieces(float (&c)[R][N][4], float (&small)[R][N][4], const unsigned (&a)[PIECES][R][4],
+                                                const unsigned (&b)[G][PIECES][4], int n) {
 #pragma unroll
     for (int sum = PIECES - 1; sum >= 0; sum--)
 #pragma unroll
         for (int i = 0; i <= sum; i++)
 #pragma unroll
-            for (int g = 0; g < G; g++) multiply_blocks<T>(c, a[i], b[g][sum - i], n + g);
+            for (int g = 0; g < G; g++) multiply_blocks<T>(sum ? small : c, a[i], b[g][sum - i], n + g);
+}
+
+template <int R, int N>
+__device__ __forceinline__ void add(float (&c)[R][N][4], const float (&x)[R][N][4]) {
+#pragma unroll
+    for (int i = 0; i < R * N * 4; i++) c[i / (N * 4)][i / 4 % N][i % 4] += x[i / (N * 4)][i / 4 % N][i % 4];
 }
 
 // c = A B^T over D columns. A: 16 R rows of a tile of A_ROWS, from lane position `a` (down_rows). B: a tile of 8 N rows, from position `b`
@@ -83,6 +125,7 @@ __device__ __forceinline__ void multiply_pieces(float (&c)[R][N][4], const unsig
 template <typename T, int D, int A_ROWS, int PIECES = 1, int R, int N>
 __device__ __forceinline__ void multiply_transposed(float (&c)[R][N][4], unsigned a, unsigned b) {
     constexpr int G = PIECES > 1 && R == 1 && N % 4 == 0 ? 2 : 1, A_PIECE = A_ROWS * D * sizeof(T), B_PIECE = 8 * N * D * sizeof(T);
+    float other[R][N][4] = {}, (&small)[R][N][4] = PIECES == 3 ? other : c;
 #pragma unroll
     for (int i = 0; i < R * N * 4; i++) c[i / (N * 4)][i / 4 % N][i % 4] = 0;
 #pragma unroll
@@ -97,9 +140,10 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[R][N][4], unsigne
             for (int i = 0; i < G * PIECES; i++)
                 load_tiles<false>(y[i / PIECES][i % PIECES],
                                   columns_at<8 * N>(b, k) + i % PIECES * B_PIECE + (n + i / PIECES) * 16 * ROW_BYTES);
-            multiply_pieces<T, PIECES, G>(c, x, y, n);
+            multiply_pieces<T, PIECES, G>(c, small, x, y, n);
         }
     }
+    if (PIECES == 3) add(c, other);
 }
 
 // The operand A of 16 R x 16 from accumulators c, blocks 2 k and 2 k + 1 of columns, which stay in the lanes where they are.
@@ -149,7 +193,7 @@ __device__ __forceinline__ void multiply(float (&c)[R][D / 8][4], const float (&
                 for (int i = 0; i < G * PIECES; i++)
                     load_tiles<true>(y[i / PIECES][i % PIECES],
                                      columns_at<8 * K>(b, n + i / PIECES) + i % PIECES * PIECE + k * 16 * ROW_BYTES);
-                multiply_pieces<T, PIECES, G>(sum, x[k], y, 0);
+                multiply_pieces<T, PIECES, G>(sum, sum, x[k], y, 0);
             }
 #pragma unroll
             for (int i = 0; i < R * 8 * G; i++) c[i / (8 * G)][2 * n + i / 4 % (2 * G)][i % 4] += sum[i / (8 * G)][i / 4 % (2 * G)][i % 4];

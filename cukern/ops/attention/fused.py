@@ -34,7 +34,7 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     pieces = (2, 3) if dtype == torch.float32 else (1,)
     makers = _forward_kernel, _backward_kernel
     kernels = [make(dtype, n, d, softcap) for make in makers for n in pieces for d in dims for softcap in (False, True)]
-    kernels += [_PREPROCESS[dtype, d] for d in dims]
+    kernels += [_preprocess_kernel(dtype, n, d) for n in pieces for d in dims]
     if dtype == torch.float32:
         return kernels + [_SPLIT[torch.bfloat16, n, d] for n in pieces for d in dims]
     return kernels + (decode.instances(dtype) if dims else [])
@@ -54,6 +54,10 @@ def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> 
     queries = tile.queries
     key = dtype, _operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap
     return _BACKWARD[key]
+
+
+def _preprocess_kernel(dtype: torch.dtype, pieces: int, d: int) -> Kernel:
+    return _PREPROCESS[dtype, _operand(dtype), pieces, d]
 
 
 # ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
@@ -87,19 +91,22 @@ def _pieces(dtype: torch.dtype) -> int:
     return 1 if dtype != torch.float32 else 2 if tf32_allowed() else 3
 
 
-def _split(pieces: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> list[Tensor]:
-    """float32 tensors as tensors of pieces, (batch, heads, rows, pieces, D), of which the first piece is returned. Others as they are."""
-    tensors = [q, k, v] if dout is None else [q, k, v, dout]
-    if pieces == 1:
+def _empty_pieces(x: Tensor, pieces: int) -> Tensor:
+    """A tensor for the pieces of x, (batch, heads, rows, pieces, D)."""
+    return x.new_empty((*x.shape[:3], pieces, plan.padded_head_dim(x.shape[3])), dtype=torch.bfloat16)
+
+
+def _split(pieces: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
+    """The first pieces of float32 tensors, which the others follow in a row. 16-bit tensors as they are."""
+    tensors = [k, v] if q is None else [k, v, q]
+    if pieces == 1 or not k.numel():
         return tensors
-    (batch, heads, queries, d), (kv_heads, keys) = q.shape, k.shape[1:3]
-    padded = plan.padded_head_dim(d)
-    found = [torch.empty((*x.shape[:3], pieces, padded), dtype=torch.bfloat16, device=x.device) for x in tensors]
+    (batch, kv_heads, keys, d), (heads, queries) = k.shape, (0, 0) if q is None else q.shape[1:3]
+    padded, found = plan.padded_head_dim(d), [_empty_pieces(x, pieces) for x in tensors]
     grid = -(-batch * max(heads * queries, kv_heads * keys) * padded // 2048), len(tensors), 1
-    places = [*found, None][:4], [*tensors, None][:4]
-    _SPLIT[torch.bfloat16, pieces, padded].on(q.get_device())(
-        grid, (256, 1, 1), 0, *pointers(*places[0], *places[1]), *_strides(*tensors, tensors[0])[:4],
-        batch, heads, kv_heads, queries, keys, d,
+    _SPLIT[torch.bfloat16, pieces, padded].on(k.get_device())(
+        grid, (256, 1, 1), 0, *pointers(*[*found, None][:3], *[*tensors, None][:3]), *_strides(*tensors, k)[:3],
+        batch, kv_heads, heads, keys, queries, d,
     )  # fmt: skip
     return [x[:, :, :, 0] for x in found]
 
@@ -124,10 +131,10 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
             return out.copy_(found[0]), lse.copy_(found[1])
         decode.launch(out, lse, q, k, v, None, _strides(out, q, k, v), options.causal, softcap, _factors(options))
         return out, lse
-    dtype, (q, k, v), tile = q.dtype, _split(pieces, q, k, v), plan.FORWARD[pieces, padded][softcap]
+    (k, v), tile = _split(pieces, k, v), plan.FORWARD[pieces, padded][softcap]
     blocks = -(-queries // tile.rows)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
-    launch = _forward_kernel(dtype, pieces, padded, softcap).on(device)
+    launch = _forward_kernel(q.dtype, pieces, padded, softcap).on(device)
     grid, shared, strides = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded, pieces), _strides(out, q, k, v)
     launch(grid, (32 * tile.warps, 1, 1), shared, *pointers(out, lse, q, k, v), *strides, *numbers, *_factors(options))
     return out, lse
@@ -165,11 +172,13 @@ def _write_gradients(
     padded = -(-queries // tile.keys.columns) * tile.keys.columns  # as many queries as are copied together
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
     per_block = 256 // (padded_d // 8)  # rows
-    _PREPROCESS[q.dtype, padded_d].on(device)(
+    dout_pieces = _empty_pieces(dout, pieces) if pieces > 1 else None
+    _preprocess_kernel(q.dtype, pieces, padded_d).on(device)(
         (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
-        *pointers(stats[0], stats[1], out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
+        *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
     )  # fmt: skip
-    dtype, (q, k, v, dout) = q.dtype, _split(pieces, q, k, v, dout)
+    dtype, (k, v, q) = q.dtype, _split(pieces, k, v, q)
+    dout = dout if dout_pieces is None else dout_pieces[:, :, :, 0]
     key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
     section = plan.section(keys, d, group, batch * heads)
     numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
