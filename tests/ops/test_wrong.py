@@ -504,6 +504,13 @@ ATTENTION = Problem(
     scale=lambda q, k, v: attention_rows(q, k, v.abs()),
 )
 
+
+def launch_float_products(kernel: Kernel, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    kernel(out, a, b, len(a), grid=-(-len(a) // 64), block=128, shared=2 * 3 * 64 * 128)
+
+
+FLOAT_PRODUCTS = Problem(lambda a, b: a @ b.mT, drawn(((3, 64), (64, 64)), ((130, 64), (64, 64))), launch_float_products, sums=True)
+
 # ---- cross_entropy: rows of logits with 3 columns of padding
 
 
@@ -694,6 +701,8 @@ CASES = [
     Case("attention/rescale.cu", "attention_rows<__half>", ATTENTION, "a missing factor", "*= 1;", "*= shrink;"),
     Case("attention/barrier.cu", "attention_rows<__half>", ATTENTION, "a copy to where others read", "// no __syncthreads()",
          "__syncthreads();", Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
+    Case("attention/pieces.cu", "float_products<__nv_bfloat16>", FLOAT_PRODUCTS, "a missing factor",
+         "if (i != 1 || sum != 2) multiply_blocks", "multiply_blocks"),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
