@@ -95,7 +95,7 @@ def bench(
     file = record_file(record_it)
     expect(compile in MODES, f"--compile {', '.join(MODES)}", repr(compile))
     B, T, place = 4 if batch is None else batch, 1024 if seq_len is None else seq_len, pick_device(device)
-    peaks, times = dict[Key, float](), dict[Key, list[float]]()
+    peaks, updates = dict[Key, float](), dict[Key, Callable[[], object]]()
     with environment.float32_products(bool(tf32)), tempfile.TemporaryDirectory() as folder:
 
         def make_trainer(version: str | None) -> Trainer:
@@ -105,22 +105,16 @@ def bench(
             settings = Settings(train, val, batch=B, seq_len=T, steps=WARMUP + steps, val_every=0, sample_every=0)
             return Trainer(ours, settings, say=lambda line: None)
 
-        updates = dict[Key, Callable[[], object]]()
         for version in attention or (None,):
             trainer, peak = _warm(partial(make_trainer, version), Trainer.update)
             key = "cukern", _label(version, fused_loss, recompute)
             updates[key], peaks[key] = trainer.update, peak
         ours = trainer.model
-        kind = "bfloat16" if ours.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
         data = torch.randint(ours.config.vocab_size, (2, B, T), device=place)
-        modes = {**({("torch", ""): "no"} if eager else {}), **({("torch.compile", compile): compile} if compile != "no" else {})}
-        for key, mode in modes.items():
-            updates[key], peaks[key] = _warm(partial(_peer, ours, data, mode), lambda update: update())
-        for _ in range(steps):
-            for key, update in updates.items():
-                start = time.perf_counter()
-                update()
-                times.setdefault(key, []).append(1e6 * (time.perf_counter() - start))
+        for key in [("torch", "")] * eager + [("torch.compile", compile)] * (compile != "no"):
+            updates[key], peaks[key] = _warm(partial(_peer, ours, data, key[1]), lambda update: update())
+        times = _times(updates, steps)
+    kind = "bfloat16" if ours.wte.dtype == torch.bfloat16 else "tf32" if tf32 and place == "cuda" else "float32"
     rows, flops = [], trainer.flops_per_token() * B * T
     for (name, version), us in times.items():
         timing = summary(us)
@@ -130,6 +124,17 @@ def bench(
     if file:
         record.append(rows, file)
         say(f"appended to {file}", to=common.errors)
+
+
+def _times(updates: dict[Key, Callable[[], object]], steps: int) -> dict[Key, list[float]]:
+    """Microseconds of `steps` updates of each, in turn."""
+    times: dict[Key, list[float]] = {key: [] for key in updates}
+    for _ in range(steps):
+        for key, update in updates.items():
+            start = time.perf_counter()
+            update()
+            times[key].append(1e6 * (time.perf_counter() - start))
+    return times
 
 
 def _label(attention: str | None, fused_loss: bool, recompute: int) -> str:
@@ -152,7 +157,7 @@ def _warm(make: Callable[[], Made], update: Callable[[Made], object]) -> tuple[M
 
 def _peer(ours: GPT2, batch: Tensor, mode: str) -> Callable[[], float]:
     plain = Plain(ours)
-    return _step(plain if mode == "no" else torch.compile(plain, mode=mode), plain, batch)
+    return _step(torch.compile(plain, mode=mode) if mode else plain, plain, batch)
 
 
 def _show(rows: list[Row], where: str) -> None:

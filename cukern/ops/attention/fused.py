@@ -1,7 +1,6 @@
 """The fused kernels of attention, without the matrix of scores: raw ops and autograd. Math: kernels_cu/attention/attention.cu."""
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +8,14 @@ import torch
 from torch import Tensor
 
 from cukern.ops.attention import decode, plan
+from cukern.ops.attention.pieces import SPLIT, empty_pieces, operand, pieces_of, split, strides
 from cukern.ops.attention.reference import Options, reference
-from cukern.ops.matmul import tf32_allowed
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, apply_of, each, raw_op, save, watched
 from cukern.runtime.tensors import pointers
 
-_FORWARD, _BACKWARD, _PREPROCESS, _SPLIT = (
-    Template("attention/attention.cu", f"attention_v3{name}") for name in ("", "_bwd", "_preprocess", "_split")
-)
+_FORWARD, _BACKWARD, _PREPROCESS = (Template("attention/attention.cu", f"attention_v3{name}") for name in ("", "_bwd", "_preprocess"))
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 _LEAST_SCALE = 1e-30  # a smaller factor of scores counts as this one: 0 times -infinity, a hidden key, would be NaN
 
@@ -36,28 +33,24 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels = [make(dtype, n, d, softcap) for make in makers for n in pieces for d in dims for softcap in (False, True)]
     kernels += [_preprocess_kernel(dtype, n, d) for n in pieces for d in dims]
     if dtype == torch.float32:
-        return kernels + [_SPLIT[torch.bfloat16, n, d] for n in pieces for d in dims]
+        return kernels + [SPLIT[operand(dtype), n, d] for n in pieces for d in dims]
     return kernels + (decode.instances(dtype) if dims else [])
-
-
-def _operand(dtype: torch.dtype) -> torch.dtype:
-    return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def _forward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> Kernel:
     tile = plan.FORWARD[pieces, d][softcap]
-    return _FORWARD[dtype, _operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap]
+    return _FORWARD[dtype, operand(dtype), pieces, d, tile.rows, tile.columns, tile.warps, tile.stages, tile.per_sm, softcap]
 
 
 def _backward_kernel(dtype: torch.dtype, pieces: int, d: int, softcap: bool) -> Kernel:
     tile = plan.BACKWARD[pieces, d][softcap]
     queries = tile.queries
-    key = dtype, _operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap
+    key = dtype, operand(dtype), pieces, d, *tile.keys[:2], *queries[:3], queries.stages, queries.per_sm, softcap
     return _BACKWARD[key]
 
 
 def _preprocess_kernel(dtype: torch.dtype, pieces: int, d: int) -> Kernel:
-    return _PREPROCESS[dtype, _operand(dtype), pieces, d]
+    return _PREPROCESS[dtype, operand(dtype), pieces, d]
 
 
 # ---- launches: q (batch, heads, queries, D), k and v (batch, kv heads, keys, D)
@@ -75,40 +68,8 @@ def _aligned(x: Tensor) -> Tensor:
     """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary."""
     x = x.resolve_neg()
     b, h, t, d = x.stride()
-    return (
-        x
-        if d == 1 and (b | h | t) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-        else x.clone(memory_format=torch.contiguous_format)
-    )
-
-
-def _strides(*tensors: Tensor) -> list[bytes]:
-    return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
-
-
-def _pieces(dtype: torch.dtype) -> int:
-    """The number of 16-bit numbers whose sum an element is: of a float32 two if torch's switches allow TF32, else three."""
-    return 1 if dtype != torch.float32 else 2 if tf32_allowed() else 3
-
-
-def _empty_pieces(x: Tensor, pieces: int) -> Tensor:
-    """A tensor for the pieces of x, (batch, heads, rows, pieces, D)."""
-    return x.new_empty((*x.shape[:3], pieces, plan.padded_head_dim(x.shape[3])), dtype=torch.bfloat16)
-
-
-def _split(pieces: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
-    """The first pieces of float32 tensors, which the others follow in a row. 16-bit tensors as they are."""
-    tensors = [k, v] if q is None else [k, v, q]
-    if pieces == 1 or not k.numel():
-        return tensors
-    (batch, kv_heads, keys, d), (heads, queries) = k.shape, (0, 0) if q is None else q.shape[1:3]
-    padded, found = plan.padded_head_dim(d), [_empty_pieces(x, pieces) for x in tensors]
-    grid = -(-batch * max(heads * queries, kv_heads * keys) * padded // 2048), len(tensors), 1
-    _SPLIT[torch.bfloat16, pieces, padded].on(k.get_device())(
-        grid, (256, 1, 1), 0, *pointers(*[*found, None][:3], *[*tensors, None][:3]), *_strides(*tensors, k)[:3],
-        batch, kv_heads, heads, keys, queries, d,
-    )  # fmt: skip
-    return [x[:, :, :, 0] for x in found]
+    aligned = d == 1 and (b | h | t) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _factors(options: Options) -> tuple[float, float]:
@@ -123,31 +84,31 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     if not lse.numel():
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    device, padded, pieces = q.get_device(), plan.padded_head_dim(d), _pieces(q.dtype)
+    device, padded, pieces = q.get_device(), plan.padded_head_dim(d), pieces_of(q.dtype)
     softcap = options.softcap != 0
     if plan.decodes(queries, keys, d):
         if pieces > 1:
             found = reference(q, k, v, options)
             return out.copy_(found[0]), lse.copy_(found[1])
-        decode.launch(out, lse, q, k, v, None, _strides(out, q, k, v), options.causal, softcap, _factors(options))
+        decode.launch(out, lse, q, k, v, None, strides(out, q, k, v), options.causal, softcap, _factors(options))
         return out, lse
-    (k, v), tile = _split(pieces, k, v), plan.FORWARD[pieces, padded][softcap]
+    (k, v), tile = split(pieces, k, v), plan.FORWARD[pieces, padded][softcap]
     blocks = -(-queries // tile.rows)
     numbers = blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal
     launch = _forward_kernel(q.dtype, pieces, padded, softcap).on(device)
-    grid, shared, strides = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded, pieces), _strides(out, q, k, v)
-    launch(grid, (32 * tile.warps, 1, 1), shared, *pointers(out, lse, q, k, v), *strides, *numbers, *_factors(options))
+    grid, shared = (blocks * batch * heads, 1, 1), tile.forward_bytes(padded, pieces)
+    launch(grid, (32 * tile.warps, 1, 1), shared, *pointers(out, lse, q, k, v), *strides(out, q, k, v), *numbers, *_factors(options))
     return out, lse
 
 
 def _launch_with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     options, (out, lse) = Options(*rest), _fake(q, k, v)
-    if not (lse.numel() and _pieces(q.dtype) == 1 and plan.decodes(q.shape[2], k.shape[2], q.shape[3])):
+    if not (lse.numel() and pieces_of(q.dtype) == 1 and plan.decodes(q.shape[2], k.shape[2], q.shape[3])):
         found = reference(q, k, v, options, key_lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    strides, lengths = _strides(out, q, k, v), key_lengths.contiguous()
-    decode.launch(out, lse, q, k, v, lengths, strides, options.causal, options.softcap != 0, _factors(options))
+    lengths, softcap = key_lengths.contiguous(), options.softcap != 0
+    decode.launch(out, lse, q, k, v, lengths, strides(out, q, k, v), options.causal, softcap, _factors(options))
     return out, lse
 
 
@@ -166,18 +127,18 @@ def _write_gradients(
             x.zero_()
         return
     dout, lse, dlse = _aligned(dout), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
-    device, padded_d, pieces = q.get_device(), plan.padded_head_dim(d), _pieces(q.dtype)
+    device, padded_d, pieces = q.get_device(), plan.padded_head_dim(d), pieces_of(q.dtype)
     softcap = options.softcap != 0
     tile = plan.BACKWARD[pieces, padded_d][softcap]
     padded = -(-queries // tile.keys.columns) * tile.keys.columns  # as many queries as are copied together
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
     per_block = 256 // (padded_d // 8)  # rows
-    dout_pieces = _empty_pieces(dout, pieces) if pieces > 1 else None
+    dout_pieces = empty_pieces(dout, pieces) if pieces > 1 else None
     _preprocess_kernel(q.dtype, pieces, padded_d).on(device)(
         (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
-        *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
+        *pointers(stats[0], stats[1], dout_pieces, out, dout, lse, dlse), *strides(out, dout), heads, queries, padded, d,
     )  # fmt: skip
-    dtype, (k, v, q) = q.dtype, _split(pieces, k, v, q)
+    dtype, (k, v, q) = q.dtype, split(pieces, k, v, q)
     dout = dout if dout_pieces is None else dout_pieces[:, :, :, 0]
     key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
     section = plan.section(keys, d, group, batch * heads)
@@ -185,7 +146,7 @@ def _write_gradients(
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
     _backward_kernel(dtype, pieces, padded_d, softcap).on(device)(
         grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d, pieces),
-        *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *_strides(*grads, q, k, v, dout),
+        *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *strides(*grads, q, k, v, dout),
         *numbers, *_factors(options), options.scale,
     )  # fmt: skip
 
