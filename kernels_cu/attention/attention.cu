@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
         float sum = warp_reduce<Sum>(total[r][i % 2], 4);
         factor[r][i % 2] = sum == 0 ? 0 : 1 / sum;
         if (lane % 4 == 0 && query < queries)
-            lse[stats + query] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[r][i % 2], c) + log2_approx(sum)) * LN_2;
+            lse[stats + query] = sum == 0 ? minus_infinity<float>() : fmaf(__fmul_rn(most[r][i % 2], c), LN_2, log2_approx(sum) * LN_2);
     }
     first += warp_row;
     store_rows<O, D, M>(out + first * of_out.row, of_out.row, queries - first, head_dim, sums, factor, shared + warp_row * ROW_BYTES);
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM)
 // ---- backward
 
 // For each query lse * log2(e) and delta = sum(dout * out) - dlse, both in rows of `padded` numbers. A query without a visible key gets 0
-// as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too. Of float32 also the
-// pieces of dout, as those of q in attention_v3_split.
+// as its lse, so that its weights exp2(-infinity - lse) are 0. Padding gets infinity, so that its weights are 0 too. In float32 lse keeps
+// its factor, as a product would be rounded, and dout is split as q in attention_v3_split.
 template <typename O, typename T, int PIECES, int D>
 __global__ void __launch_bounds__(256)
     attention_v3_preprocess(float* lse_log2, float* delta, T* dout_pieces, const O* out, const O* dout, const float* lse, const float* dlse,
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(256)
     if (chunk != 0 || query >= padded) return;
     long long from = (long long)head * queries + query, to = (long long)head * padded + query;
     bool inside = query < queries;
-    float logarithm = inside ? lse[from] * LOG2_E : -minus_infinity<float>();
+    float logarithm = inside ? lse[from] * (PIECES > 1 ? 1 : LOG2_E) : -minus_infinity<float>();
     lse_log2[to] = logarithm == minus_infinity<float>() ? 0 : logarithm;
     delta[to] = inside && dlse ? sum - dlse[from] : sum;
 }
@@ -274,7 +274,8 @@ __device__ __forceinline__ void backward_block(const Gradients<O, T>& g, int ind
                 float x = s[r][n][j];
                 dp[r][n][j] -= of_lane[at + (KEYS ? N : ROWS)];
                 if constexpr (SOFTCAP) x = tanh_of<(PIECES > 1)>(x * g.before), dp[r][n][j] *= 1 - x * x;
-                s[r][n][j] = exp2_approx(fmaf(x, g.c, -of_lane[at]));
+                x = fmaf(x, g.c, -of_lane[at]);
+                s[r][n][j] = exp2_approx(PIECES > 1 ? x * LOG2_E : x);
             }
             if (masked) {
                 int mine = row + lane / 4, other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other;

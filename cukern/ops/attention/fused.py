@@ -144,10 +144,11 @@ def _write_gradients(
     section = plan.section(keys, d, group, batch * heads)
     numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
+    before, c = _factors(options)
     _backward_kernel(dtype, pieces, padded_d, softcap).on(device)(
         grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d, pieces),
         *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *strides(*grads, q, k, v, dout),
-        *numbers, *_factors(options), options.scale,
+        *numbers, before, c * math.log(2) if pieces > 1 else c, options.scale,
     )  # fmt: skip
 
 
