@@ -53,7 +53,7 @@ BACKWARD = {
     (1, 64): (BackwardTile(Tile(2, 32, 4, 2), Tile(2, 48, 4, 2)),) * 2,
     (1, 128): (BackwardTile(Tile(1, 64, 4, 2), Tile(2, 32, 4, 2)), BackwardTile(Tile(1, 32, 4, 2), Tile(1, 32, 4, 2))),
     (2, 64): (BackwardTile(Tile(1, 64, 4, 2), Tile(1, 64, 4, 2)), BackwardTile(Tile(1, 48, 4, 2), Tile(1, 48, 4, 2))),
-    (2, 128): (BackwardTile(Tile(1, 32, 4, 2, 1), Tile(1, 32, 4, 2, 1)), BackwardTile(Tile(1, 16, 4, 2, 1), Tile(1, 16, 4, 2, 1))),
+    (2, 128): (BackwardTile(Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1)), BackwardTile(Tile(1, 16, 4, 2, 1), Tile(1, 16, 4, 2, 1))),
     (3, 64): (BackwardTile(Tile(1, 64, 4, 2, 1), Tile(1, 64, 4, 2, 1)), BackwardTile(Tile(1, 48, 4, 2, 1), Tile(1, 48, 4, 2, 1))),
     (3, 128): (BackwardTile(Tile(1, 16, 8, 1, 1), Tile(1, 16, 8, 1, 1)),) * 2,
 }
