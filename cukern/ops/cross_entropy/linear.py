@@ -15,7 +15,6 @@ from cukern.ops.cross_entropy.reference import Options
 from cukern.ops.cross_entropy.reference import reference as loss_of_logits
 from cukern.ops.matmul import torch_matmul
 from cukern.runtime import autocast, backend, checks, interop
-from cukern.runtime.device import device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.registry import Differentiable, Version, apply_of, each, raw_op, save, transformed, watched
 from cukern.runtime.tensors import as_matrix, unit_column_stride, wide
@@ -109,7 +108,7 @@ def _compute(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_d
             part = torch.mm(x_part, weight.t(), out=logits[: len(x_part)])
             sums.append(torch.stack(gradient_of(part, target, options._replace(reduction="sum", version=""))))
             if wants_dx:
-                _product(dx[a : a + chunk], part, weight)
+                torch.mm(part, weight, out=dx[a : a + chunk])
             if wants_dweight:
                 _add_product(dweight, part.t(), x_part, first=a == 0)
         total, number = torch.stack(sums).sum(0)
@@ -126,31 +125,6 @@ def _fake(x: Tensor, weight: Tensor, targets: Tensor, wants_dx: bool, wants_dwei
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_dx else x.new_empty(0)
     dweight = x.new_empty(tuple(weight.shape) if wants_dweight else (0,), dtype=dtype)
     return x.new_empty((), dtype=dtype), dx, dweight, x.new_ones((), dtype=dtype)
-
-
-def _product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b. Where out has too few tiles to fill the GPU, a's columns are split, and the products of the parts are added in float32:
-    for half of the rows at a time, because the products take memory."""
-    half, columns = -(-len(a) // 2), a.shape[1]
-    splits = _splits(half, columns, b.shape[1], device_of(a.get_device()).sms) if a.is_cuda and a.element_size() == 2 else 1
-    if splits == 1:
-        torch.mm(a, b, out=out)
-        return
-    b = b.unflatten(0, (splits, columns // splits))
-    for x, y in zip(a.split(half), out.split(half), strict=True):
-        parts = x.unflatten(1, (splits, columns // splits)).transpose(0, 1)
-        y.copy_(torch.bmm(parts, b, out_dtype=torch.float32).sum(0))
-
-
-def _splits(rows: int, columns: int, out_columns: int, sms: int) -> int:
-    """Into how many parts to split the columns, by the share of the SMs that work, with tiles of 128 x 128. 1: the product as a whole."""
-
-    def share(rows: int, splits: int) -> float:
-        tiles = splits * -(-rows // 128) * -(-out_columns // 128)
-        return tiles / (-(-tiles // sms) * sms)
-
-    best = max((n for n in range(1, 5) if (columns % n == 0 and columns // n >= 1024) or n == 1), key=lambda n: share(rows, n))
-    return best if share(rows, best) > 1.2 * share(2 * rows, 1) else 1
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:

@@ -9,8 +9,6 @@ from helpers import DEVICE, gpu, kernels, places, same_bits
 from test_cross_entropy import expected
 
 import cukern
-from cukern.ops.cross_entropy.linear import _product, _splits
-from cukern.runtime.device import device_of
 
 EVERY = pytest.mark.parametrize("device, version", places("linear_cross_entropy"))
 
@@ -121,21 +119,6 @@ def test_memory():
         cukern.linear_cross_entropy(x, weight, targets).backward()
     peak = torch.cuda.max_memory_allocated() - before - 2 * (x.numel() + weight.numel()) - 4 * weight.numel()
     assert peak <= 8192 * 50304 * 2 / 8
-
-
-def test_products_are_split_where_they_have_few_tiles():
-    assert [_splits(rows, 50304, 768, 132) for rows in (832, 640, 1024, 132 * 128)] == [3, 4, 1, 1]
-    assert _splits(832, 50257, 768, 132) == 1, "not a multiple of 2 or 3"
-
-
-@gpu
-def test_a_split_product():
-    a, b = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in ((333, 4 * 1031), (4 * 1031, 72)))
-    out = torch.full((333, 72), math.nan, dtype=torch.bfloat16, device="cuda")
-    assert _splits(167, 4 * 1031, 72, device_of(0).sms) == 4
-    _product(out, a, b)
-    exact = a.double() @ b.double()
-    assert (out.double() - exact).abs().max() <= 2 * ((a @ b).double() - exact).abs().max()
 
 
 @pytest.mark.parametrize(
