@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import decode, plan
+from cukern.ops.attention import decode, plan, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
@@ -30,6 +30,10 @@ def instances(dtype: torch.dtype) -> list[Kernel]:
     dims = (64, plan.MOST_HEAD_DIM) if dtype in DTYPES else ()
     kernels = [make(dtype, d, softcap) for make in (_forward_kernel, _backward_kernel) for d in dims for softcap in (False, True)]
     return kernels + [_PREPROCESS[dtype, d] for d in dims] + (decode.instances(dtype) if dims else [])
+
+
+def wgmma_instances(dtype: torch.dtype) -> list[Kernel]:
+    return instances(dtype) + wgmma.instances(dtype) if dtype in DTYPES else []
 
 
 def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
@@ -67,7 +71,7 @@ def _strides(*tensors: Tensor) -> list[bytes]:
 
 def _factors(options: Options) -> tuple[float, float]:
     """What scores are multiplied by before tanh, and what the exponent of 2 is a multiple of."""
-    _, scale, softcap = options
+    scale, softcap = options.scale, options.softcap
     return (scale / softcap, softcap / math.log(2)) if softcap else (1.0, max(scale / math.log(2), _LEAST_SCALE))
 
 
@@ -81,6 +85,9 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     softcap, strides = options.softcap != 0, _strides(out, q, k, v)
     if plan.decodes(queries, keys, d):
         decode.launch(out, lse, q, k, v, None, strides, options.causal, softcap, _factors(options))
+        return out, lse
+    if options.wgmma and keys and wgmma.supported(q, k, v):
+        wgmma.forward(out, lse, q, k, v, strides, options.causal, softcap, _factors(options))
         return out, lse
     tile = plan.FORWARD[padded][softcap]
     blocks = -(-queries // tile.rows)
@@ -168,7 +175,7 @@ def _fake_packed_backward(qkv: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
-_SCALARS = "bool causal, float scale, float softcap"
+_SCALARS = "bool causal, float scale, float softcap, bool wgmma=False"
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _forward = raw_op(f"_attention(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)", 3, _launch, _fake)
 _with_lengths = raw_op(
@@ -182,36 +189,38 @@ _packed_backward = raw_op(f"_attention_packed_backward(Tensor qkv, {_GRADS}) -> 
 
 # ---- autograd: the outputs are out and lse
 
+_OPTIONS = len(Options._fields)
+
 
 class _Attention(Differentiable):
     """(q, k, v, *Options) or (qkv, *Options) -> out, lse. The gradient of qkv is one tensor, without copies of its parts."""
 
     @staticmethod
     def forward(*args):
-        return _forward(*_separate(args[:-3]), *args[-3:])
+        return _forward(*_separate(args[:-_OPTIONS]), *args[-_OPTIONS:])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.options = Options(*inputs[-3:])
+        ctx.options = Options(*inputs[-_OPTIONS:])
         ctx.set_materialize_grads(False)
-        save(ctx, *inputs[:-3], *output)
+        save(ctx, *inputs[:-_OPTIONS], *output)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         *inputs, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
-            return (None,) * (len(inputs) + 3)
+            return (None,) * (len(inputs) + _OPTIONS)
         if watched(*inputs, dout, dlse) and not torch.compiler.is_compiling():
-            return *gradients(_reference, (*inputs, ctx.options), (dout, dlse))[:-1], None, None, None
+            return *gradients(_reference, (*inputs, ctx.options), (dout, dlse))[:-1], *(None,) * _OPTIONS
         dout = torch.zeros_like(out) if dout is None else dout
         kernels = _backward if len(inputs) == 3 else _packed_backward
         grads = kernels(*inputs, out, dout, lse, dlse, *ctx.options)
-        return *(grads if len(inputs) == 3 else (grads,)), None, None, None
+        return *(grads if len(inputs) == 3 else (grads,)), *(None,) * _OPTIONS
 
     @staticmethod
     def tangent(ctx, *tangents_in):
         *inputs, _, _ = ctx.saved_tensors
-        return tangents(_reference, (*inputs, ctx.options), (*tangents_in[:-3], None), outputs=2)
+        return tangents(_reference, (*inputs, ctx.options), (*tangents_in[:-_OPTIONS], None), outputs=2)
 
     @staticmethod
     def batch(info, in_dims, *args):

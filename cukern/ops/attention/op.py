@@ -69,7 +69,7 @@ def attention(
     function = _function(version, q)
     if key_lengths is not None:
         lengths = _checked_lengths(key_lengths, version, q, leading[:-2])
-        kernels = function is _fused and fused.supported(q, k, v)
+        kernels = function in _FUSED and fused.supported(q, k, v)
         out, lse = fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
     else:
         out, lse = function(q, k, v, options, return_lse)
@@ -100,17 +100,17 @@ def attention_packed(
     q, k, v = fused.parts(qkv)
     options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
     function = _function(version, q)
-    if function is _fused and fused.supported(q, k, v):
-        out, lse = fused.fused((qkv,), options)
+    if function in _FUSED and fused.supported(q, k, v):
+        out, lse = fused.fused((qkv,), options._replace(wgmma=function is _by_wgmma))
     else:
         out, lse = function(q, k, v, options, return_lse)
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
 
 def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any) -> Options:
-    if version == "v3" and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
+    if version in ("v3", "v4") and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
-            f"version 'v3' supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
+            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
             f"{q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
@@ -126,8 +126,8 @@ def _checked_lengths(key_lengths: Any, version: str | None, q: Tensor, shape: tu
     checks.dtype("key_lengths", lengths, (torch.int32,))
     checks.shape("key_lengths", lengths, tuple(shape), "q's dimensions before the heads")
     checks.one_device(q=q, key_lengths=lengths)
-    if version not in (None, "v3"):
-        raise ValueError(f"version {version!r} has no key_lengths; version None or 'v3' has")
+    if version not in (None, "v3", "v4"):
+        raise ValueError(f"version {version!r} has no key_lengths; version None, 'v3' and 'v4' have")
     return lengths.reshape(-1)
 
 
@@ -156,10 +156,16 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) 
     return fused.fused((q, k, v), options)
 
 
+def _by_wgmma(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
+    return _fused(q, k, v, options._replace(wgmma=True), return_lse)
+
+
+_FUSED = _fused, _by_wgmma
 VERSIONS = {
     "v1": Version("scores in memory, cukern.softmax", materialised.by_softmax),
     "v2": Version("scores in memory, cukern.causal_softmax", materialised.by_causal_softmax),
     "v3": Version("fused, scores in registers", _fused, instances=fused.instances, requires=80),
+    "v4": Version("fused, wgmma and TMA", _by_wgmma, instances=fused.wgmma_instances, requires=90),
 }
 
 
@@ -167,7 +173,7 @@ def _function(version: str | None, q: Tensor) -> Any:
     if version == "sdpa":
         return materialised.by_sdpa
     kernels = q.is_cuda or backend.simulates(q)
-    if version == "v3" and not kernels:
+    if version in ("v3", "v4") and not kernels:
         checks.needs_gpu("attention", version, q.device)
     return VERSIONS[version or (_default(q.get_device()) if kernels else "v1")].forward
 

@@ -45,6 +45,35 @@ BACKWARD = {
 }
 
 
+class WgmmaTile(NamedTuple):
+    """Of v4: `warpgroups` consumers with 64 rows each loop over tiles of `columns` rows, of which `stages` are in shared memory. At least
+    `per_sm` thread blocks fit into the registers of an SM."""
+
+    columns: int
+    warpgroups: int
+    stages: int
+    per_sm: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def forward_bytes(self, head_dim: int) -> int:
+        """Shared memory in bytes: Q, the rings of K and V, and mbarriers."""
+        return (self.rows + 2 * self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (1 + 4 * self.stages)
+
+
+WGMMA_FORWARD = {64: WgmmaTile(128, 2, 2, 1), 128: WgmmaTile(128, 2, 2, 1)}
+
+
+def wgmma_forward(head_dim: int, queries: int, keys: int, heads: int) -> WgmmaTile:
+    return WGMMA_FORWARD[head_dim]
+
+
 def padded_head_dim(head_dim: int) -> int:
     return 64 if head_dim <= 64 else MOST_HEAD_DIM
 

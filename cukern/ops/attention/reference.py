@@ -14,11 +14,12 @@ from cukern.runtime.tensors import wide
 
 
 class Options(NamedTuple):
-    """What a call computes. `softcap` is 0 without a softcap."""
+    """What a call computes. `softcap` is 0 without a softcap. `wgmma`: by the kernels of v4, if they can."""
 
     causal: bool = True
     scale: float = 1.0
     softcap: float = 0.0
+    wgmma: bool = False
 
 
 def hidden_keys(q: Tensor, k: Tensor, key_lengths: Tensor | None = None, causal: bool = True) -> Tensor:
@@ -47,7 +48,7 @@ def by_scores(
     key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
-    causal, scale, softcap = options
+    causal, scale, softcap, _ = options
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
     s = torch_matmul((q * scale).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
     if softcap:

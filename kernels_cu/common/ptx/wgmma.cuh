@@ -7,6 +7,22 @@
 // between wgmma and wgmma_wait, and wgmma_fence must come between earlier writes to them and wgmma. Writes of threads to shared memory are
 // visible to wgmma after fence_async and a barrier.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The same, and the compiler moves no write to these registers behind it.
+template <int N>
+__device__ __forceinline__ void written(float (&d)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void written(unsigned (&a)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+template <class... X>
+__device__ __forceinline__ void wgmma_fence(X&... registers) {
+    (written(registers), ...);
+    wgmma_fence();
+}
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // setmaxnreg: from here on a warpgroup has N registers per thread, a multiple of 8. Other warpgroups of its block may take the registers
