@@ -7,68 +7,7 @@
 // Layout     a tile has D / 64 pages of 64 columns, with the 128-byte swizzle, as in tile.cuh. V is the operand that is contiguous across k.
 // Launch     1-D grid, see work_of; block = 128 * (WARPGROUPS + 1); dynamic shared memory = ForwardShape::BYTES.
 #pragma once
-#include "softmax.cuh"
-#include "tile.cuh"
-#include "../common/ptx/barrier.cuh"
-#include "../common/ptx/mbarrier.cuh"
-#include "../common/ptx/tma.cuh"
-#include "../common/ptx/wgmma.cuh"
-
-// Registers per thread of a warpgroup, by setmaxnreg. PER_SM thread blocks share an SM.
-template <int WARPGROUPS, int PER_SM>
-struct Registers {
-    static constexpr int AT_LAUNCH = 65536 / (128 * (WARPGROUPS + 1) * PER_SM) / 8 * 8;
-    static constexpr int PRODUCER = 24, LEFT = (AT_LAUNCH * (WARPGROUPS + 1) - PRODUCER) / WARPGROUPS / 8 * 8;
-    static constexpr int CONSUMER = LEFT < 240 ? LEFT : 240;
-};
-
-// A position in a ring buffer.
-template <int STAGES>
-struct Position {
-    int stage = 0;
-    unsigned phase = 0;
-    __device__ __forceinline__ void advance() {
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        phase ^= stage == 0;
-    }
-};
-
-template <int D>
-constexpr int PAGES = (D + 63) / 64;
-
-// Load ROWS rows of one head, from `first` on, into the pages of a tile.
-template <int D, int ROWS>
-__device__ __forceinline__ void load_tile(unsigned tile, const CUtensorMap* map, unsigned full, int first, int head, int batch) {
-#pragma unroll
-    for (int i = 0; i < PAGES<D>; i++) tma_load(tile + i * ROWS * ROW_BYTES, map, full, {64 * i, first, head, batch});
-}
-
-// c = A B^T over D columns by a warpgroup: 64 rows of a tile of A_ROWS, and a tile of 8 N rows.
-template <typename T, int D, int A_ROWS, int N>
-__device__ __forceinline__ void start_transposed(float (&c)[N][4], unsigned a, unsigned b) {
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-        wgmma<false, false, T>(c, describe(a + k / 4 * A_ROWS * ROW_BYTES + k % 4 * 32, 0, 1024) | SWIZZLED,
-                               describe(b + k / 4 * N * 8 * ROW_BYTES + k % 4 * 32, 0, 1024) | SWIZZLED, k > 0);
-}
-
-// c += A B, with A (64 x 16 K) in registers and a tile B (16 K x D).
-template <typename T, int D, int K>
-__device__ __forceinline__ void start_product(float (&c)[D / 8][4], const unsigned (&a)[K][4], unsigned b) {
-#pragma unroll
-    for (int k = 0; k < K; k++) wgmma<T, true>(c, a[k], describe(b + k * 16 * ROW_BYTES, K * 16 * ROW_BYTES, 1024) | SWIZZLED, true);
-}
-
-// An accumulator as operand A of the next product, rounded to T.
-template <typename T, int N>
-__device__ __forceinline__ void to_operand(unsigned (&a)[N / 2][4], const float (&c)[N][4]) {
-    using Pair = typename PairOf<T>::type;
-#pragma unroll
-    for (int i = 0; i < N * 2; i++) {
-        const float* pair = &c[i / 2][i % 2 * 2];
-        narrow(reinterpret_cast<Pair&>(a[i / 4][i % 4]), make_float2(pair[0], pair[1]));
-    }
-}
+#include "wgmma_tile.cuh"
 
 template <int D, int N, int WARPGROUPS, int STAGES>
 struct ForwardShape {

@@ -1,7 +1,6 @@
 """The fused kernels of attention, without the matrix of scores: raw ops and autograd. Math: kernels_cu/attention/attention.cu."""
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,10 +64,6 @@ def _aligned(x: Tensor) -> Tensor:
     return x if d == 1 and (b | h | t) % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _strides(*tensors: Tensor) -> list[bytes]:
-    return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
-
-
 def _factors(options: Options) -> tuple[float, float]:
     """What scores are multiplied by before tanh, and what the exponent of 2 is a multiple of."""
     scale, softcap = options.scale, options.softcap
@@ -82,12 +77,12 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
         return out, lse
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     device, padded = q.get_device(), plan.padded_head_dim(d)
-    softcap, strides = options.softcap != 0, _strides(out, q, k, v)
+    softcap, strides = options.softcap != 0, wgmma.strides(out, q, k, v)
     if plan.decodes(queries, keys, d):
         decode.launch(out, lse, q, k, v, None, strides, options.causal, softcap, _factors(options))
         return out, lse
     if options.wgmma and keys and wgmma.supported(q, k, v):
-        wgmma.forward(out, lse, q, k, v, strides, options.causal, softcap, _factors(options))
+        wgmma.forward(out, lse, q, k, v, options, _factors(options))
         return out, lse
     tile = plan.FORWARD[padded][softcap]
     blocks = -(-queries // tile.rows)
@@ -104,7 +99,7 @@ def _launch_with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, *
         found = reference(q, k, v, options, key_lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    strides, lengths = _strides(out, q, k, v), key_lengths.contiguous()
+    strides, lengths = wgmma.strides(out, q, k, v), key_lengths.contiguous()
     decode.launch(out, lse, q, k, v, lengths, strides, options.causal, options.softcap != 0, _factors(options))
     return out, lse
 
@@ -115,7 +110,7 @@ def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def _write_gradients(
     grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
-):
+) -> None:
     """Write dq, dk and dv. `inputs`: q, k, v and out."""
     q, k, v, out = (_aligned(x) for x in inputs)
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
@@ -126,21 +121,24 @@ def _write_gradients(
     dout, lse, dlse = _aligned(dout), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
     device, padded_d = q.get_device(), plan.padded_head_dim(d)
     softcap = options.softcap != 0
-    tile = plan.BACKWARD[padded_d][softcap]
-    padded = -(-queries // tile.keys.columns) * tile.keys.columns  # as many queries as are copied together
+    tile, by_wgmma = plan.BACKWARD[padded_d][softcap], options.wgmma and wgmma.supported(q, k, v, dout)
+    columns = (plan.WGMMA_BACKWARD[padded_d] if by_wgmma else tile).keys.columns
+    padded = -(-queries // columns) * columns  # as many queries as are copied together
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
     per_block = 256 // (padded_d // 8)  # rows
     _PREPROCESS[q.dtype, padded_d].on(device)(
         (batch * heads * -(-padded // per_block), 1, 1), (256, 1, 1), 0,
-        *pointers(stats[0], stats[1], out, dout, lse, dlse), *_strides(out, dout), heads, queries, padded, d,
+        *pointers(stats[0], stats[1], out, dout, lse, dlse), *wgmma.strides(out, dout), heads, queries, padded, d,
     )  # fmt: skip
+    if by_wgmma:
+        return wgmma.backward(grads, q, k, v, dout, stats, options, _factors(options))
     key_blocks, query_blocks = -(-keys // tile.keys.rows), -(-queries // tile.queries.rows)
     section = plan.section(keys, d, group, batch * heads)
     numbers = key_blocks, query_blocks, heads, batch, group, section, queries, keys, padded, d, options.causal
     grid = batch * (key_blocks * (heads // group) + query_blocks * heads), 1, 1
     _backward_kernel(q.dtype, padded_d, softcap).on(device)(
         grid, (32 * tile.keys.warps, 1, 1), tile.backward_bytes(padded_d),
-        *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *_strides(*grads, q, k, v, dout),
+        *pointers(*grads, q, k, v, dout, stats[0], stats[1]), *wgmma.strides(*grads, q, k, v, dout),
         *numbers, *_factors(options), options.scale,
     )  # fmt: skip
 

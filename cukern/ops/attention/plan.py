@@ -67,11 +67,24 @@ class WgmmaTile(NamedTuple):
         return (self.rows + 2 * self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (1 + 4 * self.stages)
 
 
+    def backward_bytes(self, head_dim: int) -> int:
+        """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
+        tiles = 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128
+        return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
+
+
+class WgmmaBackwardTile(NamedTuple):
+    """The same of the backward: `keys` of the thread blocks that own keys, `queries` of those that own queries."""
+
+    keys: WgmmaTile
+    queries: WgmmaTile
+
+
 WGMMA_FORWARD = {64: WgmmaTile(128, 2, 2, 1), 128: WgmmaTile(128, 2, 2, 1)}
-
-
-def wgmma_forward(head_dim: int, queries: int, keys: int, heads: int) -> WgmmaTile:
-    return WGMMA_FORWARD[head_dim]
+WGMMA_BACKWARD = {
+    64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
+    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+}
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -1,17 +1,20 @@
 """The kernels of attention for Hopper's tensor cores: launches. Math: kernels_cu/attention/wgmma_forward.cuh."""
 
+import itertools
+import struct
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from cukern.ops.attention import plan
+from cukern.ops.attention.reference import Options
 from cukern.runtime.device import device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-_FORWARD = Template("attention/attention_wgmma.cu", "attention_v4")
+_FORWARD, _BACKWARD = (Template("attention/attention_wgmma.cu", f"attention_v4{name}") for name in ("", "_bwd"))
 _MOST_STRIDE = 1 << 38  # elements; that of a tensor map is below 2^40 bytes
 
 
@@ -26,24 +29,49 @@ def _map(x: Tensor, rows: int) -> bytes:
     return encode(x.get_device(), x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), (1, 1, rows, 64), 128)
 
 
+def strides(*tensors: Tensor) -> list[bytes]:
+    """struct Strides in tile.cuh, of each."""
+    return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
+
+
 def instances(dtype: torch.dtype) -> list[Kernel]:
-    return [forward_kernel(dtype, d, softcap, tile) for d, tile in plan.WGMMA_FORWARD.items() for softcap in (False, True)]
+    kernels = []
+    for d, softcap in itertools.product(plan.WGMMA_FORWARD, (False, True)):
+        tile = plan.WGMMA_BACKWARD[d]
+        kernels.append(_FORWARD[dtype, d, *plan.WGMMA_FORWARD[d], softcap])
+        kernels += [_backward_kernel(keys, dtype, d, softcap) for keys in (True, False)]
+    return kernels
 
 
-def forward_kernel(dtype: torch.dtype, d: int, softcap: bool, tile: plan.WgmmaTile) -> Kernel:
-    return _FORWARD[dtype, d, *tile, softcap]
+def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
+    key = keys, dtype, d, *plan.WGMMA_BACKWARD[d][not keys], softcap
+    return _BACKWARD[key]
 
 
-def forward(
-    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, strides: Sequence[bytes], causal: bool, softcap: bool,
-    factors: tuple[float, ...],
-) -> None:  # fmt: skip
-    """Write out and lse. `strides`: of out."""
+def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, factors: tuple[float, ...]) -> None:
+    """Write out and lse."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])
-    tile, group = plan.wgmma_forward(padded, queries, keys, batch * heads), heads // kv_heads
+    tile, group = plan.WGMMA_FORWARD[padded], heads // kv_heads
     blocks = -(-queries // tile.rows)
-    forward_kernel(q.dtype, padded, softcap, tile).on(q.get_device())(
+    _FORWARD[q.dtype, padded, *tile, options.softcap != 0].on(q.get_device())(
         (blocks * batch * heads, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
-        *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), strides[0],
-        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, causal, *factors,
+        *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
+        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal, *factors,
     )  # fmt: skip
+
+
+def backward(
+    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options, factors: tuple[float, ...]
+) -> None:
+    """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
+    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])
+    group, (dq, dk, dv) = heads // kv_heads, grads
+    numbers = heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2], d, options.causal
+    for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):
+        fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
+        blocks = -(-fixed[0].shape[2] // tile.rows)
+        maps = *(_map(x, tile.rows) for x in fixed), *(_map(x, tile.columns) for x in moving)
+        _backward_kernel(of_keys, q.dtype, padded, options.softcap != 0).on(q.get_device())(
+            (blocks * fixed[0].shape[1] * batch, 1, 1), (tile.threads, 1, 1), tile.backward_bytes(padded),
+            *pointers(dx, dy), *maps, *pointers(stats[0], stats[1]), *strides(dx, dy), blocks, *numbers, *factors, options.scale,
+        )  # fmt: skip
