@@ -11,13 +11,13 @@
 
 template <int D, int N, int WARPGROUPS, int STAGES>
 struct ForwardShape {
-    static constexpr int M = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + 1);
+    static constexpr int M = 64 * WARPGROUPS;
     static constexpr int Q_BYTES = PAGES<D> * M * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
     static constexpr int BARRIERS = Q_BYTES + 2 * STAGES * TILE, BYTES = BARRIERS + 8 * (1 + 4 * STAGES);
 };
 
 template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP>
-__global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
+__global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                  const __grid_constant__ CUtensorMap map_v, Strides of_out, int blocks, int heads, int batches, int group, int section,
                  int queries, int keys, int head_dim, bool causal, float before, float c) {
@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
     constexpr int M = Shape::M, TILE = Shape::TILE;
+    constexpr bool PRODUCER = WARPGROUPS > 1;
     extern __shared__ __align__(1024) unsigned char shared[];  // Q, the rings of K and V, mbarriers
     unsigned q_tile = shared_address(shared), k_ring = q_tile + Shape::Q_BYTES, v_ring = k_ring + STAGES * TILE;
     unsigned full_q = q_tile + Shape::BARRIERS, full_k = full_q + 8, full_v = full_k + 8 * STAGES;
@@ -40,24 +41,37 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     int first = work.block * M, offset = keys - queries;
     int last = causal ? min(min(first + M, queries) - 1 + offset, keys - 1) : keys - 1;  // the last key that a query of the block sees
     int tile = last < 0 ? -1 : last / N, warpgroup = threadIdx.x / 128;
+    auto load_q = [&] {
+        mbarrier_arrive(full_q, Shape::Q_BYTES);
+        load_tile<D, M>(q_tile, &map_q, full_q, first, work.head, work.batch);
+    };
+    auto load = [&](const CUtensorMap* map, unsigned ring, unsigned full, int tile, Position<STAGES> at) {
+        full += 8 * at.stage;
+        mbarrier_wait_in_block(full + 16 * STAGES, at.phase ^ 1);  // empty
+        mbarrier_arrive(full, TILE);
+        load_tile<D, N>(ring + at.stage * TILE, map, full, tile * N, work.head / group, work.batch);
+    };
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
         if (threadIdx.x == 128 * WARPGROUPS && tile >= 0) {
-            int head = work.head / group;
-            mbarrier_arrive(full_q, Shape::Q_BYTES);
-            load_tile<D, M>(q_tile, &map_q, full_q, first, work.head, work.batch);
+            load_q();
             for (Position<STAGES> at; tile >= 0; tile--, at.advance()) {
-                unsigned i = 8 * at.stage;
-                mbarrier_wait_in_block(empty_k + i, at.phase ^ 1);
-                mbarrier_arrive(full_k + i, TILE);
-                load_tile<D, N>(k_ring + at.stage * TILE, &map_k, full_k + i, tile * N, head, work.batch);
-                mbarrier_wait_in_block(empty_v + i, at.phase ^ 1);
-                mbarrier_arrive(full_v + i, TILE);
-                load_tile<D, N>(v_ring + at.stage * TILE, &map_v, full_v + i, tile * N, head, work.batch);
+                load(&map_k, k_ring, full_k, tile, at);
+                load(&map_v, v_ring, full_v, tile, at);
             }
         }
     } else {
-        more_registers<Regs::CONSUMER>();
+        if constexpr (PRODUCER) more_registers<Regs::CONSUMER>();
+        Position<STAGES> at;
+        int first_tile = tile;
+        Position<STAGES> next_k{0, 1}, next_v{0, 1};
+        if (!PRODUCER && threadIdx.x == 0 && tile >= 0) {
+            load_q();
+            for (int i = 0; i < STAGES && i <= tile; i++, at.advance()) {
+                load(&map_k, k_ring, full_k, tile - i, at);
+                load(&map_v, v_ring, full_v, tile - i, at);
+            }
+        }
         int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, row = first + warp_row + lane / 4;
         int always_seen = causal ? min(first + 64 * warpgroup + offset, keys - 1) : keys - 1;  // by each query of the warpgroup
         float o[1][D / 8][4] = {}, s[1][N / 8][4], most[1][2], total[1][2] = {}, shrink[1][2];
@@ -85,6 +99,10 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             soften();
             to_operand<T>(p, s[0]);
             for (tile--; tile >= 0; tile--) {
+                if (!PRODUCER && threadIdx.x == 0) {  // the stage of K of the last iteration, and that of V of the one before
+                    if (tile + 1 >= STAGES) load(&map_k, k_ring, full_k, tile + 1 - STAGES, next_k), next_k.advance();
+                    if (tile + 2 >= STAGES && tile + 2 <= first_tile) load(&map_v, v_ring, full_v, tile + 2 - STAGES, next_v), next_v.advance();
+                }
                 mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
                 if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);

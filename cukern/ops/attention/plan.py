@@ -60,7 +60,13 @@ class WgmmaTile(NamedTuple):
 
     @property
     def threads(self) -> int:
+        """With the producer."""
         return 128 * (self.warpgroups + 1)
+
+    @property
+    def forward_threads(self) -> int:
+        """One consumer is its own producer."""
+        return self.threads if self.warpgroups > 1 else 128
 
     def forward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: Q, the rings of K and V, and mbarriers."""

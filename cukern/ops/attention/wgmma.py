@@ -54,7 +54,7 @@ def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: 
     tile, group = plan.WGMMA_FORWARD[padded], heads // kv_heads
     blocks = -(-queries // tile.rows)
     _FORWARD[q.dtype, padded, *tile, options.softcap != 0].on(q.get_device())(
-        (blocks * batch * heads, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
+        (blocks * batch * heads, 1, 1), (tile.forward_threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal, *factors,
     )  # fmt: skip
