@@ -11,135 +11,177 @@
 
 template <int D, int N, int WARPGROUPS, int STAGES>
 struct ForwardShape {
-    static constexpr int M = 64 * WARPGROUPS;
+    static constexpr bool PRODUCER = WARPGROUPS > 1;
+    static constexpr int M = 64 * WARPGROUPS, THREADS = 128 * (WARPGROUPS + PRODUCER);
     static constexpr int Q_BYTES = PAGES<D> * M * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
-    static constexpr int BARRIERS = Q_BYTES + 2 * STAGES * TILE, BYTES = BARRIERS + 8 * (1 + 4 * STAGES);
+    static constexpr int OUT = Q_BYTES + 2 * STAGES * TILE, BARRIERS = OUT + PRODUCER * Q_BYTES, BYTES = BARRIERS + 8 * (2 + 4 * STAGES);
 };
+
+struct Blocks {
+    int blocks, heads, batches, section, queries, keys;
+    bool paired, causal;
+};
+
+// A thread block's work: action(first query, last tile of keys or -1, head, batch). A pair of blocks of M queries takes the same time as any
+// other pair: the last and the first, the last but one and the second, ...
+template <int M, int N, class Action>
+__device__ __forceinline__ void for_each_block(const Blocks& b, Action action) {
+    int units = b.paired ? (b.blocks + 1) / 2 : b.blocks;
+    for (int i = blockIdx.x; i < units * b.heads * b.batches; i += gridDim.x) {
+        Work work = work_of(i, units, b.heads, b.batches, b.section, b.causal);
+        int halves = b.paired && 2 * work.block + 1 != b.blocks ? 2 : 1;
+        for (int half = 0; half < halves; half++) {
+            int first = (half ? b.blocks - 1 - work.block : work.block) * M, last = b.keys - 1;
+            if (b.causal) last = min(min(first + M, b.queries) - 1 + b.keys - b.queries, last);
+            action(first, last < 0 ? -1 : last / N, work.head, work.batch);
+        }
+    }
+}
 
 template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP>
 __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
-                 const __grid_constant__ CUtensorMap map_v, Strides of_out, int blocks, int heads, int batches, int group, int section,
-                 int queries, int keys, int head_dim, bool causal, float before, float c) {
+                 const __grid_constant__ CUtensorMap map_v, Strides of_out, int blocks, bool paired, int heads, int batches, int group,
+                 int section, int queries, int keys, int head_dim, bool causal, float before, float c) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
     constexpr int M = Shape::M, TILE = Shape::TILE;
-    constexpr bool PRODUCER = WARPGROUPS > 1;
-    extern __shared__ __align__(1024) unsigned char shared[];  // Q, the rings of K and V, mbarriers
+    constexpr bool PRODUCER = Shape::PRODUCER;
+    extern __shared__ __align__(1024) unsigned char shared[];  // Q, the rings of K and V, with a producer also O, mbarriers
     unsigned q_tile = shared_address(shared), k_ring = q_tile + Shape::Q_BYTES, v_ring = k_ring + STAGES * TILE;
-    unsigned full_q = q_tile + Shape::BARRIERS, full_k = full_q + 8, full_v = full_k + 8 * STAGES;
+    unsigned full_q = q_tile + Shape::BARRIERS, empty_q = full_q + 8, full_k = empty_q + 8, full_v = full_k + 8 * STAGES;
     unsigned empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
     if (threadIdx.x == 0) {
         mbarrier_init(full_q, 1);
+        mbarrier_init(empty_q, 4 * WARPGROUPS);
         for (int i = 0; i < 2 * STAGES; i++) mbarrier_init(full_k + 8 * i, 1);
         for (int i = 0; i < 2 * STAGES; i++) mbarrier_init(empty_k + 8 * i, 4 * WARPGROUPS);
         mbarriers_made();
     }
     __syncthreads();
-    Work work = work_of(blockIdx.x, blocks, heads, batches, section, causal);
-    int first = work.block * M, offset = keys - queries;
-    int last = causal ? min(min(first + M, queries) - 1 + offset, keys - 1) : keys - 1;  // the last key that a query of the block sees
-    int tile = last < 0 ? -1 : last / N, warpgroup = threadIdx.x / 128;
-    auto load_q = [&] {
+    int offset = keys - queries, warpgroup = threadIdx.x / 128;
+    Blocks grid{blocks, heads, batches, section, queries, keys, paired, causal};
+    auto load_q = [&](int first, int head, int batch) {
         mbarrier_arrive(full_q, Shape::Q_BYTES);
-        load_tile<D, M>(q_tile, &map_q, full_q, first, work.head, work.batch);
+        load_tile<D, M>(q_tile, &map_q, full_q, first, head, batch);
     };
-    auto load = [&](const CUtensorMap* map, unsigned ring, unsigned full, int tile, Position<STAGES> at) {
+    auto load = [&](const CUtensorMap* map, unsigned ring, unsigned full, int tile, Position<STAGES> at, int head, int batch) {
         full += 8 * at.stage;
         mbarrier_wait_in_block(full + 16 * STAGES, at.phase ^ 1);  // empty
         mbarrier_arrive(full, TILE);
-        load_tile<D, N>(ring + at.stage * TILE, map, full, tile * N, work.head / group, work.batch);
+        load_tile<D, N>(ring + at.stage * TILE, map, full, tile * N, head / group, batch);
     };
     if (warpgroup == WARPGROUPS) {
         fewer_registers<Regs::PRODUCER>();
-        if (threadIdx.x == 128 * WARPGROUPS && tile >= 0) {
-            load_q();
-            for (Position<STAGES> at; tile >= 0; tile--, at.advance()) {
-                load(&map_k, k_ring, full_k, tile, at);
-                load(&map_v, v_ring, full_v, tile, at);
-            }
+        if (threadIdx.x == 128 * WARPGROUPS) {
+            Position<STAGES> at;
+            Position<1> of_q;
+            for_each_block<M, N>(grid, [&](int first, int tile, int head, int batch) {
+                if (tile < 0) return;
+                mbarrier_wait_in_block(empty_q, of_q.phase ^ 1);
+                load_q(first, head, batch);
+                of_q.advance();
+                for (; tile >= 0; tile--, at.advance()) {
+                    load(&map_k, k_ring, full_k, tile, at, head, batch);
+                    load(&map_v, v_ring, full_v, tile, at, head, batch);
+                }
+            });
         }
     } else {
         if constexpr (PRODUCER) more_registers<Regs::CONSUMER>();
-        Position<STAGES> at;
-        int first_tile = tile;
-        Position<STAGES> next_k{0, 1}, next_v{0, 1};
-        if (!PRODUCER && threadIdx.x == 0 && tile >= 0) {
-            load_q();
-            for (int i = 0; i < STAGES && i <= tile; i++, at.advance()) {
-                load(&map_k, k_ring, full_k, tile - i, at);
-                load(&map_v, v_ring, full_v, tile - i, at);
-            }
-        }
-        int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, row = first + warp_row + lane / 4;
-        int always_seen = causal ? min(first + 64 * warpgroup + offset, keys - 1) : keys - 1;  // by each query of the warpgroup
-        float o[1][D / 8][4] = {}, s[1][N / 8][4], most[1][2], total[1][2] = {}, shrink[1][2];
-        unsigned p[N / 16][4], q = q_tile + 64 * warpgroup * ROW_BYTES;
-        most[0][0] = most[0][1] = minus_infinity<float>();
-        auto release = [&](unsigned empty) {
-            if (lane == 0) mbarrier_arrive(empty);
-        };
-        auto soften = [&] {  // scores of `tile` to weights
-            int column = tile * N + lane % 4 * 2, limit = row + offset - column;
-            auto hidden = [=](int row, int n) { return n >= keys - column || (causal && n - row > limit); };
-            softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, tile * N + N - 1 > always_seen, hidden, before, c);
-        };
-        Position<STAGES> of_k, of_v;
-        if (tile >= 0) {
-            mbarrier_wait_in_block(full_q, 0);
-            mbarrier_wait_in_block(full_k, 0);
-            wgmma_fence();
-            start_transposed<T, D, M>(s[0], q, k_ring);
-            wgmma_commit();
-            wgmma_wait<0>(s[0]);
-            release(empty_k);
-            of_k.advance();
-            if (WARPGROUPS > 1 && warpgroup == WARPGROUPS - 1 && tile > 0) arrive_at(1, 256);  // warpgroup 0 starts
-            soften();
-            to_operand<T>(p, s[0]);
-            for (tile--; tile >= 0; tile--) {
-                if (!PRODUCER && threadIdx.x == 0) {  // the stage of K of the last iteration, and that of V of the one before
-                    if (tile + 1 >= STAGES) load(&map_k, k_ring, full_k, tile + 1 - STAGES, next_k), next_k.advance();
-                    if (tile + 2 >= STAGES && tile + 2 <= first_tile) load(&map_v, v_ring, full_v, tile + 2 - STAGES, next_v), next_v.advance();
+        int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+        Position<STAGES> of_k, of_v, next_k{0, 1}, next_v{0, 1};  // next: without a producer
+        Position<1> of_q;
+        for_each_block<M, N>(grid, [&](int first, int tile, int head, int batch) {
+            int row = first + warp_row + lane / 4, first_tile = tile;
+            int always_seen = causal ? min(first + 64 * warpgroup + offset, keys - 1) : keys - 1;  // by each query of the warpgroup
+            float o[1][D / 8][4] = {}, s[1][N / 8][4], most[1][2], total[1][2] = {}, shrink[1][2];
+            unsigned p[N / 16][4], q = q_tile + 64 * warpgroup * ROW_BYTES;
+            most[0][0] = most[0][1] = minus_infinity<float>();
+            auto release = [&](unsigned empty) {
+                if (lane == 0) mbarrier_arrive(empty);
+            };
+            auto soften = [&] {  // scores of `tile` to weights
+                int column = tile * N + lane % 4 * 2, limit = row + offset - column;
+                auto hidden = [=](int row, int n) { return n >= keys - column || (causal && n - row > limit); };
+                softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, tile * N + N - 1 > always_seen, hidden, before, c);
+            };
+            if (!PRODUCER && threadIdx.x == 0 && tile >= 0) {  // thread 0 starts the copies
+                load_q(first, head, batch);
+                Position<STAGES> at;
+                for (int i = 0; i < STAGES && i <= tile; i++, at.advance()) {
+                    load(&map_k, k_ring, full_k, tile - i, at, head, batch);
+                    load(&map_v, v_ring, full_v, tile - i, at, head, batch);
                 }
-                mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+            }
+            if (tile >= 0) {
+                mbarrier_wait_in_block(full_q, of_q.phase);
+                of_q.advance();
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
-                if constexpr (WARPGROUPS > 1) barrier_of(1 + warpgroup, 256);
-                wgmma_fence(o[0], p);
+                wgmma_fence();
                 start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
                 wgmma_commit();
+                wgmma_wait<0>(s[0]);
+                release(empty_k + 8 * of_k.stage);
+                of_k.advance();
+                if (tile == 0) release(empty_q);
+                else if (PRODUCER && warpgroup == WARPGROUPS - 1) arrive_at(1, 256);  // warpgroup 0 starts
+                soften();
+                to_operand<T>(p, s[0]);
+                for (tile--; tile >= 0; tile--) {
+                    if (!PRODUCER && threadIdx.x == 0) {  // into the stage of K of the last iteration, and that of V of the one before
+                        if (tile + 1 >= STAGES) {
+                            load(&map_k, k_ring, full_k, tile + 1 - STAGES, next_k, head, batch);
+                            next_k.advance();
+                        }
+                        if (tile + 2 >= STAGES && tile + 2 <= first_tile) {
+                            load(&map_v, v_ring, full_v, tile + 2 - STAGES, next_v, head, batch);
+                            next_v.advance();
+                        }
+                    }
+                    mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+                    mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
+                    if constexpr (PRODUCER) barrier_of(1 + warpgroup, 256);
+                    wgmma_fence(o[0], p);
+                    start_transposed<T, D, M>(s[0], q, k_ring + of_k.stage * TILE);
+                    wgmma_commit();
+                    start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
+                    wgmma_commit();
+                    if (PRODUCER && (tile > 0 || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
+                    wgmma_wait<1>(s[0]);
+                    release(empty_k + 8 * of_k.stage);
+                    if (tile == 0) release(empty_q);
+                    soften();
+                    wgmma_wait<0>(o[0]);
+                    release(empty_v + 8 * of_v.stage);
+                    multiply_rows(o, shrink);
+                    to_operand<T>(p, s[0]);
+                    of_k.advance();
+                    of_v.advance();
+                }
+                mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
+                wgmma_fence(o[0], p);
                 start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                 wgmma_commit();
-                if (WARPGROUPS > 1 && (tile > 0 || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
-                wgmma_wait<1>(s[0]);
-                release(empty_k + 8 * of_k.stage);
-                soften();
                 wgmma_wait<0>(o[0]);
                 release(empty_v + 8 * of_v.stage);
-                multiply_rows(o, shrink);
-                to_operand<T>(p, s[0]);
-                of_k.advance();
                 of_v.advance();
             }
-            mbarrier_wait_in_block(full_v + 8 * of_v.stage, of_v.phase);
-            wgmma_fence(o[0], p);
-            start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
-            wgmma_commit();
-            wgmma_wait<0>(o[0]);
-        }
-        long long stats = ((long long)work.batch * heads + work.head) * queries;
-        float factor[1][2];
+            long long stats = ((long long)batch * heads + head) * queries;
+            float factor[1][2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float sum = warp_reduce<Sum>(total[0][i], 4);
-            factor[0][i] = sum == 0 ? 0 : 1 / sum;
-            if (lane % 4 == 0 && row + 8 * i < queries)
-                lse[stats + row + 8 * i] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[0][i], c) + log2_approx(sum)) * LN_2;
-        }
-        barrier_of(8 + warpgroup, 128);  // all warps are done with Q
-        T* to = out + work.batch * of_out.batch + work.head * of_out.head + (first + warp_row) * of_out.row;
-        store_rows<T, D, M>(to, of_out.row, queries - first - warp_row, head_dim, o, factor, shared + warp_row * ROW_BYTES);
+            for (int i = 0; i < 2; i++) {
+                float sum = warp_reduce<Sum>(total[0][i], 4);
+                factor[0][i] = sum == 0 ? 0 : 1 / sum;
+                if (lane % 4 == 0 && row + 8 * i < queries)
+                    lse[stats + row + 8 * i] = sum == 0 ? minus_infinity<float>() : (__fmul_rn(most[0][i], c) + log2_approx(sum)) * LN_2;
+            }
+            if constexpr (!PRODUCER) barrier_of(1, 128);  // all warps are done with Q, whose place O takes
+            unsigned char* staged = shared + (PRODUCER ? Shape::OUT : 0) + warp_row * ROW_BYTES;
+            T* to = out + batch * of_out.batch + head * of_out.head + (first + warp_row) * of_out.row;
+            store_rows<T, D, M>(to, of_out.row, queries - first - warp_row, head_dim, o, factor, staged);
+        });
     }
 #endif
 }

@@ -69,8 +69,17 @@ class WgmmaTile(NamedTuple):
         return self.threads if self.warpgroups > 1 else 128
 
     def forward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: Q, the rings of K and V, and mbarriers."""
-        return (self.rows + 2 * self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (1 + 4 * self.stages)
+        """Shared memory in bytes: Q, the rings of K and V, with a producer also O, and mbarriers."""
+        rows = self.rows * (1 + (self.warpgroups > 1)) + 2 * self.stages * self.columns
+        return rows * -(-head_dim // 64) * 128 + 8 * (2 + 4 * self.stages)
+
+    def forward_grid(self, queries: int, heads: int, causal: bool, sms: int) -> tuple[int, bool]:
+        """The number of thread blocks for `heads` heads of all sequences, and whether they compute pairs of blocks of queries. With a
+        producer they are persistent."""
+        blocks = -(-queries // self.rows)
+        if self.warpgroups == 1:
+            return blocks * heads, False
+        return min((blocks + 1) // 2 * heads if causal else blocks * heads, sms * self.per_sm), causal
 
 
     def backward_bytes(self, head_dim: int) -> int:
@@ -114,9 +123,9 @@ _OVERHEAD = 4  # of a wave of thread blocks, and of the launch that adds the spl
 class DecodeTile(NamedTuple):
     """A warp keeps `stages` tiles of 8 KB in shared memory. At least `per_sm` thread blocks fit into the registers of an SM."""
 
-    warps: int = 4
+    warps: int = 8
     stages: int = 3
-    per_sm: int = 2
+    per_sm: int = 1
 
     @property
     def bytes(self) -> int:

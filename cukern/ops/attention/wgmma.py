@@ -52,11 +52,12 @@ def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: 
     """Write out and lse."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])
     tile, group = plan.WGMMA_FORWARD[padded], heads // kv_heads
-    blocks = -(-queries // tile.rows)
+    grid, paired = tile.forward_grid(queries, batch * heads, options.causal, device_of(q.get_device()).sms)
     _FORWARD[q.dtype, padded, *tile, options.softcap != 0].on(q.get_device())(
-        (blocks * batch * heads, 1, 1), (tile.forward_threads, 1, 1), tile.forward_bytes(padded),
+        (grid, 1, 1), (tile.forward_threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
-        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, d, options.causal, *factors,
+        -(-queries // tile.rows), paired, heads, batch, group, plan.section(keys, d, group, batch * heads),
+        queries, keys, d, options.causal, *factors,
     )  # fmt: skip
 
 
