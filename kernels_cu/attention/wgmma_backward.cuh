@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     attention_v4_bwd(T* grad_x, T* grad_y, const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_y,
                      const __grid_constant__ CUtensorMap map_moving_x, const __grid_constant__ CUtensorMap map_moving_y, const float* lse,
                      const float* delta, Strides of_x, Strides of_y, int blocks, int heads, int batches, int group, int section,
-                     int queries, int keys, int padded, int head_dim, bool causal, float before, float c, float scale) {
+                     int queries, int keys, int padded, int window, int head_dim, bool causal, float before, float c, float scale) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = BackwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     int owners = KEYS ? heads / group : heads;
     Work work = work_of(blockIdx.x, blocks, owners, batches, KEYS ? max(1, section / group) : section, !KEYS && causal);
     int first = work.block * ROWS, warpgroup = threadIdx.x / 128;
-    // The moving tiles that a row of the block needs. offset: query i sees the keys up to i + offset.
+    // The moving tiles that a row of the block needs. Query i sees the keys from i + offset - window + 1 to i + offset.
     int offset = causal ? keys - queries : keys;
-    int begin = KEYS ? max(0, first - offset) / N : 0;
-    int end = KEYS ? (queries + N - 1) / N : (min(keys, max(0, min(first + ROWS, queries) + offset)) + N - 1) / N;
+    int begin = max(0, KEYS ? first - offset : first + offset - window + 1) / N;
+    int end = KEYS ? (min(queries, first + ROWS - 1 - offset + window) + N - 1) / N : (min(keys, max(0, min(first + ROWS, queries) + offset)) + N - 1) / N;
     int head = KEYS ? work.head * group : work.head;
     long long of_stats = ((long long)work.batch * heads + head) * padded;
     int tiles = max(0, end - begin) * (KEYS ? group : 1), tile = begin;
@@ -104,8 +104,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
             for (;; tiles--) {
                 int now = tile * N, stage = at.stage;
                 if (++tile == end) tile = begin;
-                // Queries and keys of this warpgroup and tile that are furthest apart.
-                bool masked = (KEYS ? row + 63 : now + N - 1) > (KEYS ? now : row) + offset || (!KEYS && now + N > keys);
+                // Of the queries minus the keys of this warpgroup and tile.
+                int least = KEYS ? now - row - 63 : row - now - N + 1, most = KEYS ? now + N - 1 - row : row + 63 - now;
+                bool masked = least + offset < 0 || most + offset >= window || (!KEYS && now + N > keys);
                 const float* of_column = reinterpret_cast<const float*>(shared + Shape::STATS) + stage * 2 * N + lane % 4 * 2;
                 auto delta_of = [&](int i) { return KEYS ? of_column[N + i / 4 * 8 + i % 2] : of_row[1][i % 4 / 2]; };
                 wgmma_wait<SOFTCAP ? 0 : 1>(s);
@@ -120,11 +121,11 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
                     w = exp2_approx(fmaf(w, c, -(KEYS ? of_column[i / 4 * 8 + i % 2] : of_row[0][i % 4 / 2])));
                 }
                 if (masked) {
-                    int other = now + lane % 4 * 2, end = KEYS ? mine - offset - other : mine + offset - other, columns = keys - other;
+                    int other = now + lane % 4 * 2, distance = (KEYS ? other - mine : mine - other) + offset;
 #pragma unroll
-                    for (int i = 0; i < N / 2; i++) {  // hidden are the columns before `end` if KEYS, else those after it
-                        int down = i % 4 / 2 * 8, along = i / 4 * 8 + i % 2;
-                        if (KEYS ? along < end + down : along > end + down || along >= columns) s[i / 4][i % 4] = 0;
+                    for (int i = 0; i < N / 2; i++) {
+                        int down = i % 4 / 2 * 8, along = i / 4 * 8 + i % 2, away = distance + (KEYS ? along - down : down - along);
+                        if (unsigned(away) >= unsigned(window) || (!KEYS && along >= keys - other)) s[i / 4][i % 4] = 0;
                     }
                 }
                 if constexpr (!SOFTCAP) wgmma_wait<0>(dp);

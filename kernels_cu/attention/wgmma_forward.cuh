@@ -18,11 +18,12 @@ struct ForwardShape {
 };
 
 struct Blocks {
-    int blocks, heads, batches, section, queries, keys;
+    int blocks, heads, batches, section, queries, keys, offset, window;
     bool paired, causal;
 };
 
-// A thread block's work: action(first query, last tile of keys or -1, head, batch). A pair of blocks of M queries takes the same time as any
+// A thread block's work: action(first query, last and first tile of keys that its queries see, head, batch). If there is none, the last is
+// before the first. Query i sees the keys from i + offset - window + 1 to i + offset. A pair of blocks of M queries takes the same time as any
 // other pair: the last and the first, the last but one and the second, ...
 template <int M, int N, class Action>
 __device__ __forceinline__ void for_each_block(const Blocks& b, Action action) {
@@ -31,9 +32,9 @@ __device__ __forceinline__ void for_each_block(const Blocks& b, Action action) {
         Work work = work_of(i, units, b.heads, b.batches, b.section, b.causal);
         int halves = b.paired && 2 * work.block + 1 != b.blocks ? 2 : 1;
         for (int half = 0; half < halves; half++) {
-            int first = (half ? b.blocks - 1 - work.block : work.block) * M, last = b.keys - 1;
-            if (b.causal) last = min(min(first + M, b.queries) - 1 + b.keys - b.queries, last);
-            action(first, last < 0 ? -1 : last / N, work.head, work.batch);
+            int first = (half ? b.blocks - 1 - work.block : work.block) * M;
+            int last = min(min(first + M, b.queries) - 1 + b.offset, b.keys - 1), begin = max(0, first + b.offset - b.window + 1) / N;
+            action(first, last < 0 ? begin - 1 : last / N, begin, work.head, work.batch);
         }
     }
 }
@@ -42,7 +43,7 @@ template <typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool
 __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
     attention_v4(T* out, float* lse, const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
                  const __grid_constant__ CUtensorMap map_v, Strides of_out, int blocks, bool paired, int heads, int batches, int group,
-                 int section, int queries, int keys, int head_dim, bool causal, float before, float c) {
+                 int section, int queries, int keys, int window, int head_dim, bool causal, float before, float c) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
     using Shape = ForwardShape<D, N, WARPGROUPS, STAGES>;
     using Regs = Registers<WARPGROUPS, PER_SM>;
@@ -60,8 +61,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
         mbarriers_made();
     }
     __syncthreads();
-    int offset = keys - queries, warpgroup = threadIdx.x / 128;
-    Blocks grid{blocks, heads, batches, section, queries, keys, paired, causal};
+    int offset = causal ? keys - queries : keys, warpgroup = threadIdx.x / 128;
+    Blocks grid{blocks, heads, batches, section, queries, keys, offset, window, paired, causal};
     auto load_q = [&](int first, int head, int batch) {
         mbarrier_arrive(full_q, Shape::Q_BYTES);
         load_tile<D, M>(q_tile, &map_q, full_q, first, head, batch);
@@ -77,12 +78,12 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
         if (threadIdx.x == 128 * WARPGROUPS) {
             Position<STAGES> at;
             Position<1> of_q;
-            for_each_block<M, N>(grid, [&](int first, int tile, int head, int batch) {
-                if (tile < 0) return;
+            for_each_block<M, N>(grid, [&](int first, int tile, int begin, int head, int batch) {
+                if (tile < begin) return;
                 mbarrier_wait_in_block(empty_q, of_q.phase ^ 1);
                 load_q(first, head, batch);
                 of_q.advance();
-                for (; tile >= 0; tile--, at.advance()) {
+                for (; tile >= begin; tile--, at.advance()) {
                     load(&map_k, k_ring, full_k, tile, at, head, batch);
                     load(&map_v, v_ring, full_v, tile, at, head, batch);
                 }
@@ -93,9 +94,9 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
         int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
         Position<STAGES> of_k, of_v, next_k{0, 1}, next_v{0, 1};  // next: without a producer
         Position<1> of_q;
-        for_each_block<M, N>(grid, [&](int first, int tile, int head, int batch) {
-            int row = first + warp_row + lane / 4, first_tile = tile;
-            int always_seen = causal ? min(first + 64 * warpgroup + offset, keys - 1) : keys - 1;  // by each query of the warpgroup
+        for_each_block<M, N>(grid, [&](int first, int tile, int begin, int head, int batch) {
+            int row = first + warp_row + lane / 4, first_tile = tile, low = first + 64 * warpgroup + offset - window + 64;
+            int high = min(first + 64 * warpgroup + offset, keys - 1);  // keys from `low` to `high` are seen by each query of the warpgroup
             float o[1][D / 8][4] = {}, s[1][N / 8][4], most[1][2], total[1][2] = {}, shrink[1][2];
             unsigned p[N / 16][4], q = q_tile + 64 * warpgroup * ROW_BYTES;
             most[0][0] = most[0][1] = minus_infinity<float>();
@@ -104,18 +105,19 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
             };
             auto soften = [&] {  // scores of `tile` to weights
                 int column = tile * N + lane % 4 * 2, limit = row + offset - column;
-                auto hidden = [=](int row, int n) { return n >= keys - column || (causal && n - row > limit); };
-                softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, tile * N + N - 1 > always_seen, hidden, before, c);
+                auto hidden = [=](int row, int n) { return n >= keys - column || unsigned(limit + row - n) >= unsigned(window); };
+                bool masked = tile * N + N - 1 > high || tile * N < low;
+                softmax_weights<1, N / 8, SOFTCAP>(s, most, total, shrink, masked, hidden, before, c);
             };
-            if (!PRODUCER && threadIdx.x == 0 && tile >= 0) {  // thread 0 starts the copies
+            if (!PRODUCER && threadIdx.x == 0 && tile >= begin) {  // thread 0 starts the copies
                 load_q(first, head, batch);
                 Position<STAGES> at;
-                for (int i = 0; i < STAGES && i <= tile; i++, at.advance()) {
+                for (int i = 0; i < STAGES && tile - i >= begin; i++, at.advance()) {
                     load(&map_k, k_ring, full_k, tile - i, at, head, batch);
                     load(&map_v, v_ring, full_v, tile - i, at, head, batch);
                 }
             }
-            if (tile >= 0) {
+            if (tile >= begin) {
                 mbarrier_wait_in_block(full_q, of_q.phase);
                 of_q.advance();
                 mbarrier_wait_in_block(full_k + 8 * of_k.stage, of_k.phase);
@@ -125,17 +127,17 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
                 wgmma_wait<0>(s[0]);
                 release(empty_k + 8 * of_k.stage);
                 of_k.advance();
-                if (tile == 0) release(empty_q);
+                if (tile == begin) release(empty_q);
                 else if (PRODUCER && warpgroup == WARPGROUPS - 1) arrive_at(1, 256);  // warpgroup 0 starts
                 soften();
                 to_operand<T>(p, s[0]);
-                for (tile--; tile >= 0; tile--) {
+                for (tile--; tile >= begin; tile--) {
                     if (!PRODUCER && threadIdx.x == 0) {  // into the stage of K of the last iteration, and that of V of the one before
-                        if (tile + 1 >= STAGES) {
+                        if (tile + 1 >= begin + STAGES) {
                             load(&map_k, k_ring, full_k, tile + 1 - STAGES, next_k, head, batch);
                             next_k.advance();
                         }
-                        if (tile + 2 >= STAGES && tile + 2 <= first_tile) {
+                        if (tile + 2 >= begin + STAGES && tile + 2 <= first_tile) {
                             load(&map_v, v_ring, full_v, tile + 2 - STAGES, next_v, head, batch);
                             next_v.advance();
                         }
@@ -148,10 +150,10 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + (WARPGROUPS > 1)), PER_SM)
                     wgmma_commit();
                     start_product<T, D>(o[0], p, v_ring + of_v.stage * TILE);
                     wgmma_commit();
-                    if (PRODUCER && (tile > 0 || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
+                    if (PRODUCER && (tile > begin || warpgroup < WARPGROUPS - 1)) arrive_at(1 + (warpgroup + 1) % WARPGROUPS, 256);
                     wgmma_wait<1>(s[0]);
                     release(empty_k + 8 * of_k.stage);
-                    if (tile == 0) release(empty_q);
+                    if (tile == begin) release(empty_q);
                     soften();
                     wgmma_wait<0>(o[0]);
                     release(empty_v + 8 * of_v.stage);

@@ -57,11 +57,13 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty((batch, heads, rows, d))
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary."""
+def _aligned(x: Tensor, options: Options) -> Tensor:
+    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary. Only v4 has a window,
+    and TMA reads no expanded tensor."""
     x = x.resolve_neg()
     b, h, t, d = x.stride()
-    return x if d == 1 and (b | h | t) % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    fits = not options.window or wgmma.supported(x)
+    return x if fits and d == 1 and (b | h | t) % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _factors(options: Options) -> tuple[float, float]:
@@ -75,10 +77,10 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if not lse.numel():
         return out, lse
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = (_aligned(x, options) for x in (q, k, v))
     device, padded = q.get_device(), plan.padded_head_dim(d)
     softcap, strides = options.softcap != 0, wgmma.strides(out, q, k, v)
-    if plan.decodes(queries, keys, d):
+    if not options.window and plan.decodes(queries, keys, d):
         decode.launch(out, lse, q, k, v, None, strides, options.causal, softcap, _factors(options))
         return out, lse
     if options.wgmma and keys and wgmma.supported(q, k, v):
@@ -98,7 +100,7 @@ def _launch_with_lengths(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor, *
     if not (lse.numel() and plan.decodes(q.shape[2], k.shape[2], q.shape[3])):
         found = reference(q, k, v, options, key_lengths)
         return out.copy_(found[0]), lse.copy_(found[1])
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = (_aligned(x, options) for x in (q, k, v))
     strides, lengths = wgmma.strides(out, q, k, v), key_lengths.contiguous()
     decode.launch(out, lse, q, k, v, lengths, strides, options.causal, options.softcap != 0, _factors(options))
     return out, lse
@@ -112,17 +114,17 @@ def _write_gradients(
     grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: Tensor, lse: Tensor, dlse: Tensor | None, options: Options
 ) -> None:
     """Write dq, dk and dv. `inputs`: q, k, v and out."""
-    q, k, v, out = (_aligned(x) for x in inputs)
+    q, k, v, out = (_aligned(x, options) for x in inputs)
     (batch, heads, queries, d), keys, group = q.shape, k.shape[2], q.shape[1] // max(1, k.shape[1])
     if not (lse.numel() and k.numel()):
         for x in grads:
             x.zero_()
         return
-    dout, lse, dlse = _aligned(dout), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
+    dout, lse, dlse = _aligned(dout, options), lse.contiguous(), None if dlse is None else dlse.resolve_neg().contiguous()
     device, padded_d = q.get_device(), plan.padded_head_dim(d)
     softcap = options.softcap != 0
     tile, by_wgmma = plan.BACKWARD[padded_d][softcap], options.wgmma and wgmma.supported(q, k, v, dout)
-    columns = (plan.WGMMA_BACKWARD[padded_d] if by_wgmma else tile).keys.columns
+    columns = (plan.WGMMA_BACKWARD[plan.wgmma_head_dim(d)] if by_wgmma else tile).keys.columns
     padded = -(-queries // columns) * columns  # as many queries as are copied together
     stats = torch.empty((2, batch * heads, padded), dtype=torch.float32, device=q.device)
     per_block = 256 // (padded_d // 8)  # rows
@@ -173,7 +175,7 @@ def _fake_packed_backward(qkv: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
-_SCALARS = "bool causal, float scale, float softcap, bool wgmma=False"
+_SCALARS = "bool causal, float scale, float softcap, bool wgmma=False, int window=0"
 _GRADS = f"Tensor out, Tensor dout, Tensor lse, Tensor? dlse, {_SCALARS}"
 _forward = raw_op(f"_attention(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)", 3, _launch, _fake)
 _with_lengths = raw_op(

@@ -9,12 +9,13 @@ from cukern.ops.attention import fused, materialised, plan
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
+from cukern.runtime.device import device_of
 from cukern.runtime.registry import Version, choose
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
-    key_lengths: Any = None, version: str | None = None,
+    q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    return_lse: bool = False, key_lengths: Any = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
@@ -30,6 +31,7 @@ def attention(
             gradient is 0. False: each query sees every key.
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
         softcap: a positive number; the scaled scores become softcap * tanh(scores / softcap). None: they stay as they are.
+        window: the most keys that a query sees, the last of which is the last that `causal` allows; None: no limit.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
         key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It counts in place of `keys` in
             `causal`, and what lies behind it in k and v does not matter. Up to 16 queries in float16 or bfloat16 without gradients take a
@@ -61,13 +63,18 @@ def attention(
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
-    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
     leading = q.shape[:-1]
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
     q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
     function = _function(version, q)
+    if options.window and key_lengths is None and q.shape[2] + options.window <= k.shape[2]:  # no query sees the first keys
+        k, v = (x[:, :, 1 - q.shape[2] - options.window :] for x in (k, v))
+        options = options._replace(window=options.window if q.shape[2] > 1 else 0)
     if key_lengths is not None:
+        if options.window:
+            raise ValueError(f"window and key_lengths exclude each other, got window={options.window}")
         lengths = _checked_lengths(key_lengths, version, q, leading[:-2])
         kernels = function in _FUSED and fused.supported(q, k, v)
         out, lse = fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
@@ -78,8 +85,8 @@ def attention(
 
 
 def attention_packed(
-    qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
-    version: str | None = None,
+    qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    return_lse: bool = False, version: str | None = None,
 ) -> Any:  # fmt: skip
     """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor too. Differentiable.
 
@@ -88,7 +95,7 @@ def attention_packed(
 
     Args:
         qkv: (batch, time, 3, heads, head_dim), such as a linear layer's output, viewed. dtypes as in `attention`.
-        causal, scale, softcap, return_lse, version: see `attention`.
+        causal, scale, softcap, window, return_lse, version: see `attention`.
 
     Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads, time). Errors as in `attention`.
     """
@@ -98,16 +105,17 @@ def attention_packed(
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
-    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
     function = _function(version, q)
-    if function in _FUSED and fused.supported(q, k, v):
-        out, lse = fused.fused((qkv,), options._replace(wgmma=function is _by_wgmma))
+    options = options._replace(wgmma=function is _by_wgmma)
+    if function in _FUSED and _has_kernels(q, k, v, options):
+        out, lse = fused.fused((qkv,), options)
     else:
         out, lse = function(q, k, v, options, return_lse)
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
 
-def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any) -> Options:
+def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any) -> Options:
     if version in ("v3", "v4") and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
             f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
@@ -118,7 +126,10 @@ def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, 
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
-    return Options(checks.flag("causal", causal), float(scale), float(softcap or 0))
+    causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
+    if window and not causal:
+        raise ValueError(f"window needs causal=True, got window={window}")
+    return Options(causal, float(scale), float(softcap or 0), window=0 if window >= k.shape[-2] else window)
 
 
 def _checked_lengths(key_lengths: Any, version: str | None, q: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -150,8 +161,12 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 # ---- the versions: (q, k, v, options, return_lse) -> out, lse
 
 
+def _has_kernels(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    return fused.supported(q, k, v) and (not options.window or (options.wgmma and device_of(q.get_device()).wgmma))
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
-    if not fused.supported(q, k, v):
+    if not _has_kernels(q, k, v, options):
         return materialised.by_causal_softmax(q, k, v, options, return_lse)
     return fused.fused((q, k, v), options)
 

@@ -95,11 +95,17 @@ class WgmmaBackwardTile(NamedTuple):
     queries: WgmmaTile
 
 
-WGMMA_FORWARD = {64: WgmmaTile(128, 2, 2, 1), 128: WgmmaTile(128, 2, 2, 1)}
+WGMMA_FORWARD = {64: WgmmaTile(128, 1, 2, 3), 96: WgmmaTile(128, 2, 2, 1), 128: WgmmaTile(128, 2, 2, 1)}
 WGMMA_BACKWARD = {
     64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
+    96: WgmmaBackwardTile(WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
     128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
 }
+
+
+def wgmma_head_dim(head_dim: int) -> int:
+    """That of the kernels of v4 for this head_dim, at most MOST_HEAD_DIM."""
+    return min(d for d in WGMMA_FORWARD if d >= head_dim)
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -15,6 +15,7 @@ from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
 _FORWARD, _BACKWARD = (Template("attention/attention_wgmma.cu", f"attention_v4{name}") for name in ("", "_bwd"))
+_NO_WINDOW = 1 << 30
 _MOST_STRIDE = 1 << 38  # elements; that of a tensor map is below 2^40 bytes
 
 
@@ -50,14 +51,14 @@ def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool) -> K
 
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, factors: tuple[float, ...]) -> None:
     """Write out and lse."""
-    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])
+    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     tile, group = plan.WGMMA_FORWARD[padded], heads // kv_heads
     grid, paired = tile.forward_grid(queries, batch * heads, options.causal, device_of(q.get_device()).sms)
     _FORWARD[q.dtype, padded, *tile, options.softcap != 0].on(q.get_device())(
         (grid, 1, 1), (tile.forward_threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
         -(-queries // tile.rows), paired, heads, batch, group, plan.section(keys, d, group, batch * heads),
-        queries, keys, d, options.causal, *factors,
+        queries, keys, options.window or _NO_WINDOW, d, options.causal, *factors,
     )  # fmt: skip
 
 
@@ -65,9 +66,10 @@ def backward(
     grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, options: Options, factors: tuple[float, ...]
 ) -> None:
     """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
-    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.padded_head_dim(q.shape[3])
+    (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     group, (dq, dk, dv) = heads // kv_heads, grads
-    numbers = heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2], d, options.causal
+    numbers = heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2]
+    numbers += options.window or _NO_WINDOW, d, options.causal
     for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):
         fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
         blocks = -(-fixed[0].shape[2] // tile.rows)
