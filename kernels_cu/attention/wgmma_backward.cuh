@@ -14,7 +14,8 @@
 template <int D, int N, int WARPGROUPS, int STAGES>
 struct BackwardShape {
     static constexpr int ROWS = 64 * WARPGROUPS, FIXED = PAGES<D> * ROWS * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
-    static constexpr int STATS = 2 * FIXED + 2 * STAGES * TILE, BARRIERS = STATS + STAGES * 2 * N * 4, BYTES = BARRIERS + 8 * (1 + 2 * STAGES);
+    static constexpr int STATS = 2 * FIXED + 2 * STAGES * TILE, BARRIERS = STATS + STAGES * 2 * N * 4,
+                         BYTES = BARRIERS + 8 * (1 + 2 * STAGES);
 };
 
 template <bool KEYS, typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP>
@@ -45,7 +46,8 @@ __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
     // The moving tiles that a row of the block needs. Query i sees the keys from i + offset - window + 1 to i + offset.
     int offset = causal ? keys - queries : keys;
     int begin = max(0, KEYS ? first - offset : first + offset - window + 1) / N;
-    int end = KEYS ? (min(queries, first + ROWS - 1 - offset + window) + N - 1) / N : (min(keys, max(0, min(first + ROWS, queries) + offset)) + N - 1) / N;
+    int end = KEYS ? (min(queries, first + ROWS - 1 - offset + window) + N - 1) / N
+                   : (min(keys, max(0, min(first + ROWS, queries) + offset)) + N - 1) / N;
     int head = KEYS ? work.head * group : work.head;
     long long of_stats = ((long long)work.batch * heads + head) * padded;
     int tiles = max(0, end - begin) * (KEYS ? group : 1), tile = begin;

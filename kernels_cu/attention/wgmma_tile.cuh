@@ -2,12 +2,13 @@
 //
 // A tile has D / 64 pages of 64 columns, with the 128-byte swizzle, which is the layout of tile.cuh. Its address is a multiple of 1024.
 #pragma once
-#include "softmax.cuh"
-#include "tile.cuh"
+#include "../common/pack.cuh"
 #include "../common/ptx/barrier.cuh"
 #include "../common/ptx/mbarrier.cuh"
 #include "../common/ptx/tma.cuh"
 #include "../common/ptx/wgmma.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
 
 // Registers per thread of a warpgroup, by setmaxnreg. PER_SM thread blocks share an SM.
 template <int WARPGROUPS, int PER_SM>

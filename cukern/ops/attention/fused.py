@@ -58,8 +58,8 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, options: Options) -> Tensor:
-    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary. Only v4 has a window,
-    and TMA reads no expanded tensor."""
+    """A tensor that the kernels can read: rows are contiguous and begin at multiples of 16 bytes. Copied if necessary. With a window only
+    v4 has kernels, and TMA reads no expanded tensor."""
     x = x.resolve_neg()
     b, h, t, d = x.stride()
     fits = not options.window or wgmma.supported(x)

@@ -118,8 +118,8 @@ def attention_packed(
 def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any) -> Options:
     if version in ("v3", "v4") and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
-            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
-            f"{q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
+            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v,"
+            f" got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:

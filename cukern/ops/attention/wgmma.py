@@ -38,10 +38,14 @@ def strides(*tensors: Tensor) -> list[bytes]:
 def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels = []
     for d, softcap in itertools.product(plan.WGMMA_FORWARD, (False, True)):
-        tile = plan.WGMMA_BACKWARD[d]
-        kernels.append(_FORWARD[dtype, d, *plan.WGMMA_FORWARD[d], softcap])
+        kernels.append(_forward_kernel(dtype, d, softcap, plan.WGMMA_FORWARD[d]))
         kernels += [_backward_kernel(keys, dtype, d, softcap) for keys in (True, False)]
     return kernels
+
+
+def _forward_kernel(dtype: torch.dtype, d: int, softcap: bool, tile: plan.WgmmaTile) -> Kernel:
+    key = dtype, d, *tile, softcap
+    return _FORWARD[key]
 
 
 def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool) -> Kernel:
@@ -54,7 +58,7 @@ def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: 
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     tile, group = plan.WGMMA_FORWARD[padded], heads // kv_heads
     grid, paired = tile.forward_grid(queries, batch * heads, options.causal, device_of(q.get_device()).sms)
-    _FORWARD[q.dtype, padded, *tile, options.softcap != 0].on(q.get_device())(
+    _forward_kernel(q.dtype, padded, options.softcap != 0, tile).on(q.get_device())(
         (grid, 1, 1), (tile.forward_threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
         -(-queries // tile.rows), paired, heads, batch, group, plan.section(keys, d, group, batch * heads),
@@ -68,8 +72,8 @@ def backward(
     """Write dq, dk and dv. `stats`: lse and delta, (2, batch * heads, padded queries)."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     group, (dq, dk, dv) = heads // kv_heads, grads
-    numbers = heads, batch, group, plan.section(keys, d, group, batch * heads), queries, keys, stats.shape[2]
-    numbers += options.window or _NO_WINDOW, d, options.causal
+    section, window = plan.section(keys, d, group, batch * heads), options.window or _NO_WINDOW
+    numbers = heads, batch, group, section, queries, keys, stats.shape[2], window, d, options.causal
     for of_keys, tile in zip((True, False), plan.WGMMA_BACKWARD[padded], strict=True):
         fixed, moving, (dx, dy) = ((k, v), (q, dout), (dk, dv)) if of_keys else ((q, dout), (k, v), (dq, dq))
         blocks = -(-fixed[0].shape[2] // tile.rows)

@@ -126,7 +126,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
 // The same with both operands in shared memory. A_ACROSS: a is contiguous along the rows instead of k. Float (TF32) has neither.
 template <bool A_ACROSS, bool ACROSS, typename T = __nv_bfloat16, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, bool add) {
-    static_assert((N % 4 == 0 && N <= 32 || N == 6 || N == 10) && (sizeof(T) == 2 || !A_ACROSS && !ACROSS), "32, 48, 64, 80, 96, 128, ..., 256");
+    static_assert(N % 4 == 0 && N <= 32 || N == 6 || N == 10, "32, 48, 64, 80, 96, 128, ..., 256 columns");
+    static_assert(sizeof(T) == 2 || !A_ACROSS && !ACROSS, "TF32 is contiguous along k");
 #define CUKERN_WGMMA(n, places, at_a, at_b, at_add, flag_a, flag_b, ...)                                                   \
     if constexpr (N * 8 == n && sizeof(T) == 4)                                                                            \
         asm volatile(CUKERN_WGMMA_OF(n, "k8.f32.tf32.tf32", places, "%" #at_a, at_b, "", at_add)                           \

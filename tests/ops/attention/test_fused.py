@@ -42,11 +42,14 @@ def draw(batch, heads, kv_heads, queries, keys, d, dtype):
     return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
 
 
-def eager(q, k, v, causal, scale, softcap):
+def eager(q, k, v, causal, scale, softcap, window=None):
     """In the operations and the dtype of the inputs. Returns out and lse, 0 and -infinity for rows without a visible key."""
     s = q @ repeated(k, q.shape[1]).mT * scale
     s = softcap * torch.tanh(s / softcap) if softcap else s
     s = s.masked_fill(hidden_keys(q, k), -torch.inf) if causal else s
+    if window:
+        last = torch.arange(s.shape[-2], device=DEVICE)[:, None] + s.shape[-1] - s.shape[-2]
+        s = s.masked_fill(torch.arange(s.shape[-1], device=DEVICE) <= last - window, -torch.inf)
     empty = s.isneginf().all(-1, keepdim=True)
     weights = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
     return weights @ repeated(v, q.shape[1]), s.logsumexp(-1)
@@ -88,6 +91,40 @@ def test_every_option_against_float64(case, version):
     )
     assert_close(found, exact, peer)
     assert all(map(same_bits, found, results(ours, inputs, dout, dlse))), "two runs give the same bits"
+
+
+@every_version
+@pytest.mark.parametrize(
+    "case", [(1, 2, 1, 150, 150, 64, BF16, 40), (1, 1, 1, 20, 90, 128, HALF, 30), (1, 2, 2, 70, 20, 96, BF16, 1)], ids=str
+)
+def test_window(case, version):
+    *sizes, window = case
+    inputs, scale = draw(*sizes), 0.17
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
+    found = results(lambda *x: cukern.attention(*x, scale=scale, window=window, return_lse=True, version=version), inputs, dout, dlse)
+    exact, peer = (
+        results(lambda *x: eager(*x, True, scale, None, window), [x.detach().to(dtype).requires_grad_() for x in inputs], dout, dlse)
+        for dtype in (torch.float64, inputs[0].dtype)
+    )
+    assert_close(found, exact, peer)
+
+
+def test_window_of_one_query_and_of_packed_inputs():
+    q, k, v = (x.detach() for x in draw(1, 4, 2, 1, 300, 64, BF16))
+    assert same_bits(cukern.attention(q, k, v, window=100), cukern.attention(q, k[:, :, 200:], v[:, :, 200:], causal=False))
+    qkv = torch.randn(1, 30, 3, 2, 64, dtype=BF16, device=DEVICE)
+    parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    assert same_bits(cukern.attention_packed(qkv, window=9).contiguous(), cukern.attention(*parts, window=9).transpose(1, 2).contiguous())
+
+
+def test_window_that_is_refused():
+    q, k, v = (x.detach() for x in draw(1, 1, 1, 4, 4, 8, BF16))
+    with pytest.raises(ValueError, match="window needs causal=True, got window=2"):
+        cukern.attention(q, k, v, causal=False, window=2)
+    with pytest.raises(ValueError, match="window must be"):
+        cukern.attention(q, k, v, window=0)
+    with pytest.raises(ValueError, match="exclude each other, got window=2"):
+        cukern.attention(q, k, v, window=2, key_lengths=torch.ones(1, dtype=torch.int32, device=DEVICE))
 
 
 @every_version
