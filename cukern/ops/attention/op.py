@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cukern.ops.attention import fused, materialised, plan
 from cukern.ops.attention.reference import Options, reference
+from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.device import device_of
@@ -15,7 +16,7 @@ from cukern.runtime.registry import Version, choose
 
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
-    return_lse: bool = False, key_lengths: Any = None, version: str | None = None,
+    sink: Any = None, return_lse: bool = False, key_lengths: Any = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
@@ -32,6 +33,9 @@ def attention(
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
         softcap: a positive number; the scaled scores become softcap * tanh(scores / softcap). None: they stay as they are.
         window: the most keys that a query sees, the last of which is the last that `causal` allows; None: no limit.
+        sink: the logit of one more key without a value, which takes its share of each query's weights. It is not scaled. A number, or a
+            floating-point tensor that broadcasts to q's dimensions before the queries, such as (heads,). It has a gradient. torch computes
+            it, from out and lse.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
         key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It counts in place of `keys` in
             `causal`, and what lies behind it in k and v does not matter. Up to 16 queries in float16 or bfloat16 without gradients take a
@@ -64,6 +68,7 @@ def attention(
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
     options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
+    sink = None if sink is None else checked_sink(q, sink)
     leading = q.shape[:-1]
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
@@ -79,14 +84,16 @@ def attention(
         kernels = function in _FUSED and fused.supported(q, k, v)
         out, lse = fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
     else:
-        out, lse = function(q, k, v, options, return_lse)
+        out, lse = function(q, k, v, options, return_lse or sink is not None)
     out = out.view(*leading, v.shape[-1]) if lead != 1 else out
-    return (out, lse.view(leading) if lead != 1 else lse) if return_lse else out
+    lse = lse.view(leading) if lse is not None and lead != 1 else lse
+    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
+    return (out, lse) if return_lse else out
 
 
 def attention_packed(
     qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
-    return_lse: bool = False, version: str | None = None,
+    sink: Any = None, return_lse: bool = False, version: str | None = None,
 ) -> Any:  # fmt: skip
     """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor too. Differentiable.
 
@@ -95,7 +102,7 @@ def attention_packed(
 
     Args:
         qkv: (batch, time, 3, heads, head_dim), such as a linear layer's output, viewed. dtypes as in `attention`.
-        causal, scale, softcap, window, return_lse, version: see `attention`.
+        causal, scale, softcap, window, sink, return_lse, version: see `attention`.
 
     Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads, time). Errors as in `attention`.
     """
@@ -106,13 +113,22 @@ def attention_packed(
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
     options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
+    sink = None if sink is None else checked_sink(q, sink)
     function = _function(version, q)
     options = options._replace(wgmma=function is _by_wgmma)
     if function in _FUSED and _has_kernels(q, k, v, options):
         out, lse = fused.fused((qkv,), options)
     else:
-        out, lse = function(q, k, v, options, return_lse)
+        out, lse = function(q, k, v, options, return_lse or sink is not None)
+    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse with a sink's share: the weights become smaller by exp(lse) / (exp(lse) + exp(sink))."""
+    logit = sink.to(lse.dtype)[..., None]
+    share = torch.sigmoid(lse - logit)[..., None]
+    return (out * share).to(out.dtype), torch.logaddexp(lse, logit)
 
 
 def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any) -> Options:

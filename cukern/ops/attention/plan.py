@@ -81,7 +81,6 @@ class WgmmaTile(NamedTuple):
             return blocks * heads, False
         return min((blocks + 1) // 2 * heads if causal else blocks * heads, sms * self.per_sm), causal
 
-
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
         tiles = 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128

@@ -68,7 +68,7 @@ def results(function, inputs, dout, dlse):
 
 def assert_close(found, exact, peer):
     """The largest error is at most twice that of torch's operations in the same dtype, plus two roundings."""
-    for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, exact, peer, strict=False):
+    for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, exact, peer, strict=False):
         assert x.isfinite().all(), name
         allowed = 2 * (theirs.double() - truth).abs().max() + 2 * torch.finfo(x.dtype).eps * truth.abs().max()
         assert (x.double() - truth).abs().max() <= allowed, name
@@ -115,6 +115,28 @@ def test_window_of_one_query_and_of_packed_inputs():
     qkv = torch.randn(1, 30, 3, 2, 64, dtype=BF16, device=DEVICE)
     parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
     assert same_bits(cukern.attention_packed(qkv, window=9).contiguous(), cukern.attention(*parts, window=9).transpose(1, 2).contiguous())
+
+
+@pytest.mark.parametrize("version", ["v1", "v4"])
+def test_sink(version):
+    """One more column of scores, whose weight has no value."""
+    q, k, v = draw(2, 2, 1, 20, 20, 8, BF16)
+    sink = torch.tensor([0.5, 1.5], device=DEVICE, requires_grad=True)
+    dout, dlse = torch.randn_like(q), torch.randn(2, 2, 20, device=DEVICE)
+
+    def with_column(q, k, v, sink):
+        s = q @ repeated(k, 2).mT * 8**-0.5
+        s = torch.cat((s.masked_fill(hidden_keys(q, k), -torch.inf), sink.to(s)[:, None, None].expand(2, 2, 20, 1)), -1)
+        return s.softmax(-1)[..., :-1] @ repeated(v, 2), s.logsumexp(-1)
+
+    inputs = q, k, v, sink
+    found = results(lambda *x: cukern.attention(*x[:3], sink=x[3], return_lse=True, version=version), inputs, dout, dlse)
+    exact, peer = (results(with_column, [x.detach().to(t).requires_grad_() for x in inputs], dout, dlse) for t in (torch.float64, BF16))
+    assert_close(found, exact, peer)
+    qkv = torch.randn(1, 9, 3, 2, 8, dtype=BF16, device=DEVICE)
+    parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    packed = cukern.attention_packed(qkv, sink=1.0, version=version)
+    assert same_bits(packed.contiguous(), cukern.attention(*parts, sink=1.0, version=version).transpose(1, 2).contiguous())
 
 
 def test_window_that_is_refused():
