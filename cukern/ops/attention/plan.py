@@ -60,26 +60,11 @@ class WgmmaTile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """With the producer."""
         return 128 * (self.warpgroups + 1)
 
-    @property
-    def forward_threads(self) -> int:
-        """One consumer is its own producer."""
-        return self.threads if self.warpgroups > 1 else 128
-
     def forward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: Q, the rings of K and V, with a producer also O, and mbarriers."""
-        rows = self.rows * (1 + (self.warpgroups > 1)) + 2 * self.stages * self.columns
-        return rows * -(-head_dim // 64) * 128 + 8 * (2 + 4 * self.stages)
-
-    def forward_grid(self, queries: int, heads: int, causal: bool, sms: int) -> tuple[int, bool]:
-        """The number of thread blocks for `heads` heads of all sequences, and whether they compute pairs of blocks of queries. With a
-        producer they are persistent."""
-        blocks = -(-queries // self.rows)
-        if self.warpgroups == 1:
-            return blocks * heads, False
-        return min((blocks + 1) // 2 * heads if causal else blocks * heads, sms * self.per_sm), causal
+        """Shared memory in bytes: the rings of Q, K and V, and mbarriers."""
+        return 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (4 + 4 * self.stages)
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
@@ -94,12 +79,23 @@ class WgmmaBackwardTile(NamedTuple):
     queries: WgmmaTile
 
 
-WGMMA_FORWARD = {64: WgmmaTile(128, 1, 2, 3), 96: WgmmaTile(128, 2, 2, 1), 128: WgmmaTile(128, 2, 2, 1)}
+# By head_dim: the tile for few keys, and the tile from LONG keys on.
+LONG = 8192
+WGMMA_FORWARD = {
+    64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
+    96: (WgmmaTile(128, 2, 2, 1),) * 2,
+    128: (WgmmaTile(128, 2, 2, 1),) * 2,
+}
 WGMMA_BACKWARD = {
     64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     96: WgmmaBackwardTile(WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
-    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(64, 2, 3, 1)),
 }
+
+
+def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
+    """The tile of the forward. A softcap needs more registers than three consumers have."""
+    return WGMMA_FORWARD[head_dim][keys >= LONG and not softcap]
 
 
 def wgmma_head_dim(head_dim: int) -> int:

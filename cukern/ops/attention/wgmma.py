@@ -38,7 +38,8 @@ def strides(*tensors: Tensor) -> list[bytes]:
 def instances(dtype: torch.dtype) -> list[Kernel]:
     kernels = []
     for d, softcap in itertools.product(plan.WGMMA_FORWARD, (False, True)):
-        kernels.append(_forward_kernel(dtype, d, softcap, plan.WGMMA_FORWARD[d]))
+        tiles = dict.fromkeys(plan.wgmma_forward(d, keys, softcap) for keys in (0, plan.LONG))
+        kernels += [_forward_kernel(dtype, d, softcap, tile) for tile in tiles]
         kernels += [_backward_kernel(keys, dtype, d, softcap) for keys in (True, False)]
     return kernels
 
@@ -56,12 +57,13 @@ def _backward_kernel(keys: bool, dtype: torch.dtype, d: int, softcap: bool) -> K
 def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Options, factors: tuple[float, ...]) -> None:
     """Write out and lse."""
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
-    tile, group = plan.WGMMA_FORWARD[padded], heads // kv_heads
-    grid, paired = tile.forward_grid(queries, batch * heads, options.causal, device_of(q.get_device()).sms)
+    tile, group = plan.wgmma_forward(padded, keys, options.softcap != 0), heads // kv_heads
+    blocks = -(-queries // tile.rows)
+    grid = min(blocks * batch * heads, device_of(q.get_device()).sms * tile.per_sm)
     _forward_kernel(q.dtype, padded, options.softcap != 0, tile).on(q.get_device())(
-        (grid, 1, 1), (tile.forward_threads, 1, 1), tile.forward_bytes(padded),
+        (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
-        -(-queries // tile.rows), paired, heads, batch, group, plan.section(keys, d, group, batch * heads),
+        blocks, heads, batch, group, plan.section(keys, d, group, batch * heads),
         queries, keys, options.window or _NO_WINDOW, d, options.causal, *factors,
     )  # fmt: skip
 
