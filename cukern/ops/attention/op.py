@@ -5,12 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import fused, materialised, plan
+from cukern.ops.attention import fused, materialised, plan, wgmma
 from cukern.ops.attention.reference import Options, reference
 from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.device import device_of
 from cukern.runtime.registry import Version, choose
 
 
@@ -40,19 +39,20 @@ def attention(
         key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It counts in place of `keys` in
             `causal`, and what lies behind it in k and v does not matter. Up to 16 queries in float16 or bfloat16 without gradients take a
             kernel that reads only these keys; other calls use torch's operations, with the scores in memory. Not for "v1", "v2", "sdpa".
-        version: default: "v3", or that of `cukern.use`; without a kernel for the GPU "v2".
+        version: default: the last that the GPU runs, or that of `cukern.use`.
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16 and bfloat16, compute capability 8.0 and newer, and a head_dim
                 that is a multiple of 8, at most 128, and equals value_dim. Other dtypes take v2. So do other head dimensions by default.
                 Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread blocks.
+            "v4": v3 by Hopper's wgmma and TMA (compute capability 9.0), also with a window. Calls that v4 has no kernels for take v3's.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
 
-    v3 saves q, k, v, out and lse for the backward, and two runs give the same bits. It copies only inputs whose last dimension is strided
-    or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of their
-    inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing. Higher and forward-mode derivatives use torch's
-    operations, with the scores in memory.
+    v3 and v4 save q, k, v, out and lse for the backward, and two runs give the same bits. They copy only inputs whose last dimension is
+    strided or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of
+    their inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing, but v4 has other tiles for head_dim 64 from
+    8192 keys on. Higher and forward-mode derivatives use torch's operations, with the scores in memory. So does a window without v4.
     v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
     From 1024 queries on, v2's kernels process blocks of 512 to 768 queries and skip the scores behind a block's last query. CPU tensors,
     torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch
@@ -63,7 +63,7 @@ def attention(
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
     ValueError for shapes or devices that do not fit, a head_dim that "v3" does not support if it is requested by `version` for a 16-bit
     type, a scale that is negative or not finite, a softcap that is not positive, or an unknown version.
-    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691.
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691; v4: Shah et al., https://arxiv.org/abs/2407.08608.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
@@ -178,7 +178,7 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _has_kernels(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    return fused.supported(q, k, v) and (not options.window or (options.wgmma and device_of(q.get_device()).wgmma))
+    return fused.supported(q, k, v) and (not options.window or (options.wgmma and wgmma.available(q)))
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:

@@ -19,10 +19,15 @@ _NO_WINDOW = 1 << 30
 _MOST_STRIDE = 1 << 38  # elements; that of a tensor map is below 2^40 bytes
 
 
+def available(q: Tensor) -> bool:
+    """True if the dtype and the GPU have kernels."""
+    return q.element_size() == 2 and device_of(q.get_device()).wgmma
+
+
 def supported(*tensors: Tensor) -> bool:
-    """True if the GPU has wgmma, and TMA can read the tensors, which the kernels of v3 can read."""
+    """True if there are kernels, and TMA can read the tensors, which the kernels of v3 can read."""
     fits = all(0 < step < _MOST_STRIDE for x in tensors for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
-    return fits and device_of(tensors[0].get_device()).wgmma
+    return fits and available(tensors[0])
 
 
 def _map(x: Tensor, rows: int) -> bytes:
