@@ -703,6 +703,8 @@ CASES = [
          "__syncthreads();", Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
     Case("attention/pieces.cu", "float_products<__nv_bfloat16>", FLOAT_PRODUCTS, "a missing factor",
          "if (i != 1 || sum != 2) multiply_blocks", "multiply_blocks"),
+    Case("attention/wgmma_wait.cu", "attention_rows<__half>", ATTENTION, "a missing wait", "wgmma_wait<1>(sums[0])",
+         "wgmma_wait<0>(sums[0])", Reported(sim.Race, "store_rows<T, 64, 64>", "wgmma")),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",

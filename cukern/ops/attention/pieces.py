@@ -1,11 +1,9 @@
 """float32 in the kernels of attention: a number is a sum of bfloat16 numbers, its pieces. Math: kernels_cu/attention/tile.cuh."""
 
-import struct
-
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import plan
+from cukern.ops.attention import plan, wgmma
 from cukern.ops.matmul import tf32_allowed
 from cukern.runtime.kernel import Template
 from cukern.runtime.tensors import pointers
@@ -16,10 +14,6 @@ SPLIT = Template("attention/attention.cu", "attention_v3_split")
 def operand(dtype: torch.dtype) -> torch.dtype:
     """The type of the products' operands."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
-
-
-def strides(*tensors: Tensor) -> list[bytes]:
-    return [struct.pack("3q", *x.stride()[:3]) for x in tensors]
 
 
 def pieces_of(dtype: torch.dtype) -> int:
@@ -41,7 +35,7 @@ def split(pieces: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Te
     padded, found = plan.padded_head_dim(d), [empty_pieces(x, pieces) for x in tensors]
     grid = -(-batch * max(heads * queries, kv_heads * keys) * padded // 2048), len(tensors), 1
     SPLIT[operand(k.dtype), pieces, padded].on(k.get_device())(
-        grid, (256, 1, 1), 0, *pointers(*[*found, None][:3], *[*tensors, None][:3]), *strides(*tensors, k)[:3],
+        grid, (256, 1, 1), 0, *pointers(*[*found, None][:3], *[*tensors, None][:3]), *wgmma.strides(*tensors, k)[:3],
         batch, kv_heads, heads, keys, queries, d,
     )  # fmt: skip
     return [x[:, :, :, 0] for x in found]
