@@ -52,7 +52,7 @@ class GPT2(torch.nn.Module):
 
     Args:
         config: the sizes.
-        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax), "v3", "v4" (fused, for 16-bit types)
+        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax), "v3", "v4" (fused)
             or "sdpa" (torch's fused attention). None: the default of cukern.attention, or v1 under `use_kernels`.
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
