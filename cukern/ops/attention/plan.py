@@ -77,8 +77,8 @@ class WgmmaTile(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
     def forward_bytes(self, head_dim: int) -> int:
-        """Shared memory in bytes: the rings of Q, K and V, and mbarriers."""
-        return 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (4 + 4 * self.stages)
+        """Shared memory in bytes: Q, the rings of K and V, and mbarriers."""
+        return (self.rows + 2 * self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (1 + 4 * self.stages)
 
     def backward_bytes(self, head_dim: int) -> int:
         """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
@@ -103,7 +103,7 @@ WGMMA_FORWARD = {
 WGMMA_BACKWARD = {
     64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
     96: WgmmaBackwardTile(WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
-    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(64, 2, 3, 1)),
+    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
 }
 
 

@@ -64,9 +64,8 @@ def forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, options: 
     (batch, heads, queries, d), (kv_heads, keys), padded = q.shape, k.shape[1:3], plan.wgmma_head_dim(q.shape[3])
     tile, group = plan.wgmma_forward(padded, keys, options.softcap != 0), heads // kv_heads
     blocks = -(-queries // tile.rows)
-    grid = min(blocks * batch * heads, device_of(q.get_device()).sms * tile.per_sm)
     _forward_kernel(q.dtype, padded, options.softcap != 0, tile).on(q.get_device())(
-        (grid, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
+        (blocks * batch * heads, 1, 1), (tile.threads, 1, 1), tile.forward_bytes(padded),
         *pointers(out, lse), _map(q, tile.rows), _map(k, tile.columns), _map(v, tile.columns), *strides(out),
         blocks, heads, batch, group, plan.section(keys, d, group, batch * heads),
         queries, keys, options.window or _NO_WINDOW, d, options.causal, *factors,

@@ -5,7 +5,7 @@ import torch
 from helpers import DEVICE, PLACE, kernels, same_bits
 
 import cukern
-from cukern.ops.attention import fused, wgmma
+from cukern.ops.attention import fused, plan, wgmma
 from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
 from cukern.runtime.compiler import compiled
 from cukern.runtime.device import KNOWN, assumed
@@ -107,6 +107,13 @@ def test_window(case, version):
         for dtype in (torch.float64, inputs[0].dtype)
     )
     assert_close(found, exact, peer)
+
+
+def test_the_tile_for_many_keys(monkeypatch):
+    monkeypatch.setattr(plan, "LONG", 1)
+    q, k, v = (x.detach() for x in draw(1, 2, 1, 250, 300, 64, BF16))  # three warpgroups, two thread blocks
+    found, expected = (cukern.attention(q, k, v, version=version).double() for version in ("v4", "v1"))
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
 
 
 def test_window_of_one_query_and_of_packed_inputs():
