@@ -17,6 +17,11 @@ from cukern.runtime.sources import Source, kernels_dir
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def __tracebackhide__(caught: Any) -> bool:
+    """pytest leaves out the frames of this file if the simulator reports a fault."""
+    return hasattr(caught.value, "_render_traceback_")
+
+
 def _outside_graphs(function: _Function) -> _Function:
     """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph at this function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
