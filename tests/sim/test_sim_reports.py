@@ -530,6 +530,36 @@ def test_memory_between_the_rows_of_a_view_is_out_of_bounds(view, index, ok):
         simulate(text, out, x[view], index, block=1)
 
 
+TENSORS = {  # which tensor an instruction accesses changes with time, or from lane to lane
+    "in turn": "for (int i = 0; i < 6; ++i) v += (i % 2 ? x : y)[threadIdx.x];",
+    "by lane": "v = (threadIdx.x % 2 ? x : y)[threadIdx.x];",
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_one_instruction_that_accesses_several_tensors(name):
+    text = f"__global__ void k(int* out, const int* x, const int* y) {{ int v = 0; {TENSORS[name]} out[threadIdx.x] = v; }}"
+    x, y, out = iota(64), iota(64) * 5, ints(64)
+    simulate(text, out, x, y, block=64)
+    assert torch.equal(out, 3 * (x + y) if name == "in turn" else torch.where(iota(64) % 2 == 1, x, y))
+    with pytest.raises(sim.OutOfBounds, match=r"thread .63, .* 0 bytes after the end of the tensor of argument 'x', which has 252 bytes"):
+        simulate(text, out, x[:63], y, block=64)
+
+
+@pytest.mark.parametrize("index, offset", [("(int)threadIdx.x - 1", -4), ("threadIdx.x + 64", 256)])
+def test_offsets_outside_of_shared_memory(index, offset):
+    text = f"""
+__global__ void k(int* out) {{
+    __shared__ int s[64];
+    s[threadIdx.x] = 1;
+    __syncthreads();
+    out[threadIdx.x] = s[{index}];
+}}
+"""
+    with pytest.raises(sim.OutOfBounds, match=f"reads 4 bytes at offset {offset} of shared memory, but the block has 256 bytes of it$"):
+        simulate(text, ints(64), block=64)
+
+
 def test_scopes_nest():
     kernel, x = load(ADD), iota(32)
     with sim.memory.scope([x]):
