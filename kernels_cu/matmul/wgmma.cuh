@@ -2,54 +2,195 @@
 //
 // Operands   T is __half, __nv_bfloat16 or float (TF32). A_K and B_K as in mma.cuh; float requires both, because wgmma reads TF32 operands
 //            only along k. Addresses and strides are multiples of 16 bytes. TMA fills what is outside of a matrix with zeros.
+//            TERMS = 3: float operands that matmul_split has split into two TF32 numbers. Three products of them are added, and sums of
+//            32 elements of K are added to float registers, because tensor cores truncate their sums. The error is then that of float32.
 // Blocks     One warpgroup starts the copies (the producer); two compute, each half of the rows of the tile (the consumers). The producer
-//            runs ahead of the consumers, also to the next tile, so copies overlap the epilogue. mbarriers full[stage] and empty[stage]
-//            pass the stages of the ring buffer back and forth.
-// Clusters   The CLUSTER blocks of a cluster have neighbouring tiles along m. Each copies its part of the tile of B to all of them.
+//            runs ahead of the consumers, also to the next tile. mbarriers full[stage] and empty[stage] pass the stages of the ring buffer
+//            back and forth.
+// Clusters   A cluster computes CM x CN neighbouring tiles. Its blocks share the copies: each copies a part of the tile of A to the blocks
+//            with the same rows, and a part of the tile of B to those with the same columns.
 // Layout     A stage has BM + BN rows of 128 bytes, with the 128-byte swizzle. Along k: a row is a row of the operand. Along m or n: a row
 //            has 64 elements of one k, and each 64 rows are a box of 64 k.
-// Results    16-bit rows of whole 16 bytes, without a residual or split-K, go to global memory by TMA (BY_TMA), while the next tile is
-//            multiplied. Others are written by the threads.
-// Launch     grid: a multiple of CLUSTER, at most the number of SMs; block 384, dynamic shared memory Tile::BYTES.
+// Results    A warp writes 16 rows, 128 bytes of each at a time, to shared memory, from where TMA copies them. 16-bit results are rounded
+//            to registers, and finished while the next tile is multiplied: the tensor cores do not wait for them.
+// Launch     grid: a multiple of the cluster, at most the number of SMs; block 384, dynamic shared memory Tile::BYTES.
 #pragma once
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/launch.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "epilogue.cuh"
 
-template <int BM_, int BN_, int STAGES_, int CLUSTER_>
+template <int BM_, int BN_, int STAGES_, int CM_, int CN_, int TERMS_ = 1>
 struct WgmmaTile {
-    static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CLUSTER = CLUSTER_;
-    static constexpr int NJ = BN / 8, STAGE = (BM + BN) * 128;
+    static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CM = CM_, CN = CN_, CLUSTER = CM * CN, TERMS = TERMS_;
+    static constexpr int NJ = BN / 8, PARTS = TERMS == 3 ? 2 : 1, STAGE = (BM + BN) * 128 * PARTS;
     static_assert(BM == 128, "64 rows for each of two consumers");
-    using Staged = WarpTile<16, 32>;
-    static constexpr int BOX = 64 * 128;  // bytes of 64 x 64 results; each consumer has two boxes
-    static_assert(8 * Staged::BYTES <= 4 * BOX);
-    static constexpr int BARRIERS = STAGES * STAGE + 4 * BOX, BYTES = BARRIERS + STAGES * 16;
+    static constexpr int BOX = 16 * 128;  // bytes; each warp has two boxes
+    static constexpr int BOXES = STAGES * STAGE, BARRIERS = BOXES + 16 * BOX, BYTES = BARRIERS + STAGES * 16;
 };
 // The tiles of a cluster, as a tile for tile_origin.
 template <class S>
 struct ClusterTile {
-    static constexpr int BM = S::BM * S::CLUSTER, BN = S::BN;
+    static constexpr int BM = S::BM * S::CM, BN = S::BN * S::CN;
 };
-using Wgmma128x256 = WgmmaTile<128, 256, 4, 2>;
-using Wgmma128x192 = WgmmaTile<128, 192, 4, 2>;
-using Wgmma128x128 = WgmmaTile<128, 128, 6, 1>;
+using Wgmma128x256 = WgmmaTile<128, 256, 4, 2, 1>;
+using Wgmma128x192 = WgmmaTile<128, 192, 4, 2, 1>;
+using Wgmma128x128 = WgmmaTile<128, 128, 6, 1, 1>;
+using WgmmaSplit128x128 = WgmmaTile<128, 128, 3, 2, 1, 3>;
+
+// How results are stored: by TMA; by TMA, added to what is there; or by the threads, where TMA cannot.
+enum Storing { BY_TMA, ADDED, BY_THREADS };
+
+// Two 16-bit results as the bits of a pair.
+template <typename O>
+__device__ __forceinline__ unsigned narrow_pair(float x, float y) {
+    typename PairOf<O>::type pair;
+    narrow(pair, make_float2(x, y));
+    return reinterpret_cast<const unsigned&>(pair);
+}
+
+// A warp's part of the results: it finishes boxes of 16 rows x COLUMNS columns, each 128 bytes wide, in shared memory. The 16-byte unit u of
+// row r is at unit u ^ (r & 7), the 128-byte swizzle of TMA.
+template <typename T, typename O>
+struct Results {
+    O *out, *pre;
+    const T* bias;
+    const O* residual;
+    const CUtensorMap *map_out, *map_pre;
+    int M, N, activation, storing;
+    static constexpr int COLUMNS = 128 / sizeof(O), W = 16 / sizeof(O), BYTES = 2048;
+
+    // The bias of columns n and n + 1. N is even unless threads store the results.
+    __device__ __forceinline__ float2 bias_at(int n) const {
+        float two[2] = {};
+        if (storing == BY_THREADS) {
+            if (n < N) two[0] = load_as(bias[n]);
+            if (n + 1 < N) two[1] = load_as(bias[n + 1]);
+        } else if (n < N) {
+            unpack(two, load_vec<T, 2>(bias + n));
+        }
+        return make_float2(two[0], two[1]);
+    }
+
+    // Wait until the copies from the boxes, but for PENDING of them, have read them.
+    template <int PENDING>
+    __device__ __forceinline__ static void wait() {
+        if (threadIdx.x % 32 == 0) bulk_wait_read<PENDING>();
+        __syncwarp();
+    }
+
+    // Write a box. get(i) is the pair of row lane / 4 + i % 2 * 8 and columns i / 2 * 8 + lane % 4 * 2 + {0, 1}.
+    template <class Get>
+    __device__ __forceinline__ static void put(char* box, Get get) {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 4; i += 4) {
+            if constexpr (sizeof(O) == 2) {
+                unsigned bits[4] = {get(i), get(i + 1), get(i + 2), get(i + 3)};
+                stmatrix_x4(shared_address(box) + lane % 16 * 128 + ((i / 2 + lane / 16) ^ (lane & 7)) * 16, bits);
+            } else {
+#pragma unroll
+                for (int j = i; j < i + 4; ++j) {
+                    int row = lane / 4 + j % 2 * 8, unit = j / 2 * 2 + lane % 4 / 2;
+                    *reinterpret_cast<float2*>(box + row * 128 + (unit ^ (row & 7)) * 16 + lane % 2 * 8) = get(j);
+                }
+            }
+        }
+    }
+
+    // Finish the pre-activations of (m, n) of matrix z in a box, and start to store them.
+    __device__ __forceinline__ void finish(char* box, int m, int n, int z) const {
+        if (m >= M || n >= N) return;
+        if (pre && storing != BY_THREADS) {
+            copy_box(map_pre, box, m, n, z, false);
+            wait<0>();
+        }
+        if (activation != NONE || residual || storing == BY_THREADS) {
+            __syncwarp();
+            change_box(box, m, n, z);
+        }
+        if (storing != BY_THREADS) copy_box(map_out, box, m, n, z, storing == ADDED);
+    }
+
+private:
+    __device__ __forceinline__ static void copy_box(const CUtensorMap* map, char* box, int m, int n, int z, bool add) {
+        fence_async();
+        __syncwarp();
+        if (threadIdx.x % 32) return;
+        if (add) tma_add(map, shared_address(box), {n, m, z});
+        else tma_store(map, shared_address(box), {n, m, z});
+        bulk_commit();
+    }
+
+    // activation(box) + residual, in the box or, if threads store the results, to global memory.
+    __device__ __forceinline__ void change_box(char* box, int m, int n, int z) const {
+#pragma unroll 1
+        for (int i = threadIdx.x % 32; i < 128; i += 32) {
+            int row = i / 8, column = n + i % 8 * W;
+            long long at = ((long long)z * M + m + row) * N + column;
+            if (m + row >= M || column >= N) continue;
+            Vec<O, W>& x = *reinterpret_cast<Vec<O, W>*>(box + row * 128 + (i % 8 ^ (row & 7)) * 16);
+            float v[W];
+            unpack(v, x);
+            activate(v, activation);
+            if (storing != BY_THREADS) {
+                if (residual) add_to(v, load_vec<O, W>(residual + at));
+                x = pack<O, W>(v);
+            } else {
+#pragma unroll
+                for (int k = 0; k < W; ++k) {
+                    if (column + k >= N) break;
+                    if (pre) pre[at + k] = x.v[k];
+                    out[at + k] = O(residual ? v[k] + load_as(residual[at + k]) : v[k]);
+                }
+            }
+        }
+        __syncwarp();
+    }
+};
+
+// For TERMS = 3: split x, (batch, rows, K), into (2, batch, rows, ld_to): its big parts, then its small ones. ALONG_K: x is contiguous along
+// k, else along the rows; ld is the other stride, x_batch that of the batch. Grid batch * ceil(rows / 32) * ceil(K / 32), block (32, 8).
+template <bool ALONG_K>
+__global__ void __launch_bounds__(256)
+    matmul_split(float* to, const float* x, int batch, int rows, int K, long long ld_to, long long ld, long long x_batch) {
+    __shared__ float tile[32][33];
+    wait_for_previous();
+    int across = (K + 31) / 32, down = (rows + 31) / 32, z = blockIdx.x / (across * down);
+    int row0 = blockIdx.x / across % down * 32, k0 = blockIdx.x % across * 32, lane = threadIdx.x;
+    if constexpr (!ALONG_K) {
+#pragma unroll
+        for (int i = threadIdx.y; i < 32; i += 8)
+            if (row0 + lane < rows && k0 + i < K) tile[lane][i] = x[z * x_batch + (k0 + i) * ld + row0 + lane];
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = threadIdx.y; i < 32; i += 8) {
+        if (row0 + i >= rows || k0 + lane >= K) continue;
+        float big, small;
+        split_tf32(ALONG_K ? x[z * x_batch + (row0 + i) * ld + k0 + lane] : tile[i][lane], big, small);
+        long long at = ((long long)z * rows + row0 + i) * ld_to + k0 + lane;
+        to[at] = big;
+        to[at + (long long)batch * rows * ld_to] = small;
+    }
+}
 
 #if __CUDA_ARCH__ >= 900
-// Start the copies of COUNT rows (m or n) from `row` on, by 128 bytes of k from k0 on, of matrix z. The blocks of the cluster share them:
-// each copies its part to all.
-template <typename T, bool ALONG_K, int COUNT, int CLUSTER>
-__device__ __forceinline__ void copy_operand(unsigned to, const CUtensorMap* map, unsigned full, int row, int k0, int z) {
-    constexpr int BOX = ALONG_K ? COUNT / CLUSTER : 64;  // rows
+// Start the copies of COUNT rows (m or n) from `row` on, by 128 bytes of k from k0 on, of matrix z. SHARERS blocks of the cluster copy a
+// part each, to all whose ranks are bits of `ranks`.
+template <typename T, bool ALONG_K, int COUNT, int SHARERS>
+__device__ __forceinline__ void copy_operand(unsigned to, const CUtensorMap* map, unsigned full, int row, int k0, int z, int part,
+                                             unsigned ranks) {
+    constexpr int BOX = ALONG_K ? COUNT / SHARERS : 64;  // rows
     static_assert(BOX % 8 == 0 && COUNT % BOX == 0);
 #pragma unroll
-    for (int i = CLUSTER > 1 ? cluster_rank() : 0; i < COUNT / BOX; i += CLUSTER) {
+    for (int i = SHARERS > 1 ? part : 0; i < COUNT / BOX; i += SHARERS) {
         int x = ALONG_K ? k0 : row + BOX * i, y = ALONG_K ? row + BOX * i : k0;
-        if constexpr (CLUSTER > 1) tma_multicast(to + i * BOX * 128, map, full, {x, y, z}, (1 << CLUSTER) - 1);
+        if constexpr (SHARERS > 1) tma_multicast(to + i * BOX * 128, map, full, {x, y, z}, ranks);
         else tma_load(to + i * BOX * 128, map, full, {x, y, z});
     }
 }
@@ -67,74 +208,22 @@ struct Work {
     int m0, n0, z, split, first, count;
     __device__ __forceinline__ Work(int i, int tiles, const Sizes& s) {
         constexpr int BK = 128 / sizeof(T);
-        int part = i / tiles, k_tiles = (s.K + BK - 1) / BK;
+        int part = i / tiles, k_tiles = (s.K + BK - 1) / BK, rank = S::CLUSTER > 1 ? cluster_rank() : 0;
         split = part % s.splits, z = part / s.splits;
         first = int((long long)split * k_tiles / s.splits), count = int((split + 1ll) * k_tiles / s.splits) - first;
         tile_origin<ClusterTile<S>>(i % tiles, s.M, s.N, m0, n0);
-        if constexpr (S::CLUSTER > 1) m0 += cluster_rank() * S::BM;
+        m0 += rank % S::CM * S::BM;
+        n0 += rank / S::CM * S::BN;
     }
 };
 
-// Write 64 x 64 results of a warpgroup, eight fragments of its accumulators, to a box with the 128-byte swizzle.
-template <typename O>
-__device__ __forceinline__ void put_box(unsigned box, const float (&v)[8][4]) {
-    int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        Vec<O, 8> packed = pack<O, 8>(reinterpret_cast<const float (&)[8]>(v[j]));
-        stmatrix_x4(box + row * 128 + ((j + lane / 16) ^ (row & 7)) * 16, reinterpret_cast<const unsigned (&)[4]>(packed));
-    }
-}
-
-// Finish a warpgroup's 64 rows of a tile, from (m, n) of matrix z on, and start their copies to global memory. `slot` is the next of the
-// warpgroup's two boxes.
-template <typename T, typename O, int NJ>
-__device__ __forceinline__ void store_boxes(const float (&acc)[NJ][4], unsigned boxes, int& slot, const Output<T, O>& to,
-                                            const CUtensorMap* map_out, const CUtensorMap* map_pre, int m, int n, int z, int N) {
-    int number = 1 + threadIdx.x / 128, t = threadIdx.x % 4;
-    bool leader = threadIdx.x % 128 == 0;
-#pragma unroll 1
-    for (int i = 0; i < NJ / 8 && n < N; ++i, n += 64) {
-        float v[8][4];
-#pragma unroll
-        for (int j = 0; j < NJ; ++j)
-            if (i == j / 8)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) v[j % 8][k] = acc[j][k];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-            if (to.bias && n + 8 * j < N) {
-                float b[2];
-                unpack(b, load_vec<T, 2>(to.bias + n + 8 * j + 2 * t));
-#pragma unroll
-                for (int k = 0; k < 4; ++k) v[j][k] += b[k % 2];
-            }
-#pragma unroll 1
-        for (bool last = !to.pre;; last = true) {  // the pre-activation, then the result
-            if (last) activate(reinterpret_cast<float (&)[32]>(v), to.activation);
-            unsigned box = boxes + slot * 64 * 128;
-            slot ^= 1;
-            if (leader) bulk_wait_read<1>();  // the last copy from this box has read it
-            barrier_of(number, 128);
-            put_box<O>(box, v);
-            fence_async();
-            barrier_of(number, 128);
-            if (leader) {
-                tma_store(last ? map_out : map_pre, box, {n, m, z});
-                bulk_commit();
-            }
-            if (last) break;
-        }
-    }
-}
-
 template <typename T, typename O, bool A_K, bool B_K, class S>
 __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
-    matmul_v7(O* out, O* pre, float* partials, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+    matmul_v7(O* out, O* pre, const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
               const __grid_constant__ CUtensorMap map_out, const __grid_constant__ CUtensorMap map_pre, const T* bias, const O* residual,
-              Sizes s, int by_tma) {
+              Sizes s, int storing) {
 #if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
-    constexpr int BK = 128 / sizeof(T);
+    constexpr int BK = 128 / sizeof(T), A_BYTES = S::BM * 128, B_BYTES = S::BN * 128;
     extern __shared__ __align__(1024) char shared[];
     unsigned ring = shared_address(shared), full = ring + S::BARRIERS, empty = full + 8 * S::STAGES;
     if (threadIdx.x == 0) {
@@ -143,11 +232,16 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
             mbarrier_init(empty + 8 * i, 8 * S::CLUSTER);
         }
         mbarriers_made();
+        prefetch_tensor_map(&map_a);
+        prefetch_tensor_map(&map_b);
+        prefetch_tensor_map(&map_out);
     }
     if constexpr (S::CLUSTER > 1) cluster_sync();
     else __syncthreads();
-    int tiles = ((s.M + S::BM * S::CLUSTER - 1) / (S::BM * S::CLUSTER)) * ((s.N + S::BN - 1) / S::BN), works = tiles * s.splits * s.batch;
-    int stage = 0, phase = 0, warpgroup = threadIdx.x / 128;
+    wait_for_previous();
+    let_next_start();
+    int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN * S::CN - 1) / (S::BN * S::CN));
+    int works = tiles * s.splits * s.batch, stage = 0, phase = 0, warpgroup = threadIdx.x / 128;
     auto advance = [&] {
         stage = stage + 1 == S::STAGES ? 0 : stage + 1;
         phase ^= stage == 0;
@@ -155,69 +249,142 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     if (warpgroup == 2) {
         fewer_registers<40>();
         if (threadIdx.x == 256) {
+            int rank = S::CLUSTER > 1 ? cluster_rank() : 0, rank_m = rank % S::CM, rank_n = rank / S::CM;
+            unsigned same_m = 0, same_n = ((1 << S::CM) - 1) << rank_n * S::CM;
+            for (int i = 0; i < S::CN; ++i) same_m |= 1 << (rank_m + i * S::CM);
             for (int i = blockIdx.x / S::CLUSTER; i < works; i += gridDim.x / S::CLUSTER) {
                 Work<T, S> w(i, tiles, s);
-                int z_a = s.a_batch ? w.z : 0, z_b = s.b_batch ? w.z : 0;
                 for (int k = w.first; k < w.first + w.count; ++k, advance()) {
-                    unsigned a = ring + stage * S::STAGE, b = a + S::BM * 128;
-                    mbarrier_wait(empty + 8 * stage, phase ^ 1);
+                    unsigned a = ring + stage * S::STAGE, b = a + A_BYTES * S::PARTS;
+                    mbarrier_wait_in_block(empty + 8 * stage, phase ^ 1);
                     mbarrier_arrive(full + 8 * stage, S::STAGE);
-                    copy_operand<T, A_K, S::BM, 1>(a, &map_a, full + 8 * stage, w.m0, k * BK, z_a);
-                    copy_operand<T, B_K, S::BN, S::CLUSTER>(b, &map_b, full + 8 * stage, w.n0, k * BK, z_b);
+#pragma unroll
+                    for (int p = 0; p < S::PARTS; ++p) {
+                        int z_a = s.a_batch ? w.z + p * s.batch : p, z_b = s.b_batch ? w.z + p * s.batch : p;
+                        copy_operand<T, A_K, S::BM, S::CN>(a + p * A_BYTES, &map_a, full + 8 * stage, w.m0, k * BK, z_a, rank_n, same_m);
+                        copy_operand<T, B_K, S::BN, S::CM>(b + p * B_BYTES, &map_b, full + 8 * stage, w.n0, k * BK, z_b, rank_m, same_n);
+                    }
                 }
             }
         }
         __syncwarp();
     } else {
         more_registers<232>();
-        int warp = threadIdx.x / 32, row = warpgroup * 64, slot = 0;
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warpgroup * 64;
+        char* boxes = shared + S::BOXES + warp * 2 * S::BOX;
+        Results<T, O> results{out, pre, bias, residual, &map_out, &map_pre, s.M, s.N, s.activation, storing};
+        constexpr int BOXES = S::BN / results.COLUMNS, NB = results.COLUMNS / 8;  // fragments of a box
+        // 16-bit results are finished while the next tile is multiplied: two boxes wait in shared memory, the others in registers.
+        constexpr int HELD = sizeof(O) == 2 && BOXES > 2 ? BOXES - 2 : 0;
         float acc[S::NJ][4];
+        unsigned held[HELD * NB * 2 + 1] = {};
+        int next = BOXES, m = 0, n = 0, z = 0;  // the next box to finish, and where the warp's part of the tile begins
         auto release = [&](int i) {  // tell each block of the cluster that this warp has read stage i
-            if (threadIdx.x % 32 < S::CLUSTER) mbarrier_arrive(shared_of_rank(empty + 8 * i, threadIdx.x % 32));
+            if (lane < S::CLUSTER) mbarrier_arrive(shared_of_rank(empty + 8 * i, lane));
         };
-        float* staged = reinterpret_cast<float*>(shared + S::STAGES * S::STAGE + warp * S::Staged::BYTES);
+        auto finish_next = [&] {
+            if constexpr (HELD > 0) {
+                if (next >= 2) {
+                    results.template wait<0>();
+                    results.put(boxes + next % 2 * S::BOX, [&](int i) {
+                        unsigned bits = held[i];
+#pragma unroll
+                        for (int b = 1; b < HELD; ++b) bits = next == b + 2 ? held[b * NB * 2 + i] : bits;
+                        return bits;
+                    });
+                }
+            }
+            results.finish(boxes + next % 2 * S::BOX, m, n + next * results.COLUMNS, z);
+            ++next;
+        };
         for (int i = blockIdx.x / S::CLUSTER; i < works; i += gridDim.x / S::CLUSTER) {
             Work<T, S> w(i, tiles, s);
             int previous = 0;
+            if constexpr (S::TERMS == 3) {
+#pragma unroll
+                for (int j = 0; j < S::NJ * 4; ++j) acc[j / 4][j % 4] = 0;
+            }
+#pragma unroll 1
             for (int k = 0; k < w.count; ++k, advance()) {
-                unsigned a = ring + stage * S::STAGE, b = a + S::BM * 128;
-                mbarrier_wait(full + 8 * stage, phase);
+                unsigned a = ring + stage * S::STAGE, b = a + A_BYTES * S::PARTS;
+                mbarrier_wait_in_block(full + 8 * stage, phase);
                 wgmma_fence();
+                if constexpr (S::TERMS == 3) {
+                    float sum[S::NJ][4];
+#pragma unroll
+                    for (int i = 0; i < 12; ++i) {  // the small products first
+                        bool small_a = i < 4, small_b = i >= 4 && i < 8;
+                        wgmma<false, false, float>(sum, operand_at<true>(a + small_a * A_BYTES, row, i % 4),
+                                                   operand_at<true>(b + small_b * B_BYTES, 0, i % 4), i > 0);
+                    }
+                    wgmma_commit();
+                    wgmma_wait<0>(sum);
+                    release(stage);
+#pragma unroll
+                    for (int j = 0; j < S::NJ * 4; ++j) acc[j / 4][j % 4] += sum[j / 4][j % 4];
+                    continue;
+                }
 #pragma unroll
                 for (int step = 0; step < 4; ++step)
                     wgmma<!A_K, !B_K, T>(acc, operand_at<A_K>(a, row, step), operand_at<B_K>(b, 0, step), k + step > 0);
                 wgmma_commit();
+                if constexpr (sizeof(O) == 2) {
+#pragma unroll 1
+                    while (next < BOXES) {
+                        finish_next();
+                        if (k + 1 < w.count) break;
+                    }
+                }
                 if (k > 0) {
                     wgmma_wait<1>();
                     release(previous);
                 }
                 previous = stage;
             }
-            wgmma_wait<0>(acc);
-            release(previous);
-            long long C = (long long)s.M * s.N;
-            bool whole = s.splits == 1;
-            Output<T, O> to{out + w.z * C, pre ? pre + w.z * C : pre, bias, residual ? residual + w.z * C : residual, s.activation};
+            m = w.m0 + row + warp % 4 * 16, n = w.n0, z = w.split * s.batch + w.z;
+            if constexpr (S::TERMS == 1) {
+                wgmma_wait<0>(acc);
+                release(previous);
+            }
+            if (bias)
+#pragma unroll
+                for (int j = 0; j < S::NJ; ++j) {
+                    float2 two = results.bias_at(n + 8 * j + lane % 4 * 2);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) acc[j][k] += k % 2 ? two.y : two.x;
+                }
             if constexpr (sizeof(O) == 2) {
-                if (by_tma) {
-                    store_boxes(acc, ring + S::STAGES * S::STAGE + 2 * warpgroup * S::BOX, slot, to, &map_out, &map_pre, w.m0 + row, w.n0,
-                                w.z, s.N);
-                    continue;
+                results.template wait<0>();
+#pragma unroll
+                for (int b = 0; b < BOXES - HELD; ++b)
+                    results.put(boxes + b * S::BOX, [&](int i) { return narrow_pair<O>(acc[b * NB + i / 2][i % 2 * 2], acc[b * NB + i / 2][i % 2 * 2 + 1]); });
+#pragma unroll
+                for (int i = 0; i < HELD * NB * 2; ++i)
+                    held[i] = narrow_pair<O>(acc[2 * NB + i / 2][i % 2 * 2], acc[2 * NB + i / 2][i % 2 * 2 + 1]);
+                next = 0;
+            } else {
+#pragma unroll 1
+                for (int b = 0; b < BOXES && n + b * results.COLUMNS < s.N; ++b) {
+                    if (b == 0) results.template wait<0>();  // box 0 may be the last that the tile before has used
+                    else results.template wait<1>();
+                    results.put(boxes + b % 2 * S::BOX, [&](int i) {
+                        float2 x = {};
+#pragma unroll
+                        for (int c = 0; c < BOXES; ++c) {
+                            const float* d = acc[c * NB + i / 2] + i % 2 * 2;
+                            x.x = b == c ? d[0] : x.x, x.y = b == c ? d[1] : x.y;
+                        }
+                        return x;
+                    });
+                    results.finish(boxes + b % 2 * S::BOX, m, n + b * results.COLUMNS, z);
                 }
             }
-            Output<T, float> part{partials + ((long long)w.split * s.batch + w.z) * C, nullptr, nullptr, nullptr, NONE};
-#pragma unroll 1
-            for (int i = 0; i < S::NJ / 4; ++i) {  // 16 rows and 32 columns at a time
-#pragma unroll
-                for (int j = 0; j < S::NJ / 4; ++j)
-                    if (i == j) S::Staged::put(staged, reinterpret_cast<const float (&)[4][4]>(acc[4 * j]), 0);
-                int m = w.m0 + warp * 16, n = w.n0 + i * 32;
-                if (whole) S::Staged::store(to, staged, m, n, s.M, s.N);
-                else S::Staged::store(part, staged, m, n, s.M, s.N);
-                __syncwarp();
-            }
         }
-        bulk_wait_read<0>();
+        if constexpr (sizeof(O) == 2) {
+#pragma unroll 1
+            while (next < BOXES) finish_next();
+        }
+        results.template wait<0>();
     }
     if constexpr (S::CLUSTER > 1) cluster_sync();  // no block may end while others write to its shared memory
 #endif

@@ -66,7 +66,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, version: str, tile: str = "", pre
 def test_every_tile_and_layout(device, version, tile):
     """One row of tiles and a part of the next, in both directions, and a K that does not fill the last k tile."""
     need(version)
-    M, N = tile.rows * getattr(tile, "cluster", 1) + 8, tile.columns + 8
+    M, N = tile.rows * getattr(tile, "cluster_m", 1) + 8, tile.columns * getattr(tile, "cluster_n", 1) + 8
     split = getattr(tile, "split", False)
     for (ta, tb), dtype in zip(LAYOUTS, (F, F, F, F) if split else (B, H, B, H), strict=True):
         a, b = matrix(M, 72, ta, dtype, device), matrix(72, N, tb, dtype, device)
@@ -237,7 +237,7 @@ def test_plans_fit_the_gpu(name):
             plan = mma_plan.plan(M, N, K, batch, itemsize, terms, device, True)
             assert plan.tile.shared <= device.shared_bytes and 1 <= plan.splits <= max(1, K * itemsize // 128)
             assert mma_plan.plan(M, N, K, batch, itemsize, terms, device, False).splits == 1
-        wide = wgmma_plan.plan(M, N, K, batch, 2, True, device, True)
+        wide = wgmma_plan.plan(M, N, K, batch, 2, 1, True, device, True)
         assert (wide is None) == (name != "h200")
         if wide is not None:
             assert wide.tile.shared <= device.shared_bytes and wide.grid % wide.tile.cluster == 0 < wide.grid <= device.sms
