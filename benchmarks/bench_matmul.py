@@ -1,5 +1,5 @@
-"""matmul and linear under pytest-benchmark: `pytest benchmarks/bench_matmul.py`. Besides the ops' own shapes: the products of transformers in
-bfloat16, in the layouts of the forward (NT) and of the gradients of the input (NN) and of the weight (TN), by v7 and by cuBLAS."""
+"""matmul and linear under pytest-benchmark: `pytest benchmarks/bench_matmul.py`. Besides the ops' own shapes: products of transformers in
+bfloat16 by v7 and by cuBLAS, in the layouts of the forward (NT) and of the gradients of the input (NN) and of the weight (TN)."""
 
 import itertools
 
