@@ -70,7 +70,7 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
 def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int) -> None:
     index, (of_a, of_b, of_out) = a.get_device(), found.maps
     if terms == 3:
-        a, b = (_split(x, operand, rows, a.shape[-1]) for x, operand, rows in zip((a, b), found.operands, (a.shape[-2], b.shape[-1])))
+        a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
     first = encode(index, a.data_ptr(), a.dtype, *of_a)
     last = encode(index, b.data_ptr(), b.dtype, *of_b)
     storing, residual, results = BY_THREADS, e.residual, [first, first]
@@ -83,13 +83,18 @@ def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
 
 
-def _split(x: Tensor, operand: _Operand, rows: int, K: int) -> Tensor:
-    """The float32 operand (rows x K) as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes."""
-    batch, ld = (x.shape[0] if operand.batch else 1), -(-K // 4) * 4
-    out = torch.empty(2, batch, rows, ld, dtype=x.dtype, device=x.device)
+def _split(x: Tensor, operand: _Operand, rows: int) -> Tensor:
+    """The float32 operand x (rows x K), or a batch, as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes."""
+    K, batch = x.shape[-1], x.shape[0] if operand.batch else 1
+    out = torch.empty(2, batch, rows, _padded(K), dtype=x.dtype, device=x.device)
     grid = batch * -(-rows // 32) * -(-K // 32), 1, 1
-    SPLIT[operand.along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), batch, rows, K, ld, operand.ld, operand.batch)
+    numbers = batch, rows, K, _padded(K), operand.ld, operand.batch
+    SPLIT[operand.along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), *numbers)
     return out
+
+
+def _padded(K: int) -> int:
+    return -(-K // 4) * 4
 
 
 def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, sizes: bytes) -> None:
@@ -120,18 +125,22 @@ def _prepared(
         wide = wgmma_plan.plan(*problem, terms, a.along_k and b.along_k, *rest)
     sizes = _SIZES.pack(M, N, K, batch, planned.splits, activation, a.ld, b.ld, a.batch, b.batch)
     if wide is None or not _preferred(wide, planned, splitting):
-        tile = planned.tile
-        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name]
-        grid, block = batch * planned.splits * -(-M // tile.rows) * -(-N // tile.columns), 32 * tile.warps
-        return _Launch(kernel, (grid, 1, 1), (block, 1, 1), tile.shared, sizes, planned.splits, (), ())
-    splits, tile7 = wide.splits, wide.tile
+        old = planned.tile
+        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, old.name]
+        grid, block = batch * planned.splits * -(-M // old.rows) * -(-N // old.columns), 32 * old.warps
+        return _Launch(kernel, (grid, 1, 1), (block, 1, 1), old.shared, sizes, planned.splits, (), ())
+    tile, splits = wide.tile, wide.splits
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
     stored = torch.float32 if splits > 1 else out_dtype
-    copied = tuple(_Operand(True, -(-K // 4) * 4, -(-K // 4) * 4 * n if x.batch else 0) for x, n in ((a, M), (b, N))) if terms == 3 else (a, b)
-    kernel = V7[dtype, stored, copied[0].along_k, copied[1].along_k, tile7.name]
-    parts = (copied[0], M, tile7.rows // tile7.cluster_n), (copied[1], N, tile7.columns // tile7.cluster_m)
+    read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
+    parts = (read[0], M, tile.rows // tile.cluster_n), (read[1], N, tile.columns // tile.cluster_m)
     maps = *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), _map_of_results(M, N, batch * splits, stored)
-    return _Launch(kernel, (wide.grid, 1, 1), (wgmma_plan.THREADS, 1, 1), tile7.shared, sizes, splits, (a, b), maps)
+    kernel = V7[dtype, stored, read[0].along_k, read[1].along_k, tile.name]
+    return _Launch(kernel, (wide.grid, 1, 1), (wgmma_plan.THREADS, 1, 1), tile.shared, sizes, splits, (a, b), maps)
+
+
+def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
+    return _Operand(True, _padded(K), rows * _padded(K) if x.batch else 0)
 
 
 def _preferred(wide: wgmma_plan.Plan, other: mma_plan.Plan, splitting: bool) -> bool:
@@ -155,11 +164,10 @@ def _operand(shape: Sizes, strides: Sizes, batch: int) -> _Operand | None:
 
 def _map(x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype, terms: int) -> tuple[Any, ...]:
     """The arguments of `encode` for boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
-    (outer, inner), box, batch = ((rows, K), box, batch) if x.along_k else ((K, rows), 64, batch)
-    count, stride = (batch, x.batch) if x.batch else (1, rows * x.ld)
-    if terms == 3:
-        count *= 2
-    return (count, outer, inner), (stride if count > 1 else 0, x.ld, 1), (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
+    outer, inner, box = (rows, K, box) if x.along_k else (K, rows, 64)
+    count, stride = (batch if x.batch else 1) * (2 if terms == 3 else 1), x.batch or rows * x.ld
+    strides = stride if count > 1 else 0, x.ld, 1
+    return (count, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
 
 
 def _map_of_results(M: int, N: int, batch: int, dtype: torch.dtype) -> tuple[Any, ...]:
