@@ -30,6 +30,7 @@ struct WgmmaTile {
     static constexpr int NJ = BN / 8, PARTS = TERMS == 3 ? 2 : 1, STAGE = (BM + BN) * 128 * PARTS;
     static_assert(BM == 128, "64 rows for each of two consumers");
     static constexpr int BOX = 16 * 128;  // bytes; each warp has two boxes
+    static_assert(STAGES * STAGE >= 8 * BN * 64);  // the results of a block
     static constexpr int BOXES = STAGES * STAGE, BARRIERS = BOXES + 16 * BOX, BYTES = BARRIERS + STAGES * 16;
 };
 // The tiles of a cluster, as a tile for tile_origin.
@@ -53,6 +54,23 @@ __device__ __forceinline__ unsigned narrow_pair(float x, float y) {
     return reinterpret_cast<const unsigned&>(pair);
 }
 
+// Two neighbouring biases: 16-bit ones in one register.
+template <typename T>
+struct TwoOf {
+    unsigned bits;
+    __device__ __forceinline__ float2 wide() const { return widen(typename PairOf<T>::type(), bits); }
+};
+template <>
+struct TwoOf<float> {
+    float2 two;
+    __device__ __forceinline__ float2 wide() const { return two; }
+};
+
+template <typename T>
+__device__ __forceinline__ TwoOf<T> load_two(const T* bias, int n, int N) {
+    return n < N ? *reinterpret_cast<const TwoOf<T>*>(bias + n) : TwoOf<T>{};
+}
+
 // A warp's part of the results: it finishes boxes of 16 rows x COLUMNS columns, each 128 bytes wide, in shared memory. The 16-byte unit u of
 // row r is at unit u ^ (r & 7), the 128-byte swizzle of TMA.
 template <typename T, typename O>
@@ -63,18 +81,6 @@ struct Results {
     const CUtensorMap *map_out, *map_pre;
     int M, N, activation, storing;
     static constexpr int COLUMNS = 128 / sizeof(O), W = 16 / sizeof(O), BYTES = 2048;
-
-    // The bias of columns n and n + 1. N is even unless threads store the results.
-    __device__ __forceinline__ float2 bias_at(int n) const {
-        float two[2] = {};
-        if (storing == BY_THREADS) {
-            if (n < N) two[0] = load_as(bias[n]);
-            if (n + 1 < N) two[1] = load_as(bias[n + 1]);
-        } else if (n < N) {
-            unpack(two, load_vec<T, 2>(bias + n));
-        }
-        return make_float2(two[0], two[1]);
-    }
 
     // Wait until the copies from the boxes, but for PENDING of them, have read them.
     template <int PENDING>
@@ -102,19 +108,18 @@ struct Results {
         }
     }
 
-    // Finish the pre-activations of (m, n) of matrix z in a box, and start to store them.
-    __device__ __forceinline__ void finish(char* box, int m, int n, int z) const {
+    // Half of the rows of a box at (m, n) of matrix z: change pre-activations to results. The second half starts to store the box.
+    __device__ __forceinline__ void finish(char* box, int half, int m, int n, int z) const {
         if (m >= M || n >= N) return;
-        if (pre && storing != BY_THREADS) {
+        if (half == 0 && pre && storing != BY_THREADS) {
             copy_box(map_pre, box, m, n, z, false);
             wait<0>();
         }
-        if (activation != NONE || residual || storing == BY_THREADS) {
-            __syncwarp();
-            change_box(box, m, n, z);
-        }
-        if (storing != BY_THREADS) copy_box(map_out, box, m, n, z, storing == ADDED);
+        if (changes()) change_rows(box, half, m, n, z);
+        if (half == 1 && storing != BY_THREADS) copy_box(map_out, box, m, n, z, storing == ADDED);
     }
+
+    __device__ __forceinline__ bool changes() const { return activation != NONE || residual || storing == BY_THREADS; }
 
 private:
     __device__ __forceinline__ static void copy_box(const CUtensorMap* map, char* box, int m, int n, int z, bool add) {
@@ -127,9 +132,10 @@ private:
     }
 
     // activation(box) + residual, in the box or, if threads store the results, to global memory.
-    __device__ __forceinline__ void change_box(char* box, int m, int n, int z) const {
+    __device__ __forceinline__ void change_rows(char* box, int half, int m, int n, int z) const {
+        __syncwarp();
 #pragma unroll 1
-        for (int i = threadIdx.x % 32; i < 128; i += 32) {
+        for (int i = half * 64 + threadIdx.x % 32; i < half * 64 + 64; i += 32) {
             int row = i / 8, column = n + i % 8 * W;
             long long at = ((long long)z * M + m + row) * N + column;
             if (m + row >= M || column >= N) continue;
@@ -202,15 +208,29 @@ __device__ __forceinline__ unsigned long long operand_at(unsigned tile, int row,
     else return describe(tile + row * 128 + step * 2048, 8192, 1024) | SWIZZLED;
 }
 
+// A barrier of a cluster, or of a block alone. In a cluster it orders no memory accesses but those to mbarriers that mbarriers_made orders.
+template <int CLUSTER>
+__device__ __forceinline__ void meet() {
+    if constexpr (CLUSTER > 1) {
+        __syncwarp();
+        cluster_arrive_relaxed();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+}
+
 // The work of a cluster: tile, matrix z, and the k tiles [first, first + count).
 template <typename T, class S>
 struct Work {
     int m0, n0, z, split, first, count;
     __device__ __forceinline__ Work(int i, int tiles, const Sizes& s) {
-        constexpr int BK = 128 / sizeof(T);
-        int part = i / tiles, k_tiles = (s.K + BK - 1) / BK, rank = S::CLUSTER > 1 ? cluster_rank() : 0;
-        split = part % s.splits, z = part / s.splits;
-        first = int((long long)split * k_tiles / s.splits), count = int((split + 1ll) * k_tiles / s.splits) - first;
+        int rank = S::CLUSTER > 1 ? cluster_rank() : 0, part = i / tiles;
+        z = part, split = 0, first = 0, count = (s.K + 128 / int(sizeof(T)) - 1) / (128 / int(sizeof(T)));
+        if (s.splits > 1) {
+            split = part % s.splits, z = part / s.splits;
+            first = split * unsigned(count) / s.splits, count = (split + 1) * unsigned(count) / s.splits - first;
+        }
         tile_origin<ClusterTile<S>>(i % tiles, s.M, s.N, m0, n0);
         m0 += rank % S::CM * S::BM;
         n0 += rank / S::CM * S::BN;
@@ -226,18 +246,16 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     constexpr int BK = 128 / sizeof(T), A_BYTES = S::BM * 128, B_BYTES = S::BN * 128;
     extern __shared__ __align__(1024) char shared[];
     unsigned ring = shared_address(shared), full = ring + S::BARRIERS, empty = full + 8 * S::STAGES;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < S::STAGES; ++i) {
-            mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, 8 * S::CLUSTER);
-        }
+    if (threadIdx.x < S::STAGES) {
+        mbarrier_init(full + 8 * threadIdx.x, 1);
+        mbarrier_init(empty + 8 * threadIdx.x, 8 * S::CLUSTER);
         mbarriers_made();
+    } else if (threadIdx.x == 256) {
         prefetch_tensor_map(&map_a);
         prefetch_tensor_map(&map_b);
         prefetch_tensor_map(&map_out);
     }
-    if constexpr (S::CLUSTER > 1) cluster_sync();
-    else __syncthreads();
+    meet<S::CLUSTER>();
     wait_for_previous();
     let_next_start();
     int tiles = ((s.M + S::BM * S::CM - 1) / (S::BM * S::CM)) * ((s.N + S::BN * S::CN - 1) / (S::BN * S::CN));
@@ -271,31 +289,37 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
     } else {
         more_registers<232>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warpgroup * 64;
-        char* boxes = shared + S::BOXES + warp * 2 * S::BOX;
         Results<T, O> results{out, pre, bias, residual, &map_out, &map_pre, s.M, s.N, s.activation, storing};
         constexpr int BOXES = S::BN / results.COLUMNS, NB = results.COLUMNS / 8;  // fragments of a box
         // 16-bit results are finished while the next tile is multiplied: two boxes wait in shared memory, the others in registers.
         constexpr int HELD = sizeof(O) == 2 && BOXES > 2 ? BOXES - 2 : 0;
         float acc[S::NJ][4];
         unsigned held[HELD * NB * 2 + 1] = {};
-        int next = BOXES, m = 0, n = 0, z = 0;  // the next box to finish, and where the warp's part of the tile begins
+        int next = 2 * BOXES, m = 0, n = 0, z = 0;  // the next half of a box to finish, and where the warp's part of the tile begins
         auto release = [&](int i) {  // tell each block of the cluster that this warp has read stage i
             if (lane < S::CLUSTER) mbarrier_arrive(shared_of_rank(empty + 8 * i, lane));
         };
+        bool ended = false;  // after the last tile: boxes are in the ring buffer, too, which is free then
+        auto box_at = [&](int b) { return shared + (ended && b >= 2 ? warp * BOXES + b : S::BOXES / S::BOX + 2 * warp + b % 2) * S::BOX; };
         auto finish_next = [&] {
+            int b = next / 2;
             if constexpr (HELD > 0) {
-                if (next >= 2) {
-                    results.template wait<0>();
-                    results.put(boxes + next % 2 * S::BOX, [&](int i) {
+                if (b >= 2 && next % 2 == 0) {
+                    if (!ended) results.template wait<0>();
+                    results.put(box_at(b), [&](int i) {
                         unsigned bits = held[i];
 #pragma unroll
-                        for (int b = 1; b < HELD; ++b) bits = next == b + 2 ? held[b * NB * 2 + i] : bits;
+                        for (int c = 1; c < HELD; ++c) bits = b == c + 2 ? held[c * NB * 2 + i] : bits;
                         return bits;
                     });
                 }
             }
-            results.finish(boxes + next % 2 * S::BOX, m, n + next * results.COLUMNS, z);
+            results.finish(box_at(b), next % 2, m, n + b * results.COLUMNS, z);
             ++next;
+        };
+        auto free_ring = [&] {  // all copies have arrived, and both consumers have read them
+            barrier_of(1, 256);
+            ended = true;
         };
         for (int i = blockIdx.x / S::CLUSTER; i < works; i += gridDim.x / S::CLUSTER) {
             Work<T, S> w(i, tiles, s);
@@ -330,9 +354,9 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 wgmma_commit();
                 if constexpr (sizeof(O) == 2) {
 #pragma unroll 1
-                    while (next < BOXES) {
+                    while (next < 2 * BOXES) {
                         finish_next();
-                        if (k + 1 < w.count) break;
+                        if (k + 1 < w.count && (next % 2 == 0 || results.changes())) break;
                     }
                 }
                 if (k > 0) {
@@ -342,6 +366,11 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 previous = stage;
             }
             m = w.m0 + row + warp % 4 * 16, n = w.n0, z = w.split * s.batch + w.z;
+            auto bias_at = [&](int j) { return load_two(bias, n + 8 * j + lane % 4 * 2, s.N); };
+            TwoOf<T> of_bias[S::NJ / 2];  // half of them while the last products are computed; the others are then in L1
+            if (bias)
+#pragma unroll
+                for (int j = 0; j < S::NJ; j += 2) of_bias[j / 2] = bias_at(j);
             if constexpr (S::TERMS == 1) {
                 wgmma_wait<0>(acc);
                 release(previous);
@@ -349,7 +378,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
             if (bias)
 #pragma unroll
                 for (int j = 0; j < S::NJ; ++j) {
-                    float2 two = results.bias_at(n + 8 * j + lane % 4 * 2);
+                    float2 two = (j % 2 ? bias_at(j) : of_bias[j / 2]).wide();
 #pragma unroll
                     for (int k = 0; k < 4; ++k) acc[j][k] += k % 2 ? two.y : two.x;
                 }
@@ -357,17 +386,18 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 results.template wait<0>();
 #pragma unroll
                 for (int b = 0; b < BOXES - HELD; ++b)
-                    results.put(boxes + b * S::BOX, [&](int i) { return narrow_pair<O>(acc[b * NB + i / 2][i % 2 * 2], acc[b * NB + i / 2][i % 2 * 2 + 1]); });
+                    results.put(box_at(b), [&](int i) { return narrow_pair<O>(acc[b * NB + i / 2][i % 2 * 2], acc[b * NB + i / 2][i % 2 * 2 + 1]); });
 #pragma unroll
                 for (int i = 0; i < HELD * NB * 2; ++i)
                     held[i] = narrow_pair<O>(acc[2 * NB + i / 2][i % 2 * 2], acc[2 * NB + i / 2][i % 2 * 2 + 1]);
                 next = 0;
             } else {
+                if (i + gridDim.x / S::CLUSTER >= works) free_ring();
 #pragma unroll 1
                 for (int b = 0; b < BOXES && n + b * results.COLUMNS < s.N; ++b) {
                     if (b == 0) results.template wait<0>();  // box 0 may be the last that the tile before has used
-                    else results.template wait<1>();
-                    results.put(boxes + b % 2 * S::BOX, [&](int i) {
+                    else if (b == 1 || !ended) results.template wait<1>();
+                    results.put(box_at(b), [&](int i) {
                         float2 x = {};
 #pragma unroll
                         for (int c = 0; c < BOXES; ++c) {
@@ -376,17 +406,19 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                         }
                         return x;
                     });
-                    results.finish(boxes + b % 2 * S::BOX, m, n + b * results.COLUMNS, z);
+#pragma unroll 1
+                    for (int half = 0; half < 2; ++half) results.finish(box_at(b), half, m, n + b * results.COLUMNS, z);
                 }
             }
         }
         if constexpr (sizeof(O) == 2) {
+            free_ring();
 #pragma unroll 1
-            while (next < BOXES) finish_next();
+            while (next < 2 * BOXES) finish_next();
         }
         results.template wait<0>();
     }
-    if constexpr (S::CLUSTER > 1) cluster_sync();  // no block may end while others write to its shared memory
+    if constexpr (S::CLUSTER > 1) meet<S::CLUSTER>();  // no block may end while others arrive at its mbarriers
 #endif
 }
 #endif

@@ -73,13 +73,15 @@ def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue
         a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
     first = encode(index, a.data_ptr(), a.dtype, *of_a)
     last = encode(index, b.data_ptr(), b.dtype, *of_b)
-    storing, residual, results = BY_THREADS, e.residual, [first, first]
-    if of_out and not any(p % 16 for p in pointers(out, e.pre, e.bias, residual)):
+    storing, bias, residual, results = BY_THREADS, e.bias, e.residual, [first, first]
+    if bias is not None and (bias.data_ptr() % (2 * bias.itemsize) or len(bias) % 2):
+        bias = torch.nn.functional.pad(bias, (0, 2 - len(bias) % 2))  # the kernel loads pairs
+    if of_out and not any(p % 16 for p in pointers(out, e.pre, residual)):
         storing = BY_TMA
         results = [encode(index, p, out.dtype, *of_out) if p else first for p in pointers(out, e.pre)]
         if residual is out and out.dtype == torch.float32:
             storing, residual = ADDED, None
-    arguments = *pointers(out, e.pre), first, last, *results, *pointers(e.bias, residual), found.sizes, storing
+    arguments = *pointers(out, e.pre), first, last, *results, *pointers(bias, residual), found.sizes, storing
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
 
 

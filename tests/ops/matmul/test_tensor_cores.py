@@ -99,6 +99,23 @@ def test_every_alignment(device, dtype, pad):
 
 
 @kernels
+def test_3xtf32_by_wgmma(device):
+    """The operands are split in any layout and alignment, with a bias, split-K, and as batches of which one is broadcast."""
+    need("v7")
+    for (ta, tb), (M, N, K) in zip(LAYOUTS, ((33, 70, 65), (130, 9, 34), (17, 68, 300), (1, 3, 131)), strict=True):
+        a, b = matrix(M, K, ta, F, device, 1), matrix(K, N, tb, F, device, 2)
+        with restricted("WgmmaSplit128x128"):
+            assert_right(multiply(a, b, "v7"), a, b, (M, N, K, ta, tb))
+            bias, residual = torch.randn(N, device=device), torch.randn(M, N, device=device)
+            ours = cukern.linear(a, b.t(), bias, residual=residual, precision="3xtf32", version="v7").double()
+            assert float((ours - a.double() @ b.double() - bias.double() - residual.double()).abs().max()) < 1e-4
+    a, b = torch.randn(3, 20, 24, device=device), torch.randn(24, 16, device=device)
+    with restricted("WgmmaSplit128x128"):
+        ours = cukern.matmul(a, b.expand(3, 24, 16), precision="3xtf32", version="v7")
+    assert float((ours.double() - a.double() @ b.double()).abs().max()) < 1e-4
+
+
+@kernels
 @pytest.mark.parametrize("version", ("v6", "v7"))
 def test_split_k(device, version, monkeypatch):
     """Partial sums in an order that does not change, with a bias, an activation and a residual after the last."""
@@ -204,6 +221,7 @@ def test_second_derivatives_of_an_epilogue(device):
 def test_precision_follows_torchs_switches(device):
     """float32 is strict, TF32 if torch allows it, and 3xTF32 if it, or a version of tensor cores, is named."""
     a, b = torch.randn(40, 260, device=device), torch.randn(260, 24, device=device)
+    name = "v7" if device_of(a.get_device()).capability >= 90 else "v6"
     strict = cukern.matmul(a, b)
     assert same_bits(strict, cukern.matmul(a, b, version="v5")) and same_bits(strict, cukern.matmul(a, b, precision="ieee"))
     tf32, three = cukern.matmul(a, b, precision="tf32"), cukern.matmul(a, b, precision="3xtf32")
@@ -212,9 +230,9 @@ def test_precision_follows_torchs_switches(device):
     assert errors[0] < 5e-7 and errors[1] < 5e-7 and 5e-5 < errors[2] < 1e-3, errors
     assert not same_bits(strict, three)
     with environment.float32_products(True):
-        assert same_bits(cukern.matmul(a, b, version="v6"), tf32) and same_bits(cukern.matmul(a, b, precision="ieee"), strict)
-        assert same_bits(cukern.matmul(a, b, version="v6", precision="3xtf32"), three)
-    with cukern.use("matmul", "v6"):
+        assert same_bits(cukern.matmul(a, b, version=name), tf32) and same_bits(cukern.matmul(a, b, precision="ieee"), strict)
+        assert same_bits(cukern.matmul(a, b, version=name, precision="3xtf32"), three)
+    with cukern.use("matmul", name):
         assert same_bits(cukern.matmul(a, b), three)
 
 
