@@ -24,13 +24,14 @@
 #include "common/ptx/wgmma.cuh"
 #include "epilogue.cuh"
 
-template <int BM_, int BN_, int STAGES_, int CM_, int CN_, int TERMS_ = 1>
+template <int BM_, int BN_, int STAGES_, int CM_, int CN_, int CK_ = 1, int TERMS_ = 1>
 struct WgmmaTile {
-    static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CM = CM_, CN = CN_, CLUSTER = CM * CN, TERMS = TERMS_;
+    static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CM = CM_, CN = CN_, CK = CK_, CLUSTER = CM * CN * CK, TERMS = TERMS_;
     static constexpr int NJ = BN / 8, PARTS = TERMS == 3 ? 2 : 1, STAGE = (BM + BN) * 128 * PARTS;
     static_assert(BM == 128, "64 rows for each of two consumers");
     static constexpr int BOX = 16 * 128;  // bytes; each warp has two boxes
-    static_assert(STAGES * STAGE >= 8 * BN * 64);  // the results of a block
+    static constexpr int LD = BN + 8;  // floats of a row of partial sums; the stores of fragments have no bank conflicts
+    static_assert(STAGES * STAGE >= BM * LD * 4 && (CK == 1 || CM * CN == 1));
     static constexpr int BOXES = STAGES * STAGE, BARRIERS = BOXES + 16 * BOX, BYTES = BARRIERS + STAGES * 16;
 };
 // The tiles of a cluster, as a tile for tile_origin.
@@ -41,7 +42,8 @@ struct ClusterTile {
 using Wgmma128x256 = WgmmaTile<128, 256, 4, 2, 1>;
 using Wgmma128x192 = WgmmaTile<128, 192, 4, 2, 1>;
 using Wgmma128x128 = WgmmaTile<128, 128, 6, 1, 1>;
-using WgmmaSplit128x128 = WgmmaTile<128, 128, 3, 2, 1, 3>;
+using Wgmma128x128k4 = WgmmaTile<128, 128, 6, 1, 1, 4>;
+using WgmmaSplit128x128 = WgmmaTile<128, 128, 3, 2, 1, 1, 3>;
 
 // How results are stored: by TMA; by TMA, added to what is there; or by the threads, where TMA cannot.
 enum Storing { BY_TMA, ADDED, BY_THREADS };
@@ -227,15 +229,52 @@ struct Work {
     __device__ __forceinline__ Work(int i, int tiles, const Sizes& s) {
         int rank = S::CLUSTER > 1 ? cluster_rank() : 0, part = i / tiles;
         z = part, split = 0, first = 0, count = (s.K + 128 / int(sizeof(T)) - 1) / (128 / int(sizeof(T)));
-        if (s.splits > 1) {
-            split = part % s.splits, z = part / s.splits;
-            first = split * unsigned(count) / s.splits, count = (split + 1) * unsigned(count) / s.splits - first;
+        if (S::CK > 1 || s.splits > 1) {
+            int splits = S::CK > 1 ? S::CK : s.splits;
+            if (S::CK > 1) split = rank;
+            else split = part % splits, z = part / splits;
+            first = split * unsigned(count) / splits, count = (split + 1) * unsigned(count) / splits - first;
         }
         tile_origin<ClusterTile<S>>(i % tiles, s.M, s.N, m0, n0);
         m0 += rank % S::CM * S::BM;
-        n0 += rank / S::CM * S::BN;
+        n0 += rank / S::CM % S::CN * S::BN;
     }
 };
+
+// Split-K in a cluster: store a consumer's accumulators, wait for those of the other blocks, add a part of the rows of the tile, in the order
+// of k, and finish it.
+template <typename T, typename O, class S>
+__device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float* sums, const Output<T, O>& to, int m0, int n0, int M, int N) {
+    int lane = threadIdx.x % 32, rank = cluster_rank();
+    barrier_of(1, 256);  // all copies have arrived, and both consumers have read them: the ring buffer is free
+#pragma unroll
+    for (int i = 0; i < 2 * S::NJ; ++i)
+        *reinterpret_cast<float2*>(sums + (threadIdx.x / 32 * 16 + lane / 4 + i % 2 * 8) * S::LD + i / 2 * 8 + lane % 4 * 2) =
+            make_float2(acc[i / 2][i % 2 * 2], acc[i / 2][i % 2 * 2 + 1]);
+    cluster_sync();
+    constexpr int W = Output<T, O>::WIDTH;
+    int first = rank * S::BM / S::CK, end = (rank + 1) * S::BM / S::CK;
+    for (int i = first * (S::BN / W) + threadIdx.x; i < end * (S::BN / W); i += 256) {
+        int row = i / (S::BN / W), column = i % (S::BN / W) * W;
+        long long at = (m0 + row) * (long long)N + n0 + column;
+        float v[W] = {};
+#pragma unroll
+        for (int c = 0; c < S::CK; ++c)
+#pragma unroll
+            for (int k = 0; k < W; k += 4) {
+                float4 x = ld_cluster<float4>(shared_of_rank(shared_address(sums + row * S::LD + column + k), c));
+                v[k] += x.x, v[k + 1] += x.y, v[k + 2] += x.z, v[k + 3] += x.w;
+            }
+        if (m0 + row >= M || n0 + column >= N) continue;
+        if (to.vectors(N)) {
+            to.template finish<W>(v, at, n0 + column);
+        } else {
+#pragma unroll
+            for (int k = 0; k < W; ++k)
+                if (n0 + column + k < N) to.template finish<1>(reinterpret_cast<float (&)[1]>(v[k]), at + k, n0 + column + k);
+        }
+    }
+}
 
 template <typename T, typename O, bool A_K, bool B_K, class S>
 __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
@@ -286,6 +325,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
             }
         }
         __syncwarp();
+        if (S::CK > 1) cluster_sync();  // as in add_partials
     } else {
         more_registers<232>();
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warpgroup * 64;
@@ -365,6 +405,13 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 }
                 previous = stage;
             }
+            if constexpr (S::CK > 1) {
+                wgmma_wait<0>(acc);
+                long long C = (long long)s.M * s.N * w.z;
+                Output<T, O> to{out + C, pre ? pre + C : pre, bias, residual ? residual + C : residual, s.activation};
+                add_partials<T, O, S>(acc, reinterpret_cast<float*>(shared), to, w.m0, w.n0, s.M, s.N);
+                break;
+            }
             m = w.m0 + row + warp % 4 * 16, n = w.n0, z = w.split * s.batch + w.z;
             auto bias_at = [&](int j) { return load_two(bias, n + 8 * j + lane % 4 * 2, s.N); };
             TwoOf<T> of_bias[S::NJ / 2];  // half of them while the last products are computed; the others are then in L1
@@ -411,7 +458,7 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
                 }
             }
         }
-        if constexpr (sizeof(O) == 2) {
+        if constexpr (sizeof(O) == 2 && S::CK == 1) {
             free_ring();
 #pragma unroll 1
             while (next < 2 * BOXES) finish_next();

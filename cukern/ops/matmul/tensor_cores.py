@@ -136,7 +136,10 @@ def _prepared(
     stored = torch.float32 if splits > 1 else out_dtype
     read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
     parts = (read[0], M, tile.rows // tile.cluster_n), (read[1], N, tile.columns // tile.cluster_m)
-    maps = *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), _map_of_results(M, N, batch * splits, stored)
+    maps = (
+        *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts),
+        () if tile.cluster_k > 1 else _map_of_results(M, N, batch * splits, stored),
+    )
     kernel = V7[dtype, stored, read[0].along_k, read[1].along_k, tile.name]
     return _Launch(kernel, (wide.grid, 1, 1), (wgmma_plan.THREADS, 1, 1), tile.shared, sizes, splits, (a, b), maps)
 

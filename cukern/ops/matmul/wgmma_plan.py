@@ -21,6 +21,7 @@ class Tile(NamedTuple):
     cluster_n: int
     efficiency: float  # of wgmma's rate in the main loop
     split: bool = False  # for 3xTF32
+    cluster_k: int = 1  # the blocks of a cluster that share the sum over K of a tile
 
     @property
     def shared(self) -> int:
@@ -28,13 +29,14 @@ class Tile(NamedTuple):
 
     @property
     def cluster(self) -> int:
-        return self.cluster_m * self.cluster_n
+        return self.cluster_m * self.cluster_n * self.cluster_k
 
 
 TILES = (
     Tile("Wgmma128x256", 128, 256, 4, 2, 1, 0.80),
     Tile("Wgmma128x192", 128, 192, 4, 2, 1, 0.78),
     Tile("Wgmma128x128", 128, 128, 6, 1, 1, 0.72),
+    Tile("Wgmma128x128k4", 128, 128, 6, 1, 1, 0.72, False, 4),
     Tile("WgmmaSplit128x128", 128, 128, 3, 2, 1, 0.72, True),
 )
 
@@ -54,15 +56,18 @@ def plan(M: int, N: int, K: int, batch: int, itemsize: int, terms: int, nt: bool
     fitting = [t for t in TILES if t.split == (terms == 3)] if device.wgmma and (nt or itemsize == 2 or terms == 3) else []
     for tile in eligible(fitting, lambda t: t.name):
         tiles = batch * ceil(M / (tile.rows * tile.cluster_m)) * ceil(N / (tile.columns * tile.cluster_n))
-        clusters = device.sms // tile.cluster
-        most = k_tiles // MIN_K_TILES if splitting and tiles < 2 * clusters else 1
+        clusters = max(1, device.sms // tile.cluster)
+        if tile.cluster_k > 1 and (not splitting or k_tiles < MIN_K_TILES * tile.cluster_k):
+            continue
+        most = k_tiles // MIN_K_TILES if splitting and tiles < 2 * clusters and tile.cluster_k == 1 else 1
         for splits in (s for s in SPLITS if s == 1 or s <= most):
             rate = tile.efficiency * device.wgmma_fmas_cycle * 2 / itemsize
             tensor = tile.rows * tile.columns * (K_BYTES // itemsize) * terms / rate
             copy = (tile.rows / tile.cluster_n + tile.columns / tile.cluster_m) * K_BYTES * (2 if terms == 3 else 1) / L2_BYTES_CYCLE
-            cycles = ceil(tiles * splits / clusters) * (ceil(k_tiles / splits) * max(tensor, copy) + WORK_CYCLES)
+            cycles = ceil(tiles * splits / clusters) * (ceil(k_tiles / splits / tile.cluster_k) * max(tensor, copy) + WORK_CYCLES)
             us = START_US + cycles / device.cycles_us + reduce_us(batch * M * N, splits, device)
             if terms == 3:  # both operands are read and written twice
                 us += 2 * LAUNCH_US + 3 * 4 * batch * (M + N) * K / (device.sms * device.sm_bytes_us)
-            found.append(Plan(tile, splits, tile.cluster * min(clusters, tiles * splits), us))
+            grid = tile.cluster * (tiles if tile.cluster_k > 1 else min(clusters, tiles * splits))
+            found.append(Plan(tile, splits, grid, us))
     return min(found, key=lambda p: p.us, default=None)
