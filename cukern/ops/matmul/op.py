@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cukern.ops.matmul import fused_linear, mma_plan, wgmma_plan
+from cukern.ops.matmul import fused_linear, tensor_plan
 from cukern.ops.matmul.epilogue import ACTIVATIONS
 from cukern.ops.matmul.plan import TILES
 from cukern.ops.matmul.precision import cast, checked
@@ -220,7 +220,7 @@ for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
             name=_name,
             stem="matmul",
             variants=row_counts,
-            candidates=tuple(tile.name for tiles in (TILES[4], mma_plan.TILES, wgmma_plan.TILES) for tile in tiles),
+            candidates=(*(t.name for t in TILES[4]), *(t.name for t in tensor_plan.TILES)),
             function=_function,
             reference=_reference,
             versions=VERSIONS,

@@ -3,6 +3,7 @@
 Everything that does not depend on addresses is prepared once for the shapes, strides and dtypes of a call.
 """
 
+import functools
 import itertools
 import math
 import struct
@@ -12,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul import mma_plan, wgmma_plan
+from cukern.ops.matmul import tensor_plan
 from cukern.ops.matmul.epilogue import Epilogue
 from cukern.runtime.backend import Dim
-from cukern.runtime.device import cached, current, device_of
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
@@ -24,6 +25,7 @@ V6 = Template("matmul/matmul.cu", "matmul_v6")
 V7, REDUCE, SPLIT = (Template("matmul/matmul.cu", f"matmul_{name}", pdl=True) for name in ("v7", "v6_reduce", "split"))
 BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
+_encode = functools.lru_cache(4096)(encode)
 _deterministic = torch.are_deterministic_algorithms_enabled
 Sizes = tuple[int, ...]
 
@@ -57,12 +59,11 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
-    partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
     if found.maps:
-        _launch_wgmma(found, out if partials is None else partials, a, b, e if partials is None else Epilogue(), terms)
-    else:
-        arguments = *pointers(out, e.pre, partials), at_a, at_b, *pointers(e.bias, e.residual), found.sizes
-        found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
+        return _launch_wgmma(found, out, a, b, e, terms)
+    partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
+    arguments = *pointers(out, e.pre, partials), at_a, at_b, *pointers(e.bias, e.residual), found.sizes
+    found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
     if partials is not None:
         _reduce(out, partials, a.dtype, e, found.sizes)
 
@@ -71,14 +72,14 @@ def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue
     index, (of_a, of_b, of_out) = a.get_device(), found.maps
     if terms == 3:
         a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
-    first = encode(index, a.data_ptr(), a.dtype, *of_a)
-    last = encode(index, b.data_ptr(), b.dtype, *of_b)
+    first = _encode(index, a.data_ptr(), a.dtype, *of_a)
+    last = _encode(index, b.data_ptr(), b.dtype, *of_b)
     storing, bias, residual, results = BY_THREADS, e.bias, e.residual, [first, first]
     if bias is not None and (bias.data_ptr() % (2 * bias.itemsize) or len(bias) % 2):
         bias = torch.nn.functional.pad(bias, (0, 2 - len(bias) % 2))  # the kernel loads pairs
     if of_out and not any(p % 16 for p in pointers(out, e.pre, residual)):
         storing = BY_TMA
-        results = [encode(index, p, out.dtype, *of_out) if p else first for p in pointers(out, e.pre)]
+        results = [_encode(index, p, out.dtype, *of_out) if p else first for p in pointers(out, e.pre)]
         if residual is out and out.dtype == torch.float32:
             storing, residual = ADDED, None
     arguments = *pointers(out, e.pre), first, last, *results, *pointers(bias, residual), found.sizes, storing
@@ -120,38 +121,31 @@ def _prepared(
     if a is None or b is None:
         return None
     copy = min(copy, _alignment(math.gcd(*(x * dtype.itemsize for x in (a.ld, b.ld, a.batch, b.batch)))))
-    problem, rest = (M, N, K, batch, dtype.itemsize), (device_of(index), splitting)
-    planned = mma_plan.plan(*problem, terms, *rest)
-    wide = None
-    if wgmma and K and (terms == 3 or copy == 16):
-        wide = wgmma_plan.plan(*problem, terms, a.along_k and b.along_k, *rest)
-    sizes = _SIZES.pack(M, N, K, batch, planned.splits, activation, a.ld, b.ld, a.batch, b.batch)
-    if wide is None or not _preferred(wide, planned, splitting):
-        old = planned.tile
-        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, old.name]
-        grid, block = batch * planned.splits * -(-M // old.rows) * -(-N // old.columns), 32 * old.warps
-        return _Launch(kernel, (grid, 1, 1), (block, 1, 1), old.shared, sizes, planned.splits, (), ())
-    tile, splits = wide.tile, wide.splits
-    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-    stored = torch.float32 if splits > 1 else out_dtype
-    read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
-    parts = (read[0], M, tile.rows // tile.cluster_n), (read[1], N, tile.columns // tile.cluster_m)
-    maps = (
-        *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts),
-        () if tile.cluster_k > 1 else _map_of_results(M, N, batch * splits, stored),
+    aligned = terms == 3 or (copy == 16 and (dtype.itemsize == 2 or (a.along_k and b.along_k)))
+    planned = tensor_plan.plan(
+        tensor_plan.Problem(M, N, K, batch, dtype.itemsize, terms, wgmma and aligned and K > 0), device_of(index), splitting
     )
-    kernel = V7[dtype, stored, read[0].along_k, read[1].along_k, tile.name]
-    return _Launch(kernel, (wide.grid, 1, 1), (wgmma_plan.THREADS, 1, 1), tile.shared, sizes, splits, (a, b), maps)
+    tile, splits = planned.tile, planned.splits
+    launch = (planned.grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared
+    sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
+    if not tile.wgmma:
+        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name], *launch, sizes, splits, (), ())
+    read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
+    parts = (read[0], M, tile.rows), (read[1], N, tile.columns // tile.share)
+    results = () if tile.cluster_k > 1 else _map_of_results(M, N, batch, out_dtype)
+    maps = *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
+    return _Launch(
+        V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name],
+        *launch,
+        sizes,
+        splits,
+        (a, b),
+        maps,
+    )
 
 
 def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
     return _Operand(True, _padded(K), rows * _padded(K) if x.batch else 0)
-
-
-def _preferred(wide: wgmma_plan.Plan, other: mma_plan.Plan, splitting: bool) -> bool:
-    """True for v7 instead of v6: if it is faster, or its tile is forced. Without `splitting`, the number of rows must not decide."""
-    forced = current().forced
-    return other.tile.name != forced and (not splitting or wide.us <= other.us or wide.tile.name == forced)
 
 
 def _alignment(n: int) -> int:
@@ -187,10 +181,11 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     layouts = list(itertools.product((True, False), repeat=2))
     for width in (1, 16 // dtype.itemsize):
         yield REDUCE[dtype, dtype, width]
-    for tile, copy in itertools.product(mma_plan.TILES, (16, 4) if dtype.itemsize == 4 else (16, 4, 2)):
-        if dtype.itemsize == 4 or not tile.split:
-            for a_k, b_k in layouts:
+    for tile, (a_k, b_k) in itertools.product(tensor_plan.TILES, layouts):
+        if dtype.itemsize == 2 and tile.split:
+            continue
+        if not tile.wgmma:
+            for copy in (16, 4) if dtype.itemsize == 4 else (16, 4, 2):
                 yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, copy, tile.name]
-    for wide_tile, (a_k, b_k) in itertools.product(wgmma_plan.TILES if wgmma else (), layouts):
-        if (dtype.itemsize == 2 and not wide_tile.split) or (dtype.itemsize == 4 and a_k and b_k):
-            yield V7[dtype, dtype, a_k, b_k, wide_tile.name]
+        elif wgmma and (dtype.itemsize == 2 or (a_k and b_k)):
+            yield V7[dtype, dtype, a_k, b_k, 0, tile.name]
