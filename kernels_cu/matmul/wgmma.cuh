@@ -522,7 +522,9 @@ __global__ void __launch_bounds__(384, 1) __cluster_dims__(S::CLUSTER, 1, 1)
             else stage = multiply<T, A_K, B_K>(acc, ring, row, w.count, [&](bool last) { tail.between(last); });
             if constexpr (S::CK > 1) {
                 if constexpr (S::TERMS == 1) wgmma_wait<0>(acc);
-                for (int j = 0; w.count == 0 && j < S::NJ * 4; ++j) acc[j / 4][j % 4] = 0;  // more blocks than k tiles
+                if (w.count == 0)  // more blocks than k tiles
+#pragma unroll
+                    for (int j = 0; j < S::NJ * 4; ++j) acc[j / 4][j % 4] = 0;
                 long long C = (long long)s.M * s.N * w.z;
                 Output<T, O> to{out + C, pre ? pre + C : pre, bias, residual ? residual + C : residual, s.activation};
                 add_partials<T, O, S>(acc, reinterpret_cast<float*>(shared), to, w.m0, w.n0, s.M, s.N);
