@@ -134,14 +134,8 @@ def _prepared(
     parts = (read[0], M, tile.rows), (read[1], N, tile.columns // tile.share)
     results = () if tile.cluster_k > 1 else _map_of_results(M, N, batch, out_dtype)
     maps = *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
-    return _Launch(
-        V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name],
-        *launch,
-        sizes,
-        splits,
-        (a, b),
-        maps,
-    )
+    kernel = V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
+    return _Launch(kernel, *launch, sizes, splits, (a, b), maps)
 
 
 def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
