@@ -140,7 +140,7 @@ struct Results {
         bulk_commit();
     }
 
-private:
+  private:
     __device__ __forceinline__ void add_residual(char* box, int m, int n, int z) const {
         __syncwarp();
 #pragma unroll 2
@@ -315,7 +315,8 @@ __device__ __forceinline__ void multiply_split(float (&acc)[S::NJ][4], Ring<S>& 
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 12; ++i)  // the small products first
-            wgmma<false, false, float>(sum, operand_at<true>(ring.a(i < 4), row, i % 4), operand_at<true>(ring.b(i / 4 == 1), 0, i % 4), i > 0);
+            wgmma<false, false, float>(sum, operand_at<true>(ring.a(i < 4), row, i % 4), operand_at<true>(ring.b(i / 4 == 1), 0, i % 4),
+                                       i > 0);
         wgmma_commit();
         wgmma_wait<0>(sum);
         ring.release(ring.stage);
@@ -327,7 +328,8 @@ __device__ __forceinline__ void multiply_split(float (&acc)[S::NJ][4], Ring<S>& 
 // Split-K in a cluster: store a consumer's accumulators, wait for those of the other blocks, add a part of the rows of the tile, in the order
 // of k, and finish it.
 template <typename T, typename O, class S>
-__device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float* sums, const Output<T, O>& to, int m0, int n0, int M, int N) {
+__device__ __forceinline__ void add_partials(const float (&acc)[S::NJ][4], float* sums, const Output<T, O>& to, int m0, int n0, int M,
+                                             int N) {
     int lane = threadIdx.x % 32, rank = cluster_rank();
     barrier_of(1, 256);  // all copies have arrived, and both consumers have read them: the ring buffer is free
 #pragma unroll
@@ -415,7 +417,7 @@ struct Tail {
         results.template wait<0>();
     }
 
-private:
+  private:
     __device__ __forceinline__ char* box_at(int b) const {
         int warp = threadIdx.x / 32;
         return shared + (ended && b >= 2 ? warp * BOXES + b : S::BOXES / S::BOX + 2 * warp + b % 2) * S::BOX;
