@@ -3,6 +3,7 @@
 The cost of a candidate is the time of the busiest SM, limited by tensor cores or by bandwidth from L2, plus that of the partial sums.
 """
 
+from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
@@ -79,23 +80,31 @@ class Problem(NamedTuple):
 @cached(4096)
 def plan(problem: Problem, device: Device, splitting: bool) -> Plan:
     """The cheapest plan. Without `splitting`, neither v6 or v7 nor the order of additions depends on M and N."""
-    fitting = [t for t in TILES if t.split == (problem.terms == 3) and t.shared <= device.shared_bytes]
-    fitting = eligible([t for t in fitting if not t.wgmma or (problem.wgmma and device.wgmma)], lambda t: t.name)
     k_tiles = max(1, ceil(problem.K * problem.itemsize / K_BYTES))
-    shares_k = [t for t in fitting if t.cluster_k > 1 and not (splitting and _shares_k(t, problem, k_tiles, device))]
-    fitting = [t for t in fitting if t not in shares_k] or fitting
-    if not splitting:
-        fitting = [t for t in fitting if t.wgmma] or fitting
-    found = []
-    for tile in fitting:
-        tiles = problem.batch * tile.share * ceil(problem.M / (tile.rows * tile.share)) * ceil(problem.N / tile.columns)
-        few = splitting and not tile.wgmma and tiles < 2 * tile.per_sm * device.sms
-        for splits in (s for s in SPLITS if s == 1 or (few and s <= k_tiles // MIN_K_TILES)):
-            blocks = tiles * splits * tile.cluster_k
-            grid = min(blocks, max(1, device.sms // tile.cluster) * tile.cluster) if tile.wgmma and tile.cluster_k == 1 else blocks
-            cost = _wgmma_us if tile.wgmma else _mma_us
-            found.append(Plan(tile, splits, grid, cost(tile, blocks, k_tiles, splits, problem, device)))
+    found = [p for tile in _tiles(problem, k_tiles, device, splitting) for p in _plans(tile, problem, k_tiles, device, splitting)]
     return min(found, key=lambda p: p.us)
+
+
+def _tiles(p: Problem, k_tiles: int, device: Device, splitting: bool) -> list[Tile]:
+    """The tiles that may be chosen."""
+    wgmma = p.wgmma and device.wgmma
+    fitting = [t for t in TILES if t.split == (p.terms == 3) and t.wgmma <= wgmma and t.shared <= device.shared_bytes]
+    fitting = eligible(fitting, lambda t: t.name)
+    fitting = [t for t in fitting if t.cluster_k == 1 or (splitting and _shares_k(t, p, k_tiles, device))] or fitting
+    return fitting if splitting else [t for t in fitting if t.wgmma] or fitting
+
+
+def _plans(tile: Tile, p: Problem, k_tiles: int, device: Device, splitting: bool) -> Iterator[Plan]:
+    tiles = p.batch * tile.share * ceil(p.M / (tile.rows * tile.share)) * ceil(p.N / tile.columns)
+    if tile.wgmma:
+        blocks = tiles * tile.cluster_k
+        resident = max(1, device.sms // tile.cluster) * tile.cluster
+        yield Plan(tile, 1, blocks if tile.cluster_k > 1 else min(blocks, resident), _wgmma_us(tile, blocks, k_tiles, p, device))
+        return
+    few = splitting and tiles < 2 * tile.per_sm * device.sms
+    for splits in SPLITS:
+        if splits == 1 or (few and splits <= k_tiles // MIN_K_TILES):
+            yield Plan(tile, splits, tiles * splits, _mma_us(tile, tiles * splits, k_tiles, splits, p, device))
 
 
 def _shares_k(tile: Tile, p: Problem, k_tiles: int, device: Device) -> bool:
@@ -120,10 +129,10 @@ def _mma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, devi
     return START_US + cycles / device.cycles_us + REDUCE_US + partials
 
 
-def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, splits: int, p: Problem, device: Device) -> float:
+def _wgmma_us(tile: Tile, blocks: int, k_tiles: int, p: Problem, device: Device) -> float:
     rate = tile.efficiency * device.wgmma_fmas_cycle * 2 / p.itemsize
     tensor = tile.rows * tile.columns * (K_BYTES // p.itemsize) * p.terms / rate
-    on_sm = ceil(blocks / (device.sms // tile.cluster * tile.cluster)) if device.sms >= tile.cluster else blocks
+    on_sm = ceil(blocks / device.sms)  # of the busiest SM
     us = START_US + on_sm * (ceil(k_tiles / tile.cluster_k) * tensor + 500) / device.cycles_us
     if tile.cluster_k > 1:
         us += 2.5 * on_sm  # to add the partial sums; the next block does not start before
