@@ -694,6 +694,8 @@ CASES = [
     Case("attention/rescale.cu", "attention_rows<__half>", ATTENTION, "a missing factor", "*= 1;", "*= shrink;"),
     Case("attention/barrier.cu", "attention_rows<__half>", ATTENTION, "a copy to where others read", "// no __syncthreads()",
          "__syncthreads();", Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
+    Case("attention/wgmma_wait.cu", "attention_rows<__half>", ATTENTION, "a missing wait", "wgmma_wait<1>(sums[0])",
+         "wgmma_wait<0>(sums[0])", Reported(sim.Race, "store_rows<T, 64, 64>", "wgmma")),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",
