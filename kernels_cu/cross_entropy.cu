@@ -25,6 +25,7 @@
 #include "common/pack.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/math.cuh"
+#include "common/ptx/memory.cuh"
 #include "common/reduce.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -51,18 +52,55 @@ struct Softcap {
     __device__ __forceinline__ C operator()(C x) const { return SOFTCAP ? cap * tanh_of(x) : x; }
 };
 
-// Calls use(column, values) for every column of a row, with arrays of consecutive values: fewer than 2^31 16-byte vectors that are aligned
-// in `to`, which has the same columns, and single columns before and after them. LOADS vectors per thread are in flight. Without is_read,
-// values are 0. WARP: the row has one warp.
-template <int LOADS, bool WARP = false, typename T, class F>
+// The largest of the elements that were added. NaN is ignored. 16-bit elements are compared in pairs.
+template <typename T, bool PAIRS = sizeof(T) == 2>
+struct Top {
+    T top = minus_infinity<T>();
+    template <int N>
+    __device__ __forceinline__ void add(const Vec<T, N>& v) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) top = max(top, v.v[j]);
+    }
+    __device__ __forceinline__ T largest() const { return top; }
+};
+template <typename T>
+struct Top<T, true> {
+    using Pair = typename PairOf<T>::type;
+    Pair top = {minus_infinity<T>(), minus_infinity<T>()};
+    template <int N>
+    __device__ __forceinline__ void add(const Vec<T, N>& v) {
+        const Pair* pairs = reinterpret_cast<const Pair*>(&v);
+#pragma unroll
+        for (int j = 0; j < N / 2; ++j) top = __hmax2(top, pairs[j]);
+        if (N == 1) top = __hmax2(top, Pair{v.v[0], v.v[0]});
+    }
+    __device__ __forceinline__ float largest() const { return max(load_as(top.x), load_as(top.y)); }
+};
+
+// A row is read by calls of use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. This is one
+// column.
+template <typename T, class F, typename Index>
+__device__ __forceinline__ void read_one(const T* x, Index column, F& use) {
+    Vec<T, 1> v = {x[column]};
+    use.look(v);
+    use.raise();
+    compute_t<T> value[1] = {load_as(v.v[0])};
+    use(column, value);
+}
+
+// Reads a row by a block or, if WARP, by one warp: fewer than 2^31 16-byte vectors that are aligned in `to`, which has the same columns, and
+// single columns before and after them. LOADS vectors per thread are in flight. Without is_read, values have no meaning.
+template <int LOADS, bool WARP, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use) {
+    using Index = conditional_t<WARP, int, long long>;
     constexpr int N = 16 / sizeof(T);
     int threads = WARP ? 32 : blockDim.x;
-    unsigned long long from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
-    int first = min(columns, static_cast<long long>(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
+    unsigned from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
+    int first = min(Index(columns), Index(-address % 16 / sizeof(T))), vectors = (Index(columns) - first) / N;
     x += first;
+#pragma unroll 1
     for (int i = threadIdx.x; i < vectors; i += LOADS * threads) {
-        Vec<T, N> loaded[LOADS] = {};
+        Vec<T, N> loaded[LOADS];
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
             int vector = i + k * threads;
@@ -72,28 +110,20 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
                 for (int j = 0; j < N; ++j) loaded[k].v[j] = x[vector * static_cast<long long>(N) + j];
         }
 #pragma unroll
+        for (int k = 0; k < LOADS; ++k)
+            if (i + k * threads < vectors) use.look(loaded[k]);
+        use.raise();
+#pragma unroll
         for (int k = 0; k < LOADS; ++k) {
             int vector = i + k * threads;
             if (vector >= vectors) break;
             compute_t<T> values[N];
             unpack(values, loaded[k]);
-            use(first + vector * static_cast<long long>(N), values);
+            use(first + vector * Index(N), values);
         }
     }
-    long long edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * static_cast<long long>(N);
-    if (edge < columns) {
-        compute_t<T> values[1] = {load_as(x[edge - first])};
-        use(edge, values);
-    }
-}
-
-// The same for v1, with single columns only.
-template <typename T, class F>
-__device__ __forceinline__ void read_elements(const T* x, long long columns, F& use) {
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-        compute_t<T> value[1] = {load_as(x[i])};
-        use(i, value);
-    }
+    Index edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * Index(N);
+    if (edge < columns) read_one(x - first, edge, use);
 }
 
 // The largest c, the sum of exp(c - largest) and, for smoothing, the sum of c of what a thread has read.
@@ -101,80 +131,105 @@ template <typename T, bool SOFTCAP>
 struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
-    bool adds_all;
-    C largest = minus_infinity<C>();
+    Top<T> top;
+    C largest = minus_infinity<C>(), base = 0;
     sum_t<T> sum = 0, total = 0;
+    int adds_all;
     __device__ __forceinline__ OnlineSum(double softcap, double smoothing) : capped(softcap), adds_all(smoothing != 0) {}
     template <int N>
-    __device__ __forceinline__ void operator()(long long, C (&c)[N]) {
-        C top = largest, partial = 0;
+    __device__ __forceinline__ void look(const Vec<T, N>& v) {
+        top.add(v);
+    }
+    __device__ __forceinline__ void raise() {
+        C c = capped(top.largest());
+        if (!(c > largest)) return;
+        sum *= exponential(largest - c);
+        largest = base = c;
+    }
+    template <int N, typename Index>
+    __device__ __forceinline__ void operator()(Index, C (&c)[N]) {
+        C partial, all;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             c[j] = capped(c[j]);
-            top = max(top, c[j]);
+            C e = exponential(c[j] - base);
+            partial = j ? partial + e : e;
         }
-        C base = base_of(top);
-        if (top > largest) {
-            sum *= exponential(largest - base);
-            largest = top;
-        }
-#pragma unroll
-        for (int j = 0; j < N; ++j) partial += exponential(c[j] - base);
         sum += partial;
+        asm volatile("" : "+r"(adds_all));  // otherwise the compiler makes two copies of the loop around this
         if (!adds_all) return;
-        partial = 0;
 #pragma unroll
-        for (int j = 0; j < N; ++j) partial += c[j];
-        total += partial;
+        for (int j = 0; j < N; ++j) all = j ? all + c[j] : c[j];
+        total += all;
     }
 };
 
-// Reduces over the threads of a row. A row of one warp needs no barrier and does not use `shared`, which has room for 32 values.
-template <class Op, bool WARP, typename C>
-__device__ __forceinline__ C row_reduce(C value, C* shared) {
-    if constexpr (WARP) return warp_reduce<Op>(value);
-    else return block_reduce<Op>(value, shared);
-}
+// What the threads of a row have read together.
+template <typename T>
+struct RowSums {
+    compute_t<T> largest;
+    sum_t<T> sum, total;
+};
 
-// The loss and lse of a row, by all threads of the row. LOADS and WARP are those of read_row; LOADS = 0: read_elements. An ignored row is
-// not read, unless it has one warp: that would have to wait for the target before it reads. Thread 0 returns the loss.
-template <int LOADS, bool SOFTCAP, bool WARP = false, typename T>
-__device__ __forceinline__ compute_t<T> write_loss(compute_t<T>* loss, double* lse, const T* x, long long target, long long vocab,
-                                                   long long ignored, double smoothing, double z_loss, double softcap) {
-    bool is_valid = target >= 0 && target < vocab;
-    T at_target = threadIdx.x == 0 && is_valid ? x[target] : T();  // early, and not converted here, so that nothing waits for it
-    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
-    long long shown = !WARP && target == ignored ? 0 : vocab;
-    if constexpr (LOADS == 0) read_elements(x, shown, online);
-    else read_row<LOADS, WARP>(x, x, shown, true, online);
+template <bool WARP, typename T, bool SOFTCAP>
+__device__ __forceinline__ RowSums<T> row_sums(const OnlineSum<T, SOFTCAP>& online) {
     __shared__ compute_t<T> maxima[32];
     __shared__ sum_t<T> sums[32], totals[32];
-    compute_t<T> largest = row_reduce<Max, WARP>(online.largest, maxima);
-    double base = base_of(largest), total = 0, result = target == ignored ? 0.0 : not_a_number();
-    sum_t<T> sum = row_reduce<Sum, WARP>(online.sum * exponential(online.largest - base_of(largest)), sums);
-    if (online.adds_all) total = row_reduce<Sum, WARP>(online.total, totals);
-    if (threadIdx.x != 0) return 0;
-    double log_sum = log(sum);
-    if (target != ignored && is_valid) {
-        result = (base - (1 - smoothing) * online.capped(load_as(at_target))) + log_sum;
-        if (smoothing != 0) result -= smoothing / vocab * total;
-        if (z_loss != 0) result += z_loss * (base + log_sum) * (base + log_sum);
-    }
-    if (loss) *loss = result;
-    *lse = base + log_sum;
-    return result;
+    RowSums<T> row;
+    row.largest = WARP ? warp_max(online.largest) : block_reduce<Max>(online.largest, maxima);
+    row.sum = online.sum * exponential(online.largest - base_of(row.largest));
+    row.sum = WARP ? warp_reduce<Sum>(row.sum) : block_reduce<Sum>(row.sum, sums);
+    if (online.adds_all) row.total = WARP ? warp_reduce<Sum>(online.total) : block_reduce<Sum>(online.total, totals);
+    return row;
 }
 
-// Writes the sum of the losses of a block's rows, and the number of those that are not ignored. All threads of the block call this;
-// threadIdx.x = 0 of each row has its values.
-__device__ __forceinline__ void write_sums(double2* partials, double loss, bool is_counted) {
+// Writes a row's lse and, if losses is not null, its loss, which is returned. All this is double: one thread computes it.
+template <bool SOFTCAP, typename T>
+__device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const RowSums<T>& sums, T at_target, long long row,
+                                             long long target, long long vocab, long long ignored, double smoothing, double z_loss,
+                                             double softcap) {
+    double base = base_of(sums.largest), log_sum = log(double(sums.sum)), loss = target == ignored ? 0.0 : not_a_number();
+    if (target != ignored && target >= 0 && target < vocab) {
+        loss = (base - (1 - smoothing) * Softcap<T, SOFTCAP>(softcap)(load_as(at_target))) + log_sum;
+        if (smoothing != 0) loss -= smoothing / vocab * sums.total;
+        if (z_loss != 0) loss += z_loss * (base + log_sum) * (base + log_sum);
+    }
+    loss = compute_t<T>(loss);
+    if (losses) losses[row] = loss;
+    lse[row] = base + log_sum;
+    return loss;
+}
+
+// Writes the sum of the losses of a block's rows, and the number of those that are not ignored.
+__device__ __forceinline__ void write_sums(double2* partials, double loss, double count) {
     __shared__ double2 rows[8];
-    if (threadIdx.x == 0) rows[threadIdx.y] = {loss, is_counted ? 1.0 : 0.0};
+    if (threadIdx.x == 0) rows[threadIdx.y] = {loss, count};
     __syncthreads();
     if (threadIdx.x != 0 || threadIdx.y != 0) return;
     double2 sum = rows[0];
+#pragma unroll 1
     for (int i = 1; i < blockDim.y; ++i) sum.x += rows[i].x, sum.y += rows[i].y;
     partials[blockIdx.x] = sum;
+}
+
+// One block per row, for v1 (LOADS = 0: one element per thread and step) and for v2. An ignored row is not read.
+template <int LOADS, bool SOFTCAP, typename T>
+__device__ __forceinline__ void block_loss(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide,
+                                           long long x_row, long long vocab, long long ignored, double smoothing, double z_loss,
+                                           double softcap) {
+    wait_for_previous();
+    long long row = blockIdx.x, target = index_at(targets, wide, row), shown = target == ignored ? 0 : vocab;
+    x += row * x_row;
+    // Early, and not converted here, so that nothing waits for it.
+    T at_target = threadIdx.x == 0 && target >= 0 && target < vocab ? x[target] : T();
+    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
+    if constexpr (LOADS == 0) {
+        for (long long i = threadIdx.x; i < shown; i += blockDim.x) read_one(x, i, online);
+    } else read_row<LOADS, false>(x, x, shown, true, online);
+    RowSums<T> sums = row_sums<false>(online);
+    if (threadIdx.x != 0) return;
+    double loss = write_loss<SOFTCAP>(losses, lse, sums, at_target, row, target, vocab, ignored, smoothing, z_loss, softcap);
+    if (partials) partials[row] = {loss, target != ignored ? 1.0 : 0.0};
 }
 
 // Writes the gradient of columns to dx, from what all columns of a row have in common.
@@ -196,6 +251,14 @@ struct Gradient {
         of_target = weight * C(1 - smoothing);
         of_all = smoothing != 0 ? weight * C(smoothing) / vocab : C(0);
     }
+    // That of lane r.
+    __device__ __forceinline__ Gradient from_lane(int r, T* dx_of_row) const {
+        Gradient g = *this;
+        g.high = __shfl_sync(~0u, high, r), g.low = __shfl_sync(~0u, low, r), g.of_p = __shfl_sync(~0u, of_p, r);
+        g.of_target = __shfl_sync(~0u, of_target, r), g.of_all = __shfl_sync(~0u, of_all, r);
+        g.target = __shfl_sync(~0u, target, r), g.is_zero = __shfl_sync(~0u, is_zero, r), g.dx = dx_of_row;
+        return g;
+    }
     __device__ __forceinline__ C share(C c) const {
         if constexpr (sizeof(C) == 8) return exp(c - high);
         else return exp2_approx(fmaf(c - high, LOG2E, -low));
@@ -205,19 +268,22 @@ struct Gradient {
         C t = SOFTCAP ? capped.tanh_of(x) : C(0), c = SOFTCAP ? capped.cap * t : x;
         return (1 - t) * (1 + t) * (of_p * share(c) - of_all - extra);
     }
-    template <int N>
-    __device__ __forceinline__ void operator()(long long column, C (&x)[N]) const {
-        bool has_target = target >= column && target < column + N, is_whole = !is_zero && column + N <= vocab;
-        if (is_whole && !has_target) {
+    template <typename V>
+    __device__ __forceinline__ void look(const V&) const {}
+    __device__ __forceinline__ void raise() const {}
+    template <int N, typename Index>
+    __device__ __forceinline__ void operator()(Index column, C (&x)[N]) const {
+        Index at = static_cast<Index>(target) - column;  // a target that is no Index is outside: the gradient is NaN or 0
+        bool is_whole = !is_zero && column + N <= static_cast<Index>(vocab);
+        if (is_whole && !(at >= 0 && at < N)) {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = of(x[j]);
         } else if (is_whole) {
-            int at = target - column;
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = of(x[j], j == at ? of_target : C(0));
         } else {
 #pragma unroll
-            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], column + j == target ? of_target : C(0));
+            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], j == at ? of_target : C(0));
         }
         store_vec(dx + column, pack<T, N>(x));
     }
@@ -229,11 +295,7 @@ template <typename T, bool SOFTCAP>
 __global__ void cross_entropy_v1(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide,
                                  long long rows, long long x_row, long long vocab, long long ignored, double smoothing, double z_loss,
                                  double softcap) {
-    wait_for_previous();
-    long long row = blockIdx.x, target = index_at(targets, wide, row);
-    double loss = write_loss<0, SOFTCAP>(losses ? losses + row : nullptr, lse + row, x + row * x_row, target, vocab, ignored, smoothing,
-                                         z_loss, softcap);
-    if (partials) write_sums(partials, loss, target != ignored);
+    block_loss<0, SOFTCAP>(losses, lse, partials, x, targets, wide, x_row, vocab, ignored, smoothing, z_loss, softcap);
 }
 
 // The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null.
@@ -246,40 +308,83 @@ __global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, con
     long long row = blockIdx.x;
     Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
                                   smoothing, z_loss, softcap);
-    read_elements(x + row * x_row, columns, gradient);
+    for (long long i = threadIdx.x; i < columns; i += blockDim.x) read_one(x + row * x_row, i, gradient);
 }
 
-// ---- v2. WARP: a row has one warp, and a block several rows; else a block has one row.
+// ---- v2. Grid rows, one block per row.
 
-template <typename T, bool SOFTCAP, bool WARP>
+template <typename T, bool SOFTCAP>
 __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     cross_entropy_v2(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
                      long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
-    wait_for_previous();
-    constexpr int LOADS = sizeof(T) == 8 ? 2 : 4;
-    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
-    double loss = 0;
-    bool is_counted = false;
-    if (row < rows) {
-        long long target = index_at(targets, wide, row);
-        is_counted = target != ignored;
-        loss = write_loss<LOADS, SOFTCAP, WARP>(losses ? losses + row : nullptr, lse + row, x + row * x_row, target, vocab, ignored,
-                                                smoothing, z_loss, softcap);
-    }
-    if (partials) write_sums(partials, loss, is_counted);
+    block_loss<(sizeof(T) == 8 ? 2 : 4), SOFTCAP>(losses, lse, partials, x, targets, wide, x_row, vocab, ignored, smoothing, z_loss,
+                                                  softcap);
 }
 
-template <typename T, bool SOFTCAP, bool WARP>
+template <typename T, bool SOFTCAP>
 __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
                          bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
                          long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
     wait_for_previous();
-    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
-    if (row >= rows) return;
+    long long row = blockIdx.x;
     Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
                                   smoothing, z_loss, softcap);
-    read_row<2, WARP>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
+    read_row<2, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
+}
+
+// Short rows. A warp has rows first, first + warps, first + 2 * warps, ..., at most 32, and prefetches the next one. Lane r computes what row
+// r of these needs once, so that a warp does it for all its rows at the same time: the double-precision logarithm alone has as many
+// instructions as 20 columns per lane.
+
+// Prefetch a row into L2 by one warp.
+template <typename T>
+__device__ __forceinline__ void prefetch_row(const T* x, int columns) {
+#pragma unroll 1
+    for (int i = threadIdx.x * (128 / sizeof(T)); i < columns; i += 32 * (128 / sizeof(T))) prefetch(x + i);
+}
+
+template <typename T, bool SOFTCAP>
+__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
+    cross_entropy_v2_short(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+                           long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
+    long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = first + threadIdx.x * warps;
+    const T* from = x + first * x_row;
+    if (first < rows) prefetch_row(from, vocab);
+    wait_for_previous();
+    long long target = mine < rows ? index_at(targets, wide, mine) : ignored;
+    T at_target = mine < rows && target >= 0 && target < vocab ? x[mine * x_row + target] : T();
+    RowSums<T> own = {};
+    for (long long row = first, r = 0; row < rows; row += warps, ++r) {
+        if (row + warps < rows) prefetch_row(from + warps * x_row, vocab);
+        OnlineSum<T, SOFTCAP> online(softcap, smoothing);
+        read_row<(sizeof(T) == 8 ? 2 : 4), true>(from, from, vocab, true, online);
+        from += warps * x_row;
+        RowSums<T> sums = row_sums<true>(online);
+        if (threadIdx.x == r) own = sums;
+    }
+    double loss = 0;
+    if (mine < rows) loss = write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, vocab, ignored, smoothing, z_loss, softcap);
+    if (partials) write_sums(partials, warp_reduce<Sum>(loss), warp_reduce<Sum>(target != ignored ? 1.0 : 0.0));
+}
+
+template <typename T, bool SOFTCAP>
+__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
+    cross_entropy_v2_short_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
+                               bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
+                               long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
+    long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = min(first + threadIdx.x * warps, rows - 1);
+    x += first * x_row, dx += first * dx_row;
+    if (first < rows) prefetch_row(x, columns);
+    wait_for_previous();
+    Gradient<T, SOFTCAP> own(nullptr, dloss[mine * dloss_step], count, lse[mine], index_at(targets, wide, mine), vocab, ignored, smoothing,
+                             z_loss, softcap);
+    for (long long row = first, r = 0; row < rows; row += warps, ++r) {
+        if (row + warps < rows) prefetch_row(x + warps * x_row, columns);
+        Gradient<T, SOFTCAP> gradient = own.from_lane(r, dx);
+        read_row<2, true>(x, dx, columns, !gradient.is_zero, gradient);
+        x += warps * x_row, dx += warps * dx_row;
+    }
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
