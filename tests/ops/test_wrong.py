@@ -457,7 +457,7 @@ def launch_layernorm(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight:
 
 
 def launch_layernorm_add(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
-    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 8), 2), block=(8, 32))
+    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 16), 2), block=(16, 32))
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
