@@ -23,9 +23,8 @@
 // Experiments: docs/notes/cross_entropy.md. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 #include "common/math.cuh"
 #include "common/pack.cuh"
-#include "common/ptx/launch.cuh"
+#include "common/pdl.cuh"
 #include "common/ptx/math.cuh"
-#include "common/ptx/memory.cuh"
 #include "common/reduce.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -350,8 +349,9 @@ __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
                            long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
     long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = first + threadIdx.x * warps;
     const T* from = x + first * x_row;
-    if (first < rows) prefetch_row(from, vocab);
-    wait_for_previous();
+    take_over(4 * vocab * sizeof(T), 1024, [&] {
+        if (first < rows) prefetch_row(from, vocab);
+    });
     long long target = mine < rows ? index_at(targets, wide, mine) : ignored;
     T at_target = mine < rows && target >= 0 && target < vocab ? x[mine * x_row + target] : T();
     RowSums<T> own = {};
@@ -375,8 +375,9 @@ __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
                                long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
     long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = min(first + threadIdx.x * warps, rows - 1);
     x += first * x_row, dx += first * dx_row;
-    if (first < rows) prefetch_row(x, columns);
-    wait_for_previous();
+    take_over(4 * columns * sizeof(T), 1024, [&] {
+        if (first < rows) prefetch_row(x, columns);
+    });
     Gradient<T, SOFTCAP> own(nullptr, dloss[mine * dloss_step], count, lse[mine], index_at(targets, wide, mine), vocab, ignored, smoothing,
                              z_loss, softcap);
     for (long long row = first, r = 0; row < rows; row += warps, ++r) {
@@ -389,10 +390,11 @@ __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
 
-// Grid 1, block 1024. There is one partial sum per block of the forward.
+// Grid 1, block 256. There is one partial sum per block of the forward. The next kernel may start while this one waits.
 template <typename C>
 __global__ void cross_entropy_reduce(C* out, double* count, const double2* partials, long long blocks, bool mean) {
     __shared__ double sums[32], counts[32];
+    let_next_come();
     wait_for_previous();
     double sum = 0, number = 0;
 #pragma unroll 8

@@ -24,8 +24,8 @@
 // Experiments: docs/notes/layernorm.md
 #include "common/math.cuh"
 #include "common/pack.cuh"
+#include "common/pdl.cuh"
 #include "common/ptx/barrier.cuh"
-#include "common/ptx/launch.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
@@ -219,12 +219,15 @@ template <typename T, typename W, int N, int VECTORS, bool RMS>
 __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; with 1, whole vectors would get more registers than they need
     layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                  int columns, long long x_row, long long residual_row, double eps) {
-    wait_for_previous();
     using C = compute_t<T>;
     __shared__ C sums[2][32];
     long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
     long long from = min(row, rows - 1);
     int end = row < rows ? columns : 0;
+    take_over(blockDim.y * columns * sizeof(T), 1024, [&] {
+        constexpr int LINE = 128 / sizeof(T);
+        for (int i = threadIdx.x * LINE; i < columns; i += blockDim.x * LINE) prefetch(x + from * x_row + i);
+    });
     Row<T, N, VECTORS> values, added;
     values.load(x + from * x_row, columns);
     if (residual) {
