@@ -9,16 +9,17 @@
 //
 // Layout     x is (rows, columns), rows `x_row` elements apart; dx has rows `dx_row` apart and may be x. loss has the type of the
 //            computation: float, or double for double. lse is double. Targets are int64 (`wide`) or int32. Offsets are 64-bit.
-// Algorithm  one block per row. The forward is online softmax in one pass: each thread has the largest c so far and the sum of
-//            exp(c - largest); both are reduced over the block in a fixed order. The backward reads a row and writes its gradient.
-//            lse is kept as a double, and p is computed from its two float parts, so that large logits lose no digits. The backward
-//            has a fast path for vectors that contain neither the target nor padding: 7 instructions per element.
-// Launch     v1: grid = rows, block 256. v2: block (threads per row, rows); a block has several rows if each has one warp, else one row of
-//            up to 256 threads. Each block writes the sum of its losses; a second launch of one block of 1024 adds these.
+// Algorithm  The forward is online softmax in one pass: each thread has the largest c so far and the sum of exp(c - largest); both are
+//            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient. lse is kept as a
+//            double, and p is computed from its two float parts, so that large logits lose no digits. The backward has a fast path for
+//            vectors that contain neither the target nor padding: 7 instructions per element.
+// Launch     A row has one block or, up to 16 KiB, one warp of a block (32, 4). Each block writes the sum of its losses; a second launch of
+//            one block adds these.
 //
 // version  idea                                                               8192x50304 bf16, H200: forward, backward of a copy
-// v1       one element per thread and step
+// v1       a block per row, one element per thread and step
 // v2       16-byte vectors; 4 loads (backward: 2) per thread in flight        1.00, 0.93
+//          short rows: a warp has several, and finishes them together
 //
 // Experiments: docs/notes/cross_entropy.md. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 #include "common/math.cuh"
@@ -28,6 +29,12 @@
 #include "common/reduce.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
+
+// By value. `dloss_step`: the gradient of the loss of row r is dloss[r * dloss_step].
+struct Options {
+    long long vocab, ignored, dloss_step;
+    double smoothing, z_loss, softcap;
+};
 
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
@@ -88,10 +95,15 @@ __device__ __forceinline__ void read_one(const T* x, Index column, F& use) {
 }
 
 // Reads a row by a block or, if WARP, by one warp: fewer than 2^31 16-byte vectors that are aligned in `to`, which has the same columns, and
-// single columns before and after them. LOADS vectors per thread are in flight. Without is_read, values have no meaning.
+// single columns before and after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. Without is_read,
+// values have no meaning.
 template <int LOADS, bool WARP, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use) {
     using Index = conditional_t<WARP, int, long long>;
+    if constexpr (LOADS == 0) {
+        for (Index i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
+        return;
+    }
     constexpr int N = 16 / sizeof(T);
     int threads = WARP ? 32 : blockDim.x;
     unsigned from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
@@ -99,7 +111,7 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
     x += first;
 #pragma unroll 1
     for (int i = threadIdx.x; i < vectors; i += LOADS * threads) {
-        Vec<T, N> loaded[LOADS];
+        Vec<T, N> loaded[LOADS + !LOADS];
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
             int vector = i + k * threads;
@@ -134,7 +146,7 @@ struct OnlineSum {
     C largest = minus_infinity<C>(), base = 0;
     sum_t<T> sum = 0, total = 0;
     int adds_all;
-    __device__ __forceinline__ OnlineSum(double softcap, double smoothing) : capped(softcap), adds_all(smoothing != 0) {}
+    __device__ __forceinline__ OnlineSum(const Options& o) : capped(o.softcap), adds_all(o.smoothing != 0) {}
     template <int N>
     __device__ __forceinline__ void look(const Vec<T, N>& v) {
         top.add(v);
@@ -185,13 +197,12 @@ __device__ __forceinline__ RowSums<T> row_sums(const OnlineSum<T, SOFTCAP>& onli
 // Writes a row's lse and, if losses is not null, its loss, which is returned. All this is double: one thread computes it.
 template <bool SOFTCAP, typename T>
 __device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const RowSums<T>& sums, T at_target, long long row,
-                                             long long target, long long vocab, long long ignored, double smoothing, double z_loss,
-                                             double softcap) {
-    double base = base_of(sums.largest), log_sum = log(double(sums.sum)), loss = target == ignored ? 0.0 : not_a_number();
-    if (target != ignored && target >= 0 && target < vocab) {
-        loss = (base - (1 - smoothing) * Softcap<T, SOFTCAP>(softcap)(load_as(at_target))) + log_sum;
-        if (smoothing != 0) loss -= smoothing / vocab * sums.total;
-        if (z_loss != 0) loss += z_loss * (base + log_sum) * (base + log_sum);
+                                             long long target, const Options& o) {
+    double base = base_of(sums.largest), log_sum = log(double(sums.sum)), loss = target == o.ignored ? 0.0 : not_a_number();
+    if (target != o.ignored && target >= 0 && target < o.vocab) {
+        loss = (base - (1 - o.smoothing) * Softcap<T, SOFTCAP>(o.softcap)(load_as(at_target))) + log_sum;
+        if (o.smoothing != 0) loss -= o.smoothing / o.vocab * sums.total;
+        if (o.z_loss != 0) loss += o.z_loss * (base + log_sum) * (base + log_sum);
     }
     loss = compute_t<T>(loss);
     if (losses) losses[row] = loss;
@@ -211,26 +222,6 @@ __device__ __forceinline__ void write_sums(double2* partials, double loss, doubl
     partials[blockIdx.x] = sum;
 }
 
-// One block per row, for v1 (LOADS = 0: one element per thread and step) and for v2. An ignored row is not read.
-template <int LOADS, bool SOFTCAP, typename T>
-__device__ __forceinline__ void block_loss(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide,
-                                           long long x_row, long long vocab, long long ignored, double smoothing, double z_loss,
-                                           double softcap) {
-    wait_for_previous();
-    long long row = blockIdx.x, target = index_at(targets, wide, row), shown = target == ignored ? 0 : vocab;
-    x += row * x_row;
-    // Early, and not converted here, so that nothing waits for it.
-    T at_target = threadIdx.x == 0 && target >= 0 && target < vocab ? x[target] : T();
-    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
-    if constexpr (LOADS == 0) {
-        for (long long i = threadIdx.x; i < shown; i += blockDim.x) read_one(x, i, online);
-    } else read_row<LOADS, false>(x, x, shown, true, online);
-    RowSums<T> sums = row_sums<false>(online);
-    if (threadIdx.x != 0) return;
-    double loss = write_loss<SOFTCAP>(losses, lse, sums, at_target, row, target, vocab, ignored, smoothing, z_loss, softcap);
-    if (partials) partials[row] = {loss, target != ignored ? 1.0 : 0.0};
-}
-
 // Writes the gradient of columns to dx, from what all columns of a row have in common.
 template <typename T, bool SOFTCAP>
 struct Gradient {
@@ -240,22 +231,25 @@ struct Gradient {
     long long target, vocab;
     bool is_zero;
     T* dx;
-    __device__ __forceinline__ Gradient(T* dx, C dloss, const double* count, double lse, long long target, long long vocab,
-                                        long long ignored, double smoothing, double z_loss, double softcap)
-        : capped(softcap), high(lse), target(target), vocab(vocab), is_zero(target == ignored), dx(dx) {
-        C weight = dloss / (count ? C(*count) : C(1));
+    // `dloss` may be divided by *count.
+    __device__ __forceinline__ Gradient(T* dx, const void* targets, const double* lse, const C* dloss, const double* count, bool wide,
+                                        long long row, const Options& o)
+        : capped(o.softcap), high(lse[row]), target(index_at(targets, wide, row)), vocab(o.vocab), is_zero(target == o.ignored), dx(dx) {
+        C weight = dloss[row * o.dloss_step] / (count ? C(*count) : C(1));
         if (target < 0 || target >= vocab) weight = not_a_number();
-        low = abs(lse) <= 3.4e38 ? C(lse - static_cast<double>(high)) * C(LOG2E) : C(0);
-        of_p = weight * (1 + C(2 * z_loss) * high);
-        of_target = weight * C(1 - smoothing);
-        of_all = smoothing != 0 ? weight * C(smoothing) / vocab : C(0);
+        low = abs(lse[row]) <= 3.4e38 ? C(lse[row] - static_cast<double>(high)) * C(LOG2E) : C(0);
+        of_p = weight * (1 + C(2 * o.z_loss) * high);
+        of_target = weight * C(1 - o.smoothing);
+        of_all = o.smoothing != 0 ? weight * C(o.smoothing) / vocab : C(0);
     }
-    // That of lane r.
+    template <typename V>
+    static __device__ __forceinline__ void copy(V& value, int lane) {
+        value = __shfl_sync(~0u, value, lane);
+    }
     __device__ __forceinline__ Gradient from_lane(int r, T* dx_of_row) const {
         Gradient g = *this;
-        g.high = __shfl_sync(~0u, high, r), g.low = __shfl_sync(~0u, low, r), g.of_p = __shfl_sync(~0u, of_p, r);
-        g.of_target = __shfl_sync(~0u, of_target, r), g.of_all = __shfl_sync(~0u, of_all, r);
-        g.target = __shfl_sync(~0u, target, r), g.is_zero = __shfl_sync(~0u, is_zero, r), g.dx = dx_of_row;
+        copy(g.high, r), copy(g.low, r), copy(g.of_p, r), copy(g.of_target, r), copy(g.of_all, r), copy(g.target, r), copy(g.is_zero, r);
+        g.dx = dx_of_row;
         return g;
     }
     __device__ __forceinline__ C share(C c) const {
@@ -288,53 +282,38 @@ struct Gradient {
     }
 };
 
-// ---- v1. Grid rows, block 256.
+// ---- Grid rows, one block per row. LOADS: see read_row; 0 for v1. An ignored row is not read.
 
-template <typename T, bool SOFTCAP>
-__global__ void cross_entropy_v1(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide,
-                                 long long rows, long long x_row, long long vocab, long long ignored, double smoothing, double z_loss,
-                                 double softcap) {
-    block_loss<0, SOFTCAP>(losses, lse, partials, x, targets, wide, x_row, vocab, ignored, smoothing, z_loss, softcap);
+template <typename T, bool SOFTCAP, int LOADS>
+__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
+    cross_entropy_block(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+                        long long x_row, Options o) {
+    wait_for_previous();
+    long long row = blockIdx.x, target = index_at(targets, wide, row);
+    x += row * x_row;
+    // Early, and not converted here, so that nothing waits for it.
+    T at_target = threadIdx.x == 0 && target >= 0 && target < o.vocab ? x[target] : T();
+    OnlineSum<T, SOFTCAP> online(o);
+    read_row<LOADS, false>(x, x, target == o.ignored ? 0 : o.vocab, true, online);
+    RowSums<T> sums = row_sums<false>(online);
+    if (threadIdx.x != 0) return;
+    double loss = write_loss<SOFTCAP>(losses, lse, sums, at_target, row, target, o);
+    if (partials) partials[row] = {loss, target != o.ignored ? 1.0 : 0.0};
 }
 
-// The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null.
-template <typename T, bool SOFTCAP>
-__global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss,
-                                     const double* count, bool wide, long long rows, long long dx_row, long long x_row, long long columns,
-                                     long long vocab, long long ignored, long long dloss_step, double smoothing, double z_loss,
-                                     double softcap) {
+template <typename T, bool SOFTCAP, int LOADS>
+__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
+    cross_entropy_block_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
+                            bool wide, long long rows, long long columns, long long dx_row, long long x_row, Options o) {
     wait_for_previous();
     long long row = blockIdx.x;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
-                                  smoothing, z_loss, softcap);
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) read_one(x + row * x_row, i, gradient);
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, targets, lse, dloss, count, wide, row, o);
+    read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
-// ---- v2. Grid rows, one block per row.
-
-template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
-    cross_entropy_v2(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
-                     long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
-    block_loss<(sizeof(T) == 8 ? 2 : 4), SOFTCAP>(losses, lse, partials, x, targets, wide, x_row, vocab, ignored, smoothing, z_loss,
-                                                  softcap);
-}
-
-template <typename T, bool SOFTCAP>
-__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
-    cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
-                         bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
-                         long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
-    wait_for_previous();
-    long long row = blockIdx.x;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
-                                  smoothing, z_loss, softcap);
-    read_row<2, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
-}
-
-// Short rows. A warp has rows first, first + warps, first + 2 * warps, ..., at most 32, and prefetches the next one. Lane r computes what row
-// r of these needs once, so that a warp does it for all its rows at the same time: the double-precision logarithm alone has as many
-// instructions as 20 columns per lane.
+// ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32, and prefetches the next one. Lane r computes what row r of
+// these needs once, so that a warp does it for all its rows at the same time: the double-precision logarithm alone has as many instructions
+// as 20 columns per lane.
 
 // Prefetch a row into L2 by one warp.
 template <typename T>
@@ -345,41 +324,39 @@ __device__ __forceinline__ void prefetch_row(const T* x, int columns) {
 
 template <typename T, bool SOFTCAP>
 __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
-    cross_entropy_v2_short(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
-                           long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
+    cross_entropy_warp(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+                       long long x_row, Options o) {
     long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = first + threadIdx.x * warps;
     const T* from = x + first * x_row;
-    take_over(4 * vocab * sizeof(T), 1024, [&] {
-        if (first < rows) prefetch_row(from, vocab);
+    take_over(4 * o.vocab * sizeof(T), 1024, [&] {
+        if (first < rows) prefetch_row(from, o.vocab);
     });
-    long long target = mine < rows ? index_at(targets, wide, mine) : ignored;
-    T at_target = mine < rows && target >= 0 && target < vocab ? x[mine * x_row + target] : T();
+    long long target = mine < rows ? index_at(targets, wide, mine) : o.ignored;
+    T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
     RowSums<T> own = {};
     for (long long row = first, r = 0; row < rows; row += warps, ++r) {
-        if (row + warps < rows) prefetch_row(from + warps * x_row, vocab);
-        OnlineSum<T, SOFTCAP> online(softcap, smoothing);
-        read_row<(sizeof(T) == 8 ? 2 : 4), true>(from, from, vocab, true, online);
+        if (row + warps < rows) prefetch_row(from + warps * x_row, o.vocab);
+        OnlineSum<T, SOFTCAP> online(o);
+        read_row<(sizeof(T) == 8 ? 2 : 4), true>(from, from, o.vocab, true, online);
         from += warps * x_row;
         RowSums<T> sums = row_sums<true>(online);
         if (threadIdx.x == r) own = sums;
     }
     double loss = 0;
-    if (mine < rows) loss = write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, vocab, ignored, smoothing, z_loss, softcap);
-    if (partials) write_sums(partials, warp_reduce<Sum>(loss), warp_reduce<Sum>(target != ignored ? 1.0 : 0.0));
+    if (mine < rows) loss = write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, o);
+    if (partials) write_sums(partials, warp_reduce<Sum>(loss), warp_reduce<Sum>(target != o.ignored ? 1.0 : 0.0));
 }
 
 template <typename T, bool SOFTCAP>
 __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
-    cross_entropy_v2_short_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
-                               bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
-                               long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
+    cross_entropy_warp_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
+                           bool wide, long long rows, long long columns, long long dx_row, long long x_row, Options o) {
     long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = min(first + threadIdx.x * warps, rows - 1);
     x += first * x_row, dx += first * dx_row;
     take_over(4 * columns * sizeof(T), 1024, [&] {
         if (first < rows) prefetch_row(x, columns);
     });
-    Gradient<T, SOFTCAP> own(nullptr, dloss[mine * dloss_step], count, lse[mine], index_at(targets, wide, mine), vocab, ignored, smoothing,
-                             z_loss, softcap);
+    Gradient<T, SOFTCAP> own(nullptr, targets, lse, dloss, count, wide, mine, o);
     for (long long row = first, r = 0; row < rows; row += warps, ++r) {
         if (row + warps < rows) prefetch_row(x + warps * x_row, columns);
         Gradient<T, SOFTCAP> gradient = own.from_lane(r, dx);

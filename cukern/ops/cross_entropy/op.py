@@ -1,5 +1,6 @@
 """cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. Math: kernels_cu/cross_entropy.cu."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -121,7 +122,7 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     added = 0 if partials is None else partials.data_ptr()
     if rows:
         pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
-        launch(grid, block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
+        launch(grid, block, 0, *pointers, is_wide, rows, x.stride(0), options.packed())
     if is_reduced:
         out, count = loss.data_ptr(), stats.data_ptr() + 8 * rows
         reducer((1, 1, 1), (256, 1, 1), 0, out, count, added, grid[0], options.reduction == "mean")
@@ -144,10 +145,10 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
     pointers = dx.data_ptr(), x.data_ptr(), targets.data_ptr(), stats.data_ptr(), dloss.data_ptr(), count
-    sizes = rows, dx.stride(0), x.stride(0), x.shape[1], options.vocab
+    sizes = *x.shape, dx.stride(0), x.stride(0)
     launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
-        launch(_grid(rows, block, x.get_device()), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
+        launch(_grid(rows, block, x.get_device()), block, 0, *pointers, is_wide, *sizes, options.packed(step))
 
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
@@ -210,12 +211,9 @@ _apply = apply_of(_CrossEntropy)
 
 # ---- the versions: forward and backward give a pass's kernel for (dtype, has softcap, columns), and its block: (threads per row, rows, 1)
 
-_TEMPLATES = {
-    name + pass_: Template("cross_entropy.cu", f"cross_entropy_{name}{pass_}", pdl=True)
-    for name in ("v1", "v2", "v2_short")
-    for pass_ in ("", "_bwd")
-}
-_REDUCE = Template("cross_entropy.cu", "cross_entropy_reduce", pdl=True)
+_BLOCK, _BLOCK_BWD, _WARP, _WARP_BWD, _REDUCE = (
+    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("block", "block_bwd", "warp", "warp_bwd", "reduce")
+)
 SHORT_BYTES, SHORT_BLOCK = 16384, (32, 4, 1)  # rows of up to SHORT_BYTES have one warp
 _WARPS, _MOST_ROWS = 32, 32  # of short rows: warps per SM, and rows per warp
 
@@ -233,19 +231,21 @@ def _grid(rows: int, block: backend.Dim, device: int) -> backend.Dim:
     return -(-rows // (each * block[1])), 1, 1
 
 
-def _kernel(name: str, pass_: str, dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, backend.Dim]:
+def _kernel(version: int, backward: bool, dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, backend.Dim]:
     row_bytes = columns * dtype.itemsize
-    if name == "v2" and row_bytes <= SHORT_BYTES:
-        return _TEMPLATES[f"v2_short{pass_}"][dtype, softcap], SHORT_BLOCK
-    return _TEMPLATES[name + pass_][dtype, softcap], (256 if name == "v1" else min(256, -(-row_bytes // 2048) * 32), 1, 1)
+    if version == 2 and row_bytes <= SHORT_BYTES:
+        return (_WARP_BWD if backward else _WARP)[dtype, softcap], SHORT_BLOCK
+    threads = 256 if version == 1 else min(256, -(-row_bytes // 2048) * 32)  # v2: at least four vectors each
+    loads = 0 if version == 1 else 2 if backward or dtype.itemsize == 8 else 4
+    return (_BLOCK_BWD if backward else _BLOCK)[dtype, softcap, loads], (threads, 1, 1)
 
 
-def _instances(name: str, dtype: torch.dtype) -> list[Kernel]:
-    kernels = [_TEMPLATES[t][dtype, softcap] for t in _TEMPLATES if t.startswith(name) for softcap in (False, True)]
-    return [_REDUCE[wide(dtype)], *kernels]
+def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
+    calls = itertools.product((False, True), (False, True), (1, SHORT_BYTES))
+    return [_REDUCE[wide(dtype)], *(_kernel(version, backward, dtype, softcap, columns)[0] for backward, softcap, columns in calls)]
 
 
 VERSIONS = {
-    name: Version(idea, partial(_kernel, name, ""), partial(_kernel, name, "_bwd"), partial(_instances, name))
-    for name, idea in (("v1", "one element per thread and step"), ("v2", "16-byte vectors; a warp per short row"))
+    f"v{n}": Version(idea, partial(_kernel, n, False), partial(_kernel, n, True), partial(_instances, n))
+    for n, idea in ((1, "one element per thread and step"), (2, "16-byte vectors; a warp per short row"))
 }
