@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
     read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
-// ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32, and prefetches the next one. Lane r computes what row r of
+// ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32. Lane r computes what row r of
 // these needs once, so that a warp does it for all its rows at the same time: the double-precision logarithm alone has as many instructions
 // as 20 columns per lane.
 
@@ -335,7 +335,6 @@ __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
     T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
     RowSums<T> own = {};
     for (long long row = first, r = 0; row < rows; row += warps, ++r) {
-        if (row + warps < rows) prefetch_row(from + warps * x_row, o.vocab);
         OnlineSum<T, SOFTCAP> online(o);
         read_row<(sizeof(T) == 8 ? 2 : 4), true>(from, from, o.vocab, true, online);
         from += warps * x_row;
@@ -358,7 +357,6 @@ __global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
     });
     Gradient<T, SOFTCAP> own(nullptr, targets, lse, dloss, count, wide, mine, o);
     for (long long row = first, r = 0; row < rows; row += warps, ++r) {
-        if (row + warps < rows) prefetch_row(x + warps * x_row, columns);
         Gradient<T, SOFTCAP> gradient = own.from_lane(r, dx);
         read_row<2, true>(x, dx, columns, !gradient.is_zero, gradient);
         x += warps * x_row, dx += warps * dx_row;
