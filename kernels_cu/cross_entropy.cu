@@ -39,11 +39,9 @@ struct Options {
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-// -inf, the maximum of a row of -inf, becomes 0, so that c - base is never NaN for c = -inf.
-template <typename C>
-__device__ __forceinline__ C base_of(C largest) {
-    return largest == minus_infinity<C>() ? C(0) : largest;
-}
+// Where maxima start: not -inf, so that c - largest is never NaN for c = -inf.
+__device__ __forceinline__ float lowest(float) { return -3.4028235e38f; }
+__device__ __forceinline__ double lowest(double) { return -1.7976931348623157e308; }
 
 // c(x) = cap tanh(x / cap). 16-bit types use an approximation with an absolute error of 3e-7 in tanh.
 template <typename T, bool SOFTCAP>
@@ -143,7 +141,7 @@ struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
     Top<T> top;
-    C largest = minus_infinity<C>(), base = 0;
+    C largest = lowest(C());
     sum_t<T> sum = 0, total = 0;
     int adds_all;
     __device__ __forceinline__ OnlineSum(const Options& o) : capped(o.softcap), adds_all(o.smoothing != 0) {}
@@ -155,7 +153,7 @@ struct OnlineSum {
         C c = capped(top.largest());
         if (!(c > largest)) return;
         sum *= exponential(largest - c);
-        largest = base = c;
+        largest = c;
     }
     template <int N, typename Index>
     __device__ __forceinline__ void operator()(Index, C (&c)[N]) {
@@ -163,7 +161,7 @@ struct OnlineSum {
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             c[j] = capped(c[j]);
-            C e = exponential(c[j] - base);
+            C e = exponential(c[j] - largest);
             partial = j ? partial + e : e;
         }
         sum += partial;
@@ -188,7 +186,7 @@ __device__ __forceinline__ RowSums<T> row_sums(const OnlineSum<T, SOFTCAP>& onli
     __shared__ sum_t<T> sums[32], totals[32];
     RowSums<T> row;
     row.largest = WARP ? warp_max(online.largest) : block_reduce<Max>(online.largest, maxima);
-    row.sum = online.sum * exponential(online.largest - base_of(row.largest));
+    row.sum = online.sum * exponential(online.largest - row.largest);
     row.sum = WARP ? warp_reduce<Sum>(row.sum) : block_reduce<Sum>(row.sum, sums);
     if (online.adds_all) row.total = WARP ? warp_reduce<Sum>(online.total) : block_reduce<Sum>(online.total, totals);
     return row;
@@ -198,7 +196,7 @@ __device__ __forceinline__ RowSums<T> row_sums(const OnlineSum<T, SOFTCAP>& onli
 template <bool SOFTCAP, typename T>
 __device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const RowSums<T>& sums, T at_target, long long row,
                                              long long target, const Options& o) {
-    double base = base_of(sums.largest), log_sum = log(double(sums.sum)), loss = target == o.ignored ? 0.0 : not_a_number();
+    double base = sums.largest, log_sum = log(double(sums.sum)), loss = target == o.ignored ? 0.0 : not_a_number();
     if (target != o.ignored && target >= 0 && target < o.vocab) {
         loss = (base - (1 - o.smoothing) * Softcap<T, SOFTCAP>(o.softcap)(load_as(at_target))) + log_sum;
         if (o.smoothing != 0) loss -= o.smoothing / o.vocab * sums.total;
