@@ -95,20 +95,27 @@ def _package(name: str, make: Callable[[Op], Function]) -> Maker:
     return maker
 
 
-def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
-    if device.type != "cuda":
+def no_load_inline() -> Missing | None:
+    """The reason why load_inline cannot run here, if any."""
+    if not torch.cuda.is_available():
         return "there is no GPU"
     lacking = [program for program in ("nvcc", "ninja", "c++") if shutil.which(program) is None]
-    if lacking:
-        return f"load_inline needs {', '.join(lacking)}"
+    return f"load_inline needs {', '.join(lacking)}" if lacking else None
+
+
+def load_inline_square() -> Function:
     from torch.utils import cpp_extension
 
+    module: Any = cpp_extension.load_inline("cukern_peer_square", cpp_sources="torch::Tensor square(torch::Tensor x);",
+                                            cuda_sources=_LOAD_INLINE, functions=["square"])  # fmt: skip
+    return module.square
+
+
+def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
     try:
-        module: Any = cpp_extension.load_inline("cukern_peer_square", cpp_sources="torch::Tensor square(torch::Tensor x);",
-                                                cuda_sources=_LOAD_INLINE, functions=["square"])  # fmt: skip
+        return no_load_inline() or load_inline_square()
     except (RuntimeError, OSError, ImportError) as error:
         return f"load_inline failed: {str(error).strip().splitlines()[0]}"
-    return module.square
 
 
 def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ def check_target(option: str, file: Path) -> None:
 def table(title: str, *columns: str) -> Table:
     """A table with a left-aligned first column and right-aligned numbers."""
     style = {"title_style": "bold", "header_style": "", "box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
-    made = Table(title=title, title_justify="left", **style)  # type: ignore[arg-type]
+    made = Table(title=title, title_justify="left", min_width=min(len(title), console.width), **style)  # type: ignore[arg-type]
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i else "left", no_wrap=True)
     return made
