@@ -192,14 +192,15 @@ class Kernel:
         """Launch with plain tensors and numbers, if all are right and the kernel was launched before. It takes a fifth of the time of the
         checks that explain errors. Returns False if those must look."""
         try:
-            found = arguments.quick_values(self._quick, args)
-            if found is None or type(shared) is not int or shared < 0:
+            device = args[0].get_device()
+            launch, kinds = self._quick[device]
+            values = arguments.quick_values(args, kinds, device)
+            if values is None or type(shared) is not int or shared < 0:
                 return False
-            launch, values = found
             launch(*arguments.dims(grid, block), shared, *values)
         except LaunchError:
             raise
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: data_ptr() of a tensor without memory
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError):  # data_ptr() of a tensor without memory
             return False
         return True
 
