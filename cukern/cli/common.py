@@ -39,6 +39,8 @@ def find_op(name: str) -> Op:
     """The op of this name, or of a Python file; see own_file.py. Raises ValueError for an unknown op."""
     if own_file.is_file(name):
         return own_file.find(name)
+    if own_file.is_source(name):
+        raise ValueError(f"{name} has kernels, but no reference: name a Python file that makes an op of them, as cukern new writes it")
     if name not in OPS:
         raise ValueError(f"there is no op {name!r}; the ops are {', '.join(OPS)}, and those of files: my_op.py")
     return OPS[name]

@@ -1,5 +1,6 @@
 """`cukern new`, and commands that take a Python file: from an empty folder to a checked op."""
 
+import re
 import sys
 
 import pytest
@@ -45,6 +46,26 @@ def test_commands_take_a_file(verb, folder):
     sizes = () if verb == "compile" else (1000,)
     assert SAYS[verb] in call(verb, "my_silu.py", *sizes, *QUICK[verb]).output
     assert call(verb, "my_silu.py:my_silu", *sizes, *QUICK[verb])
+
+
+ROW_MAX = "__global__ void row_max(float* out, const float* x, int n) { out[blockIdx.x] = x[blockIdx.x * n]; }\n"
+
+
+def test_a_cu_file_is_compiled(folder):
+    """What needs no Python: resources and machine code of kernels and of named instances."""
+    (folder / "row_max.cu").write_text(ROW_MAX)
+    call("new", "my_rms", "--kind", "row")
+    assert re.search(r"1 kernel for sm_80;.*\nkernel.*\n.*\nrow_max +\d+", call("compile", "row_max.cu", "--arch", "sm_80").stdout)
+    out = call("compile", "my_rms.cu", "--arch", "sm_90a", "--kernel", "my_rms_fwd<float>", "--kernel", "my_rms_bwd<double>").stdout
+    assert "2 kernels for sm_90a" in out and "my_rms_bwd<double>" in out and max(map(len, out.splitlines())) <= 80
+    assert "only templates: name an instance with --kernel 'my_rms_fwd<float>'" in refused("compile", "my_rms.cu")
+    assert "has no __global__ function 'foo'; it has row_max" in refused("compile", "row_max.cu", "--kernel", "foo")
+    assert "--kernel names a kernel of a .cu file" in refused("compile", "square", "--kernel", "foo")
+    assert "--shape and --gpu are of ops" in refused("compile", "row_max.cu", "--shape", "3")
+    assert "row_max.cu has kernels, but no reference" in refused("check", "row_max.cu")
+    (folder / "row_max.cu").write_text(ROW_MAX.replace("x[block", "y[block"))
+    out = call("compile", "row_max.cu", "--arch", "sm_90a", status=1).output
+    assert re.search(r'row_max\.cu\(1\): error: identifier "y" is undefined\n.*y\[blockIdx', out), "the source line is shown"
 
 
 def test_an_edited_file_is_read_again(folder):
