@@ -11,7 +11,8 @@ from cukern.bench.record import Recorded
 
 
 def history(found: Sequence[Recorded], device: str) -> Figure:
-    """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit."""
+    """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit. The lines with
+    most commits are drawn, forward and backward first."""
     latest: dict[Any, dict[str, tuple[str, Row]]] = {}
     for one in sorted(found, key=lambda r: r.date):
         if one.row.provider == "cukern" and " " not in one.row.version and one.commit:
@@ -19,7 +20,7 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
             before = latest.setdefault(key, {}).get(one.commit[:8])
             if before is None or newest_version([before[1], one.row]) == one.row.version:
                 latest[key][one.commit[:8]] = one.date, one.row
-    longest = sorted(latest, key=lambda key: -len(latest[key]))[:MOST_LINES]
+    longest = sorted(latest, key=lambda key: (key[0] not in ("fwd", "bwd"), -len(latest[key])))[:MOST_LINES]
     dates = {commit: date for key in longest for commit, (date, _) in latest[key].items()}
     order = {commit: i for i, commit in enumerate(sorted(dates, key=lambda c: dates[c]))}
     figure, (panel,) = panels_of([4])
@@ -41,7 +42,7 @@ def roofline(rows: Rows, device: str) -> Figure:
     """FLOP/s over arithmetic intensity: the newest version of each op at its largest shape, below the bandwidth of the fastest copy and
     the highest measured rate."""
     figure, (panel,) = panels_of([5])
-    marks, points = itertools.cycle("osD^v<>PX*"), []
+    marks, points = itertools.cycle("osD^v<>PX*hdp"), []  # 13 marks and 10 colors: no pair repeats
     for row in _largest(rows):
         points.append((row.flops / row.bytes, row.tflops or 0.0))
         panel.plot(*points[-1], next(marks), label=f"{row.op} {row.version} {row.dtype}")
