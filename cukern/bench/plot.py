@@ -121,7 +121,7 @@ def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
 def lines(rows: Rows, device: str | None = None) -> Figure:
     """Throughput over size, one panel per pass and dtype: cukern, its peers and the limit. If several sizes differ, only the shapes are
     drawn that differ in one."""
-    groups = [(key, _family(group)) for key, group in grouped(rows, lambda r: (r.op, r.pass_, r.dtype))]
+    groups = grouped([r for _, same in grouped(rows, lambda r: r.op) for r in _family(same)], lambda r: (r.op, r.pass_, r.dtype))
     figure, panels = panels_of([3.6] * len(groups))
     for ((op, pass_, dtype), group), panel in zip(groups, panels, strict=True):
         x_name, x_of = _size(op, group)
