@@ -29,13 +29,26 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
         label = f"{key[0]} {'x'.join(map(str, key[1]))} {key[2]}"
         panel.plot(*zip(*points, strict=True), marker="o", ms=4, label=label)
     panel.set_xticks(list(order.values()), list(order), rotation=60, fontsize=7)
-    panel.set_yscale("log")
+    _plain_log_axis(panel, [row.median_us for key in longest for _, row in latest[key].values()])
     panel.set_ylabel("us")
     panel.grid(alpha=0.3)
     if longest:
         beside(panel)
     panel.set_title(f"{found[0].row.op} over commits on {device}", loc="left", fontsize=10)
     return figure
+
+
+def _plain_log_axis(panel: Any, values: Sequence[float]) -> None:
+    """A logarithmic y axis with plain numbers. It spans at least a factor of two, so that noise does not look like a change."""
+    from matplotlib.ticker import LogFormatter
+
+    panel.set_yscale("log")
+    for axis in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+        axis(LogFormatter(minor_thresholds=(2, 0.7)))
+    if values:
+        low, high = min(values), max(values)
+        around = max(1.1, (2 * low / high) ** 0.5)
+        panel.set_ylim(low / around, high * around)
 
 
 def roofline(rows: Rows, device: str) -> Figure:
