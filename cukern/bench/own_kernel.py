@@ -13,7 +13,7 @@ from cukern.bench.measure import Row, Table
 from cukern.bench.startup import fresh_seconds
 
 NAME = "own_kernel"  # of this benchmark, in place of an op
-REPEATS = 3  # fresh processes; the minutes of load_inline are measured once
+REPEATS = 3  # fresh processes for cukern; one for its peers, which take longer
 _ELEMENTS = 1000
 
 _SQUARE = """
@@ -71,7 +71,7 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
         if lacking:
             missing[name] = lacking
             continue
-        samples = [_two_runs(name, gpu) for _ in range(1 if name == "load_inline" else REPEATS)]
+        samples = [_two_runs(name, gpu) for _ in range(REPEATS if name == "cukern" else 1)]
         for rows, seconds, run in zip((first, second), zip(*samples, strict=True), ("first run", "second run"), strict=True):
             rows.append(_row(run, name, "", timing.summary([s * 1e6 for s in seconds])))
     yield Table(first, missing)
