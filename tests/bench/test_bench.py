@@ -280,6 +280,16 @@ def test_startup_rows(monkeypatch):
     assert others[0].rows[1].median_us < others[0].rows[0].median_us, "a full cache is faster than an empty one"
 
 
+@pytest.mark.parametrize("op", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])
+def test_a_package_that_is_missing_says_how_to_install_it(op, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    found, missing = peers.peers(OPS[op], torch.device("cuda"))
+    assert "torch" in found and len(missing) > 1
+    packages = {"liger": "liger-kernel", "quack": "quack-kernels", "transformer_engine": "transformer-engine"}
+    for name in missing.keys() & packages.keys():
+        assert missing[name].endswith(f"is not installed: pip install {packages[name]}")
+
+
 def test_own_kernel(monkeypatch):
     monkeypatch.setattr(own_kernel, "REPEATS", 1)
     there = torch.cuda.is_available()
