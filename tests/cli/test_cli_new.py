@@ -51,6 +51,15 @@ def test_commands_take_a_file(verb, folder):
 ROW_MAX = "__global__ void row_max(float* out, const float* x, int n) { out[blockIdx.x] = x[blockIdx.x * n]; }\n"
 
 
+def test_sim_takes_the_file_of_an_op(folder):
+    call("new", "my_silu")
+    text = (folder / "my_silu.py").read_text()
+    (folder / "my_silu.py").write_text(text.replace("cases=[(1,), (1023,), (64, 100)]", "dtypes=torch.float32, cases=[(5,)]"))
+    out = call("sim", "my_silu.py").stdout
+    assert "my_silu 5 float32" in out and "comparisons on the simulator, nothing wrong" in out
+    assert "leave out KERNEL and --args" in refused("sim", "my_silu.py", "my_silu_fwd<float>")
+
+
 def test_a_cu_file_is_compiled(folder):
     """What needs no Python: resources and machine code of kernels and of named instances."""
     (folder / "row_max.cu").write_text(ROW_MAX)
