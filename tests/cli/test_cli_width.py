@@ -13,7 +13,12 @@ from cukern.cli import app, common
 @pytest.mark.parametrize("name", [(), *([name] for name in get_command(app).commands)], ids=lambda words: " ".join(words) or "cukern")
 def test_help(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, call(*name, "--help").stdout.splitlines())) <= 80
+    lines = [line.rstrip() for line in call(*name, "--help").stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    text = lines[: next(i for i, line in enumerate(lines) if line.startswith("╭"))]
+    for first, second in zip(text, text[1:], strict=False):  # paragraphs are filled: the next word would not have fitted
+        if first and second and not second.startswith("  "):
+            assert len(first) + 1 + len(second.split()[0]) > 79, f"{first!r} ends early"
 
 
 @pytest.mark.parametrize(
