@@ -1,12 +1,15 @@
-"""Every code block of docs/ and the README runs, each command that a page names exists, and the site builds.
+"""Every code block of docs/, the README and public docstrings runs, each command that a page names exists, and the site builds.
 
 CUDA blocks with a title become files, Python blocks run in order, console lines call the commands.
 """
 
+import doctest
 import importlib.util
+import inspect
 import re
 import shlex
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from typer.testing import CliRunner
 
 import cukern
 from cukern.cli import app
+from cukern.runtime.kernel import Kernel
 from cukern.runtime.registry import OPS
 
 PAGES = sorted(p for p in (TREE / "docs").rglob("*.md") if "notes" not in p.parts)
@@ -89,6 +93,53 @@ def test_commands_and_options_exist(page):
         assert {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"--help"} <= known, (
             f"{page.name}: cukern {line}"
         )
+
+
+# ---- docstrings
+
+PUBLIC = {name: getattr(cukern, name) for name in cukern.__all__ if callable(getattr(cukern, name))}
+PUBLIC |= {f"Kernel.{name}": getattr(Kernel, name) for name in ("__call__", "compile", "raw")}
+PUBLIC |= {f"sim.{name}": getattr(cukern.sim, name) for name in ("collect", "checks", "coverage")}
+CODE = re.compile(r"\n\n((?:(?:    [^\n]*)?\n)+)")  # indented after a blank line; what follows "Args:" is not
+SQUARE = """#include "common/math.cuh"
+template <typename T> __global__ void square(T* out, const T* x, long long n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x]; }
+template <typename T> __global__ void square_bwd(T* dx, const T* x, const T* dout, long long n) {}
+"""
+COPY = "__global__ void copy(float* out, const float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if (i < n) out[i] = x[i]; }"
+NOT_RUN = {"tensor_map": "is one line of a larger program", "Kernel.raw": "is one line of a larger program"}
+NOT_RUN |= {"warmup": "needs a GPU"} if DEVICE == "cpu" else {}
+
+
+def examples(text):
+    """The code of a docstring: indented blocks and doctest lines. Sizes from 512 on are divided by 16 on the CPU."""
+    found = [code for code in CODE.findall(f"\n\n{inspect.cleandoc(text)}\n") if code.strip()]
+    code = "\n".join(textwrap.dedent(block) for block in found if ">>>" not in block)
+    code += "".join(example.source for example in doctest.DocTestParser().get_examples(text))
+    if DEVICE == "cpu":
+        code = re.sub(r"\b[0-9]{3,}\b", lambda n: str(int(n[0]) // 16 if int(n[0]) >= 512 else n[0]), code)
+    return code.replace('"cuda"', repr(DEVICE)).replace(".cuda()", f".to({DEVICE!r})")
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if examples(PUBLIC[name].__doc__ or "")])
+def test_examples_in_docstrings(name, tmp_path, monkeypatch, registry):
+    if name in NOT_RUN:
+        pytest.skip(f"the example of {name} {NOT_RUN[name]}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "square.cu").write_text(SQUARE)
+    x, model = torch.randn(1024, device=DEVICE), torch.nn.Linear(1024, 4, device=DEVICE)
+    known = {"torch": torch, "cukern": cukern, "sim": cukern.sim, "model": model, "x": x, "out": torch.empty_like(x), "n": 1024}
+    known["kernel"] = cukern.compile(COPY)
+    exec(examples(PUBLIC[name].__doc__), known)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_are_markdown(name):
+    """Outside of code, the site would drop <float> as a tag and print __global__ in bold."""
+    text = re.sub(r"`[^`]*`", "", CODE.sub("\n\n", f"\n\n{inspect.cleandoc(PUBLIC[name].__doc__ or '')}\n"))
+    assert re.findall(r"<\w[^>]*>|<<<|__\w+__", text) == []
+
+
+# ---- pages
 
 
 def test_links_lead_to_files():

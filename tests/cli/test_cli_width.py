@@ -1,6 +1,7 @@
 """The output of commands fits 80 columns."""
 
 import io
+import itertools
 import re
 
 import pytest
@@ -16,7 +17,7 @@ def test_help(name, monkeypatch):
     lines = [line.rstrip() for line in call(*name, "--help").stdout.splitlines()]
     assert max(map(len, lines)) <= 80
     text = lines[: next(i for i, line in enumerate(lines) if line.startswith("╭"))]
-    for first, second in zip(text, text[1:], strict=False):  # paragraphs are filled: the next word would not have fitted
+    for first, second in itertools.pairwise(text):  # paragraphs are filled: the next word would not have fitted
         if first and second and not second.startswith("  "):
             assert len(first) + 1 + len(second.split()[0]) > 79, f"{first!r} ends early"
 
