@@ -218,9 +218,10 @@ def attention_scales(q, k, v, scale, g):
 
 
 def softmax_scales(name, dtype, args, douts):
-    """What errors of the softmaxes are relative to: the exponents' rounding, in float32 of 16-bit types, is part of every term."""
+    """What errors of the softmaxes are relative to: the exponents' rounding, in float32 of 16-bit types, is part of every term. `tiny`
+    times the rounding is the error of a subnormal result, which the gradient multiplies: the backward gets the rounded result."""
     x, s, g, sink = args["x"], args["scale"], douts[0], args.get("sink")
-    wide, tiny = (2.0**-13, 1e-7) if dtype.itemsize == 2 else (1.0, torch.finfo(dtype).tiny)
+    wide, tiny = (2.0**-13, max(1e-7, torch.finfo(dtype).tiny)) if dtype.itemsize == 2 else (1.0, torch.finfo(dtype).tiny)
     dim, log = (args["dim"] if x.ndim else -1) if "dim" in args else -1, name == "log_softmax"
     z, g = (t.movedim(dim, -1) if t.ndim else t[None] for t in (x * s, g))
     z = with_sink(z if "dim" in args else z.masked_fill(hidden_of(x, args["window"]), -math.inf), sink)

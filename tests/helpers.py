@@ -120,8 +120,9 @@ def assert_accurate(actual: torch.Tensor, peer: torch.Tensor, exact: torch.Tenso
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit: the sign of zeros counts, NaN equals NaN."""
+    """Equal bit for bit: the sign of zeros counts, NaN equals NaN. A conjugated view counts as its values."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    a, b = a.resolve_conj(), b.resolve_conj()
     return a.shape == b.shape and torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
 

@@ -95,7 +95,7 @@ def test_versions_in_torch_run_on_the_cpu(tmp_path):
 
 
 def test_tables_fit_80_columns(empty_cache):
-    out = call("compile", "kron_linear", "--arch", "sm_90a", "--shape", "4,3,2").stdout
+    out = call("compile", "kron_linear", "--gpu", "h200", "--shape", "4,3,2").stdout
     assert "plans for NVIDIA H200: 132 SMs" in out and "…" in out
     out += call("bench", "linear", 8, 8, 8, "--only", "cukern,torch").stdout + call("check", "square", 40, "--sim").stdout
     assert all(len(line) <= 80 for line in out.splitlines() if not line.startswith("cache:")), out

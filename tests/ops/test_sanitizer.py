@@ -17,10 +17,11 @@ from cukern.bench.calls import arguments, outputs, results
 from cukern.runtime.device import restricted
 from cukern.runtime.registry import OPS
 op = OPS[sys.argv[1]]
+SLOW = {("softmax", "v1"), ("softmax", "v2"), ("softmax", "v3"), ("softmax", "v4"), ("matmul", "v3")}  # a minute or more under racecheck
 without = [name for name in op.candidates if name == "cublas"]  # racecheck stops some of cuBLAS's 16-bit kernels
 major, minor = torch.cuda.get_device_capability()
 for version, row in op.versions.items():
-    slow = op.name == "softmax" and version in ("v1", "v2", "v3", "v4")  # long rows take them minutes under racecheck
+    slow = (op.name, version) in SLOW
     dtypes = [dtype for dtype in op.dtypes if row.requires <= 10 * major + minor and row.instances(dtype)]
     for dtype in dtypes:
         inputs = op.make(op.check_dims[1 if slow else -1], dtype, "cuda")

@@ -132,8 +132,11 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_torchs(x: torch.Tensor, options: tuple[str, ...]) -> bool:
-    """True where the default is torch's product: torch's own function takes half of the host time of an op of ours."""
-    return x.is_cuda and options == ("", "") and not torch.compiler.is_compiling() and default_is_torchs(x.dtype, x.get_device())
+    """True where the default is torch's product: torch's own function takes half of the host time of an op of ours. Not under autocast,
+    because torch's backward would be cast again if it runs under another autocast."""
+    if not x.is_cuda or options != ("", "") or torch.compiler.is_compiling() or enabled(x):
+        return False
+    return default_is_torchs(x.dtype, x.get_device())
 
 
 def _by_rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *options: str) -> torch.Tensor:
