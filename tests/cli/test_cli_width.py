@@ -8,6 +8,8 @@ import pytest
 from test_cli import call
 from typer.main import get_command
 
+from cukern.bench import record
+from cukern.bench.measure import Row
 from cukern.cli import app, common
 
 
@@ -23,9 +25,23 @@ def test_help(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["check square 100 --sim", "bench softmax 8 64 --seconds 0.03", "compile square --arch sm_80", "doctor"]
+    "command",
+    [
+        "check square 100 --sim",
+        "bench softmax 8 64 --seconds 0.03",
+        "compile square --arch sm_80",
+        "doctor",
+        "profile square 100 --wait 0 --warmup 1 --active 1",
+        "plot softmax --from results.jsonl",
+        "compare results.jsonl results.jsonl",
+        "report --from results.jsonl",
+        "new an_op_with_a_long_name --kind tiled",
+    ],
 )
-def test_output_on_a_terminal(command, monkeypatch):
+def test_output_on_a_terminal(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    rows = [Row("softmax", f"v{i}", "fwd", (8, 64 * n), "bfloat16", "cukern", 2.0, 0.1) for i in (1, 2) for n in (1, 2, 3)]
+    record.append(rows, tmp_path / "results.jsonl")
     text = io.StringIO()
     for name in ("console", "errors"):
         for key, value in {"_width": 80, "_file": text, "_force_terminal": True, "no_color": True}.items():
