@@ -52,39 +52,38 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
     Without a GPU the simulator runs the kernel, and only cukern is measured. load_inline runs only if it is in `only`.
     Raises ValueError for an unknown name in `only`, and RuntimeError if a process fails.
     """
+    reasons = _reasons(only)
+    wanted, missing = [name for name, why in reasons.items() if not why], {name: why for name, why in reasons.items() if why}
+    if torch.cuda.is_available():
+        times = timing.host_times({key: call for key, call in _launches().items() if key[0] in wanted}, environment.device())
+        yield Table([_row("launch", *key, t) for key, t in times.items()], missing)
+    runs = {name: [_two_runs(name) for _ in range(REPEATS if name == "cukern" else 1)] for name in _CODE if name in wanted}
+    for i, run in enumerate(("first run", "second run")):
+        yield Table([_row(run, name, "", timing.summary([both[i] * 1e6 for both in samples])) for name, samples in runs.items()], missing)
+
+
+def _reasons(only: Collection[str] | None) -> dict[str, str | None]:
+    """By provider, why it is not measured, if so. Raises ValueError."""
     for name in only or ():
         if name not in PROVIDERS:
             raise ValueError(f"there is no {name!r} to measure for {NAME}; there are {', '.join(PROVIDERS)}")
-    gpu = torch.cuda.is_available()
-    wanted = [name for name in PROVIDERS if (name in only if only else name != "load_inline")]
-    missing = {} if gpu else {name: "there is no GPU" for name in wanted if name != "cukern"}
-    if not only:
-        missing["load_inline"] = "takes a minute to build, so it runs only with --only load_inline"
-    if gpu:
-        calls = {key: call for key, call in _launches().items() if key[0] in wanted}
-        times = timing.host_times(calls, environment.device())
-        yield Table([_row("launch", *key, t) for key, t in times.items()], missing)
-    first: list[Row] = []
-    second: list[Row] = []
-    for name in [name for name in _CODE if name in wanted and name not in missing]:
-        lacking = peers.no_load_inline() if name == "load_inline" else None
-        if lacking:
-            missing[name] = lacking
-            continue
-        samples = [_two_runs(name, gpu) for _ in range(REPEATS if name == "cukern" else 1)]
-        for rows, seconds, run in zip((first, second), zip(*samples, strict=True), ("first run", "second run"), strict=True):
-            rows.append(_row(run, name, "", timing.summary([s * 1e6 for s in seconds])))
-    yield Table(first, missing)
-    yield Table(second, {})
+    return {name: _reason(name, only) for name in PROVIDERS if only is None or name in only}
+
+
+def _reason(name: str, only: Collection[str] | None) -> str | None:
+    """Why a provider is not measured, if so."""
+    if name == "load_inline":
+        return peers.no_load_inline() if only else "takes a minute to build, so it runs only with --only load_inline"
+    return None if name == "cukern" or torch.cuda.is_available() else "there is no GPU"
 
 
 def _row(pass_: str, provider: str, version: str, t: timing.Timing) -> Row:
     return Row(NAME, version, pass_, (_ELEMENTS,), "float32", provider, t.median_us, t.iqr_us)
 
 
-def _two_runs(name: str, gpu: bool) -> tuple[float, float]:
+def _two_runs(name: str) -> tuple[float, float]:
     """The seconds of two fresh processes, the first with empty caches."""
-    before, code = _CODE[name]
+    gpu, (before, code) = torch.cuda.is_available(), _CODE[name]
     code = _RUN.format(device="cuda" if gpu else "cpu", before=before, code=code)
     with tempfile.TemporaryDirectory() as folder:
         own = {"TORCH_EXTENSIONS_DIR": folder} | ({} if gpu else {"CUKERN_BACKEND": "sim"})

@@ -40,27 +40,35 @@ def compile(
     ] = None,
 ) -> None:
     """Compile kernels, with no GPU; print registers, spills and shared memory; fill the cache."""
-    source = op if op is not None and is_source(op) else None
-    if kernel and not source:
+    if op is not None and is_source(op):
+        if shape or gpu:
+            raise ValueError(f"--shape and --gpu are of ops; {op} takes --arch and --kernel")
+        own = kernels_of(op, kernel or ()).values()
+        return _end(sum(print_reports(compile_kernels(own, one), one) for one, _ in _targets(arch, None)))
+    if kernel:
         raise ValueError("--kernel names a kernel of a .cu file: cukern compile my.cu --kernel 'scale<float>'")
-    if source and (shape or gpu):
-        raise ValueError(f"--shape and --gpu are of ops; {source} takes --arch and --kernel")
-    own = kernels_of(source, kernel or ()) if source else {}
-    ops = [] if source else [find_op(op)] if op is not None else list(OPS.values())
+    ops = [find_op(op)] if op is not None else list(OPS.values())
     if shape and op is None:
         raise ValueError("--shape needs an OP: the sizes are those of one op")
     if gpu is not None and arch is not None:
         raise ValueError("--gpu names an architecture: leave out --arch")
-    dims = [find_dims(ops[0], _sizes(text), ())[0] for text in shape or ()]
-    failed = 0
-    for one, device in _targets(arch, gpu):
-        if dims:
-            listed("plans for", {device.name: f"{device.sms} SMs"})
-            kernels = kernels_for(ops[0], dims, None, device)
-        else:
-            kernels = own or {name: kernel for each in ops for name, kernel in each.kernels(_number(one)).items()}
-        failed += print_reports(compile_kernels(kernels.values(), one), one)
-        listed(f"not for {one}:", _too_new(ops, _number(one)))
+    _end(sum(_compile_ops(ops, one, device, shape or ()) for one, device in _targets(arch, gpu)))
+
+
+def _compile_ops(ops: Sequence[Op], arch: str, device: Device, shape: Sequence[str]) -> int:
+    """Print the resources of the ops' kernels: all, or those of the first op's calls with these sizes. Returns the number of failures."""
+    dims = [find_dims(ops[0], _sizes(text), ())[0] for text in shape]
+    if dims:
+        listed("plans for", {device.name: f"{device.sms} SMs"})
+        kernels = kernels_for(ops[0], dims, None, device)
+    else:
+        kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(arch)).items()}
+    failed = print_reports(compile_kernels(kernels.values(), arch), arch)
+    listed(f"not for {arch}:", _too_new(ops, _number(arch)))
+    return failed
+
+
+def _end(failed: int) -> None:
     say(f"cache: {target() or 'none can be written'}")
     if failed:
         raise typer.Exit(1)
