@@ -1,7 +1,7 @@
 """Times a user's own kernel, next to torch's ways: from its text to a result in a fresh process, and the host time of a launch."""
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,11 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
     if torch.cuda.is_available():
         times = timing.host_times({key: call for key, call in _launches().items() if key[0] in wanted}, environment.device())
         yield Table([_row("launch", *key, t) for key, t in times.items()], missing)
-    runs = {name: [_two_runs(name) for _ in range(REPEATS if name == "cukern" else 1)] for name in _CODE if name in wanted}
+    yield from _runs([name for name in _CODE if name in wanted], missing)
+
+
+def _runs(names: Sequence[str], missing: dict[str, str]) -> Iterator[Table]:
+    runs = {name: [_two_runs(name) for _ in range(REPEATS if name == "cukern" else 1)] for name in names}
     for i, run in enumerate(("first run", "second run")):
         yield Table([_row(run, name, "", timing.summary([both[i] * 1e6 for both in samples])) for name, samples in runs.items()], missing)
 

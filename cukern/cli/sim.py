@@ -55,9 +55,7 @@ def simulate(
     A Python file that makes an op is checked as `cukern check FILE --sim` does.
     """
     if own_file.is_file(str(file)):
-        if kernel or args:
-            raise ValueError(f"{file} makes an op, whose kernels run on its own cases: leave out KERNEL and --args")
-        return check(str(file), sim=True)
+        return _check(str(file), kernel, args)
     dims = _dims("--grid", grid), _dims("--block", block)
     checks.integer("--shared", shared, 0)
     words = [word for text in args or () for word in text.split()]
@@ -80,6 +78,13 @@ def simulate(
     if covered:
         _print_coverage(made.source, record)
     _print_faults(made, dims, faults)
+
+
+def _check(file: str, *others: object) -> None:
+    """Check an op in the simulator. Raises ValueError if there are arguments of a kernel."""
+    if any(others):
+        raise ValueError(f"{file} makes an op, whose kernels run on its own cases: leave out KERNEL and --args")
+    check(file, sim=True)
 
 
 def _dims(option: str, text: str) -> tuple[int, ...]:
