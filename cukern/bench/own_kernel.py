@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import cpp_extension
 
 import cukern
 from cukern.bench import environment, peers, timing
@@ -55,7 +56,7 @@ def measure_own_kernel(only: Collection[str] | None = None) -> Iterator[Table]:
     reasons = _reasons(only)
     wanted, missing = [name for name, why in reasons.items() if not why], {name: why for name, why in reasons.items() if why}
     if torch.cuda.is_available():
-        times = timing.host_times({key: call for key, call in _launches().items() if key[0] in wanted}, environment.device())
+        times = timing.host_times(_launches(wanted), environment.device())
         yield Table([_row("launch", *key, t) for key, t in times.items()], missing)
     yield from _runs([name for name in _CODE if name in wanted], missing)
 
@@ -78,7 +79,11 @@ def _reason(name: str, only: Collection[str] | None) -> str | None:
     """Why a provider is not measured, if so."""
     if name == "load_inline":
         return peers.no_load_inline() if only else "takes a minute to build, so it runs only with --only load_inline"
-    return None if name == "cukern" or torch.cuda.is_available() else "there is no GPU"
+    if name != "cukern" and not torch.cuda.is_available():
+        return "there is no GPU"
+    if name == "_compile_kernel" and not (hasattr(torch.cuda, name) and cpp_extension.CUDA_HOME):
+        return "needs torch 2.8 and a CUDA toolkit"
+    return None
 
 
 def _row(pass_: str, provider: str, version: str, t: timing.Timing) -> Row:
@@ -95,7 +100,7 @@ def _two_runs(name: str) -> tuple[float, float]:
     return first, second
 
 
-def _launches() -> dict[tuple[str, str], Callable[[], Any]]:
+def _launches(names: Collection[str]) -> dict[tuple[str, str], Callable[[], Any]]:
     """A launch with three arguments, by provider and the way to write it."""
     x = torch.randn(_ELEMENTS, device="cuda")
     out, square = torch.empty_like(x), cukern.compile(_SQUARE)
@@ -104,10 +109,10 @@ def _launches() -> dict[tuple[str, str], Callable[[], Any]]:
         ("cukern", "grid=4"): lambda: square(out, x, _ELEMENTS, grid=4, block=256),
         ("torch", ""): lambda: torch.mul(x, x, out=out),
     }
-    theirs = torch.cuda._compile_kernel(_SQUARE, "square") if hasattr(torch.cuda, "_compile_kernel") else None
-    if theirs:
-        args = [out, x, _ELEMENTS]
+    if "_compile_kernel" in names:
+        theirs, args = torch.cuda._compile_kernel(_SQUARE, "square"), [out, x, _ELEMENTS]
         calls["_compile_kernel", ""] = lambda: theirs(grid=(4, 1, 1), block=(256, 1, 1), args=args)
+    calls = {key: call for key, call in calls.items() if key[0] in names}
     for call in calls.values():
         call()
     return calls

@@ -106,9 +106,9 @@ def bars(rows: Rows, device: str | None = None) -> Figure:
 
 
 def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
-    """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds."""
-    moved = [r for r in rows if r.provider != "copy"] or rows
-    if all(r.tflops for r in moved) and moved[0].flops > 8 * moved[0].bytes:
+    """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds. An op that is measured next to a
+    copy is memory-bound."""
+    if all(r.tflops and r.provider != "copy" for r in rows) and rows[0].flops > 8 * rows[0].bytes:
         return "TFLOP/s", lambda r: r.tflops or math.nan
     if all(r.tbps for r in rows):
         return "TB/s", lambda r: r.tbps or math.nan
@@ -126,11 +126,12 @@ def lines(rows: Rows, device: str | None = None) -> Figure:
     for ((op, pass_, dtype), group), panel in zip(groups, panels, strict=True):
         x_name, x_of = _size(op, group)
         unit, value = _unit(group)
+        one_size = len(_varying(group)) == 1  # between shapes that differ in several sizes there is no line
         curves = grouped(ordered(_readable(group)), lambda r: (r.provider, r.version))
         colors = _line_colors([key for key, _ in curves])
         for (provider, version), line in curves:
             points = sorted(line, key=x_of)
-            style = {"ls": "--", "marker": ""} if provider == "copy" else {"marker": "o"}
+            style = {"ls": "--", "marker": ""} if provider == "copy" else {"ls": "-" if one_size else "", "marker": "o"}
             label = "limit: a copy of the same bytes" if provider == "copy" else f"{provider} {version}".strip()
             xs = [x_of(r) for r in points]
             panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
@@ -138,7 +139,7 @@ def lines(rows: Rows, device: str | None = None) -> Figure:
             _limit(panel, group)
         panel.set_xscale("log")
         ticks = _ticks({x_of(r) for r in group})
-        panel.set_xticks(ticks, [f"{x:.5g}" if x < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
+        panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
         panel.set_xlabel(x_name)

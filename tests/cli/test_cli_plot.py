@@ -73,6 +73,18 @@ def test_lines_of_shapes_that_differ_in_one_size(folder):
     assert pictures._ticks([1, 2, 2.01, 1024]) == [1, 2, 1024]
 
 
+def test_points_of_shapes_that_differ_in_several_sizes(folder):
+    """They are not connected. An op that is measured next to a copy is drawn in TB/s, however many operations it does."""
+    shapes, providers = ((1, 8), (2, 64), (3, 512)), (("copy", ""), ("cukern", "v2"))
+    rows = [{**line(provider=p, version=v, shape=s), "flops": 10**6, "tflops": 1.0} for s in shapes for p, v in providers]
+    (folder / "c.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    figure = pictures.drawn([one.row for one in record.read(folder / "c.jsonl")], "X")
+    own, copy = figure.axes[0].get_lines()
+    assert "TB/s" in texts(figure) and "MiB that a call reads and writes" in texts(figure)
+    assert (own.get_linestyle(), copy.get_linestyle()) == ("None", "--") and own.get_label() == "cukern v2"
+    pictures.save(figure, folder / "x.svg")
+
+
 def test_each_op_of_a_roofline_has_its_own_mark(folder):
     rows = [replace(one.row, op=f"op{i}") for one in record.read(folder / "a.jsonl")[:1] for i in range(30)]
     figure = charts.roofline(rows, "X")
