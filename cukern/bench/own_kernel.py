@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 
 import cukern
 from cukern.bench import environment, peers, timing
@@ -81,8 +80,10 @@ def _reason(name: str, only: Collection[str] | None) -> str | None:
         return peers.no_load_inline() if only else "takes a minute to build, so it runs only with --only load_inline"
     if name != "cukern" and not torch.cuda.is_available():
         return "there is no GPU"
-    if name == "_compile_kernel" and not (hasattr(torch.cuda, name) and cpp_extension.CUDA_HOME):
-        return "needs torch 2.8 and a CUDA toolkit"
+    if name == "_compile_kernel":
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        return None if CUDA_HOME else "needs a CUDA toolkit"
     return None
 
 

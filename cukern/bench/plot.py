@@ -124,30 +124,33 @@ def lines(rows: Rows, device: str | None = None) -> Figure:
     groups = grouped([r for _, same in grouped(rows, lambda r: r.op) for r in _family(same)], lambda r: (r.op, r.pass_, r.dtype))
     figure, panels = panels_of([3.6] * len(groups))
     for ((op, pass_, dtype), group), panel in zip(groups, panels, strict=True):
-        x_name, x_of = _size(op, group)
-        unit, value = _unit(group)
-        one_size = len(_varying(group)) == 1  # between shapes that differ in several sizes there is no line
-        curves = grouped(ordered(_readable(group)), lambda r: (r.provider, r.version))
-        colors = _line_colors([key for key, _ in curves])
-        for (provider, version), line in curves:
-            points = sorted(line, key=x_of)
-            style = {"ls": "--", "marker": ""} if provider == "copy" else {"ls": "-" if one_size else "", "marker": "o"}
-            label = "limit: a copy of the same bytes" if provider == "copy" else f"{provider} {version}".strip()
-            xs = [x_of(r) for r in points]
-            panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
-        if unit == "TFLOP/s":
-            _limit(panel, group)
-        panel.set_xscale("log")
-        ticks = _ticks({x_of(r) for r in group})
-        panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
-        panel.minorticks_off()
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel(x_name)
-        panel.set_ylabel(unit)
-        panel.grid(alpha=0.3)
-        beside(panel)
+        _curves(panel, op, group)
         panel.set_title(f"{op} {pass_} {dtype}, {_fixed(op, group)}{where(device)}", loc="left", fontsize=10)
     return figure
+
+
+def _curves(panel: Any, op: str, rows: Rows) -> None:
+    """Draw a line per version and peer, and the limit. Between shapes that differ in several sizes there is no line."""
+    (x_name, x_of), (unit, value), connected = _size(op, rows), _unit(rows), len(_varying(rows)) == 1
+    curves = grouped(ordered(_readable(rows)), lambda r: (r.provider, r.version))
+    colors = _line_colors([key for key, _ in curves])
+    for (provider, version), line in curves:
+        points = sorted(line, key=x_of)
+        style = {"ls": "--", "marker": ""} if provider == "copy" else {"ls": "-" if connected else "", "marker": "o"}
+        label = "limit: a copy of the same bytes" if provider == "copy" else f"{provider} {version}".strip()
+        xs = [x_of(r) for r in points]
+        panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
+    if unit == "TFLOP/s":
+        _limit(panel, rows)
+    panel.set_xscale("log")
+    ticks = _ticks({x_of(r) for r in rows})
+    panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel(x_name)
+    panel.set_ylabel(unit)
+    panel.grid(alpha=0.3)
+    beside(panel)
 
 
 def beside(panel: Any) -> None:
