@@ -1,5 +1,6 @@
 """Shared by the commands: OP, DIMS and --dtype, the two consoles, tables and the progress bar."""
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,9 @@ def find_op(name: str) -> Op:
     if own_file.is_source(name):
         raise ValueError(f"{name} has kernels, but no reference: name a Python file that makes an op of them, as cukern new writes it")
     if name not in OPS:
-        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(OPS)}, and those of files: my_op.py")
+        close = [f"{name}.py"] if Path(f"{name}.py").is_file() else difflib.get_close_matches(name, OPS, 1)
+        hint = f": did you mean {close[0]}? The" if close else "; the"
+        raise ValueError(f"there is no op {name!r}{hint} ops are {', '.join(OPS)}, and those of files: my_op.py")
     return OPS[name]
 
 

@@ -146,7 +146,9 @@ def test_files_without_an_op(text, folder):
 def test_names_of_files_and_ops(folder):
     assert "there is no file 'absent.py'" in refused("bench", "absent.py")
     assert "and those of files: my_op.py" in refused("bench", "absent")
+    assert "there is no op 'softmx': did you mean softmax?" in refused("bench", "softmx")
     call("new", "my_silu")
+    assert "there is no op 'my_silu': did you mean my_silu.py?" in refused("check", "my_silu")
     assert "my_silu.py has no op 'other'; its ops: my_silu" in refused("profile", "my_silu.py:other")
     text = (folder / "my_silu.py").read_text()
     other = text.replace('"my_silu"', '"one"')
