@@ -12,11 +12,11 @@ __device__ __forceinline__ float tanh_of(float x) {
 }
 
 // One tile of scores to weights exp2(c s - c max). If `masked`, those where hidden(row, column) are 0; both count from the lane's first row
-// and column. Updates maxima (of s, not scaled) and sums (of this lane's columns). `shrink`: what earlier sums of the rows are to be
-// multiplied by, which for `sum` is done.
-template <int R, int N, bool SOFTCAP, bool EXACT = false, class Hidden>
-__device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&shrink)[R][2],
-                                                bool masked, Hidden hidden, float before, float c) {
+// and column. Updates maxima (of s, not scaled) and sums (of this lane's columns). rescale(r, i, shrink) is called for row i of block r:
+// earlier sums of the row are to be multiplied by shrink, which for `sum` is done.
+template <int R, int N, bool SOFTCAP, bool EXACT, class Hidden, class Rescale>
+__device__ __forceinline__ void softmax_rows(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], bool masked, Hidden hidden,
+                                             float before, float c, Rescale rescale) {
     if constexpr (SOFTCAP) {
 #pragma unroll
         for (int i = 0; i < R * N * 4; i++) s[i / (N * 4)][i / 4 % N][i % 4] = tanh_of<EXACT>(s[i / (N * 4)][i / 4 % N][i % 4] * before);
@@ -37,8 +37,7 @@ __device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&mos
         top = warp_reduce<Max>(top, 4);
         // Of a row without a visible key so far, 0. The rounding of the product is a factor of the whole row, which the sum has too.
         float base = top == minus_infinity<float>() ? 0 : __fmul_rn(top, c);
-        shrink[r][i % 2] = exp2_approx(__fmul_rn(most[r][i % 2], c) - base);
-        float total = sum[r][i % 2] * shrink[r][i % 2];
+        float shrink = exp2_approx(__fmul_rn(most[r][i % 2], c) - base), total = sum[r][i % 2] * shrink;
         most[r][i % 2] = top;
 #pragma unroll
         for (int n = 0; n < N; n++) {
@@ -47,7 +46,16 @@ __device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&mos
             total += s[r][n][j] + s[r][n][j + 1];
         }
         sum[r][i % 2] = total;
+        rescale(r, i % 2, shrink);
     }
+}
+
+// The same, which writes the factors to `shrink`.
+template <int R, int N, bool SOFTCAP, class Hidden>
+__device__ __forceinline__ void softmax_weights(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&shrink)[R][2],
+                                                bool masked, Hidden hidden, float before, float c) {
+    auto keep = [&](int r, int i, float factor) { shrink[r][i] = factor; };
+    softmax_rows<R, N, SOFTCAP, false>(s, most, sum, masked, hidden, before, c, keep);
 }
 
 template <int R, int N>
@@ -56,11 +64,13 @@ __device__ __forceinline__ void multiply_rows(float (&x)[R][N][4], const float (
     for (int i = 0; i < R * N * 4; i++) x[i / (N * 4)][i / 4 % N][i % 4] *= factor[i / (N * 4)][i % 4 / 2];
 }
 
-// The same, which also multiplies the rows of `out`.
+// The same, which multiplies the rows of `out`.
 template <int R, int N, int D, bool SOFTCAP, bool EXACT = false, class Hidden>
 __device__ __forceinline__ void softmax_tile(float (&s)[R][N][4], float (&most)[R][2], float (&sum)[R][2], float (&out)[R][D / 8][4],
                                              bool masked, Hidden hidden, float before, float c) {
-    float shrink[R][2];
-    softmax_weights<R, N, SOFTCAP, EXACT>(s, most, sum, shrink, masked, hidden, before, c);
-    multiply_rows(out, shrink);
+    auto multiply_out = [&](int r, int i, float factor) {
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) out[r][n][2 * i] *= factor, out[r][n][2 * i + 1] *= factor;
+    };
+    softmax_rows<R, N, SOFTCAP, EXACT>(s, most, sum, masked, hidden, before, c, multiply_out);
 }
