@@ -4,6 +4,7 @@
 // rows of global memory in vectors of 16 bytes. Rows that are not aligned to 16 bytes are accessed by elements.
 #pragma once
 #include "common/pack.cuh"
+#include "common/ptx/launch.cuh"
 
 enum Activation { NONE, GELU, GELU_TANH, RELU, SILU };  // as ACTIVATIONS in cukern/ops/matmul/epilogue.py
 
@@ -140,6 +141,8 @@ struct WarpTile {
 // (256 W)), block 256; W is 1, or 16 / sizeof(O) if rows are vectors.
 template <typename T, typename O, int W>
 __global__ void __launch_bounds__(256) matmul_v6_reduce(O* out, O* pre, const float* partials, const T* bias, const O* residual, Sizes s) {
+    wait_for_previous();
+    let_next_start();
     long long n = (long long)s.batch * s.M * s.N, at = (blockIdx.x * 256ll + threadIdx.x) * W;
     if (at >= n) return;
     float sum[W] = {};

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cukern.ops.matmul import fused_linear, mma_plan, wgmma_plan
+from cukern.ops.matmul import fused_linear, tensor_plan
 from cukern.ops.matmul.epilogue import ACTIVATIONS
 from cukern.ops.matmul.plan import TILES
 from cukern.ops.matmul.precision import cast, checked
@@ -34,8 +34,9 @@ def matmul(a: Any, b: Any, *, precision: str | None = None, version: str | None 
             products, with float32's error. None: "tf32" if torch's switches allow it (torch.backends.cuda.matmul.fp32_precision), else
             "ieee". 16-bit products are exact and added in float32.
         version: "v1" to "v7", or "cublas" for torch's product, which follows torch's switches only. Default: what was measured to be the
-            fastest, which is v5 for "ieee" and float64, v6 for "3xtf32", and cuBLAS otherwise. v6 and v7 compute float32 as 3xTF32 unless
-            TF32 is allowed; v1 to v5 always as "ieee". CPU tensors use torch.matmul, or the simulator.
+            fastest, which is v5 for "ieee" and float64, v7 (v6 on a GPU without wgmma) for "3xtf32", and cuBLAS otherwise. v6 and v7
+            compute float32 as 3xTF32 unless TF32 is allowed; v1 to v5 always as "ieee". 3xTF32 by v7 allocates twice the memory of a
+            and b. CPU tensors use torch.matmul, or the simulator.
 
     Returns (..., M, N), contiguous. Two calls return the same bits. With torch.use_deterministic_algorithms(True), a row of the result of
     v6 and v7 does not depend on the number of rows. Autocast casts the inputs, as it does for torch.matmul.
@@ -76,11 +77,13 @@ def linear(
     Args:
         x: (..., K), float16, bfloat16, float32 or float64: a tensor, or an array that supports DLPack.
         weight: (N, K); bias: (N,) or None. Of x's dtype and device.
-        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied to the float32 sums.
+        activation: None, "gelu" (exact), "gelu_tanh", "relu" or "silu", applied to the float32 sums by v6 and v7, and by other versions to
+            sums in x's dtype, as torch does.
         return_pre_activation: return (result, x @ weight.T + bias) instead of the result.
-        residual: (..., N) of x's dtype and device, or None: added to the result.
+        residual: (..., N) of x's dtype and device, or None: added to the result. A version may round the result first, as torch does.
         accumulate_into: (N, K), contiguous, float32 or of x's dtype: backward adds the gradient of weight to it, in float32 before the
-            one rounding, and weight gets no gradient of its own. It may be weight.grad of an earlier backward. No higher derivatives.
+            one rounding, and weight gets no gradient of its own. It may be weight.grad of an earlier backward. No higher derivatives. By
+            default v7 or v6 computes it if it is float32 and x is not.
         precision, version: see `matmul`.
 
     Returns (..., N), contiguous. Copies, autocast and errors as in `matmul`.
@@ -223,7 +226,7 @@ for _name, _function, _reference, _make, _inputs_of_op, _bench_dims in (
             name=_name,
             stem="matmul",
             variants=row_counts,
-            candidates=tuple(tile.name for tiles in (TILES[4], mma_plan.TILES, wgmma_plan.TILES) for tile in tiles),
+            candidates=(*(t.name for t in TILES[4]), *(t.name for t in tensor_plan.TILES)),
             function=_function,
             reference=_reference,
             versions=VERSIONS,

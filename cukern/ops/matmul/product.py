@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cukern.ops.matmul.epilogue import Epilogue
 from cukern.ops.matmul.precision import tf32_allowed
-from cukern.ops.matmul.versions import BIAS_GRAD, FOR_FLOAT32, FOR_OLDER, FOR_TF32, OTHERWISE, VERSIONS
+from cukern.ops.matmul.versions import BIAS_GRAD, DEFAULTS, VERSIONS
 from cukern.runtime.device import cached, current, device_of
 from cukern.runtime.registry import DEFAULT, Differentiable, Version, apply_of, batched, choose, each, raw_op, save, watched
 from cukern.runtime.tensors import wide
@@ -26,31 +26,30 @@ from cukern.runtime.tensors import wide
 
 def run(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, precision: str, version: str) -> None:
     """Launch out = epilogue(a . b). `precision`: "" for torch's switches; `version`: "" for that of `cukern.use`."""
-    if a.dtype == torch.float32 and precision != "ieee" and tf32_allowed():
-        precision = precision or "tf32"
-    elif precision == "tf32" and a.dtype == torch.float32:
-        version = version or FOR_TF32  # cuBLAS follows torch's switches
-    chosen, precision = _chosen(a.dtype, precision, version, a.get_device())
+    switched = a.dtype == torch.float32 and precision != "ieee" and tf32_allowed()
+    chosen, precision = _chosen(a.dtype, out.dtype, precision or ("tf32" if switched else ""), switched, version, a.get_device())
     chosen.forward(out, a, b, e, precision)
 
 
 @cached(4096)
-def _chosen(dtype: torch.dtype, precision: str, version: str, device: int) -> tuple[Version, str]:
-    """A version of tensor cores that is named computes float32 in 3xTF32, unless TF32 is allowed. The default is the fastest that was
-    measured."""
+def _chosen(dtype: torch.dtype, out: torch.dtype, precision: str, switched: bool, version: str, device: int) -> tuple[Version, str]:
+    """The version, and the precision of float32. A version of tensor cores that is named computes 3xTF32, unless TF32 is allowed.
+    `switched`: torch's switches allow TF32, and cuBLAS follows them."""
     named = version or current().versions.get("matmul", (os.environ.get("CUKERN_MATMUL", ""),))[0]
     if named not in ("", DEFAULT):
         return choose("matmul", version, device), precision or "3xtf32"
-    strict = dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee"))
-    name = FOR_FLOAT32 if strict else FOR_TF32 if precision == "3xtf32" and dtype == torch.float32 else OTHERWISE
-    if VERSIONS[name].requires > device_of(device).capability:
-        return VERSIONS[FOR_OLDER], "ieee"
-    return VERSIONS[name], precision or "ieee"
+    kind = "torch"
+    if dtype == torch.float64 or (dtype == torch.float32 and precision in ("", "ieee")):
+        kind = "float"
+    elif out != dtype or (dtype == torch.float32 and (precision == "3xtf32" or not switched)):
+        kind = "tensor cores"
+    name = next(n for n in DEFAULTS[kind] if VERSIONS[n].requires <= device_of(device).capability)
+    return VERSIONS[name], precision if kind != "float" and name != "v4" else "ieee"
 
 
 def default_is_torchs(dtype: torch.dtype, device: int) -> bool:
     """True if a product without options is torch's own, whatever torch's switches."""
-    return dtype.itemsize == 2 and _chosen(dtype, "", "", device)[0] is VERSIONS["cublas"]
+    return dtype.itemsize == 2 and _chosen(dtype, dtype, "", False, "", device)[0] is VERSIONS["cublas"]
 
 
 # ---- the raw ops

@@ -3,6 +3,7 @@
 Everything that does not depend on addresses is prepared once for the shapes, strides and dtypes of a call.
 """
 
+import functools
 import itertools
 import math
 import struct
@@ -12,16 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cukern.ops.matmul import mma_plan, wgmma_plan
+from cukern.ops.matmul import tensor_plan
 from cukern.ops.matmul.epilogue import Epilogue
 from cukern.runtime.backend import Dim
-from cukern.runtime.device import cached, current, device_of
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-V6, V7, REDUCE = (Template("matmul/matmul.cu", f"matmul_{name}") for name in ("v6", "v7", "v6_reduce"))
+V6 = Template("matmul/matmul.cu", "matmul_v6")
+V7, REDUCE, SPLIT = (Template("matmul/matmul.cu", f"matmul_{name}", pdl=True) for name in ("v7", "v6_reduce", "split"))
+BY_TMA, ADDED, BY_THREADS = range(3)  # enum Storing in wgmma.cuh
 _SIZES = struct.Struct("@6i4q")  # struct Sizes in epilogue.cuh
+_encode = functools.lru_cache(4096)(encode)
 _deterministic = torch.are_deterministic_algorithms_enabled
 Sizes = tuple[int, ...]
 
@@ -35,8 +39,8 @@ class _Operand(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """`maps`: for v7, of each operand the arguments of `encode` after its address and dtype; `boxes`: those of the results, if v7 can write
-    them by TMA, else ()."""
+    """`operands`: for v7, a and b; `maps`: the arguments of `encode` after the address and dtype, of a, b and the results. Those of the
+    results are () where TMA cannot store them."""
 
     kernel: Kernel
     grid: Dim
@@ -44,8 +48,8 @@ class _Launch(NamedTuple):
     shared: int
     sizes: bytes
     splits: int
+    operands: tuple[_Operand, ...]
     maps: tuple[tuple[Any, ...], ...]
-    boxes: tuple[Any, ...]
 
 
 def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bool) -> None:
@@ -55,21 +59,45 @@ def launch(out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int, wgmma: bo
     found = _prepared(a.shape, a.stride(), b.shape, b.stride(), *types, index, not _deterministic())
     if found is None:  # an operand without a stride of 1
         return launch(out, a.contiguous(), b.contiguous(), e, terms, wgmma)
+    if found.maps:
+        return _launch_wgmma(found, out, a, b, e, terms)
     partials = torch.empty(found.splits * out.numel(), dtype=torch.float32, device=out.device) if found.splits > 1 else None
-    operands, last = _maps(found, out, a, b, e) if found.maps else ((at_a, at_b), ())
-    arguments = *pointers(out, e.pre, partials), *operands, *pointers(e.bias, e.residual), found.sizes, *last
+    arguments = *pointers(out, e.pre, partials), at_a, at_b, *pointers(e.bias, e.residual), found.sizes
     found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
     if partials is not None:
         _reduce(out, partials, a.dtype, e, found.sizes)
 
 
-def _maps(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    """For v7 the tensor maps of a, b, the results and the pre-activations, and whether it writes the last two by TMA."""
-    index, (of_a, of_b) = a.get_device(), found.maps
-    by_tma = bool(found.boxes) and e.residual is None and not any(p % 16 for p in pointers(out, e.pre, e.bias))
-    first = encode(index, a.data_ptr(), a.dtype, *of_a)
-    results = (encode(index, p, out.dtype, *found.boxes) if by_tma and p else first for p in pointers(out, e.pre))
-    return (first, encode(index, b.data_ptr(), b.dtype, *of_b), *results), (int(by_tma),)
+def _launch_wgmma(found: _Launch, out: Tensor, a: Tensor, b: Tensor, e: Epilogue, terms: int) -> None:
+    index, (of_a, of_b, of_out) = a.get_device(), found.maps
+    if terms == 3:
+        a, b = _split(a, found.operands[0], a.shape[-2]), _split(b.mT, found.operands[1], b.shape[-1])
+    first = _encode(index, a.data_ptr(), a.dtype, *of_a)
+    last = _encode(index, b.data_ptr(), b.dtype, *of_b)
+    storing, bias, residual, results = BY_THREADS, e.bias, e.residual, [first, first]
+    if bias is not None and (bias.data_ptr() % (2 * bias.itemsize) or len(bias) % 2):
+        bias = torch.nn.functional.pad(bias, (0, 2 - len(bias) % 2))  # the kernel loads pairs
+    if of_out and not any(p % 16 for p in pointers(out, e.pre, residual)):
+        storing = BY_TMA
+        results = [_encode(index, p, out.dtype, *of_out) if p else first for p in pointers(out, e.pre)]
+        if residual is out and out.dtype == torch.float32:
+            storing, residual = ADDED, None
+    arguments = *pointers(out, e.pre), first, last, *results, *pointers(bias, residual), found.sizes, storing
+    found.kernel.on(index)(found.grid, found.block, found.shared, *arguments)
+
+
+def _split(x: Tensor, operand: _Operand, rows: int) -> Tensor:
+    """The float32 operand x (rows x K), or a batch, as two TF32 numbers: (2, batch, rows, K), with rows of whole 16 bytes."""
+    K, batch = x.shape[-1], x.shape[0] if operand.batch else 1
+    out = torch.empty(2, batch, rows, _padded(K), dtype=x.dtype, device=x.device)
+    grid = batch * -(-rows // 32) * -(-K // 32), 1, 1
+    numbers = batch, rows, K, _padded(K), operand.ld, operand.batch
+    SPLIT[operand.along_k,].on(x.get_device())(grid, (32, 8, 1), 0, *pointers(out, x), *numbers)
+    return out
+
+
+def _padded(K: int) -> int:
+    return -(-K // 4) * 4
 
 
 def _reduce(out: Tensor, partials: Tensor, dtype: torch.dtype, e: Epilogue, sizes: bytes) -> None:
@@ -93,30 +121,25 @@ def _prepared(
     if a is None or b is None:
         return None
     copy = min(copy, _alignment(math.gcd(*(x * dtype.itemsize for x in (a.ld, b.ld, a.batch, b.batch)))))
-    problem, rest = (M, N, K, batch, dtype.itemsize), (device_of(index), splitting)
-    planned = mma_plan.plan(*problem, terms, *rest)
-    maps: tuple[tuple[Any, ...], ...] = ()
-    boxes: tuple[Any, ...] = ()
-    wide = wgmma_plan.plan(*problem, a.along_k and b.along_k, *rest) if wgmma and copy == 16 and K and terms == 1 else None
-    if wide is None or not _preferred(wide, planned, splitting):
-        tile = planned.tile
-        kernel = V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name]
-        grid, block = batch * planned.splits * -(-M // tile.rows) * -(-N // tile.columns), 32 * tile.warps
-        splits, shared = planned.splits, tile.shared
-    else:
-        kernel = V7[dtype, out_dtype, a.along_k, b.along_k, wide.tile.name]
-        grid, block, splits, shared = wide.grid, wgmma_plan.THREADS, wide.splits, wide.tile.shared
-        parts = (a, M, wide.tile.rows), (b, N, wide.tile.columns // wide.tile.cluster)
-        maps = tuple(_map(x, rows, K, batch, box, dtype) for x, rows, box in parts)
-        boxes = _boxes(M, N, batch, splits, out_dtype)
+    aligned = terms == 3 or (copy == 16 and (dtype.itemsize == 2 or (a.along_k and b.along_k)))
+    planned = tensor_plan.plan(
+        tensor_plan.Problem(M, N, K, batch, dtype.itemsize, terms, wgmma and aligned and K > 0), device_of(index), splitting
+    )
+    tile, splits = planned.tile, planned.splits
+    launch = (planned.grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
-    return _Launch(kernel, (grid, 1, 1), (block, 1, 1), shared, sizes, splits, maps, boxes)
+    if not tile.wgmma:
+        return _Launch(V6[dtype, out_dtype, terms, a.along_k, b.along_k, copy, tile.name], *launch, sizes, splits, (), ())
+    read = (_split_layout(a, M, K), _split_layout(b, N, K)) if terms == 3 else (a, b)
+    parts = (read[0], M, tile.rows), (read[1], N, tile.columns // tile.share)
+    results = () if tile.cluster_k > 1 else _map_of_results(M, N, batch, out_dtype)
+    maps = *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
+    kernel = V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
+    return _Launch(kernel, *launch, sizes, splits, (a, b), maps)
 
 
-def _preferred(wide: wgmma_plan.Plan, other: mma_plan.Plan, splitting: bool) -> bool:
-    """True for v7 instead of v6: if it is faster, or its tile is forced. Without `splitting`, the number of rows must not decide."""
-    forced = current().forced
-    return other.tile.name != forced and (not splitting or wide.us <= other.us or wide.tile.name == forced)
+def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
+    return _Operand(True, _padded(K), rows * _padded(K) if x.batch else 0)
 
 
 def _alignment(n: int) -> int:
@@ -132,16 +155,17 @@ def _operand(shape: Sizes, strides: Sizes, batch: int) -> _Operand | None:
     return _Operand(False, of_k, batch) if of_rows == 1 or rows <= 1 else None
 
 
-def _map(x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _map(x: _Operand, rows: int, K: int, batch: int, box: int, dtype: torch.dtype, terms: int) -> tuple[Any, ...]:
     """The arguments of `encode` for boxes of `box` rows of 128 bytes along K, or of 64 k by 128 bytes along the rows."""
-    (outer, inner), box = ((rows, K), box) if x.along_k else ((K, rows), 64)
-    shape, strides = (batch if x.batch else 1, outer, inner), (x.batch, x.ld, 1)
-    return shape, strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
+    outer, inner, box = (rows, K, box) if x.along_k else (K, rows, 64)
+    count, stride = (batch if x.batch else 1) * (2 if terms == 3 else 1), x.batch or rows * x.ld
+    strides = stride if count > 1 else 0, x.ld, 1
+    return (count, outer, inner), strides, (1, box, 128 // dtype.itemsize), 128, 256, "zeros", dtype == torch.float32
 
 
-def _boxes(M: int, N: int, batch: int, splits: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of `encode` for 64 x 64 results, or () if v7 does not write them by TMA."""
-    return ((batch, M, N), (M * N, N, 1), (1, 64, 64), 128) if splits == 1 and dtype.itemsize == 2 and N % 8 == 0 else ()
+def _map_of_results(M: int, N: int, batch: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments of `encode` for 16 rows of 128 bytes of the results, or () if rows are not whole 16 bytes."""
+    return () if N * dtype.itemsize % 16 else ((batch, M, N), (M * N, N, 1), (1, 16, 128 // dtype.itemsize), 128)
 
 
 def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
@@ -151,10 +175,11 @@ def instances(dtype: torch.dtype, wgmma: bool) -> Iterable[Kernel]:
     layouts = list(itertools.product((True, False), repeat=2))
     for width in (1, 16 // dtype.itemsize):
         yield REDUCE[dtype, dtype, width]
-    for tile, copy in itertools.product(mma_plan.TILES, (16, 4) if dtype.itemsize == 4 else (16, 4, 2)):
-        if dtype.itemsize == 4 or not tile.split:
-            for a_k, b_k in layouts:
+    for tile, (a_k, b_k) in itertools.product(tensor_plan.TILES, layouts):
+        if dtype.itemsize == 2 and tile.split:
+            continue
+        if not tile.wgmma:
+            for copy in (16, 4) if dtype.itemsize == 4 else (16, 4, 2):
                 yield V6[dtype, dtype, 3 if tile.split else 1, a_k, b_k, copy, tile.name]
-    for wide_tile, (a_k, b_k) in itertools.product(wgmma_plan.TILES if wgmma else (), layouts):
-        if dtype.itemsize == 2 or (a_k and b_k):
-            yield V7[dtype, dtype, a_k, b_k, wide_tile.name]
+        elif wgmma and (dtype.itemsize == 2 or (a_k and b_k)):
+            yield V7[dtype, dtype, a_k, b_k, 0, tile.name]

@@ -174,8 +174,13 @@ VERSIONS = {
     "v6": _tensor_core_version("tensor cores by mma.sync", False, 80),
     "v7": _tensor_core_version("tensor cores by wgmma, TMA, persistent, clusters", True, 90),
 }
-# The default's choice, unless a version is named: what was measured to be the fastest, docs/notes/matmul.md.
-FOR_FLOAT32 = "v5"  # strict float32, and float64
-FOR_TF32 = "v6"  # 3xTF32, and TF32 if torch's switches do not allow it to cuBLAS
-FOR_OLDER = "v4"  # the same on a GPU older than sm_80
-OTHERWISE = "cublas"  # 16-bit types, and TF32
+# The default's choice, unless a version is named: the first that the GPU supports. By what was measured, docs/notes/matmul.md.
+DEFAULTS = {
+    "float": ("v5", "v4"),  # strict float32, and float64
+    "tensor cores": (
+        "v7",
+        "v6",
+        "v4",
+    ),  # 3xTF32, TF32 that torch's switches do not allow to cuBLAS, and 16-bit operands with a float32 result
+    "torch": ("cublas",),  # 16-bit types and TF32
+}

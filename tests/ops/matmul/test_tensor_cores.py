@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import cukern
 from cukern.bench import environment
-from cukern.ops.matmul import mma_plan, wgmma_plan
+from cukern.ops.matmul import tensor_plan
 from cukern.ops.matmul.epilogue import ACTIVATIONS, Epilogue
 from cukern.ops.matmul.product import run
 from cukern.ops.matmul.tensor_cores import V7
@@ -19,7 +19,7 @@ from cukern.runtime import backend
 from cukern.runtime.device import KNOWN, device_of, restricted
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
-TILES = [("v6", t) for t in mma_plan.TILES] + [("v7", t) for t in wgmma_plan.TILES]
+TILES = [("v7" if t.wgmma else "v6", t) for t in tensor_plan.TILES]
 LAYOUTS = list(itertools.product((False, True), repeat=2))
 # The relative error of an operand. "": of 3xTF32, whose products have an error of 2^-21 and a rounding: 5 * 2^-23 with three roundings.
 EPS = {"tf32": 2.0**-11, "": 2.0**-23}
@@ -66,8 +66,8 @@ def multiply(a: torch.Tensor, b: torch.Tensor, version: str, tile: str = "", pre
 def test_every_tile_and_layout(device, version, tile):
     """One row of tiles and a part of the next, in both directions, and a K that does not fill the last k tile."""
     need(version)
-    M, N = tile.rows * getattr(tile, "cluster", 1) + 8, tile.columns + 8
-    split = getattr(tile, "split", False)
+    M, N = tile.rows * tile.share + 8, tile.columns + 8
+    split = tile.split
     for (ta, tb), dtype in zip(LAYOUTS, (F, F, F, F) if split else (B, H, B, H), strict=True):
         a, b = matrix(M, 72, ta, dtype, device), matrix(72, N, tb, dtype, device)
         assert_right(multiply(a, b, version, tile.name), a, b, (tile.name, ta, tb, dtype))
@@ -81,7 +81,7 @@ def test_every_tile_and_layout(device, version, tile):
 def test_more_k_tiles_than_stages(device, version, tile):
     """Stages of the ring buffer are filled again, also by the next tile of a persistent block."""
     need(version)
-    dtype = F if getattr(tile, "split", False) else B
+    dtype = F if tile.split else B
     a, b = matrix(8, 1040 // dtype.itemsize, False, dtype, device), matrix(1040 // dtype.itemsize, 5 * tile.columns, True, dtype, device)
     assert_right(multiply(a, b, version, tile.name), a, b, tile.name)
 
@@ -99,19 +99,38 @@ def test_every_alignment(device, dtype, pad):
 
 
 @kernels
+def test_3xtf32_by_wgmma(device):
+    """The operands are split in any layout and alignment, with a bias, split-K, and as batches of which one is broadcast."""
+    need("v7")
+    for (ta, tb), (M, N, K) in zip(LAYOUTS, ((33, 70, 65), (130, 9, 34), (17, 68, 300), (1, 3, 131)), strict=True):
+        a, b = matrix(M, K, ta, F, device, 1), matrix(K, N, tb, F, device, 2)
+        with restricted("WgmmaSplit128x128"):
+            assert_right(multiply(a, b, "v7"), a, b, (M, N, K, ta, tb))
+            bias, residual = torch.randn(N, device=device), torch.randn(M, N, device=device)
+            ours = cukern.linear(a, b.t(), bias, residual=residual, precision="3xtf32", version="v7").double()
+            assert float((ours - a.double() @ b.double() - bias.double() - residual.double()).abs().max()) < 1e-4
+    a, b = torch.randn(3, 20, 24, device=device), torch.randn(24, 16, device=device)
+    with restricted("WgmmaSplit128x128"):
+        ours = cukern.matmul(a, b.expand(3, 24, 16), precision="3xtf32", version="v7")
+    assert float((ours.double() - a.double() @ b.double()).abs().max()) < 1e-4
+
+
+@kernels
 @pytest.mark.parametrize("version", ("v6", "v7"))
 def test_split_k(device, version, monkeypatch):
     """Partial sums in an order that does not change, with a bias, an activation and a residual after the last."""
     need(version)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr("cukern.ops.matmul.tensor_cores._deterministic", lambda: False)
-    for N in (40, 41):
+    few = tensor_plan.Problem(24, 40, 1032, 1, 2, 1, False)
+    assert tensor_plan.plan(few, KNOWN["h200"]._replace(sms=16), True).splits > 1
+    for N, tile in itertools.product((40, 41), ("Wgmma128x128k4", "Wgmma128x192k4") if version == "v7" else ("",)):
         a, b = matrix(24, 1032, False, B, device), matrix(1032, N, True, B, device)
-        assert mma_plan.plan(24, N, 1032, 1, 2, 1, KNOWN["h200"]._replace(sms=16), True).splits > 1
-        assert_right(multiply(a, b, version), a, b, N)
-        assert same_bits(multiply(a, b, version), multiply(a, b, version))
+        assert_right(multiply(a, b, version, tile), a, b, N)
+        assert same_bits(multiply(a, b, version, tile), multiply(a, b, version, tile))
         bias, residual = matrix(1, N, False, B, device)[0], matrix(24, N, False, B, device)
-        ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version=version)
+        with restricted(tile):
+            ours = cukern.linear(a, b.t(), bias, activation="relu", residual=residual, version=version)
         exact = (a.double() @ b.double() + bias.double()).relu() + residual.double()
         assert float((ours.double() - exact).norm() / exact.norm()) < 2**-8
 
@@ -204,6 +223,7 @@ def test_second_derivatives_of_an_epilogue(device):
 def test_precision_follows_torchs_switches(device):
     """float32 is strict, TF32 if torch allows it, and 3xTF32 if it, or a version of tensor cores, is named."""
     a, b = torch.randn(40, 260, device=device), torch.randn(260, 24, device=device)
+    name = "v7" if device_of(a.get_device()).capability >= 90 else "v6"
     strict = cukern.matmul(a, b)
     assert same_bits(strict, cukern.matmul(a, b, version="v5")) and same_bits(strict, cukern.matmul(a, b, precision="ieee"))
     tf32, three = cukern.matmul(a, b, precision="tf32"), cukern.matmul(a, b, precision="3xtf32")
@@ -212,9 +232,9 @@ def test_precision_follows_torchs_switches(device):
     assert errors[0] < 5e-7 and errors[1] < 5e-7 and 5e-5 < errors[2] < 1e-3, errors
     assert not same_bits(strict, three)
     with environment.float32_products(True):
-        assert same_bits(cukern.matmul(a, b, version="v6"), tf32) and same_bits(cukern.matmul(a, b, precision="ieee"), strict)
-        assert same_bits(cukern.matmul(a, b, version="v6", precision="3xtf32"), three)
-    with cukern.use("matmul", "v6"):
+        assert same_bits(cukern.matmul(a, b, version=name), tf32) and same_bits(cukern.matmul(a, b, precision="ieee"), strict)
+        assert same_bits(cukern.matmul(a, b, version=name, precision="3xtf32"), three)
+    with cukern.use("matmul", name):
         assert same_bits(cukern.matmul(a, b), three)
 
 
@@ -233,22 +253,21 @@ def test_rows_do_not_depend_on_the_number_of_rows(device, version):
 def test_plans_fit_the_gpu(name):
     device = KNOWN[name]
     for M, N, K, batch in itertools.product((1, 16, 100, 4096, 50257), (8, 768, 50304), (1, 64, 768, 16384), (1, 64)):
-        for itemsize, terms in ((2, 1), (4, 1), (4, 3)):
-            plan = mma_plan.plan(M, N, K, batch, itemsize, terms, device, True)
+        for (itemsize, terms), wgmma in itertools.product(((2, 1), (4, 1), (4, 3)), (False, True)):
+            problem = tensor_plan.Problem(M, N, K, batch, itemsize, terms, wgmma)
+            plan = tensor_plan.plan(problem, device, True)
             assert plan.tile.shared <= device.shared_bytes and 1 <= plan.splits <= max(1, K * itemsize // 128)
-            assert mma_plan.plan(M, N, K, batch, itemsize, terms, device, False).splits == 1
-        wide = wgmma_plan.plan(M, N, K, batch, 2, True, device, True)
-        assert (wide is None) == (name != "h200")
-        if wide is not None:
-            assert wide.tile.shared <= device.shared_bytes and wide.grid % wide.tile.cluster == 0 < wide.grid <= device.sms
+            assert plan.grid % plan.tile.cluster == 0 and ((wgmma and device.wgmma) or not plan.tile.wgmma)
+            always = tensor_plan.plan(problem, device, False)
+            assert always.splits == always.tile.cluster_k == 1 and always.tile.wgmma == (wgmma and name == "h200")
 
 
-@pytest.mark.parametrize("tile", wgmma_plan.TILES, ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", [t for t in tensor_plan.TILES if t.wgmma], ids=lambda t: t.name)
 def test_blocks_of_wgmma_fit_an_sm(tile):
     """Registers of all threads, before and after setmaxnreg, and shared memory."""
-    kernel = V7[B, B, True, True, tile.name]
-    report = kernel.compile("sm_90a").report
-    assert report.spill_stores == 0 and report.registers * wgmma_plan.THREADS <= 1 << 16 and 2 * 128 * 232 + 128 * 40 <= 1 << 16
+    dtype = F if tile.split else B
+    report = V7[dtype, dtype, True, True, 0, tile.name].compile("sm_90a").report
+    assert report.spill_stores == 0 and report.registers * 32 * tile.warps <= 1 << 16 and 2 * 128 * 232 + 128 * 40 <= 1 << 16
     assert report.shared + tile.shared <= KNOWN["h200"].shared_bytes
 
 
