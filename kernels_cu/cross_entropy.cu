@@ -9,34 +9,39 @@
 //
 // Layout     x is (rows, columns), rows `x_row` elements apart; dx has rows `dx_row` apart and may be x. loss has the type of the
 //            computation: float, or double for double. lse is double. Targets are int64 (`wide`) or int32. Offsets are 64-bit.
-// Algorithm  one block per row. The forward is online softmax in one pass: each thread has the largest c so far and the sum of
-//            exp(c - largest); both are reduced over the block in a fixed order. The backward reads a row and writes its gradient.
-//            lse is kept as a double, and p is computed from its two float parts, so that large logits lose no digits. The backward
-//            has a fast path for vectors that contain neither the target nor padding: 7 instructions per element.
-// Launch     v1: grid = rows, block 256. v2: block (threads per row, rows); a block has several rows if each has one warp, else one row of
-//            up to 256 threads. Each block writes the sum of its losses; a second launch of one block of 1024 adds these.
+// Algorithm  The forward is online softmax in one pass: each thread has the largest c so far and the sum of exp(c - largest); both are
+//            reduced over the threads of the row in a fixed order. The backward reads a row and writes its gradient. lse is kept as a
+//            double, and p is computed from its two float parts, so that large logits lose no digits. The backward has a fast path for
+//            vectors that contain neither the target nor padding: 7 instructions per element.
+// Launch     A row has one block or, up to 16 KiB, one warp of a block (32, 4). Each block writes the sum of its losses; a second launch of
+//            one block adds these.
 //
 // version  idea                                                               8192x50304 bf16, H200: forward, backward of a copy
-// v1       one element per thread and step
+// v1       a block per row, one element per thread and step
 // v2       16-byte vectors; 4 loads (backward: 2) per thread in flight        1.00, 0.93
+//          short rows: a warp has several, and finishes them together
 //
 // Experiments: docs/notes/cross_entropy.md. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 #include "common/math.cuh"
 #include "common/pack.cuh"
-#include "common/ptx/launch.cuh"
+#include "common/pdl.cuh"
 #include "common/ptx/math.cuh"
 #include "common/reduce.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
 
+// By value. `dloss_step`: the gradient of the loss of row r is dloss[r * dloss_step].
+struct Options {
+    long long vocab, ignored, dloss_step;
+    double smoothing, z_loss, softcap;
+};
+
 __device__ __forceinline__ float exponential(float x) { return exp2_approx(x * LOG2E); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-// -inf, the maximum of a row of -inf, becomes 0, so that c - base is never NaN for c = -inf.
-template <typename C>
-__device__ __forceinline__ C base_of(C largest) {
-    return largest == minus_infinity<C>() ? C(0) : largest;
-}
+// Where maxima start: not -inf, so that c - largest is never NaN for c = -inf.
+__device__ __forceinline__ float lowest(float) { return -3.4028235e38f; }
+__device__ __forceinline__ double lowest(double) { return -1.7976931348623157e308; }
 
 // c(x) = cap tanh(x / cap). 16-bit types use an approximation with an absolute error of 3e-7 in tanh.
 template <typename T, bool SOFTCAP>
@@ -51,18 +56,60 @@ struct Softcap {
     __device__ __forceinline__ C operator()(C x) const { return SOFTCAP ? cap * tanh_of(x) : x; }
 };
 
-// Calls use(column, values) for every column of a row, with arrays of consecutive values: fewer than 2^31 16-byte vectors that are aligned
-// in `to`, which has the same columns, and single columns before and after them. LOADS vectors per thread are in flight. Without is_read,
-// values are 0. WARP: the row has one warp.
-template <int LOADS, bool WARP = false, typename T, class F>
+// The largest of the elements that were added. NaN is ignored. 16-bit elements are compared in pairs.
+template <typename T, bool PAIRS = sizeof(T) == 2>
+struct Top {
+    T top = minus_infinity<T>();
+    template <int N>
+    __device__ __forceinline__ void add(const Vec<T, N>& v) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) top = max(top, v.v[j]);
+    }
+    __device__ __forceinline__ T largest() const { return top; }
+};
+template <typename T>
+struct Top<T, true> {
+    using Pair = typename PairOf<T>::type;
+    Pair top = {minus_infinity<T>(), minus_infinity<T>()};
+    template <int N>
+    __device__ __forceinline__ void add(const Vec<T, N>& v) {
+        const Pair* pairs = reinterpret_cast<const Pair*>(&v);
+#pragma unroll
+        for (int j = 0; j < N / 2; ++j) top = __hmax2(top, pairs[j]);
+        if (N == 1) top = __hmax2(top, Pair{v.v[0], v.v[0]});
+    }
+    __device__ __forceinline__ float largest() const { return max(load_as(top.x), load_as(top.y)); }
+};
+
+// A row is read by calls of use.look(v) for some vectors, then use.raise(), then use(column, values) for the same vectors. This is one
+// column.
+template <typename T, class F, typename Index>
+__device__ __forceinline__ void read_one(const T* x, Index column, F& use) {
+    Vec<T, 1> v = {x[column]};
+    use.look(v);
+    use.raise();
+    compute_t<T> value[1] = {load_as(v.v[0])};
+    use(column, value);
+}
+
+// Reads a row by a block or, if WARP, by one warp: fewer than 2^31 16-byte vectors that are aligned in `to`, which has the same columns, and
+// single columns before and after them. LOADS vectors per thread are in flight; LOADS = 0: single columns only, for v1. Without is_read,
+// values have no meaning.
+template <int LOADS, bool WARP, typename T, class F>
 __device__ __forceinline__ void read_row(const T* x, const T* to, long long columns, bool is_read, F& use) {
+    using Index = conditional_t<WARP, int, long long>;
+    if constexpr (LOADS == 0) {
+        for (Index i = threadIdx.x; i < columns; i += blockDim.x) read_one(x, i, use);
+        return;
+    }
     constexpr int N = 16 / sizeof(T);
     int threads = WARP ? 32 : blockDim.x;
-    unsigned long long from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
-    int first = min(columns, static_cast<long long>(-address % 16 / sizeof(T))), vectors = (columns - first) / N;
+    unsigned from = reinterpret_cast<unsigned long long>(x), address = reinterpret_cast<unsigned long long>(to);
+    int first = min(Index(columns), Index(-address % 16 / sizeof(T))), vectors = (Index(columns) - first) / N;
     x += first;
+#pragma unroll 1
     for (int i = threadIdx.x; i < vectors; i += LOADS * threads) {
-        Vec<T, N> loaded[LOADS] = {};
+        Vec<T, N> loaded[LOADS + !LOADS];
 #pragma unroll
         for (int k = 0; k < LOADS; ++k) {
             int vector = i + k * threads;
@@ -72,28 +119,20 @@ __device__ __forceinline__ void read_row(const T* x, const T* to, long long colu
                 for (int j = 0; j < N; ++j) loaded[k].v[j] = x[vector * static_cast<long long>(N) + j];
         }
 #pragma unroll
+        for (int k = 0; k < LOADS; ++k)
+            if (i + k * threads < vectors) use.look(loaded[k]);
+        use.raise();
+#pragma unroll
         for (int k = 0; k < LOADS; ++k) {
             int vector = i + k * threads;
             if (vector >= vectors) break;
             compute_t<T> values[N];
             unpack(values, loaded[k]);
-            use(first + vector * static_cast<long long>(N), values);
+            use(first + vector * Index(N), values);
         }
     }
-    long long edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * static_cast<long long>(N);
-    if (edge < columns) {
-        compute_t<T> values[1] = {load_as(x[edge - first])};
-        use(edge, values);
-    }
-}
-
-// The same for v1, with single columns only.
-template <typename T, class F>
-__device__ __forceinline__ void read_elements(const T* x, long long columns, F& use) {
-    for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
-        compute_t<T> value[1] = {load_as(x[i])};
-        use(i, value);
-    }
+    Index edge = threadIdx.x < first ? threadIdx.x : threadIdx.x + vectors * Index(N);
+    if (edge < columns) read_one(x - first, edge, use);
 }
 
 // The largest c, the sum of exp(c - largest) and, for smoothing, the sum of c of what a thread has read.
@@ -101,78 +140,82 @@ template <typename T, bool SOFTCAP>
 struct OnlineSum {
     using C = compute_t<T>;
     Softcap<T, SOFTCAP> capped;
-    bool adds_all;
-    C largest = minus_infinity<C>();
+    Top<T> top;
+    C largest = lowest(C());
     sum_t<T> sum = 0, total = 0;
-    __device__ __forceinline__ OnlineSum(double softcap, double smoothing) : capped(softcap), adds_all(smoothing != 0) {}
+    int adds_all;
+    __device__ __forceinline__ OnlineSum(const Options& o) : capped(o.softcap), adds_all(o.smoothing != 0) {}
     template <int N>
-    __device__ __forceinline__ void operator()(long long, C (&c)[N]) {
-        C top = largest, partial = 0;
+    __device__ __forceinline__ void look(const Vec<T, N>& v) {
+        top.add(v);
+    }
+    __device__ __forceinline__ void raise() {
+        C c = capped(top.largest());
+        if (!(c > largest)) return;
+        sum *= exponential(largest - c);
+        largest = c;
+    }
+    template <int N, typename Index>
+    __device__ __forceinline__ void operator()(Index, C (&c)[N]) {
+        C partial, all;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
             c[j] = capped(c[j]);
-            top = max(top, c[j]);
+            C e = exponential(c[j] - largest);
+            partial = j ? partial + e : e;
         }
-        C base = base_of(top);
-        if (top > largest) {
-            sum *= exponential(largest - base);
-            largest = top;
-        }
-#pragma unroll
-        for (int j = 0; j < N; ++j) partial += exponential(c[j] - base);
         sum += partial;
+        asm volatile("" : "+r"(adds_all));  // otherwise the compiler makes two copies of the loop around this
         if (!adds_all) return;
-        partial = 0;
 #pragma unroll
-        for (int j = 0; j < N; ++j) partial += c[j];
-        total += partial;
+        for (int j = 0; j < N; ++j) all = j ? all + c[j] : c[j];
+        total += all;
     }
 };
 
-// Reduces over the threads of a row. A row of one warp needs no barrier and does not use `shared`, which has room for 32 values.
-template <class Op, bool WARP, typename C>
-__device__ __forceinline__ C row_reduce(C value, C* shared) {
-    if constexpr (WARP) return warp_reduce<Op>(value);
-    else return block_reduce<Op>(value, shared);
-}
+// What the threads of a row have read together.
+template <typename T>
+struct RowSums {
+    compute_t<T> largest;
+    sum_t<T> sum, total;
+};
 
-// The loss and lse of a row, by all threads of the row. LOADS and WARP are those of read_row; LOADS = 0: read_elements. An ignored row is
-// not read, unless it has one warp: that would have to wait for the target before it reads. Thread 0 returns the loss.
-template <int LOADS, bool SOFTCAP, bool WARP = false, typename T>
-__device__ __forceinline__ compute_t<T> write_loss(compute_t<T>* loss, double* lse, const T* x, long long target, long long vocab,
-                                                   long long ignored, double smoothing, double z_loss, double softcap) {
-    bool is_valid = target >= 0 && target < vocab;
-    T at_target = threadIdx.x == 0 && is_valid ? x[target] : T();  // early, and not converted here, so that nothing waits for it
-    OnlineSum<T, SOFTCAP> online(softcap, smoothing);
-    long long shown = !WARP && target == ignored ? 0 : vocab;
-    if constexpr (LOADS == 0) read_elements(x, shown, online);
-    else read_row<LOADS, WARP>(x, x, shown, true, online);
+template <bool WARP, typename T, bool SOFTCAP>
+__device__ __forceinline__ RowSums<T> row_sums(const OnlineSum<T, SOFTCAP>& online) {
     __shared__ compute_t<T> maxima[32];
     __shared__ sum_t<T> sums[32], totals[32];
-    compute_t<T> largest = row_reduce<Max, WARP>(online.largest, maxima);
-    double base = base_of(largest), total = 0, result = target == ignored ? 0.0 : not_a_number();
-    sum_t<T> sum = row_reduce<Sum, WARP>(online.sum * exponential(online.largest - base_of(largest)), sums);
-    if (online.adds_all) total = row_reduce<Sum, WARP>(online.total, totals);
-    if (threadIdx.x != 0) return 0;
-    double log_sum = log(sum);
-    if (target != ignored && is_valid) {
-        result = (base - (1 - smoothing) * online.capped(load_as(at_target))) + log_sum;
-        if (smoothing != 0) result -= smoothing / vocab * total;
-        if (z_loss != 0) result += z_loss * (base + log_sum) * (base + log_sum);
-    }
-    if (loss) *loss = result;
-    *lse = base + log_sum;
-    return result;
+    RowSums<T> row;
+    row.largest = WARP ? warp_max(online.largest) : block_reduce<Max>(online.largest, maxima);
+    row.sum = online.sum * exponential(online.largest - row.largest);
+    row.sum = WARP ? warp_reduce<Sum>(row.sum) : block_reduce<Sum>(row.sum, sums);
+    if (online.adds_all) row.total = WARP ? warp_reduce<Sum>(online.total) : block_reduce<Sum>(online.total, totals);
+    return row;
 }
 
-// Writes the sum of the losses of a block's rows, and the number of those that are not ignored. All threads of the block call this;
-// threadIdx.x = 0 of each row has its values.
-__device__ __forceinline__ void write_sums(double2* partials, double loss, bool is_counted) {
+// Writes a row's lse and, if losses is not null, its loss, which is returned. All this is double: one thread computes it.
+template <bool SOFTCAP, typename T>
+__device__ __forceinline__ double write_loss(compute_t<T>* losses, double* lse, const RowSums<T>& sums, T at_target, long long row,
+                                             long long target, const Options& o) {
+    double base = sums.largest, log_sum = log(double(sums.sum)), loss = target == o.ignored ? 0.0 : not_a_number();
+    if (target != o.ignored && target >= 0 && target < o.vocab) {
+        loss = (base - (1 - o.smoothing) * Softcap<T, SOFTCAP>(o.softcap)(load_as(at_target))) + log_sum;
+        if (o.smoothing != 0) loss -= o.smoothing / o.vocab * sums.total;
+        if (o.z_loss != 0) loss += o.z_loss * (base + log_sum) * (base + log_sum);
+    }
+    loss = compute_t<T>(loss);
+    if (losses) losses[row] = loss;
+    lse[row] = base + log_sum;
+    return loss;
+}
+
+// Writes the sum of the losses of a block's rows, and the number of those that are not ignored.
+__device__ __forceinline__ void write_sums(double2* partials, double loss, double count) {
     __shared__ double2 rows[8];
-    if (threadIdx.x == 0) rows[threadIdx.y] = {loss, is_counted ? 1.0 : 0.0};
+    if (threadIdx.x == 0) rows[threadIdx.y] = {loss, count};
     __syncthreads();
     if (threadIdx.x != 0 || threadIdx.y != 0) return;
     double2 sum = rows[0];
+#pragma unroll 1
     for (int i = 1; i < blockDim.y; ++i) sum.x += rows[i].x, sum.y += rows[i].y;
     partials[blockIdx.x] = sum;
 }
@@ -186,15 +229,26 @@ struct Gradient {
     long long target, vocab;
     bool is_zero;
     T* dx;
-    __device__ __forceinline__ Gradient(T* dx, C dloss, const double* count, double lse, long long target, long long vocab,
-                                        long long ignored, double smoothing, double z_loss, double softcap)
-        : capped(softcap), high(lse), target(target), vocab(vocab), is_zero(target == ignored), dx(dx) {
-        C weight = dloss / (count ? C(*count) : C(1));
+    // `dloss` may be divided by *count.
+    __device__ __forceinline__ Gradient(T* dx, const void* targets, const double* lse, const C* dloss, const double* count, bool wide,
+                                        long long row, const Options& o)
+        : capped(o.softcap), high(lse[row]), target(index_at(targets, wide, row)), vocab(o.vocab), is_zero(target == o.ignored), dx(dx) {
+        C weight = dloss[row * o.dloss_step] / (count ? C(*count) : C(1));
         if (target < 0 || target >= vocab) weight = not_a_number();
-        low = abs(lse) <= 3.4e38 ? C(lse - static_cast<double>(high)) * C(LOG2E) : C(0);
-        of_p = weight * (1 + C(2 * z_loss) * high);
-        of_target = weight * C(1 - smoothing);
-        of_all = smoothing != 0 ? weight * C(smoothing) / vocab : C(0);
+        low = abs(lse[row]) <= 3.4e38 ? C(lse[row] - static_cast<double>(high)) * C(LOG2E) : C(0);
+        of_p = weight * (1 + C(2 * o.z_loss) * high);
+        of_target = weight * C(1 - o.smoothing);
+        of_all = o.smoothing != 0 ? weight * C(o.smoothing) / vocab : C(0);
+    }
+    template <typename V>
+    static __device__ __forceinline__ void copy(V& value, int lane) {
+        value = __shfl_sync(~0u, value, lane);
+    }
+    __device__ __forceinline__ Gradient from_lane(int r, T* dx_of_row) const {
+        Gradient g = *this;
+        copy(g.high, r), copy(g.low, r), copy(g.of_p, r), copy(g.of_target, r), copy(g.of_all, r), copy(g.target, r), copy(g.is_zero, r);
+        g.dx = dx_of_row;
+        return g;
     }
     __device__ __forceinline__ C share(C c) const {
         if constexpr (sizeof(C) == 8) return exp(c - high);
@@ -205,89 +259,115 @@ struct Gradient {
         C t = SOFTCAP ? capped.tanh_of(x) : C(0), c = SOFTCAP ? capped.cap * t : x;
         return (1 - t) * (1 + t) * (of_p * share(c) - of_all - extra);
     }
-    template <int N>
-    __device__ __forceinline__ void operator()(long long column, C (&x)[N]) const {
-        bool has_target = target >= column && target < column + N, is_whole = !is_zero && column + N <= vocab;
-        if (is_whole && !has_target) {
+    template <typename V>
+    __device__ __forceinline__ void look(const V&) const {}
+    __device__ __forceinline__ void raise() const {}
+    template <int N, typename Index>
+    __device__ __forceinline__ void operator()(Index column, C (&x)[N]) const {
+        Index at = static_cast<Index>(target) - column;  // a target that is no Index is outside: the gradient is NaN or 0
+        bool is_whole = !is_zero && column + N <= static_cast<Index>(vocab);
+        if (is_whole && !(at >= 0 && at < N)) {
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = of(x[j]);
         } else if (is_whole) {
-            int at = target - column;
 #pragma unroll
             for (int j = 0; j < N; ++j) x[j] = of(x[j], j == at ? of_target : C(0));
         } else {
 #pragma unroll
-            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], column + j == target ? of_target : C(0));
+            for (int j = 0; j < N; ++j) x[j] = is_zero || column + j >= vocab ? C(0) : of(x[j], j == at ? of_target : C(0));
         }
         store_vec(dx + column, pack<T, N>(x));
     }
 };
 
-// ---- v1. Grid rows, block 256.
+// ---- Grid rows, one block per row. LOADS: see read_row; 0 for v1. An ignored row is not read.
 
-template <typename T, bool SOFTCAP>
-__global__ void cross_entropy_v1(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide,
-                                 long long rows, long long x_row, long long vocab, long long ignored, double smoothing, double z_loss,
-                                 double softcap) {
+template <typename T, bool SOFTCAP, int LOADS>
+__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
+    cross_entropy_block(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+                        long long x_row, Options o) {
     wait_for_previous();
     long long row = blockIdx.x, target = index_at(targets, wide, row);
-    double loss = write_loss<0, SOFTCAP>(losses ? losses + row : nullptr, lse + row, x + row * x_row, target, vocab, ignored, smoothing,
-                                         z_loss, softcap);
-    if (partials) write_sums(partials, loss, target != ignored);
+    x += row * x_row;
+    // Early, and not converted here, so that nothing waits for it.
+    T at_target = threadIdx.x == 0 && target >= 0 && target < o.vocab ? x[target] : T();
+    OnlineSum<T, SOFTCAP> online(o);
+    read_row<LOADS, false>(x, x, target == o.ignored ? 0 : o.vocab, true, online);
+    RowSums<T> sums = row_sums<false>(online);
+    if (threadIdx.x != 0) return;
+    double loss = write_loss<SOFTCAP>(losses, lse, sums, at_target, row, target, o);
+    if (partials) partials[row] = {loss, target != o.ignored ? 1.0 : 0.0};
 }
 
-// The gradient of the loss of row r is dloss[r * dloss_step], divided by *count if that is not null.
-template <typename T, bool SOFTCAP>
-__global__ void cross_entropy_v1_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss,
-                                     const double* count, bool wide, long long rows, long long dx_row, long long x_row, long long columns,
-                                     long long vocab, long long ignored, long long dloss_step, double smoothing, double z_loss,
-                                     double softcap) {
+template <typename T, bool SOFTCAP, int LOADS>
+__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
+    cross_entropy_block_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
+                            bool wide, long long rows, long long columns, long long dx_row, long long x_row, Options o) {
     wait_for_previous();
     long long row = blockIdx.x;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
-                                  smoothing, z_loss, softcap);
-    read_elements(x + row * x_row, columns, gradient);
+    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, targets, lse, dloss, count, wide, row, o);
+    read_row<LOADS, false>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
 }
 
-// ---- v2. WARP: a row has one warp, and a block several rows; else a block has one row.
+// ---- v2 for short rows. A warp has rows first, first + warps, ..., at most 32. Lane r computes what row r of
+// these needs once, so that a warp does it for all its rows at the same time: the double-precision logarithm alone has as many instructions
+// as 20 columns per lane.
 
-template <typename T, bool SOFTCAP, bool WARP>
-__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
-    cross_entropy_v2(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
-                     long long x_row, long long vocab, long long ignored, double smoothing, double z_loss, double softcap) {
-    wait_for_previous();
-    constexpr int LOADS = sizeof(T) == 8 ? 2 : 4;
-    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
-    double loss = 0;
-    bool is_counted = false;
-    if (row < rows) {
-        long long target = index_at(targets, wide, row);
-        is_counted = target != ignored;
-        loss = write_loss<LOADS, SOFTCAP, WARP>(losses ? losses + row : nullptr, lse + row, x + row * x_row, target, vocab, ignored,
-                                                smoothing, z_loss, softcap);
+// Prefetch a row into L2 by one warp.
+template <typename T>
+__device__ __forceinline__ void prefetch_row(const T* x, int columns) {
+#pragma unroll 1
+    for (int i = threadIdx.x * (128 / sizeof(T)); i < columns; i += 32 * (128 / sizeof(T))) prefetch(x + i);
+}
+
+template <typename T, bool SOFTCAP>
+__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
+    cross_entropy_warp(compute_t<T>* losses, double* lse, double2* partials, const T* x, const void* targets, bool wide, long long rows,
+                       long long x_row, Options o) {
+    long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = first + threadIdx.x * warps;
+    const T* from = x + first * x_row;
+    take_over(4 * o.vocab * sizeof(T), 1024, [&] {
+        if (first < rows) prefetch_row(from, o.vocab);
+    });
+    long long target = mine < rows ? index_at(targets, wide, mine) : o.ignored;
+    T at_target = mine < rows && target >= 0 && target < o.vocab ? x[mine * x_row + target] : T();
+    RowSums<T> own = {};
+    for (long long row = first, r = 0; row < rows; row += warps, ++r) {
+        OnlineSum<T, SOFTCAP> online(o);
+        read_row<(sizeof(T) == 8 ? 2 : 4), true>(from, from, o.vocab, true, online);
+        from += warps * x_row;
+        RowSums<T> sums = row_sums<true>(online);
+        if (threadIdx.x == r) own = sums;
     }
-    if (partials) write_sums(partials, loss, is_counted);
+    double loss = 0;
+    if (mine < rows) loss = write_loss<SOFTCAP>(losses, lse, own, at_target, mine, target, o);
+    if (partials) write_sums(partials, warp_reduce<Sum>(loss), warp_reduce<Sum>(target != o.ignored ? 1.0 : 0.0));
 }
 
-template <typename T, bool SOFTCAP, bool WARP>
-__global__ void __launch_bounds__(256, sizeof(T) < 8 && !SOFTCAP ? 5 : 1)
-    cross_entropy_v2_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
-                         bool wide, long long rows, long long dx_row, long long x_row, long long columns, long long vocab,
-                         long long ignored, long long dloss_step, double smoothing, double z_loss, double softcap) {
-    wait_for_previous();
-    long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
-    if (row >= rows) return;
-    Gradient<T, SOFTCAP> gradient(dx + row * dx_row, dloss[row * dloss_step], count, lse[row], index_at(targets, wide, row), vocab, ignored,
-                                  smoothing, z_loss, softcap);
-    read_row<2, WARP>(x + row * x_row, gradient.dx, columns, !gradient.is_zero, gradient);
+template <typename T, bool SOFTCAP>
+__global__ void __launch_bounds__(128, sizeof(T) < 8 && !SOFTCAP ? 8 : 1)
+    cross_entropy_warp_bwd(T* dx, const T* x, const void* targets, const double* lse, const compute_t<T>* dloss, const double* count,
+                           bool wide, long long rows, long long columns, long long dx_row, long long x_row, Options o) {
+    long long first = blockIdx.x * 4LL + threadIdx.y, warps = gridDim.x * 4LL, mine = min(first + threadIdx.x * warps, rows - 1);
+    x += first * x_row, dx += first * dx_row;
+    take_over(4 * columns * sizeof(T), 1024, [&] {
+        if (first < rows) prefetch_row(x, columns);
+    });
+    Gradient<T, SOFTCAP> own(nullptr, targets, lse, dloss, count, wide, mine, o);
+    for (long long row = first, r = 0; row < rows; row += warps, ++r) {
+        Gradient<T, SOFTCAP> gradient = own.from_lane(r, dx);
+        read_row<2, true>(x, dx, columns, !gradient.is_zero, gradient);
+        x += warps * x_row, dx += warps * dx_row;
+    }
 }
 
 // ---- the sum or mean of the rows' losses, added in a fixed order; count receives the number of targets that are not `ignored`
 
-// Grid 1, block 1024. There is one partial sum per block of the forward.
+// Grid 1, block 256. There is one partial sum per block of the forward. The next kernel may start while this one waits.
 template <typename C>
 __global__ void cross_entropy_reduce(C* out, double* count, const double2* partials, long long blocks, bool mean) {
     __shared__ double sums[32], counts[32];
+    let_next_come();
     wait_for_previous();
     double sum = 0, number = 0;
 #pragma unroll 8

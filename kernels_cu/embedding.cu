@@ -97,7 +97,9 @@ __device__ __forceinline__ void write_rows(T* out, const void* tokens, const T* 
         if constexpr (POSITIONS) add_to(y, p[k]);
 #pragma unroll
         for (int j = 0; j < N; j++) y[j] = inside[k] ? y[j] : not_a_number();
-        store_vec(out + row * features, pack<T, N>(y));
+        Vec<T, N> v = pack<T, N>(y);
+        if constexpr (N == 1) store_vec(out + row * features, v);
+        else __stcs(reinterpret_cast<uint4*>(out + row * features), reinterpret_cast<const uint4&>(v));  // L2 keeps rows of weight instead
     }
 }
 

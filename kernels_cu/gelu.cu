@@ -8,9 +8,9 @@
 //            instructions and Phi(-|v|) = exp(-v^2 / 2) * polynomial(1 / (1 + c |v|)) (Abramowitz and Stegun, 26.2.17; error below 3e-7).
 // Layout     out, dx and dup are (rows, cols), contiguous. x, up and dout have column stride 1 and any row stride: the two halves of a
 //            tensor are read in place. The launcher passes contiguous tensors without a bias as one row.
-// Launch     gelu_v1, gelu_v2 and their _bwd: 1-D grid and block, one thread per element (v1) or 16-byte vector (v2). v2 needs aligned
-//            pointers, and cols and row strides that are multiples of the vector; else the launcher uses v1.
-//            gelu_v2_bias_bwd: a block (32, 8) has rows_per_block rows of 32 vectors of columns; 1-D grid, column tiles first. A warp adds
+// Launch     gelu and gelu_bwd: 1-D grid and block, one thread per N elements: one (v1) or a 16-byte vector (v2). v2 needs aligned pointers,
+//            and cols and row strides that are multiples of the vector; else the launcher uses v1.
+//            gelu_bias_bwd: a block (32, 8) has rows_per_block rows of 32 vectors of columns; 1-D grid, column tiles first. A warp adds
 //            every eighth row in registers, then the block adds its warps in order and writes a row of `partials`.
 //
 // version  idea                                                                                  (experiments: docs/notes/gelu.md)
@@ -22,7 +22,7 @@
 #include "common/ptx/math.cuh"
 
 constexpr int GELU = 0, GELU_TANH = 1, SILU = 2;
-constexpr int WARPS = 8, ROWS = 2;  // of gelu_v2_bias_bwd: warps of a block, and rows that a warp loads at a time
+constexpr int WARPS = 8, ROWS = 2;  // of gelu_bias_bwd: warps of a block, and rows that a warp loads at a time
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);
 
@@ -96,16 +96,6 @@ __device__ __forceinline__ bool locate(Place& at, long long rows, long long cols
     return row < rows;
 }
 
-template <int FUNCTION, int N, typename T, typename B>
-__device__ __forceinline__ void forward(T* out, const T* x, const T* up, const B* bias, const Place& at) {
-    compute_t<T> v[N], u[N];
-    load_sum(v, x + at.x, bias ? bias + at.col : bias);
-    if (up) unpack(u, load_vec<T, N>(up + at.up));
-#pragma unroll
-    for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value * (up ? u[j] : 1);
-    store_vec(out + at.out, pack<T, N>(v));
-}
-
 // v becomes f(v). Returns f'(v).
 template <int FUNCTION, typename T>
 __device__ __forceinline__ compute_t<T> slope(compute_t<T>& v) {
@@ -115,8 +105,23 @@ __device__ __forceinline__ compute_t<T> slope(compute_t<T>& v) {
     return result;
 }
 
-template <int FUNCTION, int N, typename T, typename B>
-__device__ __forceinline__ void backward(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, const Place& at) {
+template <typename T, typename B, int FUNCTION, int N>
+__global__ void gelu(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
+    Place at;
+    if (!locate<N>(at, rows, cols, x_row, up_row)) return;
+    compute_t<T> v[N], u[N];
+    load_sum(v, x + at.x, bias ? bias + at.col : bias);
+    if (up) unpack(u, load_vec<T, N>(up + at.up));
+#pragma unroll
+    for (int j = 0; j < N; j++) v[j] *= gate<T, FUNCTION>(v[j]).value * (up ? u[j] : 1);
+    store_vec(out + at.out, pack<T, N>(v));
+}
+
+template <typename T, typename B, int FUNCTION, int N>
+__global__ void gelu_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
+                         long long x_row, long long up_row, long long dout_row) {
+    Place at;
+    if (!locate<N>(at, rows, cols, x_row, up_row, dout_row)) return;
     compute_t<T> v[N], u[N], d[N];
     load_sum(v, x + at.x, bias ? bias + at.col : bias);
     unpack(d, load_vec<T, N>(dout + at.dout));
@@ -137,35 +142,9 @@ __device__ __forceinline__ void backward(T* dx, T* dup, const T* x, const T* up,
 }
 
 template <typename T, typename B, int FUNCTION>
-__global__ void gelu_v1(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
-    Place at;
-    if (locate<1>(at, rows, cols, x_row, up_row)) forward<FUNCTION, 1>(out, x, up, bias, at);
-}
-
-template <typename T, typename B, int FUNCTION>
-__global__ void gelu_v1_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
-                            long long x_row, long long up_row, long long dout_row) {
-    Place at;
-    if (locate<1>(at, rows, cols, x_row, up_row, dout_row)) backward<FUNCTION, 1>(dx, dup, x, up, bias, dout, at);
-}
-
-template <typename T, typename B, int FUNCTION>
-__global__ void gelu_v2(T* out, const T* x, const T* up, const B* bias, long long rows, long long cols, long long x_row, long long up_row) {
-    Place at;
-    if (locate<VECTOR<T>>(at, rows, cols, x_row, up_row)) forward<FUNCTION, VECTOR<T>>(out, x, up, bias, at);
-}
-
-template <typename T, typename B, int FUNCTION>
-__global__ void gelu_v2_bwd(T* dx, T* dup, const T* x, const T* up, const B* bias, const T* dout, long long rows, long long cols,
-                            long long x_row, long long up_row, long long dout_row) {
-    Place at;
-    if (locate<VECTOR<T>>(at, rows, cols, x_row, up_row, dout_row)) backward<FUNCTION, VECTOR<T>>(dx, dup, x, up, bias, dout, at);
-}
-
-template <typename T, typename B, int FUNCTION>
 __global__ void __launch_bounds__(32 * WARPS)
-    gelu_v2_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B* bias, const T* dout, long long rows, long long cols,
-                     long long x_row, long long dout_row, long long rows_per_block) {
+    gelu_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B* bias, const T* dout, long long rows, long long cols, long long x_row,
+                  long long dout_row, long long rows_per_block) {
     constexpr int N = VECTOR<T>, TILE = 32 * N;
     __shared__ compute_t<T> sums[WARPS][TILE];
     unsigned tiles = (cols + TILE - 1) / TILE, chunk = blockIdx.x / tiles;

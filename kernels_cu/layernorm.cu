@@ -24,7 +24,8 @@
 // Experiments: docs/notes/layernorm.md
 #include "common/math.cuh"
 #include "common/pack.cuh"
-#include "common/ptx/launch.cuh"
+#include "common/pdl.cuh"
+#include "common/ptx/barrier.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
@@ -34,10 +35,10 @@ __device__ __forceinline__ C value_or(const W* from, long long i, C missing) {
     return from ? C(load_as(from[i])) : missing;
 }
 
-// One element of the gradient. mean_h and mean_hn are the means of h and of h * n over the row.
+// One element of the gradient. a and b are rstd times the means of h and of h * n over the row.
 template <typename C>
-__device__ __forceinline__ C gradient(C h, C n, C mean_h, C mean_hn, C rstd) {
-    return rstd * (h - mean_h - n * mean_hn);
+__device__ __forceinline__ C gradient(C h, C n, C a, C b, C rstd) {
+    return rstd * h - a - n * b;
 }
 
 // ---- v1. Block (threads, 1), whole warps.
@@ -89,11 +90,11 @@ __global__ void layernorm_v1_bwd(T* dx, const T* s, const T* dy, const T* ds, co
             sum_h += h;
             sum_hn += h * (load_as(row_s[i]) - mean) * rstd;
         }
-        C mean_h = RMS ? C(0) : block_reduce<Sum>(sum_h, sums[0]) / columns;
-        C mean_hn = block_reduce<Sum>(sum_hn, sums[1]) / columns;
+        C a = RMS ? C(0) : rstd * block_reduce<Sum>(sum_h, sums[0]) / columns;
+        C b = rstd * block_reduce<Sum>(sum_hn, sums[1]) / columns;
         for (long long i = threadIdx.x; i < columns; i += blockDim.x) {
             C h = load_as(row_dy[i]) * value_or(weight, i, C(1)), n = (load_as(row_s[i]) - mean) * rstd;
-            dx[row * columns + i] = T(gradient(h, n, mean_h, mean_hn, rstd) + value_or(ds, row * ds_row + i, C(0)));
+            dx[row * columns + i] = T(gradient(h, n, a, b, rstd) + value_or(ds, row * ds_row + i, C(0)));
         }
         __syncthreads();
     }
@@ -116,23 +117,28 @@ __global__ void layernorm_v1_partials(compute_t<T>* partials, const T* s, const 
     partials[(gridDim.y + blockIdx.y) * columns + i] = dbias;
 }
 
-// dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 8), 1 or 2), block (8, 4 to 128).
+// dweight (blockIdx.y 0) or dbias (1): the sums of partials over the blocks. Grid (ceil(columns / 16), 1 or 2), block (16, 32).
 template <typename C, typename W>
 __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long blocks, long long columns) {
     wait_for_previous();
-    __shared__ C sums[128][8];
-    long long column = blockIdx.x * 8LL + threadIdx.x;
-    partials += blockIdx.y * blocks * columns + column;
+    __shared__ C sums[32][16];
+    constexpr int LOADS = 8;
+    long long column = blockIdx.x * 16LL + threadIdx.x;
+    partials += blockIdx.y * blocks * columns + min(column, columns - 1);
     C sum = 0;
-    if (column < columns) {
-#pragma unroll 4
-        for (long long b = threadIdx.y; b < blocks; b += blockDim.y) sum += partials[b * columns];
+    for (long long b = threadIdx.y; b < blocks; b += 32 * LOADS) {
+        C v[LOADS];
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) v[k] = b + 32 * k < blocks ? partials[(b + 32 * k) * columns] : C(0);
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) sum += v[k];
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y >= 4) return;  // one warp is left
-    for (int i = 4 + threadIdx.y; i < blockDim.y; i += 4) sum += sums[i][threadIdx.x];
-    sum += __shfl_xor_sync(~0u, sum, 8), sum += __shfl_xor_sync(~0u, sum, 16);
+    if (threadIdx.y >= 2) return;  // one warp is left
+#pragma unroll
+    for (int i = 2; i < 32; i += 2) sum += sums[i + threadIdx.y][threadIdx.x];
+    sum += __shfl_xor_sync(~0u, sum, 16);
     if (threadIdx.y == 0 && column < columns) (blockIdx.y ? dbias : dweight)[column] = W(sum);
 }
 
@@ -146,21 +152,25 @@ __device__ __forceinline__ C row_sum(C value, C* shared) {
     return block_reduce<Sum>(value, shared + threadIdx.y * (blockDim.x / 32));
 }
 
-// The sums of two values, with one barrier. `shared` has room for 64 values.
+// The sums of two values over the threads of a row, with one barrier of the row's warps, at most 16. After the first step the lower half of a
+// warp adds a, and the upper half b. `shared` has room for 64 values.
 template <typename C>
 __device__ __forceinline__ void row_sums(C& a, C& b, C* shared) {
     if (blockDim.x < 32) {
         a = warp_reduce<Sum>(a, blockDim.x), b = warp_reduce<Sum>(b, blockDim.x);
         return;
     }
-    a = warp_reduce<Sum>(a), b = warp_reduce<Sum>(b);
-    if (blockDim.x == 32) return;
-    int warps = blockDim.x / 32, first = threadIdx.y * warps;
-    int width = 1 << (32 - __clz(warps - 1)), i = threadIdx.x % width;  // a power of 2, at least `warps`
-    if (threadIdx.x % 32 == 0) shared[first + threadIdx.x / 32] = a, shared[32 + first + threadIdx.x / 32] = b;
-    __syncthreads();
-    a = warp_reduce<Sum>(i < warps ? shared[first + i] : C(0), width);
-    b = warp_reduce<Sum>(i < warps ? shared[32 + first + i] : C(0), width);
+    bool upper = threadIdx.x & 16;
+    C sum = warp_reduce<Sum>((upper ? b : a) + __shfl_xor_sync(~0u, upper ? a : b, 16), 16);
+    if (blockDim.x > 32) {
+        int warps = blockDim.x / 32, i = threadIdx.x % 16;
+        shared += threadIdx.y * warps + upper * 32;
+        if (i == 0) shared[threadIdx.x / 32] = sum;
+        barrier_of(threadIdx.y + 1, blockDim.x);
+        sum = warp_reduce<Sum>(i < warps ? shared[i] : C(0), 16);
+    }
+    C other = __shfl_xor_sync(~0u, sum, 16);
+    a = upper ? other : sum, b = upper ? sum : other;
 }
 
 template <typename T, int N, int VECTORS>
@@ -209,12 +219,15 @@ template <typename T, typename W, int N, int VECTORS, bool RMS>
 __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; with 1, whole vectors would get more registers than they need
     layernorm_v2(T* y, T* s, compute_t<T>* stats, const T* x, const T* residual, const W* weight, const W* bias, long long rows,
                  int columns, long long x_row, long long residual_row, double eps) {
-    wait_for_previous();
     using C = compute_t<T>;
     __shared__ C sums[2][32];
     long long row = blockIdx.x * (long long)blockDim.y + threadIdx.y;
     long long from = min(row, rows - 1);
     int end = row < rows ? columns : 0;
+    take_over(blockDim.y * columns * sizeof(T), 1024, [&] {
+        constexpr int LINE = 128 / sizeof(T);
+        for (int i = threadIdx.x * LINE; i < columns; i += blockDim.x * LINE) prefetch(x + from * x_row + i);
+    });
     Row<T, N, VECTORS> values, added;
     values.load(x + from * x_row, columns);
     if (residual) {
@@ -248,27 +261,23 @@ __global__ void __launch_bounds__(512, N == 1 ? 1 : 0)  // 0: not specified; wit
     if (threadIdx.x == 0 && row < rows) store_vec(stats + 2 * row, Vec<C, 2>{{mean, rstd}});
 }
 
-// Adds the sums of the block's threadIdx.y rows in a fixed order and writes them to `out`. `shared` has room for `columns` values; it is
-// not used if blockDim.y is 1.
+// Adds the sums of row threadIdx.y of the block to those of the rows before it, which are in `shared`. The last row writes to `out`.
 template <typename T, typename C, int N, int VECTORS>
-__device__ __forceinline__ void add_rows(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
+__device__ __forceinline__ void add_row(C* out, const C (&sums)[VECTORS][N], C* shared, int columns) {
     constexpr int M = N * sizeof(C) > 16 ? 16 / sizeof(C) : N;
-    for (int y = 0; y < blockDim.y; ++y) {
 #pragma unroll
-        for (int i = 0; i < VECTORS * N; i += M) {
-            int column = Row<T, N, VECTORS>::column(i / N) + i % N;
-            if (threadIdx.y != y || column >= columns) break;
-            Vec<C, M> sum = {};
-            if (y) sum = load_vec<C, M>(shared + column);
+    for (int i = 0; i < VECTORS * N; i += M) {
+        int column = Row<T, N, VECTORS>::column(i / N) + i % N;
+        if (column >= columns) break;
+        Vec<C, M> sum = {};
+        if (threadIdx.y) sum = load_vec<C, M>(shared + column);
 #pragma unroll
-            for (int j = 0; j < M; ++j) sum.v[j] += sums[i / N][i % N + j];
-            store_vec((y == blockDim.y - 1 ? out : shared) + column, sum);
-        }
-        __syncthreads();
+        for (int j = 0; j < M; ++j) sum.v[j] += sums[i / N][i % N + j];
+        store_vec((threadIdx.y == blockDim.y - 1 ? out : shared) + column, sum);
     }
 }
 
-// Grid: any number of blocks. Dynamic shared memory: `columns` values of C if blockDim.y > 1 and partials are wanted. Blocks have
+// Grid: any number of blocks. Dynamic shared memory: 2 * columns values of C if blockDim.y > 1 and partials are wanted. Blocks have
 // at most THREADS threads. Resident blocks per SM: 3 of 128 threads, 2 of 384, or 1 of 512.
 template <typename T, typename W, int N, int VECTORS, int THREADS, bool RMS>
 __global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
@@ -305,7 +314,7 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
             load_affine(h[k], weight, row_s.column(k), C(1));
 #pragma unroll
             for (int j = 0; j < N; ++j) {
-                n[k][j] = (n[k][j] - mean) * rstd;
+                n[k][j] = sizeof(T) == 2 ? n[k][j] * rstd - mean * rstd : (n[k][j] - mean) * rstd;
                 h[k][j] *= g[j];
                 sum_h += h[k][j];
                 sum_hn += h[k][j] * n[k][j];
@@ -315,13 +324,13 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
         }
         if (AHEAD && row + step < rows) load(row + step);  // the data arrives while this row is reduced and written
         row_sums(sum_h, sum_hn, sums[half]);               // a barrier separates two uses of the same half
-        C mean_h = RMS ? C(0) : sum_h * inverse, mean_hn = sum_hn * inverse;
+        C a = RMS ? C(0) : rstd * sum_h * inverse, b = rstd * sum_hn * inverse;
 #pragma unroll
         for (int k = 0; k < VECTORS; ++k) {
             int column = row_s.column(k);
             if (column >= end) break;
 #pragma unroll
-            for (int j = 0; j < N; ++j) h[k][j] = gradient(h[k][j], n[k][j], mean_h, mean_hn, rstd);
+            for (int j = 0; j < N; ++j) h[k][j] = gradient(h[k][j], n[k][j], a, b, rstd);
             if (ds) {
                 unpack(n[k], load_vec<T, N>(ds + row * ds_row + column));
 #pragma unroll
@@ -332,7 +341,13 @@ __global__ void __launch_bounds__(THREADS, THREADS == 128  ? 3
     }
     if (!partials) return;
     extern __shared__ double dynamic_shared[];
-    C* out = partials + blockIdx.x * (long long)columns;
-    add_rows<T>(out, dweight, reinterpret_cast<C*>(dynamic_shared), columns);
-    if (!RMS) add_rows<T>(out + gridDim.x * (long long)columns, dbias, reinterpret_cast<C*>(dynamic_shared), columns);
+    C *out = partials + blockIdx.x * (long long)columns, *shared = reinterpret_cast<C*>(dynamic_shared);
+#pragma unroll 1
+    for (int y = 0; y < blockDim.y; ++y) {
+        if (threadIdx.y == y) {
+            add_row<T>(out, dweight, shared, columns);
+            if (!RMS) add_row<T>(out + gridDim.x * (long long)columns, dbias, shared + columns, columns);
+        }
+        __syncthreads();
+    }
 }

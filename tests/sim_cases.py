@@ -59,8 +59,8 @@ class Case:
 
 
 def _place(text: str, mark: str) -> str:
-    """A pattern of the location of a marked line, or of what an #include brings and is inlined there."""
-    return rf"(?:\S+\.cuh:\d+ \(inlined at (?:(?:\S+:)?\d+, )*)?<cukern.compile \w+>:{line_of(text, mark)}\)?"
+    """A pattern of the location of a marked line, which may call a helper of a header there."""
+    return rf"<cukern.compile \w+>:{line_of(text, mark)}(?: \(in \w+\.cuh:\d+\))?"
 
 
 def ints(n: int) -> torch.Tensor:

@@ -11,7 +11,8 @@ from cukern.bench.record import Recorded
 
 
 def history(found: Sequence[Recorded], device: str) -> Figure:
-    """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit."""
+    """The time of cukern over the commits of one op, a line per shape, pass and dtype; the newest version of each commit. The lines with
+    most commits are drawn, forward and backward first."""
     latest: dict[Any, dict[str, tuple[str, Row]]] = {}
     for one in sorted(found, key=lambda r: r.date):
         if one.row.provider == "cukern" and " " not in one.row.version and one.commit:
@@ -19,7 +20,7 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
             before = latest.setdefault(key, {}).get(one.commit[:8])
             if before is None or newest_version([before[1], one.row]) == one.row.version:
                 latest[key][one.commit[:8]] = one.date, one.row
-    longest = sorted(latest, key=lambda key: -len(latest[key]))[:MOST_LINES]
+    longest = sorted(latest, key=lambda key: (key[0] not in ("fwd", "bwd"), -len(latest[key])))[:MOST_LINES]
     dates = {commit: date for key in longest for commit, (date, _) in latest[key].items()}
     order = {commit: i for i, commit in enumerate(sorted(dates, key=lambda c: dates[c]))}
     figure, (panel,) = panels_of([4])
@@ -28,7 +29,7 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
         label = f"{key[0]} {'x'.join(map(str, key[1]))} {key[2]}"
         panel.plot(*zip(*points, strict=True), marker="o", ms=4, label=label)
     panel.set_xticks(list(order.values()), list(order), rotation=60, fontsize=7)
-    panel.set_yscale("log")
+    _plain_log_axis(panel, [row.median_us for key in longest for _, row in latest[key].values()])
     panel.set_ylabel("us")
     panel.grid(alpha=0.3)
     if longest:
@@ -37,11 +38,24 @@ def history(found: Sequence[Recorded], device: str) -> Figure:
     return figure
 
 
+def _plain_log_axis(panel: Any, values: Sequence[float]) -> None:
+    """A logarithmic y axis with plain numbers. It spans at least a factor of two, so that noise does not look like a change."""
+    from matplotlib.ticker import LogFormatter
+
+    panel.set_yscale("log")
+    for axis in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+        axis(LogFormatter(minor_thresholds=(2, 0.7)))
+    if values:
+        low, high = min(values), max(values)
+        around = max(1.1, (2 * low / high) ** 0.5)
+        panel.set_ylim(low / around, high * around)
+
+
 def roofline(rows: Rows, device: str) -> Figure:
     """FLOP/s over arithmetic intensity: the newest version of each op at its largest shape, below the bandwidth of the fastest copy and
     the highest measured rate."""
     figure, (panel,) = panels_of([5])
-    marks, points = itertools.cycle("osD^v<>PX*"), []
+    marks, points = itertools.cycle("osD^v<>PX*hdp"), []  # 13 marks and 10 colors: no pair repeats
     for row in _largest(rows):
         points.append((row.flops / row.bytes, row.tflops or 0.0))
         panel.plot(*points[-1], next(marks), label=f"{row.op} {row.version} {row.dtype}")

@@ -79,14 +79,14 @@ def _torch_compile(op: Op, device: torch.device) -> Function | Missing:
     return torch.compile(op.reference, dynamic=False)
 
 
-def _package(name: str, make: Callable[[Op], Function]) -> Maker:
-    """The maker of a peer that needs a GPU and a Python package."""
+def _package(name: str, make: Callable[[Op], Function], wheel: str = "") -> Maker:
+    """The maker of a peer that needs a GPU and a Python package. `wheel`: its name for pip, if it differs."""
 
     def maker(op: Op, device: torch.device) -> Function | Missing:
         if device.type != "cuda":
             return "there is no GPU"
         if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed: pip install {name.replace('_', '-')}"
+            return f"{name} is not installed: pip install {wheel or name.replace('_', '-')}"
         try:
             return make(op)
         except (ImportError, OSError) as error:
@@ -95,20 +95,27 @@ def _package(name: str, make: Callable[[Op], Function]) -> Maker:
     return maker
 
 
-def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
-    if device.type != "cuda":
+def no_load_inline() -> Missing | None:
+    """The reason why load_inline cannot run here, if any."""
+    if not torch.cuda.is_available():
         return "there is no GPU"
     lacking = [program for program in ("nvcc", "ninja", "c++") if shutil.which(program) is None]
-    if lacking:
-        return f"load_inline needs {', '.join(lacking)}"
+    return f"load_inline needs {', '.join(lacking)}" if lacking else None
+
+
+def load_inline_square() -> Function:
     from torch.utils import cpp_extension
 
+    module: Any = cpp_extension.load_inline("cukern_peer_square", cpp_sources="torch::Tensor square(torch::Tensor x);",
+                                            cuda_sources=_LOAD_INLINE, functions=["square"])  # fmt: skip
+    return module.square
+
+
+def _load_inline_square(op: Op, device: torch.device) -> Function | Missing:
     try:
-        module: Any = cpp_extension.load_inline("cukern_peer_square", cpp_sources="torch::Tensor square(torch::Tensor x);",
-                                                cuda_sources=_LOAD_INLINE, functions=["square"])  # fmt: skip
+        return no_load_inline() or load_inline_square()
     except (RuntimeError, OSError, ImportError) as error:
         return f"load_inline failed: {str(error).strip().splitlines()[0]}"
-    return module.square
 
 
 def _materialised(x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
@@ -198,6 +205,20 @@ def _transformer_engine(op: Op) -> Function:
     return lambda t, freqs: apply_rotary_pos_emb(t, freqs, tensor_format="sbhd", fused=True)
 
 
+def _liger(module: str, function: str, *last: Any) -> Maker:
+    """An autograd Function of Liger, and its arguments after the tensors."""
+
+    def make(op: Op) -> Function:
+        apply = getattr(import_module(f"liger_kernel.ops.{module}"), function).apply
+        return lambda *tensors: apply(*tensors, *last)
+
+    return _package("liger_kernel", make)
+
+
+def _quack(module: str, **options: Any) -> Maker:
+    return _package("quack", lambda op: partial(getattr(import_module(f"quack.{module}"), module), **options), "quack-kernels")
+
+
 # ---- the peers of each op
 
 _EAGER: dict[str, dict[str, Function]] = {
@@ -224,7 +245,11 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     **dict.fromkeys(("rope", "rope_qk", "rope_interleaved", "rope_strided", "rope_quarter"), _FLASH),
     "rope_in_place": {**_FLASH, "liger": _package("liger_kernel", _liger_rope)},
     "rope_te": {"transformer_engine": _package("transformer_engine", _transformer_engine)},
-    "softmax": {"liger": _package("liger_kernel", lambda op: import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply)},
+    "softmax": {"liger": _liger("softmax", "LigerSoftmaxFunction"), "quack": _quack("softmax")},
+    "rmsnorm": {"liger": _liger("rms_norm", "LigerRMSNormFunction", 1e-6, 0.0, "llama", False), "quack": _quack("rmsnorm", eps=1e-6)},
+    "layernorm": {"liger": _liger("layer_norm", "LigerLayerNormFunction", 1e-5)},
+    "swiglu": {"liger": _liger("swiglu", "LigerSiLUMulFunction")},
+    "cross_entropy": {"quack": _quack("cross_entropy")},  # Liger writes its gradient over the logits, which other peers need
     "kron_linear": {"materialised": lambda op, device: _materialised},
 }
 

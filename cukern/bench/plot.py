@@ -73,12 +73,23 @@ def name_of(row: Row) -> str:
     return f"{row.provider} {row.version}".strip()
 
 
+def ordered(rows: Rows) -> list[Row]:
+    """The versions of cukern from old to new, then its peers, then the copy."""
+    return sorted(
+        rows, key=lambda r: (r.provider != "cukern", r.provider == "copy", _age(r.version) if r.provider == "cukern" else (0, ""))
+    )
+
+
+def _age(version: str) -> tuple[int, str]:
+    return (int(version[1:]) if version[1:].isdigit() else -1), version
+
+
 # ---- bars
 
 
 def bars(rows: Rows, device: str | None = None) -> Figure:
     """One panel per pass, shape and dtype, with a bar per provider."""
-    tables = [group for _, group in grouped(rows, lambda r: (r.op, r.pass_, r.shape, r.dtype))]
+    tables = [ordered(group) for _, group in grouped(rows, lambda r: (r.op, r.pass_, r.shape, r.dtype))]
     figure, panels = panels_of([0.8 + 0.35 * len(table) for table in tables])
     for table, panel in zip(tables, panels, strict=True):
         unit, value = _unit(table)
@@ -95,9 +106,9 @@ def bars(rows: Rows, device: str | None = None) -> Figure:
 
 
 def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
-    """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds."""
-    moved = [r for r in rows if r.provider != "copy"] or rows
-    if all(r.tflops for r in moved) and moved[0].flops > 8 * moved[0].bytes:
+    """What a picture shows: TFLOP/s for compute-bound ops, TB/s for others if known, else microseconds. An op that is measured next to a
+    copy is memory-bound."""
+    if all(r.tflops and r.provider != "copy" for r in rows) and rows[0].flops > 8 * rows[0].bytes:
         return "TFLOP/s", lambda r: r.tflops or math.nan
     if all(r.tbps for r in rows):
         return "TB/s", lambda r: r.tbps or math.nan
@@ -108,33 +119,38 @@ def _unit(rows: Rows) -> tuple[str, Callable[[Row], float]]:
 
 
 def lines(rows: Rows, device: str | None = None) -> Figure:
-    """Throughput over size, one panel per pass and dtype: cukern, its peers and the limit."""
-    groups = grouped(rows, lambda r: (r.op, r.pass_, r.dtype))
+    """Throughput over size, one panel per pass and dtype: cukern, its peers and the limit. If several sizes differ, only the shapes are
+    drawn that differ in one."""
+    groups = grouped([r for _, same in grouped(rows, lambda r: r.op) for r in _family(same)], lambda r: (r.op, r.pass_, r.dtype))
     figure, panels = panels_of([3.6] * len(groups))
     for ((op, pass_, dtype), group), panel in zip(groups, panels, strict=True):
-        x_name, x_of = _size(op, group)
-        unit, value = _unit(group)
-        curves = grouped(_readable(group), lambda r: (r.provider, r.version))
-        colors = _line_colors([key for key, _ in curves])
-        for (provider, version), line in curves:
-            points = sorted(line, key=x_of)
-            style = {"ls": "--", "marker": ""} if provider == "copy" else {"marker": "o"}
-            label = "limit: a copy of the same bytes" if provider == "copy" else f"{provider} {version}".strip()
-            xs = [x_of(r) for r in points]
-            panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
-        if unit == "TFLOP/s":
-            _limit(panel, group)
-        panel.set_xscale("log")
-        ticks = sorted({x_of(r) for r in group})
-        panel.set_xticks(ticks, [f"{x:.5g}" if x < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
-        panel.minorticks_off()
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel(x_name)
-        panel.set_ylabel(unit)
-        panel.grid(alpha=0.3)
-        beside(panel)
+        _curves(panel, op, group)
         panel.set_title(f"{op} {pass_} {dtype}, {_fixed(op, group)}{where(device)}", loc="left", fontsize=10)
     return figure
+
+
+def _curves(panel: Any, op: str, rows: Rows) -> None:
+    """Draw a line per version and peer, and the limit. Between shapes that differ in several sizes there is no line."""
+    (x_name, x_of), (unit, value), connected = _size(op, rows), _unit(rows), len(_varying(rows)) == 1
+    curves = grouped(ordered(_readable(rows)), lambda r: (r.provider, r.version))
+    colors = _line_colors([key for key, _ in curves])
+    for (provider, version), line in curves:
+        points = sorted(line, key=x_of)
+        style = {"ls": "--", "marker": ""} if provider == "copy" else {"ls": "-" if connected else "", "marker": "o"}
+        label = "limit: a copy of the same bytes" if provider == "copy" else f"{provider} {version}".strip()
+        xs = [x_of(r) for r in points]
+        panel.plot(xs, [value(r) for r in points], label=label, ms=4, color=colors[provider, version], **style)
+    if unit == "TFLOP/s":
+        _limit(panel, rows)
+    panel.set_xscale("log")
+    ticks = _ticks({x_of(r) for r in rows})
+    panel.set_xticks(ticks, [f"{x:.5g}" if x == int(x) < 1e5 else f"{x:.3g}" for x in ticks], rotation=45 if len(ticks) > 8 else 0)
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel(x_name)
+    panel.set_ylabel(unit)
+    panel.grid(alpha=0.3)
+    beside(panel)
 
 
 def beside(panel: Any) -> None:
@@ -162,7 +178,30 @@ def _readable(rows: Rows) -> Rows:
 def newest_version(rows: Rows) -> str:
     """The highest version of cukern among the rows; versions with forced candidates do not count."""
     versions = {r.version for r in rows if r.provider == "cukern" and " " not in r.version}
-    return max(versions, key=lambda v: (int(v[1:]) if v[1:].isdigit() else -1, v), default="")
+    return max(versions, key=_age, default="")
+
+
+def _family(rows: Rows) -> Rows:
+    """The rows of the most shapes that differ in one size only, if these are LEAST_SIZES or more; of several such families, the one with
+    the largest shape. Else all rows."""
+    if len(_varying(rows)) < 2:
+        return rows
+    families: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
+    for row in rows:
+        for i in range(len(row.shape)):
+            families.setdefault((i, row.shape[:i] + row.shape[i + 1 :]), []).append(row)
+    best = max(families.values(), key=lambda family: (len({r.shape for r in family}), max(math.prod(r.shape) for r in family)))
+    return best if len({r.shape for r in best}) >= LEAST_SIZES else rows
+
+
+def _ticks(sizes: Iterable[float]) -> list[float]:
+    """The sizes, without those whose labels would overlap."""
+    found = sorted(sizes)
+    least, kept = (found[-1] / max(found[0], 1e-9)) ** (1 / 14), found[:1]
+    for size in found[1:]:
+        if size >= least * kept[-1]:
+            kept.append(size)
+    return kept
 
 
 def _varying(rows: Rows) -> list[int]:

@@ -59,15 +59,15 @@ def measure_startup() -> Iterator[Table]:
     gpu = torch.cuda.is_available()
     missing = {} if gpu else {"first call": "there is no GPU; the time to compile is shown instead"}
     notes = {f"{AT_ONCE} processes at once": "all ended with status 0, and no entry of the cache is corrupt"}
-    yield Table([_row("import", [s for _ in range(REPEATS) for s in _seconds(_IMPORT)])], missing)
+    yield Table([_row("import", [s for _ in range(REPEATS) for s in fresh_seconds(_IMPORT)])], missing)
     for op in _ops():
         what, code = (f"first call of {op}", _FIRST_CALL) if gpu else (f"compile {op} for sm_90a", _COMPILE)
         code = code.format(op=op)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            empty = [s for i in range(REPEATS) for s in _seconds(code, folder / str(i))]
-            full = [s for _ in range(REPEATS) for s in _seconds(code, folder / "0")]
-            together = _seconds(code, folder / "together", AT_ONCE)
+            empty = [s for i in range(REPEATS) for s in fresh_seconds(code, folder / str(i))]
+            full = [s for _ in range(REPEATS) for s in fresh_seconds(code, folder / "0")]
+            together = fresh_seconds(code, folder / "together", AT_ONCE)
             verify_cache(folder / "together")
         samples = {"empty cache": empty, "full cache": full, f"empty cache, {AT_ONCE} processes at once": together}
         yield Table([_row(f"{what}, {state}", seconds) for state, seconds in samples.items()], {}, notes)
@@ -94,9 +94,10 @@ def _row(pass_: str, seconds: list[float]) -> Row:
     return Row("startup", "", pass_, (), "", "cukern", timing.median_us, timing.iqr_us)
 
 
-def _seconds(code: str, folder: Path | None = None, processes: int = 1) -> list[float]:
-    """The seconds that `code` prints, in fresh processes started at the same time. `folder`: their kernel cache."""
-    env = {**environment.with_cukern(), **({"CUKERN_CACHE_DIR": str(folder)} if folder else {})}
+def fresh_seconds(code: str, folder: Path | None = None, processes: int = 1, variables: dict[str, str] | None = None) -> list[float]:
+    """The seconds that `code` prints, in fresh processes started at the same time. `folder`: their kernel cache. `variables`: of their
+    environment."""
+    env = {**environment.with_cukern(), **({"CUKERN_CACHE_DIR": str(folder)} if folder else {}), **(variables or {})}
     options: dict[str, Any] = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     seconds = []
     for process in [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(processes)]:

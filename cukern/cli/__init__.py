@@ -1,8 +1,10 @@
 """The command line; one file per command."""
 
 import contextlib
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -77,12 +79,18 @@ def _root(
         context.default_map = {command: {"dtype": dtype} for command in ("check", "bench", "profile", "watch")}
 
 
+def _help(command: Callable[..., None]) -> str:
+    """The docstring with one line per paragraph, since typer keeps the ends of lines. Indented examples stay."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else p.replace("\n", " ") for p in paragraphs)
+
+
 for _command in (
     *(check.check, bench.bench, watch.watch, plot.plot, plot.compare, report.report, profile.profile),
     *(compile.compile, sass.sass, new.new, tune.tune, doctor.doctor),
 ):
-    app.command()(_command)
-app.command("sim")(sim.simulate)
+    app.command(help=_help(_command))(_command)
+app.command("sim", help=_help(sim.simulate))(sim.simulate)
 app.add_typer(gpt2.app, name="gpt2")
 
 

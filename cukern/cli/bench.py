@@ -16,7 +16,7 @@ from cukern.cli.common import console, errors, listed, say
 from cukern.runtime.device import restricted
 from cukern.runtime.registry import Op
 
-STARTUP = "startup"
+STARTUP, OWN_KERNEL = "startup", "own_kernel"  # benchmarks of fresh processes, in place of an op
 
 
 def bench(
@@ -42,14 +42,18 @@ def bench(
         typer.Option(metavar="FILE", help="Draw the result: lines over three sizes or more. A folder gets OP_fw.png, OP_bw.png."),
     ] = None,
 ) -> None:
-    """Time every version and peer of OP. OP `startup` times the import and first calls in fresh processes."""
-    if op == STARTUP and dims:
-        raise ValueError(f"{STARTUP} takes no sizes, got {' '.join(map(str, dims))}")
+    """Time every version and peer of OP.
+
+    OP `startup` times the import and first calls in fresh processes. OP `own_kernel` times the compilation and the launch of a user's
+    own kernel, next to torch's load_inline and _compile_kernel.
+    """
+    if op in (STARTUP, OWN_KERNEL) and dims:
+        raise ValueError(f"{op} takes no sizes, got {' '.join(map(str, dims))}")
     record_to = record_file(record, record_to)
     check_plot(plot, folder=True)
     tables, missing = [], dict[str, str]()
-    if op == STARTUP:
-        found = _startup()
+    if op in (STARTUP, OWN_KERNEL):
+        found = _in_processes(op, _split(only))
     else:
         found = _measure(op, dims, "f" if dtype is None else dtype, _split(pass_), tf32, host, _split(only), seconds, over)
     mark = "".join(f" {option} {name}" for option, name in (("--kernel", kernel), ("--without", without)) if name)
@@ -77,7 +81,7 @@ def _keep(rows: list[Row], record_to: Path | None, plot: Path | None) -> None:
 
 def _candidates(op: str, kernel: str | None, without: list[str] | None) -> tuple[str, list[str]]:
     """Checked arguments of `restricted`."""
-    known = () if op == STARTUP else common.find_op(op).candidates
+    known = () if op in (STARTUP, OWN_KERNEL) else common.find_op(op).candidates
     for name in filter(None, (kernel, *(without or ()))):
         if name not in known:
             raise ValueError(f"{op} has no candidate {name!r}; it has {', '.join(known) or 'only its versions: use --only'}")
@@ -161,11 +165,11 @@ def _over(op: Op, shapes: list[tuple[int, ...]], text: str | None) -> list[tuple
     return [shape for size in sizes for shape in common.find_dims(op, [*before, int(size), *after], ())]
 
 
-def _startup() -> Iterator[Table]:
-    from cukern.bench.startup import measure_startup
+def _in_processes(op: str, only: list[str] | None) -> Iterator[Table]:
+    from cukern.bench import own_kernel, startup
 
     with errors.status("starting fresh processes"):
-        yield from measure_startup()
+        yield from own_kernel.measure_own_kernel(only) if op == OWN_KERNEL else startup.measure_startup()
 
 
 def _split(text: str | None) -> list[str] | None:
@@ -174,8 +178,8 @@ def _split(text: str | None) -> list[str] | None:
 
 def _columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """Only the columns that apply: no limit on a CPU, no bytes for host time."""
-    if rows[0].op == STARTUP:
-        return {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "spread ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
+    if rows[0].op == STARTUP or rows[0].pass_.endswith(" run"):
+        return {"median ms": lambda r: f"{r.median_us * 1e-3:.1f}", "+- ms": lambda r: f"{r.iqr_us * 1e-3:.1f}"}
     torch_us = next((r.median_us for r in rows if r.provider == "torch"), None)
     columns: dict[str, Callable[[Row], str]] = {
         "us": lambda r: f"{r.median_us:.2f}",

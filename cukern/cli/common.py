@@ -1,5 +1,6 @@
 """Shared by the commands: OP, DIMS and --dtype, the two consoles, tables and the progress bar."""
 
+import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,8 +40,12 @@ def find_op(name: str) -> Op:
     """The op of this name, or of a Python file; see own_file.py. Raises ValueError for an unknown op."""
     if own_file.is_file(name):
         return own_file.find(name)
+    if own_file.is_source(name):
+        raise ValueError(f"{name} has kernels, but no reference: name a Python file that makes an op of them, as cukern new writes it")
     if name not in OPS:
-        raise ValueError(f"there is no op {name!r}; the ops are {', '.join(OPS)}, and those of files: my_op.py")
+        close = [f"{name}.py"] if Path(f"{name}.py").is_file() else difflib.get_close_matches(name, OPS, 1)
+        hint = f": did you mean {close[0]}? The" if close else "; the"
+        raise ValueError(f"there is no op {name!r}{hint} ops are {', '.join(OPS)}, and those of files: my_op.py")
     return OPS[name]
 
 
@@ -98,7 +103,7 @@ def check_target(option: str, file: Path) -> None:
 def table(title: str, *columns: str) -> Table:
     """A table with a left-aligned first column and right-aligned numbers."""
     style = {"title_style": "bold", "header_style": "", "box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
-    made = Table(title=title, title_justify="left", **style)  # type: ignore[arg-type]
+    made = Table(title=title, title_justify="left", min_width=min(len(title), console.width), **style)  # type: ignore[arg-type]
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i else "left", no_wrap=True)
     return made

@@ -12,6 +12,7 @@ import typer
 
 from cukern.bench import environment
 from cukern.cli.common import console, errors, find_dims, find_op, listed, progress, say, shorten, table
+from cukern.cli.own_file import is_source, kernels_of
 from cukern.runtime import checks
 from cukern.runtime.cache import target
 from cukern.runtime.compiler import CompileError, Report, arch_of
@@ -26,7 +27,7 @@ Outcome = Report | CompileError
 
 
 def compile(
-    op: Annotated[str | None, typer.Argument(metavar="OP", help="One op, or a file such as my_op.py; all ops if left out.")] = None,
+    op: Annotated[str | None, typer.Argument(metavar="OP", help="One op, or a file: my_op.py, my.cu. All ops if left out.")] = None,
     arch: Annotated[
         str | None, typer.Option(metavar="sm_90a,...", help=f"Architectures; by default this GPU's, else {WITHOUT_GPU}.")
     ] = None,
@@ -34,23 +35,40 @@ def compile(
         list[str] | None, typer.Option(metavar="DIMS", help="Only what calls of OP with these sizes need, such as 1024,32,32; repeatable.")
     ] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help=f"The GPU that plans are made for: {', '.join(KNOWN)}.")] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A kernel of the .cu file, such as 'scale<float>'; repeatable.")
+    ] = None,
 ) -> None:
     """Compile kernels, with no GPU; print registers, spills and shared memory; fill the cache."""
+    if op is not None and is_source(op):
+        if shape or gpu:
+            raise ValueError(f"--shape and --gpu are of ops; {op} takes --arch and --kernel")
+        own = kernels_of(op, kernel or ()).values()
+        return _end(sum(print_reports(compile_kernels(own, one), one) for one, _ in _targets(arch, None)))
+    if kernel:
+        raise ValueError("--kernel names a kernel of a .cu file: cukern compile my.cu --kernel 'scale<float>'")
     ops = [find_op(op)] if op is not None else list(OPS.values())
     if shape and op is None:
         raise ValueError("--shape needs an OP: the sizes are those of one op")
     if gpu is not None and arch is not None:
         raise ValueError("--gpu names an architecture: leave out --arch")
-    dims = [find_dims(ops[0], _sizes(text), ())[0] for text in shape or ()]
-    failed = 0
-    for one, device in _targets(arch, gpu):
-        if dims:
-            listed("plans for", {device.name: f"{device.sms} SMs"})
-            kernels = kernels_for(ops[0], dims, None, device)
-        else:
-            kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(one)).items()}
-        failed += print_reports(compile_kernels(kernels.values(), one), one)
-        listed(f"not for {one}:", _too_new(ops, _number(one)))
+    _end(sum(_compile_ops(ops, one, device, shape or ()) for one, device in _targets(arch, gpu)))
+
+
+def _compile_ops(ops: Sequence[Op], arch: str, device: Device, shape: Sequence[str]) -> int:
+    """Print the resources of the ops' kernels: all, or those of the first op's calls with these sizes. Returns the number of failures."""
+    dims = [find_dims(ops[0], _sizes(text), ())[0] for text in shape]
+    if dims:
+        listed("plans for", {device.name: f"{device.sms} SMs"})
+        kernels = kernels_for(ops[0], dims, None, device)
+    else:
+        kernels = {name: kernel for each in ops for name, kernel in each.kernels(_number(arch)).items()}
+    failed = print_reports(compile_kernels(kernels.values(), arch), arch)
+    listed(f"not for {arch}:", _too_new(ops, _number(arch)))
+    return failed
+
+
+def _end(failed: int) -> None:
     say(f"cache: {target() or 'none can be written'}")
     if failed:
         raise typer.Exit(1)
@@ -77,7 +95,7 @@ def compile_kernels(kernels: Iterable[Kernel], arch: str) -> dict[str, Outcome]:
 def print_reports(outcomes: dict[str, Outcome], arch: str) -> int:
     """Print the resources of each kernel, and the log of each that does not compile. Returns the number of failures."""
     columns = ("registers", "stored", "loaded", "stack", "shared")
-    title = f"{len(outcomes)} kernels for {arch}: registers, spill stores and loads, stack, shared memory in bytes"
+    title = f"{len(outcomes)} kernel{'s' * (len(outcomes) != 1)} for {arch}; spills, stack and shared memory in bytes"
     shown = table(title, "kernel", *columns)
     width = console.width - 2 * len(columns) - sum(map(len, columns)) - 2
     for name, outcome in outcomes.items():

@@ -1,16 +1,38 @@
-"""OP as a Python file: `cukern check my_op.py`, or my_op.py:NAME, imports the file and uses an op that it makes with cukern.op."""
+"""OP as a file: `cukern check my_op.py`, or my_op.py:NAME, runs the file and uses an op that it makes with cukern.op. compile and sass also
+take a .cu file."""
 
 import functools
 import importlib.util
+import re
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
+from cukern.runtime.kernel import Kernel
+from cukern.runtime.load import load
 from cukern.runtime.registry import OPS, Op
+from cukern.runtime.sources import Source, blanked
 
 
 def is_file(name: str) -> bool:
     return name.partition(":")[0].endswith(".py")
+
+
+def is_source(name: str) -> bool:
+    return name.endswith(".cu")
+
+
+def kernels_of(file: str, names: Sequence[str]) -> dict[str, Kernel]:
+    """The kernels of a .cu file: those named, such as "scale<float>", else all that are no templates. Raises ValueError if all are
+    templates or there is none, and FileNotFoundError."""
+    source = Source.read(file)
+    templates = [k for k in source.kernels if re.search(rf"\btemplate\b[^;{{}}]*\b{k.rpartition('::')[2]}\s*\(", blanked(source.text))]
+    wanted = names or [k for k in source.kernels if k not in templates]
+    if not wanted:
+        known = f"only templates: name an instance with --kernel '{templates[0]}<float>'" if templates else "no __global__ function"
+        raise ValueError(f"{file} has {known}")
+    return {kernel.name: kernel for kernel in (load(file, name) for name in wanted)}
 
 
 def find(name: str) -> Op:

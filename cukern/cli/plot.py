@@ -37,10 +37,10 @@ def plot(
     passes = pass_.split(",") if pass_ else ["fwd", "bwd"]
     found = [one for one in found if _wanted(one, dims, dtype, passes, gpu)]
     gpus = sorted({one.gpu for one in found})
+    if not gpus:
+        raise ValueError(f"no recorded result of {op!r} has these sizes, dtype, pass and GPU")
     if len(gpus) != 1:
-        raise ValueError(
-            f"the results are of {', '.join(gpus) or 'no GPU: nothing has these sizes, dtype and pass'}; choose one with --gpu"
-        )
+        raise ValueError(f"the results are of {', '.join(gpus)}; choose one with --gpu")
     rows = [one.row for one in record.newest(found) if " " not in one.row.version]
     pictures.save(charts.history(found, gpus[0]) if history else pictures.drawn(rows, gpus[0]), file)
     say(f"drawn to {file}")

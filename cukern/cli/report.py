@@ -21,7 +21,8 @@ from cukern.cli.plot import From, load
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
 table { border-collapse: collapse; font-size: 13px } td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
-td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } nav a { margin-right: .8rem }
+td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } nav { margin-bottom: 1rem }
+nav a { margin-right: .8rem }
 tr.own { font-weight: bold } details { margin: .5rem 0 } summary { cursor: pointer }
 """
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from cukern.cli import common
+from cukern.cli import common, own_file
 from cukern.cli.common import console, say
 from cukern.cli.compile import kernel_arch
 from cukern.runtime.compiler import Cubin, SetupError
@@ -44,21 +44,28 @@ _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
 
 
 def sass(
-    op: common.OpName,
+    op: Annotated[str, typer.Argument(metavar="OP", help="An op, or a file: my_op.py, my.cu.")],
     arch: Annotated[str | None, typer.Option(metavar="sm_90a", help="The architecture; by default this GPU's, else sm_90a.")] = None,
-    kernel: Annotated[str | None, typer.Option(metavar="TEXT", help="Only kernels with this in their name, such as v2_bwd.")] = None,
+    kernel: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only kernels with this in their name, such as v2_bwd; of a .cu file 'scale<float>'.")
+    ] = None,
     lines: Annotated[int, typer.Option(min=0, help="The source lines with the most instructions.")] = 8,
     text: Annotated[bool, typer.Option("--text", help="Print the machine code itself, between its source lines.")] = False,
 ) -> None:
     """Count the machine instructions of OP's kernels by kind and by source line. Needs nvdisasm, and no GPU."""
-    found, target = common.find_op(op), kernel_arch(arch)
-    program = disassembler()
-    number = int(re.sub(r"\D", "", target))
-    kernels = {name: one for name, one in found.kernels(number).items() if kernel is None or kernel in name}
-    if not kernels:
-        raise ValueError(f"{op} has no kernel with {kernel!r} in its name; it has {', '.join(found.kernels(number)) or 'none'}")
-    for name, one in kernels.items():
+    program, target = disassembler(), kernel_arch(arch)
+    for name, one in _kernels(op, kernel, int(re.sub(r"\D", "", target))).items():
         _show(name, one, one.compile(target), program, lines, text)
+
+
+def _kernels(op: str, kernel: str | None, capability: int) -> dict[str, Kernel]:
+    if own_file.is_source(op):
+        return own_file.kernels_of(op, [kernel] if kernel else [])
+    known = common.find_op(op).kernels(capability)
+    found = {name: one for name, one in known.items() if kernel is None or kernel in name}
+    if not found:
+        raise ValueError(f"{op} has no kernel with {kernel!r} in its name; it has {', '.join(known) or 'none'}")
+    return found
 
 
 def disassembler() -> str:
@@ -118,8 +125,10 @@ def _show(name: str, kernel: Kernel, cubin: Cubin, program: str, most: int, text
     if ranked:
         shown = common.table("", "source line", "instructions", "text")
         shown.columns[2].justify = "left"
+        width = console.width - max(len(f"{file}:{line}") for (file, line), _ in ranked) - len(" instructions  ")
         for (file, line), count in ranked:
-            shown.add_row(f"{file}:{line}", str(count), escape(common.shorten(_source(kernel, file, line), console.width - 38)))
+            code = _source(kernel, file, line)
+            shown.add_row(f"{file}:{line}", str(count), escape(code if len(code) <= width else f"{code[: width - 1]}…"))
         console.print(shown)
 
 

@@ -10,6 +10,8 @@ import torch
 import typer
 
 from cukern.bench import environment
+from cukern.cli import own_file
+from cukern.cli.check import check
 from cukern.cli.common import say
 from cukern.runtime import checks
 from cukern.runtime.backend import backend
@@ -29,7 +31,7 @@ _GRAMMAR = "TYPE:SHAPE such as f32:64x64, TYPE:SHAPE=FILL, a number, true, false
 
 
 def simulate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .cu file; host code in it is skipped.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .cu file; host code in it is skipped. Or a my_op.py.")],
     kernel: Annotated[
         str | None, typer.Argument(metavar="KERNEL", help='Its kernel, such as "scale<float, 4>"; may be left out if it has one.')
     ] = None,
@@ -49,7 +51,11 @@ def simulate(
     a write is a fault. FILL says otherwise: rand, iota (0, 1, 2, ...), empty (uninitialized), or a number for all elements. Example:
 
         cukern sim row_max.cu --args "f32:3 f32:3x200 200" --grid 3 --block 256 --coverage
+
+    A Python file that makes an op is checked as `cukern check FILE --sim` does.
     """
+    if own_file.is_file(str(file)):
+        return _check(str(file), kernel, args)
     dims = _dims("--grid", grid), _dims("--block", block)
     checks.integer("--shared", shared, 0)
     words = [word for text in args or () for word in text.split()]
@@ -72,6 +78,13 @@ def simulate(
     if covered:
         _print_coverage(made.source, record)
     _print_faults(made, dims, faults)
+
+
+def _check(file: str, *others: object) -> None:
+    """Check an op in the simulator. Raises ValueError if there are arguments of a kernel."""
+    if any(others):
+        raise ValueError(f"{file} makes an op, whose kernels run on its own cases: leave out KERNEL and --args")
+    check(file, sim=True)
 
 
 def _dims(option: str, text: str) -> tuple[int, ...]:

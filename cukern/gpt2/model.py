@@ -52,8 +52,8 @@ class GPT2(torch.nn.Module):
 
     Args:
         config: the sizes.
-        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax), "v3" (fused, for 16-bit types) or
-            "sdpa" (torch's fused attention). None: the default of cukern.attention, or v1 under `use_kernels`.
+        attention: a version of cukern.attention: "v1" (cukern.softmax), "v2" (cukern.causal_softmax), "v3", "v4" (fused, for 16-bit types)
+            or "sdpa" (torch's fused attention). None: the default of cukern.attention, or v1 under `use_kernels`.
         matmul: "cublas" (torch), or "v1" to "v5" of cukern.linear, for float32. None: that of `use_kernels`; else in float32 without TF32
             on a GPU the fastest of cukern.linear, and "cublas" otherwise.
         fused_loss: compute the loss by cukern.linear_cross_entropy, which never holds all logits.
@@ -73,7 +73,7 @@ class GPT2(torch.nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         expect(isinstance(config, Config), "a Config", type(config).__name__, error=TypeError)
-        expect(attention in (None, "v1", "v2", "v3", "sdpa"), "attention v1, v2, v3, sdpa or None", repr(attention))
+        expect(attention in (None, "v1", "v2", "v3", "v4", "sdpa"), "attention v1, v2, v3, v4, sdpa or None", repr(attention))
         expect(matmul is None or matmul in MATMULS, f"matmul {', '.join(MATMULS)} or None", repr(matmul))
         expect(recompute in (0, 1, 2), "recompute 0, 1 or 2", recompute)
         self.config, self.attention, self.matmul, self.fused_loss, self.recompute = config, attention, matmul, bool(fused_loss), recompute

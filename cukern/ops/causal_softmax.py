@@ -61,7 +61,7 @@ def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sin
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if window is not None:
         window = min(checks.integer("window", window, 1), NO_WINDOW)
-    sink = None if sink is None else _checked_sink(x, sink)
+    sink = None if sink is None else checked_sink(x, sink)
     if not x.is_cuda and not backend.simulates(x):
         return reference(x, scale, window, sink)
     matrices = math.prod(x.shape[:-2])
@@ -74,7 +74,7 @@ def causal_softmax(x: Any, *, scale: float = 1.0, window: int | None = None, sin
     return y.view(x.shape)
 
 
-def _checked_sink(x: Tensor, sink: Any) -> Tensor:
+def checked_sink(x: Tensor, sink: Any) -> Tensor:
     """The sink as a tensor that broadcasts to x's leading dimensions."""
     if not isinstance(sink, Tensor) and isinstance(sink, numbers.Real):
         if isinstance(sink, bool) or (sink == sink and abs(sink) != math.inf):

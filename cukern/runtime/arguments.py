@@ -12,6 +12,7 @@ from cukern.runtime.tensor_map import TensorMap
 Quick = dict[Any, tuple[backend.Launch, tuple[Any, ...]]]  # by GPU: a launch, and `quick` of each parameter
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({int, float})
 _EVERY = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
 
 
@@ -22,23 +23,25 @@ def quick(param: signature.Param) -> Any:
     return () if param.size or param.ctype in ("bool", "__nv_bfloat16") else None
 
 
-def quick_values(launches: Quick, args: tuple[Any, ...]) -> tuple[backend.Launch, list[Any]] | None:
-    """The launch on the GPU of the first argument, and what it takes; None if an argument must be looked at."""
-    device = args[0].get_device() if args and type(args[0]) in _PLAIN else None
-    if device not in launches:
-        return None
-    launch, kinds = launches[device]
+def quick_values(args: tuple[Any, ...], kinds: tuple[Any, ...], device: int) -> list[Any] | None:
+    """What a launch on this GPU takes; None if an argument must be looked at."""
     values: list[Any] = []
     for a, kind in zip(args, kinds, strict=True):
-        if type(a) in _PLAIN:
-            if not kind or a.dtype not in kind or a.get_device() != device or a.is_neg() or (kind is _EVERY and a.is_conj()):
+        if kind is None:
+            if type(a) not in _NUMBERS:
                 return None
-            values.append(a.data_ptr())
-        elif kind is None and (type(a) is int or type(a) is float):
             values.append(a)
+        elif (
+            type(a) in _PLAIN
+            and a.dtype in kind
+            and a.get_device() == device
+            and not a.is_neg()
+            and (kind is not _EVERY or not a.is_conj())
+        ):
+            values.append(a.data_ptr())
         else:
             return None
-    return launch, values
+    return values
 
 
 def device(args: Iterable[Any]) -> int:

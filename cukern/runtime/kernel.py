@@ -17,6 +17,11 @@ from cukern.runtime.sources import Source, kernels_dir
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def __tracebackhide__(caught: Any) -> bool:
+    """pytest leaves out the frames of this file if the simulator reports a fault."""
+    return hasattr(caught.value, "_render_traceback_")
+
+
 def _outside_graphs(function: _Function) -> _Function:
     """torch.compiler.disable without the import of torch._dynamo: torch.compile breaks its graph at this function."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -139,14 +144,14 @@ class Kernel:
 
         Args:
             args: one per parameter. For a pointer: a CUDA tensor, or an array of another library on the GPU (DLPack: JAX, CuPy; or
-                __cuda_array_interface__: Numba), of the pointee's dtype, or None for a null pointer. Nothing is copied; the kernel gets
+                `__cuda_array_interface__`: Numba), of the pointee's dtype, or None for a null pointer. Nothing is copied; the kernel gets
                 the address of the first element. A JAX array must be a pointer to const. For a scalar: a number. For a vector such as
                 float2: a tuple. For a struct by value: bytes, a ctypes.Structure or a numpy record of its size; for a CUtensorMap: a
                 `cukern.tensor_map`. For a pointer to pointers: a tensor of int64 addresses. In the simulator: CPU tensors, and the kernel
                 may access only them, and those of an open `cukern.sim.memory.scope([...])`, which addresses in structs need.
             grid, block: one to three ints: thread blocks of the grid, and threads per block, along x, y, z.
             shared: bytes of dynamic shared memory; for more than 48 KiB the kernel's limit is raised.
-            cluster: one to three ints: thread blocks of a cluster, for a kernel without __cluster_dims__. The grid is a multiple of it.
+            cluster: one to three ints: thread blocks of a cluster, for a kernel without `__cluster_dims__`. The grid is a multiple of it.
             stream: a torch.cuda.Stream, or None for torch's current stream. Not used in the simulator.
 
         Raises TypeError or ValueError with the kernel's signature for a wrong argument, LaunchError for a launch that exceeds a limit of
@@ -192,14 +197,15 @@ class Kernel:
         """Launch with plain tensors and numbers, if all are right and the kernel was launched before. It takes a fifth of the time of the
         checks that explain errors. Returns False if those must look."""
         try:
-            found = arguments.quick_values(self._quick, args)
-            if found is None or type(shared) is not int or shared < 0:
+            device = args[0].get_device()
+            launch, kinds = self._quick[device]
+            values = arguments.quick_values(args, kinds, device)
+            if values is None or type(shared) is not int or shared < 0:
                 return False
-            launch, values = found
             launch(*arguments.dims(grid, block), shared, *values)
         except LaunchError:
             raise
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: data_ptr() of a tensor without memory
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError):  # data_ptr() of a tensor without memory
             return False
         return True
 

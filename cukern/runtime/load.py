@@ -18,18 +18,19 @@ def load(path: str | Path, name: str | None = None, defines: Mapping[str, Any] |
 
     Args:
         path: the file. `#include "..."` searches its folder and cukern's kernels_cu.
-        name: the __global__ function; a template instance is written as in C++, "scale<float, 4>". Optional if the file has one kernel.
-        defines: macros before the text, such as {"TILE": 32, "T": torch.float16, "FAST": None}: a number, text, a dtype, a bool (true,
+        name: the `__global__` function; a template instance is written as in C++, `scale<float, 4>`. Optional if the file has one kernel.
+        defines: macros before the text, such as `{"TILE": 32, "T": torch.float16, "FAST": None}`: a number, text, a dtype, a bool (true,
             false), or None for a macro without a value.
 
     Returns a Kernel: `kernel(out, x, n, grid=..., block=...)` or `kernel[grid, block](out, x, n)`. `help(kernel)` explains the arguments,
     dynamic shared memory, clusters and streams. An edit of the file takes effect at the next `load`.
     Raises FileNotFoundError, ValueError for a name that the file does not have, TypeError and ValueError for a wrong macro. The first
-    launch may raise CompileError, and TypeError for a parameter type that cannot be passed: a pointer to a type that no tensor has. void*
+    launch may raise CompileError, and TypeError for a parameter type that cannot be passed: a pointer to a type that no tensor has. `void*`
     accepts any tensor.
 
-    Headers are found through #include lines and literals in #define lines. <cstdint>, which NVRTC lacks, is provided. Host code (functions
-    that use torch:: or <<<...>>>, bindings, `main`) is skipped, so the source of a torch extension or a program loads unchanged.
+    Headers are found through #include lines and literals in #define lines. `<cstdint>`, which NVRTC lacks, is provided. Host code
+    (functions that use `torch::` or `<<<...>>>`, bindings, `main`) is skipped, so the source of a torch extension or a program loads
+    unchanged.
     """
     return _kernel(Source.read(path, _lines(defines)), name)
 

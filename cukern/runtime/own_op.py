@@ -50,13 +50,14 @@ def op(
         bench: the sizes for `cukern bench` on a GPU. None: the last of `cases`.
         dtypes: those of floating-point inputs.
         outputs: the number of results of `reference`.
-        constants: the names of inputs that have no gradient. Inputs of integers belong here.
+        constants: the names of inputs that have no gradient. Integer inputs belong here.
         flops: `flops(*sizes)`, the floating-point operations of the forward. With it, the limit of `cukern bench` is the peak rate instead
             of a copy; the backward counts as twice as many.
-        roundings, magnitude: how many roundings to the dtype a result may have, and `magnitude(inputs, douts)`, the scale of errors. None:
-            measured, as |y| plus the sum over the inputs of |dy/dx * x|.
+        roundings: how many roundings to the dtype a result may have.
+        magnitude: `magnitude(inputs, douts)`, the scale of the errors of outputs and gradients. None: measured, as |y| plus the sum over
+            the inputs of |dy/dx * x|.
 
-    `forward(kernels, *inputs)` allocates the results with torch.empty and its kind, launches, and returns a tensor or a tuple: first the
+    `forward(kernels, *inputs)` allocates the results with torch.empty or empty_like, launches, and returns a tensor or a tuple: first the
     outputs, then what backward needs besides. All versions return tensors of the same shapes. `backward(kernels, *inputs, *results,
     *douts)` returns a gradient for each input that is not among the constants, in their order, with the shape and dtype of the input. A
     parameter of backward whose name starts with "_" gets None, and its tensor is not kept. Inputs and douts are contiguous.
@@ -73,6 +74,7 @@ def op(
     number or dtype of inputs and ValueError for an unknown version or several devices; a launch raises the errors of `cukern.load`.
 
     Example, for `template <typename T> __global__ void square(T* out, const T* x, long long n)` and square_bwd in square.cu:
+
         def forward(kernels, x):
             out = torch.empty_like(x)
             kernels("square", x.dtype)(out, x, x.numel(), grid=-(-x.numel() // 256), block=256)

@@ -57,7 +57,7 @@ def tensor_map(tensor: torch.Tensor, box: Sequence[int], swizzle: int = 0, *, l2
         tensor: 1 to 5 dimensions, the last of stride 1, the other strides multiples of 16 bytes, its address a multiple of 16.
         box: the shape of a copy, one size of at most 256 for each dimension, in the order of `tensor.shape`. In shared memory the box is
             contiguous, its last dimension fastest. The last size must be a multiple of 16 bytes. In a kernel, a copy's coordinate along
-            the last dimension must be a multiple of 16 bytes, and must not be negative in a store (else: "illegal instruction").
+            the last dimension must be a multiple of 16 bytes, and no coordinate of a store may be negative (else: "illegal instruction").
         swizzle: 32, 64 or 128 bytes: a swizzle in shared memory against bank conflicts, see tma.cuh. The last size of the box must not
             exceed it. 0: none.
         l2: 0, 64, 128 or 256: the bytes that a miss fetches into the L2 cache.

@@ -8,6 +8,7 @@ Each package imports only those before it: ptx, numerics, memory, machine, instr
 """
 
 import math
+import operator
 import struct
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from cukern.runtime.compiler import Ptx
 from cukern.runtime.device import SIMULATED_DEVICE
 from cukern.runtime.limits import Dim, exceeded, launch_error
 from cukern.runtime.signature import Param, explain_misfit, packer
-from cukern.sim import memory
+from cukern.sim import memory, tracebacks
 from cukern.sim.faults import BarrierFault, Fault, Misaligned, NotSimulated, OutOfBounds, Race, StepLimit, Uninitialized
 from cukern.sim.instructions.decode import stretches
 from cukern.sim.instructions.tables import INSTRUCTIONS
@@ -33,6 +34,7 @@ __all__ = ["BarrierFault", "Fault", "Launch", "Misaligned", "NotSimulated", "Out
 __all__ += ["checks", "collect", "coverage", "load", "memory"]
 
 Launch = Callable[..., None]
+__tracebackhide__ = operator.methodcaller("errisinstance", tracebacks.Report)  # pytest shows the report alone
 
 MOST_THREADS = 1 << 22  # of a launch; more would take minutes
 MOST_SHARED = SIMULATED_DEVICE.shared_bytes  # static and dynamic, per block
@@ -66,7 +68,13 @@ def load(name: str, ptx: Ptx, params: tuple[Param, ...], cluster: Dim | None = N
         counter = Region(of_grid.ctypes.data, of_grid.ctypes.data + of_grid.nbytes, "the barrier of the grid")
         more = [values, counter] if "%envreg2" in program.specials else [values]
         memory_ = Global(sorted([*_regions(program, params, args), *more], key=lambda r: r.start))
-        run(Launched(name, program, grid, block, static + shared, own, memory_, current(), counter.start), code)
+        try:
+            run(Launched(name, program, grid, block, static + shared, own, memory_, current(), counter.start), code)
+        except (Fault, NotSimulated) as error:
+            if tracebacks.whole():
+                raise
+            tracebacks.install()
+            raise error.with_traceback(None) from None
         memory_.finish()
 
     return launch

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from cukern.runtime.limits import Dim
+from cukern.sim.tracebacks import Report
 
 
 class Where(NamedTuple):
@@ -17,7 +18,7 @@ class Where(NamedTuple):
         return f"{self.kernel}, block {self.block}, thread {self.thread}, {self.location}"
 
 
-class Fault(RuntimeError):
+class Fault(Report, RuntimeError):
     """A bug of a kernel. `where` is the thread that ran into it, and the source line."""
 
     def __init__(self, what: str, where: Where, lanes: Any = ()):
@@ -50,5 +51,5 @@ class StepLimit(Fault):
     """The kernel executed so many steps that it probably never ends."""
 
 
-class NotSimulated(NotImplementedError):
+class NotSimulated(Report, NotImplementedError):
     """The kernel executes an instruction that the simulator does not know."""

@@ -42,16 +42,15 @@ struct Group {
 enum { STEP_SIZE, RSQRT_CORRECTION, EPS, DECAY, WEIGHT1, BETA2, WEIGHT2, FACTOR, STEP, NUMBERS };
 
 using Word = unsigned long long;
-// to[0..count): the words, passed by value.
-template <int WORDS>
-__global__ void adamw_write(Word* to, int count, Word w0, Word w1, Word w2, Word w3, Word w4, Word w5, Word w6, Word w7, Word w8, Word w9,
-                            Word w10, Word w11, Word w12, Word w13, Word w14, Word w15, Word w16, Word w17, Word w18, Word w19, Word w20,
-                            Word w21, Word w22, Word w23, Word w24, Word w25, Word w26, Word w27, Word w28, Word w29, Word w30, Word w31) {
-    Word words[WORDS] = {w0,  w1,  w2,  w3,  w4,  w5,  w6,  w7,  w8,  w9,  w10, w11, w12, w13, w14, w15,
-                         w16, w17, w18, w19, w20, w21, w22, w23, w24, w25, w26, w27, w28, w29, w30, w31};
-#pragma unroll
-    for (int i = 0; i < WORDS; i++)
-        if (i < count) to[i] = words[i];
+template <int N>
+struct Words {
+    Word words[N];
+};
+
+// Writes `count` words, which are passed by value. Block N.
+template <int N>
+__global__ void adamw_write(Word* to, int count, Words<N> from) {
+    if (threadIdx.x < count) to[threadIdx.x] = from.words[threadIdx.x];
 }
 
 // The tensor of a chunk. Binary search: the last tensor with first_chunk <= chunk, which skips empty tensors.

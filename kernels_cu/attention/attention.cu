@@ -16,6 +16,7 @@
 // version  idea                                            4,16,4096,128 causal bf16, H200: forward, backward
 // v1, v2   scores in memory (no kernels here)
 // v3       fused (Dao, arXiv 2307.08691)                   741 us, 2700 us (1.21 and 1.00 of torch's flash backend)
+// v4       wgmma and TMA: see attention_wgmma.cu
 // Experiments and predictions: docs/notes/attention.md.
 #include "decode.cuh"
 #include "softmax.cuh"

@@ -11,7 +11,7 @@ import torch
 from helpers import TREE, gpu
 from turn import TURN
 
-from cukern.bench import calls, environment, peers, record, startup, timing
+from cukern.bench import calls, environment, own_kernel, peers, record, startup, timing
 from cukern.bench.measure import Row, copies, measure, measure_host, passes, providers
 from cukern.cli import profile
 from cukern.runtime import cache
@@ -280,8 +280,35 @@ def test_startup_rows(monkeypatch):
     assert others[0].rows[1].median_us < others[0].rows[0].median_us, "a full cache is faster than an empty one"
 
 
+@pytest.mark.parametrize("op", ["softmax", "rmsnorm", "layernorm", "swiglu", "cross_entropy", "rope_te"])
+def test_a_package_that_is_missing_says_how_to_install_it(op, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    found, missing = peers.peers(OPS[op], torch.device("cuda"))
+    assert "torch" in found and len(missing) > 1
+    packages = {"liger": "liger-kernel", "quack": "quack-kernels", "transformer_engine": "transformer-engine"}
+    for name in missing.keys() & packages.keys():
+        assert missing[name].endswith(f"is not installed: pip install {packages[name]}")
+
+
+def test_own_kernel(monkeypatch):
+    monkeypatch.setattr(own_kernel, "REPEATS", 1)
+    there = torch.cuda.is_available()
+    *launches, first, second = own_kernel.measure_own_kernel(["cukern", "_compile_kernel" if there else "load_inline"])
+    assert [(r.pass_, r.provider) for t in (first, second) for r in t.rows][:1] == [("first run", "cukern")]
+    assert {r.pass_ for r in second.rows} == {"second run"} and all(r.median_us > 0 for r in (*first.rows, *second.rows))
+    if not there:
+        assert not launches and first.missing == {"load_inline": "there is no GPU"}
+    else:
+        assert {r.provider for r in launches[0].rows} | first.missing.keys() == {"cukern", "_compile_kernel"}
+
+
+def test_own_kernel_refuses_unknown_peers():
+    with pytest.raises(ValueError, match="there is no 'nvcc' to measure for own_kernel; there are cukern"):
+        list(own_kernel.measure_own_kernel(["nvcc"]))
+
+
 def test_startup_reports_a_process_that_fails():
     with pytest.raises(RuntimeError, match="status 1"):
-        startup._seconds("raise SystemExit(1)")
+        startup.fresh_seconds("raise SystemExit(1)")
     with pytest.raises(RuntimeError, match="warned"):
-        startup._seconds("import sys; sys.stderr.write('cukern could not'); print(1)")
+        startup.fresh_seconds("import sys; sys.stderr.write('cukern could not'); print(1)")

@@ -1,5 +1,7 @@
 """`cukern new`, and commands that take a Python file: from an empty folder to a checked op."""
 
+import re
+import resource
 import sys
 
 import pytest
@@ -27,13 +29,19 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def _cpu_seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_commands_from_an_empty_folder_to_a_passing_test(kind, folder):
-    env = environment.with_cukern()
+    env, before = environment.with_cukern(), _cpu_seconds()
     run([sys.executable, "-m", "cukern", "new", "my_silu", "--kind", kind], cwd=folder, env=env)
     assert sorted(p.name for p in folder.iterdir()) == ["README.md", "bench_my_silu.py", "my_silu.cu", "my_silu.py", "test_my_silu.py"]
     assert not any("my_op" in p.read_text() for p in folder.iterdir())
     assert "5 passed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env).stdout
+    assert _cpu_seconds() - before <= 60, "of a processor; the wall clock depends on what else runs"
     source = folder / "my_silu.cu"
     source.write_text(source.read_text().replace("out[", "if (threadIdx.x) out[", 1))
     assert "failed" in run([sys.executable, "-m", "pytest", "-q"], cwd=folder, env=env, ok=False).stdout
@@ -45,6 +53,35 @@ def test_commands_take_a_file(verb, folder):
     sizes = () if verb == "compile" else (1000,)
     assert SAYS[verb] in call(verb, "my_silu.py", *sizes, *QUICK[verb]).output
     assert call(verb, "my_silu.py:my_silu", *sizes, *QUICK[verb])
+
+
+ROW_MAX = "__global__ void row_max(float* out, const float* x, int n) { out[blockIdx.x] = x[blockIdx.x * n]; }\n"
+
+
+def test_sim_takes_the_file_of_an_op(folder):
+    call("new", "my_silu")
+    text = (folder / "my_silu.py").read_text()
+    (folder / "my_silu.py").write_text(text.replace("cases=[(1,), (1023,), (64, 100)]", "dtypes=torch.float32, cases=[(5,)]"))
+    out = call("sim", "my_silu.py").stdout
+    assert "my_silu 5 float32" in out and "comparisons on the simulator, nothing wrong" in out
+    assert "leave out KERNEL and --args" in refused("sim", "my_silu.py", "my_silu_fwd<float>")
+
+
+def test_a_cu_file_is_compiled(folder):
+    """What needs no Python: resources and machine code of kernels and of named instances."""
+    (folder / "row_max.cu").write_text(ROW_MAX)
+    call("new", "my_rms", "--kind", "row")
+    assert re.search(r"1 kernel for sm_80;.*\nkernel.*\n.*\nrow_max +\d+", call("compile", "row_max.cu", "--arch", "sm_80").stdout)
+    out = call("compile", "my_rms.cu", "--arch", "sm_90a", "--kernel", "my_rms_fwd<float>", "--kernel", "my_rms_bwd<double>").stdout
+    assert "2 kernels for sm_90a" in out and "my_rms_bwd<double>" in out and max(map(len, out.splitlines())) <= 80
+    assert "only templates: name an instance with --kernel 'my_rms_fwd<float>'" in refused("compile", "my_rms.cu")
+    assert "has no __global__ function 'foo'; it has row_max" in refused("compile", "row_max.cu", "--kernel", "foo")
+    assert "--kernel names a kernel of a .cu file" in refused("compile", "square", "--kernel", "foo")
+    assert "--shape and --gpu are of ops" in refused("compile", "row_max.cu", "--shape", "3")
+    assert "row_max.cu has kernels, but no reference" in refused("check", "row_max.cu")
+    (folder / "row_max.cu").write_text(ROW_MAX.replace("x[block", "y[block"))
+    out = call("compile", "row_max.cu", "--arch", "sm_90a", status=1).output
+    assert re.search(r'row_max\.cu\(1\): error: identifier "y" is undefined\n.*y\[blockIdx', out), "the source line is shown"
 
 
 def test_an_edited_file_is_read_again(folder):
@@ -109,7 +146,9 @@ def test_files_without_an_op(text, folder):
 def test_names_of_files_and_ops(folder):
     assert "there is no file 'absent.py'" in refused("bench", "absent.py")
     assert "and those of files: my_op.py" in refused("bench", "absent")
+    assert "there is no op 'softmx': did you mean softmax?" in refused("bench", "softmx")
     call("new", "my_silu")
+    assert "there is no op 'my_silu': did you mean my_silu.py?" in refused("check", "my_silu")
     assert "my_silu.py has no op 'other'; its ops: my_silu" in refused("profile", "my_silu.py:other")
     text = (folder / "my_silu.py").read_text()
     other = text.replace('"my_silu"', '"one"')

@@ -4,13 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from helpers import TREE
 from test_cli import call, refused
 
+from cukern.bench import charts, record
 from cukern.bench import plot as pictures
-from cukern.bench import record
 
 FACTS = {"dirty": False, "driver": "1", "torch": "2.11", "cupy": "14", "nvrtc": "13"}
 
@@ -56,6 +57,42 @@ def test_lines_over_the_size_that_differs(folder):
     pictures.save(few, folder / "y.svg")
 
 
+def test_lines_of_shapes_that_differ_in_one_size(folder):
+    """Of shapes that differ in several sizes, those are drawn that have only one size on the axis. Legends begin with cukern."""
+    shapes = [(8, 64), (8, 128), (8, 256), (16, 64), (16, 128), (32, 32)]
+    rows = [
+        line(provider=p, version=v, shape=s) for s in shapes for p, v in (("copy", ""), ("torch", ""), ("cukern", "v10"), ("cukern", "v2"))
+    ]
+    (folder / "c.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    figure = pictures.drawn([one.row for one in record.read(folder / "c.jsonl")], "X")
+    assert "softmax fwd float32, ROWS 8, X" in texts(figure)
+    curves = figure.axes[0].get_lines()
+    assert [c.get_label() for c in curves] == ["cukern v2", "cukern v10", "torch", "limit: a copy of the same bytes"]
+    assert all(list(c.get_xdata()) == [64, 128, 256] for c in curves)
+    pictures.save(figure, folder / "x.svg")
+    assert pictures._ticks([1, 2, 2.01, 1024]) == [1, 2, 1024]
+
+
+def test_points_of_shapes_that_differ_in_several_sizes(folder):
+    """They are not connected. An op that is measured next to a copy is drawn in TB/s, however many operations it does."""
+    shapes, providers = ((1, 8), (2, 64), (3, 512)), (("copy", ""), ("cukern", "v2"))
+    rows = [{**line(provider=p, version=v, shape=s), "flops": 10**6, "tflops": 1.0} for s in shapes for p, v in providers]
+    (folder / "c.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    figure = pictures.drawn([one.row for one in record.read(folder / "c.jsonl")], "X")
+    own, copy = figure.axes[0].get_lines()
+    assert "TB/s" in texts(figure) and "MiB that a call reads and writes" in texts(figure)
+    assert (own.get_linestyle(), copy.get_linestyle()) == ("None", "--") and own.get_label() == "cukern v2"
+    pictures.save(figure, folder / "x.svg")
+
+
+def test_each_op_of_a_roofline_has_its_own_mark(folder):
+    rows = [replace(one.row, op=f"op{i}") for one in record.read(folder / "a.jsonl")[:1] for i in range(30)]
+    figure = charts.roofline(rows, "X")
+    marks = [(c.get_marker(), c.get_color()) for c in figure.axes[0].get_lines()]
+    assert len(set(marks)) == len(marks) == 30
+    pictures.save(figure, folder / "x.svg")
+
+
 def test_only_the_newest_of_many_versions_is_a_line(folder):
     text = "".join(json.dumps(line(version=f"v{v}", shape=(8, n), us=1.0)) + "\n" for v in range(1, 12) for n in (1, 2, 3))
     (folder / "c.jsonl").write_text(text)
@@ -88,7 +125,7 @@ def test_compare_two_gpus_and_two_commits(folder):
 REFUSED = {
     "plot layernorm": "no recorded result of 'layernorm'",
     "plot softmax": "the results are of NVIDIA A, NVIDIA B; choose one with --gpu",
-    "plot softmax 9": "nothing has these sizes, dtype and pass",
+    "plot softmax 9": "no recorded result of 'softmax' has these sizes, dtype, pass and GPU",
     "plot softmax --dtype x": "--dtype must be one of d (float64)",
     "plot softmax --from none.jsonl": "none.jsonl",
     "plot softmax --from broken.jsonl": "broken.jsonl:1 is no record of cukern bench: KeyError: 'op'",

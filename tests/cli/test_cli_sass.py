@@ -43,11 +43,24 @@ def test_without_nvdisasm_the_cure_is_named(monkeypatch):
     assert "conda install -c nvidia cuda-nvdisasm" in refused("sass", "square")
 
 
-def test_kernels_of_an_op():
+@pytest.fixture
+def nvdisasm():
     try:
         sass.disassembler()
     except SetupError:
         pytest.skip("needs nvdisasm")
+
+
+def test_kernels_of_a_cu_file(nvdisasm, tmp_path):
+    file = tmp_path / "twice.cu"
+    file.write_text("template <typename T>\n__global__ void twice(T* x) {\n    x[threadIdx.x] *= 2;  // " + "a long comment " * 9 + "\n}\n")
+    out = call("sass", file, "--kernel", "twice<float>", "--arch", "sm_90a").stdout
+    assert "twice<float> for sm_90a" in out and "twice.cu:3" in out and "x[threadIdx.x] *= 2;" in out
+    assert all(len(row) <= 80 for row in out.splitlines())
+    assert "only templates" in refused("sass", file)
+
+
+def test_kernels_of_an_op(nvdisasm):
     out = call("sass", "square", "--arch", "sm_90a", "--kernel", "square_v2<float, 4>").stdout
     assert "registers, no spills" in out
     assert "global memory" in out and "square.cu:" in out and "return T(load_as(x) * load_as(x));" in out

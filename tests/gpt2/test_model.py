@@ -208,8 +208,8 @@ def test_bad_arguments_are_refused():
         model(x, y[:, :-1])
     with pytest.raises(ValueError, match="target"):
         model(x, torch.full_like(y, 60))
-    with pytest.raises(ValueError, match="attention v1, v2, v3, sdpa or None; found 'v4'"):
-        GPT2(TINY, attention="v4")
+    with pytest.raises(ValueError, match="attention v1, v2, v3, v4, sdpa or None; found 'v9'"):
+        GPT2(TINY, attention="v9")
     with pytest.raises(ValueError, match=r"matmul cublas, v1, .* or None; found 'v6'"):
         GPT2(TINY, matmul="v6")
     with pytest.raises(TypeError, match="expected a Config; found dict"):

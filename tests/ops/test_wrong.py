@@ -457,7 +457,7 @@ def launch_layernorm(kernel: Kernel, out: torch.Tensor, x: torch.Tensor, weight:
 
 
 def launch_layernorm_add(kernel: Kernel, out: torch.Tensor, partials: torch.Tensor) -> None:
-    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 8), 2), block=(8, 32))
+    kernel(*out, partials, *partials.shape[1:], grid=(-(-out.shape[1] // 16), 2), block=(16, 32))
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
@@ -655,17 +655,17 @@ CASES = [
     Case("causal_softmax/loop.cu", "causal_softmax_v1_bwd<float>", CAUSAL_GRADIENT, "shared memory used again too early",
          "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "block_reduce<Sum>", f"writes {RACE} read at .*{BARRIER}")),
-    Case("gelu/bias.cu", "gelu_v1<float, float, 2>", SILU_BIAS, "a wrong index", "bias[row]", "bias[col]"),
-    Case("gelu/gradient.cu", "gelu_v1_bwd<float, float, 2>", SILU_GRADIENT, "a missing term",
+    Case("gelu/bias.cu", "gelu<float, float, 2, 1>", SILU_BIAS, "a wrong index", "bias[row]", "bias[col]"),
+    Case("gelu/gradient.cu", "gelu_bwd<float, float, 2, 1>", SILU_GRADIENT, "a missing term",
          "* gate;", "* (gate + v * gate * (1 - gate));"),
-    Case("gelu/barrier.cu", "gelu_v2_bias_bwd<float, float, 2>", SILU_BIAS_GRADIENT, "a dropped barrier",
+    Case("gelu/barrier.cu", "gelu_bias_bwd<float, float, 2>", SILU_BIAS_GRADIENT, "a dropped barrier",
          "// no __syncthreads()", "__syncthreads();",
          Reported(sim.Race, "total += sums[", f"reads {RACE} wrote at {{there}}: {BARRIER}", there="sums[threadIdx.y][c] = sum")),
-    Case("gelu/gated_stride.cu", "gelu_v1<float, float, 2>", SWIGLU, "a wrong stride", "up[row * x_row", "up[row * up_row",
+    Case("gelu/gated_stride.cu", "gelu<float, float, 2, 1>", SWIGLU, "a wrong stride", "up[row * x_row", "up[row * up_row",
          Reported(sim.OutOfBounds, "up[row * x_row", "which is between the rows or columns of a view")),
-    Case("gelu/gated_bound.cu", "gelu_v1<float, float, 2>", SWIGLU, "an off-by-one bound", "row > rows", "row >= rows",
+    Case("gelu/gated_bound.cu", "gelu<float, float, 2, 1>", SWIGLU, "an off-by-one bound", "row > rows", "row >= rows",
          Reported(sim.OutOfBounds, "float v = x[", f"{AFTER} 'x', which has 4 bytes")),
-    Case("gelu/gated_gradient.cu", "gelu_v1_bwd<float, float, 2>", SWIGLU_GRADIENT, "a mistaken input", "d * p;", "d * v * p;"),
+    Case("gelu/gated_gradient.cu", "gelu_bwd<float, float, 2, 1>", SWIGLU_GRADIENT, "a mistaken input", "d * p;", "d * v * p;"),
     Case("embedding/position.cu", "embedding_v1<float>", EMBEDDING, "a wrong index", "row / time", "row % time"),
     Case("embedding/token.cu", "embedding_v1<float>", EMBEDDING, "an off-by-one bound", "token <= vocabulary", "token < vocabulary",
          Reported(sim.OutOfBounds, "load_as(weight[", "after the end of the tensor of argument 'weight'")),
@@ -694,6 +694,8 @@ CASES = [
     Case("attention/rescale.cu", "attention_rows<__half>", ATTENTION, "a missing factor", "*= 1;", "*= shrink;"),
     Case("attention/barrier.cu", "attention_rows<__half>", ATTENTION, "a copy to where others read", "// no __syncthreads()",
          "__syncthreads();", Reported(sim.Race, "copy_tile<64, 64, 128>(tile + 8192", f"writes .*{BARRIER}")),
+    Case("attention/wgmma_wait.cu", "attention_rows<__half>", ATTENTION, "a missing wait", "wgmma_wait<1>(sums[0])",
+         "wgmma_wait<0>(sums[0])", Reported(sim.Race, "store_rows<T, 64, 64>", "wgmma")),
     Case("kron_linear/mask.cu", "kron_fibers", FACTOR, "a missing mask", "value = inside ?", "value = inside && k0 + k < p ?",
          Reported(sim.OutOfBounds, "float value =", "after the end of the tensor of argument 'x'")),
     Case("kron_linear/place.cu", "kron_in_place", FACTOR, "a result over what others read", "// no __syncthreads()", "__syncthreads();",

@@ -155,6 +155,17 @@ def test_arrays_of(library):
             copy[1, 32](x, out, 4)
 
 
+def test_jax_arrays_in_the_simulator():
+    """JAX arrays are inputs on the CPU too, and nothing is copied to an array that cannot be written."""
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    copy, out = cukern.compile(COPY, defines={"TILE": 32, "T": "float"}), torch.empty(4)
+    with cukern.backend("sim"):
+        copy[1, 32](out, jnp.arange(4, dtype=jnp.float32), 4)
+        assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
+        with pytest.raises(ValueError, match="JAX arrays are immutable"):
+            copy[1, 32](jnp.zeros(4), out, 4)
+
+
 @no_gpu
 def test_an_array_on_a_gpu_that_is_not_there():
     class Array:

@@ -10,13 +10,39 @@ from cukern import sim
 # fmt: off
 CASES = [
     Case("an accumulator without an initial value", sim.Uninitialized, lambda x, n: torch.tensor([496]),
-         r"uses a variable that no statement has set, for a store to byte 0 of the tensor of argument 'out'", """
+         r"uses a variable that no statement has set; the value is used for a store to byte 0 of the tensor of argument 'out' at .*:6", """
 __global__ void k(int* out, const int* x, int n) {
     int a [[=> = 0]];
-    for (int i = 0; i < n; ++i) a += x[i];
-    *out = a;  // here
+    for (int i = 0; i < n; ++i)
+        a += x[i];  // here
+    *out = a;
 }
 """, arguments=lambda: [ints(1), iota(32), 32], block=1),
+    Case("an accumulator that travels through shared memory", sim.Uninitialized, lambda x, n: x.sum(dtype=torch.int32)[None],
+         r"uses a variable that no statement has set; the value is used for a store to byte 0 of the tensor of argument 'out' at .*:12", """
+__global__ void k(int* out, const int* x, int n) {
+    __shared__ int part[64];
+    int mine [[=> = 0]];
+    for (int i = threadIdx.x; i < n; i += 64) mine += x[i];  // here
+    part[threadIdx.x] = mine;
+    for (int half = 32; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0)
+        *out = part[0];
+}
+""", arguments=lambda: [ints(1), iota(200), 200], thread=None),
+    Case("uninitialized bytes in a tensor of an earlier store", sim.Uninitialized, lambda x: x,
+         r"reads 4 bytes that hold an uninitialized value, byte \d+ of the tensor of argument 'out'; the value is used for an address", """
+    int index [[=> = 0]];
+#pragma unroll 1
+    for (int i = 0; i < x[threadIdx.x]; ++i) index += x[1];
+    out[threadIdx.x] = index;
+    __syncthreads();
+    int at = ((volatile int*)out)[threadIdx.x];  // here
+    out[threadIdx.x] = x[at & 63];
+""", thread=None),
     Case("the lanes of a shuffle beyond its mask", sim.Uninitialized, lambda x: torch.tensor([120]),
          r"reads a register of lane 16 of its warp, which is not in the mask 0x0000ffff; the value is used for a store to byte", """
 __global__ void k(int* out, const int* x) {
@@ -121,5 +147,5 @@ __global__ void k(int* out, const int* x, const int* empty) {
         out = ints(64)
         simulate(text.replace("LAST", "32"), out, iota(32), empty, block=64)
         assert out[:32].tolist() == iota(32).tolist()
-        with pytest.raises(sim.Uninitialized, match=r"thread \(32, 0, 0\).*offset 128 of shared memory.*store to byte 128"):
+        with pytest.raises(sim.Uninitialized, match=r"thread \(32, 0, 0\).*nobody wrote, byte 0 of .*'empty'.*store to byte 128"):
             simulate(text.replace("LAST", "33"), out, iota(32), empty, block=64)

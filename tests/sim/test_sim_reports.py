@@ -327,6 +327,28 @@ __global__ void k(int* out, int* x) {
     asm volatile("bar.sync 1, [[96 => 64]];" ::: "memory");  // here
     out[threadIdx.x] = tile[63 - threadIdx.x];
 """),
+    Case("two counts at one named barrier", sim.BarrierFault, lambda x: x.view(2, 32).flip(1).reshape(-1),
+         r"meets (32|64) threads at barrier 1, but others who are there meet (32|64) threads: all must name the same number", """
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];
+    int threads = threadIdx.x < 32 ? 32 : 64;
+    asm volatile("bar.sync %0, %1;" :: "r"(1 [[=> + (int)threadIdx.x / 32]]), "r"(threads [[=> & 32 | 32]]) : "memory");  // here
+    out[threadIdx.x] = tile[threadIdx.x / 32 * 32 + 31 - threadIdx.x % 32];
+""".replace("& 32 | 32", "* 0 + 32"), thread=None),
+    Case("part of a warp at a named barrier", sim.BarrierFault, lambda x: x.flip(0),
+         r"is at barrier 1, but 40 threads are not whole warps", """
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];
+    asm volatile("bar.sync 1, [[40 => 64]];" ::: "memory");  // here
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+"""),
+    Case("a 17th barrier", sim.BarrierFault, lambda x: x.flip(0), r"is at barrier 16, but the numbers are 0 to 15", """
+    __shared__ int tile[64];
+    tile[threadIdx.x] = x[threadIdx.x];
+    int last = x[63] - [[47 => 48]];
+    asm volatile("bar.sync %0, 64;" :: "r"(last) : "memory");  // here
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+"""),
     Case("a shuffle in one branch", sim.BarrierFault, lambda x: torch.where(x < 20, x ^ 1, x ^ 2),
          r"waits for the lanes 0xffffffff of its warp, but thread \(20, 0, 0\) waits at", """
     int v = x[threadIdx.x];
@@ -390,6 +412,22 @@ __global__ void k(int* out, int go) {
     assert out.item() == 1
     with pytest.raises(sim.NotSimulated, match=rf"discard\.global\.L2, in k, <cukern.compile \w+>:{line_of(text, 'here')}"):
         simulate(text, out, 1, block=1)
+
+
+def test_the_line_of_the_kernel_comes_before_that_of_a_header():
+    text = """#include <cuda_pipeline.h>
+__global__ void k(int* out, const int* x) {
+    __shared__ int tile[32];
+    __pipeline_memcpy_async(tile + threadIdx.x, x + threadIdx.x, 4);  // copy
+    __pipeline_commit();
+    out[threadIdx.x] = tile[threadIdx.x];  // here
+}
+"""
+    copy = rf"<cukern.compile \w+>:{line_of(text, 'copy')} \(in cuda_pipeline_helpers.h:\d+\)"
+    with pytest.raises(sim.Race, match=rf":{line_of(text, 'here')}: reads 4 bytes.* is missing after the copy at {copy}"):
+        simulate(text, ints(32), iota(32))
+    with pytest.raises(sim.OutOfBounds, match=rf"thread \(31, 0, 0\), {copy}: reads 4 bytes of global memory 0 bytes after the end"):
+        simulate(text, ints(32), iota(31))
 
 
 # ---- what only shows from one launch to the next, or beside a kernel
@@ -490,6 +528,36 @@ def test_memory_between_the_rows_of_a_view_is_out_of_bounds(view, index, ok):
             simulate(text, out, x[view], index, block=1)
     with sim.memory.scope([x]):
         simulate(text, out, x[view], index, block=1)
+
+
+TENSORS = {  # which tensor an instruction accesses changes with time, or from lane to lane
+    "in turn": "for (int i = 0; i < 6; ++i) v += (i % 2 ? x : y)[threadIdx.x];",
+    "by lane": "v = (threadIdx.x % 2 ? x : y)[threadIdx.x];",
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_one_instruction_that_accesses_several_tensors(name):
+    text = f"__global__ void k(int* out, const int* x, const int* y) {{ int v = 0; {TENSORS[name]} out[threadIdx.x] = v; }}"
+    x, y, out = iota(64), iota(64) * 5, ints(64)
+    simulate(text, out, x, y, block=64)
+    assert torch.equal(out, 3 * (x + y) if name == "in turn" else torch.where(iota(64) % 2 == 1, x, y))
+    with pytest.raises(sim.OutOfBounds, match=r"thread .63, .* 0 bytes after the end of the tensor of argument 'x', which has 252 bytes"):
+        simulate(text, out, x[:63], y, block=64)
+
+
+@pytest.mark.parametrize("index, offset", [("(int)threadIdx.x - 1", -4), ("threadIdx.x + 64", 256)])
+def test_offsets_outside_of_shared_memory(index, offset):
+    text = f"""
+__global__ void k(int* out) {{
+    __shared__ int s[64];
+    s[threadIdx.x] = 1;
+    __syncthreads();
+    out[threadIdx.x] = s[{index}];
+}}
+"""
+    with pytest.raises(sim.OutOfBounds, match=f"reads 4 bytes at offset {offset} of shared memory, but the block has 256 bytes of it$"):
+        simulate(text, ints(64), block=64)
 
 
 def test_scopes_nest():

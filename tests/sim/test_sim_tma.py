@@ -16,8 +16,8 @@ HEAD = """#include "common/ptx/tma.cuh"
 #include "common/ptx/mbarrier.cuh"
 """
 
-# Blocks load a box each, copy it to `seen` as it lies in shared memory, and store it at the same place of another tensor. A box that begins
-# before the tensor is not stored.
+# Blocks load a box each, copy it to `seen` as it lies in shared memory, and store it at the same place of another tensor. A box with a
+# negative coordinate is not stored: a GPU refuses that.
 COPY = (
     HEAD
     + """
@@ -39,7 +39,9 @@ __global__ void copy(const __grid_constant__ CUtensorMap from, const __grid_cons
     mbarrier_wait_in_block(barrier, 0);
     for (int i = threadIdx.x; i < SIZE; i += blockDim.x) seen[blockIdx.x * SIZE + i] = tile[i];
     __syncthreads();
-    if (threadIdx.x == 0 && at[RANK - 1] >= 0) {
+    bool stored = true;
+    for (int i = 0; i < RANK; ++i) stored &= at[i] >= 0;
+    if (threadIdx.x == 0 && stored) {
         tma_store(&to, box, {PLACE});  // store
         bulk_commit();
         bulk_wait<0>();
@@ -73,7 +75,7 @@ def expected(x, box, place, fill=0):
     there = tuple(slice(max(p, 0), max(0, min(p + b, n))) for p, b, n in zip(place, box, x.shape, strict=True))
     here = tuple(slice(s.start - p, s.start - p + max(0, s.stop - s.start)) for s, p in zip(there, place, strict=True))
     wanted[here] = x[there]
-    covered[there] = place[-1] >= 0
+    covered[there] = min(place) >= 0
     return wanted, covered
 
 
@@ -223,7 +225,7 @@ WRONG = [
         sim.Race,
         "that the asynchronous copy of thread .* wrote at .*: a wait at its mbarrier is missing",
     ),
-    ("SIZE * sizeof(TYPE)", "SIZE", sim.BarrierFault, "waits at an mbarrier for 0 arrivals and -384 bytes"),
+    ("SIZE * sizeof(TYPE)", "SIZE", sim.BarrierFault, "for 0 arrivals, and 384 bytes more have come than its arrivals announced"),
     ("SIZE * sizeof(TYPE)", "2 * SIZE * sizeof(TYPE)", sim.BarrierFault, "waits at an mbarrier for 0 arrivals and 512 bytes"),
     (
         "box = shared_address(tile)",
@@ -251,23 +253,26 @@ def test_waits_for_a_store_before_the_end(end):
     copied(torch.randn(20, 48), (8, 16), [[8, 16], [0, 0]], text=COPY.replace("bulk_wait<0>();", end))
 
 
-STORES = COPY.replace("threadIdx.x == 0 && at[RANK - 1] >= 0", "threadIdx.x == 0")
+STORES = COPY.replace("threadIdx.x == 0 && stored", "threadIdx.x == 0")
 ELSEWHERE = COPY.replace("barrier, {PLACE}", "barrier, {0, 0}")
+INNER = "innermost coordinate is"
 
 
 @pytest.mark.parametrize(
     "text, dtype, place, mended, fault, mark, words",
     [
-        (COPY, torch.bfloat16, (0, 4), (0, 8), sim.Misaligned, "load", r"is 4, but it must be a multiple of 8 elements \(16 bytes\)"),
-        (COPY, torch.float32, (0, -3), (0, -4), sim.Misaligned, "load", r"is -3, but it must be a multiple of 4 elements \(16 bytes\)"),
-        (ELSEWHERE, torch.uint8, (3, 17), (3, 16), sim.Misaligned, "store", "is 17, but it must be a multiple of 16 elements"),
-        (STORES, torch.float32, (0, -4), (-1, 0), sim.OutOfBounds, "store", "is -4, but it must not be negative in a store"),
+        (COPY, torch.bfloat16, (0, 4), (0, 8), sim.Misaligned, "load", rf"{INNER} 4, but it must be .* 8 elements \(16 bytes\)"),
+        (COPY, torch.float32, (0, -3), (0, -4), sim.Misaligned, "load", rf"{INNER} -3, but it must be .* 4 elements \(16 bytes\)"),
+        (ELSEWHERE, torch.uint8, (3, 17), (3, 16), sim.Misaligned, "store", f"{INNER} 17, but it must be a multiple of 16 elements"),
+        (STORES, torch.float32, (0, -4), (0, 0), sim.OutOfBounds, "store", f"{INNER} -4, but it must not be negative in a store"),
+        (STORES, torch.float32, (-1, 0), (19, 0), sim.OutOfBounds, "store", r"coordinate 1 \(.* is 0\) is -1, but it must not be negative"),
+        (STORES, torch.float32, (-9, 0), (99, 0), sim.OutOfBounds, "store", r"coordinate 1 \(the innermost is 0\) is -9, but"),
     ],
-    ids=["load", "negative load", "store", "negative store"],
+    ids=["load", "negative load", "store", "negative store", "store above", "store outside"],
 )
 def test_coordinates_that_a_gpu_refuses(text, dtype, place, mended, fault, mark, words):
     x = numbers((20, 48), dtype, "cpu")
-    with pytest.raises(fault, match=f"thread .0, 0, 0., .*:{line_of(COPY, mark)}\\).*innermost coordinate {words}"):
+    with pytest.raises(fault, match=f"thread .0, 0, 0., <.*>:{line_of(COPY, mark)} \\(in tma.*{words}"):
         copied(x, (8, 16), [place], text=text)
     copied(x, (8, 16), [mended], text=text)
 

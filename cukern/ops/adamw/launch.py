@@ -81,7 +81,7 @@ def write(to: Tensor, words: Sequence[int]) -> None:
     kernel = _WRITE[WORDS].on(to.get_device())
     for i in range(0, len(words), WORDS):
         part = words[i : i + WORDS]
-        kernel((1, 1, 1), (1, 1, 1), 0, to.data_ptr() + 8 * i, len(part), *part, *[0] * (WORDS - len(part)))
+        kernel((1, 1, 1), (WORDS, 1, 1), 0, to.data_ptr() + 8 * i, len(part), struct.pack(f"{WORDS}Q", *part, *[0] * (WORDS - len(part))))
 
 
 def group_words(lr: float | Tensor, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[int, ...]:

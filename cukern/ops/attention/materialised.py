@@ -24,7 +24,7 @@ by_softmax = partial(by_scores, softmax)
 
 
 def by_causal_softmax(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
-    plain = options.causal and not options.softcap and q.shape[:2] == k.shape[:2] and q.shape[2] <= k.shape[2]
+    plain = options.causal and not (options.softcap or options.window) and q.shape[:2] == k.shape[:2] and q.shape[2] <= k.shape[2]
     if not plain or return_lse:
         return by_softmax(q, k, v, options, return_lse)
     leading = q.shape[:2]
@@ -85,8 +85,8 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> Outputs:
     if options.softcap or return_lse:
         raise ValueError(f"version 'sdpa' has no softcap and no return_lse, got softcap={options.softcap!r} and return_lse={return_lse}")
-    masked, grouped = options.causal and q.shape[2] != k.shape[2], q.shape[1] != k.shape[1]
-    seen, is_causal = ~hidden_keys(q, k) if masked else None, options.causal and not masked
+    masked, grouped = options.causal and (q.shape[2] != k.shape[2] or options.window > 0), q.shape[1] != k.shape[1]
+    seen, is_causal = ~hidden_keys(q, k, window=options.window) if masked else None, options.causal and not masked
     with autocast.off(q):
         attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=options.scale, enable_gqa=grouped)
         return attend(q, k, v, seen, is_causal=is_causal), None

@@ -5,16 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cukern.ops.attention import fused, materialised, plan
+from cukern.ops.attention import fused, materialised, plan, wgmma
 from cukern.ops.attention.reference import Options, reference
+from cukern.ops.causal_softmax import checked_sink
 from cukern.ops.softmax import checked_scale
 from cukern.runtime import backend, checks, interop
 from cukern.runtime.registry import Version, choose
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
-    key_lengths: Any = None, version: str | None = None,
+    q: Any, k: Any, v: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    sink: Any = None, return_lse: bool = False, key_lengths: Any = None, version: str | None = None,
 ) -> Any:  # fmt: skip
     """softmax(scale q k^T) v, with a causal mask unless `causal` is False. Differentiable.
 
@@ -30,23 +31,28 @@ def attention(
             gradient is 0. False: each query sees every key.
         scale: a finite number, at least 0; None: 1 / sqrt(head_dim).
         softcap: a positive number; the scaled scores become softcap * tanh(scores / softcap). None: they stay as they are.
+        window: the most keys that a query sees, the last of which is the last that `causal` allows; None: no limit.
+        sink: the logit of one more key without a value, which takes its share of each query's weights. It is not scaled. A number, or a
+            floating-point tensor that broadcasts to q's dimensions before the queries, such as (heads,). It has a gradient. torch computes
+            it, from out and lse.
         return_lse: also return the logarithm of each query's sum of exponentials. It has a gradient.
         key_lengths: int32, q's dimensions before the heads: how many keys each sequence has; None: all. It counts in place of `keys` in
             `causal`, and what lies behind it in k and v does not matter. Up to 16 queries in float16 or bfloat16 without gradients take a
             kernel that reads only these keys; other calls use torch's operations, with the scores in memory. Not for "v1", "v2", "sdpa".
-        version: default: "v3", or that of `cukern.use`; without a kernel for the GPU "v2".
+        version: default: the last that the GPU runs, or that of `cukern.use`.
             "v1": scores are scaled and masked by torch, then cukern.softmax, whose version `cukern.use("softmax", ...)` chooses.
             "v2": cukern.causal_softmax. Options other than scale, and grouped heads, take v1.
             "v3": one fused kernel without the matrix of scores, for float16 and bfloat16, compute capability 8.0 and newer, and a head_dim
                 that is a multiple of 8, at most 128, and equals value_dim. Other dtypes take v2. So do other head dimensions by default.
                 Up to 16 queries of many keys, as in decoding with a cache, take a kernel that splits the keys over thread blocks.
+            "v4": v3 by Hopper's wgmma and TMA (compute capability 9.0), also with a window. Calls that v4 has no kernels for take v3's.
             "sdpa": torch's scaled_dot_product_attention. It has no second derivative, no softcap and no lse, and on a GPU its gradients
                 may differ from run to run.
 
-    v3 saves q, k, v, out and lse for the backward, and two runs give the same bits. It copies only inputs whose last dimension is strided
-    or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of their
-    inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing. Higher and forward-mode derivatives use torch's
-    operations, with the scores in memory.
+    v3 and v4 save q, k, v, out and lse for the backward, and two runs give the same bits. They copy only inputs whose last dimension is
+    strided or whose rows do not begin at multiples of 16 bytes; parts of a packed tensor are not copied. Gradients have the layout of
+    their inputs' dimensions, and out that of q's. Lengths and batch sizes compile nothing, but v4 has other tiles for head_dim 64 from
+    8192 keys on. Higher and forward-mode derivatives use torch's operations, with the scores in memory. So does a window without v4.
     v1 and v2 keep the scores, (..., queries, keys) of q's dtype, for the backward, and need memory for up to three more such tensors.
     From 1024 queries on, v2's kernels process blocks of 512 to 768 queries and skip the scores behind a block's last query. CPU tensors,
     torch.compile and torch.func transforms use one block. Inputs whose leading dimensions do not flatten to one are copied. torch
@@ -57,29 +63,37 @@ def attention(
     float64 for float64; it is -infinity for a query that sees no key. Raises TypeError for other dtypes and options of another type;
     ValueError for shapes or devices that do not fit, a head_dim that "v3" does not support if it is requested by `version` for a 16-bit
     type, a scale that is negative or not finite, a softcap that is not positive, or an unknown version.
-    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691.
+    Source: Vaswani et al., https://arxiv.org/abs/1706.03762; v3: Dao, https://arxiv.org/abs/2307.08691; v4: Shah et al., https://arxiv.org/abs/2407.08608.
     """
     checks.version("attention", version, (*VERSIONS, "sdpa"))
     q, k, v = _checked(q, k, v)
-    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
+    sink = None if sink is None else checked_sink(q, sink)
     leading = q.shape[:-1]
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
     q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
     function = _function(version, q)
+    if options.window and key_lengths is None and q.shape[2] + options.window <= k.shape[2]:  # no query sees the first keys
+        k, v = (x[:, :, 1 - q.shape[2] - options.window :] for x in (k, v))
+        options = options._replace(window=options.window if q.shape[2] > 1 else 0)
     if key_lengths is not None:
+        if options.window:
+            raise ValueError(f"window and key_lengths exclude each other, got window={options.window}")
         lengths = _checked_lengths(key_lengths, version, q, leading[:-2])
-        kernels = function is _fused and fused.supported(q, k, v)
+        kernels = function in _FUSED and fused.supported(q, k, v)
         out, lse = fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
     else:
-        out, lse = function(q, k, v, options, return_lse)
+        out, lse = function(q, k, v, options, return_lse or sink is not None)
     out = out.view(*leading, v.shape[-1]) if lead != 1 else out
-    return (out, lse.view(leading) if lead != 1 else lse) if return_lse else out
+    lse = lse.view(leading) if lse is not None and lead != 1 else lse
+    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
+    return (out, lse) if return_lse else out
 
 
 def attention_packed(
-    qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
-    version: str | None = None,
+    qkv: Any, *, causal: bool = True, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    sink: Any = None, return_lse: bool = False, version: str | None = None,
 ) -> Any:  # fmt: skip
     """`attention` of packed queries, keys and values, without a copy of them; their gradient is one tensor too. Differentiable.
 
@@ -88,7 +102,7 @@ def attention_packed(
 
     Args:
         qkv: (batch, time, 3, heads, head_dim), such as a linear layer's output, viewed. dtypes as in `attention`.
-        causal, scale, softcap, return_lse, version: see `attention`.
+        causal, scale, softcap, window, sink, return_lse, version: see `attention`.
 
     Returns (batch, time, heads, head_dim), contiguous with v3; with `return_lse` also lse, (batch, heads, time). Errors as in `attention`.
     """
@@ -98,27 +112,40 @@ def attention_packed(
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must be (batch, time, 3, heads, head_dim), got {tuple(qkv.shape)}")
     q, k, v = fused.parts(qkv)
-    options, return_lse = _options(version, q, k, v, causal, scale, softcap), checks.flag("return_lse", return_lse)
+    options, return_lse = _options(version, q, k, v, causal, scale, softcap, window), checks.flag("return_lse", return_lse)
+    sink = None if sink is None else checked_sink(q, sink)
     function = _function(version, q)
-    if function is _fused and fused.supported(q, k, v):
+    options = options._replace(wgmma=function is _by_wgmma)
+    if function in _FUSED and _has_kernels(q, k, v, options):
         out, lse = fused.fused((qkv,), options)
     else:
-        out, lse = function(q, k, v, options, return_lse)
+        out, lse = function(q, k, v, options, return_lse or sink is not None)
+    out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
 
 
-def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any) -> Options:
-    if version == "v3" and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse with a sink's share: the weights become smaller by exp(lse) / (exp(lse) + exp(sink))."""
+    logit = sink.to(lse.dtype)[..., None]
+    share = torch.sigmoid(lse - logit)[..., None]
+    return (out * share).to(out.dtype), torch.logaddexp(lse, logit)
+
+
+def _options(version: str | None, q: Tensor, k: Tensor, v: Tensor, causal: Any, scale: Any, softcap: Any, window: Any) -> Options:
+    if version in ("v3", "v4") and q.dtype in fused.DTYPES and not fused.supported(q, k, v):
         raise ValueError(
-            f"version 'v3' supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v, got "
-            f"{q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
+            f"version {version!r} supports a head_dim that is a multiple of 8, from 8 to {plan.MOST_HEAD_DIM}, and the same for q, k and v,"
+            f" got {q.shape[-1]} and {v.shape[-1]} for v; version None takes any"
         )
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else checked_scale(q, scale)
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale!r}")
     if softcap is not None and not checks.number("softcap", softcap, 1e30) >= 1e-30:
         raise ValueError(f"softcap must be positive, at least 1e-30, got {softcap!r}")
-    return Options(checks.flag("causal", causal), float(scale), float(softcap or 0))
+    causal, window = checks.flag("causal", causal), 0 if window is None else checks.integer("window", window, 1)
+    if window and not causal:
+        raise ValueError(f"window needs causal=True, got window={window}")
+    return Options(causal, float(scale), float(softcap or 0), window=0 if window >= k.shape[-2] else window)
 
 
 def _checked_lengths(key_lengths: Any, version: str | None, q: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -126,8 +153,8 @@ def _checked_lengths(key_lengths: Any, version: str | None, q: Tensor, shape: tu
     checks.dtype("key_lengths", lengths, (torch.int32,))
     checks.shape("key_lengths", lengths, tuple(shape), "q's dimensions before the heads")
     checks.one_device(q=q, key_lengths=lengths)
-    if version not in (None, "v3"):
-        raise ValueError(f"version {version!r} has no key_lengths; version None or 'v3' has")
+    if version not in (None, "v3", "v4"):
+        raise ValueError(f"version {version!r} has no key_lengths; version None, 'v3' and 'v4' have")
     return lengths.reshape(-1)
 
 
@@ -150,16 +177,26 @@ def _checked(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 # ---- the versions: (q, k, v, options, return_lse) -> out, lse
 
 
+def _has_kernels(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    return fused.supported(q, k, v) and (not options.window or (options.wgmma and wgmma.available(q)))
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
-    if not fused.supported(q, k, v):
+    if not _has_kernels(q, k, v, options):
         return materialised.by_causal_softmax(q, k, v, options, return_lse)
     return fused.fused((q, k, v), options)
 
 
+def _by_wgmma(q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool) -> materialised.Outputs:
+    return _fused(q, k, v, options._replace(wgmma=True), return_lse)
+
+
+_FUSED = _fused, _by_wgmma
 VERSIONS = {
     "v1": Version("scores in memory, cukern.softmax", materialised.by_softmax),
     "v2": Version("scores in memory, cukern.causal_softmax", materialised.by_causal_softmax),
     "v3": Version("fused, scores in registers", _fused, instances=fused.instances, requires=80),
+    "v4": Version("fused, wgmma and TMA", _by_wgmma, instances=fused.wgmma_instances, requires=90),
 }
 
 
@@ -167,7 +204,7 @@ def _function(version: str | None, q: Tensor) -> Any:
     if version == "sdpa":
         return materialised.by_sdpa
     kernels = q.is_cuda or backend.simulates(q)
-    if version == "v3" and not kernels:
+    if version in ("v3", "v4") and not kernels:
         checks.needs_gpu("attention", version, q.device)
     return VERSIONS[version or (_default(q.get_device()) if kernels else "v1")].forward
 

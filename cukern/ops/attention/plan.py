@@ -45,6 +45,64 @@ BACKWARD = {
 }
 
 
+class WgmmaTile(NamedTuple):
+    """Of v4: `warpgroups` consumers with 64 rows each loop over tiles of `columns` rows, of which `stages` are in shared memory. At least
+    `per_sm` thread blocks fit into the registers of an SM."""
+
+    columns: int
+    warpgroups: int
+    stages: int
+    per_sm: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def forward_bytes(self, head_dim: int) -> int:
+        """Shared memory in bytes: Q, the rings of K and V, and mbarriers."""
+        return (self.rows + 2 * self.stages * self.columns) * -(-head_dim // 64) * 128 + 8 * (1 + 4 * self.stages)
+
+    def backward_bytes(self, head_dim: int) -> int:
+        """Shared memory in bytes: two fixed tiles, the ring of two moving ones, lse and delta, and mbarriers."""
+        tiles = 2 * (self.rows + self.stages * self.columns) * -(-head_dim // 64) * 128
+        return tiles + self.stages * 2 * self.columns * 4 + 8 * (1 + 2 * self.stages)
+
+
+class WgmmaBackwardTile(NamedTuple):
+    """The same of the backward: `keys` of the thread blocks that own keys, `queries` of those that own queries."""
+
+    keys: WgmmaTile
+    queries: WgmmaTile
+
+
+# By head_dim: the tile for few keys, and the tile from LONG keys on.
+LONG = 8192
+WGMMA_FORWARD = {
+    64: (WgmmaTile(96, 1, 2, 3), WgmmaTile(128, 3, 2, 1)),
+    96: (WgmmaTile(128, 2, 2, 1),) * 2,
+    128: (WgmmaTile(128, 2, 2, 1),) * 2,
+}
+WGMMA_BACKWARD = {
+    64: WgmmaBackwardTile(WgmmaTile(96, 2, 3, 1), WgmmaTile(128, 2, 3, 1)),
+    96: WgmmaBackwardTile(WgmmaTile(64, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+    128: WgmmaBackwardTile(WgmmaTile(48, 2, 3, 1), WgmmaTile(96, 2, 3, 1)),
+}
+
+
+def wgmma_forward(head_dim: int, keys: int, softcap: bool) -> WgmmaTile:
+    """The tile of the forward. A softcap needs more registers than three consumers have."""
+    return WGMMA_FORWARD[head_dim][keys >= LONG and not softcap]
+
+
+def wgmma_head_dim(head_dim: int) -> int:
+    """That of the kernels of v4 for this head_dim, at most MOST_HEAD_DIM."""
+    return min(d for d in WGMMA_FORWARD if d >= head_dim)
+
+
 def padded_head_dim(head_dim: int) -> int:
     return 64 if head_dim <= 64 else MOST_HEAD_DIM
 
@@ -66,9 +124,9 @@ _OVERHEAD = 4  # of a wave of thread blocks, and of the launch that adds the spl
 class DecodeTile(NamedTuple):
     """A warp keeps `stages` tiles of 8 KB in shared memory. At least `per_sm` thread blocks fit into the registers of an SM."""
 
-    warps: int = 4
+    warps: int = 8
     stages: int = 3
-    per_sm: int = 2
+    per_sm: int = 1
 
     @property
     def bytes(self) -> int:

@@ -14,22 +14,26 @@ from cukern.runtime.tensors import wide
 
 
 class Options(NamedTuple):
-    """What a call computes. `softcap` is 0 without a softcap."""
+    """What a call computes. `softcap` is 0 without a softcap, `window` without a window. `wgmma`: by the kernels of v4, if they can."""
 
     causal: bool = True
     scale: float = 1.0
     softcap: float = 0.0
+    wgmma: bool = False
+    window: int = 0
 
 
-def hidden_keys(q: Tensor, k: Tensor, key_lengths: Tensor | None = None, causal: bool = True) -> Tensor:
-    """True where a query (row) does not see a key (column): under `causal` the last query sees all keys. With key_lengths (batch,) there is
-    a matrix per query head of each sequence, (batch * heads, queries or 1, keys)."""
+def hidden_keys(q: Tensor, k: Tensor, key_lengths: Tensor | None = None, causal: bool = True, window: int = 0) -> Tensor:
+    """True where a query (row) does not see a key (column): under `causal` the last query sees all keys, with `window` the last of them.
+    With key_lengths (batch,) there is a matrix per query head of each sequence, (batch * heads, queries or 1, keys)."""
     queries, keys = q.shape[-2], k.shape[-2]
     if key_lengths is not None:
         column, query = (torch.arange(n, device=q.device) for n in (keys, queries if causal else 1))
         ends = key_lengths.clamp(0, keys).repeat_interleave(q.shape[1])[:, None] + (query + 1 - len(query))
         return column >= ends[..., None]
-    return torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
+    every = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+    hidden = every.triu(keys - queries + 1)
+    return hidden | every.tril(keys - queries - window) if window else hidden
 
 
 def repeated(k: Tensor, heads: int) -> Tensor:
@@ -47,14 +51,14 @@ def by_scores(
     key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """out (batch, heads, queries, E), and lse (batch, heads, queries) or None, computed in q's dtype. `softmax` is that of rows."""
-    causal, scale, softcap = options
+    causal, scale, softcap, _, window = options
     leading, keys = q.shape[:2], repeated(k, q.shape[1]).flatten(0, 1)
     s = torch_matmul((q * scale).flatten(0, 1), keys.mT)  # scores of float16 may overflow before they are scaled
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     empty = None
     if causal or key_lengths is not None:
-        hidden = hidden_keys(q, k, key_lengths, causal)
+        hidden = hidden_keys(q, k, key_lengths, causal, window)
         if q.shape[-2] > k.shape[-2] or key_lengths is not None:
             empty = hidden.all(-1, keepdim=True)  # rows without a visible key: their weights are replaced below
             hidden = hidden & ~empty

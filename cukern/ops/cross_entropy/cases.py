@@ -64,7 +64,7 @@ for _name, _padded in (("cross_entropy", False), ("cross_entropy_padded", True))
             dtypes=checks.FLOATS, dims="ROWS COLUMNS", inputs=("logits", "targets"), cost=_cost, bound="memory", roundings=4,
             check_dims=((1, 1), (129, 65), (64, 1000), (33, 4097), (5, 50_257), (7, 50_304)),
             sim_dims=((1, 1), (5, 67), (2, 300)),
-            bench_dims=((8192, 50304), (8192, 50257), (32768, 4096), (4096, 128256)),
+            bench_dims=((8192, 50304), (8192, 50257), (32768, 768), (8192, 4096), (4096, 128256)),
         )
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """cross_entropy of logits and target indices, and its gradient, each in one pass over the logits. Math: kernels_cu/cross_entropy.cu."""
 
-from collections.abc import Callable
+import itertools
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cukern.ops.cross_entropy.reference import Options, reference
 from cukern.runtime import backend, checks, interop
-from cukern.runtime.device import cached
+from cukern.runtime.device import cached, device_of
 from cukern.runtime.higher import gradients, tangents
 from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.registry import Differentiable, Version, apply_of, choose, each, raw_op, save, transformed, watched
@@ -117,15 +117,15 @@ def launch_forward(x: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tens
     loss, stats = _fake(x, targets, *rest)
     x, targets, is_reduced = unit_column_stride(x), targets.contiguous(), options.reduction != "none"
     launch, reducer, block = _plan("forward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
-    blocks = -(-rows // block[1])
-    partials = torch.empty(blocks, 2, dtype=torch.float64, device=x.device) if is_reduced else None
+    grid = _grid(rows, block, x.get_device())
+    partials = torch.empty(grid[0], 2, dtype=torch.float64, device=x.device) if is_reduced else None
     added = 0 if partials is None else partials.data_ptr()
     if rows:
         pointers = 0 if is_reduced else loss.data_ptr(), stats.data_ptr(), added, x.data_ptr(), targets.data_ptr()
-        launch((blocks, 1, 1), block, 0, *pointers, is_wide, rows, x.stride(0), options.vocab, options.ignored, *options[3:6])
+        launch(grid, block, 0, *pointers, is_wide, rows, x.stride(0), options.packed())
     if is_reduced:
         out, count = loss.data_ptr(), stats.data_ptr() + 8 * rows
-        reducer((1, 1, 1), (1024, 1, 1), 0, out, count, added, blocks, options.reduction == "mean")
+        reducer((1, 1, 1), (256, 1, 1), 0, out, count, added, grid[0], options.reduction == "mean")
     return loss, stats
 
 
@@ -145,10 +145,10 @@ def write_gradient(dx: Tensor, x: Tensor, targets: Tensor, stats: Tensor, dloss:
     step = dloss.stride(0) if options.reduction == "none" else 0
     count = stats.data_ptr() + 8 * rows if options.reduction == "mean" else 0
     pointers = dx.data_ptr(), x.data_ptr(), targets.data_ptr(), stats.data_ptr(), dloss.data_ptr(), count
-    sizes = rows, dx.stride(0), x.stride(0), x.shape[1], options.vocab
+    sizes = *x.shape, dx.stride(0), x.stride(0)
     launch, _, block = _plan("backward", options.version, x.dtype, options.softcap != 0, x.shape[1], x.get_device())
     if rows:
-        launch((-(-rows // block[1]), 1, 1), block, 0, *pointers, is_wide, *sizes, options.ignored, step, *options[3:6])
+        launch(_grid(rows, block, x.get_device()), block, 0, *pointers, is_wide, *sizes, options.packed(step))
 
 
 def _fake(x: Tensor, targets: Tensor, vocab: int, ignored: int, reduction: str, *_: Any) -> tuple[Tensor, Tensor]:
@@ -209,50 +209,43 @@ class _CrossEntropy(Differentiable):
 
 _apply = apply_of(_CrossEntropy)
 
-# ---- the versions: for each pass the kernel of a dtype, with or without softcap, and its threads for a number of columns
+# ---- the versions: forward and backward give a pass's kernel for (dtype, has softcap, columns), and its block: (threads per row, rows, 1)
 
-
-_template = partial(Template, "cross_entropy.cu", pdl=True)
-_REDUCE = _template("cross_entropy_reduce")
+_BLOCK, _BLOCK_BWD, _WARP, _WARP_BWD, _REDUCE = (
+    Template("cross_entropy.cu", f"cross_entropy_{name}", pdl=True) for name in ("block", "block_bwd", "warp", "warp_bwd", "reduce")
+)
+SHORT_BYTES, SHORT_BLOCK = 16384, (32, 4, 1)  # rows of up to SHORT_BYTES have one warp
+_WARPS, _MOST_ROWS = 32, 32  # of short rows: warps per SM, and rows per warp
 
 
 @cached(4096)
 def _plan(pass_: str, version: str, dtype: torch.dtype, softcap: bool, columns: int, device: int) -> tuple[Any, Any, backend.Dim]:
-    """The launch of a pass, that of the reduction, and the block: (threads per row, rows, 1)."""
+    """The launch of a pass, that of the reduction, and the block."""
     kernel, block = getattr(choose("cross_entropy", version, device), pass_)(dtype, softcap, columns)
-    return kernel.on(device), _REDUCE[wide(dtype)].on(device), (*block, 1)
+    return kernel.on(device), _REDUCE[wide(dtype)].on(device), block
 
 
-def _one_row(_: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
-    return (), (256, 1)
+def _grid(rows: int, block: backend.Dim, device: int) -> backend.Dim:
+    """One block per row, or for short rows so many that each warp has the same number of rows."""
+    each = max(1, min(-(-rows // (_WARPS * device_of(device).sms)), _MOST_ROWS)) if block == SHORT_BLOCK else 1
+    return -(-rows // (each * block[1])), 1, 1
 
 
-def _short_or_long(row_bytes: int) -> tuple[tuple[Any, ...], tuple[int, int]]:
-    """v2: four rows of one warp, or one row whose threads have at least four vectors each, up to 256 threads."""
-    return ((True,), (32, 4)) if row_bytes <= 16384 else ((False,), (min(256, -(-row_bytes // (64 * 32)) * 32), 1))
+def _kernel(version: int, backward: bool, dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, backend.Dim]:
+    row_bytes = columns * dtype.itemsize
+    if version == 2 and row_bytes <= SHORT_BYTES:
+        return (_WARP_BWD if backward else _WARP)[dtype, softcap], SHORT_BLOCK
+    threads = 256 if version == 1 else min(256, -(-row_bytes // 2048) * 32)  # v2: at least four vectors each
+    loads = 0 if version == 1 else 2 if backward or dtype.itemsize == 8 else 4
+    return (_BLOCK_BWD if backward else _BLOCK)[dtype, softcap, loads], (threads, 1, 1)
 
 
-def _version(idea: str, name: str, block: Callable[[int], tuple[tuple[Any, ...], tuple[int, int]]]) -> Version:
-    """`block`: for the bytes of a row, the last arguments of the template, and the threads per row and rows of a block."""
-    templates = [_template(f"cross_entropy_{name}"), _template(f"cross_entropy_{name}_bwd")]
-    kinds = dict.fromkeys(block(row_bytes)[0] for row_bytes in (1, 1 << 20))
-
-    def planned(template: Template) -> Callable[..., Any]:
-        def plan(dtype: torch.dtype, softcap: bool, columns: int) -> tuple[Kernel, tuple[int, int]]:
-            kind, threads = block(columns * dtype.itemsize)
-            key = (dtype, softcap, *kind)
-            return template[key], threads
-
-        return plan
-
-    def instances(dtype: torch.dtype) -> list[Kernel]:
-        keys = [(dtype, softcap, *kind) for softcap in (False, True) for kind in kinds]
-        return [_REDUCE[wide(dtype)], *(template[key] for template in templates for key in keys)]
-
-    return Version(idea, planned(templates[0]), planned(templates[1]), instances)
+def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
+    calls = itertools.product((False, True), (False, True), (1, SHORT_BYTES))
+    return [_REDUCE[wide(dtype)], *(_kernel(version, backward, dtype, softcap, columns)[0] for backward, softcap, columns in calls)]
 
 
 VERSIONS = {
-    "v1": _version("one element per thread and step", "v1", _one_row),
-    "v2": _version("16-byte vectors", "v2", _short_or_long),
+    f"v{n}": Version(idea, partial(_kernel, n, False), partial(_kernel, n, True), partial(_instances, n))
+    for n, idea in ((1, "one element per thread and step"), (2, "16-byte vectors; a warp per short row"))
 }

@@ -1,5 +1,6 @@
 """cross_entropy in torch's operations: for CPU tensors, for tests, and for higher derivatives."""
 
+import struct
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,10 @@ class Options(NamedTuple):
     z_loss: float = 0.0
     softcap: float = 0.0
     version: str = ""
+
+    def packed(self, dloss_step: int = 0) -> bytes:
+        """The struct Options of cross_entropy.cu."""
+        return struct.pack("3q3d", self.vocab, self.ignored, dloss_step, *self[3:6])
 
 
 def reference(logits: Tensor, targets: Tensor, options: Options) -> Tensor:

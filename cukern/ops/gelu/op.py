@@ -212,6 +212,7 @@ for _name, _public, _kind, _function in (
             dtypes=checks.FLOATS, dims="ROWS COLUMNS", make=partial(_make, _kind), cost=partial(_cost, 1 + _gated, _bias), bound="memory",
             inputs=("gate", "up") if _gated else ("x", "bias") if _bias else ("x",),
             check_dims=((1, 1), (33, 1023), (129, 64), (1000, 256)), sim_dims=((1, 1), (5, 67), (35, 24)),
-            bench_dims=((32768, 3072), (8192, 14336)), roundings=4 if _bias else 2,  # the gradient of the bias is a sum
+            bench_dims=((32768, 768), (8192, 4096), (32768, 3072), (8192, 14336)),
+            roundings=4 if _bias else 2,  # the gradient of the bias is a sum
         )
     )  # fmt: skip

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,9 @@ from cukern.runtime.registry import Version
 from cukern.runtime.tensors import pointers, wide
 
 FUNCTIONS = {"none": 0, "tanh": 1, "silu": 2}  # as in gelu.cu
-THREADS, WARPS, VECTOR_BYTES = 256, 8, 16  # WARPS: of a block of gelu_v2_bias_bwd, as in gelu.cu
-BLOCKS = 2048  # at most, of gelu_v2_bias_bwd: enough for any GPU, with few partial sums
-_V1, _V1_BWD, _V2, _V2_BWD, _BIAS_BWD = (
-    Template("gelu.cu", f"gelu_{name}", pdl=True) for name in ("v1", "v1_bwd", "v2", "v2_bwd", "v2_bias_bwd")
-)
+THREADS, WARPS, VECTOR_BYTES = 256, 8, 16  # WARPS: of a block of gelu_bias_bwd, as in gelu.cu
+BLOCKS = 2048  # at most, of gelu_bias_bwd: enough for any GPU, with few partial sums
+_FORWARD, _BACKWARD, _BIAS_BWD = (Template("gelu.cu", f"gelu{name}", pdl=True) for name in ("", "_bwd", "_bias_bwd"))
 
 
 def _sizes(bias: Tensor | None, x: Tensor, *others: Tensor | None) -> tuple[int, ...]:
@@ -34,31 +33,26 @@ def _aligned(itemsize: int, sizes: tuple[int, ...], *tensors: Tensor | None) -> 
     return all(n % VECTOR_BYTES == 0 for n in (*starts, *(size * itemsize for size in sizes[1:])))
 
 
-def _launch(scalar: Template, vector: Template | None, sizes: tuple[int, ...], x: Tensor, bias: Any, function: str, *tensors: Any) -> None:
-    """Launch `vector` if it is given and the tensors allow it, else `scalar`. `tensors`: the arguments of the kernel."""
-    template, elements = scalar, THREADS
-    if vector and _aligned(x.itemsize, sizes, *tensors):
-        template, elements = vector, THREADS * VECTOR_BYTES // x.itemsize
-    kernel = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function]]
-    kernel.on(x.get_device())((-(-x.numel() // elements), 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *sizes)
+def _launch(template: Template, vectors: bool, sizes: tuple[int, ...], x: Tensor, bias: Any, function: str, *tensors: Any) -> None:
+    """Launch with a vector per thread if `vectors` and if the tensors allow it, else with an element. `tensors`: the kernel's arguments."""
+    width = VECTOR_BYTES // x.itemsize if vectors and _aligned(x.itemsize, sizes, *tensors) else 1
+    kernel = template[x.dtype, (x if bias is None else bias).dtype, FUNCTIONS[function], width]
+    kernel.on(x.get_device())((-(-x.numel() // (THREADS * width)), 1, 1), (THREADS, 1, 1), 0, *pointers(*tensors), *sizes)
 
 
-def _version(idea: str, *vectors: Template) -> Version:
-    """`vectors`: the kernels that access vectors, for forward, backward, and backward with the gradient of the bias."""
-    forward_vector, backward_vector, _ = vectors or (None, None, None)
+def _forward(vectors: bool, out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
+    _launch(_FORWARD, vectors, _sizes(bias, x, up), x, bias, function, out, x, up, bias)
 
-    def forward(out: Tensor, x: Tensor, up: Any, bias: Any, function: str) -> None:
-        _launch(_V1, forward_vector, _sizes(bias, x, up), x, bias, function, out, x, up, bias)
 
-    def backward(dx: Tensor, dup: Any, x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool) -> Tensor | None:
-        if backward_vector and bias_grad and _aligned(x.itemsize, _sizes(bias, x, dout), dx, x, bias, dout):
-            terms = _bias_backward(dx, x, bias, dout, function)
-        else:
-            _launch(_V1_BWD, backward_vector, _sizes(bias, x, up, dout), x, bias, function, dx, dup, x, up, bias, dout)
-            terms = dx
-        return terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else None
-
-    return Version(idea, forward, backward, lambda dtype: _instances(dtype, *vectors))
+def _backward(
+    vectors: bool, dx: Tensor, dup: Any, x: Tensor, up: Any, bias: Any, dout: Tensor, function: str, bias_grad: bool
+) -> Tensor | None:
+    if vectors and bias_grad and _aligned(x.itemsize, _sizes(bias, x, dout), dx, x, bias, dout):
+        terms = _bias_backward(dx, x, bias, dout, function)
+    else:
+        _launch(_BACKWARD, vectors, _sizes(bias, x, up, dout), x, bias, function, dx, dup, x, up, bias, dout)
+        terms = dx
+    return terms.sum(0, dtype=wide(dx.dtype)).to(bias.dtype) if bias_grad else None
 
 
 def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: str) -> Tensor:
@@ -73,16 +67,21 @@ def _bias_backward(dx: Tensor, x: Tensor, bias: Tensor, dout: Tensor, function: 
     return partials
 
 
-def _instances(dtype: torch.dtype, *templates: Template) -> Iterable[Kernel]:
-    """The kernels of v1, and those of `templates`. There is no silu with a bias."""
+def _instances(vectors: bool, dtype: torch.dtype) -> Iterable[Kernel]:
+    """There is no silu with a bias."""
     for bias in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
         for name, function in FUNCTIONS.items():
-            for template in (_V1, _V1_BWD, *templates):
-                if name != "silu" or (bias == dtype and template is not _BIAS_BWD):
-                    yield template[dtype, bias, function]
+            if name != "silu" or bias == dtype:
+                widths = (1, VECTOR_BYTES // dtype.itemsize)[: 1 + vectors]
+                yield from (template[dtype, bias, function, width] for template in (_FORWARD, _BACKWARD) for width in widths)
+            if name != "silu" and vectors:
+                yield _BIAS_BWD[dtype, bias, function]
 
 
 VERSIONS = {
-    "v1": _version("one thread per element; the bias gradient by torch's sum"),
-    "v2": _version("16-byte vectors; the bias gradient from partial sums", _V2, _V2_BWD, _BIAS_BWD),
+    name: Version(idea, partial(_forward, vectors), partial(_backward, vectors), partial(_instances, vectors))
+    for name, idea, vectors in (
+        ("v1", "one thread per element; the bias gradient by torch's sum", False),
+        ("v2", "16-byte vectors; the bias gradient from partial sums", True),
+    )
 }

@@ -21,7 +21,7 @@ VECTOR_BYTES = 16
 V1_THREADS = 256
 _V1_BLOCKS = 1 << 20  # the most blocks of v1, which loop over rows
 _ANY_BLOCKS = 1 << 62
-_V2_BLOCK = 128, 256  # threads of a block that short rows share, in the forward and in the backward
+_FORWARD_BLOCK = 128  # threads of a block that short rows share; in the backward, those of the tile
 _RESIDENT = {128: 384, 384: 768, 512: 512}  # threads per SM of the backward, for each limit of its blocks
 
 _V1, _V1_BWD, _PARTIALS = (Template("layernorm.cu", f"layernorm_v1{name}") for name in ("", "_bwd", "_partials"))
@@ -76,7 +76,7 @@ def _plan(
     for tile in tiles(dtype.itemsize, aligned, backward) if newest else ():
         threads = threads_of(columns, tile)
         if threads <= tile.most_threads:
-            rows = max(1, min(tile.block, _V2_BLOCK[backward]) // threads)
+            rows = max(1, (tile.block if backward else _FORWARD_BLOCK) // threads)
             blocks = device_of(device).sms * (_RESIDENT[tile.block] // (threads * rows)) if backward else _ANY_BLOCKS
             return _Plan(_v2(backward, dtype, weight, tile, rms).on(device), (threads, rows, 1), blocks, True)
     return _Plan((_V1_BWD if backward else _V1)[dtype, weight, rms].on(device), (V1_THREADS, 1, 1), _V1_BLOCKS, False)
@@ -119,7 +119,7 @@ def _backward(
     plan, blocks = _plan_for(newest, True, s, weight, rms, dx, dy, ds)
     groups = blocks if plan.adds else min(rows, 2 * device_of(device).sms)
     partials = None if dweight is None else stats.new_empty(2, groups, columns)
-    shared = columns * stats.itemsize if dweight is not None and plan.block[1] > 1 else 0
+    shared = 2 * columns * stats.itemsize if dweight is not None and plan.block[1] > 1 else 0
     addresses = pointers(dx, *([partials] if plan.adds else []), s, dy, ds, stats, weight)
     plan.launch((blocks, 1, 1), plan.block, shared, *addresses, rows, columns, *_row_strides(s, dy, ds))
     if dweight is None or partials is None:
@@ -127,9 +127,9 @@ def _backward(
     if not plan.adds:
         launch, grid = _PARTIALS[s.dtype].on(device), (-(-columns // V1_THREADS), groups, 1)
         launch(grid, (V1_THREADS, 1, 1), 0, *pointers(partials, s, dy, stats), rows, columns, *_row_strides(s, dy))
-    grid = (-(-columns // 8), 1 if dbias is None else 2, 1)
+    grid = (-(-columns // 16), 1 if dbias is None else 2, 1)
     add = _ADD[stats.dtype, dweight.dtype].on(device)
-    add(grid, (8, 128 if groups >= 128 else 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
+    add(grid, (16, 32, 1), 0, *pointers(dweight, dbias, partials), groups, columns)
 
 
 def _instances(newest: bool, dtype: torch.dtype) -> Iterable[Kernel]:

@@ -70,9 +70,13 @@ def load(c: Context) -> Step:
         values = through(m, space, group.lanes, addresses, functools.partial(access, m))
         if strong and space != "shared":
             m.order.observe(group.lanes, addresses, acquires)
-        parts = values.view(UNSIGNED[width]).reshape(-1, count)
-        for i, target in enumerate(targets):
-            put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
+            m.polled(len(group.lanes))
+        if count == 1:
+            put(m, group, targets[0], values, signed)
+        else:
+            parts = values.view(UNSIGNED[width]).reshape(-1, count)
+            for i, target in enumerate(targets):
+                put(m, group, target, np.ascontiguousarray(parts[:, i]), signed)
         if m.poison.fresh:
             _put_poison(m, group, targets, size, signed)
 
@@ -107,7 +111,7 @@ def address_of(m: Machine, group: Group, register: int, offset: int) -> np.ndarr
     if m.poisoned:
         m.poison.check(group, (register,), "an address")
     base = m.get(group, register)
-    if base.dtype != np.uint64:
+    if base.itemsize < 8:
         base = base.astype(np.uint64)
     return base + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) if offset else base
 
@@ -196,8 +200,8 @@ def store(c: Context) -> Step:
 
 
 def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space: str, addresses: np.ndarray) -> np.ndarray:
-    """For each lane, the uninitialized bytes of what it stores, as bits. A whole element in global memory is a fault if it is still there
-    at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
+    """For each lane, the uninitialized bytes of what it stores, as in Shadow.poison. A whole element in global memory is a fault if it is
+    still there at the end of the launch: the compiler may store a vector first, and then the element that it lacked."""
     found = m.poison.bytes_of(group, sources, size)
     if found is None:
         return np.zeros(1, np.int64)
@@ -216,8 +220,8 @@ def _poison_codes(m: Machine, group: Group, sources: list[int], size: int, space
                 return m.poison.fault(int(group.lanes[chosen[row]]), int(origins[chosen[row]]), f"a store to {where}")
 
             assert part.shadow is not None
-            m.launched.stored.append((part.shadow, part.at - part.region.origin, flags[chosen], fault))
-    return (flags * (1 << np.arange(flags.shape[1]))).sum(axis=1)
+            m.launched.stored.append((part.shadow, part.at, flags[chosen], fault))
+    return (flags * (1 << np.arange(flags.shape[1]))).sum(axis=1) | origins + 2 << 16
 
 
 def vectors(m: Machine, group: Group, sources: list[int], dtype: Any) -> np.ndarray:

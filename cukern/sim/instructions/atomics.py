@@ -111,6 +111,7 @@ def _serially(
     order = np.argsort(index, kind="stable")
     first = np.flatnonzero(np.diff(index[order], prepend=-1))
     turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+    m.polled(len(lanes), int(turn.max()))
     for rows in np.split(order[np.argsort(turn, kind="stable")], np.cumsum(np.bincount(turn))[:-1]):
         old[rows] = array[index[rows]]
         array[index[rows]] = change(old[rows], *(v[rows] for v in values))

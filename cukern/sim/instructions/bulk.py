@@ -101,7 +101,8 @@ class _Copy:
             bad = values.astype(np.int64) % _UNIT != 0
             if bad.any():
                 row = int(bad.argmax())
-                whole = f"{what} of a cp.async.bulk is {int(values[row])}, which is not a multiple of {_UNIT}"
+                number = int(values[row]) if what == "the size" else hex(int(values[row]))
+                whole = f"{what} of a cp.async.bulk is {number}, which is not a multiple of {_UNIT}"
                 raise m.fault(Fault if what == "the size" else Misaligned, group.lanes[row], whole)
         size = min(_UNIT, WIDTHS[self.type] // 8) if self.operation else _UNIT
         times = sizes // size
@@ -121,7 +122,7 @@ class _Copy:
         for address in np.unique(maps).tolist():
             rows = np.flatnonzero(maps == address)
             box = self._box(m, group.lanes[rows[:1]], address)
-            self._check_start(m, box, group.lanes[rows], at[0, rows])
+            self._check_start(m, box, group.lanes[rows], at[:, rows])
             found.append(self._units(m, box, rows, at[:, rows], inside))
         if len({(u.size, u.fill) for u in found}) > 1:
             raise m.not_simulated(f"one {self.c.opcode} with several tensor maps")
@@ -147,17 +148,18 @@ class _Copy:
         self.rounds = box.code == tensor_map.TF32
         return box
 
-    def _check_start(self, m: Machine, box: tensor_map.Box, lanes: np.ndarray, first: np.ndarray) -> None:
-        """Where a GPU stops with an illegal instruction. `first`: the innermost coordinates."""
-        rules = (
-            (first * box.itemsize % _UNIT != 0, Misaligned, f"must be a multiple of {_UNIT // box.itemsize} elements ({_UNIT} bytes)"),
-            ((first < 0) & (not self.loads), OutOfBounds, "must not be negative in a store: only a load may begin before the tensor"),
-        )
-        for bad, kind, rule in rules:
+    def _check_start(self, m: Machine, box: tensor_map.Box, lanes: np.ndarray, at: np.ndarray) -> None:
+        """Where a GPU stops with an illegal instruction (measured on an H100). `at`: (dimensions, lanes), the coordinates."""
+        multiple = f"must be a multiple of {_UNIT // box.itemsize} elements ({_UNIT} bytes)"
+        rules: list[tuple[int, np.ndarray, type[Fault], str]] = [(0, at[0] * box.itemsize % _UNIT != 0, Misaligned, multiple)]
+        if not self.loads:
+            negative = "must not be negative in a store: only a load may begin before the tensor"
+            rules += [(i, x < 0, OutOfBounds, negative) for i, x in enumerate(at)]
+        for i, bad, kind, rule in rules:
             if bad.any():
                 row = int(bad.argmax())
-                what = f"copies a box whose innermost coordinate is {int(first[row])}, but it {rule}"
-                raise m.fault(kind, lanes[row], what, None, lanes[bad])
+                which = "innermost coordinate" if i == 0 else f"coordinate {i} (the innermost is 0)"
+                raise m.fault(kind, lanes[row], f"copies a box whose {which} is {int(at[i, row])}, but it {rule}", None, lanes[bad])
 
     def _units(self, m: Machine, box: tensor_map.Box, rows: np.ndarray, at: np.ndarray, inside: np.ndarray) -> Units:
         """`at`: (dimensions, rows), the coordinates."""

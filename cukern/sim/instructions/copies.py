@@ -53,7 +53,7 @@ def _start_copy(c: Context) -> Step:
             m.poison.check(group, (read,), "the size of a copy")
         values = _fetch(m, lanes, addresses, size, count)
         fetched = m.poison.fetched(group, size)
-        codes = np.zeros(1, np.int64) if fetched is None else (fetched[0] * (1 << np.arange(size))).sum(axis=1)
+        codes = np.zeros(1, np.int64) if fetched is None else (fetched[0] * (1 << np.arange(size))).sum(axis=1) | fetched[1] + 2 << 16
         m.order.clock.tick(pc)
         positions = m.shared.store(m, lanes, address_of(m, group, target, target_offset), size, values, IN_FLIGHT, codes)
         m.copies.start(pc, lanes, positions, size)

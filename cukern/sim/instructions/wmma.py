@@ -158,7 +158,8 @@ def store(c: Context) -> Step:
             bits = tile.bytes_of(
                 [m.poisoned[r][group.index].reshape(-1, 32) if r in m.poisoned else zeros.reshape(-1, 32) for r in sources]
             )
-            codes = [((unit != 0) * (1 << np.arange(tile.unit))).sum(axis=1) for unit in bits]
+            origin = int(m.poison.of(group, sources)[1].max())  # one of them
+            codes = [((unit != 0) * (1 << np.arange(tile.unit))).sum(axis=1) | origin + 2 << 16 for unit in bits]
         for (_, lanes, at), unit, code in zip(parts, units, codes, strict=True):
             values: Any = unit.view(CARRIERS[tile.unit])[:, 0]
             through(m, tile.space, lanes, at, functools.partial(access, m), values, code)

@@ -246,5 +246,9 @@ class Mbarriers:
             return None
         lane = int(waiting[0])
         barrier = self.at[int(self.positions[lane])]
-        what = f"waits at an mbarrier for {barrier.missing} arrivals and {barrier.bytes} bytes"
+        what = f"waits at an mbarrier for {barrier.missing} arrivals"
+        if barrier.bytes >= 0:
+            what += f" and {barrier.bytes} bytes"
+        else:
+            what += f", and {-barrier.bytes} bytes more have come than its arrivals announced (expect_tx)"
         return self.m.fault(BarrierFault, lane, what, self.m.waits_at[lane])

@@ -36,6 +36,7 @@ class Barriers:
     def sync(self, group: Group, barrier: int, count: int, holds: np.ndarray | None = None) -> None:
         """These lanes wait."""
         m = self.m
+        self._check_count(group, barrier, count)
         everybody = len(group.lanes) == m.blocks * m.launched.threads
         if everybody and not count and holds is None and barrier not in self.meetings:
             self._everybody_met()
@@ -51,12 +52,33 @@ class Barriers:
     def arrive(self, group: Group, barrier: int, count: int) -> None:
         """These lanes arrive without waiting."""
         m = self.m
+        self._check_count(group, barrier, count)
         meeting = self.meetings.setdefault(barrier, _Meeting(m))
         meeting.count[np.unique(m.order.block_of[group.lanes])] = count
         for w in np.unique(m.order.warp_of[group.lanes]).tolist():
             meeting.signals[w] = m.order.knowledge(w)
         m.go(m.pc + 1, group)
         self._complete(barrier, meeting)
+
+    def _check_count(self, group: Group, barrier: int, count: int) -> None:
+        """A barrier of a block has one of 16 numbers, and all who meet there name the same number of threads."""
+        m = self.m
+        if barrier > 15 or count % 32:
+            rule = "the numbers are 0 to 15" if barrier > 15 else f"{count} threads are not whole warps"
+            raise m.fault(BarrierFault, group.lanes[0], f"is at barrier {barrier}, but {rule}")
+        meeting = self.meetings.get(barrier)
+        if meeting is None:
+            return
+        blocks = m.order.block_of[group.lanes]
+        came = np.zeros(m.blocks, bool)
+        came[m.order.block_of[meeting.here]] = True
+        came[[w // m.warps for w in meeting.signals]] = True
+        differs = came[blocks] & (meeting.count[blocks] != count)
+        if differs.any():
+            row = first_row(differs)
+            theirs, ours = (f"{n} threads" if n else "all threads" for n in (meeting.count[blocks[row]], count))
+            what = f"meets {ours} at barrier {barrier}, but others who are there meet {theirs}"
+            raise m.fault(BarrierFault, group.lanes[row], f"{what}: all must name the same number")
 
     def lanes_left(self) -> None:
         for barrier, meeting in list(self.meetings.items()):

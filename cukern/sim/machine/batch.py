@@ -129,7 +129,7 @@ class Batch:
         self.waiting[pc] = group
 
     def group(self, lanes: np.ndarray) -> Group:
-        return Group(lanes, self.lanes, self.live)
+        return Group(self.order.every if len(lanes) == self.lanes else lanes, self.lanes, self.live)
 
     def groups(self, lanes: np.ndarray, pcs: np.ndarray) -> list[tuple[int, Group]]:
         """These lanes, by their instruction."""

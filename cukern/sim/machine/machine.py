@@ -23,6 +23,7 @@ from cukern.sim.ptx.module import Register
 
 LANES_A_BATCH = 1 << 15
 _TURN = 5  # a turn costs as much time as that many instructions
+_POLL = 8  # so does a strong load of few lanes; an endless loop of them must end within seconds, too
 _TURNS = 256  # every 256 turns another group runs: once, or 256 times if lanes poll (the store that they wait for may be in that group)
 
 Step = Callable[["Machine", Group], None]
@@ -190,6 +191,10 @@ class Machine(Batch):
             self.barriers.lanes_left()
             self.warp_wide.lanes_left()
         self.clusters.lanes_left(group)
+
+    def polled(self, lanes: int, rounds: int = 1) -> None:
+        """A strong load, or an atomic of `rounds` lanes one after the other: count what it costs."""
+        self.steps += _POLL + 2 * rounds + lanes // 64
 
     def divergence(self, lane: int) -> str | None:
         return self.barriers.divergence(lane)

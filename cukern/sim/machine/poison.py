@@ -43,7 +43,7 @@ class Poison:
         # register -> array by lane: index of the origin * lanes + lane of the origin
         self.origins = {r: np.arange(m.lanes) for r in undefined}
         self.sources = [_Origin(None, lambda lane: "uses a variable that no statement has set")]
-        self.fresh: list[tuple[np.ndarray, np.ndarray, int]] = []  # lanes, uninitialized bytes, origin; of the current load
+        self.fresh: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # lanes, uninitialized bytes, origins; of the current load
         self.flying: dict[int, np.ndarray] = {}  # origin that is a wgmma in flight -> its commit group by lane, or -1
         self.off = Uninitialized in m.launched.options.off
         for r in () if self.off else self.origins:
@@ -58,13 +58,17 @@ class Poison:
         rows = np.flatnonzero(missing.any(axis=1))
         lanes, at = part.lanes[rows], part.at[rows]
 
+        assert part.shadow is not None
+        known = part.shadow.poison_origins(at, size)
+
         def describe(lane: int) -> str:
-            row = np.flatnonzero(lanes == lane)
-            position = int(at[row[0] if len(row) else 0])
-            return f"reads {size} bytes that nobody wrote, {space.describe(part.region, position)}"
+            row = (*np.flatnonzero(lanes == lane), 0)[0]
+            what = "hold an uninitialized value" if known[row] else "nobody wrote"
+            return f"reads {size} bytes that {what}, {space.describe(part.region, int(at[row]))}"
 
         self.sources.append(_Origin(self.m.pc, describe))
-        self.fresh.append((lanes, missing[rows], len(self.sources) - 1))
+        here = (len(self.sources) - 1) * self.m.lanes + lanes
+        self.fresh.append((lanes, missing[rows], np.where(known > 1, known - 2, here)))
 
     def fetched(self, group: Group, size: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Of the loads just made: the uninitialized bytes of each lane of the batch, and their origins."""
@@ -73,7 +77,7 @@ class Poison:
         lanes_, fresh, self.fresh = self.m.lanes, self.fresh, []
         flags, origins = np.zeros((lanes_, size), bool), np.zeros(lanes_, np.int64)
         for lanes, missing, origin in fresh:
-            flags[lanes], origins[lanes] = missing, origin * lanes_ + lanes
+            flags[lanes], origins[lanes] = missing, origin
         return flags[group.lanes], origins[group.lanes]
 
     def shuffled(self, describe: Callable[[int], str]) -> int:
@@ -206,6 +210,9 @@ class Poison:
             flags, origins = self.of(group, flow.reads, moves=flow.kind == "move")
             if flags.any():
                 results = self._results(step, flow, group, flags)
+                if flow.kind != "move" and (flags & (origins < m.lanes)).any():  # the first use of a variable that no statement has set
+                    self.sources.append(_Origin(m.pc, self.sources[0].describe))
+                    origins = np.where(origins < m.lanes, (len(self.sources) - 1) * m.lanes + group.lanes, origins)
         step(m, group)
         for register in flow.writes:
             if register in results:

@@ -29,32 +29,32 @@ def _value(m: Batch, name: str) -> np.ndarray:
         return np.array([m.launched.params.ctypes.data + int(name.removeprefix(PARAMETER))], np.uint64)
     register, _, axis = name.partition(".")
     launched, axis_number = m.launched, "xyz".find(axis) if axis else 0
-    cluster, blocks = launched.cluster, m.order.block_of + m.first_block
+    cluster, blocks = launched.cluster, np.arange(m.first_block, m.first_block + m.blocks)
     of_cluster, rank = np.divmod(blocks, m.order.blocks_a_cluster)
-    indices = {
-        "%tid": lambda: xyz(m.thread_of, launched.block),
-        "%ctaid": lambda: block_index(blocks, launched.grid, cluster),
-        "%clusterid": lambda: xyz(of_cluster, clusters(launched.grid, cluster)),
-        "%cluster_ctaid": lambda: xyz(rank, cluster),
+    by_block = {
+        "%ctaid": lambda: block_index(blocks, launched.grid, cluster)[axis_number],
+        "%clusterid": lambda: xyz(of_cluster, clusters(launched.grid, cluster))[axis_number],
+        "%cluster_ctaid": lambda: xyz(rank, cluster)[axis_number],
+        "%cluster_ctarank": lambda: rank,
+        "%smid": lambda: blocks % _SMS,
     }
-    if register in indices:
-        values = indices[register]()[axis_number]
-        return (values[:1] if (values == values[0]).all() else values).astype(np.uint32)
-    lane = np.arange(m.lanes) % 32
-    bit = 1 << lane
-    per_lane = {
-        "%laneid": lane,
-        "%warpid": m.thread_of // 32,
-        "%smid": blocks % _SMS,
-        "%cluster_ctarank": rank,
-        "%lanemask_eq": bit,
-        "%lanemask_lt": bit - 1,
-        "%lanemask_le": 2 * bit - 1,
-        "%lanemask_gt": -2 * bit,
-        "%lanemask_ge": -bit,
+    thread = np.arange(m.lanes_a_block)
+    lane, bit = thread % 32, 1 << thread % 32
+    by_thread = {
+        "%tid": lambda: xyz(thread, launched.block)[axis_number],
+        "%laneid": lambda: lane,
+        "%warpid": lambda: thread // 32,
+        "%lanemask_eq": lambda: bit,
+        "%lanemask_lt": lambda: bit - 1,
+        "%lanemask_le": lambda: 2 * bit - 1,
+        "%lanemask_gt": lambda: -2 * bit,
+        "%lanemask_ge": lambda: -bit,
     }
-    if register in per_lane:
-        return per_lane[register].astype(np.uint32)
+    if register in by_block or register in by_thread:
+        values = (by_block[register] if register in by_block else by_thread[register])().astype(np.uint32)
+        if (values == values[0]).all():
+            return values[:1]
+        return np.repeat(values, m.lanes_a_block) if register in by_block else np.tile(values, m.blocks)
     uniform = {
         "%ntid": launched.block[axis_number],
         "%nctaid": launched.grid[axis_number],

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
+from cukern.sim.memory.order import BY_LANE, IN_FLIGHT, STRONG, TIME_BITS, Order
 
 _SEVERAL_LANES, _SEVERAL_BLOCKS = 1, 2
-_MOST_KEPT = 1 << 12  # older accesses; beyond, those that a newer one of the same lane replaces are dropped
+_MOST_KEPT = 1 << 9  # older accesses; beyond, those that a newer one of the same lane replaces are dropped
 
 
 class Conflict(NamedTuple):
@@ -21,12 +21,19 @@ class Conflict(NamedTuple):
     stamps: np.ndarray
 
 
+def _weak(stamps: np.ndarray) -> np.ndarray:
+    """True for accesses that race with strong ones."""
+    return ((stamps & STRONG) == 0) | ((stamps & IN_FLIGHT) != 0)
+
+
 class History:
     def __init__(self, granules: int):
         self.last = np.zeros(granules, np.int64)  # the stamp of the newest access
-        self.newest = 0  # the highest of all stamps so far
+        self.newest = 0  # no stamp so far is this high
+        self.several = False  # False: `many` is 0 everywhere
         self.many = np.zeros(granules, np.uint8)  # flags: older accesses of other lanes (1), of other blocks (2) are in granules, stamps
         self.since: np.ndarray | None = None  # kept accesses with a lower stamp do not count any more
+        self.weak = False  # False: no kept access races with strong ones
         self.granules, self.stamps = np.zeros(0, np.int64), np.zeros(0, np.int64)  # kept accesses, by granule
         self.added: list[tuple[np.ndarray, np.ndarray]] = []  # those not yet merged into the two arrays
         self.limit = _MOST_KEPT
@@ -41,21 +48,23 @@ class History:
         self.granules, self.stamps = granules[by_granule], np.repeat(self.stamps, finer)[by_granule]
 
     def record(self, order: Order, granules: np.ndarray, stamps: np.ndarray, keep: bool = True) -> np.ndarray:
-        """Record an access. granules, stamps: one row per lane and granule. keep: also keep earlier accesses of other lanes. Returns the
-        stamps that are now the newest."""
-        before = self.last[granules]
+        """Record an access. granules, stamps: (lanes,), or (lanes, granules of a lane). keep: also keep earlier accesses of other lanes.
+        Returns the stamps that are now the newest."""
+        before = self.last[granules] if keep else None
         self.last[granules] = stamps
-        self.newest = max(self.newest, int(stamps.max()))
+        self.newest = max(self.newest, (int(stamps.flat[-1]) >> TIME_BITS) + 1 << TIME_BITS)
         now = self.last[granules]
-        if keep:
-            lanes = order.by_lane(now)
+        if before is not None:
             for old in (before, stamps):  # `stamps`: of several lanes in this access, one is the newest
-                apart = (old != 0) & (order.by_lane(old) != lanes)
-                if apart.any():
-                    self._keep(order, granules[apart], old[apart], now[apart])
+                if np.count_nonzero(old) and np.count_nonzero(old != now):
+                    apart = (old != 0) & ((old ^ now) & BY_LANE != 0)
+                    if np.count_nonzero(apart):
+                        self._keep(order, granules[apart], old[apart], now[apart])
         return now
 
     def _keep(self, order: Order, granules: np.ndarray, stamps: np.ndarray, newer: np.ndarray) -> None:
+        self.several = True
+        self.weak |= bool(_weak(stamps).any())
         self.many[granules] |= _SEVERAL_LANES
         self.many[granules[order.by_block(stamps) != order.by_block(newer)]] |= _SEVERAL_BLOCKS
         self.added.append((granules, stamps))
@@ -70,7 +79,7 @@ class History:
 
     def clear(self, granules: np.ndarray, now: int) -> None:
         """A write is ordered after all accesses to these granules."""
-        if self.many[granules].any():
+        if self.several and self.many[granules].any():
             if self.since is None:
                 self.since = np.zeros_like(self.last)
             self.since[granules] = now
@@ -102,23 +111,28 @@ class History:
             rows, stamps = rows[counts], stamps[counts]
         return rows, stamps
 
+    def _suspects(self, order: Order, granules: np.ndarray, stamps: np.ndarray, lanes: np.ndarray, inside: bool) -> np.ndarray | None:
+        """Which granules another lane has accessed, as far as the newest stamps show; None if none."""
+        lanes = lanes if stamps.ndim == 1 else lanes[:, None]
+        foreign = order.foreign(stamps, lanes)
+        if self.several:
+            foreign |= self.many[granules]
+        if not np.count_nonzero(foreign):
+            return None
+        suspect = (foreign != 0) & (stamps != 0)
+        return suspect & (stamps >= order.floor[lanes]) if inside else suspect  # floor: a lane knows all that its cluster did before
+
     def conflicts(self, order: Order, granules: np.ndarray, lanes: np.ndarray, inside: bool, strong: bool) -> Conflict | None:
         """The accesses that the current one, by these lanes, is not ordered after. `granules`: (rows,), or (rows, granules of a row).
         `inside`: only the lanes of one cluster access a granule. A `strong` access does not race with strong ones."""
-        if inside and self.newest < order.floor.min():
+        if inside and self.newest <= order.lowest_floor:
             return None
         stamps = self.last[granules]
-        suspect = stamps != 0
-        if inside:  # floor: a lane knows all that its cluster did before
-            floor = order.floor[lanes]
-            suspect &= stamps >= (floor if stamps.ndim == 1 else floor[:, None])
-        if not suspect.any():
-            return None
-        suspect &= order.foreign(stamps, lanes if stamps.ndim == 1 else lanes[:, None]) | (self.many[granules] != 0)
-        if not suspect.any():
+        suspect = self._suspects(order, granules, stamps, lanes, inside) if np.count_nonzero(stamps) else None
+        if suspect is None or not np.count_nonzero(suspect):
             return None
         rows, stamps, granules = np.nonzero(suspect)[0], stamps[suspect], granules[suspect]
-        many = self.many[granules]
+        many = self.many[granules] if self.several and (self.weak or not strong) else np.zeros(0)
         if many.any():
             if not inside:
                 known = (many == _SEVERAL_LANES) & (order.by_block(stamps) == order.block_of[lanes[rows]] + order.first_block)
@@ -127,7 +141,7 @@ class History:
             more, others = self.kept(granules[several])
             rows, stamps = np.concatenate((rows, rows[several[more]])), np.concatenate((stamps, others))
         if strong:
-            weak = ((stamps & STRONG) == 0) | ((stamps & IN_FLIGHT) != 0)
+            weak = _weak(stamps)
             rows, stamps = rows[weak], stamps[weak]
         bad = ~order.ordered(stamps, lanes[rows])
         return Conflict(rows[bad], stamps[bad]) if bad.any() else None

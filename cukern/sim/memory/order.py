@@ -21,6 +21,7 @@ STRONG = 1
 TIME_BITS = 29
 WARPGROUP = 1 << TIME_BITS - 1
 _LANES = (1 << TIME_BITS - 2) - 1
+BY_LANE = _LANES << 1  # the bits of a stamp that name its lane
 
 
 class Clock:
@@ -49,12 +50,15 @@ class Order:
         self.lanes_a_block = warps * 32
         self.lanes = blocks * self.lanes_a_block
         self.base = first_block * self.lanes_a_block
-        self.block_of = np.arange(self.lanes) // self.lanes_a_block
-        self.warp_of = np.arange(self.lanes) // 32
+        self.every = np.arange(self.lanes)
+        self.own = (self.every + self.base) * 2  # the bits of a stamp that name its lane
+        self.block_of = self.every // self.lanes_a_block
+        self.warp_of = self.every // 32
         self.cluster_of = self.block_of // blocks_a_cluster
         # known[w, v]: warp w of the batch knows what warp v of its cluster did before this time
         self.known = np.zeros((blocks * warps, self.warps_a_cluster), np.int64)
         self.floor = np.zeros(self.lanes, np.int64)  # a lane knows every access of its cluster with a lower stamp
+        self.lowest: int | None = None  # the least floor, if it is known
         self.lane_known: np.ndarray | None = None  # [lane, lane of its warp]: times; after a __syncwarp of part of a warp
         self.fenced = np.zeros(self.lanes, np.int64)  # time of a lane's last fence
         self.proxy_fenced = self.fenced.copy()  # time of a lane's last fence.proxy.async
@@ -66,7 +70,18 @@ class Order:
     # ---- stamps
 
     def stamps(self, lanes: np.ndarray, flags: int = 0) -> np.ndarray:
-        return (lanes + self.base) * 2 + (self.clock.now << TIME_BITS | flags)
+        return self.own_of(lanes) + (self.clock.now << TIME_BITS | flags)
+
+    def own_of(self, lanes: np.ndarray) -> np.ndarray:
+        """The bits of a stamp that name these lanes."""
+        return self.own if lanes is self.every else self.own[lanes]
+
+    @property
+    def lowest_floor(self) -> int:
+        """All lanes know every access of their cluster with a lower stamp."""
+        if self.lowest is None:
+            self.lowest = int(self.floor.min())
+        return self.lowest
 
     def unpack(self, stamp: int) -> tuple[int, int]:
         """The lane (numbered through the launch) and the instruction of a stamp."""
@@ -80,8 +95,8 @@ class Order:
         return self.by_lane(stamps) // self.lanes_a_block
 
     def foreign(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
-        """True for the accesses of other lanes, and for those in flight."""
-        return (stamps ^ (lanes + self.base) * 2) & (_LANES << 1 | IN_FLIGHT) != 0
+        """Not 0 for the accesses of other lanes, and for those in flight."""
+        return (stamps ^ self.own_of(lanes)) & (BY_LANE | IN_FLIGHT)
 
     def ordered(self, stamps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """For each stamp: True if that access happened before the current access of the lane in `lanes`."""
@@ -129,7 +144,7 @@ class Order:
         now, warps = self.clock.now + 1, self.warps_a_block
         if self.blocks_a_cluster == 1:
             self.known.reshape(self.blocks, -1)[blocks] = now
-            self.floor.reshape(self.blocks, -1)[blocks] = now << TIME_BITS
+            self.floor.reshape(self.blocks, -1)[blocks], self.lowest = now << TIME_BITS, None
             self._tell_blocks(blocks)
             return
         self._tell_blocks(blocks)
@@ -178,7 +193,7 @@ class Order:
         self.lane_known[lanes] = told
 
     def _lower_floor(self, warps: np.ndarray) -> None:
-        self.floor.reshape(-1, 32)[warps] = (self.known[warps].min(axis=1) << TIME_BITS)[:, None]
+        self.floor.reshape(-1, 32)[warps], self.lowest = (self.known[warps].min(axis=1) << TIME_BITS)[:, None], None
 
     def release_shared(self, lanes: np.ndarray, positions: np.ndarray) -> None:
         """These lanes execute a .release atomic in shared memory."""

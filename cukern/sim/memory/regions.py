@@ -43,9 +43,16 @@ class Region:
     writable: bool = True
     inside: np.ndarray | None = None
 
-    @property
-    def origin(self) -> int:
-        return self.start - self.start % GRAIN
+    def __post_init__(self) -> None:
+        self.offset = self.start % GRAIN
+        self.origin = self.start - self.offset
+        self.views: dict[int, np.ndarray] = {}
+
+    def elements(self, arrays: dict[int, np.ndarray], first: int, size: int) -> np.ndarray:
+        """The memory from `origin` on as elements of this size. `arrays`: the whole space, from address `first` on."""
+        if size not in self.views:
+            self.views[size] = arrays[size][(self.origin - first) // size :]
+        return self.views[size]
 
 
 @dataclass

@@ -22,14 +22,16 @@ class Shadow:
         self.size, self.before, self.reach = size + -size % 16, written, reach
         if written is not None:
             self.before = np.pad(written, (0, -size % 16))
+        self.complete = False  # True if all bytes are known to be initialized
         self.bits = 4  # log2 of a granule's bytes
         self.writes: History | None = None
         self.reads: History | None = None
         self.heard: np.ndarray | None = None  # in shared memory: time of the last strong read
         self.narrow: np.ndarray | None = None  # bytes changed by an atomic that is atomic only for its own block
         self.copied: np.ndarray | None = None  # granules last written by an asynchronous copy
-        self.poisoned: np.ndarray | None = None  # bytes that hold a value computed from uninitialized ones
-        self.log: list[tuple[np.ndarray, int, np.ndarray]] = []
+        # By byte: not 0 if it holds a value computed from uninitialized ones; 1, or 2 + the origin in the batch's poison.py
+        self.poisoned: np.ndarray | None = None
+        self.log: list[tuple[np.ndarray, int, np.ndarray, int]] = []  # positions, size; stamps: the part of the lanes, the rest
         self.logged = 0
 
     @property
@@ -42,7 +44,7 @@ class Shadow:
     ) -> Conflict | None:
         """Record a read, whose stamp has these flags; None: it is recorded later. Returns the writes that race with it, if any."""
         if self.reach == "grid" or (not strong and self.reach != "lane" and flags is not None):
-            self._log(order, positions, size, order.stamps(lanes, (flags or 0) | STRONG * strong))
+            self._log(order, positions, size, lanes, (flags or 0) | STRONG * strong)
         if self.writes is None:
             return None
         granules = self._granules(positions, size)
@@ -86,7 +88,7 @@ class Shadow:
     def unwritten(self, positions: np.ndarray, size: int) -> np.ndarray | None:
         """For each row, which of its bytes are uninitialized; None if none is."""
         missing = None
-        if self.before is not None:
+        if self.before is not None and not self.complete:
             if self.writes is None:
                 missing = ~self.before[positions[:, None] + _COUNT[:size]]
             else:
@@ -96,21 +98,28 @@ class Shadow:
                     missing = np.repeat(missing.reshape(len(positions), -1), 1 << self.bits, axis=1)
                     missing = missing & ~self.before[positions[:, None] + _COUNT[:size]]
         if self.poisoned is not None:
-            poisoned = self.poisoned[positions[:, None] + _COUNT[:size]]
+            poisoned = self.poisoned[positions[:, None] + _COUNT[:size]] != 0
             missing = poisoned if missing is None or not missing.any() else missing | poisoned
         return missing if missing is not None and missing.any() else None
 
     def poison(self, positions: np.ndarray, size: int, codes: np.ndarray) -> None:
-        """Byte i of what was written to a row is uninitialized if bit i of its code is set."""
+        """Byte i of what was written to a row is uninitialized if bit i of its code is set. The code >> 16 is 2 + the origin, or 0."""
         if self.poisoned is None:
-            self.poisoned = np.zeros(self.size, bool)
-        self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1).astype(bool)
+            self.poisoned = np.zeros(self.size, np.int64)
+        origins = np.maximum(codes >> 16, 1) if self.reach != "grid" else np.ones(1, np.int64)
+        self.poisoned[positions[:, None] + _COUNT[:size]] = (codes[:, None] >> _COUNT[:size] & 1) * origins[:, None]
 
     def poisoned_bytes(self, positions: np.ndarray, size: int) -> np.ndarray:
         """Which bytes of each row hold uninitialized values."""
         if self.poisoned is None:
             return np.zeros((len(positions), size), bool)
-        return self.poisoned[positions[:, None] + _COUNT[:size]]
+        return self.poisoned[positions[:, None] + _COUNT[:size]] != 0
+
+    def poison_origins(self, positions: np.ndarray, size: int) -> np.ndarray:
+        """For each row: 0 if no byte holds an uninitialized value, 1 if one does, or 2 + the origin of one."""
+        if self.poisoned is None:
+            return np.zeros(len(positions), np.int64)
+        return self.poisoned[positions[:, None] + _COUNT[:size]].max(axis=1)
 
     def write(
         self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int = 0, narrow: bool = False
@@ -118,32 +127,39 @@ class Shadow:
         """Record a write. Returns the earlier writes and the earlier reads that race with it, and the rows whose bytes another row of this
         write overwrites; None for each of the three if there are none. `narrow`: the write is an atomic of .cta scope (atomicAdd_block),
         which is not atomic for other blocks."""
-        self._process_log(order)
+        if self.log:
+            self._process_log(order)
         granules = self._granules(positions, size)
         if self.writes is None:
             self.writes = History(self.size >> self.bits)
-        self._mark_copied(granules, False)
+        if self.copied is not None:
+            self._mark_copied(granules, False)
         strong = bool(flags & STRONG)
-        over_writes = self._unordered(self.writes, order, granules, lanes, strong)
+        over_writes, over_reads = self._before_write(self.writes, order, granules, lanes, strong)
         if strong and (narrow or self.narrow is not None):
             over_writes = over_writes or self._too_narrow(order, positions, granules, lanes, narrow)
-        over_reads = None
-        if self.reads is not None:
-            over_reads = self._unordered(self.reads, order, granules, lanes, strong)
-            self.reads.clear(granules, order.clock.now << TIME_BITS)
-        if not strong:
-            self.writes.clear(granules, order.clock.now << TIME_BITS)
         stamps = order.stamps(lanes, flags)
         stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-        newest = self.writes.record(order, granules.reshape(-1), stamps.reshape(-1), keep=strong and self.reach != "lane")
-        newest = newest.reshape(stamps.shape)
+        newest = self.writes.record(order, granules, stamps, keep=strong and self.reach != "lane")
         if narrow:
             apart = np.flatnonzero(order.by_block(newest.reshape(len(lanes), -1)[:, 0]) != order.block_of[lanes] + order.first_block)
             over_writes = over_writes or (Conflict(apart, newest.reshape(len(lanes), -1)[apart, 0]) if len(apart) else None)
         lost = newest != stamps
-        if not lost.any():
+        if not np.count_nonzero(lost):
             return over_writes, over_reads, None
         return over_writes, over_reads, np.flatnonzero(lost if lost.ndim == 1 else lost.any(axis=1))
+
+    def _before_write(
+        self, writes: History, order: Order, granules: np.ndarray, lanes: np.ndarray, strong: bool
+    ) -> tuple[Conflict | None, Conflict | None]:
+        """The earlier writes and reads that race with a write, which replaces them."""
+        over_writes, over_reads, now = self._unordered(writes, order, granules, lanes, strong), None, order.clock.now << TIME_BITS
+        if self.reads is not None:
+            over_reads = self._unordered(self.reads, order, granules, lanes, strong)
+            self.reads.clear(granules, now)
+        if writes.several and not strong:
+            writes.clear(granules, now)
+        return over_writes, over_reads
 
     def _too_narrow(self, order: Order, positions: np.ndarray, granules: np.ndarray, lanes: np.ndarray, narrow: bool) -> Conflict | None:
         """Atomics of several blocks on one location. One of them is atomic only within its own block."""
@@ -186,7 +202,7 @@ class Shadow:
         if self.before is None or self.writes is None:
             return self.before
         now = self.before | np.repeat(self.writes.last != 0, 1 << self.bits)
-        return now if self.poisoned is None else now & ~self.poisoned
+        return now if self.poisoned is None else now & (self.poisoned == 0)
 
     def _mark_copied(self, granules: np.ndarray, copied: bool) -> None:
         if copied or self.copied is not None:
@@ -200,6 +216,14 @@ class Shadow:
     def _granules(self, positions: np.ndarray, size: int) -> np.ndarray:
         """The granules of each row: of shape (rows,), or (rows, granules) if an access spans several."""
         if size < 1 << self.bits:
+            self._refine(size)
+        first = positions >> self.bits
+        count = size >> self.bits
+        return first if count == 1 else first[:, None] + _COUNT[:count]
+
+    def _refine(self, size: int) -> None:
+        """Make granules at most `size` bytes long."""
+        if size < 1 << self.bits:
             finer = (1 << self.bits) // size
             self.bits = size.bit_length() - 1
             self.heard = None if self.heard is None else np.repeat(self.heard, finer)
@@ -207,17 +231,14 @@ class Shadow:
             for history in (self.writes, self.reads):
                 if history is not None:
                     history.refine(finer)
-        first = positions >> self.bits
-        count = size >> self.bits
-        return first if count == 1 else first[:, None] + _COUNT[:count]
 
     def _unordered(self, history: History, order: Order, granules: np.ndarray, lanes: np.ndarray, strong: bool) -> Conflict | None:
         return None if self.reach == "lane" else history.conflicts(order, granules, lanes, self.reach == "cluster", strong)
 
     # ---- reads
 
-    def _log(self, order: Order, positions: np.ndarray, size: int, stamps: np.ndarray) -> None:
-        self.log.append((positions, size, stamps))
+    def _log(self, order: Order, positions: np.ndarray, size: int, lanes: np.ndarray, flags: int) -> None:
+        self.log.append((positions, size, order.own_of(lanes), order.clock.now << TIME_BITS | flags))
         self.logged += len(positions)
         if self.logged > _LONGEST_LOG:
             self._process_log(order)
@@ -228,19 +249,21 @@ class Shadow:
         for history in (self.reads, self.writes):
             if history is not None:
                 history.forget_kept()
+        if self.before is not None and self.writes is not None and not self.complete:
+            self.complete = bool(self.writes.last.all())
 
     def _drop_log(self) -> None:
         self.log.clear()
         self.logged = 0
 
     def _process_log(self, order: Order) -> None:
-        for _, size, _ in self.log:
-            self._granules(np.zeros(1, np.int64), size)
-        if self.log and self.reads is None:
+        if not self.log:
+            return
+        self._refine(min(size for _, size, _, _ in self.log))
+        if self.reads is None:
             self.reads = History(self.size >> self.bits)
-        for positions, size, stamps in self.log:
-            granules = self._granules(positions, size)
+        for positions, size, own, rest in self.log:
+            granules, stamps = self._granules(positions, size), own + rest
             stamps = stamps if granules.ndim == 1 else np.broadcast_to(stamps[:, None], granules.shape)
-            assert self.reads is not None
-            self.reads.record(order, granules.reshape(-1), stamps.reshape(-1))
+            self.reads.record(order, granules, stamps)
         self._drop_log()

@@ -17,6 +17,7 @@ from cukern.sim.memory.history import Conflict
 from cukern.sim.memory.order import IN_FLIGHT, STRONG, Order
 from cukern.sim.memory.regions import CARRIERS, FIRST_ADDRESS, Region, all_memory
 from cukern.sim.memory.shadow import Shadow
+from cukern.sim.numerics.integers import SIGNED
 
 WINDOW = 56  # the first bit of the space in a generic address: 1 for shared, 2 for local memory
 RANK = 24  # the first bit of the block's rank plus 1 in a shared::cluster address; 0 stands for the own block
@@ -48,7 +49,7 @@ class Accessor(Protocol):
 
 
 class Part(NamedTuple):
-    """The rows of an access that lie in one region: their positions in the space's arrays, and their lanes."""
+    """The rows of an access that lie in one region: their positions from its origin, and their lanes."""
 
     region: Region
     shadow: Shadow | None
@@ -71,7 +72,7 @@ class Space:
     """Checked loads and stores of scalars and vectors."""
 
     name = ""
-    first = 0  # the position of element 0 of the arrays
+    first = 0  # the position of element 0 of the arrays, which hold the whole space
 
     def __init__(self, arrays: dict[int, np.ndarray]):
         self.arrays = arrays
@@ -86,6 +87,10 @@ class Space:
     def array(self, at: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         return self.arrays[size], (at - self.first) >> (size.bit_length() - 1)
 
+    def elements(self, part: Part, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The memory of a part's region as an array of elements of this size, and the index of each row."""
+        return part.region.elements(self.arrays, self.first, size), part.at >> size.bit_length() - 1
+
     # ---- accesses
 
     def load(
@@ -99,21 +104,28 @@ class Space:
         flags: int | None = 0,
     ) -> np.ndarray:
         """`poison`: uninitialized bytes are no fault, but the batch is told of them. `flags`: of the stamp; None: it is recorded later."""
-        at, parts = self.place(m, lanes, addresses, size, "reads")
+        parts = self.place(m, lanes, addresses, size, "reads")[1]
         for part in parts:
             if part.shadow is not None:
-                self.check_written(m, part, size, poison)
-                conflict = part.shadow.read(m.order, part.at - part.region.origin, size, part.lanes, strong, flags)
+                if part.shadow.before is not None or part.shadow.poisoned is not None:
+                    self.check_written(m, part, size, poison)
+                conflict = part.shadow.read(m.order, part.at, size, part.lanes, strong, flags)
                 if conflict is not None:
                     self._report(m, part, size, "reads", conflict, "wrote")
-        array, index = self.array(at, size)
-        return array[index]
+        if len(parts) == 1:
+            array, index = self.elements(parts[0], size)
+            return array[index]
+        values = np.empty(len(lanes), self.arrays[size].dtype)
+        for part in parts:
+            array, index = self.elements(part, size)
+            values[part.rows] = array[index]
+        return values
 
     def unwritten(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
         """For each row, its uninitialized bytes as bits."""
         codes = np.zeros(len(lanes), np.int64)
         for part in self.place(m, lanes, addresses, size, "reads")[1]:
-            missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
+            missing = part.shadow.unwritten(part.at, size) if part.shadow is not None else None
             if missing is not None:
                 codes[part.rows] = (missing * (1 << np.arange(size))).sum(axis=1)
         return codes
@@ -121,7 +133,7 @@ class Space:
     def check_unchanged(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int) -> None:
         """A load through the read-only cache, which does not see what the launch writes."""
         for part in self.place(m, lanes, addresses, size, "reads")[1]:
-            found = part.shadow.written_before(part.at - part.region.origin, size) if part.shadow is not None else None
+            found = part.shadow.written_before(part.at, size) if part.shadow is not None else None
             if found is not None and not m.mutes(Race):
                 row, stamp = found
                 block, thread, line = m.who(stamp)
@@ -143,12 +155,12 @@ class Space:
         at, parts = self.place(m, lanes, addresses, size, "writes")
         values = each(values, lanes)
         overwritten = [self.note_write(m, part, size, values[part.rows], flags) for part in parts]
-        array, index = self.array(at, size)
-        array[index] = values
         for part in parts:
+            array, index = self.elements(part, size)
+            array[index] = values[part.rows]
             if part.shadow is not None and (part.shadow.poisoned is not None or (poison is not None and poison.any())):
                 codes = np.zeros(1, np.int64) if poison is None else each(poison, lanes)[part.rows] if len(poison) > 1 else poison
-                part.shadow.poison(part.at - part.region.origin, size, codes)
+                part.shadow.poison(part.at, size, codes)
         for part, lost in zip(parts, overwritten, strict=True):
             if lost is not None:
                 self._check_agreement(m, part, size, values[part.rows], lost)
@@ -160,10 +172,10 @@ class Space:
         """Check a write for races and record it. Two writes of equal values are allowed. Returns the rows that other rows overwrite."""
         if part.shadow is None:
             return None
-        over_writes, over_reads, lost = part.shadow.write(m.order, part.at - part.region.origin, size, part.lanes, flags, narrow)
+        over_writes, over_reads, lost = part.shadow.write(m.order, part.at, size, part.lanes, flags, narrow)
         if over_writes is not None and values is not None:
             rows, stamps = over_writes
-            wrong = self._differs(part.at[rows], size, values[rows]) | ((stamps & IN_FLIGHT) != 0)
+            wrong = self._differs(part, rows, size, values) | ((stamps & IN_FLIGHT) != 0)
             over_writes = Conflict(rows[wrong], stamps[wrong]) if wrong.any() else None
         for conflict, did in ((over_writes, "wrote"), (over_reads, "read")):
             if conflict is not None:
@@ -171,7 +183,7 @@ class Space:
         return lost
 
     def check_written(self, m: Accessor, part: Part, size: int, poison: bool = False) -> None:
-        missing = part.shadow.unwritten(part.at - part.region.origin, size) if part.shadow is not None else None
+        missing = part.shadow.unwritten(part.at, size) if part.shadow is not None else None
         if missing is not None and poison:
             m.poison.loaded(self, part, size, missing)
         elif missing is not None and not m.mutes(Uninitialized):
@@ -179,16 +191,16 @@ class Space:
             what = f"reads {size} bytes that nobody wrote, {self.describe(part.region, int(part.at[row]))}"
             raise m.fault(Uninitialized, part.lanes[row], what)
 
-    def _differs(self, at: np.ndarray, size: int, values: np.ndarray) -> np.ndarray:
-        """The rows where the memory does not have the bits of `values`."""
-        array, index = self.array(at, size)
+    def _differs(self, part: Part, rows: np.ndarray, size: int, values: np.ndarray) -> np.ndarray:
+        """True for each of these rows where the memory does not have the bits of `values`."""
+        array, index = self.elements(part, size)
         dtype = np.uint64 if size == 16 else array.dtype  # so that == compares bits
-        here, there = (np.ascontiguousarray(x).view(dtype).reshape(len(at), -1) for x in (array[index], values))
+        here, there = (np.ascontiguousarray(x).view(dtype).reshape(len(rows), -1) for x in (array[index[rows]], values[rows]))
         return (here != there).any(axis=1)
 
     def _check_agreement(self, m: Accessor, part: Part, size: int, values: np.ndarray, lost: np.ndarray) -> None:
         """Lanes of one store that write to the same address must write the same value."""
-        differs = self._differs(part.at[lost], size, values[lost])
+        differs = self._differs(part, lost, size, values)
         if differs.any() and not m.mutes(Race):
             row = lost[differs][0]
             block, thread = m.block_and_thread(part.lanes[np.flatnonzero(part.at == part.at[row])[-1]])
@@ -210,7 +222,7 @@ class Space:
                 self._race, m, part, size, verb, Conflict(conflict.rows[i : i + 1], conflict.stamps[i : i + 1]), did, m.pc
             )
             reader = int(part.lanes[row]) + m.order.base if verb == "reads" else int(m.order.by_lane(conflict.stamps[i]))
-            m.suspect(reader, int(part.at[row]), None if verb == "reads" else int(conflict.stamps[i]), fault)
+            m.suspect(reader, int(part.at[row]) + part.region.origin, None if verb == "reads" else int(conflict.stamps[i]), fault)
 
     def _race(self, m: Accessor, part: Part, size: int, verb: str, conflict: Conflict, did: str, pc: int | None = None) -> Fault:
         mine = (part.lanes[conflict.rows] + m.order.base) // 32
@@ -218,11 +230,13 @@ class Space:
         row, stamp = conflict.rows[i], int(conflict.stamps[i])
         lane, where = part.lanes[row], self.describe(part.region, int(part.at[row]))
         block, thread, line = m.who(stamp)
+        here = m.fault(Race, lane, "", pc).where.location
+        in_place = "; if several threads change it at this line, it must be an atomic" if line == here else ""
         if stamp & IN_FLIGHT:
             verb += f" {size} bytes, {where}, into which an asynchronous copy still writes:"
             return m.fault(Race, lane, f"{verb} a cp.async.wait, or one at the mbarrier, is missing after the copy at {line}", pc)
         if block != m.block_and_thread(lane)[0]:
-            other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch"
+            other, remedy = f"block {block}, thread {thread}", "nothing orders two blocks of one launch" + in_place
             if stamp & STRONG and did == "wrote" and part.shadow is not None and part.shadow.narrow is not None:
                 remedy = "an atomic of .cta scope (atomicAdd_block) does not order blocks"
             if m.order.cluster_of[lane] == (m.order.by_block(stamp) - m.first_block) // m.order.blocks_a_cluster:
@@ -236,6 +250,7 @@ class Space:
                 return m.fault(BarrierFault, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {apart}", pc)
             same_warp = m.order.unpack(stamp)[0] // 32 == mine[i]
             remedy = "a __syncwarp(), or a barrier, is missing between the two" if same_warp else "no barrier is between the two"
+            remedy += in_place
         return m.fault(Race, lane, f"{verb} {size} bytes, {where}, that {other} {did} at {line}: {remedy}", pc)
 
     def check_aligned(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
@@ -275,24 +290,43 @@ class Private(Space):
             raise m.fault(Race, lanes[row], f"{what}: a fence.proxy.async is missing between the two")
 
     def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
-        self.check_aligned(m, lanes, addresses, size, verb)
-        offsets = addresses.astype(np.int64)
-        if int(offsets.max()) > self.size - size or int(offsets.min()) < 0:
-            outside = each((offsets > self.size - size) | (offsets < 0), lanes)
-            row = first_row(outside)
-            offset = int(each(offsets, lanes)[row])
-            owner = "the block" if self.name == "shared" else "the thread"
-            what = f"{verb} {size} bytes at offset {offset} of {self.name} memory, but {owner} has {self.size} bytes of it"
-            if self.name == "shared" and offset >> RANK:
-                what += ": that is an address of shared::cluster, which is another space"
-            raise m.fault(OutOfBounds, lanes[row], what, None, lanes[outside])
-        at = self.bases[lanes] + offsets
+        if addresses.dtype == np.int64:
+            addresses = addresses.view(np.uint64)
+        if np.count_nonzero(addresses & addresses.dtype.type(size - 1)):
+            self.check_aligned(m, lanes, addresses, size, verb)
+        if size > self.size or np.count_nonzero(addresses > addresses.dtype.type(self.size - size)):
+            self._check_inside(m, lanes, addresses, size, verb)
+        at = each(addresses.astype(np.int64), lanes)
+        if self.stride < len(self.arrays[1]):  # several pieces
+            at = at + (self.bases if lanes is m.order.every else self.bases[lanes])
         return at, [Part(self.region, self.shadow, at, lanes)]
+
+    def _check_inside(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> None:
+        """Raise OutOfBounds, for the first lane outside of its piece."""
+        room = self.size - size
+        outside = each((addresses > addresses.dtype.type(room)) if room >= 0 else np.ones(1, bool), lanes)
+        row = first_row(outside)
+        offset = int(each(addresses.view(SIGNED[8 * addresses.itemsize]), lanes)[row])
+        owner = "the block" if self.name == "shared" else "the thread"
+        what = f"{verb} {size} bytes at offset {offset} of {self.name} memory, but {owner} has {self.size} bytes of it"
+        if self.name == "shared" and offset >> RANK > 0:
+            what += ": that is an address of shared::cluster, which is another space"
+        raise m.fault(OutOfBounds, lanes[row], what, None, lanes[outside])
 
     def describe(self, region: Region, position: int) -> str:
         offset = position % self.stride
         start, name = max((v for v in self.names if v[0] <= offset), default=(0, ""))
         return f"offset {offset} of {self.name} memory" + (f" ({name} + {offset - start})" if name else "")
+
+
+class _Near(NamedTuple):
+    region: Region | None
+    shadow: Shadow | None
+    start: np.uint64  # the region's
+    room: np.uint64  # the last offset from there at which an access lies inside
+
+
+_LOW = {size: np.uint64(size - 1) for size in CARRIERS}  # the bits of an address that are 0 if it is aligned
 
 
 class Global(Space):
@@ -307,24 +341,41 @@ class Global(Space):
         self.starts = [r.start for r in regions]
         self.shadows = [Shadow(r.end - r.origin, r.written) if r.writable else None for r in regions]
         self.bounds = np.array(self.starts, np.uint64), np.array([r.end for r in regions], np.uint64)
+        self.near: dict[tuple[int, int], _Near] = {}  # instruction and size -> the region that it accessed last
 
     def place(self, m: Accessor, lanes: np.ndarray, addresses: np.ndarray, size: int, verb: str) -> tuple[np.ndarray, list[Part]]:
-        self.check_aligned(m, lanes, addresses, size, verb)
-        low, high = int(addresses.min()), int(addresses.max())
-        i = bisect.bisect_right(self.starts, low) - 1
-        at = each(addresses.view(np.int64), lanes)
-        if i >= 0 and high + size <= self.regions[i].end:
-            parts = [Part(self.regions[i], self.shadows[i], at, lanes)]
+        if np.count_nonzero(addresses & _LOW[size]):
+            self.check_aligned(m, lanes, addresses, size, verb)
+        at = addresses.view(np.int64)
+        near = self.near.get((m.pc, size)) or self._near(m.pc, int(addresses[0]), size)
+        inside = addresses - near.start
+        if np.count_nonzero(inside > near.room):  # perhaps all lanes are in another region now
+            near = self._near(m.pc, int(addresses[0]), size)
+            inside = addresses - near.start
+        if near.region is not None and not np.count_nonzero(inside > near.room):
+            positions = inside.view(np.int64) + near.region.offset if near.region.offset else inside.view(np.int64)
+            parts = [Part(near.region, near.shadow, each(positions, lanes), lanes)]
         else:
-            rows = self._rows(m, lanes, each(addresses, lanes), size, verb)
-            parts = [Part(self.regions[i], self.shadows[i], at[some], lanes[some], some) for i, some in rows.items()]
+            at, parts = each(at, lanes), []
+            for i, some in self._rows(m, lanes, each(addresses, lanes), size, verb).items():
+                parts.append(Part(self.regions[i], self.shadows[i], at[some] - self.regions[i].origin, lanes[some], some))
         for part in parts:
             if part.region.inside is not None:
                 self._check_inside(m, part, size, verb)
-        for part in parts if verb != "reads" else ():
-            if not part.region.writable:
-                raise m.fault(OutOfBounds, lanes[0], f"{verb} {self.describe(part.region, low)}, which is constant memory")
+            if verb != "reads" and not part.region.writable:
+                where = self.describe(part.region, int(part.at.min()))
+                raise m.fault(OutOfBounds, lanes[0], f"{verb} {where}, which is constant memory")
         return at, parts
+
+    def _near(self, pc: int, address: int, size: int) -> "_Near":
+        """Remember for an instruction the region in which an address lies, if it is in one."""
+        i = bisect.bisect_right(self.starts, address) - 1
+        room = self.regions[i].end - self.starts[i] - size if i >= 0 else -1
+        found = _Near(None, None, np.uint64(0), np.uint64(0))
+        if room >= 0:
+            found = _Near(self.regions[i], self.shadows[i], np.uint64(self.starts[i]), np.uint64(room))
+        self.near[pc, size] = found
+        return found
 
     def load(
         self,
@@ -339,14 +390,15 @@ class Global(Space):
         if len(addresses) == 1 and len(lanes) > 1:
             i = bisect.bisect_right(self.starts, int(addresses[0])) - 1
             shadow = self.shadows[i] if i >= 0 else None
-            if shadow is None or (shadow.writers is None and shadow.before is None):  # only read so far: some lanes represent all
-                return super().load(m, np.append(lanes[::32], lanes[-1]), addresses, size, strong)[:1]
+            if shadow is None or (shadow.writers is None and shadow.before is None):  # only read so far: a lane stands for its warp
+                some = np.append(lanes[::32], lanes[-1]) if lanes is m.order.every else lanes
+                return super().load(m, some, addresses, size, strong)[:1]
         return super().load(m, lanes, addresses, size, strong, poison, flags)
 
     def _check_inside(self, m: Accessor, part: Part, size: int, verb: str) -> None:
         """An access to a view must not reach the memory between its rows."""
         assert part.region.inside is not None
-        outside = ~np.asarray(part.region.inside[(part.at - part.region.start)[:, None] + np.arange(size)].all(axis=1))
+        outside = ~np.asarray(part.region.inside[(part.at - part.region.offset)[:, None] + np.arange(size)].all(axis=1))
         if outside.any():
             row = first_row(outside)
             where = self.describe(part.region, int(part.at[row]))
@@ -391,7 +443,7 @@ class Global(Space):
         return f"across the end of {region.name}, which has {length} bytes"
 
     def describe(self, region: Region, position: int) -> str:
-        return f"byte {position - region.start} of {region.name}"
+        return f"byte {position - region.offset} of {region.name}"
 
     def finish(self) -> None:
         """Record in the regions what the launch has written, for the next launch."""

@@ -54,8 +54,12 @@ def _to_float(target: Format, source: Format, modifiers: frozenset[str]) -> Func
     def run(x: Array) -> Array:
         x = unsigned(x).astype(source.bits)
         x = floats.flush(source, x) if ftz and source is F32 else x
-        values = source.values(x).astype(np.float64)
-        bits = floats.round_to(target, integral(values) if integral else values, mode)
+        if source is target and source.native and not integral:
+            values = source.values(x)
+            bits = floats.canonical(target, x, values)
+        else:
+            values = source.values(x).astype(np.float64)
+            bits = floats.round_to(target, integral(values) if integral else values, mode)
         if source is F64 and target is not F64:
             bits = np.where(values != values, _nan_of_f64(target, x), bits)
         bits = floats.flush(target, bits) if ftz and target is F32 else bits

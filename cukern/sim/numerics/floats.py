@@ -77,9 +77,12 @@ def round_to(fmt: Format, x: Array, mode: str = "rn") -> Array:
     """float64 to a narrower format, rounded to nearest (rn), toward zero (rz), down (rm) or up (rp)."""
     bits = fmt.nearest(x)
     if mode != "rn":
-        away = _steps(fmt, (np.abs(fmt.values(bits)) < np.abs(x)) & ((x < 0) if mode == "rm" else (x > 0)))
         down = _toward_zero(fmt, bits, x)
-        bits = {"rz": down, "rm": np.where(x < 0, bits + away, down), "rp": np.where(x > 0, bits + away, down)}[mode]
+        outward = (x < 0) if mode == "rm" else (x > 0)
+        if mode != "rz" and np.count_nonzero(outward):
+            away = _steps(fmt, (np.abs(fmt.values(bits)) < np.abs(x)) & outward)
+            down = np.where(outward, bits + away, down)
+        bits = down
     return canonical(fmt, bits, x)
 
 
@@ -100,13 +103,16 @@ def canonical(fmt: Format, bits: Array, values: Array) -> Array:
 
 def flush(fmt: Format, bits: Array) -> Array:
     """.ftz: a subnormal becomes a zero of the same sign."""
-    return np.where(bits & fmt.exponent, bits, bits & fmt.sign)
+    exponents = bits & fmt.exponent
+    return bits if np.count_nonzero(exponents) == exponents.size else np.where(exponents, bits, bits & fmt.sign)
 
 
 def saturate(fmt: Format, bits: Array) -> Array:
     """.sat: clamp to [0, 1]; NaN becomes +0."""
     x = fmt.values(bits)
-    return np.where(x > 0, np.where(x > 1, fmt.one, bits), fmt.bits(0))
+    bits = np.where(x > 0, bits, fmt.bits(0))
+    above = x > 1
+    return np.where(above, fmt.one, bits) if np.count_nonzero(above) else bits
 
 
 def finite(fmt: Format, bits: Array) -> Array:
@@ -145,6 +151,7 @@ def arithmetic(kind: str, fmt: Format, mode: str = "rn", ftz: bool = False, sat:
         core = functools.partial(native, fmt, _UFUNCS[kind])
     else:
         core = functools.partial(_directed64, kind, mode) if fmt is F64 else lambda *args: round_to(fmt, exact(*args), mode)
+        core = functools.partial(_toward32, mode, core) if kind == "fma" and fmt is F32 else core
     if ftz:
         core = functools.partial(_flushed, fmt, core, exact, mode)
     for wanted, finish in ((sat, saturate), (relu_, relu)):
@@ -182,6 +189,15 @@ def native(fmt: Format, ufunc: Function, *args: Array) -> Array:
     """A numpy function of raw bits. Its results are rounded as numpy does, and a NaN is canonical."""
     result = ufunc(*map(fmt.values, args))
     return canonical(fmt, result.view(fmt.bits), result)
+
+
+def _toward32(mode: str, slow: Function, a: Array, b: Array, c: Array) -> Array:
+    """fma of float32 in another mode than rn, where the float64 sum is exact; else `slow`."""
+    product = np.multiply(a.view(np.float32), b.view(np.float32), dtype=np.float64)
+    addend = c.view(np.float32)
+    total, error = _two_sum(product, addend)
+    zeros = np.count_nonzero(total) < total.size  # whose sign depends on the mode; an error of infinities is NaN
+    return slow(a, b, c) if zeros or np.count_nonzero(error) else round_to(F32, total, mode)
 
 
 def _in_float64(fmt: Format, kind: str, mode: str, *args: Array) -> Array:

@@ -102,21 +102,34 @@ class Module:
     files: dict[int, str] = field(default_factory=dict)
 
     def location(self, line: Line | None) -> str:
-        """file:line; for an inlined function also the lines of the calls, innermost first."""
+        """file:line, then the line of a header of CUDA or common/ptx/ that it called, and the lines of its calls if it was inlined."""
         if line is None:
             return "a line that is not known"
-        text, callers, last = self.place(line), [], ""
+        places = [self.place(line)]
         while line := line.caller:
-            place = self.place(line)
-            callers.append(str(line.line) if place.rpartition(":")[0] == last else place)
+            places.append(self.place(line))
+        own = next((i for i, place in enumerate(places) if not _in_library(place)), 0)
+        notes = [f"in {place.rpartition('/')[2]}" for place in places[:own][:1]]
+        last, callers = places[own].rpartition(":")[0], []
+        for place in places[own + 1 :]:
+            callers.append(place.rpartition(":")[2] if place.rpartition(":")[0] == last else place)
             last = place.rpartition(":")[0]
-        return f"{text} (inlined at {', '.join(callers)})" if callers else text
+        notes += [f"inlined at {', '.join(callers)}"] if callers else []
+        return f"{places[own]} ({'; '.join(notes)})" if notes else places[own]
 
     def place(self, line: Line) -> str:
         """file:line, without the calls."""
         path = self.files.get(line.file, "?")
         made_up = path.rfind("<")  # a source given as text has a name in <>; NVRTC prepends the current folder
         return f"{path[made_up:] if made_up >= 0 and path.endswith('>') else path}:{line.line}"
+
+
+def _in_library(place: str) -> bool:
+    """True for a header of a CUDA toolkit, of a wheel of NVIDIA's, of NVRTC itself, or of common/ptx/."""
+    folder, _, file = place.rpartition("/")
+    if folder.endswith("/common/ptx") or file.startswith("__nv_nvrtc_builtin"):
+        return True
+    return "/include" in folder and ("/nvidia/" in folder or "/cuda" in folder.partition("/include")[0])
 
 
 def immediate_value(immediate: Immediate) -> int | float:

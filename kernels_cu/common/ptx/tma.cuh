@@ -7,7 +7,8 @@
 //
 // A tensor map describes a tensor and the box of a copy. Python makes it (cukern.tensor_map), and a kernel takes it as
 // `const __grid_constant__ CUtensorMap map`. Coordinates, {x}, {x, y}, ..., are elements, innermost dimension first. They are ints and may
-// be negative or too large. A GPU stops with "illegal instruction" if x is not a multiple of 16 bytes, or is negative in a store.
+// be negative (not in a store) or too large. A GPU stops with "illegal instruction" if x is not a multiple of 16 bytes, or if a coordinate
+// of a store is negative.
 // In shared memory a box is contiguous, innermost dimension first, at a multiple of 128 bytes; with a swizzle, at a multiple of 8 times the
 // swizzle. A swizzle of 128 bytes stores the 16-byte unit of address p at p ^ (p >> 7 & 7) << 4; one of 64 bytes has & 3, one of 32 & 1.
 #pragma once

@@ -7,6 +7,22 @@
 // between wgmma and wgmma_wait, and wgmma_fence must come between earlier writes to them and wgmma. Writes of threads to shared memory are
 // visible to wgmma after fence_async and a barrier.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// The same, and the compiler moves no write to these registers behind it.
+template <int N>
+__device__ __forceinline__ void written(float (&d)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void written(unsigned (&a)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+template <class... X>
+__device__ __forceinline__ void wgmma_fence(X&... registers) {
+    (written(registers), ...);
+    wgmma_fence();
+}
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // setmaxnreg: from here on a warpgroup has N registers per thread, a multiple of 8. Other warpgroups of its block may take the registers
@@ -110,7 +126,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], const unsigned (&a)[4], 
 // The same with both operands in shared memory. A_ACROSS: a is contiguous along the rows instead of k. Float (TF32) has neither.
 template <bool A_ACROSS, bool ACROSS, typename T = __nv_bfloat16, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, unsigned long long b, bool add) {
-    static_assert(N % 4 == 0 && N <= 32 && (sizeof(T) == 2 || !A_ACROSS && !ACROSS), "32, 64, ..., 256 columns");
+    static_assert(N % 4 == 0 && N <= 32 || N == 6 || N == 10, "32, 48, 64, 80, 96, 128, ..., 256 columns");
+    static_assert(sizeof(T) == 2 || !A_ACROSS && !ACROSS, "TF32 is contiguous along k");
 #define CUKERN_WGMMA(n, places, at_a, at_b, at_add, flag_a, flag_b, ...)                                                   \
     if constexpr (N * 8 == n && sizeof(T) == 4)                                                                            \
         asm volatile(CUKERN_WGMMA_OF(n, "k8.f32.tf32.tf32", places, "%" #at_a, at_b, "", at_add)                           \
@@ -125,7 +142,9 @@ __device__ __forceinline__ void wgmma(float (&d)[N][4], unsigned long long a, un
                  : __VA_ARGS__                                                                                             \
                  : "l"(a), "l"(b), "r"(int(add)), "n"(int(A_ACROSS)), "n"(int(ACROSS)))
     CUKERN_WGMMA(32, CUKERN_P32, 16, 17, 18, 19, 20, CUKERN_D4(0));
+    CUKERN_WGMMA(48, CUKERN_P48, 24, 25, 26, 27, 28, CUKERN_D4(0), CUKERN_D2(4));
     CUKERN_WGMMA(64, CUKERN_P64, 32, 33, 34, 35, 36, CUKERN_D8(0));
+    CUKERN_WGMMA(80, CUKERN_P80, 40, 41, 42, 43, 44, CUKERN_D8(0), CUKERN_D2(8));
     CUKERN_WGMMA(96, CUKERN_P96, 48, 49, 50, 51, 52, CUKERN_D8(0), CUKERN_D4(8));
     CUKERN_WGMMA(128, CUKERN_P128, 64, 65, 66, 67, 68, CUKERN_D16(0));
     CUKERN_WGMMA(160, CUKERN_P160, 80, 81, 82, 83, 84, CUKERN_D16(0), CUKERN_D4(16));

@@ -149,7 +149,7 @@ def test_bad_lengths():
         cukern.attention(q, k, v, key_lengths=lengths.long())
     with pytest.raises(ValueError, match=r"key_lengths has shape \(1,\), it must be \(2,\)"):
         cukern.attention(q, k, v, key_lengths=lengths[:1])
-    with pytest.raises(ValueError, match="version 'v2' has no key_lengths; version None or 'v3' has"):
+    with pytest.raises(ValueError, match="version 'v2' has no key_lengths; version None, 'v3' and 'v4' have"):
         cukern.attention(q, k, v, key_lengths=lengths, version="v2")
 
 
@@ -174,15 +174,15 @@ def test_the_default_decodes_few_queries_of_many_keys():
     assert launched(1, 4000) == launched(16, 500, 128, HALF) == {"attention_decode", "attention_decode_sum"}
     assert launched(1, 128) == {"attention_decode"}
     for other in (launched(17, 4000), launched(1, 96), launched(4, 48, 128), launched(1, 40, 128)):
-        assert other == {"attention_v3"}
+        assert other == {"attention_v4"}
     assert not any("attention" in name for name in (*launched(1, 200, dtype=torch.float32), *launched(1, 200, 136)))
 
 
 def test_the_candidate_can_be_excluded():
     with restricted(without=["decode"]):
-        assert launched(1, 4000) == {"attention_v3"}
+        assert launched(1, 4000) == {"attention_v4"}
     with restricted(kernel="fused"):
-        assert launched(1, 4000) == {"attention_v3"}
+        assert launched(1, 4000) == {"attention_v4"}
     with restricted(kernel="decode"):
         assert "attention_decode" in launched(1, 4000)
 
@@ -194,7 +194,7 @@ def test_the_plan_fills_the_gpu(batch, keys):
     with assumed(KNOWN["h200"]):
         tiles = plan.key_tiles(keys, 128)
         row_tiles, splits = plan.decode(8 * batch, 4, tiles, -1)
-    blocks, slots = 8 * batch * splits, 2 * 132
+    blocks, slots = 8 * batch * splits, 132
     waves = -(-blocks // slots)
-    assert row_tiles == 1 and 1 <= splits <= max(1, tiles // 4)
-    assert blocks / (waves * slots) > 0.9 or splits == max(1, tiles // 4)
+    assert row_tiles == 1 and 1 <= splits <= max(1, tiles // 8)
+    assert blocks / (waves * slots) > 0.9 or splits == max(1, tiles // 8)

@@ -5,8 +5,10 @@ import torch
 from helpers import DEVICE, PLACE, kernels, same_bits
 
 import cukern
-from cukern.ops.attention import fused
+from cukern.ops.attention import fused, plan, wgmma
 from cukern.ops.attention.reference import Options, hidden_keys, reference, repeated
+from cukern.runtime.compiler import compiled
+from cukern.runtime.device import KNOWN, assumed
 from cukern.runtime.kernel import collecting
 from cukern.runtime.registry import OPS
 
@@ -21,7 +23,12 @@ CASES = [  # batch, heads, kv_heads, queries, keys, head_dim, dtype, causal, sof
     (1, 1, 1, 17, 66, 128, HALF, False, 2.0),
     (1, 2, 1, 67, 65, 128, BF16, True, None),
     (1, 1, 1, 3, 7, 8, BF16, False, None),
+    (1, 2, 1, 65, 130, 96, HALF, True, None),
 ]
+
+
+VERSIONS = "v3", "v4"
+every_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +42,14 @@ def draw(batch, heads, kv_heads, queries, keys, d, dtype):
     return [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
 
 
-def eager(q, k, v, causal, scale, softcap):
+def eager(q, k, v, causal, scale, softcap, window=None):
     """In the operations and the dtype of the inputs. Returns out and lse, 0 and -infinity for rows without a visible key."""
     s = q @ repeated(k, q.shape[1]).mT * scale
     s = softcap * torch.tanh(s / softcap) if softcap else s
     s = s.masked_fill(hidden_keys(q, k), -torch.inf) if causal else s
+    if window:
+        last = torch.arange(s.shape[-2], device=DEVICE)[:, None] + s.shape[-1] - s.shape[-2]
+        s = s.masked_fill(torch.arange(s.shape[-1], device=DEVICE) <= last - window, -torch.inf)
     empty = s.isneginf().all(-1, keepdim=True)
     weights = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
     return weights @ repeated(v, q.shape[1]), s.logsumexp(-1)
@@ -58,20 +68,21 @@ def results(function, inputs, dout, dlse):
 
 def assert_close(found, exact, peer):
     """The largest error is at most twice that of torch's operations in the same dtype, plus two roundings."""
-    for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, exact, peer, strict=False):
+    for name, x, truth, theirs in zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, exact, peer, strict=False):
         assert x.isfinite().all(), name
         allowed = 2 * (theirs.double() - truth).abs().max() + 2 * torch.finfo(x.dtype).eps * truth.abs().max()
         assert (x.double() - truth).abs().max() <= allowed, name
 
 
+@every_version
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_option_against_float64(case):
+def test_every_option_against_float64(case, version):
     *sizes, causal, softcap = case
     inputs, scale = draw(*sizes), 0.17
     dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
 
     def ours(q, k, v):
-        return cukern.attention(q, k, v, causal=causal, scale=scale, softcap=softcap, return_lse=True, version="v3")
+        return cukern.attention(q, k, v, causal=causal, scale=scale, softcap=softcap, return_lse=True, version=version)
 
     found = results(ours, inputs, dout, dlse)
     exact, peer = (
@@ -82,60 +93,129 @@ def test_every_option_against_float64(case):
     assert all(map(same_bits, found, results(ours, inputs, dout, dlse))), "two runs give the same bits"
 
 
+@every_version
+@pytest.mark.parametrize(
+    "case", [(1, 2, 1, 150, 150, 64, BF16, 40), (1, 1, 1, 20, 90, 128, HALF, 30), (1, 2, 2, 70, 20, 96, BF16, 1)], ids=str
+)
+def test_window(case, version):
+    *sizes, window = case
+    inputs, scale = draw(*sizes), 0.17
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(inputs[0].shape[:3], device=DEVICE)
+    found = results(lambda *x: cukern.attention(*x, scale=scale, window=window, return_lse=True, version=version), inputs, dout, dlse)
+    exact, peer = (
+        results(lambda *x: eager(*x, True, scale, None, window), [x.detach().to(dtype).requires_grad_() for x in inputs], dout, dlse)
+        for dtype in (torch.float64, inputs[0].dtype)
+    )
+    assert_close(found, exact, peer)
+
+
+def test_the_tile_for_many_keys(monkeypatch):
+    monkeypatch.setattr(plan, "LONG", 1)
+    q, k, v = (x.detach() for x in draw(1, 2, 1, 250, 300, 64, BF16))  # three warpgroups, two thread blocks
+    found, expected = (cukern.attention(q, k, v, version=version).double() for version in ("v4", "v1"))
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+
+
+def test_window_of_one_query_and_of_packed_inputs():
+    q, k, v = (x.detach() for x in draw(1, 4, 2, 1, 300, 64, BF16))
+    assert same_bits(cukern.attention(q, k, v, window=100), cukern.attention(q, k[:, :, 200:], v[:, :, 200:], causal=False))
+    qkv = torch.randn(1, 30, 3, 2, 64, dtype=BF16, device=DEVICE)
+    parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    assert same_bits(cukern.attention_packed(qkv, window=9).contiguous(), cukern.attention(*parts, window=9).transpose(1, 2).contiguous())
+
+
+@pytest.mark.parametrize("version", ["v1", "v4"])
+def test_sink(version):
+    """One more column of scores, whose weight has no value."""
+    q, k, v = draw(2, 2, 1, 20, 20, 8, BF16)
+    sink = torch.tensor([0.5, 1.5], device=DEVICE, requires_grad=True)
+    dout, dlse = torch.randn_like(q), torch.randn(2, 2, 20, device=DEVICE)
+
+    def with_column(q, k, v, sink):
+        s = q @ repeated(k, 2).mT * 8**-0.5
+        s = torch.cat((s.masked_fill(hidden_keys(q, k), -torch.inf), sink.to(s)[:, None, None].expand(2, 2, 20, 1)), -1)
+        return s.softmax(-1)[..., :-1] @ repeated(v, 2), s.logsumexp(-1)
+
+    inputs = q, k, v, sink
+    found = results(lambda *x: cukern.attention(*x[:3], sink=x[3], return_lse=True, version=version), inputs, dout, dlse)
+    exact, peer = (results(with_column, [x.detach().to(t).requires_grad_() for x in inputs], dout, dlse) for t in (torch.float64, BF16))
+    assert_close(found, exact, peer)
+    qkv = torch.randn(1, 9, 3, 2, 8, dtype=BF16, device=DEVICE)
+    parts = [x.transpose(1, 2) for x in qkv.unbind(2)]
+    packed = cukern.attention_packed(qkv, sink=1.0, version=version)
+    assert same_bits(packed.contiguous(), cukern.attention(*parts, sink=1.0, version=version).transpose(1, 2).contiguous())
+
+
+def test_window_that_is_refused():
+    q, k, v = (x.detach() for x in draw(1, 1, 1, 4, 4, 8, BF16))
+    with pytest.raises(ValueError, match="window needs causal=True, got window=2"):
+        cukern.attention(q, k, v, causal=False, window=2)
+    with pytest.raises(ValueError, match="window must be"):
+        cukern.attention(q, k, v, window=0)
+    with pytest.raises(ValueError, match="exclude each other, got window=2"):
+        cukern.attention(q, k, v, window=2, key_lengths=torch.ones(1, dtype=torch.int32, device=DEVICE))
+
+
+@every_version
 @pytest.mark.parametrize("d", [64, 128])
-def test_packed(d):
+def test_packed(d, version):
     qkv = torch.randn(2, 19, 3, 2, d, dtype=BF16, device=DEVICE, requires_grad=True)
     g = torch.randn(2, 19, 2, d, dtype=BF16, device=DEVICE)
-    out = cukern.attention_packed(qkv, version="v3")
+    out = cukern.attention_packed(qkv, version=version)
     (grad,) = torch.autograd.grad(out, qkv, g)
     parts = [x.transpose(1, 2).detach().clone().requires_grad_() for x in qkv.unbind(2)]
-    expected = cukern.attention(*parts, version="v3")
+    expected = cukern.attention(*parts, version=version)
     grads = torch.autograd.grad(expected, parts, g.transpose(1, 2))
     assert out.is_contiguous() and grad.is_contiguous() and grad.shape == qkv.shape
     assert same_bits(out, expected.transpose(1, 2).contiguous()), "packed and separate inputs give the same bits"
     assert same_bits(grad, torch.stack([x.transpose(1, 2) for x in grads], 2))
 
 
-def test_rows_without_a_visible_key():
+@every_version
+def test_rows_without_a_visible_key(version):
     q, k, v = draw(1, 2, 1, 70, 3, 64, HALF)
-    out, lse = cukern.attention(q, k, v, return_lse=True, version="v3")
+    out, lse = cukern.attention(q, k, v, return_lse=True, version=version)
     grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
     assert (out[:, :, :67] == 0).all() and lse[:, :, :67].isneginf().all() and lse[:, :, 67:].isfinite().all()
     assert (grads[0][:, :, :67] == 0).all() and all(x.isfinite().all() for x in grads)
 
 
-def test_no_keys_and_no_queries():
+@every_version
+def test_no_keys_and_no_queries(version):
     for queries, keys in ((3, 0), (0, 3)):
         q, k, v = draw(1, 2, 2, queries, keys, 64, BF16)
-        out, lse = cukern.attention(q, k, v, return_lse=True, version="v3")
+        out, lse = cukern.attention(q, k, v, return_lse=True, version=version)
         grads = torch.autograd.grad(out.sum(), (q, k, v))
         assert (out == 0).all() and lse.isneginf().all() and all((x == 0).all() for x in grads)
 
 
-def test_hidden_keys_do_not_matter():
+@every_version
+def test_hidden_keys_do_not_matter(version):
     q, k, v = (x.detach() for x in draw(1, 1, 1, 40, 40, 64, BF16))
-    before = cukern.attention(q, k, v, version="v3")
+    before = cukern.attention(q, k, v, version=version)
     k[:, :, 30:], v[:, :, 30:] = 7.0, -7.0
-    after = cukern.attention(q, k, v, version="v3")
+    after = cukern.attention(q, k, v, version=version)
     assert same_bits(before[:, :, :30], after[:, :, :30]) and not torch.equal(before, after)
 
 
-def test_strides_that_the_kernels_read_and_those_that_are_copied():
+@every_version
+def test_strides_that_the_kernels_read_and_those_that_are_copied(version):
     q, k, v = draw(1, 2, 2, 20, 20, 64, HALF)
-    expected = cukern.attention(q, k, v, version="v3")
+    expected = cukern.attention(q, k, v, version=version)
     rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     columns = [x.mT.contiguous().mT for x in (q, k, v)]
     odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v)]
     for inputs in (rows, columns, odd):
-        assert same_bits(cukern.attention(*inputs, version="v3").contiguous(), expected)
+        assert same_bits(cukern.attention(*inputs, version=version).contiguous(), expected)
 
 
-def test_large_scores_and_scale_0():
+@every_version
+def test_large_scores_and_scale_0(version):
     q, k, v = (x.detach() for x in draw(1, 1, 1, 5, 9, 64, BF16))
-    out = cukern.attention(q * 100, k * 100, v, causal=False, version="v3")
+    out = cukern.attention(q * 100, k * 100, v, causal=False, version=version)
     best = (q.double() @ k.double().mT).argmax(-1)
     torch.testing.assert_close(out, v[:, :, best[0, 0]], rtol=2**-7, atol=0)  # the largest score takes all
-    mean = cukern.attention(q, k, v, causal=False, scale=0.0, version="v3").double()
+    mean = cukern.attention(q, k, v, causal=False, scale=0.0, version=version).double()
     torch.testing.assert_close(mean, v.double().mean(2, keepdim=True).expand_as(mean), rtol=2**-7, atol=1e-3)
 
 
@@ -177,22 +257,40 @@ def test_derivatives_of_packed_inputs():
 
 def test_opcheck():
     q, k, v = (x.detach() for x in draw(1, 2, 1, 5, 6, 8, BF16))
-    torch.library.opcheck(torch.ops.cukern._attention.default, (q, k, v, True, 0.3, 0.0))
+    torch.library.opcheck(torch.ops.cukern._attention.default, (q, k, v, True, 0.3, 0.0, True))
     out, lse = fused.fused((q, k, v), Options(True, 0.3, 0.0))
-    torch.library.opcheck(torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0))
+    torch.library.opcheck(torch.ops.cukern._attention_backward.default, (q, k, v, out, out, lse, None, True, 0.3, 0.0, True))
 
 
-def launched(dtype, d, version=None):
-    x = torch.randn(1, 1, 8, d, dtype=dtype)
+def launched(*tensors, version=None):
     with cukern.backend("sim"), collecting() as found:
-        cukern.attention(x, x, x, version=version)
+        cukern.attention(*tensors, version=version)
     return {name.partition("<")[0] for name in found}
 
 
 def test_default():
-    assert launched(BF16, 64) == launched(HALF, 8) == launched(BF16, 64, "v3") == {"attention_v3"}
+    def chosen(dtype, d, version=None):
+        return launched(*[torch.randn(1, 1, 8, d, dtype=dtype)] * 3, version=version)
+
+    assert chosen(BF16, 64) == chosen(HALF, 8) == chosen(BF16, 64, "v4") == {"attention_v4"}
+    assert chosen(BF16, 64, "v3") == {"attention_v3"}
     for dtype, d in ((torch.float32, 64), (torch.float64, 64), (BF16, 9), (BF16, 136)):
-        assert all("causal_softmax" in name for name in launched(dtype, d))
+        assert all("causal_softmax" in name for name in chosen(dtype, d))
+
+
+def test_without_wgmma_and_strides_that_tma_does_not_read():
+    x = torch.randn(1, 2, 8, 64, dtype=BF16)
+    assert launched(x, x, x[:, :1, :1].expand(1, 2, 8, 64)) == {"attention_v3"}
+    for name, expected in (("a100", "attention_v3"), ("b200", "attention_v3"), ("h100", "attention_v4")):
+        with assumed(KNOWN[name]):
+            assert launched(x, x, x) == {expected}, name
+
+
+def test_products_are_asynchronous():
+    """The compiler waits after each wgmma, and says so, if it finds no registers for several or a use of them in between."""
+    for kernel in (k for k in wgmma.instances(BF16) if k.name.endswith("false>")):
+        with compiled(kernel.source, [kernel.name], "sm_90a") as (_, _, log):
+            assert "serialized" not in log and "0 bytes spill stores" in log, kernel.name
 
 
 @pytest.mark.parametrize("d", [4, 60, 136])
@@ -204,5 +302,6 @@ def test_head_dim_that_is_not_supported(d):
 
 def test_lengths_compile_nothing():
     """The kernels of a call depend on the dtype, the head_dim and the softcap only."""
-    assert len(fused.instances(BF16)) == 16 and fused.instances(torch.float32) == []
-    assert {k.name for k in fused.instances(BF16)} <= set(OPS["attention"].kernels())
+    for find, count in ((fused.instances, 16), (fused.wgmma_instances, 35)):
+        assert len(find(BF16)) == count and find(torch.float32) == []
+        assert {k.name for k in find(BF16)} <= set(OPS["attention"].kernels())

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional
 
 import cukern
 from cukern.ops.cross_entropy.op import VERSIONS
+from cukern.runtime import backend
+from cukern.runtime.device import assumed, device_of
 from cukern.runtime.registry import OPS
 
 EVERY = pytest.mark.parametrize("device, version", places("cross_entropy"))
@@ -77,6 +80,19 @@ def test_every_alignment_and_layout(version):
     check(memory[:, 0].t(), torch.randint(12, (80,), device=DEVICE)[:80], 4e-6, version=version)
     check(memory[0, 0], targets[0, 0], 4e-6, version=version)
     check(memory[:1, 0].expand(12, 80), targets[0], 4e-6, version=version)
+
+
+@kernels
+@pytest.mark.parametrize("sms", (1, 2))
+def test_warps_of_several_short_rows(sms):
+    """The number of rows per warp follows from that of SMs; the last rows of some warps are missing."""
+    rows = 70 if PLACE == "sim" else 2 * 32 * torch.cuda.get_device_properties(0).multi_processor_count + 6
+    here = nullcontext() if PLACE == "cuda" else assumed(device_of(backend.SIMULATED)._replace(sms=sms))
+    with here:
+        for dtype, columns, options in ((torch.bfloat16, 24, {}), (torch.float32, 37, {"vocab_size": 30, "label_smoothing": 0.1})):
+            targets = torch.randint(30 if options else columns, (rows,), device=DEVICE)
+            targets[::5] = -100
+            check(torch.randn(rows, columns, device=DEVICE).to(dtype), targets, 4e-6, version="v2", **options)
 
 
 @EVERY

@@ -136,23 +136,23 @@ def test_halves_are_read_in_place(version, monkeypatch):
 def test_which_kernel_runs(monkeypatch):
     """Vectors where every row is aligned, else v1's kernels: odd widths, views that start in the middle of a vector, odd row strides."""
     names = []
-    launch = type(versions._V1[torch.float32, torch.float32, 0]).on
+    launch = type(versions._FORWARD[torch.float32, torch.float32, 0, 1]).on
     monkeypatch.setattr("cukern.runtime.kernel.Kernel.on", lambda self, device: names.append(self.name) or launch(self, device))
     x = torch.randn(6, 24, dtype=torch.float32, device=DEVICE)
     bias = torch.randn(25, device=DEVICE)
     for call, expected in (
-        (lambda: cukern.gelu(x), "gelu_v2<float, float, 0>"),
-        (lambda: cukern.gelu(x, version="v1"), "gelu_v1<float, float, 0>"),
-        (lambda: cukern.gelu(x.flatten()[1:-3]), "gelu_v1<float, float, 0>"),
-        (lambda: cukern.gelu(x.flatten()[:-3]), "gelu_v1<float, float, 0>"),
-        (lambda: cukern.gelu(x[:, :20]), "gelu_v2<float, float, 0>"),
-        (lambda: cukern.gelu(x[:, :21]), "gelu_v1<float, float, 0>"),
-        (lambda: cukern.gelu(x, bias[:24], approximate="tanh"), "gelu_v2<float, float, 1>"),
-        (lambda: cukern.gelu(x, bias[1:], approximate="tanh"), "gelu_v1<float, float, 1>"),
-        (lambda: cukern.gelu(x.half(), bias[:24]), "gelu_v2<__half, float, 0>"),
-        (lambda: cukern.gelu(x.half(), bias.half()[:24]), "gelu_v2<__half, __half, 0>"),
-        (lambda: cukern.swiglu(*x.chunk(2, -1)), "gelu_v2<float, float, 2>"),
-        (lambda: cukern.swiglu(*x[:, 2:].chunk(2, -1)), "gelu_v1<float, float, 2>"),
+        (lambda: cukern.gelu(x), "gelu<float, float, 0, 4>"),
+        (lambda: cukern.gelu(x, version="v1"), "gelu<float, float, 0, 1>"),
+        (lambda: cukern.gelu(x.flatten()[1:-3]), "gelu<float, float, 0, 1>"),
+        (lambda: cukern.gelu(x.flatten()[:-3]), "gelu<float, float, 0, 1>"),
+        (lambda: cukern.gelu(x[:, :20]), "gelu<float, float, 0, 4>"),
+        (lambda: cukern.gelu(x[:, :21]), "gelu<float, float, 0, 1>"),
+        (lambda: cukern.gelu(x, bias[:24], approximate="tanh"), "gelu<float, float, 1, 4>"),
+        (lambda: cukern.gelu(x, bias[1:], approximate="tanh"), "gelu<float, float, 1, 1>"),
+        (lambda: cukern.gelu(x.half(), bias[:24]), "gelu<__half, float, 0, 8>"),
+        (lambda: cukern.gelu(x.half(), bias.half()[:24]), "gelu<__half, __half, 0, 8>"),
+        (lambda: cukern.swiglu(*x.chunk(2, -1)), "gelu<float, float, 2, 4>"),
+        (lambda: cukern.swiglu(*x[:, 2:].chunk(2, -1)), "gelu<float, float, 2, 1>"),
     ):
         names.clear()
         call()

@@ -127,7 +127,7 @@ KERNELS = [
         lambda x: x.view(-1, 2).flip(1).reshape(-1) + 1,
         [
             ("    mbarrier_wait_in_block(bar, 0);\n", "", sim.Race, "mbarrier is missing"),
-            ("mbarrier_arrive(bar, 256)", "mbarrier_arrive(bar, 128)", sim.BarrierFault, "-128 bytes"),
+            ("mbarrier_arrive(bar, 256)", "mbarrier_arrive(bar, 128)", sim.BarrierFault, "128 bytes more have come"),
             ("mbarrier_arrive(bar, 256)", "mbarrier_arrive(bar)", sim.Race),
             ("    fence_async();\n", "", sim.Race, "a fence.proxy.async is missing"),
             ("    fence_async();\n    __syncthreads();\n", "    fence_async();\n", sim.Race),

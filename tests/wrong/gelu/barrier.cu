@@ -1,9 +1,9 @@
-// Wrong on purpose: gelu_v2_bias_bwd with silu and one element per thread, which adds the warps' sums before they are written.
+// Wrong on purpose: gelu_bias_bwd with silu and one element per thread, which adds the warps' sums before they are written.
 #include "common/math.cuh"
 
 template <typename T, typename B, int FUNCTION>
-__global__ void gelu_v2_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B* bias, const T* dout, long long rows, long long cols,
-                                 long long x_row, long long dout_row, long long rows_per_block) {
+__global__ void gelu_bias_bwd(T* dx, compute_t<T>* partials, const T* x, const B* bias, const T* dout, long long rows, long long cols,
+                              long long x_row, long long dout_row, long long rows_per_block) {
     __shared__ float sums[8][128];
     long long tiles = (cols + 127) / 128, chunk = blockIdx.x / tiles, col = blockIdx.x % tiles * 128 + threadIdx.x;
     long long end = min((chunk + 1) * rows_per_block, rows);

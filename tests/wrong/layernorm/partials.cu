@@ -4,8 +4,8 @@
 template <typename C, typename W>
 __global__ void layernorm_add(W* dweight, W* dbias, const C* partials, long long blocks, long long columns) {
     wait_for_previous();
-    __shared__ C sums[128][8];
-    long long column = blockIdx.x * 8LL + threadIdx.x;
+    __shared__ C sums[32][16];
+    long long column = blockIdx.x * 16LL + threadIdx.x;
     partials += blockIdx.y * columns;
     C sum = 0;
     if (column < columns)

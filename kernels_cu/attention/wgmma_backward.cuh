@@ -1,0 +1,167 @@
+// attention v4, backward: the two kinds of thread blocks of v3 (attention.cu) by wgmma and TMA, warp-specialised (sm_90a). Deterministic.
+//
+// Operands   X, Y are fixed: K, V of 64 * WARPGROUPS keys, or Q, dO of as many queries. X', Y' move: tiles of N rows of the other two.
+//            s = X X'^T, dp = Y Y'^T, p = exp2(c s - lse), ds = p (dp - delta), dx += ds X', and with KEYS dy += p Y'. X is K: dx, dy are
+//            dk, dv. X is Q: dx is dq.
+// Blocks     each consumer warpgroup owns 64 rows of X and Y. One more warpgroup starts the copies (the producer). X', Y', and with KEYS
+//            lse and delta of their queries, have a ring buffer of STAGES stages.
+// Overlap    s of the next tile is started before, and dp after, the sums of this one. So the tensor cores have work while the weights of
+//            the next tile are computed.
+// Launch     1-D grid, see work_of; block = 128 * (WARPGROUPS + 1); dynamic shared memory = BackwardShape::BYTES.
+#pragma once
+#include "wgmma_tile.cuh"
+
+template <int D, int N, int WARPGROUPS, int STAGES>
+struct BackwardShape {
+    static constexpr int ROWS = 64 * WARPGROUPS, FIXED = PAGES<D> * ROWS * ROW_BYTES, TILE = PAGES<D> * N * ROW_BYTES;
+    static constexpr int STATS = 2 * FIXED + 2 * STAGES * TILE, BARRIERS = STATS + STAGES * 2 * N * 4,
+                         BYTES = BARRIERS + 8 * (1 + 2 * STAGES);
+};
+
+template <bool KEYS, typename T, int D, int N, int WARPGROUPS, int STAGES, int PER_SM, bool SOFTCAP>
+__global__ void __launch_bounds__(128 * (WARPGROUPS + 1), PER_SM)
+    attention_v4_bwd(T* grad_x, T* grad_y, const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_y,
+                     const __grid_constant__ CUtensorMap map_moving_x, const __grid_constant__ CUtensorMap map_moving_y, const float* lse,
+                     const float* delta, Strides of_x, Strides of_y, int blocks, int heads, int batches, int group, int section,
+                     int queries, int keys, int padded, int window, int head_dim, bool causal, float before, float c, float scale) {
+#if __CUDA_ARCH__ == 900  // newer GPUs have no wgmma, and the kernel is not launched there
+    using Shape = BackwardShape<D, N, WARPGROUPS, STAGES>;
+    using Regs = Registers<WARPGROUPS, PER_SM>;
+    constexpr int ROWS = Shape::ROWS, FIXED = Shape::FIXED, TILE = Shape::TILE;
+    extern __shared__ __align__(1024) unsigned char shared[];  // X, Y, the ring of X', Y', the ring of lse, delta, mbarriers
+    unsigned fixed = shared_address(shared), ring = fixed + 2 * FIXED, stats = fixed + Shape::STATS;
+    unsigned full_fixed = fixed + Shape::BARRIERS, full = full_fixed + 8, empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        mbarrier_init(full_fixed, 1);
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(full + 8 * i, 1);
+            mbarrier_init(empty + 8 * i, 4 * WARPGROUPS);
+        }
+        mbarriers_made();
+    }
+    __syncthreads();
+    int owners = KEYS ? heads / group : heads;
+    Work work = work_of(blockIdx.x, blocks, owners, batches, KEYS ? max(1, section / group) : section, !KEYS && causal);
+    int first = work.block * ROWS, warpgroup = threadIdx.x / 128;
+    // The moving tiles that a row of the block needs. Query i sees the keys from i + offset - window + 1 to i + offset.
+    int offset = causal ? keys - queries : keys;
+    int begin = max(0, KEYS ? first - offset : first + offset - window + 1) / N;
+    int end = KEYS ? (min(queries, first + ROWS - 1 - offset + window) + N - 1) / N
+                   : (min(keys, max(0, min(first + ROWS, queries) + offset)) + N - 1) / N;
+    int head = KEYS ? work.head * group : work.head;
+    long long of_stats = ((long long)work.batch * heads + head) * padded;
+    int tiles = max(0, end - begin) * (KEYS ? group : 1), tile = begin;
+    if (warpgroup == WARPGROUPS) {
+        fewer_registers<Regs::PRODUCER>();
+        if (threadIdx.x == 128 * WARPGROUPS && tiles > 0) {
+            mbarrier_arrive(full_fixed, 2 * FIXED);
+            load_tile<D, ROWS>(fixed, &map_x, full_fixed, first, work.head, work.batch);
+            load_tile<D, ROWS>(fixed + FIXED, &map_y, full_fixed, first, work.head, work.batch);
+            int moving_head = KEYS ? head : head / group;
+            for (Position<STAGES> at; tiles > 0; tiles--, at.advance()) {
+                unsigned barrier = full + 8 * at.stage, to = ring + at.stage * 2 * TILE, to_stats = stats + at.stage * 2 * N * 4;
+                mbarrier_wait_in_block(empty + 8 * at.stage, at.phase ^ 1);
+                mbarrier_arrive(barrier, 2 * TILE + (KEYS ? 2 * N * 4 : 0));
+                load_tile<D, N>(to, &map_moving_x, barrier, tile * N, moving_head, work.batch);
+                load_tile<D, N>(to + TILE, &map_moving_y, barrier, tile * N, moving_head, work.batch);
+                if constexpr (KEYS) {
+                    bulk_load(to_stats, lse + of_stats + tile * N, N * 4, barrier);
+                    bulk_load(to_stats + N * 4, delta + of_stats + tile * N, N * 4, barrier);
+                }
+                if (++tile == end) tile = begin, moving_head++, of_stats += padded;  // the next head of the group
+            }
+        }
+    } else {
+        more_registers<Regs::CONSUMER>();
+        int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16, row = first + 64 * warpgroup;  // the warpgroup's first
+        int mine = first + warp_row + lane / 4;
+        float s[N / 8][4], dp[N / 8][4], dx[1][D / 8][4] = {}, dy[1][D / 8][4] = {}, of_row[2][2];
+        unsigned p[N / 16][4], ds[N / 16][4], x = fixed + 64 * warpgroup * ROW_BYTES;
+        if constexpr (!KEYS)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int query = min(mine + 8 * i, padded - 1);
+                of_row[0][i] = lse[of_stats + query], of_row[1][i] = delta[of_stats + query];
+            }
+        Position<STAGES> at;
+        auto start_s = [&](int stage) {
+            start_transposed<T, D, ROWS>(s, x, ring + stage * 2 * TILE);
+            wgmma_commit();
+        };
+        auto start_dp = [&](int stage) {
+            start_transposed<T, D, ROWS>(dp, x + FIXED, ring + stage * 2 * TILE + TILE);
+            wgmma_commit();
+        };
+        auto start_sums = [&](int stage) {
+            if constexpr (KEYS) start_product<T, D>(dy[0], p, ring + stage * 2 * TILE + TILE);
+            start_product<T, D>(dx[0], ds, ring + stage * 2 * TILE);
+            wgmma_commit();
+        };
+        if (tiles > 0) {
+            mbarrier_wait_in_block(full_fixed, 0);
+            mbarrier_wait_in_block(full, 0);
+            wgmma_fence(dx[0], dy[0]);
+            start_s(0);
+            start_dp(0);
+            for (;; tiles--) {
+                int now = tile * N, stage = at.stage;
+                if (++tile == end) tile = begin;
+                // Of the queries minus the keys of this warpgroup and tile.
+                int least = KEYS ? now - row - 63 : row - now - N + 1, most = KEYS ? now + N - 1 - row : row + 63 - now;
+                bool masked = least + offset < 0 || most + offset >= window || (!KEYS && now + N > keys);
+                const float* of_column = reinterpret_cast<const float*>(shared + Shape::STATS) + stage * 2 * N + lane % 4 * 2;
+                auto delta_of = [&](int i) { return KEYS ? of_column[N + i / 4 * 8 + i % 2] : of_row[1][i % 4 / 2]; };
+                wgmma_wait<SOFTCAP ? 0 : 1>(s);
+                if constexpr (SOFTCAP) written(dp);
+#pragma unroll
+                for (int i = 0; i < N / 2; i++) {
+                    float& w = s[i / 4][i % 4];
+                    if constexpr (SOFTCAP) {
+                        w = tanh_approx(w * before);
+                        dp[i / 4][i % 4] = (dp[i / 4][i % 4] - delta_of(i)) * (1 - w * w);
+                    }
+                    w = exp2_approx(fmaf(w, c, -(KEYS ? of_column[i / 4 * 8 + i % 2] : of_row[0][i % 4 / 2])));
+                }
+                if (masked) {
+                    int other = now + lane % 4 * 2, distance = (KEYS ? other - mine : mine - other) + offset;
+#pragma unroll
+                    for (int i = 0; i < N / 2; i++) {
+                        int down = i % 4 / 2 * 8, along = i / 4 * 8 + i % 2, away = distance + (KEYS ? along - down : down - along);
+                        if (unsigned(away) >= unsigned(window) || (!KEYS && along >= keys - other)) s[i / 4][i % 4] = 0;
+                    }
+                }
+                if constexpr (!SOFTCAP) wgmma_wait<0>(dp);
+#pragma unroll
+                for (int i = 0; i < N / 2; i++) {
+                    float& y = dp[i / 4][i % 4];
+                    y = (SOFTCAP ? y : y - delta_of(i)) * s[i / 4][i % 4];
+                }
+                if constexpr (KEYS) to_operand<T>(p, s);
+                to_operand<T>(ds, dp);
+                if (tiles == 1) break;
+                at.advance();
+                mbarrier_wait_in_block(full + 8 * at.stage, at.phase);
+                wgmma_fence(p, ds);
+                start_sums(stage);
+                start_s(at.stage);
+                wgmma_wait<1>();
+                if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+                start_dp(at.stage);
+            }
+            wgmma_fence(p, ds);
+            start_sums(at.stage);
+            wgmma_wait<0>(dx[0]);
+            written(dy[0]);
+        }
+        barrier_of(1 + warpgroup, 128);  // all warps are done with X and Y
+        float factor[1][2] = {scale, scale}, one[1][2] = {1, 1};
+        int from = first + warp_row, left = (KEYS ? keys : queries) - from;
+        T* to = grad_x + work.batch * of_x.batch + work.head * of_x.head + from * of_x.row;
+        store_rows<T, D, ROWS>(to, of_x.row, left, head_dim, dx, factor, shared + warp_row * ROW_BYTES);
+        if constexpr (KEYS) {
+            to = grad_y + work.batch * of_y.batch + work.head * of_y.head + from * of_y.row;
+            store_rows<T, D, ROWS>(to, of_y.row, left, head_dim, dy, one, shared + FIXED + warp_row * ROW_BYTES);
+        }
+    }
+#endif
+}
