@@ -12,7 +12,7 @@ from cukern.runtime.registry import OPS
 from cukern.runtime.warmup import planned
 
 F, B, T = torch.float32, torch.bfloat16, "tf32"
-V6, V7, THREE = "v6", "v7", "3xtf32"  # bfloat16 by a version; float32 by v6 as 3xTF32
+V6, V7, THREE, THREE7 = "v6", "v7", "3xtf32", "3xtf32 by v7"  # bfloat16 by a version; float32 by v6 and v7 as 3xTF32
 CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses it
     "kron_linear group": ((1024, 32, 32, 32), F),
     "kron_linear lanes": ((1024, 8, 8, 8, 8, 8), B),
@@ -38,19 +38,22 @@ CHOSEN = {  # candidate: a shape and a dtype for which the default plan chooses 
     "matmul MmaSplit64x64": ((256, 256, 256), THREE),
     "matmul Wgmma128x256": ((8192, 8192, 8192), V7),
     "matmul Wgmma128x192": ((4096, 768, 3072), V7),
-    "matmul Wgmma128x128": ((128, 8192, 8192), V7),
+    "matmul Wgmma128x128": ((512, 2304, 768), V7),
+    "matmul Wgmma128x192k4": ((768, 768, 32768), V7),
+    "matmul Wgmma128x128k4": ((512, 768, 3072), V7),
+    "matmul WgmmaSplit128x128": ((4096, 4096, 4096), THREE7),
 }
 
 
 def chosen(op, dims, dtype, kernel="", without=()):
     """The kernels of forward and backward."""
-    version = {V6: V6, V7: V7, THREE: V6}.get(dtype)
+    version = {V6: V6, V7: V7, THREE: V6, THREE7: V7}.get(dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment.float32_products(dtype is T))
         stack.enter_context(restricted(kernel, without))
         if version:
             stack.enter_context(cukern.use(op.name, version))
-        return set(planned(op, [dims], ({V6: B, V7: B, T: F, THREE: F}.get(dtype, dtype),), KNOWN["h200"]))
+        return set(planned(op, [dims], ({V6: B, V7: B, T: F, THREE: F, THREE7: F}.get(dtype, dtype),), KNOWN["h200"]))
 
 
 @pytest.mark.parametrize("name", CHOSEN)
