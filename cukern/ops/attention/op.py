@@ -77,18 +77,10 @@ def attention(
     lead = q.ndim - 3
     q, k, v = (x[(None,) * -lead] if lead < 0 else x for x in (q, k, v))
     q, k, v = (x[None] if lead <= 0 else x.flatten(0, lead - 1) for x in (q, k, v))  # (batch, heads, rows, D)
-    function = _function(version, q)
-    if options.window and key_lengths is None and q.shape[2] + options.window <= k.shape[2]:  # no query sees the first keys
-        k, v = (x[:, :, 1 - q.shape[2] - options.window :] for x in (k, v))
-        options = options._replace(window=options.window if q.shape[2] > 1 else 0)
-    if key_lengths is not None:
-        if options.window:
-            raise ValueError(f"window and key_lengths exclude each other, got window={options.window}")
-        lengths = _checked_lengths(key_lengths, version, q, leading[:-2])
-        kernels = function in _FUSED and fused.supported(q, k, v)
-        out, lse = fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
+    if key_lengths is None:
+        out, lse = _function(version, q)(*_in_window(q, k, v, options), return_lse or sink is not None)
     else:
-        out, lse = function(q, k, v, options, return_lse or sink is not None)
+        out, lse = _of_lengths(q, k, v, options, _checked_lengths(key_lengths, version, q, leading[:-2]), version)
     out = out.view(*leading, v.shape[-1]) if lead != 1 else out
     lse = lse.view(leading) if lse is not None and lead != 1 else lse
     out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
@@ -126,6 +118,21 @@ def attention_packed(
         out, lse = function(q, k, v, options, return_lse or sink is not None)
     out, lse = (out, lse) if sink is None else _with_sink(out, lse, sink)
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+
+def _in_window(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """The same without the first keys, if no query sees them."""
+    queries, window = q.shape[2], options.window
+    if not window or queries + window > k.shape[2]:
+        return q, k, v, options
+    return q, k[:, :, 1 - queries - window :], v[:, :, 1 - queries - window :], options._replace(window=window if queries > 1 else 0)
+
+
+def _of_lengths(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Tensor, version: str | None) -> tuple[Tensor, Tensor]:
+    if options.window:
+        raise ValueError(f"window and key_lengths exclude each other, got window={options.window}")
+    kernels = _function(version, q) in _FUSED and fused.supported(q, k, v)
+    return fused.with_lengths(q, k, v, lengths, options) if kernels else reference(q, k, v, options, lengths)
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

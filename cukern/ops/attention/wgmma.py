@@ -14,7 +14,7 @@ from cukern.runtime.kernel import Kernel, Template
 from cukern.runtime.tensor_map import encode
 from cukern.runtime.tensors import pointers
 
-_FORWARD, _BACKWARD = (Template("attention/attention_wgmma.cu", f"attention_v4{name}") for name in ("", "_bwd"))
+_FORWARD, _BACKWARD = (Template("attention/attention.cu", f"attention_v4{name}") for name in ("", "_bwd"))
 _NO_WINDOW = 1 << 30
 _MOST_STRIDE = 1 << 38  # elements; that of a tensor map is below 2^40 bytes
 
