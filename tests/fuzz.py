@@ -195,10 +195,10 @@ def draw_attention(d: Draw) -> dict:
     batch, queries, features, dtype = d.shape(0, 2), d.size(), d.size(), d.dtype()
     keys = queries + d.pick(0, 0, 1, 3)
     q, k, v = (d.tensor((*batch, *shape), dtype) for shape in ((queries, features), (keys, features), (keys, d.size())))
-    fits = dtype not in ("float16", "bfloat16") or (0 < features <= 128 and features % 8 == 0 and features == v.shape[-1])
+    fits = dtype == "float64" or (0 < features <= 128 and features % 8 == 0 and features == v.shape[-1])
     version = d.version()
     scale = d.pick(None, 1.0, 0.125, 3, 0.0)
-    return {"q": q, "k": k, "v": v, "scale": scale, "version": version if fits or version != "v3" else None}
+    return {"q": q, "k": k, "v": v, "scale": scale, "version": version if fits or version not in ("v3", "v4") else None}
 
 
 def attention(q, k, v, scale=None):

@@ -242,7 +242,8 @@ def _kernel(version: int, backward: bool, dtype: torch.dtype, softcap: bool, col
 
 def _instances(version: int, dtype: torch.dtype) -> list[Kernel]:
     calls = itertools.product((False, True), (False, True), (1, SHORT_BYTES))
-    return [_REDUCE[wide(dtype)], *(_kernel(version, backward, dtype, softcap, columns)[0] for backward, softcap, columns in calls)]
+    kernels = [_kernel(version, backward, dtype, softcap, columns)[0] for backward, softcap, columns in calls]
+    return [_REDUCE[wide(dtype)], *{kernel.name: kernel for kernel in kernels}.values()]
 
 
 VERSIONS = {

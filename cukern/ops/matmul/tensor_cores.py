@@ -121,10 +121,8 @@ def _prepared(
     if a is None or b is None:
         return None
     copy = min(copy, _alignment(math.gcd(*(x * dtype.itemsize for x in (a.ld, b.ld, a.batch, b.batch)))))
-    aligned = terms == 3 or (copy == 16 and (dtype.itemsize == 2 or (a.along_k and b.along_k)))
-    planned = tensor_plan.plan(
-        tensor_plan.Problem(M, N, K, batch, dtype.itemsize, terms, wgmma and aligned and K > 0), device_of(index), splitting
-    )
+    wgmma = wgmma and K > 0 and _wgmma_reads(a, b, dtype, terms, copy)
+    planned = tensor_plan.plan(tensor_plan.Problem(M, N, K, batch, dtype.itemsize, terms, wgmma), device_of(index), splitting)
     tile, splits = planned.tile, planned.splits
     launch = (planned.grid, 1, 1), (32 * tile.warps, 1, 1), tile.shared
     sizes = _SIZES.pack(M, N, K, batch, splits, activation, a.ld, b.ld, a.batch, b.batch)
@@ -136,6 +134,11 @@ def _prepared(
     maps = *(_map(x, rows, K, batch, box, dtype, terms) for x, rows, box in parts), results
     kernel = V7[dtype, out_dtype, read[0].along_k, read[1].along_k, 0 if tile.cluster_k > 1 else activation, tile.name]
     return _Launch(kernel, *launch, sizes, splits, (a, b), maps)
+
+
+def _wgmma_reads(a: _Operand, b: _Operand, dtype: torch.dtype, terms: int, copy: int) -> bool:
+    """True if TMA and wgmma can read these layouts, or those of the split operands. `copy`: the bytes of an aligned copy."""
+    return terms == 3 or (copy == 16 and (dtype.itemsize == 2 or (a.along_k and b.along_k)))
 
 
 def _split_layout(x: _Operand, rows: int, K: int) -> _Operand:
