@@ -1,6 +1,7 @@
 """Set-up of all tests: kernels run on the GPU, or without one in the simulator; tests marked gpu are skipped without a GPU; outputs start
 as NaN; the run compiles into a cache of its own."""
 
+import fcntl
 import gc
 import json
 import os
@@ -144,6 +145,18 @@ def gpu_memory():
     if DEVICE == "cuda" and torch.cuda.memory_reserved() > 1 << 30:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def most_memory(tmp_path_factory):
+    """Tests of 10 to 20 GB run one after the other, whatever the number of workers."""
+    folder = tmp_path_factory.getbasetemp()
+    with open((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "most_memory", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

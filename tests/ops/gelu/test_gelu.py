@@ -207,7 +207,7 @@ def test_only_the_wanted_gradients(version):
 
 @gpu
 @VERSIONS
-def test_more_than_2_to_31_elements(version):
+def test_more_than_2_to_31_elements(version, most_memory):
     rows, cols = 2**20 + 1, 2**11 + 8
     free, _ = torch.cuda.mem_get_info()
     if free < 9 * rows * cols:

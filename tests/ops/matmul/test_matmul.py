@@ -208,7 +208,7 @@ def test_nan_and_infinity_stay_in_their_rows():
 
 @gpu
 @pytest.mark.parametrize("m, n, k", ((2**25 + 3, 70, 65), (65, 2**25 + 3, 70)))
-def test_more_than_2_to_the_31_elements(m, n, k):
+def test_more_than_2_to_the_31_elements(m, n, k, most_memory):
     if torch.cuda.mem_get_info()[0] < 3 * 4 * (m * k + k * n + m * n) // 2:
         pytest.skip("needs more free memory on the GPU")
     a, b = torch.randn(m, k, device="cuda"), torch.randn(k, n, device="cuda")

@@ -228,7 +228,7 @@ def test_overlapping_launches(heads, head_dim, captured):
 
 @gpu
 @VERSIONS
-def test_more_than_2_to_31_elements(version):
+def test_more_than_2_to_31_elements(version, most_memory):
     heads, head_dim = 32, 128
     sequence = 2**31 // (heads * head_dim) + 3
     if torch.cuda.mem_get_info()[0] < 5 * 2**31:

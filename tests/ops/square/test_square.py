@@ -128,7 +128,7 @@ def test_versions_agree_bit_for_bit():
 
 @gpu
 @pytest.mark.parametrize("version", OPS["square"].versions)
-def test_more_than_2_to_31_elements(version):
+def test_more_than_2_to_31_elements(version, most_memory):
     n = 2**31 + 5
     free, _ = torch.cuda.mem_get_info()
     if free < 9 * n:
