@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS reads this when CUDA starts; without it deterministic mode, which poisons memory, refuses matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# JAX reads this when it is imported: it would take three quarters of the GPU's memory, and the other workers would have none.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import pytest
 import torch
 from helpers import DEVICE, PLACE, forget_cache

@@ -197,7 +197,7 @@ def test_measure_a_compute_bound_op(name):
 # ---- record and tables
 
 COLUMNS = (
-    "op version pass shape dtype provider median_us iqr_us bytes flops tbps tflops of_limit error "
+    "op version pass shape dtype provider median_us iqr_us bytes flops tbps tflops of_limit error peak_mib "
     "commit dirty gpu driver torch cupy nvrtc date"
 )
 

@@ -81,6 +81,7 @@ def test_every_candidate_is_tested():
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.candidates])
 def test_every_shape_has_a_plan_without_any_candidate(name):
     """Where a candidate is the only one that fits, excluding it leaves the kernels for any shape."""
+    dtype = B if name == "attention_decode" else F  # few float32 queries of many keys take torch's operations
     for candidate in OPS[name].candidates:
         for dims in OPS[name].check_dims[:3]:
-            assert chosen(OPS[name], dims, F, without=[candidate]) and chosen(OPS[name], dims, F, kernel=candidate)
+            assert chosen(OPS[name], dims, dtype, without=[candidate]) and chosen(OPS[name], dims, dtype, kernel=candidate)

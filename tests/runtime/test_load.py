@@ -157,9 +157,10 @@ def test_arrays_of(library):
 
 def test_jax_arrays_in_the_simulator():
     """JAX arrays are inputs on the CPU too, and nothing is copied to an array that cannot be written."""
-    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jnp, cpu = jax.numpy, jax.devices("cpu")[0]
     copy, out = cukern.compile(COPY, defines={"TILE": 32, "T": "float"}), torch.empty(4)
-    with cukern.backend("sim"):
+    with cukern.backend("sim"), jax.default_device(cpu):
         copy[1, 32](out, jnp.arange(4, dtype=jnp.float32), 4)
         assert out.tolist() == [0.0, 1.0, 2.0, 3.0]
         with pytest.raises(ValueError, match="JAX arrays are immutable"):
